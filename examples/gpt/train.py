@@ -135,6 +135,7 @@ def main() -> None:
         except NoCheckpointError:
             accelerator.print(f"no checkpoint in {checkpoints} yet: starting at step 0")
 
+    accelerator.measures.total_steps = args.steps  # for `lockstep top` and the report, which say what is left
     tokens_per_step = args.batch_size * args.accumulation * config.context
     check_every, log_every = max(1, args.steps // 5), max(1, args.steps // 70)
     progress = tqdm(total=args.steps, initial=run.step, unit="step", mininterval=1.0, dynamic_ncols=True)

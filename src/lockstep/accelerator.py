@@ -203,7 +203,7 @@ class Accelerator(
             process.apply_affinity(self.runtime)
         self._options = options = fit_to_world(options, self.runtime.world_size)
         self._watch = hang.watch_process(self.runtime, options.watch, options.grace_s)
-        self._watch.save_with(self._save_before_stop)
+        self._watch.save_with(self._save_at_boundary)
         for text in options.config_warnings if self.runtime.is_main else ():
             warnings.warn(text, stacklevel=2)
         self._step = StepState(

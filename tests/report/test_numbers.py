@@ -22,7 +22,7 @@ from lockstep.plan.traffic import sent_bytes
 from lockstep.report.expected import expected_bytes, expected_memory
 from lockstep.report.numbers import RunNumbers, numbers_of
 from lockstep.report.summary import REASONS, sentences
-from lockstep.report.words import bytes_text, digits, duration, percent, short, whole
+from lockstep.words import bytes_text, digits, duration, percent, short, whole
 from tests.report.runs import BEGIN, CRASHED, END, ERROR, HANG, RESTARTED, Start, Synthetic, write_run
 
 NOW = BEGIN + 1e6

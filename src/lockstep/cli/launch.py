@@ -91,6 +91,7 @@ def command_function(ctx: click.Context, script: str, arguments: tuple[str, ...]
         tee=bool(options["tee"] or (options["tee_all"] and options["log_dir"] is not None)),
         described=described.settings,
         output=options["output"],
+        quiet=bool(options["quiet"]),
     )
     if plan.secret_file is not None:
         from lockstep.launch.backend import check_secret_file

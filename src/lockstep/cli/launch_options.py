@@ -20,7 +20,6 @@ from lockstep.compat.accelerate.flags import (
 from lockstep.config.settings import TOPICS, Setting
 from lockstep.errors import ConfigError
 
-SHORT = {"quiet": ("-q",)}
 TEE_VALUE = re.compile(r"[0-3]|[0-9]+:[0-3](,[0-9]+:[0-3])*")
 """What torchrun's --tee takes: nothing, stdout, stderr or both, of all processes or of some."""
 
@@ -71,9 +70,7 @@ def options() -> list[click.Parameter]:
         for name in (*LATER_SWITCHES, *FOREIGN_SWITCHES, *REFUSED_SWITCHES)
     ]
     unused = [
-        click.Option(
-            [*SHORT.get(name, ()), "--" + dashes(name), name], is_flag=True, hidden=True, expose_value=False
-        )
+        click.Option(["--" + dashes(name), name], is_flag=True, hidden=True, expose_value=False)
         for name in UNUSED_SWITCHES
     ]
     tee_all = click.Option(["--tee-all", "tee_all"], is_flag=True, hidden=True)

@@ -19,6 +19,7 @@ Examples:
   lockstep report runs/gpt -o gpt.html
   lockstep report runs/before runs/after
   lockstep report --json runs/gpt
+  lockstep report --llm 7B:140B runs/gpt
 \b
 Exit codes: 0 the report was made, however the run ended; 2 a RUN is no run's folder, or the page cannot be written.
 """
@@ -35,13 +36,23 @@ Exit codes: 0 the report was made, however the run ended; 2 a RUN is no run's fo
 @click.option(
     "--json", "as_json", is_flag=True, help="Print the numbers as JSON; the page is written with -o only."
 )
-def command(runs: tuple[str, ...], output: str | None, as_json: bool) -> None:
+@click.option(
+    "--llm",
+    metavar="PARAMETERS[:TOKENS]",
+    help="Say how long a language model of this size would take at the run's rate (default: 20 tokens a parameter).",
+)
+def command(runs: tuple[str, ...], output: str | None, as_json: bool, llm: str | None) -> None:
     """Say what each RUN did, why it was slow and why it stopped, and write a page with its curves. RUN is the folder
     that a run writes (<project_dir>/run), or its project's; the run may have crashed, may still run, and files may be
     missing. Several runs are compared: which setting differs first, and at which step their numbers part."""
     from lockstep.report.report import report_of
 
-    report = report_of(runs, time.time())
+    model = None
+    if llm is not None:
+        from lockstep.report.language_model import parse_language_model
+
+        model = parse_language_model(llm, "--llm")
+    report = report_of(runs, time.time(), model)
     path = Path(output) if output is not None else None if as_json else report.default_path
     if path is not None:
         _write(path, report.page())

@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import TYPE_CHECKING
 
 import click
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import Console
+
+    from lockstep.cli.top_screen import TopScreen
 
 EPILOG = """\b
 Examples:
   lockstep top runs/gpt
+  lockstep top
+  lockstep top 10.0.0.1:29500
   lockstep top --every 0.5 runs/gpt
   lockstep top --once runs/gpt
 \b
-Exit codes: 0 the run was shown; 2 RUN is no run's folder.
+Keys, where the job can be reached: d dumps all ranks' stacks, s has all ranks save at the next step boundary, x and
+then y has them stop there, as SIGTERM does. q or Ctrl-C leaves, and leaves the run alone.
+\b
+Exit codes: 0 the run was shown; 2 RUN is no run's folder, or nothing can be reached at HOST:PORT.
 """
+KEY_S = 0.05
 
 
 @click.command("top", epilog=EPILOG)
-@click.argument("run", metavar="RUN")
+@click.argument("run", metavar="[RUN | HOST:PORT]", required=False)
 @click.option(
     "--every",
     type=click.FloatRange(min=0.1, max=3600),
@@ -31,34 +40,79 @@ Exit codes: 0 the run was shown; 2 RUN is no run's folder.
     help="How often to look.",
 )
 @click.option("--once", is_flag=True, help="Show it once; so does a run whose output is no terminal.")
-def command(run: str, every: float, once: bool) -> None:
-    """Watch a run: its loss, throughput, where a step's time goes, how long each rank takes, and what happened last.
-    RUN is the folder that a run writes (<project_dir>/run), or its project's, on this machine or on a disk that both
-    share. It only reads: any number of people may look. Ctrl-C ends it, and leaves the run alone."""
+@click.option(
+    "--secret-file",
+    metavar="FILE",
+    help="The secret of the launch at HOST:PORT (default: of a launch here, LOCKSTEP_SECRET, or the user's own).",
+)
+def command(run: str | None, every: float, once: bool, secret_file: str | None) -> None:
+    """Watch a run: its loss, throughput, where a step's time goes, what each rank does now, and what happened last.
+
+    RUN is the folder that a run writes (<project_dir>/run), or its project's. HOST:PORT is where a launch listens;
+    without either it is the launch of yours that runs on this machine. A folder is only read, and any number of people
+    may look. A launch on this machine is asked as well: by its user, who alone can read its secret."""
     from rich.console import Console
 
     console = Console(highlight=False)
-    shown = _screen(run)
-    if once or not console.is_terminal:
-        console.print(shown)
-        return
-    _follow(console, shown, run, every)
+    screen = _screen(run, secret_file)
+    try:
+        if once or not console.is_terminal:
+            console.print(screen.rendered(keys=False))
+        else:
+            _follow(console, screen, every)
+    finally:
+        screen.close()
 
 
-def _follow(console: Console, shown: RenderableType, run: str, every: float) -> None:
+def _screen(run: str | None, secret_file: str | None) -> TopScreen:
+    from lockstep.cli.top_screen import TopScreen
+    from lockstep.config.values import parse_endpoint
+    from lockstep.errors import ConfigError
+    from lockstep.launch.job import link_here, link_to
+
+    if run is None:
+        link = link_here()
+        if link is None:
+            raise ConfigError(
+                "No launch of yours runs on this machine. Name a run's folder, or HOST:PORT of a launch elsewhere."
+            )
+        return TopScreen(None, link)
+    if ":" in run and not os.path.lexists(run):
+        return TopScreen(None, link_to(parse_endpoint(run), secret_file))
+    screen = TopScreen(run, None)
+    screen.find_link()
+    return screen
+
+
+def _follow(console: Console, screen: TopScreen, every: float) -> None:
     from rich.live import Live
 
+    from lockstep.cli.keyboard import Keyboard
+
     try:
-        with Live(shown, console=console, screen=True, auto_refresh=False, vertical_overflow="crop") as live:
-            while True:
-                time.sleep(every)
-                live.update(_screen(run), refresh=True)
+        with (
+            Keyboard() as keyboard,
+            Live(
+                screen.rendered(), console=console, screen=True, auto_refresh=False, vertical_overflow="crop"
+            ) as live,
+        ):
+            looked = time.monotonic()
+            while not screen.is_over:
+                key = keyboard.pressed(KEY_S)
+                if key == "q":
+                    break
+                is_new = screen.take_key(key) if key else False
+                is_new = screen.take_news() or is_new
+                if time.monotonic() - looked >= every:
+                    looked = time.monotonic()
+                    screen.look()
+                    is_new = True
+                if is_new:
+                    live.update(screen.rendered(), refresh=True)
     except KeyboardInterrupt:
-        console.print(_screen(run))
-
-
-def _screen(run: str) -> RenderableType:
-    from lockstep.history.read import read_run
-    from lockstep.report.live import NEWEST_BYTES, screen
-
-    return screen(read_run(run, NEWEST_BYTES), time.time())
+        pass
+    console.print(screen.rendered(keys=False))
+    if stacks := screen.stacks_text():
+        click.echo(stacks)
+    if screen.is_over:
+        click.echo(screen.notice, err=True)

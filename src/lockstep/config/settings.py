@@ -217,6 +217,7 @@ TOPICS: dict[str, tuple[Setting, ...]] = {
                 note="a folder, or `no`"),
         _flag("log_dir", kinds.FOLDER, "Write each rank's output to rank-N.out and rank-N.err here.", "--log-dir"),
         _flag("tee", kinds.SWITCH, "With --log-dir: show the output as well.", "-t --tee"),
+        _flag("quiet", kinds.SWITCH, "Show no line of progress below the output.", "-q --quiet"),
     ),
 }  # fmt: skip
 """All settings, by the topic under which help shows them."""

@@ -329,12 +329,13 @@ class PreparedLoader(DataLoader[Any]):
         self, source: GlobalBatches, progress: LoaderProgress, iteration: Iteration, behind: int
     ) -> Iterator[object]:
         device, non_blocking = self._parts.device, self._parts.non_blocking
-        number = 0
+        number, before = 0, behind
         try:
             for [batch], counts, last, reached, inner, digest, states in source:
                 if progress.end_of_data:
                     self._check_length(f"more than {number}")
                 number += 1
+                progress.batches = before + number
                 progress.end_of_data = last
                 progress.counts = counts
                 iteration.behind = reached

@@ -157,6 +157,13 @@ class LaunchCoordinator:
         """End the launch everywhere with this code, because the machine that hosts got this signal."""
         self._end(code, f"ended by {name}")
 
+    def stop(self, cause: str) -> str:
+        """Stop at a step boundary, as a signal does, because somebody asks for it; returns why not, or ""."""
+        if self._stop is not None or self._over is not None:
+            return "the run is about to stop already"
+        self._stop_wanted(cause)
+        return ""
+
     def alone(self) -> bool:
         """Whether no launcher is connected any more."""
         return not self._peers
@@ -330,7 +337,8 @@ class LaunchCoordinator:
         else:
             self._stop = self._clock() + self._grace_s, name
             self._reform = None
-            self._tell(tuple(self._peers), {"kind": "rendezvous.stopping", "signal": name})
+            shown = name if name.startswith("SIG") else ""
+            self._tell(tuple(self._peers), {"kind": "rendezvous.stopping", "signal": shown})
             self._watch.request_stop(name)
 
     def _end(self, code: int, cause: str, note: str = "", rank: int | None = None, summary: str = "") -> None:

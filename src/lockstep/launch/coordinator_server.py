@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from lockstep.control import Handler, Secret, Server
@@ -14,11 +14,13 @@ from lockstep.launch.membership import Membership
 from lockstep.launch.network import holder_of
 from lockstep.launch.plan import LaunchPlan
 from lockstep.launch.report import Restarts
+from lockstep.launch.viewers import RunViewers
 from lockstep.observe.hang.coordinator import Coordinator, WatchSettings
 
 # how long the others' launchers have to read why the launch ended, and to end their workers
 LEAVE_LIMIT_S = 3.0
 MOST_NAMED = 16
+SPEAKER = "lockstep launch: "
 
 
 class CoordinatorServer:
@@ -55,7 +57,7 @@ class CoordinatorServer:
         )
         watched = plan.survival.watch
         limits = WatchSettings(hang_timeout_s=plan.survival.hang_timeout_s)
-        coordinator = Coordinator(limits, lambda sentence: say(f"lockstep launch: {sentence}"))
+        self._watch = coordinator = Coordinator(limits, self._say_of_run)
         self._say, self._strangers = say, set[str]()
         self._coordinator = LaunchCoordinator(
             members,
@@ -63,11 +65,12 @@ class CoordinatorServer:
             coordinator if watched else None,
             grace_s=plan.survival.grace_s,
             elastic=plan.elastic,
-            say=say,
+            say=self._say_of_launch,
         )
+        self._viewers = RunViewers(coordinator, self._coordinator.stop, run)
         handlers: dict[str, Handler] = {"rendezvous": self._coordinator}
         if watched:
-            handlers["watch"] = coordinator
+            handlers |= {"watch": coordinator, "top": self._viewers}
         try:
             self._server = Server(secret, address, port, handlers, self._turned_away)
         except ConfigError as error:
@@ -80,6 +83,13 @@ class CoordinatorServer:
         self.address = self._server.address
         self._server.start()
 
+    def _say_of_run(self, sentence: str) -> None:
+        self._say_of_launch(f"{SPEAKER}{sentence}")
+
+    def _say_of_launch(self, text: str) -> None:
+        self._say(text)
+        self._viewers.say(text.removeprefix(SPEAKER))
+
     def _turned_away(self, address: str) -> None:
         if address not in self._strangers and len(self._strangers) < MOST_NAMED:
             self._strangers.add(address)
@@ -87,6 +97,13 @@ class CoordinatorServer:
                 f"lockstep launch: {address} was turned away: it has another secret. Give every machine the same "
                 "--secret-file or LOCKSTEP_SECRET."
             )
+
+    def progress(self) -> Mapping[str, float | str] | None:
+        """See ``Coordinator.progress``."""
+        try:
+            return self._server.call(self._watch.progress)
+        except ControlError:  # closed
+            return {}
 
     def interrupt(self, name: str, code: int) -> None:
         """End the launch on all machines with this code, because this one got a signal."""

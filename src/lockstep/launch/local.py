@@ -10,7 +10,6 @@ import logging
 import os
 import shutil
 import sys
-import tempfile
 import uuid
 from contextlib import ExitStack
 from pathlib import Path
@@ -24,10 +23,12 @@ from lockstep.launch.backend import Command, make_log_folder, say
 from lockstep.launch.guard_process import GuardProcess, run_guarded
 from lockstep.launch.network import LOOPBACK, Meeting, find_meeting, loopback_interface
 from lockstep.launch.plan import ALIAS, LaunchPlan
+from lockstep.launch.running import make_work_folder, write_place
 from lockstep.launch.signals import Interrupted, Signals
 
 if TYPE_CHECKING:
     from lockstep.launch.coordinator_server import CoordinatorServer
+    from lockstep.launch.progress import LaunchProgress
 
 ALONE = Meeting(LOOPBACK, LOOPBACK, None, True)
 
@@ -46,7 +47,7 @@ def launch(plan: LaunchPlan) -> int:
     """
     signals = Signals(plan.survival.watch)
     signals.install()
-    work_dir = tempfile.mkdtemp(prefix="lockstep-")
+    work_dir = make_work_folder()
     try:
         make_log_folder(plan.log_dir)
         meeting = ALONE if plan.num_machines == 1 else _meeting(plan)
@@ -89,6 +90,14 @@ def _run(
         limit_s = plan.survival.join_timeout_s
         rendezvous = Rendezvous(address, secret, identity, say, machine, coordinator_limit_s=limit_s)
         stack.callback(rendezvous.close)
+        progress = _progress(plan, server)
+        if progress is not None:
+            stack.callback(progress.close)
+
+        def upkeep() -> None:
+            guarded.renew()
+            if progress is not None:
+                progress.update()
 
         def interrupted(name: str, code: int) -> None:
             if server is not None:
@@ -104,8 +113,9 @@ def _run(
         gc.freeze()
         gc.enable()
         _silence_torch()
-        starter = Starter(plan, work_dir, guarded.launch_id, _control(plan, address, secret, work_dir))
-        agent = Agent(plan, rendezvous, server is not None, starter, guarded.renew, signals, interrupted, say)
+        control = _control(plan, guarded.launch_id, address, run, secret, work_dir)
+        starter = Starter(plan, work_dir, guarded.launch_id, control)
+        agent = Agent(plan, rendezvous, server is not None, starter, upkeep, signals, interrupted, say)
         return agent.run()
 
 
@@ -131,6 +141,17 @@ def _host(
         raise
 
 
+def _progress(plan: LaunchPlan, server: CoordinatorServer | None) -> LaunchProgress | None:
+    """The line of progress, where somebody may see one: on the machine that hosts the coordinator."""
+    if server is None or not plan.survival.watch:
+        return None
+    from lockstep.launch.progress import STDERR, LaunchProgress, StatusRow, wants_line
+
+    if not wants_line(plan.quiet, inherited_environment().get("TERM", "")):
+        return None
+    return LaunchProgress(server.progress, StatusRow(STDERR))
+
+
 def _meeting(plan: LaunchPlan) -> Meeting:
     assert plan.address is not None, "checked with the settings"
     assert plan.port is not None
@@ -153,13 +174,13 @@ def _secret(plan: LaunchPlan) -> Secret:
     return derived(secret, "launch")
 
 
-def _control(plan: LaunchPlan, address: tuple[str, int], secret: Secret, work_dir: str) -> dict[str, str]:
+def _control(
+    plan: LaunchPlan, launch_id: str, address: tuple[str, int], run: str, secret: Secret, work_dir: str
+) -> dict[str, str]:
     """Where workers find the coordinator, and its secret in a file: variables are shown, logged and handed on."""
     if not plan.survival.watch:
         return {}
-    path = os.path.join(work_dir, "control")
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
-        file.write(secret.hex())
+    path = write_place(work_dir, launch_id, address, run, secret)
     return {"LOCKSTEP_CONTROL": name_of(address), "LOCKSTEP_CONTROL_FILE": path}
 
 

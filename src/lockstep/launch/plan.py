@@ -132,6 +132,7 @@ class LaunchPlan:
     role: str = SETTINGS["role"].default
     log_dir: str | None = None
     tee: bool = False
+    quiet: bool = False
     settings: Mapping[str, SettingValue] = field(default_factory=dict)
 
     @property
@@ -188,11 +189,12 @@ def make_plan(
     tee: bool = False,
     described: Mapping[str, SettingValue] | None = None,
     output: str | None = None,
+    quiet: bool = False,
 ) -> LaunchPlan:
     """Turn merged settings into a plan; ``device_count`` GPUs and ``cores`` are what this machine has.
 
     ``described`` is what the settings' DeepSpeed configuration says; workers read that file themselves.
-    ``output`` is a file for what the backend writes.
+    ``output`` is a file for what the backend writes. ``quiet``: no line of progress is shown.
 
     Raises:
         ConfigError: the script is missing, more GPUs are named than there are, or ``parallel`` or the batch
@@ -245,6 +247,7 @@ def make_plan(
         role=value["role"],
         log_dir=log_dir,
         tee=tee,
+        quiet=quiet,
         settings=shown,
     )
 

@@ -313,9 +313,10 @@ class FileMethods:
         return self._preparation.contents({"object": self._registered, "window": [self._window]})
 
     def register_preemption_hook(self, hook: Callable[[], str]) -> None:
-        """Call ``hook()`` instead of ``save_state()`` when a signal has asked the run to stop.
+        """Call ``hook()`` instead of ``save_state()`` when a signal has asked the run to stop, or somebody to save.
 
         It runs on every rank at the same step boundary, saves what the script needs to go on, and returns where.
+        Training may go on after it.
         """
         self._preemption_hook = hook
 
@@ -328,13 +329,14 @@ class FileMethods:
         """
         self._step.clock.boundary()
 
-    def _save_before_stop(self) -> str | None:
-        """Save where the next ``load_state`` will look; None where there is no such place."""
+    def _save_at_boundary(self, ends: bool) -> str | None:
+        """Save where the next ``load_state`` will look; None where there is no such place. ``ends``: training, too."""
         if self._preemption_hook is not None:
             place: str | None = self._preemption_hook()
         elif self._options.project.automatic_checkpoint_naming:
             place = self.save_state()
         else:
             place = None
-        self.end_training()
+        if ends:
+            self.end_training()
         return place

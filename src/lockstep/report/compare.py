@@ -16,7 +16,7 @@ from lockstep.history.read import RunHistory
 from lockstep.history.text import plain_text
 from lockstep.parity.judge.words import count, size
 from lockstep.report.started import configuration, environment
-from lockstep.report.words import digits, percent, whole
+from lockstep.words import digits, percent, whole
 
 MOST_RUNS = 8
 QUANTITIES = (("samples", "the number of samples"), ("tokens", "the number of tokens"), ("loss", "the loss"),

@@ -16,7 +16,7 @@ from lockstep.history.columns import FloatArray
 from lockstep.history.read import RunHistory
 from lockstep.history.text import plain_text
 from lockstep.report.numbers import RunNumbers, numbers_of
-from lockstep.report.words import bytes_text, digits, duration, percent, short, whole
+from lockstep.words import bytes_text, digits, duration, percent, short, whole
 
 NEWEST_BYTES = 1 << 18
 """Of steps that are read for a screen: some hundreds."""
@@ -28,7 +28,7 @@ MOST_RANKS = 32
 MOST_EVENTS = 6
 COLOURS = {RunStatus.RUNNING: "green", RunStatus.FINISHED: "blue", RunStatus.STOPPED: "blue"}
 """Of a run's status; any other is red."""
-IN_PLAIN_VIEW = {"start", "peak", "memory"}
+IN_PLAIN_VIEW = {"start", "peak", "memory", "total"}
 """Events that are no news."""
 
 
@@ -85,7 +85,8 @@ def _title(run: RunHistory, numbers: RunNumbers, now: float) -> Text:
 
 def _steps(run: RunHistory, numbers: RunNumbers) -> Table:
     steps, table = run.steps, Table.grid(padding=(0, 2))
-    table.add_row("step", Text(f"{whole(numbers.last_step)}{_epoch(numbers)}"), "")
+    left = f"{duration(numbers.seconds_left)} left" if math.isfinite(numbers.seconds_left) else ""
+    table.add_row("step", Text(f"{whole(numbers.last_step)}{_of_all(numbers)}{_epoch(numbers)}"), Text(left))
     for title, values in (
         ("loss", steps.loss),
         ("gradient norm", steps.gradient_norm),
@@ -106,6 +107,10 @@ def _steps(run: RunHistory, numbers: RunNumbers) -> Table:
     if math.isfinite(peak := numbers.memory.get("peak", math.nan)):
         table.add_row("memory, peak", Text(f"{bytes_text(peak)} on rank 0"), "")
     return table
+
+
+def _of_all(numbers: RunNumbers) -> str:
+    return f" of {whole(numbers.total_steps)}" if math.isfinite(numbers.total_steps) else ""
 
 
 def _epoch(numbers: RunNumbers) -> str:

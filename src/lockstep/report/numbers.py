@@ -68,11 +68,12 @@ class StepTimes:
 class RunNumbers:
     """All of a run; NaN and None: not known.
 
-    ``steps``: optimizer steps that count, ``again``: those that were done and thrown away. ``tokens_missing``: steps of
-    which tokens are not known. ``bytes_per_step``: by axis, that this rank sends. ``memory``: bytes at the highest
-    peak, by category and with ``peak``. ``slow_ranks``: how many times the median rank's time each of them takes.
-    ``recomputation``: FLOPs that the hardware does for each one of the model. ``peak_share``: of the accelerators' peak
-    (MFU), ``hardware_share`` with what is computed twice (HFU).
+    ``steps``: optimizer steps that count, ``again``: those that were done and thrown away. ``total_steps``: of the
+    whole training, if the script has said it. ``tokens_missing``: steps of which tokens are not known.
+    ``bytes_per_step``: by axis, that this rank sends. ``memory``: bytes at the highest peak, by category and with
+    ``peak``. ``slow_ranks``: how many times the median rank's time each of them takes. ``recomputation``: FLOPs that
+    the hardware does for each one of the model. ``peak_share``: of the accelerators' peak (MFU), ``hardware_share``
+    with what is computed twice (HFU).
     """
 
     status: RunStatus
@@ -85,6 +86,7 @@ class RunNumbers:
     again: int
     first_step: float
     last_step: float
+    total_steps: float
     samples: float
     tokens: float
     tokens_missing: int
@@ -94,6 +96,7 @@ class RunNumbers:
     step_times: StepTimes | None
     samples_per_second: float
     tokens_per_second: float
+    model_flops_per_second: float
     peak_share: float
     hardware_share: float
     recomputation: float
@@ -108,6 +111,12 @@ class RunNumbers:
     damage: tuple[RunEvent, ...]
     spikes: tuple[RunEvent, ...]
     skipped: int
+
+    @property
+    def seconds_left(self) -> float:
+        """Of the steps that the script has said there are, at the usual time of a step; NaN: not known."""
+        usual = self.step_times.median if self.step_times is not None else math.nan
+        return max(self.total_steps - self.last_step, 0.0) * usual
 
     @property
     def started(self) -> RunEvent | None:
@@ -145,6 +154,7 @@ def numbers_of(run: RunHistory, now: float) -> RunNumbers:
         again=int((~kept).sum()),
         first_step=float(kept_steps[0]) if len(kept_steps) else math.nan,
         last_step=float(kept_steps[-1]) if len(kept_steps) else math.nan,
+        total_steps=next((one.number("steps") for one in reversed(named(run.events, "total"))), math.nan),
         samples=float(np.nansum(steps.samples[kept])),
         tokens=float(np.nansum(steps.tokens[kept])),
         tokens_missing=int(np.isnan(steps.tokens[kept]).sum()),
@@ -154,6 +164,7 @@ def numbers_of(run: RunHistory, now: float) -> RunNumbers:
         step_times=step_times,
         samples_per_second=_rate(steps.samples, steps.total, kept),
         tokens_per_second=_rate(steps.tokens, steps.total, kept),
+        model_flops_per_second=_rate(steps.model_flops, steps.total, kept),
         peak_share=_share_of_peak(run, attempts, steps.model_flops),
         hardware_share=_share_of_peak(run, attempts, steps.hardware_flops),
         recomputation=_ratio(

@@ -12,11 +12,12 @@ def to_json(numbers: RunNumbers) -> dict[str, object]:
     """With plain values only; what is not known is null.
 
     ``status``, ``started``, ``last_sign`` (seconds since 1970), ``starts``, ``world_sizes``, ``steps``,
-    ``steps_again``, ``first_step``, ``last_step``, ``samples``, ``tokens``, ``epoch``, ``loss``, ``gradient_norm``,
-    ``step_seconds``, ``shares`` (of a step's time), ``hidden_communication_share``, ``samples_per_second``,
-    ``tokens_per_second``, ``mfu``, ``hfu``, ``recomputation``, ``wall_seconds``, ``goodput``, ``lost_seconds``,
-    ``memory_bytes``, ``memory_expected_bytes``, ``bytes_per_step``, ``bytes_per_step_expected``, ``rank_seconds``,
-    ``slow_ranks``, ``checkpoints``, ``hangs``, ``damage``, ``spikes``, ``batches_skipped``.
+    ``steps_again``, ``first_step``, ``last_step``, ``total_steps``, ``seconds_left``, ``samples``, ``tokens``,
+    ``epoch``, ``loss``, ``gradient_norm``, ``step_seconds``, ``shares`` (of a step's time),
+    ``hidden_communication_share``, ``samples_per_second``, ``tokens_per_second``, ``model_flops_per_second``, ``mfu``,
+    ``hfu``, ``recomputation``, ``wall_seconds``, ``goodput``, ``lost_seconds``, ``memory_bytes``,
+    ``memory_expected_bytes``, ``bytes_per_step``, ``bytes_per_step_expected``, ``rank_seconds``, ``slow_ranks``,
+    ``checkpoints``, ``hangs``, ``damage``, ``spikes``, ``batches_skipped``.
     """
     times, wall = numbers.step_times, numbers.goodput
     return {
@@ -29,6 +30,8 @@ def to_json(numbers: RunNumbers) -> dict[str, object]:
         "steps_again": numbers.again,
         "first_step": _known(numbers.first_step),
         "last_step": _known(numbers.last_step),
+        "total_steps": _known(numbers.total_steps),
+        "seconds_left": _known(numbers.seconds_left),
         "samples": _known(numbers.samples),
         "tokens": _known(numbers.tokens),
         "epoch": _known(numbers.epoch),
@@ -41,6 +44,7 @@ def to_json(numbers: RunNumbers) -> dict[str, object]:
         "hidden_communication_share": None if times is None else _known(times.hidden_share),
         "samples_per_second": _known(numbers.samples_per_second),
         "tokens_per_second": _known(numbers.tokens_per_second),
+        "model_flops_per_second": _known(numbers.model_flops_per_second),
         "mfu": _known(numbers.peak_share),
         "hfu": _known(numbers.hardware_share),
         "recomputation": _known(numbers.recomputation),

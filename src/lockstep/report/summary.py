@@ -9,7 +9,7 @@ from lockstep.history.events import named
 from lockstep.history.goodput import LOST
 from lockstep.parity.judge.words import count, listed
 from lockstep.report.numbers import RunNumbers, StepTimes
-from lockstep.report.words import bytes_text, date, digits, duration, percent, short, whole
+from lockstep.words import bytes_text, date, digits, duration, percent, short, whole
 
 COMPUTE = ("forward", "backward")
 WORTH_SAYING = 0.05
@@ -202,7 +202,7 @@ def why_it_stopped(numbers: RunNumbers) -> str:
     elif numbers.status is RunStatus.HANGS:
         said = f"It stands still{at}{f': {reason}' if reason else ''}."
     elif numbers.status is RunStatus.RUNNING:
-        said = f"It runs; the last step was {whole(numbers.last_step)}, on {date(numbers.last_time)}."
+        said = f"It runs; the last step was {whole(numbers.last_step)}{_left(numbers)}, on {date(numbers.last_time)}."
     elif numbers.status is RunStatus.SILENT:
         said = (
             f"It ended without a word{at}: the last sign of it is of {date(numbers.last_time)}. The process was killed"
@@ -211,6 +211,12 @@ def why_it_stopped(numbers: RunNumbers) -> str:
     else:
         said = "It has not made a step yet."
     return said
+
+
+def _left(numbers: RunNumbers) -> str:
+    if not math.isfinite(numbers.seconds_left):
+        return ""
+    return f" of {whole(numbers.total_steps)}, with {duration(numbers.seconds_left)} left"
 
 
 def _hung_before(numbers: RunNumbers) -> str:

@@ -18,6 +18,10 @@ RECENT_STEPS = 50
 class StepParts(Protocol):
     """Which part of a step the main thread is in."""
 
+    @property
+    def part(self) -> str:
+        """The one that it is in."""
+
     def enter(self, part: str) -> str:
         """Another part begins; returns the one that it was in."""
 
@@ -35,6 +39,7 @@ class StepClock:
     ``at_batch`` is called with each batch that a prepared loader hands out, ``at_step`` at each boundary.
     ``own`` are numbers of this rank's latest step, which the watch tells; ``others``, on rank 0, what it has heard of
     the other ranks'. ``at_news`` is called with the name and values of what happens to the run, by any thread.
+    ``latest``, on rank 0, gives numbers of the latest step for people who look on; a side thread calls it.
     """
 
     def __init__(self) -> None:
@@ -50,6 +55,7 @@ class StepClock:
         self.at_news: list[Callable[[str, Mapping[str, Any]], None]] = []
         self.own: Mapping[str, float] = {}
         self.others: Mapping[str, Any] = {}
+        self.latest: Callable[[], Mapping[str, float]] | None = None
         self._stepped = False
         self._began: float | None = None
         self._forward_s = 0.0
@@ -63,12 +69,18 @@ class StepClock:
             "at_batch": [],
             "at_step": [],
             "at_news": [],
+            "latest": None,
         }
         return {**self.__dict__, **nobody}
 
     def enter(self, part: str) -> str:
         """The main thread begins another part of a step; returns the one that it was in."""
         return "other" if self.parts is None else self.parts.enter(part)
+
+    @property
+    def part(self) -> str:
+        """Which part of a step the main thread is in; "": nobody notes it."""
+        return "" if self.parts is None else self.parts.part
 
     def batch_wanted(self) -> None:
         """The loop asks a prepared loader for its next batch."""
@@ -174,10 +186,11 @@ class BatchCounts:
 class LoaderProgress:
     """How far one running iteration over a prepared loader is; written by the loader alone.
 
-    ``counts`` is None when the loader cannot know them.
+    ``counts`` is None when the loader cannot know them. ``batches``: of this rank, handed out of this epoch.
     """
 
     loader: object = None
+    batches: int = 0
     end_of_data: bool = False
     counts: BatchCounts | None = None
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.observe.hang.worker import StopGate
+from lockstep.observe.hang.gate import StopGate
 from lockstep.runtime.step import StepClock
 
 

@@ -26,7 +26,7 @@ FOREIGN_FLAGS = (*FSDP_FLAGS, *DEEPSPEED_FLAGS, *LAYOUT_FLAGS, *MPI_FLAGS, *FP8_
 FOREIGN_SWITCHES = ("use_fsdp", "use_deepspeed", "use_parallelism_config")
 # Refused by name, not as unknown: what does not exist here yet.
 LATER_SWITCHES = {"use_megatron_lm": "Megatron-LM settings", "tpu": "training on TPUs"}
-UNUSED_SWITCHES = ("same_network", "quiet", "no_tpu_cluster")
+UNUSED_SWITCHES = ("same_network", "no_tpu_cluster")
 
 # What else is refused by name, unless it asks for nothing: (feature, what to do) -> options, with their defaults.
 _REFUSED: dict[tuple[str, str], str] = {

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from lockstep.errors import ControlError
+from lockstep.observe.hang.common_save import CommonSave
 from lockstep.observe.hang.diagnosis import Ended, Finding, Silent, diagnose
 from lockstep.observe.hang.ranks import (
     CommonStop,
@@ -22,6 +23,7 @@ from lockstep.observe.hang.ranks import (
     told_of_others,
 )
 from lockstep.observe.hang.records import Evidence, Message
+from lockstep.observe.hang.view import ranks_of
 
 # A hang is to be named before HANG_AFTER: suspicion comes earlier, because asking and answering take time.
 SUSPICION_SHARE = 0.7
@@ -33,6 +35,7 @@ NOBODY_WAITS_FACTOR = 12.0  # then it is mostly a long evaluation or save
 STRAGGLERS_EVERY_S = 5.0
 TELL_EVERY_S = 1.0
 FAILED_LEAVE_S = 15.0  # a rank that failed ends within seconds, and then its error is what ends the run
+FOR_PEOPLE = "for people"  # the number of a question that is not the coordinator's own
 # What cannot be a rank that is only busy, or that starts slowly: named at once.
 CERTAIN = ("mismatch", "stopped", "ended")
 NAMED_THOUGH_NOBODY_WAITS = ("stopped", "data")
@@ -87,6 +90,10 @@ class Coordinator:
         self._states: dict[int, str] = {}
         self._questions = 0
         self.commits = 0
+        self.at_answer: Callable[[Evidence], None] = lambda evidence: None
+        """Is told what a rank does, after ``ask_for_people``."""
+        self.at_save: Callable[[str], None] = lambda sentence: None
+        """Is told what came of a save that people asked for."""
         self.start_round(0)
 
     def start_round(self, world_size: int) -> None:
@@ -102,6 +109,7 @@ class Coordinator:
             lambda: [state for rank, state in self._ranks.items() if rank not in self._ended],
             lambda: bool(self._ranks or self._ended or self._vanished),
         )
+        self._save = CommonSave(self._running, lambda sentence: self.at_save(sentence))
         self._named_stragglers: set[int] = set()
         self._next_stragglers = 0.0
         self._next_told = 0.0
@@ -125,9 +133,8 @@ class Coordinator:
         state.heard = self._now
         if verb == "heartbeat":
             state.take_heartbeat(message, self._now)
-        elif verb == "evidence" and self._question is not None:
-            if message.get("question") == self._question.number:
-                self._question.answers[rank] = Evidence.from_message(message.get("evidence", {}))
+        elif verb == "evidence":
+            self._take_evidence(rank, message)
         elif verb == "stop_wanted":
             self._note_progress(state, message)  # newer than the last heartbeat
             self.request_stop(str(message.get("cause", "a signal")))
@@ -135,6 +142,11 @@ class Coordinator:
             self._note_progress(state, message)
             state.passed = integer_of(message, "boundary")
             self._stop.settle()
+        elif verb == "may_save":
+            self._note_progress(state, message)
+            self._save.passed(rank, message.get("number"), integer_of(message, "boundary"))
+        elif verb == "saved":
+            self._save.saved(rank, str(message.get("sentence", ""))[:1000])
         elif verb == "committed":
             self.commits += 1
         elif verb == "stopped":
@@ -176,6 +188,13 @@ class Coordinator:
             peer.send({"kind": "watch.left", "rank": other})
         self._stop.tell(state)
 
+    def _take_evidence(self, rank: int, message: Message) -> None:
+        question = message.get("question")
+        if question == FOR_PEOPLE:
+            self.at_answer(replace(Evidence.from_message(message.get("evidence", {})), rank=rank))
+        elif self._question is not None and question == self._question.number:
+            self._question.answers[rank] = Evidence.from_message(message.get("evidence", {}))
+
     def _note_progress(self, state: WatchedRank, message: Message) -> None:
         state.boundaries = max(
             state.boundaries, integer_of(message, "boundaries"), integer_of(message, "boundary")
@@ -211,6 +230,42 @@ class Coordinator:
         """Step boundaries that the foremost rank has passed in this round."""
         return max((state.boundaries for state in self._ranks.values()), default=0)
 
+    def progress(self) -> Mapping[str, float | str] | None:
+        """Rank 0's newest numbers for a line of progress; None where a rank that trains shows a bar of its own."""
+        if any(state.has_bar and (state.boundaries or state.latest) for state in self._ranks.values()):
+            return None
+        return self.latest()
+
+    def latest(self) -> Mapping[str, float | str]:
+        """Rank 0's newest numbers of the run."""
+        return self._ranks[0].latest if 0 in self._ranks else {}
+
+    def standing(self) -> list[dict[str, object]]:
+        """What is known of each rank, see ``view.py``."""
+        return ranks_of(self._ranks, self._ended, self._named_stragglers, self._now)
+
+    def ask_for_people(self) -> int:
+        """Have each rank say what it does, for ``at_answer``; returns how many were asked."""
+        asked = [state for rank, state in self._ranks.items() if rank not in self._ended]
+        for state in asked:
+            state.peer.send({"kind": "watch.explain", "question": FOR_PEOPLE})
+        return len(asked)
+
+    def request_save(self, cause: str) -> str:
+        """Have all ranks save at one step boundary; returns why not, in a clause, or "". See ``at_save``."""
+        if self.stop_cause:
+            return "the run is about to stop, and saves then"
+        if self._world_size > len(running := self._running()):
+            return f"only {len(running)} of {self._world_size} ranks are in training"
+        return self._save.request(cause, self._now)
+
+    def _running(self) -> dict[int, WatchedRank]:
+        return {
+            rank: state
+            for rank, state in self._ranks.items()
+            if rank not in self._ended and not state.is_done
+        }
+
     # Stopping together -------------------------------------------------------------------------------
 
     def request_stop(self, cause: str) -> None:
@@ -218,6 +273,7 @@ class Coordinator:
 
         Where no rank has made a step, ``nothing_begun`` becomes true, since there is nothing to save.
         """
+        self._save.withdraw("the run is about to stop")
         self._stop.request(cause)
 
     @property
@@ -245,11 +301,8 @@ class Coordinator:
     def tick(self, now: float) -> None:
         """Look at the time; called a few times a second."""
         self._now = now
-        running = {
-            rank: state
-            for rank, state in self._ranks.items()
-            if rank not in self._ended and not state.is_done
-        }
+        self._save.look(now)
+        running = self._running()
         if not running or (self._failed_at is not None and now - self._failed_at < FAILED_LEAVE_S):
             return
         progressed = max(state.progressed for state in running.values())

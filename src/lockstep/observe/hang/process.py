@@ -32,8 +32,10 @@ CONNECT_LIMIT_S = 10.0
 MOST_CHECKED_RANKS = 16  # each rank reads what every other one is about to call
 INVITATION_BYTES = 512
 
-Saver = Callable[[], str | None]
-"""Saves the state of a run on all ranks; returns where, or None where there is no place for it."""
+Saver = Callable[[bool], str | None]
+"""Saves the state of a run on all ranks, and ends training, if it is told True; returns where, or None where there is
+no place for it."""
+NO_PLACE = "nothing was saved, because there is no project_dir with automatic naming"
 
 
 class ProcessWatch:
@@ -51,7 +53,7 @@ class ProcessWatch:
         self._savers: list[weakref.WeakMethod[Saver]] = []
 
     def save_with(self, saver: Saver) -> None:
-        """Call this bound method at the boundary at which all ranks stop. It is not kept alive."""
+        """Call this bound method at the boundary at which all ranks stop, or save. It is not kept alive."""
         self._savers.append(weakref.WeakMethod(saver))
 
     def committed(self, path: str) -> None:
@@ -105,6 +107,7 @@ class ProcessWatch:
             process.departures(),
             StopSignals(),
             grace_s,
+            self._save,
         )
         process.departures().is_told = client is not None
         self._worker.start()
@@ -158,16 +161,13 @@ class ProcessWatch:
     def _stop(self, cause: str) -> NoReturn:
         """All ranks are at the same boundary: save, say so once, and end."""
         self.clock.news("stop", reason=cause)
-        savers = [method() for method in self._savers]
-        places = [place for saver in savers if saver is not None and (place := saver()) is not None]
+        places = self._saved(ends=True)
         where = (
             f"; the state is in {' and '.join(places)}, and the same command goes on from there"
             if places
             else ""
         )
-        nothing = (
-            "" if places else "; nothing was saved, because there is no project_dir with automatic naming"
-        )
+        nothing = "" if places else f"; {NO_PLACE}"
         sentence = (
             f"all ranks stopped after {self.clock.boundaries} steps because of {cause}{where}{nothing}."
         )
@@ -178,6 +178,18 @@ class ProcessWatch:
         # asked for before the first step was complete: there was nothing to save
         had_nothing = self.clock.boundaries <= 1
         raise SystemExit(PREEMPTED if places or had_nothing else of_signal(_number(cause)))
+
+    def _save(self, cause: str) -> None:
+        """All ranks are at the same boundary: save, say where, and go on."""
+        places, step = self._saved(ends=False), self.clock.boundaries
+        done = f"the state is in {' and '.join(places)}" if places else NO_PLACE
+        assert self._worker is not None
+        self._worker.saved(f"After {step} steps, because of {cause}: {done}.")
+
+    def _saved(self, ends: bool) -> list[str]:
+        """Where the state was saved."""
+        savers = [method() for method in self._savers]
+        return [place for saver in savers if saver is not None and (place := saver(ends)) is not None]
 
 
 class _Ending:

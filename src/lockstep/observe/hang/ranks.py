@@ -23,12 +23,20 @@ class WorkerConnection(Protocol):
     def send(self, message: dict[str, object]) -> None: ...
 
 
+LONGEST_WORD = 40
+MOST_NUMBERS = 32
+MOST = 1e300
+
+
 @dataclass
 class WatchedRank:
     """What is known of one worker. Times are the coordinator's own monotonic seconds.
 
     Attributes:
         own: Numbers of its latest step, by name.
+        part: Of a step, in which its main thread was when it told so last.
+        latest: What a progress line shows of the run, from rank 0; what is no finite number is a word.
+        has_bar: It shows a progress bar of its own.
         passed: The step boundary that it passed last when it heard that all are to stop; None: it has not said.
         is_ending: It is in ``end_training``, where waiting for the others is no hang.
         done_at: Its ticks when it came out of ``end_training``; None: it has not, or trains again.
@@ -46,6 +54,9 @@ class WatchedRank:
     local_s: float = 0.0
     step_s: float = 0.0
     own: Mapping[str, float] = field(default_factory=dict)
+    part: str = ""
+    latest: Mapping[str, float | str] = field(default_factory=dict)
+    has_bar: bool = False
     passed: int | None = None
     is_ending: bool = False
     done_at: int | None = None
@@ -68,6 +79,9 @@ class WatchedRank:
         self.local_s, self.step_s = seconds_of(message, "local_s"), seconds_of(message, "step_s")
         own = message.get("own")
         self.own = own if isinstance(own, Mapping) else {}
+        self.part = text_of(message, "part")
+        self.latest = numbers_of(message.get("latest"))
+        self.has_bar = message.get("bar") is True
 
 
 def integer_of(message: Message, name: str) -> int:
@@ -80,6 +94,24 @@ def seconds_of(message: Message, name: str) -> float:
     """A duration in a message; 0 where there is none."""
     value = message.get(name)
     return float(value) if isinstance(value, (int, float)) and 0 <= value < 1e9 else 0.0
+
+
+def text_of(message: Message, name: str) -> str:
+    """A short word in a message; "" where there is none."""
+    value = message.get(name)
+    return value[:LONGEST_WORD] if isinstance(value, str) and value.isprintable() else ""
+
+
+def numbers_of(value: object) -> dict[str, float | str]:
+    """Numbers by name, as they travel; what is none is left out."""
+    if not isinstance(value, Mapping) or len(value) > MOST_NUMBERS:
+        return {}
+    return {
+        str(name): one
+        for name, one in value.items()
+        if (isinstance(one, (int, float)) and not isinstance(one, bool) and abs(one) < MOST)
+        or one in ("nan", "inf", "-inf")
+    }
 
 
 def told_of_others(ranks: Mapping[int, WatchedRank], world_size: int) -> dict[str, object]:

@@ -1,8 +1,9 @@
 """The watch inside one process of a run: tells the coordinator what the main thread gets done, answers its questions,
-and holds the main thread at a step boundary until all ranks know at which one they stop."""
+and closes the gate of the main thread where all ranks are to stop, or to save."""
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import select
@@ -12,62 +13,18 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import FrameType
 
 from lockstep.control.client import Client
 from lockstep.errors import ControlError
+from lockstep.observe.bars import shows_bar
 from lockstep.observe.hang.evidence import gather_evidence
+from lockstep.observe.hang.gate import StopGate
 from lockstep.observe.hang.records import Evidence, Message
 from lockstep.runtime import failure
 from lockstep.runtime.failure import HANG, PREEMPTED, STOP_SIGNALS, Departures, of_signal
 from lockstep.runtime.step import StepClock
-
-
-class StopGate:
-    """Lets the main thread pass step boundaries, until a stop is wanted.
-
-    Then this rank says which boundary it passed last and passes no other one before it knows the target: the first
-    that no rank has passed. So all ranks stop at the same one, without a collective in any step.
-
-    Args:
-        clock: Whose boundaries.
-        stop: Called by the main thread at the target with the stop's cause; does not return.
-        limit_s: How long to wait at a boundary for the target.
-    """
-
-    def __init__(self, clock: StepClock, stop: Callable[[str], None], limit_s: float = 30.0) -> None:
-        self._clock = clock
-        self._stop = stop
-        self._limit_s = limit_s
-        self._cause: str | None = None
-        self._target: int | None = None
-        self._known = threading.Event()
-        clock.at_boundary = self.arrive
-
-    def close(self, cause: str) -> int:
-        """Want a stop; returns the boundary passed last. Called by a side thread.
-
-        The main thread counts a boundary before it looks whether a stop is wanted, and this looks at the count after
-        it has wanted one: whatever the order, a boundary beyond the returned one is not passed.
-        """
-        self._cause = cause
-        return self._clock.boundaries
-
-    def aim(self, boundary: int) -> None:
-        """Stop at this boundary."""
-        self._target = boundary
-        self._known.set()
-
-    def arrive(self, boundary: int) -> None:
-        """The main thread is at a boundary; returns when it may go on."""
-        if self._cause is None:
-            return
-        if not self._known.wait(self._limit_s):
-            return  # nobody answers; whoever wanted the stop ends the process in the end
-        if self._target is not None and boundary >= self._target:
-            self._stop(self._cause)
-
 
 HEARTBEAT_S = 0.5
 
@@ -79,7 +36,7 @@ class WorkerWatch:
         rank: Of this process.
         world_size: Number of processes.
         clock: What the main thread gets done.
-        stop: See ``StopGate``.
+        stop, save: See ``StopGate``.
         client: To the coordinator; None for a process alone, which only looks for signals.
         departures: Learns which of the other ranks have ended.
         signals: Stop signals; None where they are somebody else's.
@@ -96,8 +53,9 @@ class WorkerWatch:
         departures: Departures,
         signals: StopSignals,
         grace_s: float = 30.0,
+        save: Callable[[str], None] = lambda cause: None,
     ) -> None:
-        self.gate = StopGate(clock, stop, limit_s=grace_s)
+        self.gate = StopGate(clock, stop, limit_s=grace_s, save=save)
         self._rank = rank
         self._world_size = world_size
         self._clock = clock
@@ -152,6 +110,10 @@ class WorkerWatch:
         """A checkpoint of the run is complete."""
         self._tell("committed", path=path)
 
+    def saved(self, sentence: str) -> None:
+        """All ranks have saved because somebody asked for it; for those who look on."""
+        self._tell("saved", sentence=sentence)
+
     def stopped(self, sentence: str) -> None:
         """All ranks have stopped together; for the launcher to say."""
         self._tell("stopped", sentence=sentence)
@@ -182,6 +144,9 @@ class WorkerWatch:
                 step_s=sum(durations) / len(durations) if durations else 0.0,
                 local_s=statistics.median(local) if local else 0.0,
                 own=dict(clock.own),
+                part=clock.part,
+                bar=shows_bar(),
+                latest=json_numbers(clock.latest() if clock.latest is not None else {}),
             )
             news.poll(1000 * HEARTBEAT_S)
             self._look_for_signals()
@@ -232,6 +197,14 @@ class WorkerWatch:
             self._tell("passed", boundary=boundary, steps=self._clock.steps)
         elif verb == "target" and isinstance(message.get("boundary"), int):
             self.gate.aim(message["boundary"])
+        elif verb == "save":
+            number = message.get("number")
+            boundary = self.gate.close_to_save(str(message.get("cause", "a request")))
+            self._tell("may_save", number=number, boundary=boundary, steps=self._clock.steps)
+        elif verb == "save_at" and isinstance(message.get("boundary"), int):
+            self.gate.save_at(message["boundary"])
+        elif verb == "no_save":
+            self.gate.save_at(None)
         elif verb == "ranks":
             self._clock.others = message
         elif verb == "news":
@@ -256,6 +229,11 @@ class WorkerWatch:
             idle_s=0.0,
             main_thread=self._main_thread,
         )
+
+
+def json_numbers(values: Mapping[str, float]) -> dict[str, float | str]:
+    """The same in JSON, which has no NaN and no infinity: these as words, which ``float`` reads."""
+    return {name: value if math.isfinite(value) else str(value) for name, value in values.items()}
 
 
 def news_of(message: Message) -> dict[str, object]:

@@ -22,6 +22,7 @@ class Onlooker(Protocol):
     def finish(self, reason: str) -> None: ...
     def call_begins(self, module: nn.Module, args: object, kwargs: object) -> None: ...
     def call_ends(self) -> None: ...
+    def for_people(self) -> Mapping[str, float]: ...
 
 
 def look_on(clock: StepClock, onlooker: Onlooker, at_end: Callable[[], None]) -> Callable[[], object]:
@@ -64,6 +65,17 @@ def look_on(clock: StepClock, onlooker: Onlooker, at_end: Callable[[], None]) ->
     end = weakref.finalize(onlooker, forget)
     atexit.register(at_exit)  # after the line before: what is registered last is called first
     return end
+
+
+def show_latest(clock: StepClock, onlooker: Onlooker) -> None:
+    """Have the clock give the latest numbers of ``onlooker``, as long as it lives."""
+    this = weakref.ref(onlooker)
+
+    def latest() -> Mapping[str, float]:
+        alive = this()
+        return {} if alive is None else alive.for_people()
+
+    clock.latest = latest
 
 
 def look_on_calls(module: nn.Module, onlooker: Onlooker) -> None:

@@ -21,8 +21,9 @@ from lockstep.errors import UsageError
 from lockstep.observe.measures.communication import HiddenCommunication, is_seen
 from lockstep.observe.measures.flops import FlopCounts, StepCounts, shapes_of
 from lockstep.observe.measures.late import LateNumbers, is_plain_number
+from lockstep.observe.measures.latest import latest_numbers
 from lockstep.observe.measures.memory import MemoryOfSteps
-from lockstep.observe.measures.onlooker import look_on, look_on_calls
+from lockstep.observe.measures.onlooker import look_on, look_on_calls, show_latest
 from lockstep.observe.measures.parts import Parts, difference
 from lockstep.observe.measures.peaks import peak_of, precision_of
 from lockstep.observe.measures.ranks import OtherRanks
@@ -36,7 +37,7 @@ from lockstep.observe.measures.writer import RunWriter
 from lockstep.parallel.parallel_model import ParallelModel, is_compiled_module
 from lockstep.runtime.failure import first_line
 from lockstep.runtime.process import Runtime
-from lockstep.runtime.step import RECENT_STEPS, StepState, keep_time_by
+from lockstep.runtime.step import RECENT_STEPS, LoaderProgress, StepState, keep_time_by
 
 MOST_GROUPS = 8
 MOST_PENDING = 100
@@ -79,7 +80,10 @@ class StepRecorder:
         self._memory = MemoryOfSteps(runtime.device, self._models, lambda: self._optimizers, steps_here)
         self._step_memory: StepMemory | None = None
         self._steps_here = 0
+        self._peak: float | None = None
         self._peak_is_written = False
+        self._total_steps: int | None = None
+        self._training_on: LoaderProgress | None = None
         self._is_over = False
         self._is_first = True
         self._around_inference = "other"
@@ -94,6 +98,8 @@ class StepRecorder:
         self._before = self._parts.read()
         keep_time_by(self._clock)
         self._look_away = look_on(self._clock, self, self._writer.folder.close)  # which keeps no model alive
+        if runtime.is_main:
+            show_latest(self._clock, self)
 
     @property
     def step(self) -> int:
@@ -106,6 +112,19 @@ class StepRecorder:
             raise UsageError(f"measures.step is {steps!r}. Set it to a number of steps, 0 or more.")
         self._step = steps - (self._clock.steps > self._steps_before)
         self._writer.begin(continues=True)
+
+    @property
+    def total_steps(self) -> int | None:
+        """Steps of the whole training, if the script has said it: set it, and whoever looks on is told how long the
+        rest takes. Nothing else depends on it."""
+        return self._total_steps
+
+    @total_steps.setter
+    def total_steps(self, steps: int) -> None:
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+            raise UsageError(f"measures.total_steps is {steps!r}. Set it to a number of steps, 1 or more.")
+        self._total_steps = steps
+        self._writer.event("total", steps=steps)
 
     @property
     def open_samples(self) -> int | None:
@@ -199,6 +218,7 @@ class StepRecorder:
             self._samples += counts.total
         else:
             self._has_all_samples = False
+        self._training_on = self._state.active
         loader: Any = self._state.active_dataloader
         following = getattr(loader, "epoch", None)
         self._epoch = following - 1 if isinstance(following, int) else None
@@ -224,6 +244,18 @@ class StepRecorder:
         """The main thread is at the boundary of a step, if an optimizer has stepped since the last."""
         if self._clock.steps > self._steps_before:
             self._end_step(self._parts.read())
+
+    def for_people(self) -> dict[str, float]:
+        """What a progress line shows of the latest step, see ``latest.py``. Any thread may call it."""
+        if self._peak is None and self._runtime.device.type != "cpu":
+            self._peak = peak_of(self._runtime.device, self._precision())
+        return latest_numbers(
+            list(self._recent),
+            None if self._peak is None else self._peak * self._runtime.world_size,
+            self._total_steps,
+            self._training_on,
+            self._state.window_length,
+        )
 
     # -- events ------------------------------------------------------------------------------------------
 
@@ -414,5 +446,5 @@ class StepRecorder:
         self._peak_is_written = True
         if self._counts is not None and self._writer.is_on:
             precision = self._precision()
-            peak = peak_of(self._runtime.device, precision)
-            self._writer.event("peak", step=self._step, peak_flops=peak, dtype=precision)
+            self._peak = peak_of(self._runtime.device, precision)
+            self._writer.event("peak", step=self._step, peak_flops=self._peak, dtype=precision)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lockstep.history.columns import FloatArray
-from lockstep.report.words import bytes_text, digits, duration, short
+from lockstep.words import bytes_text, digits, duration, short
 
 Label = Callable[[float], str]
 LOG_FROM = 30.0

@@ -19,7 +19,7 @@ from lockstep.report.page.memory import COLOURS
 from lockstep.report.page.step_time import share_bar
 from lockstep.report.page.timeline import picture
 from lockstep.report.summary import why_it_stopped
-from lockstep.report.words import bytes_text, date, digits, duration, percent, short, whole
+from lockstep.words import bytes_text, date, digits, duration, percent, short, whole
 
 Figure = Callable[[RunNumbers], str]
 

@@ -16,7 +16,7 @@ from lockstep.report.page.memory import memory
 from lockstep.report.page.setup import machine, settings
 from lockstep.report.page.step_time import communication, step_time
 from lockstep.report.summary import chapters, headline
-from lockstep.report.words import date
+from lockstep.words import date
 
 STATUS = {
     RunStatus.FINISHED: "good",

@@ -13,7 +13,7 @@ from lockstep.report.draw.charts import bars
 from lockstep.report.draw.html import long_table, paragraph, section
 from lockstep.report.numbers import RunNumbers
 from lockstep.report.page.timeline import listing, picture
-from lockstep.report.words import bytes_text, duration, percent, short, whole
+from lockstep.words import bytes_text, duration, percent, short, whole
 
 COLOURS = {
     "startup": 1,

@@ -11,7 +11,7 @@ from lockstep.history.read import RunHistory
 from lockstep.report.draw.charts import bars, stacked_chart
 from lockstep.report.draw.html import columns, details, legend, paragraph, section, table
 from lockstep.report.numbers import RunNumbers, StepTimes
-from lockstep.report.words import bytes_text, digits, duration, percent
+from lockstep.words import bytes_text, digits, duration, percent
 
 NAMES = {
     "forward": "forward",

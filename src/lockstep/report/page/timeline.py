@@ -12,7 +12,7 @@ from lockstep.report.draw.charts import tick_labels
 from lockstep.report.draw.html import long_table, safe
 from lockstep.report.draw.scale import Scale
 from lockstep.report.numbers import RunNumbers
-from lockstep.report.words import bytes_text, date, duration, whole
+from lockstep.words import bytes_text, date, duration, whole
 
 LANES = (
     ("checkpoints", ("checkpoint",), 2),
@@ -24,8 +24,8 @@ LANES = (
     ("errors, stops", ("error", "stop"), 5),
 )
 """Title, names of events and colour of each row of marks."""
-KNOWN = {"start", "end", "memory", "peak"}.union(*(names for _, names, _ in LANES))
-NOT_LISTED = ("checkpoint", "memory", "peak")
+KNOWN = {"start", "end", "memory", "peak", "total"}.union(*(names for _, names, _ in LANES))
+NOT_LISTED = ("checkpoint", "memory", "peak", "total")
 OF_EVERY_EVENT = ("event", "time", "attempt", "step")
 MOST_MARKS = 100
 

@@ -1,0 +1,169 @@
+"""What ``lockstep top`` shows, and what its keys ask for."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+from rich.console import Group, RenderableType
+
+from lockstep.errors import ConfigError, ControlError
+from lockstep.history.read import RunHistory, read_run
+from lockstep.history.text import plain_text
+from lockstep.report.job import JobNow, RankStack, job_of, stack_of
+from lockstep.report.live import NEWEST_BYTES, SPARKLINE, screen
+from lockstep.report.live_job import job_screen, keys_line, ranks_panel, stacks_panel, stacks_text
+from lockstep.report.numbers import numbers_of
+
+if TYPE_CHECKING:
+    from lockstep.launch.job import JobLink
+
+LAUNCH_ID = "LOCKSTEP_LAUNCH_ID"
+STOP_ASKED = "Stop the run at its next step boundary? y: yes, any other key: no."
+UNREACHED = "The keys need the job's launch, which is not one of yours that runs on this machine."
+
+
+class TopScreen:
+    """A run's folder, a link to the launch that runs it, or both.
+
+    Attributes:
+        is_over: There is a link alone, and the launch has ended.
+        notice: What came of the last key, or why there is no link any more.
+
+    Raises:
+        ConfigError: it is no run's folder, or the launch refuses.
+    """
+
+    def __init__(self, path: str | None, link: JobLink | None) -> None:
+        self._path = path
+        self._link = link
+        self._run: RunHistory | None = None
+        self._job: JobNow | None = None
+        self._losses: deque[float] = deque(maxlen=SPARKLINE)
+        self._last_step = math.nan
+        self._stacks: dict[int, RankStack] = {}
+        self._shows_stacks = False
+        self._is_stopping = False
+        self.notice = ""
+        self.is_over = False
+        self.look()
+        if self.is_over:
+            raise ConfigError(
+                f"{self.notice} The launch has just ended, or it is not watched (--no-watch), or of another version of "
+                "Lockstep."
+            )
+
+    def find_link(self) -> None:
+        """Connect to the launch that writes the folder, if it is one of this user on this machine."""
+        from lockstep.launch.job import link_here
+
+        assert self._run is not None
+        started = numbers_of(self._run, time.time()).started
+        launch_id = started.mapping("environment").get(LAUNCH_ID) if started is not None else None
+        if not isinstance(launch_id, str) or not launch_id:
+            return
+        try:
+            self._link = link_here(launch_id)
+        except ConfigError as error:
+            self.notice = str(error)
+        self._look_at_job()
+
+    def look(self) -> None:
+        """Read what is new."""
+        if self._path is not None:
+            self._run = read_run(self._path, NEWEST_BYTES)
+        self._look_at_job()
+
+    def take_key(self, key: str) -> bool:
+        """A key was pressed; returns whether there is something to show."""
+        if self._is_stopping:
+            self._is_stopping = False
+            self.notice = ""
+            if key == "y":
+                self._ask("stop")
+        elif key == "d":
+            self._shows_stacks = not self._shows_stacks
+            if self._shows_stacks:
+                self._stacks.clear()
+                self._ask("stacks")
+        elif key == "s":
+            self._ask("save")
+        elif key == "x":
+            self._is_stopping = self._link is not None
+            self.notice = STOP_ASKED if self._is_stopping else UNREACHED
+        else:
+            return False
+        return True
+
+    def take_news(self) -> bool:
+        """Take in what the launch has told; returns whether it has told anything."""
+        if self._link is None:
+            return False
+        try:
+            news = self._link.news(0.0)
+        except ControlError as error:
+            self._lost(error)
+            return True
+        for message in news:
+            if message.get("kind") == "top.stack":
+                stack = stack_of(message)
+                self._stacks[stack.rank] = stack
+            elif message.get("kind") == "top.said":
+                self.notice = plain_text(message.get("sentence"), 300)
+        return bool(news)
+
+    def rendered(self, keys: bool = True) -> RenderableType:
+        """The screen; ``keys``: with what they do."""
+        parts: list[RenderableType] = []
+        now = time.time()
+        if self._run is not None:
+            parts.append(screen(self._run, now))
+            if self._job is not None:
+                parts.append(ranks_panel(self._job))
+        elif self._job is not None:
+            parts.append(job_screen(self._job, self._losses, now))
+        if not keys:
+            return Group(*parts)
+        if self._shows_stacks and self._stacks:
+            parts = [stacks_panel(list(self._stacks.values()))]
+        return Group(keys_line(self.notice), *parts)
+
+    def stacks_text(self) -> str:
+        """The stacks that were asked for last, in full."""
+        return stacks_text(list(self._stacks.values()))
+
+    def close(self) -> None:
+        """Leave the launch."""
+        if self._link is not None:
+            self._link.close()
+
+    def _look_at_job(self) -> None:
+        if self._link is None:
+            return
+        try:
+            self._job = job_of(self._link.look())
+        except ControlError as error:
+            self._lost(error)
+            return
+        step = self._job.number("step")
+        if step != self._last_step and math.isfinite(step):
+            self._last_step = step
+            self._losses.append(self._job.number("loss"))
+
+    def _ask(self, verb: str) -> None:
+        if self._link is None:
+            self.notice = UNREACHED
+            return
+        try:
+            self._link.ask(verb)
+        except ControlError as error:
+            self._lost(error)
+
+    def _lost(self, error: ControlError) -> None:
+        """The launch has ended, or is out of reach."""
+        self._link, self.notice = None, str(error)
+        self.is_over = self._path is None
+        if self._path is not None:
+            self._job = None

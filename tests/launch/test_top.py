@@ -1,0 +1,231 @@
+"""``lockstep top`` beside real jobs: what it shows of their ranks, and what its keys ask for."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from lockstep import Accelerator
+from lockstep.control.session import name_of
+from lockstep.launch.job import JobLink, link_here, link_to
+from lockstep.launch.running import running_launches
+from lockstep.report.job import JobNow, job_of, stack_of
+from tests.launch.helpers import START_LIMIT_S, start, wait_until
+from tests.launch.looked_at import Steps
+from tests.launch.screen import InTerminal
+
+SCRIPT = Path(__file__).parent / "looked_at.py"
+
+
+class Job:
+    """A launch of the script, with a link to it once it trains."""
+
+    def __init__(self, out: Path, nproc: int, place: str) -> None:
+        self.out, self.nproc = out, nproc
+        self.process = start(
+            "--nproc", nproc, "--cpu", SCRIPT, out, place, OMP_NUM_THREADS="1", TMPDIR=str(out)
+        )
+        self.link: JobLink | None = None
+
+    def connect(self) -> JobLink:
+        wait_until(lambda: self.steps(0) > 2 or self.process.poll() is not None, START_LIMIT_S)
+        assert self.process.poll() is None, self.process.communicate()
+        self.link = link_here()
+        assert self.link is not None
+        # also the coordinator has heard of steps
+        self.look_until(lambda now: len(now.ranks) == self.nproc and all(one.steps > 0 for one in now.ranks))
+        return self.link
+
+    def steps(self, rank: int) -> int:
+        path = self.out / f"rank-{rank}.txt"
+        return len(path.read_text().splitlines()) if path.exists() else 0
+
+    def look_until(self, condition: Callable[[JobNow], bool]) -> JobNow:
+        assert self.link is not None
+        seen: list[JobNow] = []
+
+        def holds() -> bool:
+            assert self.link is not None
+            seen.append(job_of(self.link.look()))
+            return condition(seen[-1])
+
+        wait_until(holds, START_LIMIT_S)
+        return seen[-1]
+
+    def said(self, pattern: str) -> re.Match[str]:
+        assert self.link is not None
+        while True:
+            for message in self.link.news(START_LIMIT_S):
+                sentence = str(message.get("sentence", ""))
+                assert not sentence.startswith("That is not done"), sentence
+                if found := re.search(pattern, sentence):
+                    return found
+
+    def ended(self) -> tuple[int, str]:
+        _, stderr = self.process.communicate(timeout=START_LIMIT_S)
+        return self.process.returncode, stderr
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Job]]:
+    """Starts a job, which this process finds as it would in the temporary directory."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    jobs: list[Job] = []
+
+    def begin(nproc: int, place: str) -> Job:
+        jobs.append(Job(tmp_path, nproc, place))
+        return jobs[-1]
+
+    yield begin
+    for one in jobs:
+        if one.link is not None:
+            one.link.close()
+        one.process.kill()
+        one.process.communicate()
+
+
+@pytest.mark.parametrize("nproc", [1, 2, 4])
+def test_a_save_that_is_asked_for_is_one_of_all_ranks_at_one_step_and_training_goes_on(
+    nproc: int, job: Callable[..., Job]
+) -> None:
+    run = job(nproc, "project")
+    link = run.connect()
+    seen = run.look_until(lambda now: "loss" in now.latest)
+    assert [one.rank for one in seen.ranks] == list(range(nproc))
+    assert all(one.pid > 0 and not one.ended for one in seen.ranks)
+    assert {one.part for one in seen.ranks} <= {
+        "data",
+        "forward",
+        "backward",
+        "communication",
+        "optimizer",
+        "other",
+    }
+    link.ask("save")
+    saved = run.said(r"^After (\d+) steps, because of a request of lockstep top: the state is in (.*)\.$")
+    before = run.steps(0)
+    wait_until(lambda: run.steps(0) > before + 2, START_LIMIT_S)
+    link.ask("stop")
+    code, stderr = run.ended()
+    assert code == 75, stderr
+    assert re.search(r"all ranks stopped after \d+ steps because of a request of lockstep top", stderr), (
+        stderr
+    )
+    assert len({run.steps(rank) for rank in range(nproc)}) == 1
+    names = sorted(path.name for path in (run.out / "checkpoints").iterdir())
+    assert names == ["checkpoint_0", "checkpoint_1"]
+    assert Path(saved[2]).name == "checkpoint_0"
+    assert steps_in(run.out / "checkpoints" / "checkpoint_0") == int(saved[1]) < run.steps(0)
+    assert steps_in(run.out / "checkpoints" / "checkpoint_1") == run.steps(0)
+
+
+def steps_in(checkpoint: Path) -> int:
+    """As the script has saved them."""
+    accelerator = Accelerator(cpu=True)
+    model: Any = torch.nn.Linear(1, 1)
+    loader: Any = DataLoader(TensorDataset(torch.ones(10**6, 1)), batch_size=4)
+    accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.01), loader)
+    steps = Steps()
+    accelerator.register_for_checkpointing(steps)
+    accelerator.load_state(checkpoint)
+    return steps.done
+
+
+def test_a_script_that_saves_by_its_hook_is_asked_for_that_and_one_without_a_place_says_so(
+    job: Callable[..., Job],
+) -> None:
+    run = job(2, "hook")
+    run.connect().ask("save")
+    step = run.said(r"the state is in step (\d+) of the hook")[1]
+    assert sorted(path.name for path in run.out.glob("hook-*")) == [f"hook-0-{step}", f"hook-1-{step}"]
+    run.process.kill()
+    run.process.communicate()
+    run.link.close()  # type: ignore[union-attr]
+    wait_until(lambda: not running_launches(), START_LIMIT_S)
+    for path in run.out.glob("rank-*.txt"):
+        path.unlink()
+    other = job(1, "nowhere")
+    link = other.connect()
+    link.ask("save")
+    other.said("nothing was saved, because there is no project_dir with automatic naming")
+    before = other.steps(0)
+    wait_until(lambda: other.steps(0) > before, START_LIMIT_S)
+    link.ask("stop")
+    assert other.ended()[0] == 143
+
+
+def test_in_a_terminal_its_keys_show_stacks_save_and_stop(job: Callable[..., Job]) -> None:
+    run = job(2, "project")
+    link = run.connect()
+    top = InTerminal(
+        sys.executable, "-m", "lockstep.cli.main", "top", "--every", "0.2", name_of(link.address),
+        size=(40, 120), variables={"TMPDIR": str(run.out)},
+    )  # fmt: skip
+    try:
+        top.read_until(lambda text: "rank 1" in text and "own seconds of a step" in text)
+        top.press("d")
+        top.read_until(lambda text: "wait_for_the_next" in text or "looked_at.py" in text)
+        top.press("d")
+        top.press("s")
+        top.read_until(lambda text: "the state is in" in text)
+        top.press("x")
+        top.read_until(lambda text: "Stop the run at its next step boundary?" in text)
+        top.press("n")
+        top.press("x")
+        top.press("y")
+        assert run.ended()[0] == 75
+        top.read_until(lambda text: "is lost" in text)
+        assert top.process.wait(START_LIMIT_S) == 0
+    finally:
+        top.close()
+
+
+def test_a_folder_of_a_job_that_runs_here_leads_to_its_ranks(job: Callable[..., Job]) -> None:
+    run = job(2, "project")
+    link = run.connect()
+    run.look_until(lambda now: now.number("step") > 2)
+    wait_until(lambda: (run.out / "run" / "measures.jsonl").exists(), START_LIMIT_S)
+    top = InTerminal(
+        sys.executable,
+        "-m",
+        "lockstep.cli.main",
+        "top",
+        run.out,
+        size=(40, 120),
+        variables={"TMPDIR": str(run.out)},
+    )
+    try:
+        top.read_until(lambda text: "a step's time" in text and "own seconds of a step" in text)
+        top.press("q")
+        assert top.process.wait(START_LIMIT_S) == 0
+    finally:
+        top.close()
+    link.ask("stacks")
+    stacks = [stack_of(message) for _ in range(2) for message in link.news(START_LIMIT_S)]
+    assert {one.rank for one in stacks} <= {0, 1} and all("looked_at.py" in one.stack for one in stacks)
+
+
+def test_the_secret_stands_where_its_user_alone_can_read_it(job: Callable[..., Job]) -> None:
+    run = job(1, "nowhere")
+    run.connect()
+    (launch,) = running_launches()
+    (folder,) = run.out.glob("lockstep-*")
+    assert {oct(os.stat(path).st_mode & 0o777) for path in folder.iterdir()} == {"0o600"}
+    assert oct(os.stat(folder).st_mode & 0o777) == "0o700"
+    secret = launch.secret.hex()
+    assert secret not in repr(launch) and secret not in (folder / "launch.json").read_text()
+    for path in (run.out / "run").glob("*"):
+        assert secret not in path.read_text()
+    link = link_to(("localhost", launch.address[1]), None)  # another name of this address
+    assert job_of(link.look()).ranks
+    link.close()
+    folder.chmod(0o755)  # somebody else could have put it there
+    assert running_launches() == []
