@@ -30,7 +30,7 @@ import importlib, json, os, signal, sys, time, traceback
 
 for name in json.loads(sys.argv[1]):
     importlib.import_module(name)
-from lockstep.parity.collect.worker import main
+main = importlib.import_module(sys.argv[2]).main
 
 for line in sys.stdin:
     task = json.loads(line)
@@ -69,12 +69,12 @@ for line in sys.stdin:
 
 
 class ForkServer:
-    """A process with torch in memory; ``preload``: further modules."""
+    """A process with torch in memory, of which forks run a ``worker``; ``preload``: further modules."""
 
-    def __init__(self, preload: Sequence[str] = ()) -> None:
+    def __init__(self, preload: Sequence[str] = (), worker: str = "lockstep.parity.collect.worker") -> None:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("LOCKSTEP_")}
         self._process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, json.dumps([*PRELOADED, *preload])],
+            [sys.executable, "-c", PROGRAM, json.dumps([*PRELOADED, *preload]), worker],
             env={
                 **inherited,
                 "OMP_NUM_THREADS": "1",

@@ -24,6 +24,10 @@ COMMANDS = {
     "checkpoint": ("lockstep.cli.checkpoint", "Verify, show, merge and convert checkpoints."),
     "check": ("lockstep.cli.check", "Prove that a script computes on many ranks what it computes on one."),
     "replay": ("lockstep.cli.replay", "Make a bad step again, and name the module that went wrong first."),
+    "tune": (
+        "lockstep.cli.tune",
+        "Find the micro-batch that fits, and the quickest one, for the same global batch.",
+    ),
     "report": ("lockstep.cli.report", "Say what a run did, why it was slow and why it stopped."),
     "top": ("lockstep.cli.top", "Watch a run: loss, throughput, ranks, what happened last."),
     "schedule": ("lockstep.cli.schedule", "Show a pipeline schedule and count its bubble."),
@@ -51,6 +55,7 @@ Examples:
   lockstep estimate model.py:Model --memory 24GB
   lockstep check --nproc 2 --parallel zero=3 train.py
   lockstep replay runs/gpt/capsules/step-000120 train.py
+  lockstep tune --nproc 2 train.py
   lockstep report runs/gpt
   lockstep top runs/gpt
   lockstep checkpoint verify run/checkpoints

@@ -2,50 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import re
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from lockstep.config.sources import inherited_environment
 from lockstep.errors import LockstepError
 from lockstep.parity.spec import ProcessFacts, Role, RunSpec
 from lockstep.parity.trace.measure import Measured, read_measured
+from lockstep.script.process import ScriptProcess
 
 WORKER = "lockstep.parity.collect.worker"
-OF_LAUNCHERS = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
-"""Variables that would make a process one of several."""
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} | {
     "MASTER_ADDR": "127.0.0.1",
     "MASTER_PORT": "0",
 }
 """What a script that spreads its models itself asks for, of a process that is alone."""
-LAST_LINES = 12
 STARTS_ITSELF = "environment variable RANK expected"
-OWN_ERROR = re.compile(r"^\W*(?:\[rank\d+\]:)?\s*lockstep\.errors\.\w+: (.+)$", re.MULTILINE)
-GRACE_S = 10.0
-OUT_OF_MEMORY = (
-    "OutOfMemoryError",
-    "out of memory",
-    "can't allocate memory",
-    "MemoryError",
-    "DefaultCPUAllocator",
-)
 
 
 class CouldNotRun(LockstepError):
@@ -113,24 +86,16 @@ class ScriptRun:
         self.folder = Path(spec.folder)
         self.folder.mkdir(parents=True)
         self._timeout_s = timeout_s
-        self._log = self.folder / "output.txt"
-        path = spec.write(self.folder / "spec.json")
-        environ = {name: value for name, value in inherited_environment().items() if name not in OF_LAUNCHERS}
-        command = [sys.executable, "-m", WORKER, str(path), *program.words]
+        words = [str(spec.write(self.folder / "spec.json")), *program.words]
+        alone: dict[str, str] = {}
         if spec.is_alone and spec.wrapped:
-            environ |= ALONE | ({"WORLD_SIZE": str(spec.ranks)} if spec.tells_ranks else {})
-        if not spec.is_alone:
-            command = [sys.executable, "-m", "lockstep.cli.main", "launch", *flags, *command[1:]]
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=environ | dict(environment or {}),
-                start_new_session=True,
-            )
-        self._end_at = time.monotonic() + timeout_s
+            alone = ALONE | ({"WORLD_SIZE": str(spec.ranks)} if spec.tells_ranks else {})
+        self._process = ScriptProcess(
+            ["-m", WORKER, *words] if spec.is_alone else ScriptProcess.launched(WORKER, words, flags),
+            self.folder / "output.txt",
+            {**alone, **(environment or {})},
+            timeout_s,
+        )
 
     def wait(self) -> Left:
         """What it has left.
@@ -138,14 +103,12 @@ class ScriptRun:
         Raises:
             CouldNotRun: it failed, or took too long.
         """
-        try:
-            code = self._process.wait(max(self._end_at - time.monotonic(), 0.0))
-        except subprocess.TimeoutExpired:
-            self.end()
+        code = self._process.wait()
+        if code is None:
             raise self._could_not(
                 f"{self.title} has not made {self.spec.steps} steps in {self._timeout_s:g} s. Give it more with "
-                f"--timeout, or ask for fewer with --steps.{self._tail()}"
-            ) from None
+                f"--timeout, or ask for fewer with --steps.{self._process.tail()}"
+            )
         facts = ProcessFacts.read_all(self.folder)
         if code or not facts:
             raise self._could_not(self._failure(code))
@@ -159,13 +122,7 @@ class ScriptRun:
 
     def end(self) -> None:
         """End its processes, if they still run."""
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            if self._process.poll() is not None:
-                return
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, number)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(GRACE_S)
+        self._process.end()
 
     @property
     def title(self) -> str:
@@ -173,28 +130,22 @@ class ScriptRun:
         return TITLES[self.spec.role]
 
     def _failure(self, code: int) -> str:
-        text = self._log.read_text("utf-8", "replace")
-        if code in (-9, 137) or any(sign in text for sign in OUT_OF_MEMORY):
+        tail = self._process.tail()
+        if self._process.says_out_of_memory(code):
             what = f"{self.title} ran out of memory"
             if self.spec.is_alone:
                 return (
                     f"{what}: the whole model does not fit this one process. Check a smaller model of the same kind, "
                     "such as one with fewer layers, or compare with another strategy: --reference zero=3."
-                    f"{self._tail()}"
+                    f"{tail}"
                 )
-            return f"{what}. Check a smaller model of the same kind, or more ranks.{self._tail()}"
-        if STARTS_ITSELF in text and not self.spec.wrapped:
+            return f"{what}. Check a smaller model of the same kind, or more ranks.{tail}"
+        if STARTS_ITSELF in self._process.output() and not self.spec.wrapped:
             return (
                 f"{self.title} failed, because the script starts its process group itself. Check scripts that spread "
-                f"their models themselves with --wrapped.{self._tail()}"
+                f"their models themselves with --wrapped.{tail}"
             )
-        said = OWN_ERROR.findall(text)
-        how = said[-1] if said else f"exit code {code}." if code >= 0 else f"signal {-code}."
-        return f"{self.title} failed: {how}{self._tail()}"
-
-    def _tail(self) -> str:
-        lines = self._log.read_text("utf-8", "replace").rstrip().splitlines()[-LAST_LINES:]
-        return "\n  ".join(["\nIts last lines:", *lines]) if lines else ""
+        return f"{self.title} failed: {self._process.how_it_failed(code)}{tail}"
 
 
 TITLES = {

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 if TYPE_CHECKING:
     from lockstep.config.options import Options
@@ -36,7 +37,7 @@ class RunObserver:
     """Does nothing; what looks on overrides what it needs. Each method is called on every rank."""
 
     registered: ClassVar[list[RunObserver]] = []
-    """Those of this process. Nobody is, but in the runs that `lockstep check` and `lockstep replay` make."""
+    """Those of this process. Nobody is, but in the runs that `lockstep check`, `replay` and `tune` make."""
     refuses_steps: ClassVar[bool] = False
     """Whether ``may_step`` is to be asked."""
 
@@ -49,6 +50,10 @@ class RunObserver:
 
     def model_prepared(self, model: ParallelModel) -> None:
         """A model that will be trained was prepared."""
+
+    def loader_comes(self, loader: DataLoader[Any]) -> DataLoader[Any]:
+        """What is to be prepared in the place of a loader of the script."""
+        return loader
 
     def loader_prepared(self, loader: PreparedLoader) -> None:
         """A loader was prepared."""

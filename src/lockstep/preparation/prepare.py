@@ -355,8 +355,11 @@ class Preparation:
         ranks = self._meshes.data_size if self._options.loaders.split_batches else 1
         check_micro_batch(loader, self._options.micro_batch_size, ranks)
         place = self._device_placement if device_placement is None else device_placement
+        chosen = loader
+        for observer in RunObserver.registered:
+            chosen = observer.loader_comes(chosen)
         prepared = prepare_loader(
-            loader,
+            chosen,
             runtime=self._runtime,
             step=self._step,
             config=self._options.loaders,

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lockstep.config.sources import inherited_environment
-from lockstep.parity.runs import LAST_LINES, OF_LAUNCHERS, OWN_ERROR, CouldNotRun
+from lockstep.parity.runs import CouldNotRun
 from lockstep.replay.run import ReplaySpec
 from lockstep.replay.verdict import ReplayVerdict
+from lockstep.script.process import ScriptProcess
 
 WORKER = "lockstep.replay.worker"
 
@@ -30,34 +26,16 @@ def replay(
     Raises:
         CouldNotRun: there is no answer; the message says why.
     """
-    path, log = spec.write(folder / "spec.json"), folder / "output.txt"
-    environ = {name: value for name, value in inherited_environment().items() if name not in OF_LAUNCHERS}
-    with log.open("wb") as output:
-        started = subprocess.Popen(
-            [sys.executable, "-m", WORKER, str(path), *program],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=environ,
-            start_new_session=True,
+    path = spec.write(folder / "spec.json")
+    started = ScriptProcess(["-m", WORKER, str(path), *program], folder / "output.txt", {}, timeout_s)
+    try:
+        code = started.wait()
+    finally:
+        started.end()
+    if code is None:
+        raise CouldNotRun(
+            f"{program[0]} has not made its first step in {timeout_s:g} s. Give it more with --timeout.{started.tail()}"
         )
-        try:
-            code = started.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            raise CouldNotRun(
-                f"{program[0]} has not made its first step in {timeout_s:g} s. Give it more with --timeout.{_tail(log)}"
-            ) from None
-        finally:
-            if started.poll() is None:
-                os.killpg(started.pid, signal.SIGKILL)
-                started.wait()
     if code or not Path(spec.output).exists():
-        said = OWN_ERROR.findall(log.read_text("utf-8", "replace"))
-        how = said[-1] if said else f"exit code {code}."
-        raise CouldNotRun(f"{program[0]} failed: {how}{_tail(log)}")
+        raise CouldNotRun(f"{program[0]} failed: {started.how_it_failed(code)}{started.tail()}")
     return ReplayVerdict.of(json.loads(Path(spec.output).read_text("utf-8")))
-
-
-def _tail(log: Path) -> str:
-    lines = log.read_text("utf-8", "replace").rstrip().splitlines()[-LAST_LINES:]
-    return "\n  ".join(["\nIts last lines:", *lines]) if lines else ""

@@ -7,18 +7,16 @@ from pathlib import Path
 
 import torch
 
-from lockstep.parity.collect.program import of_script, run_program
 from lockstep.preparation.observers import RunObserver
 from lockstep.replay.run import ReplayedRun, ReplaySpec
+from lockstep.script.inside import import_as_accelerate, of_script, run_script
 
 
 def main(argv: list[str]) -> None:
     """Run what ``argv`` names behind the specification."""
     spec, program = ReplaySpec.read(Path(argv[0])), argv[1:]
     if spec.as_accelerate:
-        from lockstep.compat.accelerate.alias import install
-
-        install()
+        import_as_accelerate()
     run_replay(ReplayedRun(spec), program, spec.is_module)
 
 
@@ -26,10 +24,9 @@ def run_replay(run: ReplayedRun, program: list[str], is_module: bool = False) ->
     """Run the script; it ends the process, or leaves the verdict when it ends itself."""
     torch.set_num_threads(run.facts.threads)
     RunObserver.registered.append(run)
-    sys.argv = program
     try:
         with torch.autograd.set_detect_anomaly(True, check_nan=False):
-            run_program(program, is_module)
+            run_script(program, is_module)
     except SystemExit as error:
         if error.code not in (None, 0):
             raise

@@ -13,12 +13,22 @@ def accumulate_more(times: int) -> int:
     Its losses are then those of all these batches together, by their numbers of tokens too. Returns how many batches
     it would have taken; 0: there is no Trainer.
     """
-    trainer: Any = _calling_trainer()
-    if trainer is None:
-        return 0
-    window = int(trainer.args.gradient_accumulation_steps)
-    trainer.args.gradient_accumulation_steps = window * times
+    window = window_of_trainer()
+    if window:
+        set_window_of_trainer(window * times)
     return window
+
+
+def window_of_trainer() -> int:
+    """How many batches it takes for each step; 0: there is no Trainer."""
+    trainer: Any = _calling_trainer()
+    return 0 if trainer is None else int(trainer.args.gradient_accumulation_steps)
+
+
+def set_window_of_trainer(batches: int) -> None:
+    """Let it take so many."""
+    trainer: Any = _calling_trainer()
+    trainer.args.gradient_accumulation_steps = batches
 
 
 def _calling_trainer() -> object | None:

@@ -11,12 +11,12 @@ from pathlib import Path
 
 from lockstep.parity.collect.plain_calls import see_backward
 from lockstep.parity.collect.prepared import PreparedRun
-from lockstep.parity.collect.program import of_script, run_program
 from lockstep.parity.collect.watch_sources import SourceWatch
 from lockstep.parity.collect.wrapped import WrappedRun
 from lockstep.parity.spec import RunSpec
 from lockstep.preparation.observers import RunObserver
 from lockstep.runtime.seed import set_seed
+from lockstep.script.inside import import_as_accelerate, of_script, run_script
 
 
 def main(argv: list[str]) -> None:
@@ -25,9 +25,7 @@ def main(argv: list[str]) -> None:
 
     spec, program = RunSpec.read(Path(argv[0])), argv[1:]
     if spec.as_accelerate:
-        from lockstep.compat.accelerate.alias import install
-
-        install()
+        import_as_accelerate()
     sources = SourceWatch(os.getcwd() if spec.is_module else os.path.dirname(os.path.realpath(program[0])))
     sources.install()
     rank = process_environment(need_rendezvous=False).rank
@@ -38,9 +36,8 @@ def main(argv: list[str]) -> None:
     RunObserver.registered.append(run)
     see_backward(run)
     set_seed(spec.seed)
-    sys.argv = program
     try:
-        run_program(program, spec.is_module)
+        run_script(program, spec.is_module)
     except SystemExit as error:
         if error.code not in (None, 0):
             run.fail(error)

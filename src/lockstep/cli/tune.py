@@ -1,0 +1,235 @@
+"""``lockstep tune``: the micro-batch that fits, and the quickest one, for the same global batch."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from lockstep.cli.integers import IntegerRange
+from lockstep.config.checks import MAX_PROCESSES
+
+if TYPE_CHECKING:
+    from lockstep.tune.tuner import Tuner, TuneRequest, TuneResult
+
+NONE_FITS, COULD_NOT_TUNE = 1, 2
+MAX_STEPS = 1000
+MAX_BATCH = 10**9
+LARGEST_SEED = 2**32 - 1
+
+EPILOG = """\b
+Examples:
+  lockstep tune train.py
+  lockstep tune --nproc 4 --parallel zero=2 train.py --epochs 1
+  lockstep tune --nproc 2 --global-batch 512 --memory-limit 8GiB train.py
+  lockstep tune --dry-run --global-batch 64 train.py
+  lockstep tune --json - train.py
+\b
+Exit codes: 0 there is a size that fits, 1 none does, 2 there is no answer, and why.
+"""
+
+
+@click.command("tune", epilog=EPILOG, context_settings={"allow_interspersed_args": False})
+@click.option("--nproc", type=IntegerRange(1, MAX_PROCESSES), default=1, show_default=True, help="Ranks.")
+@click.option("--parallel", help="How models are spread (default: as the script says).")
+@click.option(
+    "--global-batch",
+    type=IntegerRange(1, MAX_BATCH),
+    help="Rows of an optimizer step over all ranks (default: as the script has them).",
+)
+@click.option(
+    "--memory-limit", metavar="SIZE", help="Memory of each rank: 8GiB, 500MB (default: what is free)."
+)
+@click.option(
+    "--steps",
+    type=IntegerRange(1, MAX_STEPS),
+    default=5,
+    show_default=True,
+    help="Optimizer steps of each trial; the time of the first two is left out.",
+)
+@click.option(
+    "--seed", type=IntegerRange(0, LARGEST_SEED), default=0, show_default=True, help="Of each trial."
+)
+@click.option("--as-accelerate", is_flag=True, help="For the script, `import accelerate` means this library.")
+@click.option("-m", "--module", is_flag=True, help="SCRIPT is a module.")
+@click.option("--config-file", help="Launch the trials as this file says.")
+@click.option("--cpu", is_flag=True, help="Compute on CPUs only.")
+@click.option(
+    "--timeout", type=IntegerRange(1, 10**6), default=600, show_default=True, help="Seconds for each trial."
+)
+@click.option("--dry-run", is_flag=True, help="Print which trials would be made, and make none.")
+@click.option(
+    "--json", "json_path", type=click.Path(path_type=Path), help="Write the report as JSON; '-': print it."
+)
+@click.option(
+    "--keep",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Keep what trials print and find in this new folder.",
+)
+@click.argument("script")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def command(
+    nproc: int,
+    parallel: str | None,
+    global_batch: int | None,
+    memory_limit: str | None,
+    steps: int,
+    seed: int,
+    as_accelerate: bool,
+    module: bool,
+    config_file: str | None,
+    cpu: bool,
+    timeout: int,
+    dry_run: bool,
+    json_path: Path | None,
+    keep: Path | None,
+    script: str,
+    arguments: tuple[str, ...],
+) -> None:
+    """Find the largest micro-batch that fits, and the quickest one, with the rows of each step unchanged.
+
+    SCRIPT runs as it is, once for each size, for a few optimizer steps. Its loader gives other micro-batches, and so
+    many are accumulated that each step has the same rows. A trial that runs out of memory, or is killed, is a size that
+    does not fit.
+    """
+    from lockstep.config.parallel import Parallel
+    from lockstep.config.values import bytes_of
+    from lockstep.config.world import axes_of
+    from lockstep.launch.plan import Program
+    from lockstep.tune.tuner import CouldNotTune, Tuner, TuneRequest
+
+    Program(script, arguments, module).command()  # refuses what is not there
+    axes = axes_of(Parallel.parse(parallel), nproc)
+    limit = None if memory_limit is None else bytes_of(memory_limit, "--memory-limit", at_least=1)
+    flags = [
+        *("--nproc", str(nproc)),
+        *(["--config-file", config_file] if config_file is not None else []),
+        *(["--cpu"] if cpu else []),
+    ]
+    with _folder(keep) as folder, _progress() as tell:
+        request = TuneRequest(
+            words=(script, *arguments),
+            folder=folder,
+            is_module=module,
+            as_accelerate=as_accelerate,
+            steps=steps,
+            seed=seed,
+            parallel=parallel,
+            global_batch=global_batch,
+            memory_limit=limit,
+            flags=tuple(flags),
+            timeout_s=timeout,
+        )
+        if dry_run:
+            _say_plan(request, axes.data)
+            return
+        result: TuneResult | None
+        try:
+            result = _tuned(Tuner(request, tell))
+        except CouldNotTune as error:
+            result, reason = None, str(error)
+    if result is None:
+        _write_json(json_path, {"format": "lockstep tune 1", "largest": None, "sentence": reason})
+        click.echo(f"lockstep tune: {_lines(reason)}", err=True)
+        sys.exit(COULD_NOT_TUNE)
+    _say(result, json_path)
+    sys.exit(0 if result.largest is not None else NONE_FITS)
+
+
+def _tuned(tuner: Tuner) -> TuneResult:
+    from lockstep.tune.remarks import refuse_sums
+
+    result = tuner.result()
+    refuse_sums(result)
+    return result
+
+
+def _say_plan(request: TuneRequest, data_ranks: int) -> None:
+    from lockstep.tune.report import size_text
+    from lockstep.tune.search import divisors
+
+    limit = "what is free when it starts" if request.memory_limit is None else size_text(request.memory_limit)
+    click.echo(
+        f"Each trial: {_lines(' '.join(['lockstep launch', *request.flags, *request.words]))}, ended after "
+        f"{request.steps} optimizer steps or {request.timeout_s:g} s. Memory of each rank: {limit}."
+    )
+    click.echo("1. The script as it is: its micro-batch, its accumulation steps, its memory.")
+    rows = None if request.global_batch is None else request.global_batch // data_ranks
+    sizes = "divisors of a rank's rows of a step"
+    if rows is not None:
+        sizes += f" ({rows}): {', '.join(map(str, divisors(rows)))}"
+    click.echo(
+        f"2. Larger ones, doubled while they fit, then bisected; or smaller ones, if it does not fit. Sizes: {sizes}."
+    )
+    click.echo("Sizes that would take more than the limit, by the two largest that fit, are not tried.")
+
+
+@contextmanager
+def _folder(keep: Path | None) -> Iterator[Path]:
+    if keep is None:
+        with tempfile.TemporaryDirectory(prefix="lockstep-tune-") as folder:
+            yield Path(folder)
+        return
+    try:
+        keep.mkdir(parents=True)
+    except FileExistsError:
+        raise click.UsageError(f"--keep {keep} is there already. Name a new folder.") from None
+    yield keep
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[int, str], None]]:
+    """A bar on a terminal: trials that are over, and the one that runs."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from lockstep.cli.output import escape
+
+    console = Console(stderr=True)
+    columns = (
+        BarColumn(),
+        TextColumn("{task.completed} sizes tried; now: {task.description}", markup=False),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=None)  # how many it will be shows as they are made
+        yield lambda done, what: bar.update(task, completed=done, description=escape(what))
+
+
+def _say(result: TuneResult, json_path: Path | None) -> None:
+    from lockstep.cli.output import print_table
+    from lockstep.tune.remarks import remarks
+    from lockstep.tune.report import RIGHT, TITLES, how_to_use, rows, sentence, to_json
+
+    _write_json(json_path, to_json(result))
+    if json_path is not None and str(json_path) == "-":
+        return
+    print_table(TITLES, rows(result), right=RIGHT)
+    click.echo()
+    click.echo(_lines(sentence(result)))
+    for line in how_to_use(result):
+        click.echo(f"  {line}")
+    for remark in remarks(result):
+        click.echo(_lines(remark))
+
+
+def _write_json(path: Path | None, report: dict[str, object]) -> None:
+    if path is None:
+        return
+    text = json.dumps(report, indent=2)
+    if str(path) == "-":
+        click.echo(text)
+    else:
+        path.write_text(text + "\n", "utf-8")
+
+
+def _lines(text: str) -> str:
+    from lockstep.cli.output import escape
+
+    return "\n".join(escape(line) for line in text.split("\n"))

@@ -1,0 +1,39 @@
+"""In a process of its own: runs a script as the interpreter would, with what looks on registered before."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from types import TracebackType
+
+
+def run_script(program: Sequence[str], is_module: bool) -> None:
+    """Run the script, or the module, that ``program`` begins with; the other words are its arguments."""
+    sys.argv = list(program)
+    if is_module:
+        runpy.run_module(program[0], run_name="__main__", alter_sys=True)
+        return
+    if not getattr(sys.flags, "safe_path", False):  # the interpreter would put it there
+        sys.path[0] = os.path.dirname(os.path.realpath(program[0]))
+    runpy.run_path(program[0], run_name="__main__")
+
+
+def import_as_accelerate() -> None:
+    """For the script, ``import accelerate`` means this library."""
+    from lockstep.compat.accelerate.alias import install
+
+    install()
+
+
+def of_script(traceback: TracebackType | None) -> TracebackType | None:
+    """From the script's first own frame on: without those of what runs it. The whole, if the script did not begin."""
+    frame, is_run = traceback, False
+    while frame is not None:
+        is_runpy = frame.tb_frame.f_globals.get("__name__") == "runpy"
+        if is_run and not is_runpy:
+            return frame
+        is_run = is_run or is_runpy
+        frame = frame.tb_next
+    return traceback

@@ -1,0 +1,289 @@
+"""``find_batch_size``: the same search inside of a training process, before its loop begins."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, IterableDataset
+
+from lockstep.comm.collectives import Communicator, raise_on_all_ranks
+from lockstep.comm.tree import send_to_device
+from lockstep.config.values import bytes_of
+from lockstep.errors import UsageError
+from lockstep.runtime.memory import clear_device_cache, is_out_of_memory
+from lockstep.torch_internals.optim import step_without_hooks
+from lockstep.train.optimizer import PreparedOptimizer
+from lockstep.tune.loaders import refuse_own_batches
+from lockstep.tune.memory import limit_of_rank, peak_of_rank, reset_peak
+from lockstep.tune.saved_state import SavedState
+from lockstep.tune.search import MemoryModel, divisors, next_size
+from lockstep.tune.trial import SizeTrial, SizeVerdict, ruled_out
+
+if TYPE_CHECKING:
+    from lockstep.accelerator import Accelerator
+
+LossOfRows = Callable[[Any, Any], Tensor]
+COMMAND = "Run `lockstep tune` on the script instead, which tries each size in processes of their own."
+
+
+@dataclass(frozen=True)
+class FoundBatch:
+    """What ``find_batch_size`` has found; equal on all ranks.
+
+    Attributes:
+        micro_batch: Rows of a rank's micro-batch: the largest that fits on every rank.
+        accumulation: Micro-batches of a step.
+        quickest: The micro-batch with the most samples a second; ``global_batch`` is the same with it.
+        global_batch: Rows of a step over all ranks.
+        trials: One for each size that was tried or ruled out, ascending.
+    """
+
+    micro_batch: int
+    accumulation: int
+    quickest: int
+    global_batch: int
+    trials: tuple[SizeTrial, ...]
+
+
+def find_batch_size(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: Optimizer,
+    loader: DataLoader[Any],
+    loss_of: LossOfRows,
+    *,
+    global_batch: int | None = None,
+    memory_limit: int | str | None = None,
+    steps: int = 3,
+) -> FoundBatch:
+    """The largest micro-batch that fits on every rank, for the same global batch. Collective.
+
+    Each size computes loss and gradients of the data's first rows ``steps`` times, and one step of the optimizer;
+    nothing is communicated in between, so that a rank without memory leaves no other one waiting. Ranks then tell each
+    other how it went. Afterwards parameters, gradients, buffers, optimizer state and random number generators are
+    bit for bit as before, and the loader was not iterated.
+
+    Args:
+        accelerator: The one that has prepared ``model`` and ``optimizer``.
+        model: Whole on each rank.
+        loader: A torch DataLoader that was not prepared, of map-style data whose items can be read without a trace.
+        loss_of: Gets the model, not wrapped by DDP, and a batch on its device; returns the loss, 0-d. No collectives.
+        global_batch: Rows of a step over all ranks; None: those of ``loader`` with
+            ``accelerator.gradient_accumulation_steps``.
+        memory_limit: Bytes of each rank, or a text such as ``"8GiB"``; None: what is free.
+
+    Raises:
+        UsageError: no size fits, or this model, optimizer or loader cannot be tried; on all ranks.
+
+    Examples:
+        ```python
+        import torch
+        from torch.utils.data import DataLoader, TensorDataset
+        from lockstep import Accelerator, find_batch_size
+
+        accelerator = Accelerator(cpu=True)
+        model = torch.nn.Linear(4, 1)
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        data = TensorDataset(torch.randn(64, 4))
+        found = find_batch_size(
+            accelerator, model, optimizer, DataLoader(data, batch_size=16), lambda model, rows: model(*rows).mean()
+        )
+        accelerator.gradient_accumulation_steps = found.accumulation
+        loader = accelerator.prepare(DataLoader(data, batch_size=found.micro_batch, shuffle=True))
+        assert found.micro_batch * found.accumulation == 16
+        ```
+    """
+    runtime = accelerator.runtime
+    ranks = Communicator(runtime)
+    with raise_on_all_ranks(ranks):
+        _refuse(accelerator, model, optimizer, loader)
+        share = _rows_of_rank(accelerator, loader, global_batch)
+        asked = None if memory_limit is None else bytes_of(memory_limit, "memory_limit", at_least=1)
+    sizes = divisors(share)
+    assert loader.batch_size is not None
+    own = loader.batch_size // (runtime.world_size if accelerator.split_batches else 1)
+    start = max(size for size in sizes if size <= max(1, own))
+    limit = min(ranks.gather_object([limit_of_rank(asked, runtime.device, runtime.local_world_size)]))
+    plain: nn.Module = accelerator.unwrap_model(model)
+    attempt = _SizeOnRank(plain, _raw(optimizer), loader, loss_of, runtime.device, steps)
+    trials: dict[int, SizeTrial] = {}
+    while (size := next_size(sizes, start, {n: one.fits for n, one in trials.items()})) is not None:
+        trials[size] = _tried(size, share, limit, trials, attempt, ranks)
+    return _chosen(trials, share, runtime.world_size)
+
+
+def _chosen(trials: dict[int, SizeTrial], share: int, ranks: int) -> FoundBatch:
+    fitting = [one for one in trials.values() if one.fits]
+    if not fitting:
+        smallest = trials[min(trials)]
+        raise UsageError(
+            f"No micro-batch fits, down to {smallest.micro_batch} ({smallest.why}). Shard the model "
+            "(parallel='zero=3'), or give each rank more memory."
+        )
+    largest = max(fitting, key=lambda one: one.micro_batch)
+    quickest = max(fitting, key=lambda one: one.samples_per_s or 0.0)
+    ordered = tuple(one for _, one in sorted(trials.items()))
+    return FoundBatch(largest.micro_batch, largest.accumulation, quickest.micro_batch, share * ranks, ordered)
+
+
+def _tried(
+    size: int, share: int, limit: int, trials: dict[int, SizeTrial], attempt: _SizeOnRank, ranks: Communicator
+) -> SizeTrial:
+    """What came of a size: the same on all ranks, because each knows what all of them have seen."""
+    accumulation = share // size
+    peaks = {known: one.peak for known, one in trials.items() if one.fits and one.peak}
+    model = MemoryModel.of(peaks)
+    if model is not None and size > max(peaks) and model.peak(size) > limit:
+        return replace(ruled_out(size, accumulation, model.peak(size)), why="it would be over the limit")
+    seen: list[_Seen] = ranks.gather_object([attempt.seen(size)])
+    broken = next(((rank, one) for rank, one in enumerate(seen) if one.failed), None)
+    if broken is not None and not trials:
+        rank, one = broken
+        raise UsageError(f"With a micro-batch of {size} rows loss_of failed on rank {rank}: {one.failed}")
+    if broken is not None:  # as of batch normalisation, which takes no single row
+        rank, one = broken
+        return SizeTrial(size, accumulation, SizeVerdict.FAILED, why=f"rank {rank}: {one.failed}")
+    trial = SizeTrial(size, accumulation, SizeVerdict.FITS, peak=max(one.peak for one in seen) or None)
+    short = next(((rank, one.short) for rank, one in enumerate(seen) if one.short), None)
+    if short is not None:
+        return replace(
+            trial, verdict=SizeVerdict.OUT_OF_MEMORY, why=f"rank {short[0]}: {short[1]}", peak=None
+        )
+    if trial.peak is not None and trial.peak > limit:
+        return replace(trial, verdict=SizeVerdict.OVER_LIMIT, why=f"{trial.peak} of {limit} bytes")
+    micro_s, step_s = max(one.micro_s for one in seen), max(one.step_s for one in seen)
+    samples_per_s = len(seen) * share / (accumulation * micro_s + step_s)
+    return replace(trial, samples_per_s=samples_per_s, steps=attempt.steps)
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """Of one size on one rank: seconds, bytes (0: not known), what it lacked memory for, another error."""
+
+    micro_s: float = 0.0
+    step_s: float = 0.0
+    peak: int = 0
+    short: str = ""
+    failed: str = ""
+
+
+class _SizeOnRank:
+    """Computes a size on this rank alone, and leaves no trace."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        loader: DataLoader[Any],
+        loss_of: LossOfRows,
+        device: torch.device,
+        steps: int,
+    ) -> None:
+        self._model, self._optimizer, self._loader = model, optimizer, loader
+        self._loss_of, self._device, self.steps = loss_of, device, steps
+
+    def seen(self, size: int) -> _Seen:
+        saved = SavedState(self._model, self._optimizer)
+        is_known = reset_peak(self._device)
+        failure: Exception | None = None
+        seen = _Seen()
+        try:
+            seen = self._computed(size)
+        except Exception as error:
+            failure = error.with_traceback(None)  # its frames keep the tensors of the attempt
+        peak = peak_of_rank(self._device) if is_known else 0
+        saved.restore()
+        clear_device_cache(garbage_collection=True)
+        if failure is not None:
+            said = (f"{type(failure).__name__}: {failure}".strip().splitlines() or [""])[0]
+            return _Seen(short=said) if is_out_of_memory(failure) else _Seen(failed=said)
+        if self._device.type != "cuda":
+            peak = max(0, peak - saved.nbytes)  # copies in host memory, which training has not
+        return replace(seen, peak=peak)
+
+    def _computed(self, size: int) -> _Seen:
+        data, collate = self._loader.dataset, self._loader.collate_fn
+        count = len(data)  # type: ignore[arg-type]
+        rows = [data[number % count] for number in range(size)]
+        batch = send_to_device(collate(rows), self._device)
+        parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        seconds = []
+        gradients: tuple[Tensor | None, ...] = ()
+        for _ in range(self.steps):
+            began = self._now()
+            # Not by backward(): DDP would reduce, and what is at parameter.grad would not be the script's any more.
+            gradients = torch.autograd.grad(self._loss_of(self._model, batch), parameters, allow_unused=True)
+            seconds.append(self._now() - began)
+        began = self._now()
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        step: Any = step_without_hooks(type(self._optimizer))
+        step(self._optimizer)
+        return _Seen(micro_s=min(seconds), step_s=self._now() - began)
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+
+# What is refused ---------------------------------------------------------------------------------------------
+
+
+def _raw(optimizer: Optimizer) -> Optimizer:
+    return optimizer.optimizer if isinstance(optimizer, PreparedOptimizer) else optimizer
+
+
+def _refuse(
+    accelerator: Accelerator, model: nn.Module, optimizer: Optimizer, loader: DataLoader[Any]
+) -> None:
+    parallel = accelerator.parallel
+    axes = accelerator.meshes.axes
+    if parallel.shards or axes.splits_model or axes.ep > 1:
+        raise UsageError(
+            f"With parallel='{parallel}' ranks talk to each other inside of forward and backward, where one that runs "
+            f"out of memory leaves the others waiting. {COMMAND}"
+        )
+    if not isinstance(optimizer, PreparedOptimizer):
+        raise UsageError(
+            f"find_batch_size got an optimizer that was not prepared ({type(optimizer).__name__}). Pass what "
+            "accelerator.prepare() returns, so that parameters are where they are trained."
+        )
+    spanning = [name for name, part in model.named_modules() if isinstance(part, nn.SyncBatchNorm)]
+    if spanning:
+        raise UsageError(
+            f"The model's SyncBatchNorm `{spanning[0]}` talks to other ranks inside of forward, where one that runs "
+            f"out of memory leaves the others waiting. {COMMAND}"
+        )
+    if type(loader).__module__.partition(".")[0] == "lockstep":
+        raise UsageError(
+            "find_batch_size got a loader that was prepared, whose batch size is fixed. Pass the torch DataLoader, and "
+            "prepare one with the size that was found."
+        )
+    if isinstance(loader.dataset, IterableDataset):
+        raise UsageError(
+            f"find_batch_size reads the first rows of the data, but {type(loader.dataset).__name__} is iterable, so "
+            f"that they would be gone. {COMMAND}"
+        )
+    refuse_own_batches(loader)
+
+
+def _rows_of_rank(accelerator: Accelerator, loader: DataLoader[Any], global_batch: int | None) -> int:
+    ranks = accelerator.runtime.world_size
+    asked = global_batch
+    if asked is None:
+        assert loader.batch_size is not None
+        own = loader.batch_size * accelerator.gradient_accumulation_steps
+        asked = own if accelerator.split_batches else own * ranks
+    if asked < 1 or asked % ranks:
+        raise UsageError(
+            f"A global batch of {asked} rows does not divide by {ranks} ranks. Pass a multiple of {ranks} as "
+            "global_batch."
+        )
+    return asked // ranks

@@ -1,0 +1,111 @@
+"""The memory that one rank may take, what it has taken at most, and its end before the system ends it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import torch
+
+EVERY_S = 0.01
+CGROUPS = (
+    # version 2, then 1: limit, what is taken
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat"),
+    (
+        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+        "/sys/fs/cgroup/memory/memory.stat",
+    ),
+)
+
+
+def limit_of_rank(asked: int | None, device: torch.device, local_ranks: int) -> int:
+    """Bytes that this rank may take on ``device``; on a CPU those of its process.
+
+    Without ``asked`` it is what is free now and what this process has: on a CPU its part of that of ``local_ranks``.
+    """
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return int(free) + torch.cuda.memory_reserved(device) if asked is None else min(asked, int(total))
+    return asked if asked is not None else resident() + available() // local_ranks
+
+
+def enforce(limit: int, device: torch.device) -> None:
+    """On CUDA: what goes beyond the limit from now on is an ``OutOfMemoryError``."""
+    if device.type == "cuda":
+        total = torch.cuda.mem_get_info(device)[1]
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
+
+
+def available() -> int:
+    """Bytes of host memory that are free for programs: of the machine, or of the control group if that has less."""
+    free = int(psutil.virtual_memory().available)
+    for limit, taken, stat in CGROUPS:
+        try:
+            most, now = Path(limit).read_text().strip(), int(Path(taken).read_text())
+            lines = Path(stat).read_text().splitlines()
+        except (OSError, ValueError):
+            continue
+        # Pages of files are taken too, and given back when programs want memory.
+        files = sum(int(line.split()[1]) for line in lines if line.split()[0] == "inactive_file")
+        return free if most == "max" else min(free, max(0, int(most) - now + files))
+    return free
+
+
+def resident() -> int:
+    """Bytes of this process that are in memory."""
+    return int(psutil.Process().memory_info().rss)
+
+
+def peak_of_rank(device: torch.device) -> int:
+    """The most bytes that this rank has taken: of torch's allocator on CUDA, else of the process."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    try:
+        # Of this program alone; what getrusage says begins with the most that its parent has had.
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+    except (OSError, StopIteration):
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def reset_peak(device: torch.device) -> bool:
+    """Let the peak begin anew from what is taken now; whether that is possible here."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return True
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+class MemoryWatch(threading.Thread):
+    """Looks whether this process has more than ``limit`` bytes in memory, and calls ``over`` with these, once.
+
+    So a rank ends by itself and is named, before the system picks a process to kill, which may be another one.
+    """
+
+    def __init__(self, limit: int, over: Callable[[int], None]) -> None:
+        super().__init__(name="lockstep-tune-memory", daemon=True)
+        self._limit, self._over = limit, over
+        self._page = os.sysconf("SC_PAGE_SIZE")
+        self._ended = threading.Event()
+
+    def run(self) -> None:
+        try:
+            with open("/proc/self/statm", "rb", buffering=0) as file:
+                while not self._ended.wait(EVERY_S):
+                    file.seek(0)
+                    taken = int(file.read().split()[1]) * self._page
+                    if taken > self._limit:
+                        self._over(taken)
+                        return
+        except OSError:  # a system without it
+            return

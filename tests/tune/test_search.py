@@ -1,0 +1,47 @@
+"""Which sizes are tried: against going through all of them."""
+
+from __future__ import annotations
+
+from math import log2
+
+import pytest
+
+from lockstep.tune.search import MemoryModel, divisors, next_size
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 12, 36, 64, 97, 360, 1024])
+def test_the_divisors_are_all_of_them(rows: int) -> None:
+    assert divisors(rows) == [size for size in range(1, rows + 1) if rows % size == 0]
+
+
+def test_the_largest_that_fits_is_found_in_few_trials() -> None:
+    for rows in range(1, 130):
+        sizes = [size for size in range(1, rows + 1) if rows % size == 0]
+        for start in sizes:
+            for most in range(rows + 1):
+                fits: dict[int, bool] = {}
+                while (size := next_size(sizes, start, fits)) is not None:
+                    assert size in sizes and size not in fits, (rows, start, most, fits)
+                    fits[size] = size <= most
+                found = max((size for size, does in fits.items() if does), default=None)
+                assert found == max((size for size in sizes if size <= most), default=None)
+                assert len(fits) <= 2 * log2(rows) + 4, (rows, start, most, fits)
+
+
+def test_a_size_alone_is_compared_with_a_smaller_one() -> None:
+    assert next_size([1, 2, 4, 8], 8, {8: True}) == 4
+    assert next_size([1, 2, 4, 8], 8, {8: True, 4: True}) is None
+    assert next_size([1], 1, {1: True}) is None
+    assert next_size([1, 3, 9], 9, {9: True}) == 3
+
+
+def test_memory_is_a_constant_and_so_much_for_each_row() -> None:
+    model = MemoryModel.of({2: 1000 + 2 * 30, 8: 1000 + 8 * 30, 4: 1000 + 4 * 30})
+    assert model is not None
+    assert (model.constant, model.bytes_per_row) == (1000, 30)
+    assert model.peak(64) == 1000 + 64 * 30
+
+
+@pytest.mark.parametrize("peaks", [{}, {4: 100}, {4: 100, 8: 100}, {4: 100, 8: 90}])
+def test_without_growth_nothing_is_foreseen(peaks: dict[int, int]) -> None:
+    assert MemoryModel.of(peaks) is None
