@@ -7,6 +7,7 @@ step is left alone: compilers, rehearsals and proofs run in it.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
@@ -15,8 +16,11 @@ import torch
 from lockstep.observe.measures.operators import OperatorCounter, OperatorCounts
 from lockstep.torch_internals.compile import compiled_frames
 
-MOST_KINDS = 32
-"""Of micro-batches and calls that are counted; then no more."""
+FREE_KINDS = 32
+"""Of micro-batches and calls that are counted when they first come. What comes later, such as sentences of ever new
+lengths, is counted as long as that takes no more than ``SHARE`` of the run's time."""
+SHARE = 0.001
+MOST_KINDS = 10_000
 
 COUNT_AGAIN_AFTER = 1000
 """Steps after which all is counted anew: parameters may have been frozen or thawed."""
@@ -50,6 +54,9 @@ class FlopCounts:
         self._steps = 0
         self._age = 0
         self._compiled_before = compiled_frames()
+        self._began = time.perf_counter()
+        self._counting_since = 0.0
+        self._counting_s = 0.0
         self.unknown_because = ""
 
     def call_begins(self, key: Hashable) -> None:
@@ -59,15 +66,14 @@ class FlopCounts:
             return  # inside of another's
         self._of_micro_batch.append(key)
         if key not in self._calls and self._may_count(self._calls):
-            self._counter = OperatorCounter()
-            self._counter.__enter__()
+            self._counter = self._begin_counting()
 
     def call_ends(self) -> None:
         """It returned, or raised."""
         self._depth = max(0, self._depth - 1)
         if self._depth == 0 and self._counter is not None:
             counter, self._counter = self._counter, None
-            counter.__exit__(None, None, None)
+            self._end_counting(counter)
             self._keep(self._calls, self._of_micro_batch[-1], counter.counts)
 
     def backward_begins(self, averages: bool, may_count: bool = True) -> None:
@@ -77,14 +83,13 @@ class FlopCounts:
         self._of_step.append(micro_batch)
         if micro_batch in self._backwards or not may_count or not self._may_count(self._backwards):
             return
-        self._in_backward = OperatorCounter()
-        self._in_backward.__enter__()
+        self._in_backward = self._begin_counting()
 
     def backward_ends(self, is_complete: bool) -> None:
         """It returned, or raised."""
         if self._in_backward is not None:
             counter, self._in_backward = self._in_backward, None
-            counter.__exit__(None, None, None)
+            self._end_counting(counter)
             if is_complete:
                 self._keep(self._backwards, self._of_step[-1], counter.counts)
 
@@ -131,12 +136,24 @@ class FlopCounts:
     def _may_count(self, known: Mapping[Hashable, object]) -> bool:
         if self._steps == 0 or self.unknown_because:
             return False
-        if len(known) >= MOST_KINDS:
-            return False
+        if len(known) >= FREE_KINDS:
+            passed = time.perf_counter() - self._began
+            if len(known) >= MOST_KINDS or self._counting_s > SHARE * passed:
+                return False
         if compiled_frames() > self._compiled_before:
             self.is_compiled()
             return False
         return True
+
+    def _begin_counting(self) -> OperatorCounter:
+        self._counting_since = time.perf_counter()
+        counter = OperatorCounter()
+        counter.__enter__()
+        return counter
+
+    def _end_counting(self, counter: OperatorCounter) -> None:
+        counter.__exit__(None, None, None)
+        self._counting_s += time.perf_counter() - self._counting_since
 
     def _keep(self, known: dict[Hashable, OperatorCounts], key: Hashable, counts: OperatorCounts) -> None:
         known[key] = counts
