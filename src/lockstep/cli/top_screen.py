@@ -119,9 +119,7 @@ class TopScreen:
         parts: list[RenderableType] = []
         now = time.time()
         if self._run is not None:
-            parts.append(screen(self._run, now))
-            if self._job is not None:
-                parts.append(ranks_panel(self._job))
+            parts.append(screen(self._run, now, None if self._job is None else ranks_panel(self._job)))
         elif self._job is not None:
             parts.append(job_screen(self._job, self._losses, now))
         if not keys:

@@ -99,11 +99,8 @@ class CoordinatorServer:
             )
 
     def progress(self) -> Mapping[str, float | str] | None:
-        """See ``Coordinator.progress``."""
-        try:
-            return self._server.call(self._watch.progress)
-        except ControlError:  # closed
-            return {}
+        """See ``Coordinator.progress``. Does not wait for the thread of the handlers."""
+        return self._watch.progress()
 
     def interrupt(self, name: str, code: int) -> None:
         """End the launch on all machines with this code, because this one got a signal."""

@@ -32,16 +32,21 @@ IN_PLAIN_VIEW = {"start", "peak", "memory", "total"}
 """Events that are no news."""
 
 
-def screen(run: RunHistory, now: float) -> RenderableType:
-    """``now``: seconds since 1970. Nothing in it is taken for markup."""
+def screen(run: RunHistory, now: float, ranks: RenderableType | None = None) -> RenderableType:
+    """``now``: seconds since 1970. ``ranks``: what is known of them from elsewhere, in place of what the folder says.
+
+    Nothing in it is taken for markup.
+    """
     numbers = numbers_of(run, now)
     parts: list[RenderableType] = [_title(run, numbers, now)]
     if run.has_steps:
         parts += [_steps(run, numbers), Panel(_parts(numbers), title="a step's time", title_align="left")]
-        if len(numbers.rank_seconds) > 1:
+        if ranks is None and len(numbers.rank_seconds) > 1:
             parts.append(Panel(_ranks(numbers), title="ranks: own seconds of a step", title_align="left"))
     else:
         parts.append(Text("No step is complete yet."))
+    if ranks is not None:
+        parts.append(ranks)
     if happened := _events(run, now):
         parts.append(Panel(Text("\n".join(happened)), title="what happened", title_align="left"))
     return Group(*parts)
@@ -157,7 +162,7 @@ def _events(run: RunHistory, now: float) -> list[str]:
     for event in news[-MOST_EVENTS:]:
         ago = f"{duration(now - event.time)} ago" if math.isfinite(event.time) else "?"
         step = f", step {whole(event.step)}" if math.isfinite(event.step) else ""
-        what = event.sentence or event.text("path")
+        what = event.sentence or event.text("path").removeprefix(f"{run.path.resolve().parent}/")
         said.append(
             f"{ago}{step}: {plain_text(event.name, 40)}{f': {plain_text(what, 200)}' if what else ''}"
         )

@@ -231,14 +231,19 @@ class Coordinator:
         return max((state.boundaries for state in self._ranks.values()), default=0)
 
     def progress(self) -> Mapping[str, float | str] | None:
-        """Rank 0's newest numbers for a line of progress; None where a rank that trains shows a bar of its own."""
-        if any(state.has_bar and (state.boundaries or state.latest) for state in self._ranks.values()):
+        """Rank 0's newest numbers for a line of progress; None where a rank that trains shows a bar of its own.
+
+        Any thread may ask.
+        """
+        ranks = list(self._ranks.values())
+        if any(state.has_bar and (state.boundaries or state.latest) for state in ranks):
             return None
         return self.latest()
 
     def latest(self) -> Mapping[str, float | str]:
         """Rank 0's newest numbers of the run."""
-        return self._ranks[0].latest if 0 in self._ranks else {}
+        state = self._ranks.get(0)
+        return {} if state is None else state.latest
 
     def standing(self) -> list[dict[str, object]]:
         """What is known of each rank, see ``view.py``."""
