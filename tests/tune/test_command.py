@@ -41,6 +41,19 @@ def test_a_killed_rank_is_a_size_that_does_not_fit(tmp_path: Path) -> None:
     assert all(one["micro_batch"] * one["accumulation"] == 8 for one in report["trials"])
 
 
+def test_what_a_trainer_counts_is_tuned() -> None:
+    pytest.importorskip("transformers")
+    script = SCRIPT.with_name("script_trainer.py")
+    code, said, errors = tune("--cpu", "--steps", 2, "--as-accelerate", "--json", "-", script, 2, 2)
+    assert code == 0, said + errors
+    report = json.loads(said)
+    assert (report["global_batch"], report["script"]) == (4, {"micro_batch": 2, "accumulation": 2})
+    assert {one["micro_batch"]: one["verdict"] for one in report["trials"]} == {2: "fits", 4: "fits"}
+    assert report["use"][0].startswith("TrainingArguments(per_device_train_batch_size=")
+    assert "is the same for all sizes" in report["remarks"][0]
+    assert all(one["tokens_per_s"] for one in report["trials"])
+
+
 def test_where_none_fits_the_exit_code_is_1() -> None:
     code, said, errors = tune("--cpu", SCRIPT, "--batch-size", 1, "--fails", "memory")
     assert (code, errors) == (1, "")

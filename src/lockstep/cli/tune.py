@@ -213,7 +213,10 @@ def _say(result: TuneResult, json_path: Path | None) -> None:
     print_table(TITLES, rows(result), right=RIGHT)
     click.echo()
     click.echo(_lines(sentence(result)))
-    for line in how_to_use(result):
+    lines = how_to_use(result)
+    if lines:
+        click.echo("To train with the quickest:")
+    for line in lines:
         click.echo(f"  {line}")
     for remark in remarks(result):
         click.echo(_lines(remark))

@@ -1,0 +1,100 @@
+"""What came of a trial, by what its ranks told and how its processes ended."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lockstep.tune.memory import MemoryWatch, available, limit_of_rank, peak_of_rank, reset_peak
+from lockstep.tune.spec import RankReport, TrialSpec
+from lockstep.tune.trial import SizeVerdict, TrialEnd, judged
+
+CPU = torch.device("cpu")
+MIB = 2**20
+
+
+def ended(*facts: RankReport, code: int | None = 0, killed: bool = False, short: bool = False) -> TrialEnd:
+    return TrialEnd(code, facts, killed, short, "exit code 1.", "")
+
+
+def told(rank: int, **values: object) -> RankReport:
+    steps = {"rows": [8] * 5, "batches": [2] * 5, "tokens": [0] * 5, "seconds": [9.0, 9.0, 0.5, 0.25, 0.5]}
+    known = {"rank": rank, "data_rank": rank, "data_ranks": 2, "made": 5, "peak": 100, "limit": 200, **steps}
+    return RankReport(**{**known, **values})
+
+
+@pytest.mark.parametrize(
+    ("end", "verdict", "why"),
+    [
+        (ended(told(0), told(1)), SizeVerdict.FITS, ""),
+        (ended(told(0), told(1, peak=201)), SizeVerdict.OVER_LIMIT, "rank 1 took 201 of 200 bytes"),
+        (
+            ended(told(0), told(1, over=300), code=1),
+            SizeVerdict.OVER_LIMIT,
+            "rank 1 ended itself at 300 of 200",
+        ),
+        (
+            ended(told(0), told(1, failed="MemoryError", out_of_memory=True), code=1),
+            SizeVerdict.OUT_OF_MEMORY,
+            "rank 1: MemoryError",
+        ),
+        (ended(told(0), told(1), code=137, killed=True), SizeVerdict.KILLED, "signal 9"),
+        (ended(told(0), told(1), code=1, short=True), SizeVerdict.OUT_OF_MEMORY, "exit code 1."),
+        (ended(told(0), code=None), SizeVerdict.TOO_SLOW, "ended after 7 s"),
+        (ended(told(0, failed="ValueError: no"), code=1), SizeVerdict.FAILED, "rank 0: ValueError: no"),
+    ],
+    ids=lambda value: value.value if isinstance(value, SizeVerdict) else "",
+)
+def test_what_one_rank_says_holds_for_all(end: TrialEnd, verdict: SizeVerdict, why: str) -> None:
+    trial = judged(end, 2, 2, 8, 7.0)
+    assert trial.verdict is verdict
+    assert why in trial.why
+    assert trial.fits == (verdict is SizeVerdict.FITS)
+
+
+def test_the_speed_is_the_median_behind_the_first_steps() -> None:
+    trial = judged(ended(told(0, tokens=[32] * 5), told(1)), 2, 2, 8, 7.0)
+    assert (trial.samples_per_s, trial.tokens_per_s, trial.steps) == (16.0, 2 * 32 / 0.5, 3)
+    # Steps with fewer rows, and such in which something else was done, are not timed.
+    trial = judged(ended(told(0, rows=[8, 8, 4, 8, 8], seconds=[1, 1, 1, 2.0, 0.0])), 2, 2, 8, 7.0)
+    assert (trial.samples_per_s, trial.steps) == (4.0, 1)
+
+
+def test_the_first_loss_is_that_of_ranks_with_batches_of_their_own() -> None:
+    ranks = [told(0, first_loss=1.0), told(1, first_loss=3.0), told(2, data_rank=1, first_loss=3.0)]
+    assert judged(ended(*ranks), 2, 2, 8, 7.0).first_loss == 2.0
+    assert judged(ended(told(0, first_loss=1.0), told(1)), 2, 2, 8, 7.0).first_loss is None
+
+
+def test_files_hold_what_was_written(tmp_path: Path) -> None:
+    spec = TrialSpec(str(tmp_path), 3, micro_batch=4, accumulation=2, loader=0, parallel="zero=1")
+    assert TrialSpec.read(spec.write(tmp_path / "spec.json")) == spec
+    for rank in (1, 0):
+        told(rank).write(tmp_path)
+    assert RankReport.read_all(tmp_path) == [told(0), told(1)]
+
+
+def test_the_peak_is_that_of_this_process_and_begins_anew() -> None:
+    assert reset_peak(CPU)
+    before = peak_of_rank(CPU)
+    taken = torch.ones(256 * MIB // 4)
+    assert 200 * MIB < peak_of_rank(CPU) - before < 320 * MIB
+    del taken
+    assert reset_peak(CPU)
+    assert peak_of_rank(CPU) - before < 100 * MIB
+
+
+def test_a_limit_is_what_was_asked_for_or_a_share_of_what_is_free() -> None:
+    assert limit_of_rank(123, CPU, 2) == 123
+    assert 0 < limit_of_rank(None, CPU, 4) < limit_of_rank(None, CPU, 1)
+    assert available() > 0
+
+
+def test_a_process_is_told_of_more_than_its_limit() -> None:
+    seen: list[int] = []
+    watch = MemoryWatch(1, seen.append)
+    watch.start()
+    watch.join()
+    assert len(seen) == 1 and seen[0] > 1
