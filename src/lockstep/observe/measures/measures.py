@@ -127,8 +127,7 @@ class Measures(StepRecorder):
 
         Without it they are the elements of the batch's ``input_ids``, padding included.
         """
-        self._tokens_of_batch = tokens
-        self._is_new_batch = True
+        self._told_tokens = tokens
 
     def count_flops(self, model: float, hardware: float | None = None) -> None:
         """Say how many floating-point operations this rank does in a micro-batch; call it before ``backward``.

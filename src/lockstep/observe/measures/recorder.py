@@ -18,10 +18,12 @@ from torch import nn
 from lockstep.config.options import Options
 from lockstep.config.world import ParallelDims
 from lockstep.errors import UsageError
+from lockstep.observe.measures.batches import BatchSize, WaitingBatches
 from lockstep.observe.measures.communication import HiddenCommunication, is_seen
 from lockstep.observe.measures.flops import FlopCounts, StepCounts, shapes_of
 from lockstep.observe.measures.late import LateNumbers, is_plain_number
 from lockstep.observe.measures.latest import latest_numbers
+from lockstep.observe.measures.loss import StepLoss
 from lockstep.observe.measures.memory import MemoryOfSteps
 from lockstep.observe.measures.onlooker import look_on, look_on_calls, show_latest
 from lockstep.observe.measures.parts import Parts, difference
@@ -70,7 +72,7 @@ class StepRecorder:
         self._step = 0
         self._steps_before = self._clock.steps
         self._recent: deque[StepMeasures] = deque(maxlen=RECENT_STEPS)
-        self._pending: deque[tuple[StepMeasures, LateNumbers, int]] = deque()
+        self._pending: deque[tuple[StepMeasures, LateNumbers, StepLoss]] = deque()
         self._others = OtherRanks(self._clock, runtime.world_size)
         self._flops = FlopCounts()
         self._counts: StepCounts | None = None
@@ -88,8 +90,8 @@ class StepRecorder:
         self._is_first = True
         self._around_inference = "other"
         self._epoch: int | None = None
-        self._tokens_of_batch: int | None = None
-        self._is_new_batch = False
+        self._waiting = WaitingBatches()
+        self._told_tokens: int | None = None
         self._gradient_norm: torch.Tensor | None = None
         self._begin_step()
         if not isinstance(self._clock.parts, Parts):
@@ -164,8 +166,9 @@ class StepRecorder:
         """A prepared loader hands out this batch, of which nothing is kept."""
         if self._is_first:
             self._begin_first_step()
-        self._tokens_of_batch = tokens_in(batch)
-        self._is_new_batch = True
+        counts = self._state.counts
+        size = BatchSize(tokens_in(batch), None if counts is None else counts.total)
+        self._waiting.comes(self._state.active_dataloader, size)
 
     def call_begins(self, module: nn.Module, args: object, kwargs: object) -> None:
         """A prepared model is called; ``kwargs`` None: in parts, between which others run."""
@@ -200,22 +203,18 @@ class StepRecorder:
     ) -> None:
         """A micro-batch's loss, 0-d, or with ``weight`` of any shape; ``backward_ends`` follows."""
         self._flops.backward_begins(self._state.sync_gradients, may_count=not creates_graph)
-        if is_plain_number(loss):
-            self._losses.append(loss.detach())
-        elif weight is not None and type(loss) is torch.Tensor:
-            weights = torch.as_tensor(weight, device=loss.device).expand_as(loss)
-            with torch.no_grad():
-                self._losses.append((loss.detach() * weights).sum() / weights.sum())
-        if not self._is_new_batch:
+        self._loss.add(loss, weight)
+        size = self._waiting.use(self._state.active_dataloader)
+        if size is None and self._told_tokens is None:
             return  # a second loss of the same batch
-        self._is_new_batch = False
-        if self._tokens_of_batch is not None:
-            self._tokens += self._tokens_of_batch
+        tokens = self._told_tokens if self._told_tokens is not None else size.tokens if size else None
+        self._told_tokens = None
+        if tokens is not None:
+            self._tokens += tokens
         else:
             self._has_all_tokens = False
-        counts = self._state.counts
-        if counts is not None:
-            self._samples += counts.total
+        if size is not None and size.samples is not None:
+            self._samples += size.samples
         else:
             self._has_all_samples = False
         self._training_on = self._state.active
@@ -321,7 +320,7 @@ class StepRecorder:
             self.step_ends()
 
     def _begin_step(self) -> None:
-        self._losses: list[torch.Tensor] = []
+        self._loss = StepLoss()
         self._gradient_norm = None
         self._tokens, self._samples = 0, 0
         self._has_all_tokens = self._has_all_samples = True
@@ -352,8 +351,8 @@ class StepRecorder:
             logged=self._logged or None,
         )
         norm = [] if self._gradient_norm is None else [self._gradient_norm]
-        late = LateNumbers([*self._losses, *norm])
-        self._pending.append((step, late, len(self._losses)))
+        late = LateNumbers([*self._loss.tensors(), *norm])
+        self._pending.append((step, late, self._loss))
         self._begin_step()
         self._take_late()
         if not self._peak_is_written and step.time - self._writer.made > PEAK_AFTER_S:
@@ -374,13 +373,11 @@ class StepRecorder:
         while self._pending and (self._pending[0][1].have_come() or len(self._pending) > MOST_PENDING):
             self._write(*self._pending.popleft())
 
-    def _write(self, step: StepMeasures, late: LateNumbers, losses: int) -> None:
-        numbers = late.read()
-        known = [number for number in numbers[:losses] if number is not None]
-        if known and len(known) == losses:
-            step.loss = sum(known) / losses
-        if len(numbers) > losses:
-            step.gradient_norm = numbers[losses]
+    def _write(self, step: StepMeasures, late: LateNumbers, loss: StepLoss) -> None:
+        numbers, count = late.read(), len(loss.tensors())
+        step.loss = loss.of(numbers[:count], accumulates=self._state.accumulation_steps > 1)
+        if len(numbers) > count:
+            step.gradient_norm = numbers[count]
         self._recent.append(step)
         self._writer.step(step)
 

@@ -15,7 +15,8 @@ class StepMeasures:
         time: When it ended, in Unix seconds.
         epoch: Of the prepared loader that gave its last batch.
         samples, tokens: Trained on in it, over all ranks.
-        loss: Mean of its micro-batches' losses on this rank, as the script passed them to ``backward``.
+        loss: On this rank, of what the script passed to ``backward``: the mean over the micro-batches of the window, by
+            their weights where they have any; without ``gradient_accumulation_steps`` the sum over a step's backwards.
         gradient_norm: As ``clip_grad_norm_`` returned it, before clipping.
         learning_rate: Of each group of parameters, of at most 8 groups.
         seconds: By part, and their sum as ``total``.
