@@ -34,6 +34,12 @@ def test_rates_are_those_of_the_steps_of_which_the_amount_is_known() -> None:
     assert latest_numbers([StepMeasures(7, 0.0)], None, None, None, 1) == {"step": 7, "step_seconds": 0.0}
 
 
+def test_rates_are_those_of_the_newest_steps() -> None:
+    recent = [step(number, 100.0 if number <= 34 else 2.0, samples=8) for number in range(1, 51)]
+    numbers = latest_numbers(recent, None, None, None, 1)
+    assert (numbers["step_seconds"], numbers["samples_per_second"]) == (2.0, 4.0)
+
+
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_what_is_left_of_the_epoch_is_counted_in_steps(accumulation: int) -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)

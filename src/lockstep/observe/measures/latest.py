@@ -7,6 +7,9 @@ from collections.abc import Callable, Sequence
 from lockstep.observe.measures.step import StepMeasures
 from lockstep.runtime.step import LoaderProgress
 
+STEPS = 16
+"""Over which rates are taken: this is asked for twice a second."""
+
 
 def latest_numbers(
     recent: Sequence[StepMeasures],
@@ -27,6 +30,7 @@ def latest_numbers(
     """
     if not recent:
         return {}
+    recent = recent[-STEPS:]
     latest = recent[-1]
     found: dict[str, float | None] = {
         "step": latest.step,
