@@ -104,6 +104,10 @@ def test_another_global_batch_is_tuned(forks: Forks) -> None:
     assert [one.micro_batch for one in result.trials] == [6, 12]
     with pytest.raises(CouldNotTune, match="--global-batch 25 does not divide by the 2 ranks"):
         forks.tune(["--batch-size", 8], 2, global_batch=25)
+    with pytest.raises(
+        CouldNotTune, match="no step had its 8 batches, but 2 at most: an epoch has fewer than 32"
+    ):
+        forks.tune(["--batch-size", 4, "--samples", 8], global_batch=32)
 
 
 def test_sizes_above_the_limit_are_not_tried(forks: Forks) -> None:

@@ -228,12 +228,17 @@ class Tuner:
     def _check_rows(self, trial: SizeTrial, global_batch: int) -> None:
         """Raise CouldNotTune where a step was not made of the rows that it should have."""
         for one in trial.ranks:
-            if any(count > trial.accumulation for count in one.batches) or (
-                len(one.batches) > 1 and max(one.batches[:-1]) < trial.accumulation
-            ):
+            most = max(one.batches, default=0)
+            if most > trial.accumulation:
                 raise CouldNotTune(
-                    f"With micro-batch {trial.micro_batch} the script made steps of {max(one.batches)} batches in "
-                    f"place of {trial.accumulation}, because it counts them itself. {COUNT_BY_ACCUMULATE}"
+                    f"With micro-batch {trial.micro_batch} the script made steps of {most} batches in place of "
+                    f"{trial.accumulation}, because it counts them itself. {COUNT_BY_ACCUMULATE}"
+                )
+            if most < trial.accumulation:
+                raise CouldNotTune(
+                    f"With micro-batch {trial.micro_batch} no step had its {trial.accumulation} batches, but {most} at "
+                    f"most: an epoch has fewer than {global_batch} rows, or the script counts batches itself. Ask for "
+                    f"a smaller global batch. {COUNT_BY_ACCUMULATE}"
                 )
             wrong = next((rows for rows in one.rows if rows > global_batch), None)
             if wrong is not None:
