@@ -265,7 +265,7 @@ class Accelerator(
 
     @cached_property
     def _preparation(self) -> preparation.Preparation:
-        return preparation.Preparation(
+        made = preparation.Preparation(
             self._options,
             self.runtime,
             self.meshes,
@@ -278,6 +278,9 @@ class Accelerator(
             lambda: self._accumulation.ranks_step_together,
             self.measures,
         )
+        if made.spikes is not None:
+            made.spikes.goes_back = self._goes_back()
+        return made
 
     @cached_property
     def measures(self) -> Measures:

@@ -125,3 +125,14 @@ def test_a_run_in_two_attempts(tmp_path: Path) -> None:
     )
     assert found.lost["saving"] > 0 and found.lost["down"] > 0 and found.lost["loading"] > 0
     assert 0 < found.share < 1
+
+
+def test_steps_that_a_rollback_undid_were_done_again() -> None:
+    events = [
+        start(0, 100.0),
+        {"event": "loaded", "time": 131.0, "attempt": 0, "step": 1, "seconds": 2.0, "rollback": True},
+    ]
+    steps = [step(0, 1, 110.0, 5.0), *(step(0, number, 100.0 + 10 * number, 10.0) for number in (2, 3))]
+    steps += [step(0, number, 120.0 + 10 * number, 10.0) for number in (2, 3)]
+    found = goodput(history(events, steps))
+    assert found == Goodput(50.0, productive=25.0, lost={"repeated": 20.0, "startup": 5.0})

@@ -11,7 +11,7 @@ from lockstep.config.parallel import Parallel
 from lockstep.config.values import suggestion
 from lockstep.errors import ConfigError
 
-ACTIONS = ["skip", "stop"]
+ACTIONS = ["skip", "stop", "rollback"]
 LARGEST_WINDOW = 10_000
 
 
@@ -22,22 +22,26 @@ class SpikePolicy(KwargsHandler):
     A value is a spike if it is not finite, or if (value - median) / (1.4826 * MAD) is above a threshold. The median,
     and MAD, the median of the distances from it, are those of the latest steps that were made.
 
-    - ``action``: ``skip``: no rank makes the step; ``stop``: all raise ``SpikeError`` before it.
+    - ``action``: ``skip``: no rank makes the step; ``stop``: all raise ``SpikeError`` before it; ``rollback``: all go
+      back to the newest checkpoint, and on with the batches behind the spike.
     - ``loss_threshold``, ``gradient_norm_threshold``: above 0; None: this one is not looked at, except for a loss that
       is not finite.
     - ``window``: of how many steps the median is, 4 to 10000.
     - ``warmup``: so many steps must have been made before thresholds are applied, 4 to ``window``.
-    - ``max_skips``: stop after so many skipped steps in a row.
+    - ``max_skips``: stop after so many skipped steps in a row, or after going back to one checkpoint so many times.
+    - ``skip_batches``: with ``rollback``, so many further micro-batches of each rank are left out, at most to the end
+      of the epoch.
     - ``capsules``: of how many of the latest spikes the run's folder keeps what ``lockstep replay`` needs; 0: none.
     - ``capsule_weights``: whether a capsule has the models' weights of that moment.
     """
 
-    action: Literal["skip", "stop"] = "skip"
+    action: Literal["skip", "stop", "rollback"] = "skip"
     loss_threshold: float | None = 8.0
     gradient_norm_threshold: float | None = 10.0
     window: int = 128
     warmup: int = 32
     max_skips: int = 10
+    skip_batches: int = 0
     capsules: int = 3
     capsule_weights: bool = True
 
@@ -53,6 +57,12 @@ class SpikePolicy(KwargsHandler):
         _check_between("window", self.window, 4, LARGEST_WINDOW)
         _check_between("warmup", self.warmup, 4, self.window)
         _check_between("max_skips", self.max_skips, 0, 2**31)
+        _check_between("skip_batches", self.skip_batches, 0, 2**31)
+        if self.skip_batches and self.action != "rollback":
+            raise ConfigError(
+                f"skip_batches is {self.skip_batches}, but action {self.action!r} leaves out the batches of the spike "
+                "alone. Remove it, or pass action='rollback'."
+            )
         _check_between("capsules", self.capsules, 0, 10_000)
         if not isinstance(self.capsule_weights, bool):
             raise ConfigError(f"capsule_weights is {self.capsule_weights!r}, but must be True or False.")

@@ -18,7 +18,7 @@ from lockstep.data.drawn import Drawing, SavedDraws, SeededSampler, generators_o
 from lockstep.data.map_reader import MapReader
 from lockstep.data.order import announce_epoch
 from lockstep.data.position import Epochs, Iteration, LoaderSetup, Position, read_state, state_of
-from lockstep.data.readers import Begin, GlobalBatches, Reader
+from lockstep.data.readers import Begin, GlobalBatches, ReadBatch, Reader
 from lockstep.data.rng import Generators, PrivateDraws, States
 from lockstep.errors import ConfigError, UsageError
 from lockstep.runtime.step import LoaderProgress, StepState
@@ -72,7 +72,11 @@ class PreparedLoader(DataLoader[Any]):
         self._epochs = Epochs(parts.seed, seeded=parts.generators is None)
         self._skip = 0
         self._progress = LoaderProgress()
+        self._running: tuple[GlobalBatches, LoaderProgress, Iteration] | None = None
         self.around: Callable[[PreparedLoader, Iterator[Any]], Iterator[Any]] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_running": None}  # a copy is in no loop
 
     def __getattr__(self, name: str) -> Any:
         if name == "_parts" or name.startswith("__"):
@@ -222,6 +226,21 @@ class PreparedLoader(DataLoader[Any]):
         other._progress = LoaderProgress()
         return other
 
+    def leave_out(self, batches: int) -> tuple[int, int | None]:
+        """Pass over the next batches of the iteration that runs now, at most to its end; in its loop, on every rank.
+
+        They are read. Returns how many they were, and the samples of all ranks in them (None: not known).
+        """
+        samples: int | None = 0
+        for number in range(batches):
+            read = None if self._running is None else next(self._running[0], None)
+            if read is None or self._running is None:
+                return number, samples
+            _, progress, iteration = self._running
+            _reach(read, progress, iteration)
+            samples = None if samples is None or read.counts is None else samples + read.counts.total
+        return batches, samples
+
     def state_dict(self) -> dict[str, Any]:
         """The exact position in the global order, as plain values (``inner`` is the state of torchdata's loader).
 
@@ -329,20 +348,16 @@ class PreparedLoader(DataLoader[Any]):
         self, source: GlobalBatches, progress: LoaderProgress, iteration: Iteration, behind: int
     ) -> Iterator[object]:
         device, non_blocking = self._parts.device, self._parts.non_blocking
-        number, before = 0, behind
+        number = 0
+        self._running = source, progress, iteration
+        progress.batches = behind
         try:
-            for [batch], counts, last, reached, inner, digest, states in source:
+            for read in source:
                 if progress.end_of_data:
                     self._check_length(f"more than {number}")
                 number += 1
-                progress.batches = before + number
-                progress.end_of_data = last
-                progress.counts = counts
-                iteration.behind = reached
-                iteration.inner = inner
-                iteration.digest = digest
-                if iteration.drawing is not None:
-                    iteration.drawing.shown = states
+                _reach(read, progress, iteration)
+                [batch], last = read.batches, read.last
                 if device is None:
                     placed = batch
                 else:
@@ -362,6 +377,7 @@ class PreparedLoader(DataLoader[Any]):
                 self._check_length(f"only {number}")
         finally:
             iteration.running = False
+            self._running = None
 
     def _check_length(self, given: str) -> None:
         """Raise UsageError where it does harm that the sampler's length did not tell which batch is the last one."""
@@ -402,6 +418,18 @@ class PreparedLoader(DataLoader[Any]):
         if parts.common_states is not None or parts.dispatch is not None:
             drawing.private = PrivateDraws(drawing.generators, drawing.start)
         return drawing
+
+
+def _reach(read: ReadBatch, progress: LoaderProgress, iteration: Iteration) -> None:
+    """The iteration is behind this round."""
+    progress.batches += 1
+    progress.end_of_data = read.last
+    progress.counts = read.counts
+    iteration.behind = read.behind
+    iteration.inner = read.inner
+    iteration.digest = read.digest
+    if iteration.drawing is not None:
+        iteration.drawing.shown = read.states
 
 
 def size_of(dataset: Any) -> int | None:

@@ -118,5 +118,7 @@ class _Steps:
 
 
 def _loading(attempt: Attempt) -> float:
-    seconds = [event.number("seconds") for event in named(attempt.events, "loaded")]
+    # What is loaded in the middle of a step is a part of that one.
+    loaded = [event for event in named(attempt.events, "loaded") if event.text("rollback") != "True"]
+    seconds = [event.number("seconds") for event in loaded]
     return sum(one for one in seconds if one > 0)

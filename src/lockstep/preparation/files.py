@@ -24,6 +24,7 @@ from lockstep.comm.collectives import Communicator, raise_on_all_ranks
 from lockstep.comm.dtensor import is_dtensor, whole
 from lockstep.config.options import Options
 from lockstep.parallel.parallel_model import unwrap as unwrap_module
+from lockstep.preparation.rollback import Rollback
 from lockstep.runtime.process import Runtime
 from lockstep.runtime.step import StepState
 
@@ -289,6 +290,14 @@ class FileMethods:
             self._preparation.spikes.loaded(path)
         self.measures.loaded(path, self._window.loaded_steps, time.perf_counter() - began)
         return path
+
+    def _goes_back(self) -> Rollback:
+        """What takes the run back where its policy for spikes says so."""
+
+        def loaded(path: str, seconds: float) -> None:
+            self.measures.gone_back(path, self._window.loaded_steps, seconds)
+
+        return Rollback(self._step, lambda: self._checkpointer, self._contents, loaded)
 
     @cached_property
     def _checkpointer(self) -> Checkpointer:

@@ -15,6 +15,7 @@ from lockstep import Accelerator, GradScalerKwargs, SpikePolicy
 
 ROWS, WIDTH, STEPS = 4, 8, 26
 KINDS = ("none", "rows", "loss", "gradient", "nan", "inf")
+SAVE_EVERY = 4
 PLANTED = {10: "rows", 13: "loss", 16: "gradient", 19: "nan", 20: "inf"}
 """Step, counted from 0, and what is wrong with it."""
 
@@ -119,6 +120,14 @@ class Run:
         """Steps that were skipped."""
         for _ in self:
             pass
+        return self.skipped
+
+    def train_saving(self, folder: Path) -> list[int]:
+        """As ``train``; saves at first, and after each ``SAVE_EVERY`` steps of the loop, skipped ones too."""
+        self.accelerator.save_state(folder / "0")
+        for behind in self:
+            if behind % (SAVE_EVERY * self.cell.accumulation) == 0:
+                self.accelerator.save_state(folder / str(behind))
         return self.skipped
 
     def state(self) -> dict[str, Any]:

@@ -93,6 +93,7 @@ class StepRecorder:
         self._waiting = WaitingBatches()
         self._told_tokens: int | None = None
         self._gradient_norm: torch.Tensor | None = None
+        self._loaded_within: dict[str, Any] | None = None
         self._begin_step()
         if not isinstance(self._clock.parts, Parts):
             self._clock.parts = Parts()
@@ -265,6 +266,10 @@ class StepRecorder:
         self._writer.begin(continues=True)
         self._writer.event("loaded", path=path, step=steps, seconds=seconds)
 
+    def gone_back(self, path: str, steps: int | None, seconds: float) -> None:
+        """The state of so many complete steps was loaded within a step, which is the last before them."""
+        self._loaded_within = {"path": path, "step": steps, "seconds": seconds, "rollback": True}
+
     def saved(self, path: str, seconds: float) -> None:
         """A checkpoint is complete, so long after its save began. May be called by another thread."""
         self._writer.event("checkpoint", step=self.step, path=path, seconds=seconds, bytes=bytes_in(path))
@@ -355,6 +360,10 @@ class StepRecorder:
         self._pending.append((step, late, self._loss))
         self._begin_step()
         self._take_late()
+        if self._loaded_within is not None:
+            values, self._loaded_within = self._loaded_within, None
+            self._step = self._step if values["step"] is None else values["step"]
+            self._writer.event("loaded", **values)
         if not self._peak_is_written and step.time - self._writer.made > PEAK_AFTER_S:
             self._write_peak()
 

@@ -19,7 +19,7 @@ from lockstep.observe.spikes.history import RecentValues
 
 logger = logging.getLogger("lockstep.spikes")
 
-COUNTS = ("steps", "batches", "steps_skipped", "batches_skipped", "samples_skipped")
+COUNTS = ("steps", "batches", "samples", "steps_skipped", "batches_skipped", "samples_skipped")
 VALUES = ("loss", "gradient_norm")
 
 
@@ -51,6 +51,16 @@ class BadStep:
     losses: list[tuple[float, float]]
 
 
+class GoesBack(Protocol):
+    """Takes a run back to one of its checkpoints. Both are collective."""
+
+    def leave_out(self, batches: int) -> tuple[int, int | None]:
+        """Pass over the next micro-batches of each rank; how many they were, and all ranks' samples in them."""
+
+    def load(self, path: str) -> None:
+        """Be what the run was at this checkpoint, but for where its data stand."""
+
+
 class KeepsSteps(Protocol):
     """Keeps what a rank trains on until its step is made."""
 
@@ -75,10 +85,12 @@ class SpikeWatch:
 
     Attributes:
         steps: Steps of the run that were asked for, with those before a restart and those skipped.
-        batches: Micro-batches of each rank in them: calls of ``backward``.
-        steps_skipped: Steps that no rank made.
-        batches_skipped: Micro-batches of each rank in them.
-        samples_skipped: Samples of all ranks in them, as far as the loader tells.
+        batches: Micro-batches of each rank in them, calls of ``backward``, and those that were left out unseen.
+        samples: Samples of all ranks in them, as far as the loader tells.
+        steps_skipped: Steps that no rank made, or that were undone.
+        batches_skipped: Micro-batches of each rank in them, and those that were left out unseen.
+        samples_skipped: Samples of all ranks in these.
+        goes_back: What takes the run back.
     """
 
     def __init__(
@@ -97,12 +109,15 @@ class SpikeWatch:
         self._tell = tell
         self._recent = {kind: RecentValues(policy.window, policy.warmup) for kind in VALUES}
         self._thresholds = {"loss": policy.loss_threshold, "gradient_norm": policy.gradient_norm_threshold}
-        self.steps = self.batches = 0
+        self.goes_back: GoesBack | None = None
+        self.steps = self.batches = self.samples = 0
         self.steps_skipped = self.batches_skipped = self.samples_skipped = 0
         self._skips_in_a_row = 0
         self._keeper = keeper
         self._checkpoint: tuple[str, int] | None = None
         self._saved_at = 0
+        # The checkpoint that was gone back to last, how many times, and up to which batch.
+        self._gone_back = ("", 0, 0)
         self.forget()
 
     def forget(self) -> None:
@@ -155,6 +170,7 @@ class SpikeWatch:
             UsageError: the ranks do not step together.
         """
         self.steps += 1
+        self.samples += self._samples() or 0
         try:
             loss, gradient_norm = self._seen_by_all(norm)
             overflows = gradient_norm is not None and not math.isfinite(gradient_norm)
@@ -242,31 +258,79 @@ class SpikeWatch:
         )
 
     def _refuse(self, spike: Spike, seen: dict[str, float | None]) -> None:
-        """Skip the step, or stop."""
+        """Skip the step, go back, or stop."""
         samples = self._samples()
         capsule = self._kept(spike, seen, samples)
-        skipped = list(range(self._first_batch, self.batches + 1))
-        is_skipped = self.policy.action == "skip" and self._skips_in_a_row < self.policy.max_skips
         said = f"{_sentence(spike)} in step {self.steps}"
-        event: dict[str, Any] = {"skipped": skipped, "samples": samples} if is_skipped else {}
-        action = "skip" if is_skipped else "stop"
-        self._tell(**spike._asdict(), action=action, sentence=f"{said}.", capsule=capsule, **event)
+        if self.policy.action == "rollback":
+            event = self._go_back(said)
+        elif self.policy.action == "skip" and self._skips_in_a_row < self.policy.max_skips:
+            event = self._skip(said, samples)
+        else:
+            event = {"action": "stop"}
+        reason = event.pop("reason", None)
+        self._tell(**spike._asdict(), sentence=f"{said}.", capsule=capsule, **event)
+        if event["action"] == "stop":
+            raise SpikeError(reason or self._why_stopped(said))
+
+    def _why_stopped(self, said: str) -> str:
         if self.policy.action == "stop":
-            raise SpikeError(
+            return (
                 f"{said}. No rank made it; look at its batches, or load the last checkpoint and go on with "
                 "SpikePolicy(action='skip')."
             )
-        if not is_skipped:
-            raise SpikeError(
-                f"{said}, after {self.policy.max_skips} steps in a row that were skipped for the same reason. Load "
-                "the last checkpoint and lower the learning rate, or raise the thresholds."
-            )
+        return (
+            f"{said}, after {self.policy.max_skips} steps in a row that were skipped for the same reason. Load "
+            "the last checkpoint and lower the learning rate, or raise the thresholds."
+        )
+
+    def _skip(self, said: str, samples: int | None) -> dict[str, Any]:
+        """No rank makes the step; the values of the event."""
+        skipped = list(range(self._first_batch, self.batches + 1))
         self._skips_in_a_row += 1
         self.steps_skipped += 1
         self.batches_skipped += len(skipped)
         self.samples_skipped += samples or 0
         if self._communicator.runtime.is_main:
             logger.warning("%s, which all ranks skip.", said)
+        return {"action": "skip", "skipped": skipped, "samples": samples}
+
+    def _go_back(self, said: str) -> dict[str, Any]:
+        """All that was trained on since the newest checkpoint is undone, and left out. Collective."""
+        # From rank 0, which is told of checkpoints, to all.
+        path: str = self._communicator.gather_object([self._checkpoint[0] if self._checkpoint else ""])[0]
+        before, times, until = self._gone_back
+        times = times + 1 if path == before else 1
+        if not path or self.goes_back is None:
+            return {
+                "action": "stop",
+                "reason": f"{said}, and this run has neither saved nor loaded a checkpoint to go back to. No rank made "
+                "it; call save_state regularly, or pass SpikePolicy(action='skip').",
+            }
+        if times > self.policy.max_skips:
+            return {
+                "action": "stop",
+                "reason": f"{said}, after going back to {path} {self.policy.max_skips} times. Load an older checkpoint "
+                "and lower the learning rate, or raise the thresholds.",
+            }
+        left, samples = self.goes_back.leave_out(self.policy.skip_batches)
+        steps, batches, all_samples = self.steps, self.batches + left, self.samples + (samples or 0)
+        samples_before = self.samples_skipped
+        self.goes_back.load(path)  # with the counts and the history of that moment
+        first = max(self.batches, until) + 1
+        self.steps_skipped += steps - self.steps
+        self.batches_skipped += batches - self.batches
+        self.samples_skipped += all_samples - self.samples
+        self.steps, self.batches, self.samples = steps, batches, all_samples
+        self._gone_back, self._checkpoint = (path, times, batches), (path, steps)
+        if self._communicator.runtime.is_main:
+            logger.warning("%s: all ranks go back to %s, and on behind these batches.", said, path)
+        return {
+            "action": "rollback",
+            "skipped": list(range(first, batches + 1)),
+            "samples": self.samples_skipped - samples_before,
+            "checkpoint": path,
+        }
 
     def state_dict(self) -> StateDict:
         """What it needs to decide as if the run had not been interrupted; only ``open`` is of this rank alone."""
