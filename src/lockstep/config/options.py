@@ -232,7 +232,7 @@ def resolve_options(
         autocast=handlers[AutocastKwargs],
         profile=handlers[ProfileKwargs],
         damage=handlers[DamageChecks],
-        spikes=checked_policy(handlers.get(SpikePolicy), parallel_of(asked), handlers[DamageChecks]),
+        spikes=checked_policy(handlers.get(SpikePolicy), handlers[DamageChecks]),
         fp8=recipe_of(
             next((handlers[kind] for kind in RECIPES if kind in handlers), None), precision_of(asked)
         ),

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lockstep.config.handlers import DamageChecks, KwargsHandler
-from lockstep.config.parallel import Parallel
 from lockstep.config.values import suggestion
 from lockstep.errors import ConfigError
 
@@ -73,20 +72,9 @@ def _check_between(name: str, value: object, low: int, high: int) -> None:
         raise ConfigError(f"{name} is {value!r}, but must be an integer from {low} to {high}. Pass one.")
 
 
-def checked_policy(given: SpikePolicy | None, parallel: Parallel, damage: DamageChecks) -> SpikePolicy | None:
-    """The policy, if this run can follow one.
-
-    Raises:
-        ConfigError: ranks do not all have the loss, or others decide about the same steps.
-    """
-    if given is None:
-        return None
-    if parallel.pp > 1:
-        raise ConfigError(
-            f"SpikePolicy looks at the loss on every rank, but with pp={parallel.pp} the last stage alone may have it. "
-            "Remove the policy, or train without pp."
-        )
-    if damage.bad_gradients != "ignore":
+def checked_policy(given: SpikePolicy | None, damage: DamageChecks) -> SpikePolicy | None:
+    """The policy, if this run can follow one. Raises ConfigError where others decide about the same steps."""
+    if given is not None and damage.bad_gradients != "ignore":
         raise ConfigError(
             f"DamageChecks(bad_gradients={damage.bad_gradients!r}) and SpikePolicy both decide about steps whose "
             "gradients are not finite. Leave bad_gradients at 'ignore': they are spikes, too."

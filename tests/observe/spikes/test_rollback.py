@@ -76,7 +76,7 @@ def run_cells(cells: list[Cell], folder: Path) -> list[dict[str, Any]]:
 def test_what_was_trained_on_since_the_checkpoint_leaves_no_trace(
     run_distributed: Any, tmp_path: Path, world_size: int, cells: list[Cell]
 ) -> None:
-    """60 planted spikes, on 1 and 2 ranks."""
+    """70 planted spikes, on 1 and 2 ranks."""
     lost = STEPS - len(trained_on())
     assert lost > len(PLANTED)
     ranks = run_distributed(run_cells, world_size, cells, tmp_path, timeout_s=200)

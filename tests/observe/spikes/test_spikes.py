@@ -30,6 +30,8 @@ BY_TWO = [
     Cell("zero=2", data=2, accumulation=2),
     Cell("zero=3", data=2, clips=True),
     Cell("tp=2", clips=True),
+    Cell("pp=2", accumulation=2, clips=True),
+    Cell("pp=2", fp16=True),
 ]
 
 
@@ -64,12 +66,13 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize(("world_size", "cells"), [(1, ALONE), (2, BY_TWO)], ids=["1 rank", "2 ranks"])
 def test_a_skipped_step_leaves_no_trace(run_distributed: Any, world_size: int, cells: list[Cell]) -> None:
-    """60 planted spikes, on 1 and 2 ranks."""
+    """70 planted spikes, on 1 and 2 ranks."""
     torch.set_num_threads(1)
     ranks = run_distributed(run_cells, world_size, cells, timeout_s=120)
     for number, cell in enumerate(cells):
         expected = plainly(cell, PLANTED)
         of_ranks = [rank[number] for rank in ranks]
+        assert {name for found in of_ranks for name in found["watched"]} >= expected.keys()
         for found in of_ranks:
             assert found["skipped"] == list(PLANTED), str(cell)
             micro = len(PLANTED) * cell.accumulation
@@ -79,9 +82,8 @@ def test_a_skipped_step_leaves_no_trace(run_distributed: Any, world_size: int, c
             if cell.parallel == "ddp" and not cell.fp16:
                 assert differences(expected, found["watched"]) == [], str(cell)
             elif not cell.fp16:
-                far = [
-                    n for n in expected if not torch.allclose(expected[n], found["watched"][n], 1e-4, 1e-6)
-                ]
+                here = expected.keys() & found["watched"].keys()  # of a pipeline, its blocks
+                far = [n for n in here if not torch.allclose(expected[n], found["watched"][n], 1e-4, 1e-6)]
                 assert far == [], str(cell)
 
 
@@ -241,8 +243,6 @@ def test_ranks_that_step_apart_are_refused(run_distributed: Any) -> None:
 
 
 def test_what_cannot_be_watched_is_refused() -> None:
-    with pytest.raises(ConfigError, match="with pp=2 the last stage alone"):
-        Accelerator(cpu=True, parallel="pp=2", kwargs_handlers=[SpikePolicy()])
     with pytest.raises(
         ConfigError, match=r"DamageChecks\(bad_gradients='skip'\) and SpikePolicy both decide"
     ):
