@@ -24,7 +24,6 @@ from lockstep.comm.collectives import Communicator, raise_on_all_ranks
 from lockstep.comm.dtensor import is_dtensor, whole
 from lockstep.config.options import Options
 from lockstep.parallel.parallel_model import unwrap as unwrap_module
-from lockstep.preparation.rollback import Rollback
 from lockstep.runtime.process import Runtime
 from lockstep.runtime.step import StepState
 
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from lockstep.observe.hang.process import ProcessWatch
     from lockstep.observe.measures.measures import Measures
     from lockstep.preparation.prepare import Preparation
+    from lockstep.preparation.rollback import Rollback
     from lockstep.preparation.window import AccumulationState
 
 
@@ -293,6 +293,7 @@ class FileMethods:
 
     def _goes_back(self) -> Rollback:
         """What takes the run back where its policy for spikes says so."""
+        from lockstep.preparation.rollback import Rollback  # few runs need it
 
         def loaded(path: str, seconds: float) -> None:
             self.measures.gone_back(path, self._window.loaded_steps, seconds)
