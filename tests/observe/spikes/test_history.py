@@ -42,7 +42,7 @@ def test_numbers_that_do_not_differ_have_a_spread(constant: float, value: float,
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"action": "rollback"}, "action is 'rollback', which is not one of skip, stop"),
+        ({"action": "retry"}, "action is 'retry', which is not one of skip, stop, rollback"),
         ({"action": "skpi"}, "skip"),
         ({"loss_threshold": 0}, "loss_threshold is 0, but must be a number above 0"),
         ({"gradient_norm_threshold": float("nan")}, "gradient_norm_threshold is nan"),
@@ -58,7 +58,8 @@ def test_options_have_bounds(options: dict[str, Any], message: str) -> None:
 
 
 GOOD: dict[str, Any] = {
-    **dict.fromkeys(("steps", "batches", "steps_skipped", "batches_skipped", "samples_skipped", "in_a_row"), 3),
+    **dict.fromkeys(("steps", "batches", "samples", "steps_skipped", "batches_skipped", "samples_skipped"), 3),
+    "in_a_row": 3,
     "first_batch": 4, "open": [0.0, float("nan")], "loss": [1.0], "gradient_norm": [],
 }  # fmt: skip
 

@@ -334,8 +334,11 @@ class SpikeWatch:
 
     def state_dict(self) -> StateDict:
         """What it needs to decide as if the run had not been interrupted; only ``open`` is of this rank alone."""
+        is_open = self._first_batch <= self.batches
         return {
             **{name: getattr(self, name) for name in COUNTS},
+            # Those of the open window are counted by the run that goes on in it from its next batch on.
+            "samples": self.samples + (self._samples() or 0 if is_open else 0),
             "in_a_row": self._skips_in_a_row,
             "first_batch": self._first_batch,
             "open": self._open_loss().tolist(),
