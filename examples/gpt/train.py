@@ -145,6 +145,7 @@ def main() -> None:
         windows = next(batches)
         with accelerator.accumulate(model):
             loss = row_losses(model, windows).mean()
+            accelerator.measures.count_tokens(windows[:, 1:].numel())
             accelerator.backward(loss)
             if accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)
