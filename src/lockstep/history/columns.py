@@ -73,7 +73,7 @@ class StepColumns:
 
     ``parts``: seconds of each of ``PARTS``. ``written``: for each of ``WRITTEN`` the rows that say anything of it,
     which may be that it is no number. ``hidden``: seconds of communication that no step waited for. ``rank_times``: by
-    the number of ranks.
+    the number of ranks. ``on_device``: seconds of parts on an accelerator, added up over the steps that tell them.
     """
 
     step: FloatArray
@@ -95,6 +95,7 @@ class StepColumns:
     bytes_sent: Mapping[str, SparseColumn]
     logged: Mapping[str, SparseColumn]
     rank_times: Mapping[int, RankTimes]
+    on_device: Mapping[str, float]
 
     def __len__(self) -> int:
         return len(self.step)
@@ -118,6 +119,7 @@ class ColumnReader:
         self._bytes: dict[str, SparseColumn] = {}
         self._logged: dict[str, SparseColumn] = {}
         self._ranks: dict[int, RankTimes] = {}
+        self._on_device: dict[str, float] = {}
 
     def add(self, lines: Sequence[Mapping[str, Any]]) -> None:
         for name in SCALARS:
@@ -134,6 +136,9 @@ class ColumnReader:
                 _add(self._bytes, row, line["bytes"])
             if "logged" in line:
                 _add(self._logged, row, line["logged"])
+        for line in lines:
+            if "device_seconds" in line:
+                _add_up(self._on_device, line["device_seconds"])
         self._add_ranks([line["rank_seconds"] for line in lines if "rank_seconds" in line])
         self._count += len(lines)
 
@@ -158,6 +163,7 @@ class ColumnReader:
             bytes_sent=self._bytes,
             logged=self._logged,
             rank_times=self._ranks,
+            on_device=self._on_device,
             **{name: every.get(name, nothing) for name in (
                 "epoch", "samples", "tokens", "loss", "gradient_norm", "learning_rate", "model_flops", "hardware_flops",
             )},
@@ -234,6 +240,14 @@ def _add(columns: dict[str, SparseColumn], row: int, found: Any) -> None:
         column = columns.setdefault(name, SparseColumn())
         column.rows.append(row)
         column.values.append(bounded(value))
+
+
+def _add_up(sums: dict[str, float], found: Any) -> None:
+    if type(found) is not dict:
+        return
+    for part in PARTS:
+        if (seconds := bounded(found.get(part))) > 0:
+            sums[part] = sums.get(part, 0.0) + seconds
 
 
 def _with_rest(total: FloatArray, parts: Mapping[str, FloatArray]) -> FloatArray:

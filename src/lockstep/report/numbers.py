@@ -43,7 +43,8 @@ class StepTimes:
     """Seconds of a step. ``low``, ``high``, ``worst``: one in ten is below, one in ten above, one in a hundred above.
     ``early`` and ``late``: medians of the first and of the last fifth of the steps on as many ranks as the last one.
     ``shares``: of the whole time, by ``columns.PARTS``. ``exposed``, ``hidden``: communication that a step waits for,
-    and that it does not, means over the steps that know it (NaN: none does)."""
+    and that it does not, means over the steps that know it (NaN: none does). ``device_shares``: of the time on an
+    accelerator, in the steps that were measured there."""
 
     mean: float
     median: float
@@ -56,6 +57,7 @@ class StepTimes:
     shares: Mapping[str, float]
     exposed: float
     hidden: float
+    device_shares: Mapping[str, float]
 
     @property
     def hidden_share(self) -> float:
@@ -253,7 +255,13 @@ def _step_times(run: RunHistory, attempts: list[Attempt], kept: BoolArray) -> St
         shares={part: value / whole for part, value in sums.items() if value > 0} if whole > 0 else {},
         exposed=sums["communication"] / len(total),
         hidden=_mean(steps.hidden[rows]),
+        device_shares=_shares(steps.on_device),
     )
+
+
+def _shares(seconds: Mapping[str, float]) -> dict[str, float]:
+    whole = sum(seconds.values())
+    return {part: value / whole for part, value in seconds.items()} if whole > 0 else {}
 
 
 def _mean(values: FloatArray) -> float:

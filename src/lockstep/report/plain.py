@@ -13,9 +13,9 @@ def to_json(numbers: RunNumbers) -> dict[str, object]:
 
     ``status``, ``started``, ``last_sign`` (seconds since 1970), ``starts``, ``world_sizes``, ``steps``,
     ``steps_again``, ``first_step``, ``last_step``, ``total_steps``, ``seconds_left``, ``samples``, ``tokens``,
-    ``epoch``, ``loss``, ``gradient_norm``, ``step_seconds``, ``shares`` (of a step's time),
-    ``hidden_communication_share``, ``samples_per_second``, ``tokens_per_second``, ``model_flops_per_second``, ``mfu``,
-    ``hfu``, ``recomputation``, ``wall_seconds``, ``goodput``, ``lost_seconds``, ``memory_bytes``,
+    ``epoch``, ``loss``, ``gradient_norm``, ``step_seconds``, ``shares`` (of a step's time), ``device_shares``,
+    ``hidden_communication_share``, ``samples_per_second``, ``tokens_per_second``, ``model_flops_per_second``,
+    ``mfu``, ``hfu``, ``recomputation``, ``wall_seconds``, ``goodput``, ``lost_seconds``, ``memory_bytes``,
     ``memory_expected_bytes``, ``bytes_per_step``, ``bytes_per_step_expected``, ``rank_seconds``, ``slow_ranks``,
     ``checkpoints``, ``hangs``, ``damage``, ``spikes``, ``batches_skipped``.
     """
@@ -41,6 +41,7 @@ def to_json(numbers: RunNumbers) -> dict[str, object]:
             name: _known(getattr(times, name)) for name in ("mean", "median", "low", "high", "worst", "early", "late")
         },
         "shares": {} if times is None else {part: _known(share) for part, share in times.shares.items()},
+        "device_shares": {} if times is None else {part: _known(share) for part, share in times.device_shares.items()},
         "hidden_communication_share": None if times is None else _known(times.hidden_share),
         "samples_per_second": _known(numbers.samples_per_second),
         "tokens_per_second": _known(numbers.tokens_per_second),

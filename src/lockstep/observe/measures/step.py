@@ -22,6 +22,8 @@ class StepMeasures:
         seconds: By part, and their sum as ``total``.
         hidden_communication_seconds: In which averages travelled behind a backward's computation, of the latest
             backward that was measured; None: none was since the step before that.
+        device_seconds: By part on a CUDA device, and their sum as ``total``, of the latest step that was measured;
+            None: none was since the step before that.
         flops: Floating-point operations over all ranks: ``model``, of forward and backward; ``hardware``, with those of
             forwards that are computed again.
         memory: Bytes of this rank at the peak, by category.
@@ -40,6 +42,7 @@ class StepMeasures:
     learning_rate: list[float] | None = None
     seconds: dict[str, float] | None = None
     hidden_communication_seconds: float | None = None
+    device_seconds: dict[str, float] | None = None
     flops: dict[str, float] | None = None
     memory: dict[str, int] | None = None
     bytes: dict[str, int] | None = None

@@ -51,9 +51,18 @@ def step_time(run: RunHistory, numbers: RunNumbers) -> str:
     return section(
         title,
         share_bar([("", times)]),
+        _on_device(times),
         f'<div class="wide">{chart}</div>' if int(rows.sum()) > 1 else "",
         columns(_facts(numbers, times), ranks(numbers)),
     )
+
+
+def _on_device(times: StepTimes) -> str:
+    if not times.device_shares:
+        return ""
+    largest = sorted(times.device_shares.items(), key=lambda one: -one[1])
+    said = ", ".join(f"{NAMES[part]} {percent(share)}" for part, share in largest if share >= 0.001)
+    return paragraph(f"On the device, which the host runs ahead of: {said}.")
 
 
 def share_bar(runs: list[tuple[str, StepTimes]]) -> str:
