@@ -62,7 +62,9 @@ def test_sums_and_rates_are_those_of_the_lines(made: Made) -> None:
     assert numbers.world_sizes == [16, 8]
     assert numbers.step_times is not None and numbers.loss is not None
     assert sum(numbers.step_times.shares.values()) == pytest.approx(1, abs=1e-5)
-    assert numbers.step_times.device_shares == pytest.approx({"forward": 0.3, "backward": 0.6, "optimizer": 0.1})
+    assert numbers.step_times.device_shares == pytest.approx(
+        {"forward": 0.3, "backward": 0.6, "optimizer": 0.1}
+    )
     assert numbers.step_times.median == pytest.approx(np.median([line["seconds"]["total"] for line in last]))
     losses = {line["step"]: line["loss"] for line in last}
     assert numbers.loss.least == min(losses.values()) == losses[int(numbers.loss.least_step)]

@@ -71,5 +71,5 @@ def test_one_step_is_followed(tmp_path: Path) -> None:
     seconds, there, parts = zip(*event["points"], strict=True)
     assert event["step"] == 6
     assert list(seconds) == sorted(seconds) and seconds[-1] >= 0.05
-    assert max(there) - there[0] >= 0.9 * 2**26
+    assert max(there) - min(there) >= 0.9 * 2**26  # what others before it have left may go meanwhile
     assert "forward" in parts and set(parts) <= set(PARTS)

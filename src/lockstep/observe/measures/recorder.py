@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +21,11 @@ from lockstep.observe.measures.batches import BatchSize, WaitingBatches
 from lockstep.observe.measures.communication import HiddenCommunication, is_seen
 from lockstep.observe.measures.device_parts import device_parts
 from lockstep.observe.measures.flops import FlopCounts, StepCounts, shapes_of
-from lockstep.observe.measures.late import LateNumbers, is_plain_number
+from lockstep.observe.measures.late import LateNumbers
 from lockstep.observe.measures.latest import latest_numbers
-from lockstep.observe.measures.loss import StepLoss
 from lockstep.observe.measures.memory import MemoryOfSteps
 from lockstep.observe.measures.onlooker import look_on, look_on_calls, show_latest
+from lockstep.observe.measures.open_step import OpenStep, learning_rates
 from lockstep.observe.measures.parts import Parts, difference
 from lockstep.observe.measures.peaks import peak_of, precision_of
 from lockstep.observe.measures.ranks import OtherRanks
@@ -42,7 +41,6 @@ from lockstep.runtime.failure import first_line
 from lockstep.runtime.process import Runtime
 from lockstep.runtime.step import RECENT_STEPS, LoaderProgress, StepState, keep_time_by
 
-MOST_GROUPS = 8
 MOST_PENDING = 100
 FOLLOWED_AFTER = 5
 """Steps of a process, after which memory is followed over one."""
@@ -73,7 +71,7 @@ class StepRecorder:
         self._step = 0
         self._steps_before = self._clock.steps
         self._recent: deque[StepMeasures] = deque(maxlen=RECENT_STEPS)
-        self._pending: deque[tuple[StepMeasures, LateNumbers, StepLoss]] = deque()
+        self._pending: deque[tuple[StepMeasures, LateNumbers, OpenStep]] = deque()
         self._others = OtherRanks(self._clock, runtime.world_size)
         self._flops = FlopCounts()
         self._counts: StepCounts | None = None
@@ -93,9 +91,8 @@ class StepRecorder:
         self._epoch: int | None = None
         self._waiting = WaitingBatches()
         self._told_tokens: int | None = None
-        self._gradient_norm: torch.Tensor | None = None
+        self._open = OpenStep()
         self._loaded_within: dict[str, Any] | None = None
-        self._begin_step()
         if not isinstance(self._clock.parts, Parts):
             self._clock.parts = Parts()
         self._parts: Parts = self._clock.parts
@@ -134,7 +131,7 @@ class StepRecorder:
     @property
     def open_samples(self) -> int | None:
         """Samples of all ranks in the step that is under way; None: not known."""
-        return self._samples if self._has_all_samples and self._samples else None
+        return self._open.samples
 
     @property
     def epoch(self) -> int | None:
@@ -206,20 +203,14 @@ class StepRecorder:
     ) -> None:
         """A micro-batch's loss, 0-d, or with ``weight`` of any shape; ``backward_ends`` follows."""
         self._flops.backward_begins(self._state.sync_gradients, may_count=not creates_graph)
-        self._loss.add(loss, weight)
+        self._open.loss.add(loss, weight)
         size = self._waiting.use(self._state.active_dataloader)
         if size is None and self._told_tokens is None:
             return  # a second loss of the same batch
-        tokens = self._told_tokens if self._told_tokens is not None else size.tokens if size else None
-        self._told_tokens = None
-        if tokens is not None:
-            self._tokens += tokens
-        else:
-            self._has_all_tokens = False
-        if size is not None and size.samples is not None:
-            self._samples += size.samples
-        else:
-            self._has_all_samples = False
+        size = size or BatchSize(None, None)
+        if self._told_tokens is not None:
+            size, self._told_tokens = size._replace(tokens=self._told_tokens), None
+        self._open.trains_on(size)
         self._training_on = self._state.active
         loader: Any = self._state.active_dataloader
         following = getattr(loader, "epoch", None)
@@ -234,13 +225,11 @@ class StepRecorder:
 
     def clipped(self, norm: torch.Tensor) -> None:
         """The norm of all gradients before clipping, 0-d."""
-        self._gradient_norm = norm
+        self._open.gradient_norm = norm
 
     def logged(self, values: Mapping[str, object]) -> None:
         """Numbers among what the script logs."""
-        for name, value in values.items():
-            if isinstance(value, Real) or (is_plain_number(value) and value.device.type == "cpu"):  # type: ignore[attr-defined]
-                self._logged[str(name)] = float(value)  # type: ignore[arg-type]
+        self._open.log(values)
 
     def step_ends(self) -> None:
         """The main thread is at the boundary of a step, if an optimizer has stepped since the last."""
@@ -326,13 +315,6 @@ class StepRecorder:
         if not self._state.running:
             self.step_ends()
 
-    def _begin_step(self) -> None:
-        self._loss = StepLoss()
-        self._gradient_norm = None
-        self._tokens, self._samples = 0, 0
-        self._has_all_tokens = self._has_all_samples = True
-        self._logged: dict[str, float] = {}
-
     def _end_step(self, read: dict[str, float]) -> None:
         seconds = self._as_known(difference(read, self._before))
         seconds["total"] = sum(seconds.values())
@@ -346,9 +328,9 @@ class StepRecorder:
             step=self._step,
             time=time.time(),
             epoch=self._epoch,
-            samples=self.open_samples,
+            samples=self._open.samples,
             tokens=self._others.of_all("tokens"),
-            learning_rate=self._learning_rates(),
+            learning_rate=learning_rates(self._optimizers),
             seconds=seconds,
             hidden_communication_seconds=self._hidden.new(),
             device_seconds=None if self._device_parts is None else self._device_parts.step_ends(),
@@ -356,12 +338,10 @@ class StepRecorder:
             bytes=self._new_bytes(),
             memory=self._memory.new(),
             rank_seconds=self._others.seconds(),
-            logged=self._logged or None,
+            logged=self._open.logged or None,
         )
-        norm = [] if self._gradient_norm is None else [self._gradient_norm]
-        late = LateNumbers([*self._loss.tensors(), *norm])
-        self._pending.append((step, late, self._loss))
-        self._begin_step()
+        self._pending.append((step, self._open.late_numbers(), self._open))
+        self._open = OpenStep()
         self._take_late()
         if self._loaded_within is not None:
             values, self._loaded_within = self._loaded_within, None
@@ -385,19 +365,16 @@ class StepRecorder:
         while self._pending and (self._pending[0][1].have_come() or len(self._pending) > MOST_PENDING):
             self._write(*self._pending.popleft())
 
-    def _write(self, step: StepMeasures, late: LateNumbers, loss: StepLoss) -> None:
-        numbers, count = late.read(), len(loss.tensors())
-        step.loss = loss.of(numbers[:count], accumulates=self._state.accumulation_steps > 1)
-        if len(numbers) > count:
-            step.gradient_norm = numbers[count]
+    def _write(self, step: StepMeasures, late: LateNumbers, told: OpenStep) -> None:
+        told.settle(step, late, accumulates=self._state.accumulation_steps > 1)
         self._recent.append(step)
         self._writer.step(step)
 
     def _tell_others(self) -> None:
         """Let the watch tell rank 0 what it adds to its own."""
         own: dict[str, float] = {}
-        if self._has_all_tokens and self._tokens:
-            own["tokens"] = self._tokens * self._axes.data / self._runtime.world_size
+        if self._open.tokens is not None:
+            own["tokens"] = self._open.tokens * self._axes.data / self._runtime.world_size
         if self._counts is not None:
             own["model"], own["hardware"] = self._counts.model, self._counts.hardware
         self._others.tell(own)
@@ -434,17 +411,6 @@ class StepRecorder:
             return None
         self._bytes = now
         return now
-
-    def _learning_rates(self) -> list[float] | None:
-        found: list[float] = []
-        for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                rate = group.get("lr")
-                if isinstance(rate, float | int) or (is_plain_number(rate) and rate.device.type == "cpu"):
-                    found.append(float(rate))
-                if len(found) == MOST_GROUPS:
-                    return found
-        return found or None
 
     def _precision(self) -> str:
         parameter = next((p for model in self._models for p in model.module.parameters()), None)

@@ -1,0 +1,83 @@
+"""The step that is under way: what its micro-batches have told so far, on this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from typing import Any
+
+import torch
+
+from lockstep.observe.measures.batches import BatchSize
+from lockstep.observe.measures.late import LateNumbers, is_plain_number
+from lockstep.observe.measures.loss import StepLoss
+from lockstep.observe.measures.step import StepMeasures
+
+MOST_GROUPS = 8
+
+
+class OpenStep:
+    """Becomes a ``StepMeasures`` when it ends, with loss and norm as soon as they have come from the device.
+
+    Attributes:
+        loss: Of what was passed to ``backward``.
+        gradient_norm: Of all gradients before clipping, 0-d.
+        logged: Numbers among what the script logs.
+    """
+
+    def __init__(self) -> None:
+        self.loss = StepLoss()
+        self.gradient_norm: torch.Tensor | None = None
+        self.logged: dict[str, float] = {}
+        self._tokens: int | None = 0
+        self._samples: int | None = 0
+
+    @property
+    def samples(self) -> int | None:
+        """Of all ranks; None: not known."""
+        return self._samples or None
+
+    @property
+    def tokens(self) -> int | None:
+        """Of this rank; None: not known."""
+        return self._tokens or None
+
+    def trains_on(self, batch: BatchSize) -> None:
+        """A backward uses this micro-batch."""
+        self._tokens = _sum(self._tokens, batch.tokens)
+        self._samples = _sum(self._samples, batch.samples)
+
+    def log(self, values: Mapping[str, object]) -> None:
+        """Keep the numbers of these, where reading them waits for nothing."""
+        for name, value in values.items():
+            if isinstance(value, Real) or (is_plain_number(value) and value.device.type == "cpu"):  # type: ignore[attr-defined]
+                self.logged[str(name)] = float(value)  # type: ignore[arg-type]
+
+    def late_numbers(self) -> LateNumbers:
+        """For ``settle``."""
+        norm = [] if self.gradient_norm is None else [self.gradient_norm]
+        return LateNumbers([*self.loss.tensors(), *norm])
+
+    def settle(self, step: StepMeasures, late: LateNumbers, accumulates: bool) -> None:
+        """Give ``step`` what has come late. ``accumulates``: losses of a step are averaged."""
+        numbers, count = late.read(), len(self.loss.tensors())
+        step.loss = self.loss.of(numbers[:count], accumulates)
+        if len(numbers) > count:
+            step.gradient_norm = numbers[count]
+
+
+def learning_rates(optimizers: Sequence[Any]) -> list[float] | None:
+    """Of each group of parameters, of at most ``MOST_GROUPS``; None: none is a number that is at hand."""
+    found: list[float] = []
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            rate = group.get("lr")
+            if isinstance(rate, float | int) or (is_plain_number(rate) and rate.device.type == "cpu"):
+                found.append(float(rate))
+            if len(found) == MOST_GROUPS:
+                return found
+    return found or None
+
+
+def _sum(known: int | None, more: int | None) -> int | None:
+    return None if known is None or more is None else known + more
