@@ -62,8 +62,8 @@ def entered(ranks: int) -> list[str]:
 @pytest.mark.parametrize(
     ("ranks", "most"),
     [
-        (1, 15),
-        pytest.param(2, 27, marks=pytest.mark.exhaustive),
+        (1, 16),
+        pytest.param(2, 29, marks=pytest.mark.exhaustive),
     ],
 )
 def test_the_constructor_of_a_plain_script_enters_few_files(ranks: int, most: int) -> None:

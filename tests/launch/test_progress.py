@@ -35,7 +35,8 @@ if how == "total":
     accelerator.measures.total_steps = 100_000
 if how == "bar":
     loader = tqdm(loader)
-print("begun", flush=True)
+sys.stdout.write("begun\\n")  # at once, as other ranks write, too
+sys.stdout.flush()
 for number, (batch,) in enumerate(loader):
     accelerator.backward(model(batch).square().mean())
     optimizer.step()

@@ -101,7 +101,12 @@ def test_in_a_terminal_it_follows_the_run_until_it_is_interrupted(tmp_path: Path
     main, other = pty.openpty()
     command = [sys.executable, "-m", "lockstep.cli.main", "top", "--every", "0.1", str(folder)]
     process = subprocess.Popen(
-        command, stdin=other, stdout=other, stderr=other, env={**os.environ, "TERM": "xterm"}
+        command,
+        stdin=other,
+        stdout=other,
+        stderr=other,
+        env={**os.environ, "TERM": "xterm"},
+        preexec_fn=take_interrupts,
     )
     os.close(other)
     try:
@@ -116,6 +121,11 @@ def test_in_a_terminal_it_follows_the_run_until_it_is_interrupted(tmp_path: Path
         process.kill()
         process.wait()
         os.close(main)
+
+
+def take_interrupts() -> None:
+    """Whoever runs the tests in the background of a shell has them ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def read_to_the_end(terminal: int) -> str:

@@ -33,8 +33,8 @@ ENGINES = (
     "torch.utils.data",
     "torch._subclasses.fake_tensor",
 )
-# Names of named tuples, of Python, and of frames; below, words of file formats and foreign settings.
-OF_OTHERS = {"_fields", "_replace", "_asdict", "_exit", "_getframe", "_fn"}
+# Names of named tuples, of Python, of frames, and of tqdm; below, words of file formats and foreign settings.
+OF_OTHERS = {"_fields", "_replace", "_asdict", "_exit", "_getframe", "_fn", "_instances"}
 WORDS = {
     "compat/checkpoints/": "names in files that others have written, which are read without importing anything",
     "compat/deepspeed/": "keys and classes of DeepSpeed",
