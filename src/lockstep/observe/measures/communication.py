@@ -57,6 +57,7 @@ class HiddenCommunication:
         if now < self._next or not self._models:
             return None
         if not all(isinstance(model, ReplicatedModel) for model in self._models):
+            self._next = now + EVERY_S
             return None
         found = [reducer_times(model.module) for model in self._models if isinstance(model, ReplicatedModel)]
         if any(times.iteration == 0 for times in found):

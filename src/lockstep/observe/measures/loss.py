@@ -40,6 +40,8 @@ class StepLoss:
 
     def of(self, numbers: Sequence[float | None], accumulates: bool) -> float | None:
         """The loss by the numbers of ``tensors``; None: not all are known, or there was none."""
+        if len(numbers) == 1:
+            return numbers[0]
         read = iter(numbers)
         losses = [next(read) for _ in self._losses]
         weights = [next(read) if isinstance(weight, torch.Tensor) else weight for weight in self._weights]

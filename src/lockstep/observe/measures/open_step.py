@@ -31,6 +31,7 @@ class OpenStep:
         self.logged: dict[str, float] = {}
         self._tokens: int | None = 0
         self._samples: int | None = 0
+        self._losses = 0
 
     @property
     def samples(self) -> int | None:
@@ -55,12 +56,15 @@ class OpenStep:
 
     def late_numbers(self) -> LateNumbers:
         """For ``settle``."""
-        norm = [] if self.gradient_norm is None else [self.gradient_norm]
-        return LateNumbers([*self.loss.tensors(), *norm])
+        tensors = self.loss.tensors()
+        self._losses = len(tensors)
+        if self.gradient_norm is not None:
+            tensors.append(self.gradient_norm)
+        return LateNumbers(tensors)
 
     def settle(self, step: StepMeasures, late: LateNumbers, accumulates: bool) -> None:
         """Give ``step`` what has come late. ``accumulates``: losses of a step are averaged."""
-        numbers, count = late.read(), len(self.loss.tensors())
+        numbers, count = late.read(), self._losses
         step.loss = self.loss.of(numbers[:count], accumulates)
         if len(numbers) > count:
             step.gradient_norm = numbers[count]
