@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from lockstep.cli.integers import IntegerRange
+from lockstep.cli.output import escape, escaped_lines, print_table, write_json
 from lockstep.config.checks import MAX_PROCESSES
 from lockstep.config.settings import SETTINGS
 
@@ -162,8 +162,8 @@ def command(
         except CouldNotRun as error:
             verdict, reason = None, str(error)
     if verdict is None:
-        _write_json(json_path, {"format": "lockstep check 1", "agrees": None, "sentence": reason})
-        click.echo(f"lockstep check: {_lines(reason)}", err=True)
+        write_json(json_path, {"format": "lockstep check 1", "agrees": None, "sentence": reason})
+        click.echo(f"lockstep check: {escaped_lines(reason)}", err=True)
         sys.exit(COULD_NOT_RUN)
     _say(verdict, json_path, html)
     sys.exit(0 if verdict.agrees else DIFFERS)
@@ -193,8 +193,6 @@ def _progress() -> Iterator[Callable[[str], None]]:
     """A line on a terminal that says what is being done."""
     from rich.console import Console
 
-    from lockstep.cli.output import escape
-
     console = Console(stderr=True)
     if not console.is_terminal:
         yield lambda what: None
@@ -204,35 +202,18 @@ def _progress() -> Iterator[Callable[[str], None]]:
 
 
 def _say(verdict: ParityVerdict, json_path: Path | None, html: Path | None) -> None:
-    from lockstep.cli.output import print_table
     from lockstep.parity.report.html import to_html
     from lockstep.parity.report.text import RIGHT, TITLES, remarks, rows, sentence, to_json
 
     if html is not None:
         html.write_text(to_html(verdict), "utf-8")
-    _write_json(json_path, to_json(verdict))
+    write_json(json_path, to_json(verdict))
     if json_path is not None and str(json_path) == "-":
         return
-    click.echo(_lines(sentence(verdict)))
+    click.echo(escaped_lines(sentence(verdict)))
     if verdict.findings:
         click.echo()
         print_table(TITLES, rows(verdict), right=RIGHT)
         click.echo()
     for remark in remarks(verdict):
-        click.echo(_lines(remark))
-
-
-def _write_json(path: Path | None, report: dict[str, object]) -> None:
-    if path is None:
-        return
-    text = json.dumps(report, indent=2)
-    if str(path) == "-":
-        click.echo(text)
-    else:
-        path.write_text(text + "\n", "utf-8")
-
-
-def _lines(text: str) -> str:
-    from lockstep.cli.output import escape
-
-    return "\n".join(escape(line) for line in text.split("\n"))
+        click.echo(escaped_lines(remark))

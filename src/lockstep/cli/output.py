@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+import json
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+import click
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -67,3 +71,19 @@ def _table(titles: Sequence[str], rows: Iterable[Sequence[str]], right: Collecti
 def escape(text: str) -> str:
     """Without control characters, which a hostile file could send to the terminal."""
     return "".join(character if character.isprintable() else "?" for character in text)
+
+
+def escaped_lines(text: str) -> str:
+    """``escape`` of each line."""
+    return "\n".join(escape(line) for line in text.split("\n"))
+
+
+def write_json(path: Path | None, report: Mapping[str, object]) -> None:
+    """To a file; "-": to standard output; None: nowhere."""
+    if path is None:
+        return
+    text = json.dumps(report, indent=2)
+    if str(path) == "-":
+        click.echo(text)
+    else:
+        path.write_text(text + "\n", "utf-8")

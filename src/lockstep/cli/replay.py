@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import click
 
 from lockstep.cli.integers import IntegerRange
+from lockstep.cli.output import escaped_lines, print_table, write_json
 
 NOTHING, COULD_NOT_RUN = 1, 2
 
@@ -74,34 +74,17 @@ def command(
         except CouldNotRun as error:
             verdict, reason = None, str(error)
     if verdict is None:
-        _write_json(json_path, {"format": "lockstep replay 1", "finding": None, "sentence": reason})
-        click.echo(f"lockstep replay: {_lines(reason)}", err=True)
+        write_json(json_path, {"format": "lockstep replay 1", "finding": None, "sentence": reason})
+        click.echo(f"lockstep replay: {escaped_lines(reason)}", err=True)
         sys.exit(COULD_NOT_RUN)
-    from lockstep.cli.output import print_table
     from lockstep.replay.text import RIGHT, TITLES, remarks, rows, sentence, to_json
 
-    _write_json(json_path, to_json(verdict))
+    write_json(json_path, to_json(verdict))
     if json_path is None or str(json_path) != "-":
-        click.echo(_lines(sentence(verdict)))
+        click.echo(escaped_lines(sentence(verdict)))
         click.echo()
         print_table(TITLES, rows(verdict), right=RIGHT)
         click.echo()
         for remark in remarks(verdict):
-            click.echo(_lines(remark))
+            click.echo(escaped_lines(remark))
     sys.exit(NOTHING if verdict.finding is None else 0)
-
-
-def _write_json(path: Path | None, report: dict[str, object]) -> None:
-    if path is None:
-        return
-    text = json.dumps(report, indent=2)
-    if str(path) == "-":
-        click.echo(text)
-    else:
-        path.write_text(text + "\n", "utf-8")
-
-
-def _lines(text: str) -> str:
-    from lockstep.cli.output import escape
-
-    return "\n".join(escape(line) for line in text.split("\n"))

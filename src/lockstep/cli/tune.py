@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from lockstep.cli.integers import IntegerRange
+from lockstep.cli.output import escape, escaped_lines, print_table, write_json
 from lockstep.config.checks import MAX_PROCESSES
 
 if TYPE_CHECKING:
@@ -135,8 +135,8 @@ def command(
         except CouldNotTune as error:
             result, reason = None, str(error)
     if result is None:
-        _write_json(json_path, {"format": "lockstep tune 1", "largest": None, "sentence": reason})
-        click.echo(f"lockstep tune: {_lines(reason)}", err=True)
+        write_json(json_path, {"format": "lockstep tune 1", "largest": None, "sentence": reason})
+        click.echo(f"lockstep tune: {escaped_lines(reason)}", err=True)
         sys.exit(COULD_NOT_TUNE)
     _say(result, json_path)
     sys.exit(0 if result.largest is not None else NONE_FITS)
@@ -156,7 +156,7 @@ def _say_plan(request: TuneRequest, data_ranks: int) -> None:
 
     limit = "what is free when it starts" if request.memory_limit is None else size_text(request.memory_limit)
     click.echo(
-        f"Each trial: {_lines(' '.join(['lockstep launch', *request.flags, *request.words]))}, ended after "
+        f"Each trial: {escaped_lines(' '.join(['lockstep launch', *request.flags, *request.words]))}, ended after "
         f"{request.steps} optimizer steps or {request.timeout_s:g} s. Memory of each rank: {limit}."
     )
     click.echo("1. The script as it is: its micro-batch, its accumulation steps, its memory.")
@@ -189,8 +189,6 @@ def _progress() -> Iterator[Callable[[int, str], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from lockstep.cli.output import escape
-
     console = Console(stderr=True)
     columns = (
         BarColumn(),
@@ -203,36 +201,19 @@ def _progress() -> Iterator[Callable[[int, str], None]]:
 
 
 def _say(result: TuneResult, json_path: Path | None) -> None:
-    from lockstep.cli.output import print_table
     from lockstep.tune.remarks import remarks
     from lockstep.tune.report import RIGHT, TITLES, how_to_use, rows, sentence, to_json
 
-    _write_json(json_path, to_json(result))
+    write_json(json_path, to_json(result))
     if json_path is not None and str(json_path) == "-":
         return
     print_table(TITLES, rows(result), right=RIGHT)
     click.echo()
-    click.echo(_lines(sentence(result)))
+    click.echo(escaped_lines(sentence(result)))
     lines = how_to_use(result)
     if lines:
         click.echo("To train with the quickest:")
     for line in lines:
         click.echo(f"  {line}")
     for remark in remarks(result):
-        click.echo(_lines(remark))
-
-
-def _write_json(path: Path | None, report: dict[str, object]) -> None:
-    if path is None:
-        return
-    text = json.dumps(report, indent=2)
-    if str(path) == "-":
-        click.echo(text)
-    else:
-        path.write_text(text + "\n", "utf-8")
-
-
-def _lines(text: str) -> str:
-    from lockstep.cli.output import escape
-
-    return "\n".join(escape(line) for line in text.split("\n"))
+        click.echo(escaped_lines(remark))
