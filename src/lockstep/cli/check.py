@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from lockstep.cli.integers import IntegerRange
-from lockstep.cli.output import escape, escaped_lines, print_table, write_json
+from lockstep.cli.output import escape, escaped_lines, kept_folder, print_table, write_json
 from lockstep.config.checks import MAX_PROCESSES
 from lockstep.config.settings import SETTINGS
 
@@ -142,7 +141,7 @@ def command(
         *(["--config-file", config_file] if config_file is not None else []),
         *(["--cpu"] if cpu else []),
     ]
-    with _folder(keep) as folder, _progress() as tell:
+    with kept_folder("check", keep) as folder, _progress() as tell:
         request = Request(
             program=CheckedProgram((script, *arguments), module, as_accelerate, wrapped),
             folder=folder,
@@ -173,19 +172,6 @@ def _parallel(words: str | None) -> Parallel:
     from lockstep.config.parallel import Parallel
 
     return Parallel.parse(words)
-
-
-@contextmanager
-def _folder(keep: Path | None) -> Iterator[Path]:
-    if keep is None:
-        with tempfile.TemporaryDirectory(prefix="lockstep-check-") as folder:
-            yield Path(folder)
-        return
-    try:
-        keep.mkdir(parents=True)
-    except FileExistsError:
-        raise click.UsageError(f"--keep {keep} is there already. Name a new folder.") from None
-    yield keep
 
 
 @contextmanager

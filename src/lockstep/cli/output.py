@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -76,6 +77,20 @@ def escape(text: str) -> str:
 def escaped_lines(text: str) -> str:
     """``escape`` of each line."""
     return "\n".join(escape(line) for line in text.split("\n"))
+
+
+@contextmanager
+def kept_folder(command: str, keep: Path | None) -> Iterator[Path]:
+    """Where a command has its files: ``keep``, a new folder; None: one that is removed."""
+    if keep is None:
+        with tempfile.TemporaryDirectory(prefix=f"lockstep-{command}-") as folder:
+            yield Path(folder)
+        return
+    try:
+        keep.mkdir(parents=True)
+    except FileExistsError:
+        raise click.UsageError(f"--keep {keep} is there already. Name a new folder.") from None
+    yield keep
 
 
 def write_json(path: Path | None, report: Mapping[str, object]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from lockstep.cli.integers import IntegerRange
-from lockstep.cli.output import escape, escaped_lines, print_table, write_json
+from lockstep.cli.output import escape, escaped_lines, kept_folder, print_table, write_json
 from lockstep.config.checks import MAX_PROCESSES
 
 if TYPE_CHECKING:
@@ -112,7 +111,7 @@ def command(
         *(["--config-file", config_file] if config_file is not None else []),
         *(["--cpu"] if cpu else []),
     ]
-    with _folder(keep) as folder, _progress() as tell:
+    with kept_folder("tune", keep) as folder, _progress() as tell:
         request = TuneRequest(
             words=(script, *arguments),
             folder=folder,
@@ -168,19 +167,6 @@ def _say_plan(request: TuneRequest, data_ranks: int) -> None:
         f"2. Larger ones, doubled while they fit, then bisected; or smaller ones, if it does not fit. Sizes: {sizes}."
     )
     click.echo("Sizes that would take more than the limit, by the two largest that fit, are not tried.")
-
-
-@contextmanager
-def _folder(keep: Path | None) -> Iterator[Path]:
-    if keep is None:
-        with tempfile.TemporaryDirectory(prefix="lockstep-tune-") as folder:
-            yield Path(folder)
-        return
-    try:
-        keep.mkdir(parents=True)
-    except FileExistsError:
-        raise click.UsageError(f"--keep {keep} is there already. Name a new folder.") from None
-    yield keep
 
 
 @contextmanager

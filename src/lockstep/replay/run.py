@@ -24,8 +24,6 @@ from lockstep.comm.collectives import Communicator
 from lockstep.comm.tree import send_to_device
 from lockstep.config.handlers import ProjectConfiguration
 from lockstep.config.options import Options
-from lockstep.config.parallel import Parallel
-from lockstep.config.world import BatchSizes
 from lockstep.data.loader import PreparedLoader
 from lockstep.errors import UsageError
 from lockstep.parallel.parallel_model import ParallelModel
@@ -37,6 +35,7 @@ from lockstep.replay.watch import ModuleWatch, in_words
 from lockstep.runtime import process
 from lockstep.runtime.seed import set_rng_state
 from lockstep.runtime.step import BatchCounts
+from lockstep.script.inside import of_one_process
 from lockstep.train.clipping import clip_norm
 
 _NOTHING = object()
@@ -113,18 +112,11 @@ class ReplayedRun(RunObserver):
         if facts.loss_scale is not None:
             scaler = replace(scaler, init_scale=facts.loss_scale)
         return replace(
-            options,
-            parallel=Parallel(),
+            of_one_process(options),
             mixed_precision=facts.mixed_precision,
             cpu=options.cpu or facts.device == "cpu",
             accumulation=replace(options.accumulation, num_steps=facts.accumulation_steps),
             scaler=scaler,
-            compile_options=None,
-            compile_blocks=False,
-            batch=BatchSizes(),
-            fsdp_plugin=None,
-            deepspeed_plugin=None,
-            parallelism_config=None,
             spikes=None,
             run_dir=None,
             watch=False,

@@ -6,7 +6,12 @@ import os
 import runpy
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from types import TracebackType
+
+from lockstep.config.options import Options
+from lockstep.config.parallel import Parallel
+from lockstep.config.world import BatchSizes
 
 
 def run_script(program: Sequence[str], is_module: bool) -> None:
@@ -25,6 +30,20 @@ def import_as_accelerate() -> None:
     from lockstep.compat.accelerate.alias import install
 
     install()
+
+
+def of_one_process(options: Options) -> Options:
+    """The same of a plain run in one process: nothing is split, compiled, or shared out."""
+    return replace(
+        options,
+        parallel=Parallel(),
+        compile_options=None,
+        compile_blocks=False,
+        batch=BatchSizes(),
+        fsdp_plugin=None,
+        deepspeed_plugin=None,
+        parallelism_config=None,
+    )
 
 
 def of_script(traceback: TracebackType | None) -> TracebackType | None:

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.config.options import Options
 from lockstep.config.parallel import Parallel
-from lockstep.config.world import BatchSizes, axes_of
+from lockstep.config.world import axes_of
 from lockstep.data.loader import PreparedLoader
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parity.collect.chance import switch_dropout_off
@@ -26,6 +26,7 @@ from lockstep.parity.collect.virtual_ranks import AccumulatedRanks, RanksInTurn,
 from lockstep.parity.spec import Role
 from lockstep.parity.trace.regions import ShardAxes
 from lockstep.preparation.observers import ObservedRun
+from lockstep.script.inside import of_one_process
 from lockstep.torch_internals import modules as torch_modules
 
 AXES = ("pp", "replicate", "shard", "cp", "tp")
@@ -66,17 +67,7 @@ class PreparedRun(ProcessRun):
             self.restores.append(tell_of_ranks(spec.ranks))
         if not spec.is_alone:
             return replace(options, parallel=parallel, mixed_precision=own_precision)
-        return replace(
-            options,
-            parallel=Parallel(),
-            mixed_precision=own_precision,
-            compile_options=None,
-            compile_blocks=False,
-            batch=BatchSizes(),
-            fsdp_plugin=None,
-            deepspeed_plugin=None,
-            parallelism_config=None,
-        )
+        return replace(of_one_process(options), mixed_precision=own_precision)
 
     def begins(self, run: ObservedRun) -> None:
         data_ranks, meshes, seed = self._facts.data_ranks, run.meshes, self._spec.seed
