@@ -25,8 +25,8 @@ from tests.warm_interpreter import WarmInterpreter
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = sorted(DOCS.glob("*.md"))
-TEXTS = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
+PAGES = sorted(DOCS.rglob("*.md"))
+TEXTS = {page.relative_to(DOCS).as_posix(): page.read_text(encoding="utf-8") for page in PAGES}
 BLOCK = re.compile(r"^(?:<!-- (runs|sketch) -->\n)?```(\w+)\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
 
 
@@ -86,7 +86,7 @@ def test_every_option_of_launch_is_documented() -> None:
 def test_internal_links_lead_to_pages_files_and_headings(name: str) -> None:
     for target in re.findall(r"\]\(([^)]+)\)", TEXTS[name]):
         path, _, anchor = target.partition("#")
-        page = DOCS / (path or name)
+        page = (DOCS / name).parent / path if path else DOCS / name
         assert page.is_file(), f"{name}: {target}"
         if anchor:
             headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
@@ -99,7 +99,7 @@ def slug(heading: str) -> str:
 
 def test_every_page_is_in_the_navigation() -> None:
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    assert set(re.findall(r": ([\w-]+\.md)$", text, flags=re.MULTILINE)) == set(TEXTS)
+    assert set(re.findall(r": ([\w/-]+\.md)$", text, flags=re.MULTILINE)) == set(TEXTS)
 
 
 def section(name: str, heading: str) -> str:
