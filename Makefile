@@ -73,7 +73,7 @@ test-torch: $(TORCH_VENV)/.test  ## the tests of the numbers on another torch, i
 	$(TORCH_VENV)/bin/python tests/torch_versions.py $(TORCH_VENV)/results.xml
 
 docs: $(VENV)/.test  ## build the documentation; warnings are errors
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	$(BIN)/zensical build --strict --clean
 
 bench: $(VENV)/.benchmark  ## measure against bare torch, Accelerate, Lightning Fabric and DeepSpeed
 	$(BIN)/python benchmarks/step_time.py

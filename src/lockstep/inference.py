@@ -33,7 +33,8 @@ def prepare_pippy(
     Args:
         split_points: Names of the blocks at which a process's part begins, without the first; "auto" balances.
         no_split_module_classes: Classes of blocks that stay whole; None: found.
-        example_args, example_kwargs: Not needed: shapes are those of the first call.
+        example_args: Not needed: shapes are those of the first call.
+        example_kwargs: Not needed either.
         num_chunks: Parts of a batch that are under way at once; None: as many as there are processes.
         gather_output: All processes get the output; else the last one, and None the others.
 
