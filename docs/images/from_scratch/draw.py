@@ -5,7 +5,12 @@ Text outside of boxes follows the reader's light or dark mode.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "examples" / "from_scratch"))
+
+from pipeline_schedules import gpipe, one_f_one_b, timeline, zero_bubble
 
 STYLE = """
 text { font: 13px sans-serif; fill: #222; text-anchor: middle }
@@ -151,6 +156,162 @@ def zero(stage: int) -> None:
     picture.save()
 
 
+def tensor_parallel() -> None:
+    picture = Picture("tensor_parallel", "Columns of the first matrix, rows of the second, one sum", 720, 230)
+    for x, title in ((50, "inputs"), (170, "columns"), (310, "gelu"), (450, "rows"), (640, "outputs")):
+        picture.text(x, 20, title)
+    picture.box(20, 40, 60, 144, "x")
+    for rank in range(4):
+        y = 40 + 38 * rank
+        picture.box(120, y, 100, 30, f"columns {rank}", f"r{rank}")
+        picture.box(260, y, 100, 30, f"hidden {rank}", f"r{rank}")
+        picture.box(400, y, 100, 30, f"rows {rank}", f"r{rank}")
+        for x in (82, 222, 362):
+            picture.arrow(x, y + 15, x + 35, y + 15)
+        picture.arrow(502, y + 15, 545, 112)
+    picture.box(548, 92, 44, 40, "sum")
+    picture.arrow(594, 112, 608, 112)
+    picture.box(610, 40, 60, 144, "y")
+    picture.text(360, 214, "each colour is a process; only the sum is communication", "small")
+    picture.save()
+
+
+def pipeline() -> None:
+    picture = Picture("pipeline", "Three orders of 8 micro-batches on 4 stages", 760, 470)
+    unit, top = 20, 30
+    schedules = (("GPipe", gpipe), ("1F1B", one_f_one_b), ("zero bubble", zero_bubble))
+    for name, schedule in schedules:
+        picture.text(6, top - 8, name, "left title")
+        for stage, spans in enumerate(timeline(schedule, 4, 8)):
+            y = top + 28 * stage
+            picture.text(6, y + 17, f"stage {stage}", "small left")
+            for (kind, m), start, end in spans:
+                colour = {"F": "r0", "B": "r2", "I": "r2", "W": "r1"}[kind]
+                picture.box(60 + unit * start, y, unit * (end - start), 24, str(m), colour)
+        top += 150
+    for x, kind, label in (
+        (60, "r0", "forward"),
+        (190, "r2", "backward (or of inputs)"),
+        (400, "r1", "of weights"),
+    ):
+        picture.box(x, 446, 16, 16, "", kind)
+        picture.text(x + 22, 459, label, "small left")
+    picture.save()
+
+
+def ring_attention() -> None:
+    picture = Picture(
+        "ring_attention", "Keys and values go round; causal attention skips later ones", 720, 190
+    )
+    for step in range(4):
+        picture.text(180 + 150 * step, 22, f"hop {step}" if step else "own keys")
+    for rank in range(4):
+        y = 36 + 36 * rank
+        picture.text(6, y + 19, f"queries {rank}", "small left")
+        for step in range(4):
+            owner = (rank - step) % 4
+            seen = owner <= rank
+            picture.box(
+                120 + 150 * step, y, 120, 28, f"keys {owner}" if seen else f"keys {owner}: later",
+                f"r{owner}" if seen else "none",
+            )  # fmt: skip
+    picture.save()
+
+
+def expert_parallel() -> None:
+    picture = Picture("expert_parallel", "Tokens travel to their experts and back", 640, 250)
+    chosen = {0: [0, 3, 5], 1: [2, 3, 6], 2: [1, 4, 7], 3: [0, 5, 6]}
+    for rank in range(4):
+        y = 30 + 52 * rank
+        picture.text(6, y + 18, f"process {rank}", "small left")
+        for place, expert in enumerate(chosen[rank]):
+            picture.box(80 + 46 * place, y, 42, 28, f"to {expert}", f"r{expert // 2}")
+            picture.arrow(216, y + 14, 396, 44 + 52 * (expert // 2))
+        picture.box(400, y, 100, 28, f"expert {2 * rank}", f"r{rank}")
+        picture.box(504, y, 100, 28, f"expert {2 * rank + 1}", f"r{rank}")
+    picture.text(320, 242, "the way back is the same, in the other direction", "small")
+    picture.save()
+
+
+def gradient_checkpointing() -> None:
+    picture = Picture(
+        "gradient_checkpointing", "Kept for backward: everything, or the inputs of blocks", 700, 190
+    )
+    for row, (title, kept) in enumerate((("without", True), ("with", False))):
+        y = 20 + 90 * row
+        picture.text(6, y + 34, title, "left")
+        for block in range(6):
+            x = 90 + 98 * block
+            picture.box(x, y, 16, 56, "", "r0")
+            for inside in range(3):
+                picture.box(x + 22 + 20 * inside, y + 8, 16, 40, "", "r1" if kept else "none")
+    picture.text(
+        350,
+        182,
+        "blue: inputs of blocks; yellow: what is inside; dashed: forgotten, and computed again",
+        "small",
+    )
+    picture.save()
+
+
+def loss_scaling() -> None:
+    picture = Picture(
+        "loss_scaling", "The loss scale falls fast, then rises and is halved now and then", 700, 210
+    )
+    picture.text(6, 20, "loss scale", "small left")
+    # Steps at which something overflows; after four good steps the scale doubles.
+    overflows, height, good = {0, 1, 2, 7, 12, 17}, 5.0, 0
+    for step in range(20):
+        x, y = 60 + 30 * step, 150 - 24 * height
+        picture.box(x, y, 26, 170 - y, "", "r3" if step in overflows else "r0")
+        if step in overflows:
+            height, good = height - 1, 0
+        else:
+            good += 1
+            if good == 4:
+                height, good = height + 1, 0
+    picture.text(
+        350,
+        196,
+        "each bar is a step; in the pink ones something overflowed: skipped, and the scale halved",
+        "small",
+    )
+    picture.save()
+
+
+def int8_gradients() -> None:
+    picture = Picture("int8_gradients", "A block of numbers as small integers and one scale", 700, 150)
+    values = ["0.31", "-1.27", "0.04", "0.88", "-0.52", "1.01"]
+    integers = ["31", "-127", "4", "88", "-52", "101"]
+    picture.text(6, 42, "float32", "small left")
+    picture.text(6, 107, "int8", "small left")
+    for place, (value, integer) in enumerate(zip(values, integers, strict=True)):
+        picture.box(80 + 76 * place, 22, 72, 30, value, "r0")
+        picture.arrow(116 + 76 * place, 54, 116 + 76 * place, 86)
+        picture.box(107 + 76 * place, 88, 18, 30, "", "r2")
+        picture.text(116 + 76 * place, 134, integer, "small")
+    picture.box(560, 88, 72, 30, "scale 0.01", "r1")
+    picture.text(596, 134, "once in 256 numbers", "small")
+    picture.save()
+
+
+def streaming() -> None:
+    picture = Picture("streaming", "While one block computes, the next is read", 700, 150)
+    picture.text(6, 42, "disk", "small left")
+    picture.text(6, 92, "compute", "small left")
+    for block in range(6):
+        picture.box(80 + 85 * block, 22, 80, 30, f"read {block}", f"r{block % 2}")
+        picture.box(165 + 85 * block, 72, 80, 30, f"use {block}", f"r{block % 2}")
+        picture.arrow(160 + 85 * block, 54, 166 + 85 * block, 70)
+    picture.text(
+        350,
+        134,
+        "two blocks are in memory at any time: the one in use, and the one that is being read",
+        "small",
+    )
+    picture.save()
+
+
 def main() -> None:
     parameter_server()
     ring_all_reduce()
@@ -159,6 +320,14 @@ def main() -> None:
     rotating_server()
     for stage in (1, 2, 3):
         zero(stage)
+    tensor_parallel()
+    pipeline()
+    ring_attention()
+    expert_parallel()
+    gradient_checkpointing()
+    loss_scaling()
+    int8_gradients()
+    streaming()
 
 
 if __name__ == "__main__":
