@@ -95,10 +95,10 @@ class ExpertParallelMixture(nn.Module):
         # Sorted by expert, tokens are sorted by process too.
         order = chosen.argsort(stable=True)
         arrived = AllToAll.apply(tokens[order], sent, received)
+        # What comes is in order of origin, and from each process in order of these experts.
         numbers = torch.arange(self.here).repeat(self.size)
-        outputs = apply_experts(
-            self.experts, arrived, numbers.repeat_interleave(counts[:, self.rank].flatten())
-        )
+        chosen_here = numbers.repeat_interleave(counts[:, self.rank].flatten())
+        outputs = apply_experts(self.experts, arrived, chosen_here)
         back = AllToAll.apply(outputs, received, sent)
 
         self.rows_staying = sent[self.rank]
