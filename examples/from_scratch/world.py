@@ -43,7 +43,9 @@ def count(what: str, measured: int, formula: float) -> Check:
 
 def same(what: str, ours: Sequence[Tensor], theirs: Sequence[Tensor], within: float = 1e-6) -> Check:
     """Tensors that should be equal. Floating-point sums in another order differ by rounding, hence ``within``."""
-    off = max((a.double() - b.double()).abs().max().item() for a, b in zip(ours, theirs, strict=True))
+    # view_as refuses another shape. torch's max, not Python's, gives NaN if there is one.
+    offs = [(a.double() - b.double().view_as(a)).abs().max() for a, b in zip(ours, theirs, strict=True)]
+    off = torch.stack(offs).max().item()
     holds = off <= within
     wanted = f"within {within:g}" if within else "equal"
     return Check(what, wanted if holds else f"off by {off:.2g}", wanted, holds)
@@ -81,15 +83,12 @@ def train_alone(steps: int, build: Callable[..., torch.optim.Optimizer] = sgd) -
     return [parameter.detach() for parameter in model.parameters()]
 
 
+@dataclass
 class Wire:
     """The bytes and messages that this process has sent."""
 
-    bytes = 0
-    messages = 0
-
-    def add(self, sent: int) -> None:
-        self.bytes += sent
-        self.messages += 1
+    bytes: int = 0
+    messages: int = 0
 
 
 @contextmanager
@@ -99,27 +98,24 @@ def wire() -> Iterator[Wire]:
     A message to one process counts with its size. An all-reduce of B bytes over N processes counts as
     2 (N - 1) / N B, which is what each process sends in it: ring_all_reduce.py shows why.
     """
-    counted = Wire()
-    send, isend, all_reduce = dist.send, dist.isend, dist.all_reduce
+    counted, originals = Wire(), {name: getattr(dist, name) for name in ("send", "isend", "all_reduce")}
 
-    def counting_send(tensor, *args, **kwargs):
-        counted.add(tensor.nbytes)
-        return send(tensor, *args, **kwargs)
+    def counting(name: str) -> Callable[..., object]:
+        def call(tensor: Tensor, *args: object, **kwargs: object) -> object:
+            n = dist.get_world_size()
+            counted.bytes += 2 * (n - 1) * tensor.nbytes // n if name == "all_reduce" else tensor.nbytes
+            counted.messages += 1
+            return originals[name](tensor, *args, **kwargs)
 
-    def counting_isend(tensor, *args, **kwargs):
-        counted.add(tensor.nbytes)
-        return isend(tensor, *args, **kwargs)
+        return call
 
-    def counting_all_reduce(tensor, *args, **kwargs):
-        processes = dist.get_world_size()
-        counted.add(2 * (processes - 1) * tensor.nbytes // processes)
-        return all_reduce(tensor, *args, **kwargs)
-
-    dist.send, dist.isend, dist.all_reduce = counting_send, counting_isend, counting_all_reduce
+    for name in originals:
+        setattr(dist, name, counting(name))
     try:
         yield counted
     finally:
-        dist.send, dist.isend, dist.all_reduce = send, isend, all_reduce
+        for name, original in originals.items():
+            setattr(dist, name, original)
 
 
 def run(demo: Callable[[], list[Check]], processes: int) -> None:
@@ -134,11 +130,14 @@ def _one_process(rank: int, demo: Callable[[], list[Check]], processes: int) -> 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=processes)
     checks = demo()
+    wrong = [check for check in checks if not check.holds]
     if rank == 0:
         print(table(checks))
+    elif wrong:
+        print(f"wrong on process {rank}:\n{table(wrong)}")
     dist.barrier()
     dist.destroy_process_group()
-    if not all(check.holds for check in checks):
+    if wrong:
         sys.exit(1)
 
 

@@ -15,6 +15,7 @@ from textwrap import indent
 from types import ModuleType
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from lockstep.testing.pool import WorkerPool
@@ -71,11 +72,16 @@ def test_a_lesson_starts_its_processes_by_itself() -> None:
     assert "bytes sent in reduce-scatter: (N - 1) / N" in done.stdout
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_lesson_is_short_and_of_plain_torch(name: str) -> None:
-    source = (LESSONS / f"{name}.py").read_text(encoding="utf-8")
+@pytest.mark.parametrize("path", sorted(LESSONS.glob("*.py")), ids=lambda path: path.stem)
+def test_a_file_is_short_and_of_plain_torch(path: Path) -> None:
+    source = path.read_text(encoding="utf-8")
     assert len(source.splitlines()) < 150
     assert "lockstep" not in source
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_lesson_says_its_command_and_its_paper(name: str) -> None:
+    source = (LESSONS / f"{name}.py").read_text(encoding="utf-8")
     assert f"python examples/from_scratch/{name}.py" in source
     assert re.search(r"^Papers?: ", ast.get_docstring(ast.parse(source)) or "", re.M)
 
@@ -84,12 +90,29 @@ def test_a_lesson_is_short_and_of_plain_torch(name: str) -> None:
 def test_the_code_of_a_page_is_that_of_the_lesson(name: str) -> None:
     page = (PAGES / f"{name}.md").read_text(encoding="utf-8")
     source = (LESSONS / f"{name}.py").read_text(encoding="utf-8")
+    # A page may also show what the lesson imports from another one.
+    source += "".join(path.read_text(encoding="utf-8") for path in LESSONS.glob("*.py"))
     excerpts = re.findall(r"^<!-- lesson -->\n```python\n(.*?)^```$", page, re.M | re.S)
     assert excerpts
     # A method stands on the page without its indentation.
     assert [text for text in excerpts if text not in source and indent(text, "    ") not in source] == []
     assert f"python examples/from_scratch/{name}.py" in page
     assert (ROOT / "docs" / "images" / "from_scratch" / f"{name}.svg").is_file()
+
+
+@pytest.mark.parametrize("wrong", [2.1, float("nan")])
+def test_the_lessons_notice_a_wrong_number(wrong: float) -> None:
+    same, right = lesson("world").same, torch.zeros(3)
+    assert same("", [right], [right], within=0).holds
+    assert not same("", [right, torch.tensor([1.0, wrong])], [right, torch.tensor([1.0, 2.0])]).holds
+    with pytest.raises(RuntimeError):
+        same("", [right], [torch.zeros(4)])
+
+
+def test_the_lessons_notice_a_wrong_count() -> None:
+    count = lesson("world").count
+    assert count("", 1000, 4 * 3 / 4 * 1000 / 3).holds
+    assert not count("", 1000, 1000.5).holds
 
 
 def test_every_lesson_has_a_page_and_every_page_a_lesson() -> None:

@@ -100,6 +100,12 @@ def test_the_engine_has_the_numbers_and_the_bytes_of_the_lesson(worker_pool: Wor
         assert formula <= sent <= formula + 300
 
 
+def test_the_engine_without_a_server_has_the_numbers_of_the_parameter_server(worker_pool: WorkerPool) -> None:
+    (server, _), *_ = worker_pool.run(train_from_scratch, 4, "parameter_server")
+    for weights, _ in worker_pool.run(train_with_engine, 3, "ddp", 1, "sgd"):  # 3 workers
+        assert_close(weights, server)
+
+
 def late_gradients_by_engine(steps: int) -> tuple[list[Tensor], int]:
     """Parameters after training with the engine's rotating server, with no staleness, and the bytes it sent."""
     world = lesson("world")
