@@ -1,4 +1,4 @@
-"""The table of settings in ``docs/launching.md``: ``python -m tests.settings_table`` writes it anew."""
+"""The table of settings in ``docs/reference/configuration.md``: ``python -m tests.settings_table`` writes it anew."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lockstep.config.settings import TOPICS, Setting
 
-PAGE = Path(__file__).parents[1] / "docs" / "launching.md"
+PAGE = Path(__file__).parents[1] / "docs" / "reference/configuration.md"
 BLOCK = re.compile(r"(?<=<!-- settings -->\n\n).*?(?=\n<!-- end of settings -->)", re.DOTALL)
 
 

@@ -78,7 +78,7 @@ def test_every_option_of_launch_is_documented() -> None:
     assert command is not None
     options = [p for p in command.params if isinstance(p, click.Option) and not p.hidden]
     real = {word for option in options for word in option.opts}
-    table = section("launching.md", "Options")
+    table = section("reference/configuration.md", "Options")
     assert set(re.findall(r"`(--?[a-z][a-z0-9-]*)`", "".join(first_cells(table)))) == real
 
 
@@ -113,7 +113,7 @@ def first_cells(text: str) -> list[str]:
 
 
 def test_the_table_of_settings_is_that_of_the_source() -> None:
-    found = settings_table.BLOCK.search(TEXTS["launching.md"])
+    found = settings_table.BLOCK.search(TEXTS["reference/configuration.md"])
     assert found is not None and found.group() == settings_table.table(), (
         "run python -m tests.settings_table, which writes it anew"
     )
@@ -128,7 +128,9 @@ def test_the_tables_for_migration_are_those_of_the_source() -> None:
 
 def test_the_table_of_other_yaml_keys_is_that_of_the_source() -> None:
     rows = re.findall(
-        r"^\| `(\w+)` \| (\w+)", section("launching.md", "Configuration file"), flags=re.MULTILINE
+        r"^\| `(\w+)` \| (\w+)",
+        section("reference/configuration.md", "Configuration file"),
+        flags=re.MULTILINE,
     )
     expected = dict.fromkeys(SECTIONS, "used")
     expected |= dict.fromkeys(ACCELERATE_ONLY, "checked")
@@ -144,9 +146,8 @@ def test_yaml_examples_are_accepted() -> None:
 
 
 def test_documented_environment_variables_are_read() -> None:
-    documented = set(
-        re.findall(r"`([A-Z]\w+)`", "".join(first_cells(section("launching.md", "Environment variables"))))
-    )
+    table = section("reference/environment.md", "Other variables")
+    documented = set(re.findall(r"`([A-Z]\w+)`", "".join(first_cells(table))))
     readers = ("sources.py", "place.py")
     source = "".join((ROOT / "src/lockstep/config" / name).read_text(encoding="utf-8") for name in readers)
     assert [variable for variable in documented if variable not in source] == []

@@ -53,6 +53,7 @@ def wait_for_everyone() -> None:
 
 
 def is_torch_tensor(tensor: object) -> bool:
+    """Whether this is a tensor."""
     return isinstance(tensor, torch.Tensor)
 
 

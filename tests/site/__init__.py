@@ -1,0 +1,1 @@
+"""Pages of the site that follow from the source and from data; ``python -m tests.site`` writes them anew."""

@@ -1,0 +1,7 @@
+"""Writes every generated page anew."""
+
+from tests.site.pages import ROOT
+from tests.site.written import pages
+
+for path, text in pages().items():
+    (ROOT / path).write_text(text, encoding="utf-8")

@@ -1,0 +1,78 @@
+"""Generated pages are those of the source and the data, and say everything that there is."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+
+import pytest
+import yaml
+
+from lockstep.cli.main import COMMANDS
+from lockstep.config.settings import IN_FILES
+from tests.site import commands, features, names, schema
+from tests.site.pages import DOCS, ROOT
+from tests.site.written import pages
+
+PAGES = pages()
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_a_page_is_that_of_the_source(path: str) -> None:
+    found = (ROOT / path).read_text(encoding="utf-8")
+    assert found == PAGES[path], "run python -m tests.site, which writes it anew"
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    page = PAGES["docs/reference/names.md"]
+    shown = {line.rpartition(".")[2] for line in page.splitlines() if line.startswith("::: ")}
+    listed = set(re.findall(r"^\| `(\w+)` \|", page, flags=re.MULTILINE))
+    for module in (*names.WHOLE, *names.IN_SENTENCES):
+        public = names.public(importlib.import_module(module))
+        assert public
+        assert [name for name in public if name not in shown | listed] == [], module
+
+
+def test_no_name_is_without_a_sentence() -> None:
+    page = PAGES["docs/reference/names.md"]
+    assert re.findall(r"^\| `\w+` \| *\|$", page, flags=re.MULTILINE) == []
+
+
+def test_every_command_and_option_is_in_the_reference() -> None:
+    page = PAGES["docs/reference/commands.md"]
+    for words, command in commands.walk():
+        assert re.search(rf"^#+ lockstep {words}$", page, flags=re.MULTILINE)
+        if words not in commands.ELSEWHERE:
+            assert [one for one in commands.options_of(command) if f"`{one.opts[0]}`" not in page] == []
+    assert set(COMMANDS) <= {words for words, _ in commands.walk()}
+
+
+def test_every_key_of_a_file_has_a_schema() -> None:
+    assert set(schema.schema()["properties"]) == set(IN_FILES)
+
+
+@pytest.mark.parametrize("name", ["configuration.md"])
+def test_files_of_the_reference_fit_the_schema(name: str) -> None:
+    properties = json.loads(schema.text())["properties"]
+    text = (DOCS / "reference" / name).read_text(encoding="utf-8")
+    for example in re.findall(r"^```yaml\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL):
+        for key, value in yaml.load(example, yaml.BaseLoader).items():
+            rule = properties.get(key, {})
+            assert value in rule.get("enum", [value])
+            if rule.get("type") == "integer":
+                assert rule["minimum"] <= int(value) <= rule["maximum"]
+
+
+def test_every_row_of_the_feature_table_is_complete_and_leads_to_a_page() -> None:
+    data = features.load()
+    rows = [row for group in data["groups"] for row in group["rows"]]
+    assert len(rows) > 20
+    for row in rows:
+        assert set(row) - {"readme"} == {"feature", "page", "state", *data["peers"]}
+        assert all(type(row[key]) is str for key in row if key != "readme"), row
+        assert (DOCS / row["page"]).is_file(), row
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) < 150
