@@ -26,12 +26,16 @@ class Bucket:
         self.buffer = torch.zeros(sum(parameter.numel() for parameter in parameters))
         pieces = self.buffer.split([parameter.numel() for parameter in parameters])
         for parameter, piece in zip(parameters, pieces, strict=True):
-            # The gradient is a view of the buffer: backward writes into it, and nothing is copied.
+            # The gradient is a view of the buffer: backward writes into it, and nothing
+            # is copied.
             parameter.grad = piece.view_as(parameter)
 
 
 class BucketedDataParallel:
-    """Averages gradients over all processes, bucket by bucket. Call :meth:`wait` between backward and step."""
+    """Averages gradients over all processes, bucket by bucket.
+
+    Call :meth:`wait` between backward and step.
+    """
 
     def __init__(self, model: nn.Module, bucket_bytes: int) -> None:
         self.buckets = [Bucket(group) for group in grouped(list(model.parameters()), bucket_bytes)]
@@ -45,8 +49,9 @@ class BucketedDataParallel:
     def arrived(self, bucket: Bucket) -> None:
         """Called in backward, when one more gradient of the bucket is there."""
         bucket.missing -= 1
-        # In the order of the list, even if a later bucket is full first. All processes must issue the same
-        # all-reduces in the same order, or one process's first bucket would meet another's second.
+        # In the order of the list, even if a later bucket is full first. All processes
+        # must issue the same all-reduces in the same order, or one process's first
+        # bucket would meet another's second.
         while self.next < len(self.buckets) and self.buckets[self.next].missing == 0:
             buffer = self.buckets[self.next].buffer
             buffer /= dist.get_world_size()
@@ -69,10 +74,11 @@ class BucketedDataParallel:
 
 
 def grouped(parameters: list[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:
-    """Parameters from the last to the first, as backward comes to them, in groups of at most that size."""
+    """Parameters in groups of at most that size, last ones first, as backward comes to them."""
     groups: list[list[nn.Parameter]] = [[]]
     for parameter in reversed(parameters):
-        if groups[-1] and sum(other.nbytes for other in groups[-1]) + parameter.nbytes > bucket_bytes:
+        filled = sum(other.nbytes for other in groups[-1])
+        if groups[-1] and filled + parameter.nbytes > bucket_bytes:
             groups.append([])
         groups[-1].append(parameter)
     return groups
@@ -99,7 +105,8 @@ def demo(steps: int = 3) -> list[Check]:
 
     size = dist.get_world_size()
     model_bytes = 4 * sum(parameter.numel() for parameter in trained)
-    # From the back: 4 + 64 + 16 + 256 + 16 numbers are 1424 bytes; the first weight, 512 bytes, does not fit in.
+    # From the back: 4 + 64 + 16 + 256 + 16 numbers are 1424 bytes; the first weight,
+    # 512 bytes, does not fit in.
     return [
         same("parameters, beside one process", trained, train_alone(steps)),
         count(

@@ -17,19 +17,24 @@ from world import Check, batch, count, mean_loss, run, same, sgd, share, small_m
 
 
 class DataParallel:
-    """Averages the gradients of a model over all processes. Call :meth:`wait` between backward and step."""
+    """Averages the gradients of a model over all processes.
+
+    Call :meth:`wait` between backward and step.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.running: list[dist.Work] = []
         self.parameters = list(model.parameters())
         for parameter in self.parameters:
-            # Whatever each process drew at random, all start with the weights of process 0.
+            # Whatever each process drew at random, all start with the weights of
+            # process 0.
             dist.broadcast(parameter.data, src=0)
             parameter.register_post_accumulate_grad_hook(self.start)
 
     def start(self, parameter: nn.Parameter) -> None:
         """Called in backward, when this parameter's gradient is complete."""
-        # Divided before the sum: in 16-bit types the sum of many gradients could overflow.
+        # Divided before the sum: in 16-bit types the sum of many gradients could
+        # overflow.
         parameter.grad /= dist.get_world_size()
         # async_op: the call returns at once, and the sum is there after wait().
         self.running.append(dist.all_reduce(parameter.grad, async_op=True))
@@ -45,7 +50,8 @@ def train(steps: int = 3) -> list[Tensor]:
     rank, size = dist.get_rank(), dist.get_world_size()
     model = small_model()
     parallel = DataParallel(model)
-    # Every process has an optimizer. Equal weights, equal gradients: they stay equal without a further word.
+    # Every process has an optimizer. Equal weights, equal gradients: they stay equal
+    # without a further word.
     optimizer = sgd(model.parameters())
     for step in range(steps):
         optimizer.zero_grad()

@@ -21,7 +21,10 @@ WIDTH, EXPERTS = 8, 8
 
 
 class AllToAll(torch.autograd.Function):
-    """Rows in order of destination to rows in order of origin. Backward takes the same way back."""
+    """Rows in order of destination to rows in order of origin.
+
+    Backward takes the same way back.
+    """
 
     @staticmethod
     def forward(ctx, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
@@ -75,7 +78,10 @@ def apply_experts(experts: nn.ModuleList, rows: Tensor, chosen: Tensor) -> Tenso
 
 
 class ExpertParallelMixture(nn.Module):
-    """The same with EXPERTS / N experts on each process. Each process has tokens of its own."""
+    """The same with EXPERTS / N experts on each process.
+
+    Each process has tokens of its own.
+    """
 
     def __init__(self, plain: PlainMixture) -> None:
         super().__init__()
@@ -87,7 +93,8 @@ class ExpertParallelMixture(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         gate, chosen = self.router(tokens).softmax(-1).max(-1)
 
-        # Nobody knows how many tokens will come, so the processes tell each other first.
+        # Nobody knows how many tokens will come, so the processes tell each other
+        # first.
         counts = all_gather(chosen.bincount(minlength=EXPERTS)).view(self.size, self.size, self.here)
         sent = counts[self.rank].sum(-1).tolist()
         received = counts[:, self.rank].sum(-1).tolist()
@@ -95,7 +102,8 @@ class ExpertParallelMixture(nn.Module):
         # Sorted by expert, tokens are sorted by process too.
         order = chosen.argsort(stable=True)
         arrived = AllToAll.apply(tokens[order], sent, received)
-        # What comes is in order of origin, and from each process in order of these experts.
+        # What comes is in order of origin, and from each process in order of these
+        # experts.
         numbers = torch.arange(self.here).repeat(self.size)
         chosen_here = numbers.repeat_interleave(counts[:, self.rank].flatten())
         outputs = apply_experts(self.experts, arrived, chosen_here)
@@ -123,7 +131,8 @@ def demo(tokens_each: int = 32) -> list[Check]:
     mine = slice(rank * split.here, (rank + 1) * split.here)
     ours = [parameter.grad for parameter in split.experts.parameters() if parameter.grad is not None]
     theirs = [parameter.grad for parameter in whole.experts[mine].parameters() if parameter.grad is not None]
-    # Forward and backward: tokens, or their gradients, go out and come back. Counts are integers of 8 bytes.
+    # Forward and backward: tokens, or their gradients, go out and come back. Counts are
+    # integers of 8 bytes.
     travelling = 2 * split.rows_travelling * WIDTH * 4 + (size - 1) * EXPERTS * 8
     return [
         same("outputs, beside one process", [outputs], [share(expected, rank, size)]),

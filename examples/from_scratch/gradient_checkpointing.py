@@ -50,7 +50,10 @@ def checkpointed(block: nn.Module, inputs: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    """A feed-forward network beside a residual connection. It counts how often its forward runs."""
+    """A feed-forward network beside a residual connection.
+
+    It counts how often its forward runs.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +109,8 @@ def demo(rows: int = 32) -> list[Check]:
     inputs = torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(2))
     plain, plain_bytes, plain_calls = gradients(False, inputs)
     ours, our_bytes, our_calls = gradients(True, inputs)
-    # A block keeps its input, what goes into gelu (4 times as wide), what comes out, and dropout's mask.
+    # A block keeps its input, what goes into gelu (4 times as wide), what comes out,
+    # and dropout's mask.
     inside = 1 + 4 + 4 + 1
     return [
         same("gradients, beside no checkpointing", ours, plain, within=0),

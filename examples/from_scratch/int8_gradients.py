@@ -20,9 +20,13 @@ BLOCK, LARGEST = 256, 127
 
 
 def quantize(values: Tensor) -> tuple[Tensor, Tensor]:
-    """[n] in float32 to integers [n] in int8 and scales [n / BLOCK]. BLOCK must divide n."""
+    """[n] in float32 to integers [n] in int8 and scales [n / BLOCK].
+
+    BLOCK must divide n.
+    """
     blocks = values.view(-1, BLOCK)
-    # The largest number of a block becomes 127 or -127, so nothing is cut off. A block of zeros must not divide by 0.
+    # The largest number of a block becomes 127 or -127, so nothing is cut off. A block
+    # of zeros must not divide by 0.
     scales = (blocks.abs().amax(1) / LARGEST).clamp_min(torch.finfo(torch.float32).tiny)
     return (blocks / scales.unsqueeze(1)).round().to(torch.int8).flatten(), scales
 
@@ -46,8 +50,9 @@ def quantized_reduce_scatter(gradient: Tensor) -> Tensor:
     rank, size = dist.get_rank(), dist.get_world_size()
     messages = [packed(*quantize(chunk)) for chunk in gradient.chunk(size)]
 
-    # Not a ring: there a sum is passed on, and would be rounded in each of its N - 1 hops. Here everyone sends
-    # everyone a chunk, which is the same number of bytes, and each number is rounded once.
+    # Not a ring: there a sum is passed on, and would be rounded in each of its N - 1
+    # hops. Here everyone sends everyone a chunk, which is the same number of bytes, and
+    # each number is rounded once.
     incoming = [torch.empty_like(message) for message in messages]
     incoming[rank] = messages[rank]
     others = [other for other in range(size) if other != rank]
@@ -71,7 +76,8 @@ def error_bound(gradients: list[Tensor], rank: int) -> Tensor:
 def demo(length: int = 64 * 1024) -> list[Check]:
     rank, size = dist.get_rank(), dist.get_world_size()
     gradients = [torch.randn(length, generator=torch.Generator().manual_seed(other)) for other in range(size)]
-    # Blocks of very different sizes, as layers have: one scale for all would round small ones to zero.
+    # Blocks of very different sizes, as layers have: one scale for all would round
+    # small ones to zero.
     gradients = [gradient * torch.logspace(-4, 0, length) for gradient in gradients]
 
     with wire() as sent:

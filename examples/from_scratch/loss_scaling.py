@@ -45,7 +45,10 @@ class LossScale:
 
 
 def half_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Layers compute in float16, the loss in float32. Weights and their gradients are float32."""
+    """Layers compute in float16, the loss in float32.
+
+    Weights and their gradients are float32.
+    """
     with torch.autocast("cpu", dtype=torch.float16):
         outputs = model(inputs)
     return TINY * nn.functional.mse_loss(outputs.float(), targets)
@@ -63,11 +66,13 @@ def train(steps: int) -> tuple[list[Tensor], LossScale]:
     for step in range(steps):
         optimizer.zero_grad()
         inputs, targets = (share(tensor, rank, size) for tensor in batch(step))
-        # Divided by N here, not after the sum: then a row has the gradient that it has in one process.
+        # Divided by N here, not after the sum: then a row has the gradient that it has
+        # in one process.
         (half_loss(model, inputs, targets) / size * scale.value).backward()
 
         gradient = all_reduce(flat_gradient(model))
-        # If one process had an infinity, the sum has it on all of them. So all skip the step, or none.
+        # If one process had an infinity, the sum has it on all of them. So all skip the
+        # step, or none.
         overflow = not gradient.isfinite().all()
         if not overflow:
             pieces = (gradient / scale.value).split([parameter.numel() for parameter in model.parameters()])

@@ -36,14 +36,18 @@ def serve(steps: int) -> list[Tensor]:
             dist.recv(gradient, worker)
             total += gradient
 
-        # Each worker's loss is the mean of equally many rows, so their mean is that of the whole batch.
+        # Each worker's loss is the mean of equally many rows, so their mean is that of
+        # the whole batch.
         set_gradients(model, total / len(workers))
         optimizer.step()
     return [parameter.detach() for parameter in model.parameters()]
 
 
 def work(steps: int) -> None:
-    """A worker's side. It keeps nothing from one step to the next: no optimizer, no weights of its own."""
+    """A worker's side.
+
+    It keeps nothing from one step to the next: no optimizer, no weights of its own.
+    """
     model = small_model()
     index, workers = dist.get_rank() - 1, dist.get_world_size() - 1
     weights = torch.empty_like(parameters_to_vector(model.parameters()))

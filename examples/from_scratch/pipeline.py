@@ -23,7 +23,10 @@ MICRO_BATCHES = 8
 
 
 class Stage:
-    """One process's layers. ``kept`` has, for each micro-batch on the way, what backward will need."""
+    """One process's layers.
+
+    ``kept`` has, for each micro-batch on the way, what backward will need.
+    """
 
     def __init__(self, layers: nn.Sequential, inputs: Tensor, targets: Tensor) -> None:
         self.rank, self.last = dist.get_rank(), dist.get_world_size() - 1
@@ -82,7 +85,10 @@ def deep_model() -> nn.Sequential:
 
 
 def run_schedule(schedule: Schedule) -> Stage:
-    """One forward and backward of a batch. Afterwards this process's layers have their gradients."""
+    """One forward and backward of a batch.
+
+    Afterwards this process's layers have their gradients.
+    """
     rank, size = dist.get_rank(), dist.get_world_size()
     inputs, _ = batch(0)
     stage = Stage(deep_model()[rank * 8 // size : (rank + 1) * 8 // size], inputs, inputs.roll(1, dims=1))

@@ -14,15 +14,16 @@ def gpipe(stage: int, stages: int, micros: int) -> list[Action]:
 
 
 def one_f_one_b(stage: int, stages: int, micros: int) -> list[Action]:
-    # Enough forwards to keep the later stages busy; then each backward makes room for one more forward.
+    # Enough forwards to keep the later stages busy; then each backward makes room for
+    # one more forward.
     ahead = min(stages - stage - 1, micros)
     steady = [action for m in range(micros - ahead) for action in (("F", ahead + m), ("B", m))]
     return [("F", m) for m in range(ahead)] + steady + [("B", m) for m in range(micros - ahead, micros)]
 
 
 def zero_bubble(stage: int, stages: int, micros: int) -> list[Action]:
-    # The stage before waits for I, and nobody for W. The later a stage, the more of its Ws it can put off: it has
-    # fewer micro-batches on the way than the first stage has.
+    # The stage before waits for I, and nobody for W. The later a stage, the more of its
+    # Ws it can put off: it has fewer micro-batches on the way than the first stage has.
     actions: list[Action] = []
     for kind, m in one_f_one_b(stage, stages, micros):
         actions.append(("I" if kind == "B" else kind, m))
@@ -41,7 +42,8 @@ def timeline(schedule: Schedule, stages: int, micros: int) -> list[list[tuple[Ac
             if not actions:
                 continue
             kind, m = actions[0]
-            # A forward needs that of the stage before, a backward that of the stage after it, and W nothing.
+            # A forward needs that of the stage before, a backward that of the stage
+            # after it, and W nothing.
             before = {"F": stage - 1, "B": stage + 1, "I": stage + 1, "W": -1}[kind]
             if 0 <= before < stages and (kind, before, m) not in ended:
                 continue

@@ -19,7 +19,7 @@ from world import Check, count, run, same, wire
 
 
 def hop(outgoing: Tensor) -> Tensor:
-    """Send a tensor to the right neighbour; return the one, of the same shape, that comes from the left."""
+    """Send a tensor to the right; return the one, of the same shape, that comes from the left."""
     rank, size = dist.get_rank(), dist.get_world_size()
     incoming = torch.empty_like(outgoing)
     # Not send, then recv: if all processes wait in send, none of them receives.
@@ -30,10 +30,14 @@ def hop(outgoing: Tensor) -> Tensor:
 
 
 def reduce_scatter(tensor: Tensor) -> Tensor:
-    """This process's chunk of the sum of all tensors: [n] -> [n / N]. N must divide n."""
+    """This process's chunk of the sum of all tensors: [n] -> [n / N].
+
+    N must divide n.
+    """
     rank, size = dist.get_rank(), dist.get_world_size()
     chunks = list(tensor.view(size, -1))
-    # Chunk c starts at the process to the right of its owner, and meets all others on the way to it.
+    # Chunk c starts at the process to the right of its owner, and meets all others on
+    # the way to it.
     partial = chunks[(rank - 1) % size]
     for step in range(1, size):
         partial = hop(partial) + chunks[(rank - 1 - step) % size]
@@ -52,7 +56,10 @@ def all_gather(chunk: Tensor) -> Tensor:
 
 
 def all_reduce(tensor: Tensor) -> Tensor:
-    """The sum of all processes' tensors, in the same shape. The inputs stay as they are."""
+    """The sum of all processes' tensors, in the same shape.
+
+    The inputs stay as they are.
+    """
     flat = padded(tensor)
     return all_gather(reduce_scatter(flat))[: tensor.numel()].view_as(tensor)
 

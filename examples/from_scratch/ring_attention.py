@@ -20,7 +20,10 @@ from world import Check, count, run, same, wire
 
 
 def scores_of(q: Tensor, k: Tensor, own: bool) -> Tensor:
-    """[..., queries, keys]. In a process's own chunk no position may see a later one."""
+    """[..., queries, keys].
+
+    In a process's own chunk no position may see a later one.
+    """
     scores = q @ k.mT / q.shape[-1] ** 0.5
     return (
         scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf) if own else scores
@@ -38,7 +41,10 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Ten
 
 
 class RingAttention(torch.autograd.Function):
-    """Causal attention. All tensors are this process's chunk: [batch, heads, sequence / N, head width]."""
+    """Causal attention.
+
+    All tensors are this process's chunk: [batch, heads, sequence / N, head width].
+    """
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -54,7 +60,8 @@ class RingAttention(torch.autograd.Function):
                 out, lse = merge(out, lse, scores.softmax(-1) @ values, scores.logsumexp(-1, keepdim=True))
             if step < size - 1:
                 travelling = hop(travelling)
-        # Not the scores: they would be [sequence / N, sequence]. Backward computes them again.
+        # Not the scores: they would be [sequence / N, sequence]. Backward computes them
+        # again.
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 
@@ -63,7 +70,8 @@ class RingAttention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         rank, size = dist.get_rank(), dist.get_world_size()
         scale = q.shape[-1] ** -0.5
-        # The softmax's backward subtracts the mean gradient of a row, weighted by its probabilities.
+        # The softmax's backward subtracts the mean gradient of a row, weighted by its
+        # probabilities.
         mean = (gradient * out).sum(-1, keepdim=True)
         travelling, gradients = torch.stack([k, v]), torch.zeros_like(torch.stack([k, v]))
         q_gradient = torch.zeros_like(q)

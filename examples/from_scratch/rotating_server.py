@@ -20,14 +20,18 @@ from world import Check, batch, count, mean_loss, run, same, share, small_model,
 
 
 class Round:
-    """The exchange of one step's gradients. It begins with the step and may end much later."""
+    """The exchange of one step's gradients.
+
+    It begins with the step and may end much later.
+    """
 
     def __init__(self, step: int, gradient: Tensor) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.server = step % self.size
         self.others = [rank for rank in range(self.size) if rank != self.server]
         self.gradient = gradient
-        # The step is the message's tag: rounds overlap, and their messages must not be mixed up.
+        # The step is the message's tag: rounds overlap, and their messages must not be
+        # mixed up.
         self.tag = step
         if self.rank == self.server:
             self.received = [torch.empty_like(gradient) for _ in self.others]
@@ -37,7 +41,10 @@ class Round:
             self.running = [dist.isend(gradient, self.server, tag=self.tag)]
 
     def answer(self) -> None:
-        """The server's second half: add up what came, send the sum to all. The others have nothing to do."""
+        """The server's second half: add up what came, send the sum to all.
+
+        The others have nothing to do.
+        """
         if self.rank != self.server:
             return
         for work in self.running:
@@ -56,7 +63,10 @@ class Round:
 
 
 def train(steps: int = 8, delay: int = 2, lr: float = 0.1) -> list[Tensor]:
-    """The trained parameters, the same on every process. With ``delay`` 0 it is synchronous training."""
+    """The trained parameters, the same on every process.
+
+    With ``delay`` 0 it is synchronous training.
+    """
     rank, size = dist.get_rank(), dist.get_world_size()
     model = small_model()
     waiting: list[Round] = []
@@ -66,7 +76,8 @@ def train(steps: int = 8, delay: int = 2, lr: float = 0.1) -> list[Tensor]:
         mean_loss(model, share(inputs, rank, size), share(targets, rank, size)).backward()
         gradient = parameters_to_vector(parameter.grad for parameter in model.parameters())
         waiting.append(Round(step, gradient))
-        # The bound: no more than `delay` updates may be missing when the next gradient is computed.
+        # The bound: no more than `delay` updates may be missing when the next gradient
+        # is computed.
         if len(waiting) > delay:
             apply(model, waiting.pop(0), lr)
     for late in waiting:
@@ -109,7 +120,8 @@ def demo(steps: int = 8) -> list[Check]:
 
     size = dist.get_world_size()
     model_bytes = 4 * sum(parameter.numel() for parameter in late)
-    # Once in N rounds a process is the server and sends N - 1 sums; in the other rounds it sends one gradient.
+    # Once in N rounds a process is the server and sends N - 1 sums; in the other rounds
+    # it sends one gradient.
     turn = (size - 1) * model_bytes + (size - 1) * model_bytes
     return [
         same("2 steps late, beside one process 2 steps late", late, train_alone_with_delay(steps, 2)),

@@ -39,7 +39,10 @@ def write(model: nn.Sequential, folder: Path) -> None:
 
 
 class Reader:
-    """Reads the blocks' files in order, one ahead of what is used. Counts what is in memory, and what was read."""
+    """Reads the blocks' files in order, one ahead of what is used.
+
+    Counts what is in memory, and what was read.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.files = [folder / f"{number}.pt" for number in range(BLOCKS)]
@@ -53,12 +56,16 @@ class Reader:
         return self.thread.submit(torch.load, file, weights_only=True)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        """The weights of each block. They must be dropped before the next one is asked for."""
+        """The weights of each block.
+
+        They must be dropped before the next one is asked for.
+        """
         coming = self.begin(self.files[0])
         for after in [*self.files[1:], None]:
             weights = coming.result()
             self.read_bytes += size_of(weights)
-            # Before this block computes: reading from a disk does not need Python's lock, so both go on.
+            # Before this block computes: reading from a disk does not need Python's
+            # lock, so both go on.
             if after is not None:
                 coming = self.begin(after)
             yield weights
@@ -67,7 +74,10 @@ class Reader:
 
 
 class StreamedModel(nn.Module):
-    """A model whose weights are on disk. It has the shape of one block, without memory: on the meta device."""
+    """A model whose weights are on disk.
+
+    It has the shape of one block, without memory: on the meta device.
+    """
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -80,7 +90,8 @@ class StreamedModel(nn.Module):
         # All batches pass a block before the next one is used: a read serves them all.
         for weights in self.reader:
             batches = [functional_call(self.shape, weights, (batch,)) for batch in batches]
-            # A name keeps its tensors: without this the block would stay while the next but one is read.
+            # A name keeps its tensors: without this the block would stay while the next
+            # but one is read.
             del weights
         return batches
 

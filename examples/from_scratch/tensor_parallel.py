@@ -27,7 +27,7 @@ def mine(tensor: Tensor, dim: int = 0) -> Tensor:
 
 
 class CopyToAll(torch.autograd.Function):
-    """Nothing in forward. Backward sums: each process has the gradient that came through its part."""
+    """Nothing in forward. Backward sums the gradients that came through the parts."""
 
     @staticmethod
     def forward(ctx, inputs: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ class CopyToAll(torch.autograd.Function):
 
 
 class SumOverAll(torch.autograd.Function):
-    """Forward sums. Nothing in backward: each process's part enters the sum with a factor of one."""
+    """Forward sums. Nothing in backward: each part enters the sum with a factor of one."""
 
     @staticmethod
     def forward(ctx, partial: Tensor) -> Tensor:
@@ -55,7 +55,8 @@ class ColumnParallelLinear(nn.Module):
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
-        self.weight, self.bias = nn.Parameter(mine(layer.weight)), nn.Parameter(mine(layer.bias))
+        self.weight = nn.Parameter(mine(layer.weight))
+        self.bias = nn.Parameter(mine(layer.bias))
 
     def forward(self, inputs: Tensor) -> Tensor:
         return F.linear(CopyToAll.apply(inputs), self.weight, self.bias)
@@ -66,7 +67,8 @@ class RowParallelLinear(nn.Module):
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
-        self.weight, self.bias = nn.Parameter(mine(layer.weight, 1)), nn.Parameter(layer.bias.detach())
+        self.weight = nn.Parameter(mine(layer.weight, dim=1))
+        self.bias = nn.Parameter(layer.bias.detach())
 
     def forward(self, inputs: Tensor) -> Tensor:
         # The bias comes after the sum, or it would be added N times.
@@ -74,7 +76,7 @@ class RowParallelLinear(nn.Module):
 
 
 class ParallelMLP(nn.Module):
-    """Columns, an elementwise function, rows. In between nobody needs what the others have."""
+    """Columns, gelu, rows. In between nobody needs what the others have."""
 
     def __init__(self, up: nn.Linear, down: nn.Linear) -> None:
         super().__init__()
@@ -92,7 +94,7 @@ def held_here(tokens: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Tokens [...] to vectors [..., width]. A process gives zeros for tokens that another one has."""
+    """Tokens [...] to vectors [..., width]: zeros for tokens that another process has."""
 
     def __init__(self, embedding: nn.Embedding) -> None:
         super().__init__()
@@ -104,9 +106,9 @@ class VocabParallelEmbedding(nn.Module):
 
 
 def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """The mean loss from this process's part of the logits [tokens, vocabulary / N], which never are in one place."""
+    """The mean loss from this process's part of the logits, [tokens, vocabulary / N]."""
     # Largest logits first: exp of what is at most zero cannot overflow.
-    highest = all_gather(logits.detach().max(-1).values).view(dist.get_world_size(), -1).max(0).values
+    highest = all_gather(logits.detach().amax(-1)).view(dist.get_world_size(), -1).amax(0)
     total = SumOverAll.apply((logits - highest.unsqueeze(-1)).exp().sum(-1))
     inside, places = held_here(targets, logits.shape[-1])
     right = SumOverAll.apply(logits.gather(-1, places.unsqueeze(-1)).squeeze(-1) * inside)

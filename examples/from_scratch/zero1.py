@@ -25,14 +25,18 @@ MICRO_BATCHES = 2
 
 
 class ShardedOptimizer:
-    """An optimizer of which each process has a part, its shard. All parameters count as one long vector."""
+    """An optimizer of which each process has a part, its shard.
+
+    All parameters count as one long vector.
+    """
 
     def __init__(self, model: nn.Module, build: Callable[[list[Tensor]], torch.optim.Optimizer]) -> None:
         self.parameters = list(model.parameters())
         self.length = sum(parameter.numel() for parameter in self.parameters)
         whole = padded(parameters_to_vector(self.parameters).detach())
         self.shard = nn.Parameter(share(whole, dist.get_rank(), dist.get_world_size()).clone())
-        # The optimizer does not know that it sees only a part. Adam treats each number by itself, so that is right.
+        # The optimizer does not know that it sees only a part. Adam treats each number
+        # by itself, so that is right.
         self.optimizer = build([self.shard])
 
     def step(self) -> None:

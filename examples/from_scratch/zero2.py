@@ -22,7 +22,10 @@ from zero1 import MICRO_BATCHES, held_bytes
 
 
 class ShardedGradients:
-    """Gradients and optimizer state in shards, parameter by parameter. The weights stay whole."""
+    """Gradients and optimizer state in shards, parameter by parameter.
+
+    The weights stay whole.
+    """
 
     def __init__(self, model: nn.Module, build: Callable[[list[Tensor]], torch.optim.Optimizer]) -> None:
         self.shards: dict[nn.Parameter, nn.Parameter] = {}

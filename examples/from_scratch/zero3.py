@@ -25,7 +25,8 @@ class GatheredLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, inputs: Tensor, shard: Tensor, shape: torch.Size) -> Tensor:
         weight, bias = gather(shard, shape)
-        # Only the shard is kept for backward. The whole weight is freed when this function returns.
+        # Only the shard is kept for backward. The whole weight is freed when this
+        # function returns.
         ctx.save_for_backward(inputs, shard)
         ctx.shape = shape
         return inputs @ weight.T + bias
@@ -46,7 +47,10 @@ def gather(shard: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:
 
 
 class ShardedLinear(nn.Module):
-    """In place of a linear layer. Its one parameter is this process's shard of weight and bias."""
+    """In place of a linear layer.
+
+    Its one parameter is this process's shard of weight and bias.
+    """
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
@@ -63,7 +67,10 @@ def sharded(model: nn.Sequential) -> nn.Sequential:
 
 
 def train(steps: int = 3) -> tuple[nn.Sequential, torch.optim.Optimizer]:
-    """The trained model, in shards, and the optimizer. The loop is that of one process."""
+    """The trained model, in shards, and the optimizer.
+
+    The loop is that of one process.
+    """
     rank, size = dist.get_rank(), dist.get_world_size()
     model = sharded(small_model())
     optimizer = adam(model.parameters())
