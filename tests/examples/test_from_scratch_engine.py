@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 
 from lockstep import Accelerator, BoundedStaleness
 from lockstep.big_modeling import disk_offload
@@ -24,6 +25,7 @@ from lockstep.parallel.context.ring import ring_attention
 from lockstep.parallel.expert.apply import expert_parallel
 from lockstep.parallel.tensor.loss import vocab_parallel_cross_entropy
 from lockstep.parallel.zero.exchange import QuantizedReduceScatter
+from lockstep.plan.schedule import simulate
 from lockstep.plan.schedule_case import action_lists
 from lockstep.testing.pool import WorkerPool
 from lockstep.utils import GradScalerKwargs
@@ -162,7 +164,7 @@ def tensor_parallel_by_both() -> None:
     assert_close(*results, within=1e-5)
     assert sent == [2 * 2 * (size - 1) / size * inputs.nbytes] * 2
 
-    logits = dist.tensor.DTensor.from_local(engine_head(inputs), mesh, [dist.tensor.Shard(1)])
+    logits = DTensor.from_local(engine_head(inputs), mesh, [Shard(1)])
     ours = tp.vocab_parallel_cross_entropy(head(inputs), targets)
     assert_close([ours], [vocab_parallel_cross_entropy(logits, targets)])
 
@@ -179,8 +181,6 @@ def test_the_engine_runs_the_orders_of_the_lesson(name: str, engine: str) -> Non
 
 
 def test_the_engines_zero_bubble_is_as_long_idle_and_keeps_as_much_as_that_of_the_lesson() -> None:
-    from lockstep.plan.schedule import simulate
-
     schedules, timeline = lesson("pipeline_schedules"), simulate(action_lists("zero_bubble", 4, 8))
     assert timeline.idle(0) == schedules.idle_time(schedules.zero_bubble, 4, 8) == 3
     assert max(timeline.in_flight(rank) for rank in range(4)) == 4
