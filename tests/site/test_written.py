@@ -9,6 +9,7 @@ import re
 import pytest
 import yaml
 
+import lockstep
 from lockstep.cli.main import COMMANDS
 from lockstep.config.settings import IN_FILES
 from tests.site import commands, features, names, schema
@@ -76,3 +77,8 @@ def test_every_row_of_the_feature_table_is_complete_and_leads_to_a_page() -> Non
 
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) < 150
+
+
+def test_type_checkers_know_every_public_name() -> None:
+    stub = (ROOT / "src/lockstep/__init__.pyi").read_text(encoding="utf-8")
+    assert set(re.findall(r" as (\w+)$", stub, flags=re.MULTILINE)) == set(names.public(lockstep))
