@@ -11,7 +11,7 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from lockstep import Accelerator, DistributedDataParallelKwargs
+from lockstep import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from lockstep.runtime import process
 from lockstep.torch_internals import gloo
 
@@ -138,7 +138,8 @@ def words() -> Tensor:
 def train_words(sparse: bool, hook: str) -> tuple[list[Tensor], int, bool]:
     """(parameters, threads that average gradients, whether in the main group)"""
     options = DistributedDataParallelKwargs(comm_hook=hook)
-    accelerator = Accelerator(cpu=True, kwargs_handlers=[options])
+    backend = InitProcessGroupKwargs(backend="gloo")
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[options, backend])
     model = accelerator.prepare(Words(sparse))
     group = model.process_group
     threads = group._get_backend(torch.device("cpu")).options._threads

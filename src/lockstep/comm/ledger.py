@@ -204,7 +204,8 @@ def group_of(given: dict[str, Any]) -> dist.ProcessGroup:
         name = given["group_name"]
         group: dist.ProcessGroup = c10d.group_named(name) if isinstance(name, str) else name
         return group
-    return dist.ProcessGroup.unbox(given["process_group"])
+    # By its name: a group that shares memory is shown to operators through another one.
+    return c10d.group_named(dist.ProcessGroup.unbox(given["process_group"]).group_name)
 
 
 def group_size(given: dict[str, Any]) -> int:

@@ -162,6 +162,13 @@ class RNGType(StringEnum):
     GENERATOR = "generator"
 
 
+class CPUBackend(StringEnum):
+    """How processes exchange tensors on CPUs: by memory that those of one host share, or by gloo."""
+
+    SHM = "shm"
+    GLOO = "gloo"
+
+
 class DynamoBackend(StringEnum):
     """Backends of ``torch.compile`` by the names that scripts know; in lower case they are torch's."""
 

@@ -110,7 +110,10 @@ def one_of(*words: str) -> ValueKind:
     def read(value: object, origin: str) -> str:
         if value not in words:
             near = suggestion(value, words) if isinstance(value, str) else ""
-            raise ConfigError(f"{repr_short(value)} is not one of {', '.join(words)}.{near}")
+            wrong = f"{origin}={plain(value)}" if origin else repr_short(value)
+            raise ConfigError(
+                f"{wrong} is not one of {', '.join(words)}.{near or ' Use one of them.' * bool(origin)}"
+            )
         return str(value)
 
     return ValueKind(read, words=words)

@@ -19,7 +19,7 @@ from lockstep.config.checks import (
     MAX_RESTARTS,
     MAX_THREADS,
 )
-from lockstep.config.enums import PrecisionType
+from lockstep.config.enums import CPUBackend, PrecisionType
 from lockstep.config.kinds import ValueKind
 
 
@@ -104,6 +104,9 @@ TOPICS: dict[str, tuple[Setting, ...]] = {
         _worker("enable_cpu_affinity", kinds.SWITCH, "LOCKSTEP_CPU_AFFINITY ACCELERATE_CPU_AFFINITY",
                 "Run each process on the cores beside its GPU.", "--enable-cpu-affinity",
                 argument="cpu_affinity", default=False, note="true or false"),
+        _worker("backend", kinds.one_of(*(one.value for one in CPUBackend)), "LOCKSTEP_BACKEND",
+                "How processes on CPUs communicate: shm (shared memory on one host; default) or gloo.", "--backend",
+                note="`shm`, `gloo`"),
         Setting("role", kinds.WORD, "What the processes find in ROLE_NAME.", "--role", "default"),
     ),
     "Training": (

@@ -175,6 +175,16 @@ def named_device(environ: Environ | None = None) -> str | None:
     return (os.environ if environ is None else environ).get(DEVICE_VARIABLE) or None
 
 
+def named_backend(environ: Environ | None = None) -> str | None:
+    """The backend that the environment names for CPU tensors.
+
+    Raises:
+        ConfigError: it is none of those that there are.
+    """
+    said = said_by_environment(OF_WORKERS["backend"], os.environ if environ is None else environ)
+    return None if said is None else str(said.value)
+
+
 def error_file(environ: Environ | None = None) -> str | None:
     """The file in which the elastic agent expects this worker's error, if there is an agent."""
     return (os.environ if environ is None else environ).get("TORCHELASTIC_ERROR_FILE") or None

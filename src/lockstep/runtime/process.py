@@ -16,9 +16,11 @@ import torch
 import torch.distributed as dist
 
 import lockstep
+from lockstep import shared_memory
+from lockstep.config.enums import CPUBackend
 from lockstep.config.handlers import InitProcessGroupKwargs
 from lockstep.config.place import ProcessEnvironment
-from lockstep.config.sources import DEVICE_VARIABLE, named_device, process_environment
+from lockstep.config.sources import DEVICE_VARIABLE, named_backend, named_device, process_environment
 from lockstep.config.values import plain
 from lockstep.errors import ConfigError, UsageError
 from lockstep.runtime.failure import Departures, install_excepthook
@@ -76,13 +78,26 @@ def device_named(name: str, local_rank: int, local_world_size: int) -> torch.dev
     return torch.device(asked.type) if asked.type == "mps" else torch.device(asked.type, index)
 
 
-def choose_backend(device: torch.device) -> str:
-    """The backend of the default group. CPU tensors always have one, for objects and small checks."""
+def choose_backend(device: torch.device, named: str | None = None) -> str:
+    """The backend of the default group. CPU tensors always have one, for objects and small checks.
+
+    Args:
+        named: The one that the environment names for CPU tensors; None: shared memory where every rank is a CPU.
+
+    Raises:
+        ConfigError: shared memory was asked for on an accelerator.
+    """
+    if named == CPUBackend.SHM and device.type in ("cuda", "xpu"):
+        raise ConfigError(
+            f"The backend is shm, but this process computes on {device}: shared memory carries CPU tensors only. Leave "
+            "--backend and LOCKSTEP_BACKEND out, or train with --cpu."
+        )
     if device.type == "cuda":
         return "cpu:gloo,cuda:nccl"
     if device.type == "xpu":
         return "cpu:gloo,xpu:xccl"
-    return "gloo"
+    # Where memory cannot be shared, the ranks find that out together, and use gloo.
+    return str(named or CPUBackend.SHM.value)
 
 
 @dataclass(frozen=True)
@@ -114,11 +129,12 @@ class Runtime:
     @property
     def control_device(self) -> torch.device:
         """A device whose collectives need no synchronisation with an accelerator, where one exists."""
-        if self.backend is None or "gloo" in self.backend or "mpi" in self.backend:
+        if self.backend is None or any(name in self.backend for name in CPU_BACKENDS):
             return torch.device("cpu")
         return self.device
 
 
+CPU_BACKENDS = (*(backend.value for backend in CPUBackend), "mpi")
 THREADS_LET_GO_S = 0.05
 
 
@@ -241,6 +257,7 @@ def _join_process_group(
     if not dist.is_initialized():
         if not environment.distributed:
             return None
+        shared_memory.register()
         dist.init_process_group(**_init_arguments(environment, device, init))
         _Process.made_process_group = True
         # Sockets closed at interpreter exit in arbitrary order read as a crash on the other ranks.
@@ -253,7 +270,7 @@ def _init_arguments(
     environment: ProcessEnvironment, device: torch.device, init: InitProcessGroupKwargs
 ) -> Mapping[str, Any]:
     arguments: dict[str, object] = {
-        "backend": init.backend or choose_backend(device),
+        "backend": init.backend or choose_backend(device, named_backend()),
         "rank": environment.rank,
         "world_size": environment.world_size,
     }

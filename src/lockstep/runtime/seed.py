@@ -188,6 +188,6 @@ def _from_rank_0(state: torch.Tensor) -> torch.Tensor:
     """``state`` (uint8, CPU) as rank 0 has it."""
     backends = str(dist.get_backend_config())
     # NCCL alone moves only tensors on the GPU.
-    on_wire = state.clone() if "gloo" in backends or "mpi" in backends else state.cuda()
+    on_wire = state.clone() if any(name in backends for name in process.CPU_BACKENDS) else state.cuda()
     dist.broadcast(on_wire, src=0)
     return on_wire.cpu()

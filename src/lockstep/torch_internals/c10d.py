@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -14,9 +15,13 @@ from lockstep.torch_internals.versions import expect, probed
 
 CPU = torch.device("cpu")
 
+GroupName: Any = getattr(dist.distributed_c10d, "GroupName", str)  # a type of its own since 2.12
+
 if dist.is_available():
     import torch.distributed._functional_collectives  # registers the operators of ``traced``
+    from torch._C._distributed_c10d import AllgatherOptions as AllgatherOptions
     from torch._C._distributed_c10d import GradBucket as GradBucket  # what DDP hands to a communication hook
+    from torch._C._distributed_c10d import PrefixStore as PrefixStore
     from torch._C._distributed_c10d import Store as Store
 
 
@@ -25,6 +30,12 @@ def group_named(name: str) -> dist.ProcessGroup:
     found: Any = torch._C._distributed_c10d
     group: dist.ProcessGroup = found._resolve_process_group(name)
     return group
+
+
+def register_work(tensor: torch.Tensor, work: Any) -> None:
+    """Let ``wait_tensor`` of the tensor wait for the work. Relies on: ``_register_work``."""
+    found: Any = torch._C._distributed_c10d
+    found._register_work(tensor, work)
 
 
 def names_of_groups() -> dict[object, str]:
@@ -92,6 +103,35 @@ def reduction_of(op: Any) -> tuple[Any, object]:
     """(kind, factor or None) of a reduction. Relies on: ``ReduceOp.__getstate__`` tells the factor of PREMUL_SUM."""
     kind, factor = (op, None) if isinstance(op, dist.ReduceOp.RedOpType) else op.__getstate__()
     return kind, factor
+
+
+def set_group_name(group: Any, name: str) -> None:
+    """Give a process group written in Python its name. Relies on: ``_set_group_name``."""
+    group._set_group_name(GroupName(name))
+
+
+def group_that_does_nothing(rank: int, ranks: int, name: str) -> Any:
+    """A process group whose calls go through the dispatcher, where modes see them, and send nothing.
+
+    Relies on: ``FakeProcessGroup``, which torch has for its own tests, and ``_register_backend``.
+    """
+    group: Any = dist.ProcessGroup(rank, ranks)  # type: ignore[call-arg]
+    fake: Any = torch._C._distributed_c10d.FakeProcessGroup
+    group._register_backend(CPU, dist.ProcessGroup.BackendType.CUSTOM, fake._create_internal(rank, ranks))
+    set_group_name(group, name)
+    return group
+
+
+def gloo_group(store: Store, rank: int, ranks: int, timeout: timedelta) -> Any:
+    """A backend of gloo, for who makes groups. Relies on: ``_set_sequence_number_for_group`` after its constructor."""
+    backend: Any = dist.ProcessGroupGloo(store, rank, ranks, timeout)
+    backend._set_sequence_number_for_group()
+    return backend
+
+
+def set_sparse(tensor: torch.Tensor, new: torch.Tensor) -> None:
+    """Let a sparse tensor have the entries of another. Relies on: ``copy_`` of sparse tensors takes over all."""
+    tensor.copy_(new)
 
 
 TRACED = {

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any, TypeAlias
 
 import torch
 from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from lockstep.errors import UsageError
 from lockstep.torch_internals.versions import expect, probed
@@ -38,6 +39,28 @@ def changes_arguments(operator: Any) -> bool:
 def operators_of(names: Sequence[str]) -> list[object]:
     """Those of these names that ``torch.ops.aten`` has."""
     return [getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)]
+
+
+def modes_are_active() -> bool:
+    """Whether a dispatch mode sees the operators of this thread. Relies on: ``_len_torch_dispatch_stack``."""
+    return bool(torch._C._len_torch_dispatch_stack())
+
+
+class unseen_by_modes:
+    """Context manager: operators within are seen by no dispatch mode, and tensors made within are ordinary ones.
+
+    Relies on: ``_disable_current_modes``.
+    """
+
+    def __enter__(self) -> None:
+        self._left = ExitStack()
+        if modes_are_active():
+            self._left.enter_context(_disable_current_modes())
+        if torch.is_inference_mode_enabled():
+            self._left.enter_context(torch.inference_mode(False))
+
+    def __exit__(self, *_: object) -> None:
+        self._left.close()
 
 
 class WithoutCollectives(TorchDispatchMode):

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.torch_internals import c10d
 from lockstep.torch_internals.c10d import CPU
 from lockstep.torch_internals.versions import expect, probed
 
@@ -43,6 +44,7 @@ def gather_under_a_short_name() -> torch.library.Library:
     kernels = torch.library.Library(NAMESPACE, "IMPL")
     kernels.impl("all_gather_into_tensor", all_gather, "CPU")
     kernels.impl("all_gather_into_tensor_coalesced", all_gather_each, "CPU")
+    kernels.impl("all_gather_into_tensor_out", all_gather_out, "CPU")
     return kernels
 
 
@@ -54,9 +56,15 @@ def all_gather(input: Tensor, group_size: int, group_name: object) -> Tensor:
     first, *others = input.shape or (1,)
     gathered = input.new_empty([first * group_size, *others])
     # Flat, as a tensor without dimensions cannot be told from the gathered ones.
-    send = getattr(torch.ops, NAMESPACE).all_gather_into_tensor_out
-    send(input.view(-1), group_size, group_name, out=gathered.view(-1))
+    all_gather_out(input.view(-1), group_size, group_name, out=gathered.view(-1))
     return gathered
+
+
+def all_gather_out(input: Tensor, group_size: int, group_name: object, *, out: Tensor) -> Tensor:
+    """``all_gather`` into a tensor that is there. Groups written in Python are reached as well, unlike from C++."""
+    group: Any = c10d.group_named(str(group_name))
+    c10d.register_work(out, group._allgather_base(out, input))
+    return out
 
 
 def all_gather_each(inputs: list[Tensor], group_size: int, group_name: object) -> list[Tensor]:
@@ -64,9 +72,12 @@ def all_gather_each(inputs: list[Tensor], group_size: int, group_name: object) -
     return [all_gather(tensor, group_size, group_name) for tensor in inputs]
 
 
-def carries(device: torch.device) -> bool:
-    """Whether the main group communicates tensors of the device through gloo. Relies on: ``_get_backend``."""
-    return isinstance(_backend(device), dist.ProcessGroupGloo)
+def carries(device: torch.device, group: dist.ProcessGroup | None = None) -> bool:
+    """Whether a group (None: the main one) communicates tensors of the device through gloo.
+
+    Relies on: ``_get_backend``.
+    """
+    return isinstance(_backend(device, group), dist.ProcessGroupGloo)
 
 
 def group_with_one_thread() -> dist.ProcessGroup:
@@ -92,9 +103,9 @@ def options_of_gloo() -> Any:
     return gloo._Options()
 
 
-def _backend(device: torch.device) -> Any:
-    main: Any = dist.group.WORLD
-    backend = main._get_backend(device)
+def _backend(device: torch.device, group: dist.ProcessGroup | None = None) -> Any:
+    asked: Any = group or dist.group.WORLD
+    backend = asked._get_backend(device)
     return getattr(backend, "wrapped_pg", backend)  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
 
 

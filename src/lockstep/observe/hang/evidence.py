@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from lockstep.comm.call_record import CheckedCall
 from lockstep.observe.hang.records import MOST_PENDING, Evidence, PendingCollective, SourceLine
 from lockstep.observe.hang.stacks import StackSummary, look_at
+from lockstep.shared_memory.history import CallHistory
 from lockstep.torch_internals import c10d
 
 
@@ -90,7 +91,7 @@ def pending_collectives(seen: StackSummary) -> RecordedCollectives:
     names = c10d.names_of_groups()
     ranks = {name: ranks_of(group) for group, name in names.items()}
     groups = {name: members for name, members in ranks.items() if members}
-    entries = of_living_groups(recorded(), default_name(names))
+    entries = [*of_living_groups(recorded(), default_name(names)), *recorded_in_memory(names)]
     last: dict[str, int] = {}
     completed: dict[str, int] = {}
     pending, recent = [], []
@@ -120,6 +121,14 @@ def recorded() -> list[RecordedCollective]:
         found = trace.get("entries")
         entries += [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
     return sorted(entries, key=lambda one: one.get("time_created_ns") or 0)
+
+
+def recorded_in_memory(names: Mapping[object, str]) -> Iterator[RecordedCollective]:
+    """The entries of groups that share memory, which torch's recorders know nothing of."""
+    for group in names:
+        history = getattr(group, "history", None)
+        if isinstance(history, CallHistory):
+            yield from history.entries()
 
 
 def of_living_groups(entries: list[RecordedCollective], main: str) -> list[RecordedCollective]:

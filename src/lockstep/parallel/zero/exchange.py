@@ -1,8 +1,8 @@
 """FSDP2's collectives in other forms: on CPUs in fewer copies than gloo's own, and as integers of 8 or 4 bits.
 
-*On CPUs* the bytes are the same. With torch 2.13 and 2 to 8 ranks on one machine, from 4 MiB up, broadcasts of all
-ranks' parts at once take 0.6 to 0.8 of the time of gloo's all-gather, and an all-to-all with a local sum 0.3 to 0.6 of
-that of its reduce-scatter (``benchmarks/collectives.py``).
+*On CPUs* that communicate through gloo the bytes are the same. With torch 2.13 and 2 to 8 ranks on one machine, from
+4 MiB up, broadcasts of all ranks' parts at once take 0.6 to 0.8 of the time of gloo's all-gather, and an all-to-all
+with a local sum 0.3 to 0.6 of that of its reduce-scatter (``benchmarks/collectives.py``).
 
 *Quantised*, after Wang et al., ZeRO++: Extremely Efficient Collective Communication for Giant Model Training, 2023: its
 qwZ (weights) and qgZ (gradients), in plain torch operations, for any device and backend of FSDP2. It differs:
@@ -34,7 +34,7 @@ from lockstep.comm.quantization import from_message, to_message
 from lockstep.config.enums import QuantizedType
 from lockstep.errors import ConfigError, UsageError
 from lockstep.runtime.step import waiting_for_ranks
-from lockstep.torch_internals import c10d, fsdp2
+from lockstep.torch_internals import c10d, fsdp2, gloo
 from lockstep.torch_internals.fsdp2_gathered import ShardedModule
 
 MOST_RANKS = 8
@@ -61,8 +61,9 @@ class BroadcastAllGather(ShardCollective):
         async_op: bool = False,
     ) -> dist.Work | None:
         """``input_tensor`` (n,) of every rank, in rank order, into ``output_tensor`` (N n,)."""
-        if async_op or group.size() > MOST_RANKS:
-            return all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+        if async_op or not is_small_on_gloo(group):
+            with waiting_for_ranks():
+                return all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
         parts = output_tensor.chunk(group.size())
         own = parts[group.rank()]
         if own.data_ptr() != input_tensor.data_ptr():  # FSDP2 puts it there itself
@@ -95,8 +96,9 @@ class ExchangeReduceScatter(ShardCollective):
             UsageError: ``op`` is not SUM, AVG or PREMUL_SUM.
         """
         factor = factor_of(op, group.size())
-        if group.size() > MOST_RANKS:
-            return reduce_scatter_tensor(output_tensor, input_tensor, op, group=group, async_op=async_op)
+        if not is_small_on_gloo(group):
+            with waiting_for_ranks():
+                return reduce_scatter_tensor(output_tensor, input_tensor, op, group=group, async_op=async_op)
         # No rank waits for another's sum: each adds up its own part.
         # Row r of what is received is what rank r adds to this rank's part; rows are always summed in this order.
         received = torch.empty_like(input_tensor)
@@ -106,6 +108,11 @@ class ExchangeReduceScatter(ShardCollective):
         if factor != 1:
             output_tensor.mul_(factor)
         return None
+
+
+def is_small_on_gloo(group: dist.ProcessGroup) -> bool:
+    """Whether these forms are faster than the group's own collectives."""
+    return group.size() <= MOST_RANKS and gloo.carries(c10d.CPU, group)
 
 
 def factor_of(op: object, world_size: int) -> Any:
@@ -191,7 +198,8 @@ class QuantizedAllGather(ShardCollective):
         """
         # The gathers of a secondary partition (hpZ), whose weights were quantised before they were cut.
         if group.group_name != self.group_name:
-            return all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+            with waiting_for_ranks():
+                return all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
         if not input_tensor.is_floating_point():
             raise UsageError(
                 f"Weights are gathered as {input_tensor.dtype}, which cannot be quantised: a group of parameters has "

@@ -1,0 +1,21 @@
+"""How torch gets to know the backend of shared memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from lockstep.config.enums import CPUBackend
+
+
+def register() -> None:
+    """Let torch know the backend, once a process. What it is made of is imported with the first group."""
+    if CPUBackend.SHM.value not in dist.Backend.backend_list:
+        dist.Backend.register_backend(CPUBackend.SHM.value, _make_group, extended_api=True, devices=["cpu"])
+
+
+def _make_group(options: Any, _: object = None) -> Any:
+    from lockstep.shared_memory.join import make_group
+
+    return make_group(options)

@@ -1,0 +1,99 @@
+"""A piece of memory that processes of one host share.
+
+It is anonymous (``memfd_create``): it never has a name, neither in ``/dev/shm`` nor elsewhere, does not count against
+the size of ``/dev/shm``, and is gone with the last process that maps it, however that ends. Others open it by the
+process and descriptor of its maker. Each process keeps a lock on one byte of it, which the system lets go of when the
+process ends: so the others see that it lives.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import secrets
+import struct
+from dataclasses import dataclass
+
+TOKEN_BYTES = 16
+# struct flock of 64-bit Linux: type, whence, start, length, process
+LOCK = "hh4xqqi4x"
+
+
+@dataclass(frozen=True)
+class SegmentAddress:
+    """By what another process of this host opens a segment. ``token`` stands at its beginning; "" is not compared."""
+
+    pid: int
+    descriptor: int
+    size: int
+    token: str
+
+    def text(self) -> str:
+        return f"{self.pid}:{self.descriptor}:{self.size}:{self.token}"
+
+    @staticmethod
+    def of(text: str) -> SegmentAddress:
+        pid, descriptor, size, token = text.split(":")
+        return SegmentAddress(int(pid), int(descriptor), int(size), token)
+
+
+class Segment:
+    """Shared memory, mapped here. The first ``TOKEN_BYTES`` are its token.
+
+    Attributes:
+        memory: All of it.
+        base: The address of its first byte in this process.
+        address: For the others.
+    """
+
+    def __init__(self, descriptor: int, address: SegmentAddress) -> None:
+        self._descriptor = descriptor
+        self.memory = mmap.mmap(descriptor, address.size)
+        self.base = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        self.address = address
+
+    @staticmethod
+    def create(size: int) -> Segment:
+        """A new one of so many bytes, all zero but for its token.
+
+        Raises:
+            OSError: the system gives no such memory.
+        """
+        descriptor = os.memfd_create("lockstep")
+        os.ftruncate(descriptor, size)
+        token = secrets.token_bytes(TOKEN_BYTES)
+        segment = Segment(descriptor, SegmentAddress(os.getpid(), descriptor, size, token.hex()))
+        segment.memory[:TOKEN_BYTES] = token
+        return segment
+
+    @staticmethod
+    def open(address: SegmentAddress) -> Segment:
+        """That of another process.
+
+        Raises:
+            OSError: this process may not open it, or it is another one.
+        """
+        descriptor = os.open(f"/proc/{address.pid}/fd/{address.descriptor}", os.O_RDWR | os.O_CLOEXEC)
+        if os.fstat(descriptor).st_size != address.size:
+            os.close(descriptor)
+            raise OSError(f"descriptor {address.descriptor} of process {address.pid} is something else")
+        segment = Segment(descriptor, address)
+        if address.token and segment.memory[:TOKEN_BYTES].hex() != address.token:
+            raise OSError(f"descriptor {address.descriptor} of process {address.pid} is another segment")
+        return segment
+
+    def hold(self, rank: int) -> None:
+        """Lock the byte of this rank for as long as this process lives."""
+        fcntl.fcntl(self._descriptor, fcntl.F_SETLK, struct.pack(LOCK, fcntl.F_WRLCK, 0, rank, 1, 0))
+
+    def is_held(self, rank: int) -> bool:
+        """Whether another process holds the lock of this rank: whether it lives."""
+        asked = struct.pack(LOCK, fcntl.F_WRLCK, 0, rank, 1, 0)
+        found = struct.unpack(LOCK, fcntl.fcntl(self._descriptor, fcntl.F_GETLK, asked))
+        return bool(found[0] != fcntl.F_UNLCK)
+
+    def release(self) -> None:
+        """Let go of the lock. The memory stays mapped while anything uses it."""
+        os.close(self._descriptor)

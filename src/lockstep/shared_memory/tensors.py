@@ -1,0 +1,64 @@
+"""The memory of a call's tensors: contiguous, and as addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lockstep.errors import UsageError
+from lockstep.shared_memory.algorithms import Memory, memory_of
+
+
+def check_memory(tensor: Tensor) -> None:
+    """Raise UsageError for a tensor whose memory is not this process's ordinary memory."""
+    if not tensor.is_cpu or tensor.layout != torch.strided:
+        raise UsageError(
+            f"The backend shm carries dense CPU tensors, not a {tensor.layout} one on {tensor.device}. Convert it, "
+            "or use the backend of that device."
+        )
+
+
+class CallTensors:
+    """Contiguous memory for the tensors of one call: their own where they are contiguous, copies where not."""
+
+    def __init__(self) -> None:
+        self.keeps: list[Tensor] = []
+        self._back: list[tuple[Tensor, Tensor]] = []
+
+    def read(self, tensor: Tensor) -> Memory:
+        """Of a tensor that is sent."""
+        check_memory(tensor)
+        dense = tensor.detach().contiguous()
+        self.keeps.append(dense)
+        return memory_of(dense)
+
+    def write(self, tensor: Tensor, reads: bool = False) -> Memory:
+        """Of a tensor that is written, and also read first where ``reads``."""
+        check_memory(tensor)
+        if tensor.is_contiguous():
+            self.keeps.append(tensor)
+            return memory_of(tensor)
+        dense = (
+            tensor.detach().contiguous()
+            if reads
+            else torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        )
+        self.keeps.append(dense)
+        self._back.append((tensor.detach(), dense))
+        return memory_of(dense)
+
+    def apart_from(self, block: Memory, others: Sequence[Memory]) -> Memory:
+        """The block, or a copy of it if it lies in the memory of one of the others."""
+        for other in others:
+            if block.address < other.address + other.size and other.address < block.address + block.size:
+                copy = block.flat.clone()
+                self.keeps.append(copy)
+                return memory_of(copy)
+        return block
+
+    def finish(self) -> None:
+        """Copy back what was written into copies."""
+        for tensor, dense in self._back:
+            tensor.copy_(dense)

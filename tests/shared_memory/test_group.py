@@ -1,0 +1,345 @@
+"""Collectives through shared memory: values against formulas and gloo, and what happens when a rank fails."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lockstep.errors import CollectiveMismatchError, UsageError
+from lockstep.runtime import process
+from lockstep.shared_memory.layout import SLOT_BYTES
+from tests.shared_memory.fuzzing import Fuzzer
+
+
+def group_of_all(timeout_s: float = 60) -> Any:
+    process.start(cpu=True)
+    return dist.new_group(backend="shm", timeout=timedelta(seconds=timeout_s))
+
+
+class Onlooker(TorchDispatchMode):
+    """A mode that sees operators and changes nothing."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def fuzz(seed: int, calls: int, largest: int, seen: bool = False) -> int:
+    process.start(cpu=True)
+    with Onlooker() if seen else nullcontext():
+        made = Fuzzer(seed, largest).run(calls)
+    dist.barrier()
+    return made
+
+
+@pytest.mark.parametrize(("ranks", "seen"), [(2, False), (3, False), (3, True), (4, False)])
+def test_random_calls_give_the_values_of_formulas_and_of_gloo(
+    run_distributed, ranks: int, seen: bool
+) -> None:
+    assert min(run_distributed(fuzz, ranks, ranks, 600, 200_000, seen)) > 300
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("ranks", "calls"), [(2, 5_000), (3, 3_000), (4, 20_000), (8, 4_000)])
+def test_many_random_calls_give_the_values_of_formulas_and_of_gloo(
+    run_distributed, ranks: int, calls: int
+) -> None:
+    assert min(run_distributed(fuzz, ranks, 100 + ranks, calls, 1_000_000, timeout_s=280)) > calls // 3
+
+
+SIZES = (0, 1, 7, SLOT_BYTES // 4 - 1, SLOT_BYTES // 4 + 1, 300_000)
+
+
+def numbers(rank: int, size: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(31 * rank + size)).to(dtype)
+
+
+def sums() -> list[str]:
+    """Of all-reduces and reduce-scatters, those that are not the ranks' values added in the order of the ranks."""
+    group = group_of_all()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    wrong = []
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for size in SIZES:
+            parts = [numbers(other, size * ranks, dtype) for other in range(ranks)]
+            expected = parts[0].clone()
+            for part in parts[1:]:
+                expected = expected + part
+            summed = parts[rank].clone()
+            dist.all_reduce(summed, group=group)
+            scattered = torch.empty(size, dtype=dtype)
+            dist.reduce_scatter_tensor(scattered, parts[rank], group=group)
+            if not torch.equal(summed, expected):
+                wrong.append(f"all_reduce {dtype} {size}")
+            if not torch.equal(scattered, expected[size * rank : size * (rank + 1)]):
+                wrong.append(f"reduce_scatter {dtype} {size}")
+    return wrong
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_sums_are_taken_in_the_order_of_the_ranks_bit_for_bit(run_distributed, ranks: int) -> None:
+    assert run_distributed(sums, ranks) == [[]] * ranks
+
+
+def scaled_sums() -> list[bool]:
+    """Whether PREMUL_SUM is the sum of the multiplied values."""
+    group = group_of_all()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    parts = [torch.arange(5000.0 * ranks) + other for other in range(ranks)]
+    expected = sum(part * 0.5 for part in parts)
+    half = dist._make_nccl_premul_sum(0.5)
+    found = []
+    for _ in range(5):
+        reduced, summed, out = parts[rank].clone(), parts[rank].clone(), torch.empty(5000)
+        dist.reduce(reduced, 0, half, group=group)
+        dist.all_reduce(summed, half, group=group)
+        dist.reduce_scatter_tensor(out, parts[rank], half, group=group)
+        found += [
+            torch.equal(reduced, expected if rank == 0 else parts[rank]),
+            torch.equal(summed, expected),
+            torch.equal(out, expected[5000 * rank : 5000 * (rank + 1)]),
+        ]
+    return found
+
+
+def test_sums_of_multiplied_values(run_distributed) -> None:
+    for found in run_distributed(scaled_sums, 3):
+        assert all(found), found
+
+
+def message_of(function: Callable[[], object], kind: type[BaseException]) -> str:
+    try:
+        function()
+    except kind as error:
+        return str(error)
+    return ""
+
+
+def mismatched(kind: str) -> tuple[str, str]:
+    """What a rank is told when it calls something else than rank 0 does, and of its next call."""
+    group, is_first = group_of_all(), dist.get_rank() == 0
+    x = torch.ones(4)
+    calls: dict[str, Callable[[], object]] = {
+        "kind": lambda: dist.all_reduce(x, group=group) if is_first else dist.broadcast(x, 0, group=group),
+        "size": lambda: dist.all_reduce(x if is_first else x[:3], group=group),
+        "dtype": lambda: dist.all_reduce(x if is_first else x.int(), group=group),
+        "root": lambda: dist.broadcast(x, 0 if is_first else 1, group=group),
+        "operation": lambda: dist.all_reduce(
+            x, dist.ReduceOp.SUM if is_first else dist.ReduceOp.MAX, group=group
+        ),
+    }
+    first = message_of(calls[kind], CollectiveMismatchError)
+    return first, message_of(lambda: dist.barrier(group=group), CollectiveMismatchError)
+
+
+@pytest.mark.parametrize("kind", ["kind", "size", "dtype", "root", "operation"])
+def test_calls_that_do_not_belong_together_raise_on_every_rank(run_distributed, kind: str) -> None:
+    names = {"kind": "broadcast", "size": "3", "dtype": "int32", "root": "rank 1", "operation": "MAX"}
+    for told, later in run_distributed(mismatched, 3, kind):
+        assert "rank 0: all_reduce" in told or kind == "root"
+        assert names[kind] in told
+        assert later == told  # nobody knows where the others are
+
+
+def late_and_alone() -> tuple[str, str, float]:
+    """What a rank is told that waits for one that does not come, and when a rank aborts."""
+    slow, left = group_of_all(0.5), group_of_all()
+    rank = dist.get_rank()
+    started = time.monotonic()
+    late = message_of(lambda: dist.all_reduce(torch.ones(2), group=slow), RuntimeError) if rank == 0 else ""
+    took = time.monotonic() - started
+    dist.barrier()
+    if rank == 1:
+        left.abort()
+        return late, "", took
+    return late, message_of(lambda: dist.all_reduce(torch.ones(2), group=left), RuntimeError), took
+
+
+def test_a_rank_that_does_not_come_and_one_that_aborts_are_named(run_distributed) -> None:
+    (late, aborted, took), _ = run_distributed(late_and_alone, 2)
+    assert "Timed out" in late and "rank 1" in late and "all_reduce" in late
+    assert took < 30
+    assert "rank 1 aborted" in aborted
+
+
+def refused_tensors() -> list[str]:
+    group = group_of_all()
+    x = torch.ones(4)
+    calls: list[Callable[[], object]] = [
+        lambda: dist.broadcast(torch.empty(4, device="meta"), 0, group=group),
+        lambda: dist.all_reduce(x.bool(), dist.ReduceOp.AVG, group=group),
+        lambda: dist.all_reduce(x, dist.ReduceOp.BAND, group=group),
+        lambda: dist.all_to_all_single(torch.empty(3), torch.empty(3), group=group),
+        lambda: dist.all_gather_into_tensor(torch.empty(9), x, group=group),
+        lambda: dist.broadcast(torch.sparse_coo_tensor([[0]], [1.0], (4,)), 0, group=group),
+    ]
+    told = [message_of(call, (UsageError, ValueError)) for call in calls]  # type: ignore[arg-type]
+    dist.all_reduce(x, group=group)  # none of them was half done
+    assert x.tolist() == [2.0] * 4
+    return told
+
+
+def test_what_it_cannot_carry_is_refused_before_anything_is_sent(run_distributed) -> None:
+    for told in run_distributed(refused_tensors, 2):
+        assert all(told), told
+
+
+def sparse_sum() -> tuple[Tensor, Tensor]:
+    group = group_of_all()
+    rank = dist.get_rank()
+    mine = torch.sparse_coo_tensor([[rank, 3]], [[1.0, 2.0], [rank, rank]], (5, 2))
+    dense = mine.to_dense()
+    dist.all_reduce(mine, group=group)
+    dist.all_reduce(dense, group=group)
+    return mine.to_dense(), dense
+
+
+def test_sparse_tensors_are_summed(run_distributed) -> None:
+    for sparse, dense in run_distributed(sparse_sum, 3):
+        assert torch.equal(sparse, dense)
+
+
+def calls_in_callbacks() -> list[float]:
+    """A callback of one call that waits for a later one, itself run by a callback, as PowerSGD does."""
+    group = group_of_all()
+    x, y, z = (torch.full((300_000,), float(1 + dist.get_rank() + number)) for number in range(3))
+
+    def deepest(future: Any) -> Tensor:
+        dist.all_reduce(z, group=group)
+        return z
+
+    def then(future: Any) -> Tensor:
+        later = dist.all_reduce(y, group=group, async_op=True).get_future()
+        return later.then(deepest).wait()
+
+    future = dist.all_reduce(x, group=group, async_op=True).get_future().then(then)
+    future.wait()
+    return [tensor[0].item() for tensor in (x, y, z)]
+
+
+def test_a_callback_may_wait_for_later_calls(run_distributed) -> None:
+    assert run_distributed(calls_in_callbacks, 2) == [[3.0, 5.0, 7.0]] * 2
+
+
+def last_message() -> float:
+    """Rank 0 sends and leaves the group before the other one receives."""
+    group = group_of_all()
+    if dist.get_rank() == 0:
+        dist.send(torch.full((3,), 5.0), 1, group=group)
+        dist.destroy_process_group(group)
+        dist.barrier()
+        return 5.0
+    dist.barrier()
+    received = torch.empty(3)
+    dist.recv(received, 0, group=group)
+    return received[0].item()
+
+
+def test_a_message_arrives_after_its_sender_has_left(run_distributed) -> None:
+    assert run_distributed(last_message, 2) == [5.0, 5.0]
+
+
+def without_gradients() -> tuple[float, int]:
+    group = group_of_all()
+    with torch.inference_mode():
+        inside = torch.ones(3)
+        dist.all_reduce(inside, group=group)
+    leaf = torch.ones(3, requires_grad=True)
+    with torch.no_grad():
+        dist.broadcast(leaf, 0, group=group)
+    return inside.sum().item(), leaf.numel()
+
+
+def test_inference_mode_and_leaves_are_taken(run_distributed) -> None:
+    assert run_distributed(without_gradients, 2) == [(6.0, 3)] * 2
+
+
+@contextmanager
+def on_hosts(names: str) -> Iterator[None]:
+    """Within it ranks say that they are on these hosts, a letter for each rank."""
+    from lockstep.shared_memory import join
+
+    original, join.host_of_process = join.host_of_process, lambda: names[dist.get_rank()]
+    try:
+        yield
+    finally:
+        join.host_of_process = original
+
+
+def on_other_hosts() -> tuple[str, list[float]]:
+    process.start(cpu=True)
+    with on_hosts("ab"):
+        group = dist.new_group(backend="shm")
+    x = torch.ones(2)
+    dist.all_reduce(x, group=group)
+    return type(group._get_backend(torch.device("cpu"))).__name__, x.tolist()
+
+
+def test_ranks_on_different_hosts_use_gloo(run_distributed) -> None:
+    assert run_distributed(on_other_hosts, 2) == [("ProcessGroupGloo", [2.0, 2.0])] * 2
+
+
+def fuzz_on_hosts(names: str, calls: int) -> int:
+    process.start(cpu=True)
+    with on_hosts(names):
+        fuzzer = Fuzzer(11, 100_000, subgroups=0)
+    made = fuzzer.run(calls)
+    dist.barrier()
+    return made
+
+
+@pytest.mark.parametrize("names", ["aab", "abab", "aaab"])
+def test_random_calls_over_several_hosts_give_the_values_of_formulas(run_distributed, names: str) -> None:
+    assert min(run_distributed(fuzz_on_hosts, len(names), names, 300)) > 150
+
+
+def sums_over_hosts() -> list[str]:
+    """All-reduces that are not the sums of the hosts' sums, in order."""
+    process.start(cpu=True)
+    with on_hosts("abab"):
+        group = dist.new_group(backend="shm")
+    wrong = []
+    for dtype in (torch.float32, torch.bfloat16):
+        for size in SIZES:
+            a, b, c, d = (numbers(rank, size, dtype) for rank in range(4))
+            summed = numbers(dist.get_rank(), size, dtype)
+            dist.all_reduce(summed, group=group)
+            if not torch.equal(summed, (a + c) + (b + d)):
+                wrong.append(f"{dtype} {size}")
+    return wrong
+
+
+def test_sums_run_over_the_ranks_of_each_host_and_then_over_the_hosts(run_distributed) -> None:
+    assert run_distributed(sums_over_hosts, 4) == [[]] * 4
+
+
+def kept_after_calls() -> int:
+    """Bytes of tensors that are still there when nobody but the group could have kept them."""
+    group = group_of_all()
+    storages = []
+    for async_op in (False, True) * 40:
+        x = torch.ones(1000)
+        storages.append(weakref.ref(x.untyped_storage()))
+        work = dist.all_reduce(x, group=group, async_op=async_op)
+        if async_op:
+            work.wait()
+        del x, work
+    gc.collect()
+    deadline = time.monotonic() + 10  # the group's thread lets go a moment after it was done
+    while any(one() is not None for one in storages) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return sum(one() is not None for one in storages)
+
+
+def test_tensors_of_calls_that_are_done_are_let_go(run_distributed) -> None:
+    assert max(run_distributed(kept_after_calls, 2)) == 0

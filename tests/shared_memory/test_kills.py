@@ -1,0 +1,96 @@
+"""Ranks that are killed in the midst of collectives: the others say which, and nothing is left behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lockstep import shared_memory
+
+
+def communicate(rank: int, ranks: int, folder: str) -> None:
+    """Calls without end; what ends them goes into a file."""
+    torch.set_num_threads(1)
+    shared_memory.register()
+    store = dist.FileStore(f"{folder}/store", ranks)
+    dist.init_process_group("shm", store=store, rank=rank, world_size=ranks)
+    large, small = torch.ones(400_000), torch.ones(10)
+    try:
+        while True:
+            pending = dist.all_reduce(large, async_op=True)
+            dist.broadcast(small, 0)
+            pending.wait()
+            if rank < 2:
+                dist.send(large, 1) if rank == 0 else dist.recv(large, 0)
+            Path(folder, f"runs{rank}").touch()
+    except RuntimeError as error:
+        Path(folder, f"told{rank}").write_text(str(error))
+        os._exit(3)
+
+
+def kill_some(times: int, ranks: int, seed: int) -> list[tuple[int, list[str]]]:
+    """Start ranks, kill one at a random time, so many times over: (who, what the others were told)."""
+    draw, found = random.Random(seed), []
+    context = multiprocessing.get_context("fork")
+    for _ in range(times):
+        with tempfile.TemporaryDirectory() as folder:
+            started: list[Any] = [
+                context.Process(target=communicate, args=(rank, ranks, folder), daemon=True)
+                for rank in range(ranks)
+            ]
+            for one in started:
+                one.start()
+            while len(list(Path(folder).glob("runs*"))) < ranks:
+                time.sleep(0.01)
+            time.sleep(draw.random() * 0.05)
+            killed = draw.randrange(ranks)
+            os.kill(started[killed].pid, signal.SIGKILL)
+            for one in started:
+                one.join(30)
+            assert all(one.exitcode is not None for one in started), "somebody still waits"
+            found.append(
+                (killed, [Path(folder, f"told{rank}").read_text() for rank in others(killed, ranks)])
+            )
+    return found
+
+
+def others(rank: int, ranks: int) -> Sequence[int]:
+    return [other for other in range(ranks) if other != rank]
+
+
+def check_kills(found: list[tuple[int, list[str]]]) -> None:
+    for killed, told in found:
+        # Who waits for a rank that ended because of the killed one names that.
+        assert any(f"rank {killed} has ended" in text for text in told), (killed, told)
+        assert all("has ended, while rank" in text for text in told), (killed, told)
+
+
+def in_shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+def test_a_killed_rank_is_named_and_leaves_nothing(run_distributed) -> None:
+    before = in_shared_memory()
+    (found,) = run_distributed(kill_some, 1, 4, 3, 0)
+    check_kills(found)
+    assert in_shared_memory() <= before
+
+
+@pytest.mark.exhaustive
+def test_two_hundred_killed_ranks_are_named_and_leave_nothing(run_distributed) -> None:
+    before = in_shared_memory()
+    (found,) = run_distributed(kill_some, 1, 200, 3, 1, timeout_s=280)
+    assert len(found) == 200
+    check_kills(found)
+    assert in_shared_memory() <= before
