@@ -74,5 +74,5 @@ OPTIONS = options()
 
 @pytest.mark.parametrize("page", PAGES)
 def test_options_exist(page: str) -> None:
-    found = set(re.findall(r"`(--[a-z][a-z-]*[a-z])(?![a-z_*-])", TEXTS[page]))
+    found = set(re.findall(r"`(--[a-z][a-z-]*[a-z])(?![a-z0-9_*-])", TEXTS[page]))
     assert [word for word in sorted(found) if word not in OPTIONS | OF_OTHERS] == []
