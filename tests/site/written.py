@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests import migration_tables, settings_table
 from tests.site import commands, features, names, schema
 from tests.site.pages import DOCS, with_block
 
@@ -9,10 +10,16 @@ from tests.site.pages import DOCS, with_block
 def pages() -> dict[str, str]:
     """Path below the root -> text."""
     environment = (DOCS / "reference/environment.md").read_text(encoding="utf-8")
+    configuration = (DOCS / "reference/configuration.md").read_text(encoding="utf-8")
+    migration = migration_tables.PAGE.read_text(encoding="utf-8")
     return {
         **features.pages(),
         "docs/reference/commands.md": commands.page(),
         "docs/reference/names.md": names.page(),
+        "docs/reference/configuration.md": settings_table.BLOCK.sub(
+            lambda _: settings_table.table(), configuration
+        ),
+        "docs/migrating-from-accelerate.md": migration_tables.written(migration),
         "docs/reference/environment.md": with_block(environment, "variables", schema.variables()),
         "docs/reference/config.schema.json": schema.text(),
     }
