@@ -231,6 +231,46 @@ def test_a_callback_may_wait_for_later_calls(run_distributed) -> None:
     assert run_distributed(calls_in_callbacks, 2) == [[3.0, 5.0, 7.0]] * 2
 
 
+def first_of_two_messages() -> list[float]:
+    """Rank 0 waits for one message while its group's thread goes on with the next, which is sent after that."""
+    group = group_of_all()
+    first, second = torch.empty(3), torch.empty(3)
+    if dist.get_rank() == 1:
+        dist.barrier()
+        dist.send(torch.full((3,), 5.0), 0, group=group, tag=1)
+        dist.barrier()
+        dist.send(torch.full((3,), 7.0), 0, group=group, tag=2)
+        return [5.0, 7.0]
+    works = [dist.irecv(one, 1, group=group, tag=tag) for tag, one in ((1, first), (2, second))]
+    dist.barrier()
+    works[0].wait()
+    dist.barrier()
+    works[1].wait()
+    return [first[0].item(), second[0].item()]
+
+
+def test_who_waits_for_a_message_does_not_wait_for_the_next(run_distributed) -> None:
+    assert run_distributed(first_of_two_messages, 2) == [[5.0, 7.0]] * 2
+
+
+def left_while_waiting() -> str:
+    group = group_of_all()
+    if dist.get_rank() == 1:
+        dist.barrier()
+        return ""
+    work = dist.irecv(torch.empty(3), 1, group=group)
+    dist.destroy_process_group(group)
+    with pytest.raises(RuntimeError) as raised:
+        work.wait()
+    dist.barrier()
+    return str(raised.value)
+
+
+def test_a_call_that_is_not_done_when_its_group_is_left_raises(run_distributed) -> None:
+    message, _ = run_distributed(left_while_waiting, 2)
+    assert message.startswith("This process has left the process group before recv of [3]")
+
+
 def last_message() -> float:
     """Rank 0 sends and leaves the group before the other one receives."""
     group = group_of_all()

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from lockstep import shared_memory
 
@@ -37,6 +38,46 @@ def communicate(rank: int, ranks: int, folder: str) -> None:
     except RuntimeError as error:
         Path(folder, f"told{rank}").write_text(str(error))
         os._exit(3)
+
+
+def train(rank: int, ranks: int, folder: str) -> None:
+    """DDP, whose reducer is in C++ and waits for futures; rank 0 is killed before its third backward."""
+    torch.set_num_threads(1)
+    shared_memory.register()
+    store = dist.FileStore(f"{folder}/store", ranks)
+    dist.init_process_group("shm", store=store, rank=rank, world_size=ranks)
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)))
+    try:
+        for step in range(5):
+            loss = model(torch.ones(4, 8)).sum()
+            if rank == 0 and step == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            loss.backward()
+    except RuntimeError as error:
+        Path(folder, f"told{rank}").write_text(str(error))
+        os._exit(3)
+
+
+def kill_in_training(ranks: int) -> list[str]:
+    """What the other ranks are told."""
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        started: list[Any] = [
+            context.Process(target=train, args=(rank, ranks, folder), daemon=True) for rank in range(ranks)
+        ]
+        for one in started:
+            one.start()
+        for one in started:
+            one.join(60)
+        assert [one.exitcode for one in started] == [-signal.SIGKILL, *[3] * (ranks - 1)]
+        return [Path(folder, f"told{rank}").read_text() for rank in others(0, ranks)]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_backward_of_ddp_raises_where_a_rank_was_killed(run_distributed, ranks: int) -> None:
+    (told,) = run_distributed(kill_in_training, 1, ranks)
+    assert all("has ended, while rank" in text and "all_reduce" in text for text in told), told
+    assert any("rank 0 has ended" in text for text in told), told
 
 
 def kill_some(times: int, ranks: int, seed: int) -> list[tuple[int, list[str]]]:
@@ -77,7 +118,9 @@ def check_kills(found: list[tuple[int, list[str]]]) -> None:
 
 
 def in_shared_memory() -> set[str]:
-    return set(os.listdir("/dev/shm"))
+    """Files there, without those that other tests make: torch's and multiprocessing's."""
+    with os.scandir("/dev/shm") as entries:
+        return {one.name for one in entries if one.is_file() and not one.name.startswith(("torch_", "sem."))}
 
 
 def test_a_killed_rank_is_named_and_leaves_nothing(run_distributed) -> None:

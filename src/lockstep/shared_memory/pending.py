@@ -51,7 +51,7 @@ class PendingCall(dist.Work):
         self.awaits: Waitable | None = None
         self.done = False
         self.error: BaseException | None = None
-        self._futures: list[torch.futures.Future[Any]] = []
+        self._futures: list[torch.futures.Future[None]] = []
 
     def advance(self) -> bool:
         """Go on until something is awaited that is not there yet; whether the call is done."""
@@ -95,13 +95,12 @@ class PendingCall(dist.Work):
         if futures:
             with self.queue.another_worker():
                 for future in futures:
-                    self._settle(future)
+                    future.set_result(None)
 
-    def _settle(self, future: torch.futures.Future[Any]) -> None:
+    def _value(self, _: object) -> Any:
         if self.error is not None:
-            future.set_exception(self.error)
-        else:
-            future.set_result(self.value)
+            raise self.error
+        return self.value
 
     # torch's names ------------------------------------------------------------------------------------
 
@@ -139,15 +138,17 @@ class PendingCall(dist.Work):
         self.wait()
 
     def get_future(self) -> torch.futures.Future[Any]:
-        future: torch.futures.Future[Any] = torch.futures.Future()
+        ended: torch.futures.Future[None] = torch.futures.Future()
+        # Not by set_exception, which DDP's reducer, in C++, takes for a value: what a callback raises is an error there.
+        future = ended.then(self._value)
         with self.queue.lock:
-            if not self.done:
-                self._futures.append(future)
-        if self.done:
-            if not future.done():
-                self._settle(future)
-        else:
+            is_pending = not self.done
+            if is_pending:
+                self._futures.append(ended)
+        if is_pending:
             self.queue.hand_over()
+        else:
+            ended.set_result(None)
         return future
 
 
@@ -160,7 +161,8 @@ class CallQueue:
     def __init__(self, name: str) -> None:
         self.name = name
         self.lock = threading.Lock()
-        self._turn = threading.Lock()
+        self._changed = threading.Condition(self.lock)  # a call has ended, and nobody carries one on
+        self._is_carried_on = False
         self._calls: deque[PendingCall] = deque()
         self._handed = threading.Semaphore(0)
         self._workers: set[int] = set()  # the threads of this queue that run nobody's callback
@@ -194,20 +196,31 @@ class CallQueue:
                 self._calls.popleft()
 
     def finish(self, call: PendingCall, deadline: float = 0.0) -> None:
-        """Carry on the calls up to this one, or wait for who does."""
+        """Carry on the calls up to this one, or wait for who does.
+
+        Raises:
+            RuntimeError: another thread still carries on an earlier call at the deadline.
+        """
         while not call.done:
-            with self._turn:
+            with self._changed:
+                # Not for the thread that carries on calls alone: after this one it may go on with a later one.
+                limit_s = max(0.0, deadline - time.monotonic()) if deadline else None
+                if not self._changed.wait_for(lambda: call.done or not self._is_carried_on, limit_s):
+                    raise RuntimeError(f"Timed out: an earlier call of {self.name} is not done yet.")
                 if call.done:
                     return
+                self._is_carried_on = True
                 head = self._calls[0]
-                if self._error is not None:
-                    head.end(self._error)
-                else:
-                    with unseen_by_modes():
-                        head.run(deadline)
-                with self.lock:
-                    self._error = head.error
-                    self._calls.popleft()
+            if self._error is not None:
+                head.end(self._error)
+            else:
+                with unseen_by_modes():
+                    head.run(deadline)
+            with self._changed:
+                self._error = head.error
+                self._calls.popleft()
+                self._is_carried_on = False
+                self._changed.notify_all()
             head.announce()
 
     def hand_over(self) -> None:

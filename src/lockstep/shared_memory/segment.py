@@ -19,6 +19,7 @@ from dataclasses import dataclass
 TOKEN_BYTES = 16
 # struct flock of 64-bit Linux: type, whence, start, length, process
 LOCK = "hh4xqqi4x"
+RELEASED = -1
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,11 @@ class Segment:
         found = struct.unpack(LOCK, fcntl.fcntl(self._descriptor, fcntl.F_GETLK, asked))
         return bool(found[0] != fcntl.F_UNLCK)
 
+    @property
+    def is_released(self) -> bool:
+        return self._descriptor == RELEASED
+
     def release(self) -> None:
         """Let go of the lock. The memory stays mapped while anything uses it."""
-        os.close(self._descriptor)
+        descriptor, self._descriptor = self._descriptor, RELEASED
+        os.close(descriptor)

@@ -93,7 +93,9 @@ class Peers:
                     )
 
     def check(self, awaited: int) -> None:
-        """Raise if the group was aborted or a rank that is needed has ended."""
+        """Raise if the group was left or aborted, or a rank that is needed has ended."""
+        if self.segment.is_released:
+            raise RuntimeError(f"This process has left the process group before {self.doing()} was done.")
         for rank, name in enumerate(self.names):
             if rank == self.rank:
                 continue

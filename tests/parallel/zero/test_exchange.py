@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep import Accelerator
+from lockstep import Accelerator, InitProcessGroupKwargs
 from lockstep.errors import UsageError
 from lockstep.parallel.zero import exchange
 from lockstep.parallel.zero.exchange import BroadcastAllGather, ExchangeReduceScatter
@@ -20,8 +20,12 @@ def values(rank: int, count: int, dtype: torch.dtype = torch.float32) -> torch.T
     return torch.randn(count, generator=torch.Generator().manual_seed(rank)).to(dtype)
 
 
-def collectives(dtype: torch.dtype) -> dict[str, Any]:
-    accelerator = Accelerator(cpu=True)
+def accelerator_on(backend: str) -> Accelerator:
+    return Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(backend=backend)])
+
+
+def collectives(dtype: torch.dtype, backend: str) -> dict[str, Any]:
+    accelerator = accelerator_on(backend)
     rank, ranks = accelerator.process_index, accelerator.num_processes
     group: Any = dist.group.WORLD
     mine = values(rank, ranks * LENGTH, dtype)
@@ -45,16 +49,17 @@ def collectives(dtype: torch.dtype) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_the_results_are_those_of_the_definition(
-    run_distributed, world_size: int, dtype: torch.dtype
+    run_distributed, world_size: int, backend: str, dtype: torch.dtype
 ) -> None:
     all_values = [values(rank, world_size * LENGTH, dtype) for rank in range(world_size)]
     expected = torch.cat([one[:LENGTH] for one in all_values])
     total = torch.stack(all_values).double().sum(0)
     tolerance = 1e-6 if dtype is torch.float32 else 2e-2
     wire = (world_size - 1) * LENGTH * expected.element_size()
-    for rank, found in enumerate(run_distributed(collectives, world_size, dtype)):
+    for rank, found in enumerate(run_distributed(collectives, world_size, dtype, backend)):
         assert torch.equal(found["gathered"], expected)
         assert torch.equal(found["in_place"], expected)
         part = total.chunk(world_size)[rank]
@@ -63,8 +68,8 @@ def test_the_results_are_those_of_the_definition(
         assert found["gather_bytes"] == found["reduce_bytes"] == wire
 
 
-def with_fewer_ranks_allowed() -> list[torch.Tensor]:
-    accelerator = Accelerator(cpu=True)
+def with_fewer_ranks_allowed(backend: str) -> list[torch.Tensor]:
+    accelerator = accelerator_on(backend)
     rank, ranks = accelerator.process_index, accelerator.num_processes
     group: Any = dist.group.WORLD
     mine = values(rank, ranks * LENGTH)
@@ -84,11 +89,14 @@ def with_fewer_ranks_allowed() -> list[torch.Tensor]:
     return results
 
 
-def test_larger_groups_use_the_backends_own(run_distributed) -> None:
-    for ours_gathered, ours_reduced, none, gathered, reduced, both in run_distributed(
-        with_fewer_ranks_allowed, 2
+@pytest.mark.parametrize(("backend", "own_calls"), [("gloo", [0, 0]), ("shm", [1, 1])])
+def test_larger_groups_and_those_that_share_memory_use_the_backends_own(
+    run_distributed, backend: str, own_calls: list[int]
+) -> None:
+    for ours_gathered, ours_reduced, calls, gathered, reduced, both in run_distributed(
+        with_fewer_ranks_allowed, 2, backend
     ):
-        assert none.tolist() == [0, 0]
+        assert calls.tolist() == own_calls
         assert both.tolist() == [1, 1]
         assert torch.equal(ours_gathered, gathered)
         torch.testing.assert_close(ours_reduced, reduced)
