@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,12 +56,21 @@ class LiveBytes(TorchDispatchMode):
 
 
 def reachable_bytes() -> int:
-    """Of all tensors that Python objects hold now, each storage once."""
+    """Of all tensors that Python objects hold now, each storage once, beside memory that ranks share for messages."""
     gc.collect()
+    shared = shared_ranges()
     storages: dict[int, int] = {}
     for item in gc.get_objects():
         # Looking at the class alone: attributes of strange objects may run code.
         if issubclass(type(item), torch.Tensor) and not hasattr(item, "placements") and not item.is_meta:
             storage = item.untyped_storage()
-            storages[storage._cdata] = storage.nbytes()
+            if not any(storage.data_ptr() in range_ for range_ in shared):
+                storages[storage._cdata] = storage.nbytes()
     return sum(storages.values())
+
+
+def shared_ranges() -> list[range]:
+    """Addresses of the memory that the backend ``shm`` has mapped."""
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    bounds = [line.split()[0].split("-") for line in maps if "memfd:lockstep" in line]
+    return [range(int(first, 16), int(last, 16)) for first, last in bounds]

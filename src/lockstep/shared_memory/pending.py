@@ -139,7 +139,7 @@ class PendingCall(dist.Work):
 
     def get_future(self) -> torch.futures.Future[Any]:
         ended: torch.futures.Future[None] = torch.futures.Future()
-        # Not by set_exception, which DDP's reducer, in C++, takes for a value: what a callback raises is an error there.
+        # Not by set_exception, which DDP's reducer takes for a value. What a callback raises is an error in C++, too.
         future = ended.then(self._value)
         with self.queue.lock:
             is_pending = not self.done
