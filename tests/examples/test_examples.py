@@ -4,79 +4,13 @@ from __future__ import annotations
 
 import ast
 import difflib
-import io
 import json
-import os
 import re
-import runpy
-import subprocess
-import sys
-from collections.abc import Callable
-from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
 
-from lockstep.testing.pool import RANK_VARIABLES, WorkerPool
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
-BIN = Path(sys.executable).parent
-NUMBER = r"(\d+\.\d+(?:e[+-]\d+)?)"
-
-PYTHON = [sys.executable]
-LOCKSTEP = [str(BIN / "lockstep"), "launch", "--nproc", "2"]
-TORCHRUN = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2"]
-
-
-def start(launcher: list[str], script: str, *arguments: object) -> str:
-    """What the script prints that is started as a user would; with its complaints, if it fails."""
-    command = [*launcher, str(EXAMPLES / script), *map(str, arguments)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
-    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
-
-
-Run = Callable[..., str]
-
-
-def run_here(script: str, arguments: list[str], is_launched: bool) -> str:
-    """What the script prints in this process, which imported torch before."""
-    path = EXAMPLES / script
-    sys.argv[:] = [str(path), *arguments]
-    sys.path.insert(0, str(path.parent))
-    for name in () if is_launched else RANK_VARIABLES:
-        del os.environ[name]
-    try:
-        with redirect_stdout(io.StringIO()) as printed:
-            runpy.run_path(str(path), run_name="__main__")
-    finally:
-        for name, module in list(sys.modules.items()):  # other examples have other files of these names
-            if str(getattr(module, "__file__", None)).startswith(str(EXAMPLES)):
-                del sys.modules[name]
-    return printed.getvalue()
-
-
-@pytest.fixture(scope="module")
-def run(worker_pool: WorkerPool) -> Run:
-    """``run(processes, script, *arguments)``: what the script prints on all of them.
-
-    In workers that are there already. Launchers, whose start takes longer than most scripts, are tested in
-    tests/launch, and with the scripts of this file that are started.
-    """
-
-    def run_on(processes: int, script: str, *arguments: object, is_launched: bool = False) -> str:
-        words = list(map(str, arguments))
-        return "".join(
-            worker_pool.run(run_here, processes, script, words, is_launched or processes > 1, timeout_s=150)
-        )
-
-    return run_on
-
-
-def numbers(pattern: str, text: str) -> list[float]:
-    """All values of the pattern's NUMBER in the text, in order."""
-    return [float(value) for value in re.findall(pattern.replace("NUMBER", NUMBER), text)]
+from tests.examples.scripts import EXAMPLES, LOCKSTEP, NUMBER, PYTHON, TORCHRUN, Run, numbers, start
 
 
 def test_gpt_learns_on_two_processes_and_leaves_a_model_that_another_program_loads(tmp_path: Path) -> None:
@@ -309,8 +243,11 @@ def test_a_model_larger_than_its_memory_generates_what_it_would_in_memory(run: R
     assert sorted(tokens) == sorted(re.findall(r"rank \d: (\[.*?\])", shared))
 
 
-def test_the_readme_lists_every_script() -> None:
-    listed = set(re.findall(r"\]\(([\w/]+\.py)\)", (EXAMPLES / "README.md").read_text()))
+def test_the_readmes_list_every_script() -> None:
+    listed: set[str] = set()
+    for readme in (EXAMPLES / "README.md", EXAMPLES / "recipes" / "README.md"):
+        links = re.findall(r"\]\(([\w/.]+\.py)\)", readme.read_text())
+        listed |= {(readme.parent / link).resolve().relative_to(EXAMPLES).as_posix() for link in links}
     scripts = {
         path.relative_to(EXAMPLES).as_posix()
         for path in EXAMPLES.rglob("*.py")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests import migration_tables, settings_table
-from tests.site import commands, features, names, schema
+from tests.site import commands, features, names, recipes, schema
 from tests.site.pages import DOCS, with_block
 
 
@@ -20,6 +20,7 @@ def pages() -> dict[str, str]:
             lambda _: settings_table.table(), configuration
         ),
         "docs/migrating-from-accelerate.md": migration_tables.written(migration),
+        "docs/recipes.md": recipes.page(),
         "docs/reference/environment.md": with_block(environment, "variables", schema.variables()),
         "docs/reference/config.schema.json": schema.text(),
     }

@@ -1,0 +1,25 @@
+"""Runs examples in warm workers."""
+
+from __future__ import annotations
+
+import pytest
+
+from lockstep.testing.pool import WorkerPool
+from tests.examples.scripts import Run, run_here
+
+
+@pytest.fixture(scope="session")
+def run(worker_pool: WorkerPool) -> Run:
+    """``run(processes, script, *arguments)``: what the script prints on all of them.
+
+    In workers that are there already. Launchers, whose start takes longer than most scripts, are tested in
+    tests/launch, and with the scripts of this file that are started.
+    """
+
+    def run_on(processes: int, script: str, *arguments: object, is_launched: bool = False) -> str:
+        words = list(map(str, arguments))
+        return "".join(
+            worker_pool.run(run_here, processes, script, words, is_launched or processes > 1, timeout_s=150)
+        )
+
+    return run_on

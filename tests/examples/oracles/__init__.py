@@ -1,0 +1,1 @@
+"""What recipes compute, each once more in plain torch on one process."""

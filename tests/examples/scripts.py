@@ -1,0 +1,63 @@
+"""Starts the example scripts, and reads the numbers that they print."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+
+from lockstep.testing.pool import RANK_VARIABLES
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+BIN = Path(sys.executable).parent
+NUMBER = r"(\d+\.\d+(?:e[+-]\d+)?)"
+
+PYTHON = [sys.executable]
+LOCKSTEP = [str(BIN / "lockstep"), "launch", "--nproc", "2"]
+TORCHRUN = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2"]
+
+
+def start(launcher: list[str], script: str, *arguments: object) -> str:
+    """What the script prints that is started as a user would; with its complaints, if it fails."""
+    command = [*launcher, str(EXAMPLES / script), *map(str, arguments)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+Run = Callable[..., str]
+
+
+@contextmanager
+def beside(path: Path) -> Iterator[None]:
+    """Inside, modules of the script's folder can be imported; outside they are gone."""
+    sys.path.insert(0, str(path.parent))
+    try:
+        yield
+    finally:
+        for name, module in list(sys.modules.items()):  # other examples have other files of these names
+            if str(getattr(module, "__file__", None)).startswith(str(EXAMPLES)):
+                del sys.modules[name]
+
+
+def run_here(script: str, arguments: list[str], is_launched: bool) -> str:
+    """What the script prints in this process, which imported torch before."""
+    path = EXAMPLES / script
+    sys.argv[:] = [str(path), *arguments]
+    for name in () if is_launched else RANK_VARIABLES:
+        del os.environ[name]
+    with beside(path), redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(str(path), run_name="__main__")
+    return printed.getvalue()
+
+
+def numbers(pattern: str, text: str) -> list[float]:
+    """All values of the pattern's NUMBER in the text, in order."""
+    return [float(value) for value in re.findall(pattern.replace("NUMBER", NUMBER), text)]
