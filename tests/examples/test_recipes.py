@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from lockstep.testing.pool import WorkerPool
-from tests.examples.oracles import masked_lm
+from tests.examples.oracles import contrastive, masked_lm
 from tests.examples.scripts import EXAMPLES, Run, beside, numbers
 from tests.marks import again
 
@@ -58,6 +58,7 @@ RECIPES = [
         ("--epochs", 2, "--windows", 500),
         partial(masked_lm.losses, epochs=2, windows=500),
     ),
+    Recipe("contrastive.py", ("--epochs", 3), partial(contrastive.results, epochs=3), tolerance=2e-4),
 ]
 
 

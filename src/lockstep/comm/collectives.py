@@ -13,10 +13,12 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
 from lockstep.comm.agreement import CollectiveCall, check_same, leaf_spec, line_of_user, tensors_only
 from lockstep.comm.tree import Tree, leaves, map_leaves
@@ -30,6 +32,8 @@ from lockstep.errors import (
 )
 from lockstep.runtime import failure, process
 from lockstep.runtime.process import Runtime
+from lockstep.runtime.step import waiting_for_ranks
+from lockstep.torch_internals.autograd import FunctionContext
 
 Exchanged = TypeVar("Exchanged")
 
@@ -62,7 +66,7 @@ class CannotPadNestedTensorWarning(UserWarning):
 
 
 class Communicator:
-    """The collectives of one run, each called by all ranks, none differentiable.
+    """The collectives of one run, each called by all ranks; only ``gather_for_loss`` is differentiable.
 
     Tensors may be of any shape, dtype and device; results are on the device of the input. In a
     world of one nothing is communicated and no process group is needed.
@@ -101,6 +105,29 @@ class Communicator:
         for path in sorted(found):  # dicts of ranks may have been filled in different orders
             rows = [other.leaves[path].shape[0] for other in calls]
             results[path] = self._gather_tensor(found[path], rows)
+        return map_leaves(lambda path, _: results[path], tree)
+
+    def gather_for_loss(self, tree: Tree, problem: Exception | None = None) -> Tree:
+        """``gather``, whose backward gives each rank the sum of all ranks' gradients of its own rows.
+
+        Every rank must use the result in its loss, or none: backward is a collective too.
+
+        Args:
+            problem: What this rank has found wrong with the tree; all ranks raise.
+        """
+        found = leaves(tree)
+        problem = problem or tensors_only("gather_for_loss", found, "gather_object")
+        if self.world_size == 1 and problem is None:
+            return tree
+        specs = {path: leaf_spec(leaf, at_least_1d=True) for path, leaf in found.items()}
+        for path in found if torch.is_grad_enabled() else ():
+            if getattr(found[path], "requires_grad", False):
+                specs[path] = replace(specs[path], kind=f"{specs[path].kind} with gradient")
+        calls = self._meet(CollectiveCall("gather_for_loss", specs), problem, free_dim=0)
+        results = {}
+        for path in sorted(found):
+            rows = [other.leaves[path].shape[0] for other in calls]
+            results[path] = _GatherRows.apply(found[path], self, rows)
         return map_leaves(lambda path, _: results[path], tree)
 
     def reduce(self, tree: Tree, reduction: Reduction = "mean", scale: float = 1.0) -> Tree:
@@ -355,6 +382,27 @@ class Communicator:
         if tensor.dtype.is_floating_point or (tensor.dtype is torch.int16 and total.dtype is dtype):
             total = total.to(tensor.dtype)
         return total.to(tensor.device)
+
+
+class _GatherRows(torch.autograd.Function):
+    """Rank r's [n_r, ...] to [sum of n_r, ...], of which ``rows`` has every n_r; a 0-d tensor is one row."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionContext, tensor: torch.Tensor, communicator: Communicator, rows: list[int]
+    ) -> torch.Tensor:
+        ctx.communicator, ctx.shape = communicator, tensor.shape
+        rank = communicator.runtime.rank
+        ctx.own = slice(sum(rows[:rank]), sum(rows[: rank + 1]))
+        return communicator._gather_tensor(tensor, rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionContext, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        # Each rank's loss depends on the rows of all ranks.
+        with waiting_for_ranks():
+            total = ctx.communicator._reduce_tensor(gradient, "sum", 1.0)
+        return total[ctx.own].reshape(ctx.shape), None, None
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from lockstep.comm.collectives import Communicator, Reduction
 from lockstep.comm.ledger import CommunicationLedger
 from lockstep.comm.tree import Tree, leaves, map_tensors
 from lockstep.config.options import Options
+from lockstep.errors import UsageError
 from lockstep.runtime.mesh import DeviceMeshes
 from lockstep.runtime.process import Runtime
 from lockstep.runtime.step import StepState
@@ -50,6 +51,25 @@ def gather_for_metrics(
     if step.counts is None and step.end_of_data:
         gathered = map_tensors(lambda tensor: tensor[: _samples(step, len(tensor))], gathered)
     return gathered
+
+
+def gather_for_loss(communicator: Communicator, step: StepState, tree: Tree, rank: int) -> Tree:
+    """Gather [rows, ...] of all ranks with gradients, without the rows that only pad the current batch."""
+    counts = step.counts
+    if counts is None or counts.rows == counts.real:
+        return communicator.gather_for_loss(tree)
+    rows, real = counts.rows[rank], counts.real[rank]
+    problem = None
+    for path, leaf in leaves(tree).items():
+        if isinstance(leaf, torch.Tensor) and (leaf.dim() == 0 or len(leaf) != rows):
+            problem = UsageError(
+                f"gather_for_loss cannot tell which rows of {path or 'a tensor'} {list(leaf.shape)} only pad the last "
+                f"batch, of which this rank has {rows} rows. Pass tensors with one row for each row of the batch, or "
+                "make the loader with drop_last=True."
+            )
+    return communicator.gather_for_loss(
+        tree if problem else map_tensors(lambda tensor: tensor[:real], tree), problem
+    )
 
 
 def _samples(step: StepState, rows: int) -> int:

@@ -61,6 +61,9 @@ class RunObserver:
     def optimizer_prepared(self, optimizer: Optimizer) -> None:
         """An optimizer was prepared; this is the user's own."""
 
+    def gathers_for_loss(self) -> None:
+        """The script's loss is to depend on the batches of all ranks."""
+
     def backward_begins(self, loss: torch.Tensor, factor: torch.Tensor | float) -> None:
         """``loss``: the script's. Gradients will be those of ``factor`` times it, or times its weighted sum."""
 

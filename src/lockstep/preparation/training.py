@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lockstep.comm.tree import LossFunction
+from lockstep.comm.collectives import Communicator
+from lockstep.comm.methods import gather_for_loss
+from lockstep.comm.tree import LossFunction, Tree
 from lockstep.config.handlers import AutocastKwargs, GradientAccumulationPlugin
 from lockstep.config.options import Options
 from lockstep.data.skip import skip_first_batches
@@ -21,7 +23,7 @@ from lockstep.parallel.parallel_model import PipelinedModel, call_of
 from lockstep.preparation.observers import RunObserver
 from lockstep.runtime.mesh import DeviceMeshes
 from lockstep.runtime.process import Runtime
-from lockstep.runtime.step import StepState
+from lockstep.runtime.step import StepState, waiting_for_ranks
 from lockstep.train import clipping
 from lockstep.train.accumulation import Accumulation, trigger_sync
 
@@ -50,6 +52,8 @@ class TrainingMethods:
         def _accumulation(self) -> Accumulation: ...
         @property
         def measures(self) -> Measures: ...
+        @property
+        def _data_communicator(self) -> Communicator: ...
 
     def backward(
         self, loss: torch.Tensor, *, weight: torch.Tensor | float | None = None, **kwargs: object
@@ -97,6 +101,37 @@ class TrainingMethods:
             is_complete = True
         finally:
             self.measures.backward_ends(is_complete)
+
+    def gather_for_loss(self, tensors: Tree) -> Tree:
+        """Nested tensors of all ranks, [n_r, ...] to [sum of n_r, ...], through which gradients flow back.
+
+        For a loss over the global batch, as a contrastive one, which every rank computes alike of what is gathered.
+        With ``backward(loss)`` the gradients are those of one process with that batch. Rows that only pad the last
+        batch are left out. All ranks must use the result in their loss, or none.
+
+        Args:
+            tensors: With one row for each row of the batch. Those without a gradient, as labels, come back without.
+
+        Raises:
+            UsageError: in a padded batch a tensor has another number of rows; on all ranks.
+            CollectiveMismatchError: tensors of the ranks differ in more than their rows; on all ranks.
+
+        Examples:
+            ```python
+            import torch
+            from lockstep import Accelerator
+
+            accelerator = Accelerator()
+            model = accelerator.prepare(torch.nn.Linear(4, 2))
+            ours = model(torch.randn(8, 4, device=accelerator.device))
+            all_of_them = accelerator.gather_for_loss(ours)  # [8 * ranks, 2]
+            accelerator.backward((all_of_them @ all_of_them.T).square().mean())
+            ```
+        """
+        for observer in RunObserver.registered if torch.is_grad_enabled() else ():
+            observer.gathers_for_loss()
+        with waiting_for_ranks():
+            return gather_for_loss(self._data_communicator, self._step, tensors, self.meshes.data_rank)
 
     def train_step(
         self,

@@ -34,6 +34,7 @@ EVERY_RANK = {
         "broadcast_object_list",
         "clip_grad_norm_",
         "gather",
+        "gather_for_loss",
         "gather_for_metrics",
         "gather_object",
         "get_state_dict",

@@ -14,6 +14,9 @@ from lockstep.parallel.sync_batchnorm import BATCH_NORMS
 Refuse = Callable[..., object]
 """Ends the run with a sentence on why, and ``instead``, one on what to do."""
 ONE_AFTER_ANOTHER = "which one process has only one after another"
+GATHERED = (
+    f"The script's loss is that of the batches of all ranks together (gather_for_loss), {ONE_AFTER_ANOTHER}."
+)
 SYNCHRONISED = 'Compare with several processes instead: --reference "ddp sync_batchnorm".'
 
 
