@@ -46,6 +46,13 @@ def test_scripts_of_others_agree(words: tuple[str, ...]) -> None:
     assert ("computes its batch size from the number of processes" in said) == ("shared_batch" in words)
 
 
+def test_weights_of_slices_of_a_global_batch_agree() -> None:
+    code, said, errors = check("--steps", "5", script("weighted"))
+    assert code == 0, said + errors
+    assert said.startswith("2 ranks with ddp compute what one process computes")
+    assert "4 steps agree" in said  # the fifth batch, of 2 rows, is short
+
+
 def test_a_gradient_that_is_doubled_is_named(tmp_path: Path) -> None:
     path, page = tmp_path / "report.json", tmp_path / "report.html"
     code, said, errors = check(

@@ -247,9 +247,10 @@ class StepState:
     """The state of the current step of one ``Accelerator``.
 
     ``sync_gradients``: this backward ends an accumulation window, so gradients are averaged over
-    the ranks and the optimizer steps. ``stepping``: a prepared optimizer is in its step. ``is_in_window``: a
-    micro-batch runs, inside of ``accumulate``. ``virtual_ranks``: this process trains on the batches of so many ranks,
-    one after another, so that windows are longer; ``turns`` then says when what a script asks for is done.
+    the ranks and the optimizer steps. ``backward_calls``: in this micro-batch so far. ``stepping``: a prepared
+    optimizer is in its step. ``is_in_window``: a micro-batch runs, inside of ``accumulate``. ``virtual_ranks``: this
+    process trains on the batches of so many ranks, one after another, so that windows are longer; ``turns`` then says
+    when what a script asks for is done.
     """
 
     accumulation_steps: int = 1
@@ -259,6 +260,7 @@ class StepState:
     sync_gradients: bool = True
     stepping: bool = False
     micro_batch: int = 0
+    backward_calls: int = 0
     is_in_window: bool = False
     clock: StepClock = field(default_factory=StepClock)
     running: list[LoaderProgress] = field(default_factory=list)

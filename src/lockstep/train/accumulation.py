@@ -44,7 +44,6 @@ class Accumulation:
         self._unsynchronised = 0
         self._is_alone = False
         self._window_is_weighted: bool | None = None
-        self._backward_calls = 0
         self._backwards = 0
         self.loss_factor: torch.Tensor | float = 1.0
         # Optimizer -> number of backward calls before its last step.
@@ -87,7 +86,7 @@ class Accumulation:
                 "end earlier would average while the others are in the middle of a window. Set "
                 "gradient_accumulation_steps to 1, or use even batches and accelerator.sample_weights()."
             )
-        self._backward_calls = 0
+        self._step.backward_calls = 0
         # The last batch of an epoch ends its window, full or not, and the next window counts from zero.
         ends = step.sync_with_dataloader and step.end_of_data
         step.micro_batch = 0 if ends else step.micro_batch + 1
@@ -144,9 +143,9 @@ class Accumulation:
         """
         last = self._step.sync_gradients and self._unsynchronised == 0
         weighted = weight is not None
-        self._backward_calls += 1
+        self._step.backward_calls += 1
         self._backwards += 1
-        if weighted and self._step.window_length > 1 and self._backward_calls > 1 and not last:
+        if weighted and self._step.window_length > 1 and self._step.backward_calls > 1 and not last:
             raise UsageError(
                 "backward was called twice with a weight in one micro-batch of an accumulation window. Each loss has a "
                 "mean of its own, and their gradients cannot be told apart afterwards. Add the losses up and call "

@@ -15,7 +15,7 @@ from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parity.collect.place import BatchPlace
 from lockstep.parity.collect.rank_buffers import RankBuffers
 from lockstep.runtime.seed import rng_state, set_rng_state
-from lockstep.runtime.step import StepState
+from lockstep.runtime.step import BatchCounts, StepState
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,13 @@ class SequentialRanks(BatchPlace):
             if not self._turns.splits_batches or not self._is_trained_on():
                 yield batch
                 continue
+            active, counts = self._state.active, self._state.counts
             for rank in range(self.ranks):
+                if (
+                    active is not None and counts is not None
+                ):  # of the whole batch; a short one is not handed out
+                    rows = counts.rows[0] // self.ranks
+                    active.counts = BatchCounts((rows,), (rows,))
                 yield map_tensors(partial(self._slice, rank), batch)
 
     def _slice(self, rank: int, tensor: Tensor) -> Tensor:
@@ -114,6 +120,8 @@ class SequentialRanks(BatchPlace):
         if not self._state.end_of_data:
             return
         counts, size = self._state.counts, loader.batch_size
+        if size is not None and self._turns.splits_batches:
+            size //= self.ranks
         is_short = counts is not None and size is not None and counts.rows[0] < size
         is_last = self._handed % self.ranks == self.ranks - 1
         if is_short or not (is_last or self._turns.splits_batches):
@@ -127,6 +135,7 @@ class SequentialRanks(BatchPlace):
         """The next batch is one of ``rank``."""
         self.buffers.turn(rank)
         self.data_rank = rank
+        self._state.backward_calls = 0
 
 
 class AccumulatedRanks(SequentialRanks):
