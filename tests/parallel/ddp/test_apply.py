@@ -256,6 +256,26 @@ def test_frozen_models_are_not_replicated_and_unwrapping_gives_the_users_object(
         }
 
 
+def gradient_in_no_sync_after_a_frozen_forward() -> tuple[float, float]:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(1, 1, bias=False))
+    rows = torch.full((1, 1), 1.0 + accelerator.process_index)
+    model.requires_grad_(False)
+    accelerator.backward(model(rows.clone().requires_grad_()).sum())
+    model.requires_grad_(True)
+    with accelerator.no_sync(model):
+        accelerator.backward(model(rows).sum())
+    own = model.module.weight.grad.item()
+    accelerator.backward(model(rows).sum())
+    return own, model.module.weight.grad.item()
+
+
+def test_a_forward_of_a_frozen_replica_does_not_end_no_sync(run_distributed) -> None:
+    """A GAN's discriminator is frozen for the generator's loss."""
+    results = run_distributed(gradient_in_no_sync_after_a_frozen_forward, 2)
+    assert results == [(1.0, 3.0), (2.0, 3.0)]
+
+
 def refuse_replica() -> str:
     accelerator = Accelerator(cpu=True)
     with pytest.raises(UsageError) as error:

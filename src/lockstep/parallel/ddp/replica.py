@@ -91,7 +91,10 @@ class DistributedDataParallel(TorchDDP):
         if not torch.is_grad_enabled():
             return super().forward(*args, **kwargs)
         self.check_reduced()
-        self._follow_module()
+        if not self._follow_module():
+            # torch would prepare the reducer, which then averages in the next backward, also in that of no_sync.
+            with attributes_set(self, require_backward_grad_sync=False):
+                return super().forward(*args, **kwargs)
         if self.require_backward_grad_sync and not is_joining(self):
             self._alike.before_forward(self._trained)
         output = super().forward(*args, **kwargs)
@@ -158,12 +161,17 @@ class DistributedDataParallel(TorchDDP):
             return "parameters"
         return f"{len(out)} parameters ('{out[0]}'{', ...' if len(out) > 1 else ''})"
 
-    def _follow_module(self) -> None:
-        """Let a reducer of the parameters that are trainable now take over. Collective where it is a new one."""
+    def _follow_module(self) -> bool:
+        """Let a reducer of the parameters that are trainable now take over; False: there are none.
+
+        Collective where the reducer is a new one.
+        """
         now = trained_parameters(self.module)
         guard_hooks(self, now)
-        if not now or (len(now) == len(self._trained) and all(map(operator.is_, now, self._trained))):
-            return  # with nothing to train no gradient comes
+        if not now:
+            return False
+        if len(now) == len(self._trained) and all(map(operator.is_, now, self._trained)):
+            return True
         if self.static_graph:
             raise UsageError(
                 f"Other parameters of {type(self.module).__name__} are trainable than in the step before, but "
@@ -180,6 +188,7 @@ class DistributedDataParallel(TorchDDP):
             self._averaged.pop(next(iter(self._averaged)))
         self.reducer, self.logger, self._trained = known.reducer, known.logger, now
         self._module_parameters = list(self.module.parameters())
+        return True
 
     def _another(self, trained: list[nn.Parameter]) -> _Averaged:
         known = {id(p) for p in self._module_parameters}
