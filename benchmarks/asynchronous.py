@@ -3,7 +3,7 @@
     python benchmarks/asynchronous.py
     python benchmarks/asynchronous.py --quick
 
-Two processes train the small GPT of examples/asynchronous.py from the same weights on the same windows. Then two
+Two processes train the small GPT of examples/recipes/slow_links.py from the same weights on the same windows. Then two
 processes of uneven speed show how often a rank waits under each bound of staleness: every fourth step takes one of them
 longer than all others, in turn.
 """
@@ -45,8 +45,9 @@ def worker(output: Path, quick: bool) -> None:
     """One rank: trains in every mode; rank 0 writes what it found."""
     import torch
 
-    sys.path.insert(0, str(ROOT / "examples"))
-    import asynchronous as example  # by now this file is __main__
+    sys.path.insert(0, str(ROOT / "examples" / "recipes"))
+    import slow_links as example
+
     from lockstep import PartialState
 
     torch.set_num_threads(1)

@@ -204,24 +204,6 @@ def test_the_split_gpt_has_the_losses_of_one_process_and_half_of_its_state(run: 
     assert held == pytest.approx([whole / 2, whole / 2], rel=0.1)
 
 
-def test_experts_on_two_processes_have_the_losses_of_one(run: Run) -> None:
-    texts = [run(processes, "mixture_of_experts.py", "--epochs", 2) for processes in (1, 2)]
-    one, two = (numbers("loss NUMBER", text) for text in texts)
-    assert two == pytest.approx(one, abs=2e-5)
-    assert one[1] < one[0] < 2.4  # log(10) = 2.30
-    first, second = (
-        re.findall(r"experts of the first layer (.*), dropped +(\d+\.\d%)", text) for text in texts
-    )
-    assert first == second and len(first) == 2
-
-
-def test_ranks_that_do_not_wait_learn(run: Run) -> None:
-    text = run(2, "asynchronous.py", "--mode", "stale", "--steps", 40)
-    losses = numbers("validation loss NUMBER nats", text)
-    # Of bytes one knows log(256) = 5.55 at first. Which is the lower depends on how stale gradients were.
-    assert len(losses) == 2 and max(losses) < 4.5
-
-
 def test_the_gpt_with_its_state_on_disk_has_the_losses_of_training_in_memory(
     run: Run, tmp_path: Path
 ) -> None:
@@ -231,16 +213,6 @@ def test_the_gpt_with_its_state_on_disk_has_the_losses_of_training_in_memory(
     assert numbers("in files NUMBER", in_memory) == [0.0]
     held = [numbers(f"{what} NUMBER MB", on_disk)[0] for what in ("weights", "gradients", "optimizer")]
     assert numbers("in files NUMBER", on_disk)[0] == pytest.approx(sum(held), rel=0.01)
-
-
-def test_a_model_larger_than_its_memory_generates_what_it_would_in_memory(run: Run, tmp_path: Path) -> None:
-    arguments = ("--layers", 4, "--tokens", 2, "--folder", tmp_path)
-    small = run(1, "larger_than_memory.py", *arguments, "--budget", "30MB")
-    large = run(1, "larger_than_memory.py", *arguments, "--budget", "1GB")
-    tokens = re.findall(r"rank 0: (\[.*?\])", small)
-    assert len(tokens) == 2 and tokens == re.findall(r"rank 0: (\[.*?\])", large)
-    shared = run(2, "larger_than_memory.py", *arguments, "--budget", "30MB")  # one batch of prompts each
-    assert sorted(tokens) == sorted(re.findall(r"rank \d: (\[.*?\])", shared))
 
 
 def test_the_readmes_list_every_script() -> None:

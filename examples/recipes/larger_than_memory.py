@@ -1,12 +1,15 @@
 """Run a model that is larger than the memory it may have: its blocks are read from disk while others compute.
 
-    python examples/larger_than_memory.py
-    python examples/larger_than_memory.py --budget 48MB --layers 24
-    lockstep launch --nproc 2 examples/larger_than_memory.py      # each process takes its part of the prompts
+    python examples/recipes/larger_than_memory.py
+    python examples/recipes/larger_than_memory.py --budget 48MB --layers 24
+    lockstep launch --nproc 2 examples/recipes/larger_than_memory.py      # each process takes its part of the prompts
 
 A Llama with random weights, written once to a folder, stands for a download. Only `load_checkpoint_and_dispatch`
 differs from running it the ordinary way; `generate` and the rest stay what they are. What is read from disk in one pass
-is the model less what the budget keeps in memory.
+is the model less what the budget keeps in memory. Training with weights and optimizer on disk: examples/gpt/offload.py.
+
+For a real model, its class and folder instead of `write_model`:
+    python larger_than_memory.py --folder Llama-3.1-70B --budget 48GB --tokens 64
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lockstep import PartialState, init_empty_weights, load_checkpoint_and_dispatch
+from lockstep.utils import gather_object
 
 
 def options() -> argparse.Namespace:
@@ -74,9 +78,9 @@ def main(folder: Path, chosen: argparse.Namespace) -> None:
     model.eval()
 
     prompts = torch.randint(512, (8, 6), generator=torch.Generator().manual_seed(1))
-    with state.split_between_processes(prompts) as mine, torch.no_grad():
-        start = time.perf_counter()
-        for batch in mine.split(4):  # batch by batch
+    start, mine = time.perf_counter(), []
+    with state.split_between_processes(prompts) as part, torch.no_grad():
+        for batch in part.split(4):  # batch by batch
             tokens = model.generate(
                 batch,
                 attention_mask=torch.ones_like(batch),
@@ -84,10 +88,10 @@ def main(folder: Path, chosen: argparse.Namespace) -> None:
                 do_sample=False,
                 pad_token_id=0,
             )
-            print(
-                f"rank {state.process_index}: {tokens[0, batch.shape[1] :].tolist()} and {len(batch) - 1} more"
-            )
-        taken = time.perf_counter() - start
+            mine += tokens[:, batch.shape[1] :].tolist()
+    taken = time.perf_counter() - start
+    for number, tokens in enumerate(gather_object(mine)):
+        state.print(f"prompt {number}: {tokens}")
 
     size = sum(parameter.nbytes for parameter in model.parameters())
     state.print(

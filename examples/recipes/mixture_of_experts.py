@@ -1,11 +1,14 @@
 """A mixture of experts, whose experts are spread over the processes.
 
-    python examples/mixture_of_experts.py
-    lockstep launch --nproc 2 examples/mixture_of_experts.py
+    python examples/recipes/mixture_of_experts.py
+    lockstep launch --nproc 2 examples/recipes/mixture_of_experts.py
 
 Handwritten digits are cut into four patches, and each patch visits two of eight small networks. On two processes each
 holds four of them (`parallel="ep=2"`), and patches travel to their experts and back. Choices, capacities and losses are
 those of one process.
+
+For a real model, whose feed-forward layers are a `MixtureOfExperts` (Mixtral's and others are spread by `zero=3`):
+    lockstep launch --nproc 8 --mixed-precision bf16 --parallel "ep=8 activation=full" train.py
 """
 
 from __future__ import annotations
@@ -14,10 +17,10 @@ import argparse
 
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
+from data import digit_images
 from lockstep import Accelerator, PartialState
 from lockstep.nn import MixtureOfExperts, load_balance_loss
 
@@ -37,7 +40,7 @@ class Classifier(nn.Module):
         self.head = nn.Linear(WIDTH, 10)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Images [batch, 64] to logits [batch, 10]."""
+        """Images [batch, 1, 8, 8] to logits [batch, 10]."""
         patches = images.view(-1, 2, 4, 2, 4).transpose(2, 3).reshape(-1, 4, 16)
         x = self.embed(patches) + self.position
         for norm, mixture in zip(self.norms, self.mixtures, strict=True):
@@ -45,14 +48,10 @@ class Classifier(nn.Module):
         return self.head(x.mean(1))
 
 
-def batches(size: int) -> DataLoader:
-    images, labels = load_digits(return_X_y=True)
-    data = TensorDataset(torch.as_tensor(images / 16).float(), torch.as_tensor(labels))
-    return DataLoader(data, batch_size=size, drop_last=True)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--batch-size", type=int, default=64, help="images, over all processes")
     parser.add_argument("--capacity-factor", type=float, default=1.25)
@@ -65,7 +64,8 @@ def main() -> None:
     model = Classifier(args.capacity_factor)
     mixture = model.mixtures[0]
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, batches(args.batch_size))
+    loader = DataLoader(digit_images()[0], args.batch_size, drop_last=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
     held = sum(p.numel() for p in accelerator.unwrap_model(model).mixtures[0].experts.parameters())
     accelerator.print(
