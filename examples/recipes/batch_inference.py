@@ -93,17 +93,17 @@ def main() -> None:
 
     state = PartialState()
     text = (args.prompts or Path(__file__)).read_text(encoding="utf-8")
-    prompts = [line for line in text.splitlines() if line.strip()]
+    prompts = [line for line in text.split("\n") if line.strip()]
     batches = batches_of(prompts, args.batch_size)
-    said = json.dumps([prompts, args.batch_size, args.tokens])
+    model = new_model().to(state.device)
+    said = json.dumps([prompts, args.batch_size, args.tokens, model.config.to_json_string()])
     parts = args.out / f"parts-{hashlib.sha256(said.encode()).hexdigest()[:16]}"  # others are of another run
     files = [parts / f"{number:06d}.jsonl" for number in range(len(batches))]
     parts.mkdir(parents=True, exist_ok=True)
-    # Rank 0 alone looks: others would see what has been written since.
+    # Rank 0 alone decides: others could see what has been written since.
     (missing,) = broadcast_object_list([[n for n, file in enumerate(files) if not file.exists()]])
     state.print(f"{len(prompts)} prompts in {len(batches)} batches, {len(missing)} of them to do")
 
-    model = new_model().to(state.device)
     for number in missing[state.process_index :: state.num_processes]:
         chosen = batches[number]
         results = answers(model, [prompts[i] for i in chosen], args.tokens)

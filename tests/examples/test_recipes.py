@@ -77,7 +77,7 @@ RECIPES = [
     *(
         Recipe(
             "gan.py",
-            ("--epochs", 2, "--accumulation", 4, "--batch-size", 16, "--parallel", parallel),
+            ("--epochs", 2, "--accumulation", 2, "--batch-size", 32, "--parallel", parallel),
             partial(gan.losses, epochs=2),
             is_exhaustive=True,
         )
