@@ -35,9 +35,11 @@ class ParallelModel:
     Attributes:
         module: What the training loop calls.
         sharding: Of a model that ZeRO shards as a whole.
+        is_summoned: Whether ``summoned`` is open.
     """
 
     sharding: Sharding | None = None
+    is_summoned = False
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -107,6 +109,21 @@ class ParallelModel:
         yield from ()
 
     # -- a step ------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def summoned(self) -> Iterator[None]:
+        """Whole weights stand on this rank inside, and forwards of ``unwrap()`` send nothing. Collective."""
+        if self.is_summoned:
+            yield
+            return
+        try:
+            with ExitStack() as stack:
+                for sharding in self.shardings:
+                    stack.enter_context(sharding.summoned())
+                self.is_summoned = True
+                yield
+        finally:
+            self.is_summoned = False
 
     def loss_of(
         self, function: LossFunction, inputs: object, targets: object, autocast: AutocastContext

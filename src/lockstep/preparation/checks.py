@@ -155,3 +155,12 @@ def check_called(
         "backward was called, but no prepared model has been called yet: the loss comes from another object with its "
         "parameters, whose gradients would not be averaged. Call the model that accelerator.prepare() returned."
     )
+
+
+def refuse_inside(models: Iterable[ParallelModel], what: str) -> None:
+    """Raise UsageError for what changes weights or sends gradients, while a model's weights are summoned."""
+    if any(model.is_summoned for model in models):
+        raise UsageError(
+            f"{what} inside of summon_full_params, where weights are whole on each rank and nothing is sent. "
+            "Leave the block first."
+        )

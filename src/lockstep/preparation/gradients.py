@@ -18,7 +18,7 @@ from lockstep.model.changes import UncopiedHook
 from lockstep.observe.damage.checks import DamageWatch
 from lockstep.parallel.parallel_model import ParallelModel, ReplicatedModel
 from lockstep.preparation.backward_watch import BackwardWatch
-from lockstep.preparation.checks import check_called
+from lockstep.preparation.checks import check_called, refuse_inside
 from lockstep.preparation.shards import ParameterRegistry
 from lockstep.runtime.step import StepClock, StepState
 from lockstep.torch_internals.autograd import at_end_of_backward
@@ -74,6 +74,7 @@ class Gradients:
 
     def check_backward(self, loss: torch.Tensor) -> None:
         """See ``checks.check_called``; also raise UsageError for gradients that were changed inside of a window."""
+        refuse_inside(self._models, "backward was called")
         check_called(self._models, self._forward_seen, self._world_size, loss)
         self._own.before_backward()
 

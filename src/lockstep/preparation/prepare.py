@@ -32,6 +32,7 @@ from lockstep.preparation.checks import (
     PreparedObjects,
     check_micro_batch,
     check_trained,
+    refuse_inside,
     refuse_lookalike,
     refuse_offloaded_quantized,
     refuse_replicas,
@@ -476,6 +477,7 @@ class Preparation:
         return self.parameters()
 
     def _before_step(self, optimizer: Optimizer, has_closure: bool) -> None:
+        refuse_inside(self.models, "An optimizer steps")
         self.gradients.before_step(optimizer, has_closure)
         for observer in RunObserver.registered if not has_closure else ():
             observer.before_clip()

@@ -47,6 +47,8 @@ class TrainingMethods:
         @property
         def meshes(self) -> DeviceMeshes: ...
         @property
+        def _communicator(self) -> Communicator: ...
+        @property
         def _preparation(self) -> Preparation: ...
         @property
         def _accumulation(self) -> Accumulation: ...
@@ -220,6 +222,37 @@ class TrainingMethods:
     def alone(self, model: nn.Module) -> AbstractContextManager[None]:
         """Each rank trains this model by itself inside: gradients, and weights of ``backward``, are its own."""
         return self._accumulation.alone([model])
+
+    def summon_full_params(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Whole weights on each rank inside, gathered once: to generate, or to call the model as often as a rank likes.
+
+        Every rank enters and leaves. Inside, no forward of the yielded model sends anything, so that ranks may call it
+        different numbers of times, or never, and ``generate`` stops on each rank when its own rows are done. No
+        gradients are recorded. At the end the gathered weights are freed, and an exception on one rank is raised on
+        all. The yielded model is the unwrapped one; under ``ddp`` and in one process nothing is gathered. A change of
+        weights inside must be the same on all ranks.
+
+        Raises:
+            UsageError: the model was not prepared here, or is split by tp, pp, cp or ep; or inside, for backward, an
+                optimizer's step, or what shards the weights again, such as ``state_dict``.
+
+        Examples:
+            ```python
+            import torch
+            from lockstep import Accelerator
+
+            accelerator = Accelerator(parallel="zero=3")
+            model = accelerator.prepare(torch.nn.Linear(4, 4))
+            x = torch.ones(1, 4)
+            with accelerator.summon_full_params(model) as whole:
+                for _ in range(3 + accelerator.process_index):  # ranks need not agree
+                    x = whole(x)
+            ```
+        """
+        from lockstep.preparation.summon import summon_full_params  # few runs need it
+
+        splits = self._options.parallel.splits_forward
+        return summon_full_params(self._preparation, self._communicator, splits, model)
 
     @staticmethod
     def trigger_sync_in_backward(model: nn.Module) -> AbstractContextManager[None]:

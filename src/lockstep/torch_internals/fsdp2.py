@@ -16,6 +16,7 @@ From 2.15 on ``unsharded_accumulated_grad`` is a property that shows ``_unsharde
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -87,6 +88,35 @@ def pre_forward(
 def post_forward(root: Any, module: nn.Module, args: object, output: object) -> object:
     """End what ``pre_forward`` began; the output, with torch's hooks for backward."""
     return root._get_fsdp_state()._post_forward(module, args, output)
+
+
+@contextmanager
+def gathered_by_hand(root: Any) -> Iterator[None]:
+    """All weights of the sharded model are gathered once, and stay so; forwards inside cast their inputs, and no more.
+
+    Relies on: with ``_training_state`` PRE_BACKWARD, as in a forward that is computed again, the hooks around a
+    forward gather only what is not gathered, shard nothing, and record nothing for backward. transformers asks
+    ``_is_fsdp_managed_module`` whether ranks must generate in step.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+    modules = [module for module in root.modules() if is_sharded(module)]
+    states = dict.fromkeys(module._get_fsdp_state() for module in modules)
+    managed = [module for module in root.modules() if "_is_fsdp_managed_module" in vars(module)]
+    before = {state: state._training_state for state in states}
+    try:
+        for module in modules:
+            module.unshard()
+        for state in states:
+            state._training_state = TrainingState.PRE_BACKWARD
+        for module in managed:
+            module._is_fsdp_managed_module = False
+        yield
+    finally:
+        for state, known in before.items():
+            state._training_state = known
+        for module in managed:
+            module._is_fsdp_managed_module = True
 
 
 def all_gather_group(group: FSDPParamGroup) -> Any:

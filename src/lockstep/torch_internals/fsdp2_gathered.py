@@ -97,7 +97,11 @@ def set_own_grad(tensor: Any, gradient: torch.Tensor | None) -> None:
 
 
 def watch_group(
-    group: FSDPParamGroup, is_exact: bool, changed: Changed, cleared: Callable[[object], None]
+    group: FSDPParamGroup,
+    is_exact: bool,
+    changed: Changed,
+    cleared: Callable[[object], None],
+    before_drop: Callable[[], None],
 ) -> WatchedGroup:
     """Keep what is written by hand to the gathered parameters of a group, from now on.
 
@@ -105,6 +109,7 @@ def watch_group(
         is_exact: Parameters are gathered as they are: not quantised.
         changed: Called with (param, whole tensor, whether the change is lost) before the whole is dropped.
         cleared: Called with a param when a script has set its gradient to None.
+        before_drop: Called before gathered parameters are dropped; may raise.
 
     Relies on: all callers look ``_to_unsharded``, ``_to_sharded`` and ``_to_sharded_post_forward`` up at the group;
     they do nothing where the group is so already.
@@ -120,10 +125,12 @@ def watch_group(
             watched.gathered()
 
     def drop() -> None:
+        before_drop()
         watched.keep()
         to_sharded()
 
     def drop_after_forward() -> None:
+        before_drop()
         watched.keep()
         to_sharded_post_forward()
 

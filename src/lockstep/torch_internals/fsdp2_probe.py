@@ -11,6 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp._fully_shard import _fsdp_common as common_file
 from torch.distributed.fsdp._fully_shard import _fsdp_param as param_file
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as group_file
+from torch.distributed.fsdp._fully_shard import _fsdp_state as state_file
 
 from lockstep.torch_internals import fsdp2, fsdp2_gathered
 from lockstep.torch_internals.fsdp2_gathered import FSDPParam, FSDPParamGroup
@@ -29,6 +30,7 @@ def probe() -> None:
     for reduced in (torch.float32, torch.float64):  # the type of the parameter, and another one
         _probe_unreduced(reduced)
     _probe_partial()
+    _probe_hooks()
     fsdp2_gathered.probe()
 
 
@@ -92,6 +94,17 @@ def _probe_partial() -> None:
     _backward(group, param, 4.0)
     output = fsdp2.partial_reduce_output(group)
     expect(output is not None and output.tolist() == [4.0, 4.0], "a sum that was discarded")
+
+
+def _probe_hooks() -> None:
+    """Forwards in the state that ``gathered_by_hand`` gives them begin and end nothing."""
+    state = state_file.FSDPState()
+    state._training_state = common_file.TrainingState.PRE_BACKWARD
+    state._mp_policy = MixedPrecisionPolicy()
+    args, kwargs = inspect.unwrap(state_file.FSDPState._pre_forward)(state, nn.Identity(), (1,), {"x": 2})
+    expect((args, kwargs) == ((1,), {"x": 2}), "the inputs of a forward with weights that are gathered")
+    output = inspect.unwrap(state_file.FSDPState._post_forward)(state, nn.Identity(), (1,), 3)
+    expect(output == 3 and state._training_state.name == "PRE_BACKWARD", "the end of such a forward")
 
 
 def _bare(reduced: torch.dtype) -> tuple[Any, object]:

@@ -47,12 +47,18 @@ class OtherCalls:
         groups: The modules that ``fully_shard`` was applied to; the first is the model itself.
         before: Called before each such call.
         after: Called after it with what it has returned, None if it raised.
+        are_whole: Whether weights are gathered anyway, so that nothing is to be done.
     """
 
     def __init__(
-        self, groups: list[ShardedModule], before: Callable[[], None], after: Callable[[object], None]
+        self,
+        groups: list[ShardedModule],
+        before: Callable[[], None],
+        after: Callable[[object], None],
+        are_whole: Callable[[], bool],
     ) -> None:
         self._root = groups[0]
+        self._are_whole = are_whole
         self._before = before
         self._after = after
         self._entered: nn.Module | None = None
@@ -72,8 +78,8 @@ class OtherCalls:
         return self._entered is not None
 
     def _is_inside(self) -> bool:
-        """Whether this call is a part of another one, or of a backward that computes again."""
-        return self.is_open or fsdp2.is_in_forward(self._root) or current_pass() != -1
+        """Whether this call is a part of another one, or of a backward that computes again, or finds whole weights."""
+        return self.is_open or self._are_whole() or fsdp2.is_in_forward(self._root) or current_pass() != -1
 
     def _enter(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
         if self._is_inside() or torch.compiler.is_compiling():

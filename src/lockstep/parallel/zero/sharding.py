@@ -51,6 +51,7 @@ class Sharding:
 
     Attributes:
         collectives: What gathers and reduces its shards, where that is ours.
+        is_summoned: All weights are gathered, and forwards leave them so.
     """
 
     def __init__(
@@ -73,14 +74,16 @@ class Sharding:
         self._flags = _Flags()
         self._is_broken = False
         self.collectives: Sequence[ShardCollective] = ()
+        self.is_summoned = False
         self.lost_changes: LostChanges | None = None
         self._steps_in_background = steps_in_background
         self.by_hand = ChangesByHand(self._root, self.parameter_groups(), is_exact)
+        self.by_hand.before_drop = self._refuse_to_drop
         self.unused = UnusedParameters(groups, self.parameter_groups(), group, self.by_hand)
         self.by_hand.cleared = self.unused.forget
         self.skipped = SkippedBlocks(groups[1:], self.unused.passed)
         self._same = SameParameters(self._root, self.parameter_groups(), parallel)
-        self.calls = OtherCalls(groups, self.before_call, self.after_call)
+        self.calls = OtherCalls(groups, self.before_call, self.after_call, lambda: self.is_summoned)
 
     @property
     def modules(self) -> list[ShardedModule]:
@@ -149,6 +152,8 @@ class Sharding:
 
     def before_forward(self, *_: object) -> None:
         """The model itself is called. Raises as ``before_call``. Collective."""
+        if self.is_summoned:
+            return
         if not self.calls.is_open:
             self.before_call()
         self.skipped.forward_begins()
@@ -181,7 +186,7 @@ class Sharding:
         Called after a forward that raised, too.
         """
         self.skipped.leave()
-        if self.calls.is_open:
+        if self.calls.is_open or self.is_summoned:
             return
         if fsdp2.is_in_forward(self._root):  # torch did not see its end
             self.recover()
@@ -195,6 +200,14 @@ class Sharding:
         elif not any(leaf.requires_grad for leaf in tensor_leaves(output).values()):
             self.reshard()
 
+    def _refuse_to_drop(self) -> None:
+        if self.is_summoned:
+            raise UsageError(
+                f"The weights of {type(self._root).__name__.removeprefix('FSDP')} stay whole inside of "
+                "summon_full_params, but were about to be sharded again, as by optimizer.step(), state_dict(), "
+                "load_state_dict() or save_state(). Do that after the block."
+            )
+
     def recover(self) -> None:
         """Forget a forward or backward that raised: what it left behind would spoil the next one's gradients."""
         self.unused.forget()
@@ -202,6 +215,23 @@ class Sharding:
             self._root.reset_iter_state()
         else:
             self._is_broken = True
+
+    @contextmanager
+    def summoned(self) -> Iterator[None]:
+        """All weights are gathered once, and let go at the end; forwards inside send nothing. Collective."""
+        if self.is_summoned:
+            yield
+            return
+        self.reshard()  # what is gathered may be older than the shards
+        if self._buffers:
+            broadcast_buffers(self._buffers, self._group)
+        try:
+            with fsdp2.gathered_by_hand(self._root):
+                self.is_summoned = True
+                yield
+        finally:
+            self.is_summoned = False
+            self.reshard()
 
     def gathered(self) -> Iterator[tuple[torch.Tensor, nn.Parameter]]:
         """(whole parameter, its shard) of each that is gathered now."""

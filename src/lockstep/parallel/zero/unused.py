@@ -56,9 +56,14 @@ class ChangesByHand:
         self._changed: FSDPParam | None = None
         self._lost: tuple[FSDPParam, str] | None = None
         self.cleared: Callable[[set[int]], None] | None = None
+        self.before_drop: Callable[[], None] | None = None
         self._groups: list[WatchedGroup] = [
-            watch_group(group, is_exact, self._note, self._clear) for group in groups
+            watch_group(group, is_exact, self._note, self._clear, self._before_drop) for group in groups
         ]
+
+    def _before_drop(self) -> None:
+        if self.before_drop is not None:
+            self.before_drop()
 
     def digest(self) -> bytes:
         """Equal on ranks that have made the same changes since the last one."""
