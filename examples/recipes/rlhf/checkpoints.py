@@ -35,10 +35,11 @@ class Checkpoints:
     def __init__(self, models: Models, progress: Progress, options: Options) -> None:
         self.models, self.progress, self.options = models, progress, options
         models.accelerator.register_for_checkpointing(progress)
-        models.accelerator.register_preemption_hook(self.save)
+        if options.out is not None:
+            models.accelerator.register_preemption_hook(self.save)
 
     def save(self) -> str:
-        folder = Path(self.options.out or "rlhf-checkpoints") / f"{self.progress.boundary:07d}"
+        folder = Path(self.options.out or "") / f"{self.progress.boundary:07d}"
         if self.models.value_accelerator is not None:
             self.models.value_accelerator.save_state(folder / "value")
         return self.models.accelerator.save_state(folder / "policy")

@@ -14,6 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+
 sys.path.insert(0, str(Path(__file__).parent))
 
 from learn import train_epoch
@@ -51,6 +53,7 @@ def roll(models: Models, progress: Progress, task: Any, options: Options) -> Non
     prompts = task.prompts(progress.iteration, options.prompts_per_iteration)
     rows = [prompt for prompt in prompts for _ in range(options.group)]
     rollout, seconds = collect(models, rows, task, options, progress.iteration)
+    seconds = slowest(models, seconds)
     tokens = rollout.is_answer.sum().item()
     progress.rollout = rollout
     progress.history.append(
@@ -68,12 +71,18 @@ def learn(models: Models, progress: Progress, rollout: Rollout, options: Options
     began = time.perf_counter()
     now = progress.history[-1]
     now |= train_epoch(models, rollout, options, progress.iteration, progress.epoch)
-    now["trained tokens/s"] = rollout.mask.sum().item() / (time.perf_counter() - began)
+    now["trained tokens/s"] = rollout.mask.sum().item() / slowest(models, time.perf_counter() - began)
     progress.epoch += 1
     if progress.epoch == options.epochs:
         said = "  ".join(f"{name} {value:.4g}" for name, value in now.items())
         models.accelerator.print(f"{progress.iteration:>4}  {said}")
         progress.iteration, progress.epoch, progress.rollout = progress.iteration + 1, 0, None
+
+
+def slowest(models: Models, seconds: float) -> float:
+    """Of all processes."""
+    mine = torch.tensor([seconds], device=models.accelerator.device)
+    return float(models.accelerator.gather(mine).max())
 
 
 if __name__ == "__main__":

@@ -1,0 +1,252 @@
+"""What ranks do in the tests of the RLHF recipe, and the same in plain torch, in one process."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import io
+import math
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.comm.ledger import CommunicationLedger
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+RECIPE = EXAMPLES / "recipes" / "rlhf"
+MODULES = ("train", "models", "options", "rollout", "learn", "checkpoints", "task", "ppo", "grpo")
+PPO = {"iterations": 2, "prompts_per_iteration": 8, "micro_batch": 3, "generation_batch": 3}
+GRPO = {**PPO, "algorithm": "grpo", "model": "gpt2", "group": 4, "prompts_per_iteration": 3}  # 12 rows
+
+
+def recipe(name: str) -> Any:
+    """A module of the recipe; other examples have files of the same names."""
+    for known in MODULES:
+        found = getattr(sys.modules.get(known), "__file__", None)
+        if found is not None and not found.startswith(str(RECIPE)):
+            del sys.modules[known]
+    if sys.path[0] != str(RECIPE):
+        sys.path.insert(0, str(RECIPE))
+    return importlib.import_module(name)
+
+
+def options(**changes: Any) -> Any:
+    return recipe("options").Options(**changes)
+
+
+def run(**changes: Any) -> list[dict[str, float]]:
+    """The history of a run, without what is only about time."""
+    with redirect_stdout(io.StringIO()):
+        history = recipe("train").train(options(**changes))
+    return [{name: value for name, value in now.items() if "/s" not in name} for now in history]
+
+
+def speeds(**changes: Any) -> list[tuple[float, float]]:
+    with redirect_stdout(io.StringIO()):
+        history = recipe("train").train(options(**changes))
+    return [(now["generated tokens/s"], now["trained tokens/s"]) for now in history]
+
+
+# Generation -------------------------------------------------------------------------------------------
+
+
+def generates(count: int, ends_at_once: tuple[int, ...] = (), **changes: Any) -> dict[str, Any]:
+    """The answers to `count` prompts, what was sent for them, and what each forward of this rank got.
+
+    `ends_at_once`: rows whose first token is the end.
+    """
+    rollout, given = recipe("rollout"), options(generation_batch=2, **changes)
+    task = recipe("task").SmallTask(given.seed)
+    models = recipe("models").place(given, task)
+    prompts = task.prompts(0, count)
+    ids, mask = rollout.padded(prompts, task.pad)
+
+    class EndsAtOnce(rollout.SampleByRow):
+        def __init__(self, seed: int, iteration: int, rows: Tensor, temperature: float) -> None:
+            super().__init__(seed, iteration, rows, temperature)
+            self.ended = torch.tensor([row in ends_at_once for row in rows.tolist()])
+
+        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+            scores = super().__call__(input_ids, scores)
+            scores[self.ended, task.eos] = math.inf
+            return scores
+
+    widths: list[int] = []
+    hook = models.policy.register_forward_pre_hook(
+        lambda _, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    sampler, rollout.SampleByRow = rollout.SampleByRow, EndsAtOnce if ends_at_once else rollout.SampleByRow
+    try:
+        with CommunicationLedger() as ledger:
+            answers = rollout.generate(models, ids, mask, task, given, iteration=0)
+    finally:
+        rollout.SampleByRow = sampler
+        hook.remove()
+    weights = [record for record in ledger.records if record.payload_bytes > 2000]
+    plain, ranks = recipe("models").build(given, task)["policy"], models.accelerator.num_processes
+
+    def padded_rows(rows: int) -> int:
+        """Each process has as many rows of a weight, of which the last ones may be padding."""
+        return -(-rows // ranks) * ranks
+
+    return {
+        "answers": answers,
+        "widths": widths,
+        "prompt width": ids.shape[1],
+        "gathered": sum(record.payload_bytes for record in weights),
+        "bytes": sum(padded_rows(len(p)) * p[0].nbytes for p in plain.parameters()),
+        "mask": mask,
+    }
+
+
+def answers_by_hand(
+    count: int, ends_at_once: tuple[int, ...] = (), **changes: Any
+) -> tuple[Tensor, list[int]]:
+    """The same in plain torch: row by row without padding, each token from the whole text, without a cache.
+
+    Also how many tokens each answer has.
+    """
+    rollout, given = recipe("rollout"), options(**changes)
+    task = recipe("task").SmallTask(given.seed)
+    policy = recipe("models").build(given, task)["policy"]
+    answers, lengths = torch.full((count, given.answer_length), task.pad), [given.answer_length] * count
+    for row, prompt in enumerate(task.prompts(0, count)):
+        text, generator = list(prompt), rollout.row_generator(given.seed, 0, row)
+        for place in range(given.answer_length):
+            with torch.no_grad():
+                probabilities = (policy(torch.tensor([text])).logits[0, -1] / given.temperature).softmax(-1)
+            # The first of several exponential clocks that run at these rates.
+            times = -torch.rand(len(probabilities), generator=generator).log() / probabilities
+            token = task.eos if row in ends_at_once else int(times.argmin())
+            answers[row, place] = token
+            text.append(token)
+            if token == task.eos:
+                lengths[row] = place + 1
+                break
+    return answers, lengths
+
+
+# Training ---------------------------------------------------------------------------------------------
+
+
+def trains_once(**changes: Any) -> dict[str, Any]:
+    """A rollout, the weights before and after training on it, and the losses of each epoch."""
+    given = options(**changes)
+    task = recipe("task").SmallTask(given.seed)
+    models = recipe("models").place(given, task)
+    prompts = [prompt for prompt in task.prompts(0, given.prompts_per_iteration) for _ in range(given.group)]
+    rollout, _ = recipe("rollout").collect(models, prompts, task, given, 0)
+    losses = [recipe("learn").train_epoch(models, rollout, given, 0, epoch) for epoch in range(given.epochs)]
+    found: dict[str, Any] = {"rollout": rollout.state_dict(), "losses": losses}
+    found["policy"] = copy.deepcopy(models.accelerator.get_state_dict(models.policy))
+    if models.value is not None:
+        found["value"] = copy.deepcopy(models.value_accelerator.get_state_dict(models.value))
+    return found
+
+
+def trained_by_hand(rollout: dict[str, Tensor], **changes: Any) -> dict[str, Any]:
+    """The same from that rollout: plain models, one batch, each formula written out token by token."""
+    given = options(**changes)
+    made = recipe("models").build(given, recipe("task").SmallTask(given.seed))
+    count, length = rollout["is_answer"].shape
+    texts = [
+        (rollout["tokens"][row][rollout["mask"][row].bool()], int(rollout["is_answer"][row].sum()))
+        for row in range(count)
+    ]
+
+    def outputs(name: str, row: int) -> Tensor:
+        """Log-probabilities or values of one answer's tokens, from its text without padding."""
+        text, answer = texts[row]
+        logits = made[name](text[None]).logits[0]
+        if name == "value":
+            return logits[-answer - 1 : -1, 0]
+        chosen = (logits[:-1] / given.temperature).log_softmax(-1).gather(1, text[1:, None])
+        return chosen[-answer:, 0]
+
+    with torch.no_grad():
+        names = ["policy", "reference", *(["value"] if "value" in made else [])]
+        old = {name: [outputs(name, row) for row in range(count)] for name in names}
+    targets = [{"policy": old["policy"][row], "reference": old["reference"][row]} for row in range(count)]
+    if given.algorithm == "ppo":
+        flat = []
+        for row, target in enumerate(targets):
+            score, values = rollout["rewards"][row].item(), old["value"][row].tolist()
+            ratios = (target["policy"] - target["reference"]).tolist()
+            rewards = [-given.kl_weight * ratio for ratio in ratios]
+            rewards[-1] += score
+            deltas = [
+                reward + given.gamma * later - value
+                for reward, value, later in zip(rewards, values, [*values[1:], 0.0], strict=True)
+            ]
+            weights = [(given.gamma * given.lam) ** steps for steps in range(length)]
+            advantages = [
+                sum(w * d for w, d in zip(weights, deltas[place:], strict=False))
+                for place in range(len(deltas))
+            ]
+            target["advantage"] = torch.tensor(advantages)
+            target["return"] = target["advantage"] + old["value"][row]
+            flat += advantages
+        mean = sum(flat) / len(flat)
+        deviation = math.sqrt(sum((x - mean) ** 2 for x in flat) / len(flat))
+        for target in targets:
+            target["advantage"] = (target["advantage"] - mean) / deviation
+    else:
+        for start in range(0, count, given.group):
+            scores = rollout["rewards"][start : start + given.group].tolist()
+            mean = sum(scores) / given.group
+            deviation = math.sqrt(sum((x - mean) ** 2 for x in scores) / (given.group - 1))
+            for row, score in enumerate(scores, start):
+                value = (score - mean) / (deviation + 1e-4)
+                targets[row]["advantage"] = torch.full_like(old["policy"][row], value)
+
+    def policy_terms(row: int) -> Tensor:
+        now, target = outputs("policy", row), targets[row]
+        terms = []
+        for p, before, reference, a in zip(
+            now, target["policy"], target["reference"], target["advantage"], strict=True
+        ):
+            ratio = torch.exp(p - before)
+            bounded = min(max(ratio, torch.tensor(1 - given.clip)), torch.tensor(1 + given.clip))
+            term = -min(ratio * a, bounded * a)
+            if given.algorithm == "grpo":
+                term = term + given.kl_weight * (torch.exp(reference - p) - (reference - p) - 1)
+            terms.append(term)
+        return torch.stack(terms)
+
+    def value_terms(row: int) -> Tensor:
+        terms = []
+        for v, before, target in zip(
+            outputs("value", row), old["value"][row], targets[row]["return"], strict=True
+        ):
+            bounded = min(max(v, before - given.clip), before + given.clip)
+            terms.append(max((v - target) ** 2, (bounded - target) ** 2) / 2)
+        return torch.stack(terms)
+
+    optimizers = {
+        name: torch.optim.AdamW(
+            made[name].parameters(), given.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
+        )
+        for name in ("policy", *(["value"] if "value" in made else []))
+    }
+    losses = []
+    for epoch in range(given.epochs):
+        order = torch.randperm(count, generator=recipe("rollout").row_generator(given.seed, 0, -1 - epoch))
+        found: dict[str, list[float]] = {name: [] for name in optimizers}
+        for rows in order.split(count // given.minibatches):
+            for name, terms_of in (("policy", policy_terms), ("value", value_terms)):
+                if name not in optimizers:
+                    continue
+                terms = [terms_of(row) for row in rows.tolist()]
+                by_answer = given.algorithm == "grpo"
+                loss = torch.stack([t.mean() for t in terms]).mean() if by_answer else torch.cat(terms).mean()
+                optimizers[name].zero_grad()
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(made[name].parameters(), given.max_norm)
+                optimizers[name].step()
+                found[name].append(loss.item())
+        losses.append({f"{name} loss": sum(values) / len(values) for name, values in found.items()})
+    return {"losses": losses, "old": old, **{name: made[name].state_dict() for name in optimizers}}

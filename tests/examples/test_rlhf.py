@@ -1,0 +1,225 @@
+"""The RLHF recipe: the same rewards and losses on 1, 2 and 4 processes, right steps, exact resumes, learning."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.testing.pool import WorkerPool
+from tests.examples import rlhf_runs as runs
+
+History = list[dict[str, float]]
+WholeRun = Callable[[str, int], History]
+FIRST_WORDS = {"ppo": runs.PPO, "grpo": runs.GRPO}
+WITHOUT_ROUNDING = ("reward", "answer tokens")  # counts of tokens: the same answers were drawn
+
+
+def on(worker_pool: WorkerPool, ranks: int, **changes: Any) -> History:
+    """The history of a run, which all ranks must have."""
+    first, *others = worker_pool.run(runs.run, ranks, timeout_s=300, **changes)
+    assert all(other == first for other in others)
+    return first
+
+
+def assert_same(ours: History, theirs: History, within: float = 2e-5) -> None:
+    assert len(ours) == len(theirs) > 0
+    for now, then in zip(ours, theirs, strict=True):
+        assert now.keys() == then.keys()
+        for name in now:
+            exact = name in WITHOUT_ROUNDING
+            assert now[name] == pytest.approx(then[name], rel=0, abs=1e-6 if exact else within), name
+
+
+# The same numbers ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def whole_run(worker_pool: WorkerPool) -> WholeRun:
+    """``whole_run(algorithm, ranks)``: the history of a run that nothing interrupts; made once."""
+    return functools.cache(lambda algorithm, ranks: on(worker_pool, ranks, **FIRST_WORDS[algorithm]))
+
+
+@pytest.mark.parametrize("algorithm", FIRST_WORDS)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_many_processes_have_the_rewards_and_losses_of_one(
+    whole_run: WholeRun, algorithm: str, ranks: int
+) -> None:
+    assert_same(whole_run(algorithm, ranks), whole_run(algorithm, 1))
+
+
+STRATEGIES = [
+    {
+        "policy_parallel": "ddp",
+        "value_parallel": "ddp",
+        "reference_parallel": "ddp",
+        "reward_parallel": "ddp",
+    },
+    {"policy_parallel": "zero=2", "value_parallel": "zero=3", "reference_parallel": "stream=cpu"},
+    {"policy_parallel": "zero=1", "value_parallel": "ddp", "reference_parallel": "stream=FOLDER"},
+    {
+        "policy_parallel": "zero=3 activation=full",
+        "reference_parallel": "zero=3 offload=params offload_to=FOLDER",
+    },
+    {"policy_parallel": "zero=3 offload", "reward_parallel": "stream=cpu", "micro_batch": 1},
+    {"policy_parallel": "zero=2", "value_parallel": "zero=2 offload=optimizer", "generation_batch": 1},
+]
+
+
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 4))])
+@pytest.mark.parametrize(
+    ("algorithm", "words"),
+    [
+        ("ppo", STRATEGIES[1]),
+        *(
+            pytest.param(algorithm, words, marks=pytest.mark.exhaustive)
+            for algorithm in FIRST_WORDS
+            for words in STRATEGIES
+            if (algorithm, words) != ("ppo", STRATEGIES[1])
+        ),
+    ],
+)
+def test_each_model_may_have_a_strategy_of_its_own(
+    worker_pool: WorkerPool, tmp_path: Path, whole_run: WholeRun, ranks: int, algorithm: str, words: dict
+) -> None:
+    if ranks == 1 and any("offload=params" in str(word) for word in words.values()):
+        words = {**words, "reference_parallel": "offload=params offload_to=FOLDER"}
+    filled = {
+        name: word.replace("FOLDER", str(tmp_path)) if isinstance(word, str) else word
+        for name, word in words.items()
+    }
+    assert_same(on(worker_pool, ranks, **{**FIRST_WORDS[algorithm], **filled}), whole_run(algorithm, 1))
+
+
+@pytest.mark.exhaustive
+def test_bf16_has_nearly_the_numbers_of_one_process(worker_pool: WorkerPool) -> None:
+    words = {**runs.PPO, "mixed_precision": "bf16", "iterations": 1}
+    assert_same(on(worker_pool, 2, **words), on(worker_pool, 1, **words), within=0.02)
+
+
+# Generation ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", ["llama", "gpt2"])
+@pytest.mark.parametrize(
+    ("ranks", "count", "ends"), [(1, 5, ()), (2, 5, (0, 1, 2)), (4, 3, ()), (4, 5, (4,)), (4, 1, ())]
+)
+def test_answers_are_those_of_a_plain_loop_and_weights_are_gathered_once(
+    worker_pool: WorkerPool, model: str, ranks: int, count: int, ends: tuple[int, ...]
+) -> None:
+    """Ragged prompts; ranks without prompts (4 ranks and 3 prompts, or 1); rows that end at their first token."""
+    expected, lengths = runs.answers_by_hand(count, ends, model=model)
+    assert all(lengths[row] == 1 for row in ends)
+    for rank, found in enumerate(worker_pool.run(runs.generates, ranks, count, ends, model=model)):
+        assert found["answers"].tolist() == expected.tolist()
+        assert len(set(found["mask"].sum(1).tolist())) > 1 or count < 5  # ragged
+        # Once for all tokens, and that is all that is sent but for the answers.
+        assert found["gathered"] == (found["bytes"] if ranks > 1 else 0)
+        # The prompt at once, then one token after the other: keys and values are kept.
+        each, widths = -(-count // ranks), []
+        own = lengths[rank * each : (rank + 1) * each]
+        for batch in (own[:2], own[2:4], own[4:]):
+            widths += [found["prompt width"], *[1] * (max(batch) - 1)] if batch else []
+        assert found["widths"] == widths
+
+
+@pytest.mark.parametrize("words", [{"prompts_per_iteration": 3, "minibatches": 1}], ids=["3 prompts"])
+def test_four_processes_train_on_three_prompts(worker_pool: WorkerPool, words: dict) -> None:
+    words = {**runs.PPO, **words}
+    assert_same(on(worker_pool, 4, **words), on(worker_pool, 1, **words))
+
+
+def test_tokens_a_second_are_told_apart(worker_pool: WorkerPool) -> None:
+    for found in worker_pool.run(runs.speeds, 2, **{**runs.PPO, "iterations": 1}):
+        ((generated, trained),) = found
+        assert generated > 0 and trained > 0
+
+
+# Training -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("algorithm", FIRST_WORDS)
+def test_steps_are_those_of_the_formulas_in_one_plain_process(
+    worker_pool: WorkerPool, algorithm: str, ranks: int
+) -> None:
+    words = {
+        **FIRST_WORDS[algorithm],
+        "micro_batch": 2,
+        "clip": 0.05,
+        "learning_rate": 0.01,
+        "temperature": 1.3,
+    }
+    words |= {"kl_weight": 0.3, "gamma": 0.9}
+    found = worker_pool.run(runs.trains_once, ranks, **words)
+    expected = runs.trained_by_hand(found[0]["rollout"], **words)
+    for result in found:
+        rollout = result["rollout"]
+        for name, key in (("policy", "logprobs"), ("reference", "reference"), ("value", "values")):
+            for row, old in enumerate(expected["old"].get(name, [])):
+                torch.testing.assert_close(rollout[key][row, : len(old)], old, rtol=1e-4, atol=1e-5)
+        for losses, right in zip(result["losses"], expected["losses"], strict=True):
+            assert losses == pytest.approx(right, rel=1e-3, abs=1e-5)
+        for name in ("policy", *(["value"] if algorithm == "ppo" else [])):
+            for key, weight in expected[name].items():
+                torch.testing.assert_close(result[name][key], weight, rtol=0, atol=5e-4, msg=f"{name} {key}")
+
+
+# Going on -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "boundary", "ranks", "then"),
+    [
+        ("ppo", 4, 2, 2),  # after the second rollout
+        ("ppo", 5, 2, 1),  # after the first epoch of training on it
+        ("grpo", 4, 2, 4),
+        *(
+            pytest.param(algorithm, boundary, ranks, then, marks=pytest.mark.exhaustive)
+            for algorithm in FIRST_WORDS
+            for boundary in (1, 2, 3, 4, 5)
+            for ranks, then in ((1, 1), (1, 2), (2, 2), (4, 4), (4, 2))
+        ),
+    ],
+)
+def test_a_run_goes_on_in_the_middle_of_an_iteration(
+    worker_pool: WorkerPool,
+    tmp_path: Path,
+    whole_run: WholeRun,
+    algorithm: str,
+    boundary: int,
+    ranks: int,
+    then: int,
+) -> None:
+    words, folder, whole = FIRST_WORDS[algorithm], str(tmp_path), whole_run(algorithm, ranks)
+    on(worker_pool, ranks, out=folder, save_every=boundary, stop_at=boundary, **words)
+    again = on(worker_pool, then, out=folder, resume=True, **words)
+    if then == ranks:
+        assert again == whole  # bit by bit
+    else:
+        assert_same(again, whole)
+
+
+# Learning -----------------------------------------------------------------------------------------------
+
+LEARNT = 0.85  # of at most 1; answers drawn at random have 0
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        {},
+        {"algorithm": "grpo", "group": 8, "prompts_per_iteration": 8},
+        pytest.param({"model": "gpt2"}, marks=pytest.mark.exhaustive),
+    ],
+    ids=["ppo", "grpo", "gpt2"],
+)
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+def test_the_task_is_learnt(worker_pool: WorkerPool, words: dict, ranks: int) -> None:
+    rewards = [now["reward"] for now in on(worker_pool, ranks, **words)]
+    assert abs(rewards[0]) < 0.2
+    assert sum(rewards[-3:]) / 3 > LEARNT
