@@ -250,3 +250,79 @@ def trained_by_hand(rollout: dict[str, Tensor], **changes: Any) -> dict[str, Any
                 found[name].append(loss.item())
         losses.append({f"{name} loss": sum(values) / len(values) for name, values in found.items()})
     return {"losses": losses, "old": old, **{name: made[name].state_dict() for name in optimizers}}
+
+
+# Real models, and what goes wrong ---------------------------------------------------------------------
+
+WORDS = ["<pad>", "<eos>", "<unk>", "red", "green", "blue", "one", "two", "three"]
+
+
+def save_models(folder: Path) -> dict[str, str]:
+    """Folders as of real models, and a file of prompts; as options."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import (
+        LlamaConfig,
+        LlamaForCausalLM,
+        LlamaForSequenceClassification,
+        PreTrainedTokenizerFast,
+    )
+
+    plain = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    plain.pre_tokenizer = Whitespace()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=plain, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=len(WORDS), pad_token_id=0, bos_token_id=None, eos_token_id=1, **sizes)
+    torch.manual_seed(3)
+    LlamaForCausalLM(config).save_pretrained(folder / "policy")
+    tokenizer.save_pretrained(folder / "policy")
+    config.num_labels = 1
+    LlamaForSequenceClassification(config).save_pretrained(folder / "reward")
+    lines = ["red green", "one", "two three blue one", "blue", "green green green"]
+    (folder / "prompts.txt").write_text("\n".join(lines), encoding="utf-8")
+    return {
+        "model": str(folder / "policy"),
+        "reward_model": str(folder / "reward"),
+        "prompts": str(folder / "prompts.txt"),
+    }
+
+
+DISTURBED = """
+import json, os, signal, sys
+sys.path.insert(0, {recipe!r})
+import rollout
+from checkpoints import Checkpoints
+from options import parse
+from train import train
+
+marker, kind, rank = {marker!r}, {kind!r}, int(os.environ["RANK"])
+
+def disturb():
+    if rank == 1 and not os.path.exists(marker):
+        open(marker, "w").close()
+        if kind == "raise":
+            raise ValueError("on purpose")
+        os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGTERM)
+
+boundary = Checkpoints.boundary
+def disturbed_boundary(self):
+    if kind == "terminate" and self.progress.boundary == 3:
+        disturb()
+    return boundary(self)
+Checkpoints.boundary = disturbed_boundary
+
+call = rollout.SampleByRow.__call__
+def disturbed_call(self, ids, scores):
+    if kind != "terminate" and self.iteration == 1:
+        disturb()
+    return call(self, ids, scores)
+rollout.SampleByRow.__call__ = disturbed_call
+
+history = train(parse())
+if rank == 0:
+    json.dump(history, open({result!r}, "w"))
+"""
+"""A run in which something happens to rank 1, once: in the middle of the second generation, or at a boundary."""

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import json
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +19,7 @@ import torch
 from lockstep.testing.pool import WorkerPool
 from tests.examples import rlhf_runs as runs
 
+BIN = Path(sys.executable).parent
 History = list[dict[str, float]]
 WholeRun = Callable[[str, int], History]
 FIRST_WORDS = {"ppo": runs.PPO, "grpo": runs.GRPO}
@@ -223,3 +230,88 @@ def test_the_task_is_learnt(worker_pool: WorkerPool, words: dict, ranks: int) ->
     rewards = [now["reward"] for now in on(worker_pool, ranks, **words)]
     assert abs(rewards[0]) < 0.2
     assert sum(rewards[-3:]) / 3 > LEARNT
+
+
+# A command line -----------------------------------------------------------------------------------------
+
+
+def test_real_models_and_prompts_come_from_files(worker_pool: WorkerPool, tmp_path: Path) -> None:
+    words = {**runs.PPO, **runs.save_models(tmp_path)}
+    assert_same(on(worker_pool, 2, **words), on(worker_pool, 1, **words))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--algorithm dpo", "--algorithm is dpo, but must be ppo or grpo."),
+        ("--algorithm grpo", "compares the answers to one prompt, but --group is 1. Use 2 or more."),
+        ("--minibatches 5", "32 rows are not divided by --minibatches 5."),
+        ("--micro-batch 0", "--micro-batch is 0, but must be above 0."),
+        ("--model some/model", "--model some/model needs --reward-model and --prompts"),
+        ("--resume", "--save-every and --resume need a folder. Add --out FOLDER."),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_starts(words: str, said: str, capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        runs.recipe("options").parse(words.split())
+    assert ended.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_the_help_has_examples_that_parse_and_says_something_of_each_option(capsys) -> None:
+    options = runs.recipe("options")
+    with pytest.raises(SystemExit):
+        options.parse(["--help"])
+    shown = capsys.readouterr().out
+    examples = re.findall(r"examples/recipes/rlhf/train\.py *(.*)", shown)
+    assert len(examples) == 4
+    for words in examples:
+        options.parse(words.split())
+    assert options.HELP.keys() == {field.name for field in dataclasses.fields(options.Options)}
+
+
+# What goes wrong ----------------------------------------------------------------------------------------
+
+
+def launch(tmp_path: Path, kind: str, *more: str) -> tuple[int, str]:
+    """Exit code and output of a run on 2 processes in which something happens to rank 1."""
+    script = tmp_path / "disturbed.py"
+    names = {"marker": str(tmp_path / "marker"), "result": str(tmp_path / "history.json")}
+    script.write_text(runs.DISTURBED.format(recipe=str(runs.RECIPE), kind=kind, **names), encoding="utf-8")
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in runs.PPO.items()]
+    command = [str(BIN / "lockstep"), "launch", "--nproc", "2", *more, str(script), *words]
+    command += ["--out", str(tmp_path / "out"), "--save-every", "1", "--resume"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    return done.returncode, done.stdout + done.stderr
+
+
+def assert_ended_as(whole: History, tmp_path: Path) -> None:
+    found = json.loads((tmp_path / "history.json").read_text())
+    assert [{name: value for name, value in now.items() if "/s" not in name} for now in found] == whole
+
+
+@pytest.mark.exhaustive
+def test_a_process_that_is_killed_while_others_generate_is_started_again(
+    tmp_path: Path, whole_run: WholeRun
+) -> None:
+    code, said = launch(tmp_path, "kill", "--max-restarts", "1")
+    assert code == 0, said
+    assert_ended_as(whole_run("ppo", 2), tmp_path)
+
+
+@pytest.mark.exhaustive
+def test_an_exception_of_one_process_in_generation_ends_the_run(tmp_path: Path) -> None:
+    code, said = launch(tmp_path, "raise")
+    assert code not in (0, 124) and "ValueError: on purpose" in said
+    assert not (tmp_path / "history.json").exists()
+
+
+@pytest.mark.exhaustive
+def test_a_run_that_is_asked_to_stop_saves_between_epochs_and_goes_on(
+    tmp_path: Path, whole_run: WholeRun
+) -> None:
+    code, said = launch(tmp_path, "terminate")
+    assert code == 75, said
+    code, said = launch(tmp_path, "terminate")
+    assert code == 0, said
+    assert_ended_as(whole_run("ppo", 2), tmp_path)

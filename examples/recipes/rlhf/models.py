@@ -67,9 +67,11 @@ def build(options: Options, task: Any) -> dict[str, nn.Module]:
             made["value"] = AutoModelForTokenClassification.from_config(one_label(config))
         made["reward"] = KnownReward(length)
     else:
-        made["policy"] = AutoModelForCausalLM.from_pretrained(options.model)
+        made["policy"] = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
         if with_value:
-            made["value"] = AutoModelForTokenClassification.from_pretrained(options.model, num_labels=1)
+            made["value"] = AutoModelForTokenClassification.from_pretrained(
+                options.model, num_labels=1, dtype=torch.float32
+            )
         made["reward"] = AutoModelForSequenceClassification.from_pretrained(
             options.reward_model, num_labels=1
         )

@@ -65,7 +65,7 @@ class SampleByRow(LogitsProcessor):
     """
 
     def __init__(self, seed: int, iteration: int, rows: Tensor, temperature: float) -> None:
-        self.temperature = temperature
+        self.iteration, self.temperature = iteration, temperature
         self.generators = [row_generator(seed, iteration, row) for row in rows.tolist()]
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -184,8 +184,7 @@ def collect(
     )
 
     def rewards(rows: Tensor) -> Tensor:
-        given = inputs(rollout, rows, device)
-        return models.reward(given["input_ids"], given["attention_mask"]).logits[:, 0].float()
+        return models.reward(**inputs(rollout, rows, device)).logits[:, 0].float()
 
     for_rows = lambda function: for_all_rows(accelerator, count, options.micro_batch, function)  # noqa: E731
     temperature = options.temperature

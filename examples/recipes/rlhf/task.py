@@ -91,7 +91,7 @@ class KnownReward(nn.Module):
         self.words = nn.ModuleList([WordScores()])
         self.answer_length = answer_length
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> SimpleNamespace:
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> SimpleNamespace:
         scores = self.words[0](input_ids) * attention_mask
         in_answer = (input_ids == SEP).cumsum(1) > 0
         wanted = (scores * ~in_answer).sum(1).sign()
