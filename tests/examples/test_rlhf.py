@@ -10,8 +10,10 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -176,6 +178,49 @@ def test_steps_are_those_of_the_formulas_in_one_plain_process(
                 torch.testing.assert_close(result[name][key], weight, rtol=0, atol=5e-4, msg=f"{name} {key}")
 
 
+@pytest.mark.exhaustive
+def test_the_loss_of_grpo_is_that_of_trl() -> None:
+    """The formula, and its gradient for each token, as in ``GRPOTrainer`` with ``loss_type="grpo"``."""
+    from trl import GRPOTrainer
+
+    grpo, random = runs.recipe("grpo"), torch.Generator().manual_seed(0)
+    old, reference, rewards = (torch.randn(8, *shape, generator=random) for shape in ((5,), (5,), ()))
+    mask = torch.arange(5) < torch.randint(1, 6, (8, 1), generator=random)
+    found = []
+    for ours in (True, False):
+        now = (old + 0.3 * torch.randn(8, 5, generator=torch.Generator().manual_seed(1))).requires_grad_()
+        advantages = grpo.group_advantages(rewards, 4)
+        if ours:
+            losses = grpo.policy_loss(now, old, reference, advantages, clip=0.2, kl_weight=0.1)
+            loss = (losses * grpo.token_weights(mask)).sum() / 8
+        else:
+            trainer = MagicMock(epsilon_low=0.2, epsilon_high=0.2, beta=0.1, loss_type="grpo")
+            trainer.top_entropy_quantile, trainer.off_policy_mask_threshold = 1.0, None
+            trainer.importance_sampling_level, trainer.use_vllm, trainer.aux_loss_enabled = (
+                "token",
+                False,
+                False,
+            )
+            trainer.args.use_bias_correction_kl, trainer.args.delta = False, None
+            trainer.current_gradient_accumulation_steps, trainer.entropy_coef = 1, 0.0
+            trainer.use_adaptive_entropy = False
+            trainer._get_per_token_logps_and_entropies.return_value = now, torch.zeros(8, 5), None
+            trainer.accelerator.gather.side_effect = lambda tensor: tensor
+            ids = torch.zeros(8, 5, dtype=torch.long)
+            given = {
+                "prompt_ids": ids,
+                "prompt_mask": ids,
+                "completion_ids": ids,
+                "completion_mask": mask.long(),
+            }
+            given |= {"old_per_token_logps": old, "ref_per_token_logps": reference, "advantages": advantages}
+            loss = GRPOTrainer._compute_loss(trainer, MagicMock(), given)
+        loss.backward()
+        found.append((loss.detach(), now.grad))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 # Going on -----------------------------------------------------------------------------------------------
 
 
@@ -257,14 +302,18 @@ def test_what_cannot_be_is_refused_before_anything_starts(words: str, said: str,
     assert ended.value.code == 2 and said in capsys.readouterr().err
 
 
-def test_the_help_has_examples_that_parse_and_says_something_of_each_option(capsys) -> None:
+def test_commands_of_the_help_and_the_pages_parse_and_each_option_is_explained(capsys) -> None:
     options = runs.recipe("options")
     with pytest.raises(SystemExit):
         options.parse(["--help"])
-    shown = capsys.readouterr().out
-    examples = re.findall(r"examples/recipes/rlhf/train\.py *(.*)", shown)
-    assert len(examples) == 4
-    for words in examples:
+    pages = (runs.RECIPE / "README.md", runs.EXAMPLES.parent / "docs" / "how-to" / "rlhf.md")
+    texts = [capsys.readouterr().out, *(page.read_text(encoding="utf-8") for page in pages)]
+    found = [
+        re.findall(r"^ *(?:python|lockstep).*examples/recipes/rlhf/train\.py *(.*)", text, flags=re.MULTILINE)
+        for text in (text.replace("\\\n", " ") for text in texts)
+    ]
+    assert [len(commands) for commands in found] == [4, 4, 5]
+    for words in chain.from_iterable(found):
         options.parse(words.split())
     assert options.HELP.keys() == {field.name for field in dataclasses.fields(options.Options)}
 

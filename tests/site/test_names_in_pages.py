@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
 
@@ -11,6 +12,7 @@ import pytest
 from lockstep import Accelerator
 from lockstep.utils import Parallel
 from tests.site.commands import walk
+from tests.site.pages import ROOT
 from tests.site.test_plain_english import TEXTS
 
 PAGES = sorted(set(TEXTS) - {"architecture.md"})
@@ -69,7 +71,15 @@ def options() -> set[str]:
     }
 
 
-OPTIONS = options()
+def options_of_rlhf() -> set[str]:
+    """Those of the recipe, which has a page of its own."""
+    tree = ast.parse((ROOT / "examples/recipes/rlhf/options.py").read_text(encoding="utf-8"))
+    assigned = (node for node in tree.body if isinstance(node, ast.Assign))
+    texts = next(node.value for node in assigned if getattr(node.targets[0], "id", None) == "HELP")
+    return {"--" + name.replace("_", "-") for name in ast.literal_eval(texts)}
+
+
+OPTIONS = options() | options_of_rlhf()
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -74,7 +74,7 @@ class WordScores(nn.Module):
         self.score = nn.Embedding.from_pretrained(scores[:, None])
 
     def forward(self, ids: Tensor) -> Tensor:
-        scores: Tensor = self.score(ids).squeeze(-1)
+        scores: Tensor = self.score(ids).squeeze(-1).float()  # also where weights are gathered in 16 bits
         return scores
 
 
