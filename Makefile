@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test check unit exhaustive test-cluster test-torch docs bench clean
+.PHONY: help demo test check unit exhaustive test-cluster test-torch docs site bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
@@ -73,7 +73,10 @@ test-torch: $(TORCH_VENV)/.test  ## the tests of the numbers on another torch, i
 	$(TORCH_VENV)/bin/python tests/torch_versions.py $(TORCH_VENV)/results.xml
 
 docs: $(VENV)/.test  ## build the documentation; warnings are errors
-	$(BIN)/zensical build --strict --clean
+	$(BIN)/python -m tests.site.publish
+
+site: $(VENV)/.test  ## the documentation of this version beside that of others, in public/, ready for a web server
+	$(BIN)/python -m tests.site.publish public
 
 bench: $(VENV)/.benchmark  ## measure against bare torch, Accelerate, Lightning Fabric and DeepSpeed
 	$(BIN)/python benchmarks/step_time.py
@@ -81,4 +84,4 @@ bench: $(VENV)/.benchmark  ## measure against bare torch, Accelerate, Lightning 
 	$(BIN)/python benchmarks/launch_time.py
 
 clean:  ## remove the environment and everything that was built
-	rm -rf $(VENV) .venv-torch-* build dist site runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-torch-* build dist site public runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

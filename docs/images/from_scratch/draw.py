@@ -1,6 +1,6 @@
 """Draws the pictures of the lessons: python docs/images/from_scratch/draw.py writes them beside this file.
 
-Text outside of boxes follows the reader's light or dark mode.
+They are drawn on white paper, so that they can be read on any background. The site inverts them in dark mode.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ text { font: 13px sans-serif; fill: #222; text-anchor: middle }
 rect { stroke: #555 } .line { stroke: #666; stroke-width: 1.5; fill: none } .tip { fill: #666 }
 .r0 { fill: #8ecae6 } .r1 { fill: #ffd08a } .r2 { fill: #b7e4a7 } .r3 { fill: #f4b6c2 }
 .off { fill: #e4e4e4 } .none { fill: none; stroke-dasharray: 3 3 }
-@media (prefers-color-scheme: dark) {
-  .out { fill: #ddd } rect { stroke: #999 } .line { stroke: #aaa } .tip { fill: #aaa }
-}
+.paper { fill: #fff; stroke: none }
 """
 
 
@@ -30,6 +28,7 @@ class Picture:
     def __init__(self, name: str, title: str, width: int, height: int) -> None:
         self.name, self.width, self.height = name, width, height
         self.lines = [f"<title>{title}</title>", f"<style>{STYLE}</style>"]
+        self.lines.append(f'<rect class="paper" width="{width}" height="{height}" rx="6"/>')
         self.lines.append(
             '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
             'orient="auto"><path class="tip" d="M0 0L8 4L0 8z"/></marker></defs>'
