@@ -146,7 +146,7 @@ class DtypesCommand(click.Command):
 def estimate_memory(
     model_name: str, library_name: str | None, dtypes: Sequence[str], trust_remote_code: bool
 ) -> None:
-    """Count MODEL in each dtype: its largest part, the whole, and training with Adam on one process.
+    """Count the memory of MODEL in each dtype: its largest part, the whole, and training with Adam on one process.
 
     MODEL is a folder or config.json of transformers, a name on the Hugging Face Hub, weights in files, or module:Class.
     No weights are made or read. See also: lockstep estimate, which compares ways to train.
@@ -213,9 +213,9 @@ def _facts(name: str, library: str | None) -> Any:
 @click.option("--output-file", help="Where to write.")
 @click.option("--overwrite", is_flag=True, help="Replace the file that is there.")
 def to_fsdp2(config_file: str, output_file: str | None, overwrite: bool) -> None:
-    """Turn Accelerate's configuration file for FSDP 1 into one for FSDP 2, which shards alike.
+    """Turn Accelerate's configuration file for FSDP 1 into one for FSDP 2 that shards in the same way.
 
-    Lockstep reads both: this is for those who use the file elsewhere. See also: lockstep config convert.
+    Lockstep reads both. Use this if you need the file for Accelerate. See also: lockstep config convert.
     """
     from lockstep.compat.accelerate.write import converted_to_fsdp2, write_text
     from lockstep.config.yaml_file import read_yaml

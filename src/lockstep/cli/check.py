@@ -33,7 +33,7 @@ Examples:
   lockstep check --nproc 1 --record before.trace train.py
   lockstep check --nproc 1 --against before.trace train.py
 \b
-Exit codes: 0 the numbers agree, 1 they differ, 2 there is no answer, and why.
+Exit codes: 0: the numbers agree. 1: they differ. 2: there is no answer, and a sentence says why.
 """
 
 
@@ -45,11 +45,11 @@ Exit codes: 0 the numbers agree, 1 they differ, 2 there is no answer, and why.
     show_default=True,
     help="Ranks of the candidate.",
 )
-@click.option("--parallel", help="How the candidate spreads models (default: as the script says).")
+@click.option("--parallel", help="How the candidate divides models (default: as in the script).")
 @click.option(
     "--mixed-precision",
     type=click.Choice([str(word) for word in SETTINGS["mixed_precision"].kind.words]),
-    help="Precision of the candidate (default: as the script says). The reference computes in fp32.",
+    help="Precision of the candidate (default: as in the script). The reference computes in fp32.",
 )
 @click.option(
     "--steps",
@@ -59,10 +59,10 @@ Exit codes: 0 the numbers agree, 1 they differ, 2 there is no answer, and why.
     help="Optimizer steps to compare.",
 )
 @click.option(
-    "--seed", type=IntegerRange(0, LARGEST_SEED), default=0, show_default=True, help="Of both runs."
+    "--seed", type=IntegerRange(0, LARGEST_SEED), default=0, show_default=True, help="Seed of all runs."
 )
 @click.option(
-    "--reference", help="Compare with this way to spread models on as many ranks, not with one plain process."
+    "--reference", help="Compare with this strategy on the same number of ranks, not with one process."
 )
 @click.option(
     "--record", type=click.Path(path_type=Path, dir_okay=False), help="Keep the trace of the reference."
@@ -70,16 +70,16 @@ Exit codes: 0 the numbers agree, 1 they differ, 2 there is no answer, and why.
 @click.option(
     "--against",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Compare with a trace that was kept: after a new torch, machine or library.",
+    help="Compare with a trace kept by --record, for example after an update of torch.",
 )
-@click.option("--as-accelerate", is_flag=True, help="For the script, `import accelerate` means this library.")
+@click.option("--as-accelerate", is_flag=True, help="In the script, `import accelerate` gives Lockstep.")
 @click.option(
     "--wrapped",
     is_flag=True,
-    help="SCRIPT spreads its models itself: by torch's DDP or fully_shard, or by Accelerate.",
+    help="SCRIPT divides its models itself: by torch's DDP or fully_shard, or by Accelerate.",
 )
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module.")
-@click.option("--config-file", help="Launch the candidate as this file says.")
+@click.option("--config-file", help="Launch the candidate with the settings of this file.")
 @click.option("--cpu", is_flag=True, help="Compute on CPUs only.")
 @click.option(
     "--timeout", type=IntegerRange(1, 10**6), default=3600, show_default=True, help="Seconds for each run."
@@ -116,10 +116,11 @@ def command(
     script: str,
     arguments: tuple[str, ...],
 ) -> None:
-    """Prove that SCRIPT computes on many ranks what it computes on one, or name the first tensor where they part.
+    """Prove that SCRIPT computes the same on many ranks as on one, or name the first tensor that differs.
 
-    The script runs as it is, several times, each for a few optimizer steps: as the reference, on one process with the
-    batches of all ranks; again, to see whether it repeats and how far rounding moves each tensor; and as the candidate.
+    The script runs unchanged, several times, for a few optimizer steps each: on one process with the batches of all
+    ranks (the reference), again to see whether it gives the same numbers and how far rounding moves each tensor, and
+    on many ranks (the candidate).
     """
     from lockstep.config.world import axes_of
     from lockstep.launch.plan import Program

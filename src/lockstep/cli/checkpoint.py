@@ -83,14 +83,16 @@ def command() -> None:
 
 @command.command("verify", epilog=VERIFY_EPILOG)
 @click.argument("directory", metavar="DIR")
-@click.option("--all", "every", is_flag=True, help="Of a folder of checkpoints, verify the older ones too.")
+@click.option(
+    "--all", "every", is_flag=True, help="In a folder of checkpoints, verify the older ones as well."
+)
 @click.pass_context
 def verify_command(ctx: click.Context, directory: str, every: bool) -> None:
     """Compare every file of the checkpoint DIR with its hash.
 
-    Of a project, or its folder of numbered checkpoints, the newest is verified, and older ones until one is whole:
-    a resumed run would take that. The exit code is 0 if all that was verified is whole, else 1. Files that were added
-    to a checkpoint later are named; they are no part of it and don't make it less whole.
+    For a project, or its folder of numbered checkpoints, the newest one is verified first, then older ones until one is
+    whole. A resumed run would load that one. The exit code is 0 if all verified checkpoints are whole, otherwise 1.
+    Files that were added to a checkpoint later are listed, and do no harm.
     """
     from lockstep.checkpoint.store import store_for
     from lockstep.checkpoint.summary import checkpoints_in
@@ -148,7 +150,7 @@ def _verify(store: Store, directory: str) -> None:
 @click.option("--tensors", "with_tensors", is_flag=True, help="List every tensor and where its pieces are.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def show_command(directory: str, with_tensors: bool, as_json: bool) -> None:
-    """Show what the checkpoint DIR holds, and who saved it; of a folder of checkpoints, a line for each.
+    """Show what the checkpoint DIR holds and how it was saved. For a folder of checkpoints, show a line for each.
 
     Only the manifest and the index are verified and read, no tensors.
     """
@@ -226,15 +228,13 @@ def _show_list(store: Store, places: list[str], as_json: bool) -> None:
 @command.command("merge", epilog=MERGE_EPILOG)
 @click.argument("source", metavar="SRC")
 @click.argument("out", metavar="OUT")
-@click.option(
-    "--model", type=IntegerRange(min=0), help="Number of the model, where the checkpoint has several."
-)
+@click.option("--model", type=IntegerRange(min=0), help="Number of the model, if the checkpoint has several.")
 @click.option("--force", is_flag=True, help="Overwrite an existing file.")
 def merge_command(source: str, out: str, model: int | None, force: bool) -> None:
     """Write the weights of SRC, a checkpoint or a folder of sharded weights, as the one file OUT.
 
-    Where OUT does not end in .safetensors, it is the folder of model.safetensors. A checkpoint is verified first.
-    At most 64 MiB of tensors are in memory at a time.
+    If OUT does not end in .safetensors, it is a folder, and the file in it is model.safetensors.
+    A checkpoint is verified first. At most 64 MiB of tensors are in memory at a time.
     """
     from lockstep.checkpoint.weights.convert import write_file
 
@@ -255,17 +255,16 @@ def merge_command(source: str, out: str, model: int | None, force: bool) -> None
 @click.option(
     "--dtype", type=click.Choice(list(DTYPES)), help="Dtype of floating-point tensors (default: as saved)."
 )
-@click.option(
-    "--model", type=IntegerRange(min=0), help="Number of the model, where the checkpoint has several."
-)
+@click.option("--model", type=IntegerRange(min=0), help="Number of the model, if the checkpoint has several.")
 @click.option("--force", is_flag=True, help="Replace weights that are in OUT.")
 def convert_command(
     source: str, out: str, to: str, max_shard_size: str, dtype: str | None, model: int | None, force: bool
 ) -> None:
     """Write the weights of SRC, a checkpoint or a folder of weights, into the folder OUT.
 
-    config.json and generation_config.json are taken along from a folder of weights. Tensors of 8 bits and fewer, and
-    integers, keep their dtype. A checkpoint is verified first. At most 64 MiB of tensors are in memory at a time.
+    From a folder of weights, config.json and generation_config.json are copied as well. Integers, and tensors
+    of 8 bits and fewer, keep their dtype. A checkpoint is verified first. At most 64 MiB of tensors are in
+    memory at a time.
     """
     from lockstep.checkpoint.weights import parse_size
     from lockstep.checkpoint.weights.convert import write_weights_folder
@@ -299,7 +298,7 @@ def _opened(source: str, model: int | None, dtype: str | None) -> Weights:
     "--skip", multiple=True, metavar="NAME", help="A file or folder in SRC to leave out; repeatable."
 )
 def import_command(source: str, out: str, skip: tuple[str, ...]) -> None:
-    """Read SRC, which another library pickled, and write the checkpoint DST; of weights alone, a folder of weights.
+    """Read SRC, a pickled checkpoint of another library, and write the checkpoint DST, or a folder of weights.
 
     SRC is a .bin or .pt file, or a folder of Accelerate, DeepSpeed, FSDP or torch.distributed.checkpoint. Pickles are
     read in a separate process without rights; no code in them is run.

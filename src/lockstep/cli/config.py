@@ -46,7 +46,7 @@ Examples:
 
 @click.group("config", epilog=EPILOG, invoke_without_command=True)
 @click.option(
-    "--config-file", type=str, help="Where to write (default: the file that launch reads by itself)."
+    "--config-file", type=str, help="Where to write (default: the file that launch reads by default)."
 )
 @click.option("--num-processes", type=IntegerRange(1, MAX_PROCESSES), help="Processes over all machines.")
 @click.option("--num-machines", type=IntegerRange(1, MAX_MACHINES), help="Number of machines.")
@@ -58,12 +58,16 @@ Examples:
 @click.option("--num-cpu-threads", "num_cpu_threads_per_process", type=IntegerRange(1, MAX_THREADS),
               help="Threads of each process.")  # fmt: skip
 @click.option("--gradient-accumulation-steps", type=IntegerRange(min=1), help="Micro-batches in a step.")
-@click.option("--parallel", type=str, help="How models are spread, such as 'zero=3 activation=full'.")
-@click.option("--yes", "-y", is_flag=True, help="Ask nothing: the defaults for whatever no flag says.")
+@click.option(
+    "--parallel", type=str, help="How models are divided over processes, such as 'zero=3 activation=full'."
+)
+@click.option(
+    "--yes", "-y", is_flag=True, help="Ask nothing. Use the defaults for all settings without an option."
+)
 @click.option("--force", is_flag=True, help="Overwrite an existing file without asking.")
 @click.pass_context
 def command(ctx: click.Context, config_file: str | None, yes: bool, force: bool, **flags: object) -> None:
-    """Write a configuration file. Without flags it asks."""
+    """Write a configuration file. Without options, it asks for the settings."""
     given = {name: value for name, value in flags.items() if value is not None}
     if ctx.invoked_subcommand is not None:
         if given or config_file or yes or force:
@@ -95,10 +99,10 @@ def command(ctx: click.Context, config_file: str | None, yes: bool, force: bool,
 
 
 @command.command("default", epilog=DEFAULT_EPILOG)
-@click.option("--config-file", help="Where to write (default: the file that launch reads by itself).")
+@click.option("--config-file", help="Where to write (default: the file that launch reads by default).")
 @click.option("--mixed-precision", type=PRECISION, default="no", help="Precision of autocast.")
 def default_command(config_file: str | None, mixed_precision: str) -> None:
-    """Write a file for all accelerators of this machine, or for its CPU; ask nothing, and replace no file."""
+    """Write a file for all GPUs of this machine, or for its CPU. Asks nothing, and replaces no file."""
     from lockstep.cli.accelerate_commands import write_basic_config
 
     path = Path(config_file) if config_file else user_config_file()
@@ -111,9 +115,9 @@ def default_command(config_file: str | None, mixed_precision: str) -> None:
 
 
 @command.command("update", epilog=UPDATE_EPILOG)
-@click.option("--config-file", help="The file (default: the one that launch reads by itself).")
+@click.option("--config-file", help="The file (default: the one that launch reads by default).")
 def update_command(config_file: str | None) -> None:
-    """Write a file anew in today's form: old keys renamed, and those that it lacks with their defaults."""
+    """Write a file again in the current form: old keys get their new names, and missing keys their defaults."""
     from lockstep.compat.accelerate.write import updated, write_text
     from lockstep.config.yaml_file import read_yaml
 
@@ -129,9 +133,9 @@ def update_command(config_file: str | None) -> None:
 @click.option("--ranks", type=IntegerRange(1, MAX_PROCESSES), help="Processes over all machines.")
 @click.option("--force", is_flag=True, help="Overwrite an existing file.")
 def convert_command(source: str, output: str | None, ranks: int | None, force: bool) -> None:
-    """Turn FILE, an Accelerate YAML or a DeepSpeed JSON, into a configuration file of ours.
+    """Turn FILE, an Accelerate YAML or a DeepSpeed JSON, into a configuration file of Lockstep.
 
-    A table says what each key became. Without --output it goes to the standard error.
+    A table says what happened to each key. Without --output, the table goes to the standard error.
     """
     from lockstep.compat.accelerate.write import as_yaml, write_text
     from lockstep.compat.convert import convert

@@ -15,7 +15,7 @@ Examples:
 
 
 @click.command("env", epilog=EPILOG)
-@click.option("--config-file", metavar="FILE", help="Show what this configuration file says, too.")
+@click.option("--config-file", metavar="FILE", help="Also show the settings of this configuration file.")
 @click.option("--no-torch", is_flag=True, help="Do not import torch (fast; no versions of CUDA, no devices).")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--explain", metavar="PARALLEL",

@@ -44,12 +44,15 @@ MAX_RANKS = 16
 @click.option(
     "--bandwidth",
     metavar="SIZE",
-    help="Bytes a second of a link, in each direction, to say how long averages of gradients take: 12GB.",
+    help="Bytes a second of a link, in each direction: 12GB. Shows how long averages of gradients take.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(model: str, arguments: str | None, optimizer: str, as_json: bool, **options: Any) -> None:
-    """Count MODEL, and what fits where: a module path (package.module:Class or file.py:function), the folder or
-    config.json of a transformers model, or a folder or file of safetensors. No weights are made or read."""
+    """Count the memory of MODEL, and show which settings fit.
+
+    MODEL is a module path (package.module:Class or file.py:function), the folder or config.json of a transformers
+    model, or a folder or file of safetensors. No weights are made or read.
+    """
     from lockstep.config.files import parse_json
     from lockstep.config.values import parse_integer, parse_precision
     from lockstep.plan.estimate import inference_rows, training_rows

@@ -58,7 +58,7 @@ Examples:
 def command_function(ctx: click.Context, script: str, arguments: tuple[str, ...], **options: Any) -> None:
     """Run SCRIPT with ARGUMENTS on one or more processes, of one or more machines.
 
-    What is said by flags wins over the environment, and that over the configuration file.
+    Flags win over environment variables, and these win over the configuration file.
     """
     in_pods = options["k8s"] is not None
     is_accelerates = ctx.parent is not None and ctx.parent.info_name == "accelerate"

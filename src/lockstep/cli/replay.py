@@ -19,7 +19,8 @@ Examples:
   lockstep replay run/capsules/step-000120 train.py --epochs 3
   lockstep replay --json - -m run/capsules/step-000120 trainer.main
 \b
-Exit codes: 0 what went wrong first is named, 1 nothing unusual was found, 2 there is no answer, and why.
+Exit codes: 0: the first place that went wrong is named. 1: nothing unusual was found. 2: there is no answer, and a
+sentence says why.
 """
 
 
@@ -29,9 +30,9 @@ Exit codes: 0 what went wrong first is named, 1 nothing unusual was found, 2 the
     type=IntegerRange(0, 1000),
     default=8,
     show_default=True,
-    help="Where all is finite: steps with the loader's own batches, to compare with.",
+    help="Number of ordinary batches to compare with, if all numbers of the step are finite.",
 )
-@click.option("--as-accelerate", is_flag=True, help="For the script, `import accelerate` means this library.")
+@click.option("--as-accelerate", is_flag=True, help="In the script, `import accelerate` gives Lockstep.")
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module.")
 @click.option(
     "--timeout", type=IntegerRange(1, 10**6), default=3600, show_default=True, help="Seconds for the replay."
@@ -52,11 +53,11 @@ def command(
     script: str,
     arguments: tuple[str, ...],
 ) -> None:
-    """Make the step of CAPSULE again and name the first module that went wrong in it.
+    """Repeat the step of CAPSULE, and name the first module that went wrong in it.
 
-    SCRIPT is the one that trained, with its arguments. It runs as it is, in one process, up to its first step. There it
-    gets the weights, batches and random numbers of the capsule, of one rank after another; no step is made. SpikePolicy
-    keeps capsules in a run's folder.
+    SCRIPT is the script of the run, with its arguments. It runs unchanged in one process, up to its first step. There
+    it gets the weights, batches and random numbers of the capsule, for one rank after another. No step is made.
+    SpikePolicy writes capsules to the folder of a run.
     """
     from lockstep.checkpoint.format.capsule import CapsuleFacts
     from lockstep.launch.plan import Program

@@ -21,7 +21,8 @@ Examples:
   lockstep report --json runs/gpt
   lockstep report --llm 7B:140B runs/gpt
 \b
-Exit codes: 0 the report was made, however the run ended; 2 a RUN is no run's folder, or the page cannot be written.
+Exit codes: 0: the report was made, in whichever way the run ended. 2: RUN is not the folder of a run, or the page
+cannot be written.
 """
 
 
@@ -42,9 +43,12 @@ Exit codes: 0 the report was made, however the run ended; 2 a RUN is no run's fo
     help="Say how long a language model of this size would take at the run's rate (default: 20 tokens a parameter).",
 )
 def command(runs: tuple[str, ...], output: str | None, as_json: bool, llm: str | None) -> None:
-    """Say what each RUN did, why it was slow and why it stopped, and write a page with its curves. RUN is the folder
-    that a run writes (<project_dir>/run), or its project's; the run may have crashed, may still run, and files may be
-    missing. Several runs are compared: which setting differs first, and at which step their numbers part."""
+    """Say what a run did, why it was slow and why it stopped, and write a page with its curves.
+
+    RUN is the folder of a run (<project_dir>/run), or the folder of its project. The run may have crashed or may still
+    run, and files may be missing. Several runs are compared: which setting differs first, and from which step on their
+    numbers differ.
+    """
     from lockstep.report.report import report_of
 
     model = None

@@ -48,9 +48,9 @@ Examples:
     "--stages-per-rank", default="0", metavar="V", help="Stages on each rank (default: by schedule)."
 )
 @click.option("--times", default="1,2", metavar="F,B|F,I,W",
-              help="How long forward and backward of a stage take, or forward, backward of the input, and of the "
-              "weights (default: 1,2, of which backward of the input is half).")  # fmt: skip
-@click.option("-o", "--output", metavar="FILE.svg", help="Write a picture, and no text timeline.")
+              help="Times of forward and backward of a stage (default: 1,2), or of forward, backward of the "
+              "input and backward of the weights. Two numbers divide the backward in halves.")  # fmt: skip
+@click.option("-o", "--output", metavar="FILE.svg", help="Write a picture instead of a timeline in text.")
 @click.option("--compare", is_flag=True, help="One row for each schedule.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(

@@ -16,13 +16,13 @@ Examples:
 
 
 @click.command("test", epilog=EPILOG)
-@click.option("--config-file", help="Check as this file launches: its processes, precision and sharding.")
+@click.option("--config-file", help="Use the processes, the precision and the sharding of this file.")
 @click.option(
-    "--nproc", type=IntegerRange(1, MAX_PROCESSES), help="Processes (default: 2, or as the file says)."
+    "--nproc", type=IntegerRange(1, MAX_PROCESSES), help="Processes (default: 2, or as in the file)."
 )
 @click.option("--cpu", is_flag=True, help="Check on CPUs only.")
 def command(config_file: str | None, nproc: int | None, cpu: bool) -> None:
-    """Train and communicate a little on this machine, and compare with formulas and with plain torch."""
+    """Run small computations on several processes of this machine, and compare them with formulas and plain torch."""
     from lockstep.launch import self_check
 
     words = ["--module", self_check.__name__]

@@ -24,7 +24,7 @@ Examples:
 Keys, where the job can be reached: d dumps all ranks' stacks, s has all ranks save at the next step boundary, x and
 then y has them stop there, as SIGTERM does. q or Ctrl-C leaves, and leaves the run alone.
 \b
-Exit codes: 0 the run was shown; 2 RUN is no run's folder, or nothing can be reached at HOST:PORT.
+Exit codes: 0: the run was shown. 2: RUN is not the folder of a run, or nothing answers at HOST:PORT.
 """
 KEY_S = 0.05
 
@@ -39,7 +39,9 @@ KEY_S = 0.05
     metavar="SECONDS",
     help="How often to look.",
 )
-@click.option("--once", is_flag=True, help="Show it once; so does a run whose output is no terminal.")
+@click.option(
+    "--once", is_flag=True, help="Show it once, and end. This is the default if the output is not a terminal."
+)
 @click.option(
     "--secret-file",
     metavar="FILE",
@@ -48,9 +50,10 @@ KEY_S = 0.05
 def command(run: str | None, every: float, once: bool, secret_file: str | None) -> None:
     """Watch a run: its loss, throughput, where a step's time goes, what each rank does now, and what happened last.
 
-    RUN is the folder that a run writes (<project_dir>/run), or its project's. HOST:PORT is where a launch listens;
-    without either it is the launch of yours that runs on this machine. A folder is only read, and any number of people
-    may look. A launch on this machine is asked as well: by its user, who alone can read its secret."""
+    RUN is the folder of a run (<project_dir>/run), or the folder of its project. HOST:PORT is the address of a launch.
+    Without an argument, top finds your launch on this machine. A folder is only read, so any number of people may look.
+    Only the user of a launch can ask the launch itself, because only they can read its secret.
+    """
     from rich.console import Console
 
     console = Console(highlight=False)

@@ -30,20 +30,20 @@ Examples:
   lockstep tune --dry-run --global-batch 64 train.py
   lockstep tune --json - train.py
 \b
-Exit codes: 0 there is a size that fits, 1 none does, 2 there is no answer, and why.
+Exit codes: 0: there is a size that fits. 1: no size fits. 2: there is no answer, and a sentence says why.
 """
 
 
 @click.command("tune", epilog=EPILOG, context_settings={"allow_interspersed_args": False})
 @click.option("--nproc", type=IntegerRange(1, MAX_PROCESSES), default=1, show_default=True, help="Ranks.")
-@click.option("--parallel", help="How models are spread (default: as the script says).")
+@click.option("--parallel", help="How models are divided (default: as in the script).")
 @click.option(
     "--global-batch",
     type=IntegerRange(1, MAX_BATCH),
-    help="Rows of an optimizer step over all ranks (default: as the script has them).",
+    help="Rows of an optimizer step over all ranks (default: as in the script).",
 )
 @click.option(
-    "--memory-limit", metavar="SIZE", help="Memory of each rank: 8GiB, 500MB (default: what is free)."
+    "--memory-limit", metavar="SIZE", help="Memory of each rank: 8GiB, 500MB (default: the free memory)."
 )
 @click.option(
     "--steps",
@@ -53,11 +53,11 @@ Exit codes: 0 there is a size that fits, 1 none does, 2 there is no answer, and 
     help="Optimizer steps of each trial; the time of the first two is left out.",
 )
 @click.option(
-    "--seed", type=IntegerRange(0, LARGEST_SEED), default=0, show_default=True, help="Of each trial."
+    "--seed", type=IntegerRange(0, LARGEST_SEED), default=0, show_default=True, help="Seed of each trial."
 )
-@click.option("--as-accelerate", is_flag=True, help="For the script, `import accelerate` means this library.")
+@click.option("--as-accelerate", is_flag=True, help="In the script, `import accelerate` gives Lockstep.")
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module.")
-@click.option("--config-file", help="Launch the trials as this file says.")
+@click.option("--config-file", help="Launch the trials with the settings of this file.")
 @click.option("--cpu", is_flag=True, help="Compute on CPUs only.")
 @click.option(
     "--timeout", type=IntegerRange(1, 10**6), default=600, show_default=True, help="Seconds for each trial."
@@ -69,7 +69,7 @@ Exit codes: 0 there is a size that fits, 1 none does, 2 there is no answer, and 
 @click.option(
     "--keep",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Keep what trials print and find in this new folder.",
+    help="Keep the output and the results of the trials in this new folder.",
 )
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
@@ -91,11 +91,10 @@ def command(
     script: str,
     arguments: tuple[str, ...],
 ) -> None:
-    """Find the largest micro-batch that fits, and the quickest one, with the rows of each step unchanged.
+    """Find the largest and the fastest micro-batch that fits, for the same rows in each step.
 
-    SCRIPT runs as it is, once for each size, for a few optimizer steps. Its loader gives other micro-batches, and so
-    many are accumulated that each step has the same rows. A trial that runs out of memory, or is killed, is a size that
-    does not fit.
+    SCRIPT runs unchanged, once for each size, for a few optimizer steps. Its loader gives micro-batches of that size,
+    and accumulates as many as make up the same rows. If a trial runs out of memory or is killed, its size does not fit.
     """
     from lockstep.config.parallel import Parallel
     from lockstep.config.values import bytes_of
