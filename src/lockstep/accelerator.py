@@ -232,7 +232,16 @@ class Accelerator(
 
     @classmethod
     def latest(cls) -> Accelerator | None:
-        """The latest ``Accelerator`` that still exists: what ``lockstep.state`` shows."""
+        """The latest ``Accelerator`` that still exists: what ``lockstep.state`` shows.
+
+        Examples:
+            ```python
+            from lockstep import Accelerator
+
+            accelerator = Accelerator()
+            assert Accelerator.latest() is accelerator
+            ```
+        """
         return next((found for made in reversed(cls._made) if (found := made()) is not None), None)
 
     @classmethod
@@ -244,7 +253,17 @@ class Accelerator(
 
     @classmethod
     def forget_all(cls) -> None:
-        """Let ``latest`` know none of those that were made so far."""
+        """Let ``latest`` know none of those that were made so far.
+
+        Examples:
+            ```python
+            from lockstep import Accelerator
+
+            accelerator = Accelerator()
+            Accelerator.forget_all()  # as before the first test of a suite
+            assert Accelerator.latest() is None
+            ```
+        """
         cls._made.clear()
 
     # Parts, each made when it is first used -------------------------------------------------------------
@@ -340,7 +359,17 @@ class Accelerator(
 
     @staticmethod
     def verify_device_map(model: Any) -> bool:
-        """Whether a part of ``model`` was dispatched to several devices by a device map."""
+        """Whether a part of ``model`` was dispatched to several devices by a device map.
+
+        Examples:
+            ```python
+            import torch
+            from lockstep import Accelerator
+
+            model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+            assert not Accelerator.verify_device_map(model)
+            ```
+        """
         return any(len(getattr(module, "hf_device_map", ())) > 1 for module in model.modules())
 
     # Where the step is -------------------------------------------------------------------------------
@@ -438,13 +467,36 @@ class Accelerator(
 
         ``init_weights`` is called with each module of a model on the meta device that has parameters or
         buffers of its own, and fills these.
+
+        Examples:
+            ```python
+            import torch
+            from lockstep import Accelerator
+
+            accelerator = Accelerator()
+            teacher = accelerator.prepare_model(torch.nn.Linear(4, 1), evaluation_mode=True)
+            assert teacher(torch.randn(8, 4)).shape == (8, 1)
+            ```
         """
         return self._preparation.prepare_model(model, device_placement, evaluation_mode, init_weights)
 
     def prepare_optimizer(
         self, optimizer: Optimizer, device_placement: bool | None = None
     ) -> PreparedOptimizer:
-        """``prepare`` for one optimizer, whose state follows its parameters' device."""
+        """``prepare`` for one optimizer, whose state follows its parameters' device.
+
+        Examples:
+            ```python
+            import torch
+            from lockstep import Accelerator
+
+            accelerator = Accelerator()
+            model = accelerator.prepare_model(torch.nn.Linear(4, 1))
+            optimizer = accelerator.prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+            accelerator.backward(model(torch.randn(8, 4)).square().mean())
+            optimizer.step()
+            ```
+        """
         prepared = self._preparation.prepare_optimizer(optimizer)
         self._window.watch()
         return prepared
@@ -452,15 +504,54 @@ class Accelerator(
     def prepare_data_loader(
         self, data_loader: DataLoader[object], device_placement: bool | None = None
     ) -> PreparedLoader:
-        """``prepare`` for one loader."""
+        """``prepare`` for one loader.
+
+        Examples:
+            ```python
+            import torch
+            from lockstep import Accelerator
+
+            accelerator = Accelerator()
+            loader = torch.utils.data.DataLoader(torch.randn(32, 4), batch_size=8)
+            loader = accelerator.prepare_data_loader(loader)
+            assert len(loader) == 4 // accelerator.num_processes  # this rank's batches
+            ```
+        """
         return self._preparation.prepare_loader(data_loader, device_placement)
 
     def prepare_scheduler(self, scheduler: object) -> PreparedScheduler:
-        """``prepare`` for one scheduler."""
+        """``prepare`` for one scheduler.
+
+        Examples:
+            ```python
+            import torch
+            from lockstep import Accelerator
+
+            accelerator = Accelerator()
+            model = torch.nn.Linear(4, 1)
+            optimizer = accelerator.prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer.optimizer, step_size=10)
+            scheduler = accelerator.prepare_scheduler(scheduler)
+            assert scheduler.get_last_lr() == [0.1]
+            ```
+        """
         return self._preparation.prepare_scheduler(scheduler)
 
     def free_memory(self, *objects: object) -> list[Any]:
-        """Forget all prepared objects, and return None for each given one, so that memory can be freed."""
+        """Forget all prepared objects, and return None for each given one, so that memory can be freed.
+
+        Examples:
+            ```python
+            import torch
+            from lockstep import Accelerator
+
+            accelerator = Accelerator()
+            model = torch.nn.Linear(4, 1)
+            model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            model, optimizer = accelerator.free_memory(model, optimizer)
+            assert model is None and optimizer is None
+            ```
+        """
         self._preparation.clear()
         self._accumulation.reset()
         return release_memory(*objects)
@@ -468,7 +559,20 @@ class Accelerator(
     clear = free_memory
 
     def wait_for_everyone(self) -> None:
-        """Return when every rank has called this."""
+        """Return when every rank has called this.
+
+        Examples:
+            ```python
+            from pathlib import Path
+            from lockstep import Accelerator
+
+            accelerator = Accelerator()
+            if accelerator.is_main_process:
+                Path("ready.txt").write_text("ready")
+            accelerator.wait_for_everyone()
+            assert Path("ready.txt").exists()  # on every rank
+            ```
+        """
         part = self._step.clock.enter("wait")
         super().wait_for_everyone()
         self._step.clock.enter(part)
@@ -477,6 +581,16 @@ class Accelerator(
         """Finish the trackers, and steps and a save in the background, and wait for all ranks.
 
         What a rank does after it (an export, an evaluation, an upload) may take as long as it needs.
+
+        Examples:
+            ```python
+            from lockstep import Accelerator
+
+            accelerator = Accelerator(log_with="jsonl", project_dir="ended")
+            accelerator.init_trackers("digits")
+            accelerator.log({"loss": 0.5}, step=1)
+            accelerator.end_training()  # the file is complete
+            ```
         """
         self._watch.ending()
         self._preparation.offload.finish()

@@ -52,6 +52,16 @@ class BatchSamplerShard(BatchSampler):
 
     Raises:
         ValueError: batches are to be split that have no size, or one that cannot be cut equally.
+
+    Examples:
+        ```python
+        from torch.utils.data import BatchSampler, SequentialSampler
+        from lockstep.data_loader import BatchSamplerShard
+
+        batches = BatchSampler(SequentialSampler(range(8)), batch_size=2, drop_last=False)
+        shard = BatchSamplerShard(batches, num_processes=2, process_index=1)
+        assert list(shard) == [[2, 3], [6, 7]]
+        ```
     """
 
     def __init__(
@@ -101,6 +111,15 @@ class IterableDatasetShard(IterableDataset[Any]):
 
     A round is ``batch_size`` samples for each process, or with ``split_batches`` over all of them. Unless ``drop_last``
     the last one is completed from the first.
+
+    Examples:
+        ```python
+        from lockstep.data_loader import IterableDatasetShard
+
+        shard = IterableDatasetShard(range(8), batch_size=2, num_processes=2, process_index=1)
+        shard.set_epoch(0)  # for datasets that shuffle
+        assert list(shard) == [2, 3, 6, 7]
+        ```
     """
 
     def __init__(
@@ -151,7 +170,17 @@ class IterableDatasetShard(IterableDataset[Any]):
 
 
 class SkipBatchSampler(LaterItems):
-    """What a sampler of batches yields after its first ``skip_batches``."""
+    """What a sampler of batches yields after its first ``skip_batches``.
+
+    Examples:
+        ```python
+        from torch.utils.data import BatchSampler, SequentialSampler
+        from lockstep.data_loader import SkipBatchSampler
+
+        batches = BatchSampler(SequentialSampler(range(6)), batch_size=2, drop_last=False)
+        assert list(SkipBatchSampler(batches, skip_batches=2)) == [[4, 5]]
+        ```
+    """
 
     def __init__(self, batch_sampler: BatchSampler, skip_batches: int = 0) -> None:
         super().__init__(batch_sampler, skip_batches)

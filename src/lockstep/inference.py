@@ -40,6 +40,24 @@ def prepare_pippy(
 
     Raises:
         UsageError: one process only, or a model that cannot be split.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep import debug_launcher
+        from lockstep.inference import prepare_pippy
+
+        def check() -> None:
+            torch.manual_seed(0)
+            model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
+            x = torch.ones(8, 4)
+            with torch.no_grad():
+                expected = model(x)
+                model = prepare_pippy(model, gather_output=True)  # two layers on each process
+                torch.testing.assert_close(model(x), expected)
+
+        debug_launcher(check, num_processes=2)
+        ```
     """
     from lockstep.parallel.pipeline import PipelineOptions, split_model
 
@@ -63,7 +81,18 @@ def generate_device_map(
     no_split_module_classes: Sequence[str] | None = None,
     max_memory: Mapping[Any, Any] | None = None,
 ) -> dict[str, Any]:
-    """Which process gets which part of a model, in equal shares of its bytes, by ``infer_auto_device_map``."""
+    """Which process gets which part of a model, in equal shares of its bytes, by ``infer_auto_device_map``.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.inference import generate_device_map
+
+        model = torch.nn.Sequential(*(torch.nn.Linear(10, 10) for _ in range(4)))
+        parts = generate_device_map(model, num_processes=2)
+        assert set(parts.values()) == {0, 1}
+        ```
+    """
     if num_processes > 1 and max_memory is None:
         whole, (largest, _) = calculate_maximum_sizes(model)
         # A tenth more than a share, and room for the layer that does not fit behind the others.
@@ -80,7 +109,16 @@ def generate_device_map(
 
 
 def find_pippy_batch_size(args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None) -> int | None:
-    """Rows of the first argument that has some; None: none has."""
+    """Rows of the first argument that has some; None: none has.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.inference import find_pippy_batch_size
+
+        assert find_pippy_batch_size((), {"scale": 2, "x": torch.zeros(8, 4)}) == 8
+        ```
+    """
     found = map(ignorant_find_batch_size, (*(args or ()), *(kwargs or {}).values()))
     return next((size for size in found if size is not None), None)
 
@@ -92,6 +130,25 @@ def build_pipeline(
 
     Stages begin with the modules of these names. ``args`` and ``kwargs`` are inputs of one of ``num_chunks`` chunks.
     ``prepare_pippy`` needs none of this: it splits models as they are.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep import debug_launcher
+        from lockstep.inference import build_pipeline, pippy_forward
+
+        def check() -> None:
+            torch.manual_seed(0)
+            model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+            x = torch.ones(8, 4)
+            with torch.no_grad():
+                expected = model(x)
+                schedule = build_pipeline(model, ["1"], (x[:4],), {}, num_chunks=2)
+                out = pippy_forward(schedule.step, 2, True, x)
+            torch.testing.assert_close(out, expected)
+
+        debug_launcher(check, num_processes=2)
+        ```
     """
     from torch.distributed.pipelining import ScheduleGPipe, SplitPoint, pipeline
 
@@ -110,6 +167,15 @@ def pippy_forward(
 
     Raises:
         ValueError: no argument has rows.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.inference import pippy_forward
+
+        model = torch.nn.Linear(4, 1)  # one process calls it as it is
+        assert pippy_forward(model, 2, False, torch.ones(8, 4)).shape == (8, 1)
+        ```
     """
     runtime = process.start()
     output = None

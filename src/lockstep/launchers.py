@@ -7,5 +7,14 @@ __all__ = ["check_launch", "debug_launcher", "notebook_launcher"]
 
 
 def check_launch() -> None:
-    """Join the run, as the function that a launcher starts to see whether that works."""
+    """Join the run, as the function that a launcher starts to see whether that works.
+
+    Examples:
+        ```python
+        from lockstep import debug_launcher
+        from lockstep.launchers import check_launch
+
+        debug_launcher(check_launch, num_processes=2)  # two processes can meet
+        ```
+    """
     PartialState()

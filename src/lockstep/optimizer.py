@@ -16,14 +16,39 @@ __all__ = ["AcceleratedOptimizer", "PreparedOptimizer", "move_to_device", "patch
 
 
 def move_to_device(state: Any, device: torch.device | str | int) -> Any:
-    """A state with its tensors, of any shape, on a device."""
+    """A state with its tensors, of any shape, on a device.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.optimizer import move_to_device
+
+        state = move_to_device({"momentum": torch.zeros(4), "step": 3}, "cpu")
+        assert state["momentum"].device == torch.device("cpu") and state["step"] == 3
+        ```
+    """
     return send_to_device(state, device)
 
 
 def patch_optimizer_step(
     accelerated_optimizer: PreparedOptimizer, method: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """``method``, which notes on the prepared optimizer that it was called (``_accelerate_step_called``)."""
+    """``method``, which notes on the prepared optimizer that it was called (``_accelerate_step_called``).
+
+    Examples:
+        ```python
+        import torch
+        from lockstep import Accelerator
+        from lockstep.optimizer import patch_optimizer_step
+
+        accelerator = Accelerator()
+        model = torch.nn.Linear(4, 1)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        step = patch_optimizer_step(optimizer, optimizer.optimizer.step)
+        step()
+        assert optimizer._accelerate_step_called
+        ```
+    """
 
     @functools.wraps(method)
     def step(*args: Any, **kwargs: Any) -> Any:

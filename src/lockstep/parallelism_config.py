@@ -38,6 +38,16 @@ class ParallelismConfig:
 
     Raises:
         ConfigError: a size is no positive integer, or the sequence is split in two ways.
+
+    Examples:
+        ```python
+        from lockstep.parallelism_config import ParallelismConfig
+
+        config = ParallelismConfig(dp_shard_size=2, tp_size=2)
+        assert config.total_size == 4
+        assert config.to_json()["tp_size"] == 2
+        # accelerator = Accelerator(parallelism_config=config), on 4 ranks
+        ```
     """
 
     dp_replicate_size: int | None = None
@@ -150,6 +160,17 @@ class ParallelismConfig:
 
         Raises:
             ConfigError: there are more or fewer processes than ranks in it.
+
+        Examples:
+            ```python
+            from lockstep import Accelerator
+            from lockstep.parallelism_config import ParallelismConfig
+
+            accelerator = Accelerator()
+            config = ParallelismConfig(dp_shard_size=accelerator.num_processes)
+            mesh = config.build_device_mesh("cpu")
+            assert (mesh is None) == (accelerator.num_processes == 1)
+            ```
         """
         from torch.distributed.device_mesh import init_device_mesh
 
@@ -170,7 +191,19 @@ class ParallelismConfig:
         return mesh
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
-        """The mesh, built when it is first asked for with a ``device_type``."""
+        """The mesh, built when it is first asked for with a ``device_type``.
+
+        Examples:
+            ```python
+            from lockstep import Accelerator
+            from lockstep.parallelism_config import ParallelismConfig
+
+            accelerator = Accelerator()
+            config = ParallelismConfig(dp_shard_size=accelerator.num_processes)
+            mesh = config.get_device_mesh("cpu")
+            assert config.get_device_mesh() is mesh  # built once
+            ```
+        """
         if self.device_mesh is None and device_type is not None:
             return self.build_device_mesh(device_type)
         return self.device_mesh

@@ -26,6 +26,17 @@ class ThreadLocalSharedDict(threading.local):
     """A class attribute whose value, a dict of the thread that asks, all instances share.
 
     ``thread_local`` is there for callers of Accelerate's: it is always one for each thread.
+
+    Examples:
+        ```python
+        from lockstep.state import ThreadLocalSharedDict
+
+        class Shared:
+            values = ThreadLocalSharedDict()
+
+        Shared().values["step"] = 3
+        assert Shared().values == {"step": 3}  # another instance, the same dict
+        ```
     """
 
     def __init__(self, thread_local: bool = False) -> None:
@@ -64,6 +75,15 @@ class AcceleratorState(RunState, metaclass=_OfRuns):
 
     Raises:
         ValueError: no ``Accelerator`` exists yet, or it was made with another precision.
+
+    Examples:
+        ```python
+        from lockstep import Accelerator
+        from lockstep.state import AcceleratorState
+
+        accelerator = Accelerator(mixed_precision="bf16")
+        assert AcceleratorState().mixed_precision == "bf16"
+        ```
     """
 
     _shared_state = _SharedByLatest()
@@ -106,7 +126,17 @@ class _OfLatest(type):
 
 
 class GradientState(metaclass=_OfLatest):
-    """``GradientState()`` is the ``StepState`` of the latest ``Accelerator``, or a new one where there is none."""
+    """``GradientState()`` is the ``StepState`` of the latest ``Accelerator``, or a new one where there is none.
+
+    Examples:
+        ```python
+        from lockstep import Accelerator
+        from lockstep.state import GradientState
+
+        accelerator = Accelerator(gradient_accumulation_steps=4)
+        assert GradientState() is accelerator.gradient_state
+        ```
+    """
 
     _shared_state = _SharedByLatest()
 
@@ -116,9 +146,27 @@ class GradientState(metaclass=_OfLatest):
 
 
 def is_initialized() -> bool:
-    """Whether there is an ``Accelerator`` whose state can be shown."""
+    """Whether there is an ``Accelerator`` whose state can be shown.
+
+    Examples:
+        ```python
+        from lockstep import Accelerator
+        from lockstep.state import is_initialized
+
+        accelerator = Accelerator()
+        assert is_initialized()
+        ```
+    """
     return Accelerator.latest() is not None
 
 
 def do_nothing(*args: Any, **kwargs: Any) -> None:
-    """Does nothing, whatever it is called with."""
+    """Does nothing, whatever it is called with.
+
+    Examples:
+        ```python
+        from lockstep.state import do_nothing
+
+        assert do_nothing("whatever", key=1) is None
+        ```
+    """

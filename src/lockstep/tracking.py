@@ -51,5 +51,12 @@ def filter_trackers(log_with: Any, logging_dir: str | os.PathLike[str] | None = 
     Raises:
         ConfigError: an unknown name, or a tracker that writes files without ``logging_dir``.
         MissingExtraError: a tracker whose package is not installed.
+
+    Examples:
+        ```python
+        from lockstep.tracking import filter_trackers
+
+        assert len(filter_trackers(["jsonl"], logging_dir="logs")) == 1
+        ```
     """
     return resolve_trackers(log_with, logging_dir)

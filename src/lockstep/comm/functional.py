@@ -18,42 +18,135 @@ def _communicator() -> Communicator:
 
 
 def gather(tensor: Tree) -> Tree:
-    """Nested tensors of all ranks, concatenated on dim 0: [n_r, ...] to [sum of n_r, ...], 0-d ones to [ranks]."""
+    """Nested tensors of all ranks, concatenated on dim 0: [n_r, ...] to [sum of n_r, ...], 0-d ones to [ranks].
+
+    Examples:
+        ```python
+        import torch
+        from lockstep import PartialState
+        from lockstep.utils import gather
+
+        state = PartialState()
+        ranks = gather(torch.tensor([state.process_index]))
+        assert ranks.tolist() == list(range(state.num_processes))
+        ```
+    """
     return _communicator().gather(tensor)
 
 
 def gather_object(object: object) -> list[Any]:
-    """The lists of all ranks as one list, in rank order."""
+    """The lists of all ranks as one list, in rank order.
+
+    Examples:
+        ```python
+        from lockstep import PartialState
+        from lockstep.utils import gather_object
+
+        state = PartialState()
+        names = gather_object([f"rank {state.process_index}"])
+        assert len(names) == state.num_processes and names[0] == "rank 0"
+        ```
+    """
     return _communicator().gather_object(object)
 
 
 def broadcast(tensor: Tree, from_process: int = 0) -> Tree:
-    """Rank ``from_process``'s nested tensors, in place: any shape, the same on all ranks."""
+    """Rank ``from_process``'s nested tensors, in place: any shape, the same on all ranks.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep import PartialState
+        from lockstep.utils import broadcast
+
+        state = PartialState()
+        values = {"mean": torch.full((2,), float(state.process_index))}
+        assert broadcast(values)["mean"].tolist() == [0, 0]  # those of rank 0
+        ```
+    """
     return _communicator().broadcast(tensor, from_process)
 
 
 def broadcast_object_list(object_list: list[object], from_process: int = 0) -> list[Any]:
-    """Rank ``from_process``'s objects, in place."""
+    """Rank ``from_process``'s objects, in place.
+
+    Examples:
+        ```python
+        from lockstep import PartialState
+        from lockstep.utils import broadcast_object_list
+
+        state = PartialState()
+        names = [f"run of rank {state.process_index}"]
+        assert broadcast_object_list(names) == ["run of rank 0"]
+        ```
+    """
     return _communicator().broadcast_object_list(object_list, from_process)
 
 
 def reduce(tensor: Tree, reduction: Reduction = "mean", scale: float = 1.0) -> Tree:
-    """Mean, sum or maximum over ranks of nested tensors, times ``scale``: any shape, the same on all ranks."""
+    """Mean, sum or maximum over ranks of nested tensors, times ``scale``: any shape, the same on all ranks.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep import PartialState
+        from lockstep.utils import reduce
+
+        state = PartialState()
+        total = reduce(torch.ones(2), reduction="sum")
+        assert total.tolist() == [state.num_processes] * 2
+        ```
+    """
     return _communicator().reduce(tensor, reduction, scale)
 
 
 def pad_across_processes(tensor: Tree, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Tree:
-    """Nested tensors of any shape padded along ``dim`` to the longest of any rank."""
+    """Nested tensors of any shape padded along ``dim`` to the longest of any rank.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep import PartialState
+        from lockstep.utils import pad_across_processes
+
+        state = PartialState()
+        rows = torch.ones(state.process_index + 1, 2)  # more on later ranks
+        assert pad_across_processes(rows).shape == (state.num_processes, 2)
+        ```
+    """
     return _communicator().pad_across_processes(tensor, dim, pad_index, pad_first)
 
 
 def wait_for_everyone() -> None:
-    """Return when every rank has called this."""
+    """Return when every rank has called this.
+
+    Examples:
+        ```python
+        from pathlib import Path
+        from lockstep import PartialState
+        from lockstep.utils import wait_for_everyone
+
+        if PartialState().is_main_process:
+            Path("written.txt").write_text("a")
+        wait_for_everyone()
+        assert Path("written.txt").exists()
+        ```
+    """
     PartialState().wait_for_everyone()
 
 
 def is_torch_tensor(tensor: object) -> bool:
-    """Whether this is a tensor."""
+    """Whether this is a tensor.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.utils import is_torch_tensor
+
+        assert is_torch_tensor(torch.zeros(2))
+        assert not is_torch_tensor([0, 0])
+        ```
+    """
     return isinstance(tensor, torch.Tensor)
 
 
@@ -69,6 +162,15 @@ def recursively_apply(
 
     Raises:
         TypeError: with ``error_on_other_type``, for any other leaf.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.utils import recursively_apply
+
+        halved = recursively_apply(lambda tensor: tensor / 2, {"x": torch.tensor([4.0]), "name": "a"})
+        assert halved["x"].item() == 2 and halved["name"] == "a"
+        ```
     """
 
     def apply(path: str, leaf: object) -> Any:
@@ -87,6 +189,16 @@ def recursively_apply(
 def slice_tensors(
     data: Tree, tensor_slice: slice, process_index: int | None = None, num_processes: int | None = None
 ) -> Tree:
-    """``tensor[tensor_slice]`` of each tensor: [n, ...] to [rows of the slice, ...]."""
+    """``tensor[tensor_slice]`` of each tensor: [n, ...] to [rows of the slice, ...].
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.utils import slice_tensors
+
+        batch = {"x": torch.arange(8), "y": torch.arange(8)}
+        assert slice_tensors(batch, slice(0, 2))["y"].tolist() == [0, 1]
+        ```
+    """
     sliced: Tree = map_tensors(lambda tensor: tensor[tensor_slice], data)
     return sliced

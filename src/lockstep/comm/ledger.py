@@ -120,6 +120,19 @@ class CommunicationLedger:
     It sees calls of ``torch.distributed``, of this library and of torch's engines that are issued
     by, or on behalf of, the thread that entered it, and those of communication hooks. It costs a
     Python call per operator: for tests and measurements, not for every step.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep import Accelerator
+
+        accelerator = Accelerator()
+        with accelerator.communication() as ledger:
+            accelerator.gather(torch.ones(1000))
+        accelerator.print(ledger.table())  # each operation with its calls and bytes
+        assert ledger.payload_bytes() >= 4000 * ledger.count("all_gather")
+        assert ledger.wire_bytes() >= 4000 * (accelerator.num_processes - 1)
+        ```
     """
 
     def __init__(self) -> None:

@@ -238,16 +238,51 @@ class CollectiveMethods:
     def pad_across_processes(
         self, tensor: Tree, dim: int = 0, pad_index: int = 0, pad_first: bool = False
     ) -> Tree:
-        """Nested tensors of any shape padded along ``dim`` to the longest of any rank."""
+        """Nested tensors of any shape padded along ``dim`` to the longest of any rank.
+
+        Examples:
+            ```python
+            import torch
+            from lockstep import Accelerator
+
+            accelerator = Accelerator()
+            rows = torch.ones(accelerator.process_index + 1, 2)  # more on later ranks
+            padded = accelerator.pad_across_processes(rows, pad_index=-1)
+            assert padded.shape == (accelerator.num_processes, 2)
+            ```
+        """
         with self._communicating():
             return self._communicator.pad_across_processes(tensor, dim, pad_index, pad_first)
 
     def set_trigger(self) -> None:
-        """Raise a flag on this rank that ``check_trigger`` shows to all."""
+        """Raise a flag on this rank that ``check_trigger`` shows to all.
+
+        Examples:
+            ```python
+            from lockstep import Accelerator
+
+            accelerator = Accelerator()
+            if accelerator.is_last_process:  # say, it has seen a loss that is not finite
+                accelerator.set_trigger()
+            assert accelerator.check_trigger()  # every rank gets to know
+            ```
+        """
         self._trigger = True
 
     def check_trigger(self) -> bool:
-        """Whether any rank raised the flag since the last check; collective, and clears the flag."""
+        """Whether any rank raised the flag since the last check; collective, and clears the flag.
+
+        Examples:
+            ```python
+            from lockstep import Accelerator
+
+            accelerator = Accelerator()
+            assert not accelerator.check_trigger()
+            accelerator.set_trigger()
+            assert accelerator.check_trigger()
+            assert not accelerator.check_trigger()  # the flag is down again
+            ```
+        """
         flag = torch.tensor(int(self._trigger), device=self.runtime.control_device)
         with self._communicating():
             raised = bool(self._communicator.reduce(flag, "sum").item())
@@ -258,9 +293,36 @@ class CollectiveMethods:
         """For each row of this rank's batch, 1 if it is a sample and 0 if it is padding.
 
         Float32 of shape (rows,) on this device. None where the loader cannot count.
+
+        Examples:
+            ```python
+            import torch
+            from lockstep import Accelerator
+
+            accelerator = Accelerator()
+            loader = accelerator.prepare(torch.utils.data.DataLoader(torch.randn(10, 4), batch_size=4))
+            samples = 0
+            for batch in loader:  # two ranks get 3 rows that are padding
+                samples += accelerator.reduce(accelerator.sample_weights().sum(), reduction="sum").item()
+            assert samples == 10
+            ```
         """
         return sample_weights(self._step, self.meshes.data_rank, self.runtime.device)
 
     def communication(self) -> AbstractContextManager[CommunicationLedger]:
-        """Count the collectives and bytes of the block; see ``CommunicationLedger``."""
+        """Count the collectives and bytes of the block; see ``CommunicationLedger``.
+
+        Examples:
+            ```python
+            import torch
+            from lockstep import Accelerator
+
+            accelerator = Accelerator()
+            with accelerator.communication() as ledger:
+                accelerator.reduce(torch.ones(1000), reduction="sum")
+            # All-reduce sends 2 (N - 1) / N of the bytes.
+            ranks = accelerator.num_processes
+            assert ledger.wire_bytes("all_reduce") == 2 * (ranks - 1) / ranks * 4000
+            ```
+        """
         return CommunicationLedger()

@@ -97,6 +97,14 @@ def find_batch_size(data: object) -> int:
 
     Raises:
         ValueError: there is no such tensor.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.utils import find_batch_size
+
+        assert find_batch_size({"ids": torch.zeros(8, 128), "labels": torch.zeros(8)}) == 8
+        ```
     """
     for leaf in leaves(data).values():
         if isinstance(leaf, torch.Tensor) and leaf.ndim > 0:
@@ -117,6 +125,15 @@ def concatenate(data: Sequence[Tree], dim: int = 0) -> Tree:
     Raises:
         TypeError: leaves that are not tensors differ.
         ValueError: no tree was given, or their structures differ.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.utils import concatenate
+
+        whole = concatenate([{"x": torch.zeros(2, 3)}, {"x": torch.ones(1, 3)}])
+        assert whole["x"].shape == (3, 3)
+        ```
     """
     if not data:
         raise ValueError("There is nothing to concatenate. Pass at least one tree.")
@@ -150,6 +167,15 @@ def send_to_device(
     """``tensor`` on ``device``: tensors of any shape, and objects that have a method ``to``.
 
     ``skip_keys`` names entries of mappings, at any depth, that stay where they are.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.utils import send_to_device
+
+        batch = send_to_device({"x": torch.zeros(2), "name": "a"}, "cpu")  # or 0, the first GPU
+        assert batch["x"].device == torch.device("cpu")
+        ```
     """
     # What default_collate mostly makes needs no walk over a tree.
     if type(tensor) is list and all(type(part) is torch.Tensor for part in tensor):
@@ -177,11 +203,31 @@ def send_to_device(
 
 
 def to_float32(tensor: Tree) -> Tree:
-    """float16 and bfloat16 tensors, of any shape, become float32."""
+    """float16 and bfloat16 tensors, of any shape, become float32.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.utils import convert_to_fp32
+
+        outputs = convert_to_fp32({"logits": torch.ones(2, dtype=torch.bfloat16), "ids": torch.tensor([1])})
+        assert outputs["logits"].dtype == torch.float32
+        assert outputs["ids"].dtype == torch.int64
+        ```
+    """
     half = (torch.float16, torch.bfloat16)
     return map_tensors(lambda one: one.float() if one.dtype in half else one, tensor)
 
 
 def listify(data: object) -> Any:
-    """Tensors of any shape become (nested) lists of numbers, 0-d ones numbers."""
+    """Tensors of any shape become (nested) lists of numbers, 0-d ones numbers.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.utils import listify
+
+        assert listify({"loss": torch.tensor(0.5), "ids": torch.tensor([1, 2])}) == {"loss": 0.5, "ids": [1, 2]}
+        ```
+    """
     return map_tensors(lambda tensor: tensor.tolist(), data)

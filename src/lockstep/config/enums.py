@@ -27,7 +27,17 @@ class StringEnum(str, Enum, metaclass=EnumWithContains):
 
 
 class DistributedType(StringEnum):
-    """How the processes of a run work together. It prints as ``DistributedType.NO``, with the name of the class."""
+    """How the processes of a run work together. It prints as ``DistributedType.NO``, with the name of the class.
+
+    Examples:
+        ```python
+        from lockstep import Accelerator, DistributedType
+
+        accelerator = Accelerator(cpu=True)
+        alone = accelerator.distributed_type == DistributedType.NO
+        assert alone == (accelerator.num_processes == 1)
+        ```
+    """
 
     __str__ = Enum.__str__
 
@@ -49,7 +59,17 @@ class DistributedType(StringEnum):
 
 
 class PrecisionType(StringEnum):
-    """Values of ``mixed_precision``."""
+    """Values of ``mixed_precision``.
+
+    Examples:
+        ```python
+        from lockstep import Accelerator
+        from lockstep.utils import PrecisionType
+
+        accelerator = Accelerator(mixed_precision=PrecisionType.BF16)
+        assert accelerator.mixed_precision == "bf16"
+        ```
+    """
 
     NO = "no"
     FP16 = "fp16"
@@ -131,7 +151,17 @@ class QuantizedType(StringEnum):
 
 
 class LoggerType(StringEnum):
-    """Values of ``log_with``."""
+    """Values of ``log_with``.
+
+    Examples:
+        ```python
+        from lockstep import Accelerator
+        from lockstep.utils import LoggerType
+
+        accelerator = Accelerator(log_with=LoggerType.JSONL, project_dir="logged")
+        assert "tensorboard" in LoggerType.list()
+        ```
+    """
 
     ALL = "all"
     TENSORBOARD = "tensorboard"
@@ -147,7 +177,16 @@ class LoggerType(StringEnum):
 
 
 class RNGType(StringEnum):
-    """Random number generators that ``rng_types`` may name."""
+    """Random number generators that ``rng_types`` may name.
+
+    Examples:
+        ```python
+        from lockstep import Accelerator
+        from lockstep.utils import RNGType
+
+        accelerator = Accelerator(rng_types=[RNGType.TORCH])  # equal on all ranks at each epoch's start
+        ```
+    """
 
     TORCH = "torch"
     CUDA = "cuda"
@@ -170,7 +209,16 @@ class CPUBackend(StringEnum):
 
 
 class DynamoBackend(StringEnum):
-    """Backends of ``torch.compile`` by the names that scripts know; in lower case they are torch's."""
+    """Backends of ``torch.compile`` by the names that scripts know; in lower case they are torch's.
+
+    Examples:
+        ```python
+        from lockstep import Accelerator
+        from lockstep.utils import DynamoBackend
+
+        accelerator = Accelerator(dynamo_backend=DynamoBackend.NO)  # models are not compiled
+        ```
+    """
 
     NO = "NO"
     EAGER = "EAGER"
@@ -191,12 +239,34 @@ class DynamoBackend(StringEnum):
 
 
 class ComputeEnvironment(StringEnum):
+    """Where a run computes, in the words of Accelerate's files: ``LOCAL_MACHINE``, ``AMAZON_SAGEMAKER``.
+
+    Examples:
+        ```python
+        from lockstep.utils import ComputeEnvironment
+
+        assert ComputeEnvironment("LOCAL_MACHINE") is ComputeEnvironment.LOCAL_MACHINE
+        ```
+    """
+
     LOCAL_MACHINE = "LOCAL_MACHINE"
     AMAZON_SAGEMAKER = "AMAZON_SAGEMAKER"
 
 
 class DDPCommunicationHookType(StringEnum):
-    """Gradient compression of DDP's all-reduce (``torch.distributed.algorithms.ddp_comm_hooks``)."""
+    """Gradient compression of DDP's all-reduce (``torch.distributed.algorithms.ddp_comm_hooks``).
+
+    Examples:
+        ```python
+        import torch
+        from lockstep import Accelerator, DDPCommunicationHookType, DistributedDataParallelKwargs
+
+        handler = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)
+        accelerator = Accelerator(kwargs_handlers=[handler])
+        model = accelerator.prepare(torch.nn.Linear(4, 1))  # gradients travel in bfloat16
+        accelerator.backward(model(torch.randn(8, 4)).square().mean())
+        ```
+    """
 
     NO = "no"
     FP16 = "fp16"

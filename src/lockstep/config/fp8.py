@@ -59,6 +59,17 @@ class AORecipeKwargs(KwargsHandler):
 
     Raises:
         ImportError: torchao is not installed.
+
+    Examples:
+        ```python
+        from torchao.float8 import Float8LinearConfig
+        from lockstep import Accelerator
+        from lockstep.utils import AORecipeKwargs
+
+        recipe = AORecipeKwargs(config=Float8LinearConfig(emulate=True))  # without a GPU that has 8-bit floats
+        accelerator = Accelerator(mixed_precision="fp8", kwargs_handlers=[recipe])
+        assert accelerator.ao_recipe_handler is recipe
+        ```
     """
 
     config: Any = None

@@ -18,7 +18,19 @@ from lockstep.errors import ConfigError
 
 @dataclass
 class KwargsHandler:
-    """Base of the objects that ``Accelerator(kwargs_handlers=[...])`` takes."""
+    """Base of the objects that ``Accelerator(kwargs_handlers=[...])`` takes.
+
+    Examples:
+        ```python
+        from lockstep import GradScalerKwargs
+        from lockstep.utils import KwargsHandler
+
+        handler = GradScalerKwargs(init_scale=1024.0)
+        assert isinstance(handler, KwargsHandler)
+        assert handler.to_kwargs() == {"init_scale": 1024.0}  # what differs from the defaults
+        assert handler.to_dict()["growth_factor"] == 2.0  # all fields
+        ```
+    """
 
     def to_dict(self) -> dict[str, object]:
         return {f.name: getattr(self, f.name) for f in fields(self)}
@@ -31,7 +43,19 @@ class KwargsHandler:
 
 @dataclass
 class AutocastKwargs(KwargsHandler):
-    """Options of ``torch.autocast``."""
+    """Options of ``torch.autocast``.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep import Accelerator, AutocastKwargs
+
+        accelerator = Accelerator(mixed_precision="bf16")
+        x = torch.ones(2, 2, device=accelerator.device)
+        with accelerator.autocast(AutocastKwargs(enabled=False)):  # a part that needs float32
+            assert (x @ x).dtype == torch.float32
+        ```
+    """
 
     enabled: bool = True
     cache_enabled: bool | None = None
@@ -39,7 +63,22 @@ class AutocastKwargs(KwargsHandler):
 
 @dataclass
 class DistributedDataParallelKwargs(KwargsHandler):
-    """Options of ``torch.nn.parallel.DistributedDataParallel`` and its communication hook."""
+    """Options of ``torch.nn.parallel.DistributedDataParallel`` and its communication hook.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep import Accelerator, DistributedDataParallelKwargs
+
+        handler = DistributedDataParallelKwargs(find_unused_parameters=True)
+        accelerator = Accelerator(kwargs_handlers=[handler])
+        attention = torch.nn.MultiheadAttention(4, 1, batch_first=True)
+        attention.register_parameter("unused", torch.nn.Parameter(torch.zeros(1)))
+        model = accelerator.prepare(attention)
+        x = torch.randn(2, 3, 4)
+        accelerator.backward(model(x, x, x)[0].square().mean())
+        ```
+    """
 
     dim: int = 0
     broadcast_buffers: bool = True
@@ -59,7 +98,16 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
 @dataclass
 class GradScalerKwargs(KwargsHandler):
-    """Options of ``torch.amp.GradScaler``."""
+    """Options of ``torch.amp.GradScaler``.
+
+    Examples:
+        ```python
+        from lockstep import Accelerator, GradScalerKwargs
+
+        accelerator = Accelerator(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=1024.0)])
+        assert accelerator.scaler.get_scale() == 1024.0
+        ```
+    """
 
     init_scale: float = 65536.0
     growth_factor: float = 2.0
@@ -70,7 +118,18 @@ class GradScalerKwargs(KwargsHandler):
 
 @dataclass
 class InitProcessGroupKwargs(KwargsHandler):
-    """Options of ``torch.distributed.init_process_group``. ``timeout`` None is the backend's own."""
+    """Options of ``torch.distributed.init_process_group``. ``timeout`` None is the backend's own.
+
+    Examples:
+        ```python
+        from datetime import timedelta
+        from lockstep import Accelerator, InitProcessGroupKwargs
+
+        handler = InitProcessGroupKwargs(timeout=timedelta(minutes=5))
+        assert handler.to_kwargs() == {"timeout": timedelta(minutes=5)}  # for a run that starts with it:
+        # accelerator = Accelerator(kwargs_handlers=[handler])
+        ```
+    """
 
     backend: str | None = None
     init_method: str | None = None
@@ -79,7 +138,19 @@ class InitProcessGroupKwargs(KwargsHandler):
 
 @dataclass
 class ProfileKwargs(KwargsHandler):
-    """Options of ``torch.profiler.profile``; traces go to ``output_trace_dir``, one file a rank."""
+    """Options of ``torch.profiler.profile``; traces go to ``output_trace_dir``, one file a rank.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep import Accelerator, ProfileKwargs
+
+        accelerator = Accelerator()
+        with accelerator.profile(ProfileKwargs(activities=["cpu"], output_trace_dir="traces")):
+            torch.randn(8, 8) @ torch.randn(8, 8)
+        # traces/ has one file of each rank, for chrome://tracing or perfetto
+        ```
+    """
 
     activities: list[Literal["cpu", "cuda", "xpu", "mtia", "hpu"]] | None = None
     schedule_option: dict[str, int] | None = None
@@ -102,6 +173,21 @@ class DamageChecks(KwargsHandler):
     - ``bad_gradients``: before each step look for NaN and infinity in the gradients. ``skip``: all ranks leave the
       step out; ``stop``: all raise; ``ignore``: do not look.
     - ``max_skips``: stop after so many skipped steps in a row.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep import Accelerator, DamageChecks
+
+        checks = DamageChecks(bad_gradients="skip", divergence_every=100)
+        assert checks.are_on
+        accelerator = Accelerator(kwargs_handlers=[checks])
+        model = torch.nn.Linear(4, 1)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        accelerator.backward(model(torch.full((8, 4), float("nan"))).sum())
+        optimizer.step()
+        assert optimizer.step_was_skipped
+        ```
     """
 
     divergence_every: int = 0
@@ -140,6 +226,15 @@ class GradientAccumulationPlugin(KwargsHandler):
     ``num_steps`` micro-batches make a step (None: as many as is said elsewhere, else one); with
     ``sync_with_dataloader`` the end of the loader ends the window early; with ``sync_each_batch`` gradients are
     averaged at every micro-batch.
+
+    Examples:
+        ```python
+        from lockstep import Accelerator, GradientAccumulationPlugin
+
+        plugin = GradientAccumulationPlugin(num_steps=4, sync_with_dataloader=False)
+        accelerator = Accelerator(gradient_accumulation_plugin=plugin)
+        assert accelerator.gradient_accumulation_steps == 4
+        ```
     """
 
     num_steps: int | None = None
@@ -165,6 +260,17 @@ class DataLoaderConfiguration:
     - ``data_seed``: alone, it makes any order, and what workers draw, a function of this seed and the epoch.
     - ``non_blocking``: asynchronous copies to the device; they need ``pin_memory`` in the loader.
     - ``use_stateful_dataloader``: build torchdata's ``StatefulDataLoader`` (extra ``torchdata``).
+
+    Examples:
+        ```python
+        import torch
+        from lockstep import Accelerator, DataLoaderConfiguration
+
+        accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=True))
+        loader = accelerator.prepare(torch.utils.data.DataLoader(torch.randn(32, 4), batch_size=8))
+        for batch in loader:
+            assert len(batch) == 8 // accelerator.num_processes  # 8 rows over all ranks
+        ```
     """
 
     split_batches: bool = False
@@ -188,6 +294,16 @@ class TorchDynamoPlugin(KwargsHandler):
     """Options of ``torch.compile``; the backend ``no`` leaves models as they are. None: what the environment says.
 
     ``use_regional_compilation``: compile repeated blocks one by one, in less time than the whole model.
+
+    Examples:
+        ```python
+        from lockstep import Accelerator
+        from lockstep.utils import TorchDynamoPlugin
+
+        plugin = TorchDynamoPlugin(backend="inductor", mode="reduce-overhead")
+        assert plugin.compile_options()["mode"] == "reduce-overhead"
+        accelerator = Accelerator(dynamo_plugin=plugin)  # compiles what prepare gets
+        ```
     """
 
     backend: DynamoBackend | str | None = None
@@ -216,7 +332,15 @@ class TorchDynamoPlugin(KwargsHandler):
                 setattr(self, name, said.value)
 
     def to_kwargs(self) -> dict[str, object]:
-        """What differs from ``torch.compile``'s own defaults."""
+        """What differs from ``torch.compile``'s own defaults.
+
+        Examples:
+            ```python
+            from lockstep.utils import TorchDynamoPlugin
+
+            assert TorchDynamoPlugin(backend="eager", fullgraph=True).to_kwargs()["fullgraph"] is True
+            ```
+        """
         return {
             f.name: v for f in fields(self) if (v := getattr(self, f.name)) is not None and v is not f.default
         }
@@ -229,7 +353,21 @@ class TorchDynamoPlugin(KwargsHandler):
 
 @dataclass
 class ProjectConfiguration:
-    """Where a run writes: ``logging_dir`` defaults to ``project_dir``."""
+    """Where a run writes: ``logging_dir`` defaults to ``project_dir``.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep import Accelerator, ProjectConfiguration
+
+        project = ProjectConfiguration("project", automatic_checkpoint_naming=True, total_limit=2)
+        accelerator = Accelerator(project_config=project)
+        model = accelerator.prepare(torch.nn.Linear(4, 1))
+        folders = [accelerator.save_state() for _ in range(3)]  # the oldest is removed
+        project.set_directories("project")  # what Accelerator(project_dir=...) does
+        assert project.logging_dir == "project"
+        ```
+    """
 
     project_dir: str | os.PathLike[str] | None = None
     logging_dir: str | os.PathLike[str] | None = None

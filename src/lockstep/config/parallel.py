@@ -61,6 +61,17 @@ class Parallel:
 
     Raises:
         ConfigError: a value is not allowed, or two contradict each other.
+
+    Examples:
+        ```python
+        from lockstep.utils import Parallel
+
+        parallel = Parallel.parse("zero=3 activation=full")
+        assert parallel.zero == 3 and parallel.shards
+        assert parallel.merged(tp=2).tp == 2
+        assert parallel.shard_size(world_size=4) == 4  # each rank has a fourth of each weight
+        parallel.check_offload(world_size=4)  # nothing is offloaded: all is well
+        ```
     """
 
     strategy: Strategy = Strategy.AUTO

@@ -257,7 +257,17 @@ def restore_environment(values: Mapping[str, str]) -> None:
 
 @contextmanager
 def patch_environment(**variables: object) -> Iterator[None]:
-    """Set environment variables inside the block: names in upper case, values as text."""
+    """Set environment variables inside the block: names in upper case, values as text.
+
+    Examples:
+        ```python
+        import os
+        from lockstep.utils import patch_environment
+
+        with patch_environment(omp_num_threads=1):
+            assert os.environ["OMP_NUM_THREADS"] == "1"
+        ```
+    """
     before = inherited_environment()
     names = [name.upper() for name in variables]
     export_environment({name: str(value) for name, value in zip(names, variables.values(), strict=True)})
@@ -270,7 +280,19 @@ def patch_environment(**variables: object) -> Iterator[None]:
 
 @contextmanager
 def clear_environment() -> Iterator[None]:
-    """No environment variables inside the block; afterwards those from before."""
+    """No environment variables inside the block; afterwards those from before.
+
+    Examples:
+        ```python
+        import os
+        from lockstep.utils import clear_environment
+
+        before = dict(os.environ)
+        with clear_environment():
+            assert "PATH" not in os.environ
+        assert dict(os.environ) == before
+        ```
+    """
     before = inherited_environment()
     restore_environment({})
     try:
@@ -284,6 +306,14 @@ def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
 
     Raises:
         ValueError: another word.
+
+    Examples:
+        ```python
+        from lockstep.utils import str_to_bool
+
+        assert str_to_bool("yes") == 1
+        assert str_to_bool("off", to_bool=True) is False
+        ```
     """
     truth = parse_bool(value, "value")
     return truth if to_bool else int(truth)

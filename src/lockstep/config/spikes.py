@@ -32,6 +32,23 @@ class SpikePolicy(KwargsHandler):
       of the epoch.
     - ``capsules``: of how many of the latest spikes the run's folder keeps what ``lockstep replay`` needs; 0: none.
     - ``capsule_weights``: whether a capsule has the models' weights of that moment.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep import Accelerator, SpikePolicy
+
+        accelerator = Accelerator(kwargs_handlers=[SpikePolicy(action="skip", warmup=8)])
+        model = torch.nn.Linear(4, 1)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+        for step in range(12):
+            batch = torch.ones(8, 4) * (1000 if step == 10 else 1 + step % 3)  # one is damaged
+            accelerator.backward(model(batch).square().mean())
+            optimizer.step()
+            if step == 10:
+                assert optimizer.step_was_skipped
+            optimizer.zero_grad()
+        ```
     """
 
     action: Literal["skip", "stop", "rollback"] = "skip"

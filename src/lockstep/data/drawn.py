@@ -46,6 +46,17 @@ class SeedableRandomSampler(RandomSampler):
     """A ``RandomSampler`` that is seeded with seed + epoch in each iteration; the arguments are those of that class.
 
     ``data_seed``: else torch's seed.
+
+    Examples:
+        ```python
+        from lockstep.data_loader import SeedableRandomSampler
+
+        sampler = SeedableRandomSampler(range(8), data_seed=42)
+        sampler.set_epoch(1)
+        order = list(sampler)
+        sampler.set_epoch(1)
+        assert list(sampler) == order  # a function of seed and epoch
+        ```
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

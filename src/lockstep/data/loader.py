@@ -64,6 +64,22 @@ class PreparedLoader(DataLoader[Any]):
     Every iteration is one epoch. Attributes that are not described here are those of ``inner``, the torch
     loader that reads, and then of the user's own loader, ``original``. ``around``, if there is one, makes of each
     iteration the one that the script gets.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep import Accelerator
+
+        accelerator = Accelerator()
+        loader = accelerator.prepare(torch.utils.data.DataLoader(torch.arange(16), batch_size=2))
+        loader.set_epoch(3)
+        first = next(iter(loader))
+        state = loader.state_dict()  # behind the batch that was handed out
+        loader.check_state_dict(state)
+        loader.load_state_dict(state)
+        assert len(list(loader)) == len(loader) - 1
+        assert len(list(loader.skipping(2))) == len(loader) - 2  # in every epoch
+        ```
     """
 
     def __init__(self, parts: LoaderParts) -> None:
@@ -230,6 +246,21 @@ class PreparedLoader(DataLoader[Any]):
         """Pass over the next batches of the iteration that runs now, at most to its end; in its loop, on every rank.
 
         They are read. Returns how many they were, and the samples of all ranks in them (None: not known).
+
+        Examples:
+            ```python
+            import torch
+            from lockstep import Accelerator
+
+            accelerator = Accelerator()
+            loader = accelerator.prepare(torch.utils.data.DataLoader(torch.arange(16), batch_size=2))
+            seen = 0
+            for batch in loader:
+                seen += 1
+                if seen == 1:
+                    loader.leave_out(2)  # on every rank
+            assert seen == len(loader) - 2
+            ```
         """
         samples: int | None = 0
         for number in range(batches):

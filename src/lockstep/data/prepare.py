@@ -136,6 +136,16 @@ def prepare_data_loader(
 
     ``slice_fn_for_dispatch`` must be None: batches are cut before they are collated. So must ``torch_device_mesh``:
     ``Accelerator`` knows which ranks get the same batches.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.data_loader import prepare_data_loader
+
+        loader = torch.utils.data.DataLoader(torch.arange(8), batch_size=2)
+        second = prepare_data_loader(loader, num_processes=2, process_index=1)
+        assert [batch.tolist() for batch in second] == [[2, 3], [6, 7]]
+        ```
     """
     if slice_fn_for_dispatch is not None:
         raise ConfigError(

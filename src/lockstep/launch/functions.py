@@ -90,6 +90,17 @@ def debug_launcher(
         ConfigError: ``num_processes`` is not a positive integer.
         UsageError: this process belongs to a process group already.
         torch.multiprocessing.ProcessRaisedException: with the traceback of the process that failed first.
+
+    Examples:
+        ```python
+        from lockstep import Accelerator, debug_launcher
+
+        def check() -> None:
+            accelerator = Accelerator()
+            assert accelerator.num_processes == 2
+
+        debug_launcher(check, num_processes=2)  # raises what a process raised
+        ```
     """
     nproc = parse_integer(num_processes, "num_processes", at_least=1)
     environment = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free_port()), "LOCKSTEP_USE_CPU": "true"}

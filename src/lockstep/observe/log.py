@@ -22,6 +22,20 @@ class MultiProcessAdapter(_Adapter):
     - ``in_order`` (default False): log on every rank, one after the other; every rank must make the call.
 
     Records carry the rank. Until the runtime has started, the process counts as the main one.
+
+    Examples:
+        ```python
+        import logging
+        from lockstep import Accelerator
+        from lockstep.logging import MultiProcessAdapter
+
+        accelerator = Accelerator()
+        logger = MultiProcessAdapter(logging.getLogger("training"))
+        logger.warning("once, by rank 0")
+        logger.warning("by each rank in turn", main_process_only=False, in_order=True)
+        for _ in range(3):
+            logger.warning_once("this only the first time")
+        ```
     """
 
     def __init__(self, logger: logging.Logger, extra: dict[str, object] | None = None) -> None:
@@ -96,6 +110,16 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> object:
 
     Raises:
         ConfigError: when the first argument is a bool, which would be taken for an iterable.
+
+    Examples:
+        ```python
+        from lockstep import tqdm
+
+        total = 0
+        for step in tqdm(range(100), desc="training"):  # one bar, whatever the number of ranks
+            total += step
+        assert total == 4950
+        ```
     """
     from tqdm.auto import tqdm as bar
 

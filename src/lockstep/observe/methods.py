@@ -130,7 +130,18 @@ class TrackingMethods:
         config: dict[str, object] | None = None,
         init_kwargs: dict[str, dict[str, object]] | None = None,
     ) -> None:
-        """Start the trackers named by ``log_with`` and store the run's configuration."""
+        """Start the trackers named by ``log_with`` and store the run's configuration.
+
+        Examples:
+            ```python
+            from lockstep import Accelerator
+
+            accelerator = Accelerator(log_with="jsonl", project_dir="tracked")
+            accelerator.init_trackers("digits", config={"learning_rate": 0.1})
+            accelerator.log({"loss": 0.5}, step=1)  # a line of tracked/digits/metrics.jsonl
+            accelerator.end_training()
+            ```
+        """
         self._trackers.start(project_name, config, init_kwargs)
 
     def log(
@@ -157,11 +168,35 @@ class TrackingMethods:
         self._trackers.log(values, step, log_kwargs)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """The tracker of this name, or with ``unwrap`` its library's own run object."""
+        """The tracker of this name, or with ``unwrap`` its library's own run object.
+
+        Examples:
+            ```python
+            from lockstep import Accelerator
+
+            accelerator = Accelerator(log_with="jsonl", project_dir="own_lines")
+            accelerator.init_trackers("digits")
+            accelerator.get_tracker("jsonl").log({"note": "half way"}, step=5)
+            accelerator.end_training()
+            ```
+        """
         return self._trackers.get(name, unwrap)
 
     def profile(
         self, profile_handler: ProfileKwargs | None = None
     ) -> AbstractContextManager[torch.profiler.profile]:
-        """``torch.profiler`` around the block."""
+        """``torch.profiler`` around the block.
+
+        Examples:
+            ```python
+            import torch
+            from lockstep import Accelerator, ProfileKwargs
+
+            accelerator = Accelerator()
+            model = accelerator.prepare(torch.nn.Linear(4, 1))
+            with accelerator.profile(ProfileKwargs(activities=["cpu"])) as profiler:
+                model(torch.randn(8, 4))
+            assert any(event.key == "aten::linear" for event in profiler.key_averages())
+            ```
+        """
         return build_profiler(profile_handler or self._options.profile, self.runtime)

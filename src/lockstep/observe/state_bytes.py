@@ -18,7 +18,21 @@ COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes on this rank, on device, host and disk together; ``on_disk``: those of them in files of ``offload_to``."""
+    """Bytes on this rank, on device, host and disk together; ``on_disk``: those of them in files of ``offload_to``.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep import Accelerator
+
+        accelerator = Accelerator()
+        model = torch.nn.Linear(100, 100, bias=False)
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        held = accelerator.state_bytes()
+        assert held.weights == 40_000 and held.optimizer == 0  # AdamW has no state before its first step
+        assert held.total == held.weights + held.gradients
+        ```
+    """
 
     weights: int
     gradients: int

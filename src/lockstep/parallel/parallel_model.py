@@ -328,12 +328,35 @@ def unwrap(module: nn.Module, keep_autocast: bool = True, keep_compile: bool = T
 
 
 def is_compiled_module(module: nn.Module) -> bool:
-    """Whether ``torch.compile`` returned this module."""
+    """Whether ``torch.compile`` returned this module.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.utils import is_compiled_module
+
+        layer = torch.nn.Linear(4, 1)
+        assert not is_compiled_module(layer)
+        assert is_compiled_module(torch.compile(layer))
+        ```
+    """
     return torch_compile.is_compiled(module)
 
 
 def extract_model_from_parallel(
     model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
 ) -> nn.Module:
-    """``unwrap`` under the name and arguments that scripts know."""
+    """``unwrap`` under the name and arguments that scripts know.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep import Accelerator
+        from lockstep.utils import extract_model_from_parallel
+
+        accelerator = Accelerator()
+        plain = torch.nn.Linear(4, 1)
+        assert extract_model_from_parallel(accelerator.prepare(plain)) is plain
+        ```
+    """
     return unwrap(model, keep_autocast=keep_fp32_wrapper, keep_compile=keep_torch_compile)

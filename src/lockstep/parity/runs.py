@@ -22,7 +22,28 @@ STARTS_ITSELF = "environment variable RANK expected"
 
 
 class CouldNotRun(LockstepError):
-    """A run that is needed for an answer has failed. ``left``: what it has left, where it had begun."""
+    """A run that is needed for an answer has failed. ``left``: what it has left, where it had begun.
+
+    Examples:
+        ```python
+        # test_model.py
+        import pytest
+        import torch
+        from lockstep.testing import CouldNotRun, compare_parity
+
+        def make():
+            model = torch.nn.Linear(4, 1)
+            batches = [torch.randn(8, 4) for _ in range(2)]
+            return model, torch.optim.SGD(model.parameters(), lr=0.1), batches, loss
+
+        def loss(model, batch):
+            raise RuntimeError("no such file")
+
+        def test_a_run_that_fails_is_no_answer():
+            with pytest.raises(CouldNotRun):
+                compare_parity(make, nproc=2, steps=1)
+        ```
+    """
 
     left: Left | None = None
 

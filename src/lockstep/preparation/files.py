@@ -86,6 +86,18 @@ class FileMethods:
         Of a sharded model it is gathered into host memory, one tensor after the other: call it on every rank. All of
         it are copies, also what is not sharded, such as scalars. That of a pipeline is on rank 0, and empty on the
         others. That of other models shares memory with the model, as ``state_dict`` does.
+
+        Examples:
+            ```python
+            import torch
+            from lockstep import Accelerator
+
+            accelerator = Accelerator(parallel="zero=3")
+            model = torch.nn.Linear(4, 1)
+            model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+            weights = accelerator.get_state_dict(model)  # on every rank
+            assert weights["weight"].shape == (1, 4)  # whole, though each rank has a shard
+            ```
         """
         whole_model = self._preparation.whole_of(model)
         if whole_model is not None:
@@ -106,6 +118,17 @@ class FileMethods:
         """``torch.save`` (or safetensors) on the main process; with ``save_on_each_node`` on one of each machine.
 
         Tensors in ``obj`` may have any shape.
+
+        Examples:
+            ```python
+            import torch
+            from lockstep import Accelerator
+
+            accelerator = Accelerator()
+            accelerator.save({"mean": torch.zeros(4)}, "mean.pt")  # rank 0 writes
+            accelerator.wait_for_everyone()
+            assert torch.load("mean.pt")["mean"].shape == (4,)
+            ```
         """
         save(obj, f, self._options.project.save_on_each_node, safe_serialization)
 
@@ -162,16 +185,68 @@ class FileMethods:
                 write_pickled(state, folder, limit)
 
     def register_for_checkpointing(self, *objects: object) -> None:
-        """Include objects with ``state_dict`` and ``load_state_dict`` in saved states."""
+        """Include objects with ``state_dict`` and ``load_state_dict`` in saved states.
+
+        Examples:
+            ```python
+            import torch
+            from lockstep import Accelerator
+
+            class Seen:
+                samples = 0
+                def state_dict(self):
+                    return {"samples": self.samples}
+                def load_state_dict(self, state):
+                    self.samples = state["samples"]
+
+            accelerator, seen = Accelerator(), Seen()
+            model = accelerator.prepare(torch.nn.Linear(4, 1))
+            accelerator.register_for_checkpointing(seen)
+            seen.samples = 64
+            folder = accelerator.save_state("with_counter")
+            seen.samples = 0
+            accelerator.load_state(folder)
+            assert seen.samples == 64
+            ```
+        """
         self._registered.extend(checked_stateful(objects))
 
     def register_save_state_pre_hook(self, hook: SaveHook) -> RemovableHandle:
-        """``hook(models, weights, output_dir)`` runs before each ``save_state``."""
+        """``hook(models, weights, output_dir)`` runs before each ``save_state``.
+
+        Examples:
+            ```python
+            import torch
+            from lockstep import Accelerator
+
+            accelerator, names = Accelerator(), []
+            model = accelerator.prepare(torch.nn.Linear(4, 1))
+            handle = accelerator.register_save_state_pre_hook(lambda models, weights, folder: names.extend(weights[0]))
+            accelerator.save_state("hooked")
+            assert sorted(names) == ["bias", "weight"]
+            handle.remove()
+            ```
+        """
         hooks = self._checkpointer.hooks
         return hooks.add(hooks.save, hook)
 
     def register_load_state_pre_hook(self, hook: LoadHook) -> RemovableHandle:
-        """``hook(models, input_dir)`` runs before each ``load_state``."""
+        """``hook(models, input_dir)`` runs before each ``load_state``.
+
+        Examples:
+            ```python
+            import torch
+            from lockstep import Accelerator
+
+            accelerator, loaded = Accelerator(), []
+            model = accelerator.prepare(torch.nn.Linear(4, 1))
+            handle = accelerator.register_load_state_pre_hook(lambda models, folder: loaded.append(str(folder)))
+            folder = accelerator.save_state("to_be_loaded")
+            accelerator.load_state(folder)
+            assert len(loaded) == 1
+            handle.remove()  # from now on it is not called
+            ```
+        """
         hooks = self._checkpointer.hooks
         return hooks.add(hooks.load, hook)
 
@@ -316,7 +391,21 @@ class FileMethods:
         }
 
     def wait_for_checkpoint(self) -> None:
-        """Wait for ``save_state(blocking=False)``. Raises CheckpointError, on every rank, if it failed."""
+        """Wait for ``save_state(blocking=False)``. Raises CheckpointError, on every rank, if it failed.
+
+        Examples:
+            ```python
+            import torch
+            from lockstep import Accelerator
+
+            accelerator = Accelerator()
+            model = accelerator.prepare(torch.nn.Linear(4, 1))
+            folder = accelerator.save_state("in_background", blocking=False)
+            model(torch.randn(8, 4))  # the loop goes on meanwhile
+            accelerator.wait_for_checkpoint()  # now it is complete
+            accelerator.load_state(folder)
+            ```
+        """
         self._checkpointer.wait()
 
     def _contents(self) -> CheckpointContents:
@@ -327,6 +416,20 @@ class FileMethods:
 
         It runs on every rank at the same step boundary, saves what the script needs to go on, and returns where.
         Training may go on after it.
+
+        Examples:
+            ```python
+            import torch
+            from lockstep import Accelerator
+
+            accelerator = Accelerator()
+            model = accelerator.prepare(torch.nn.Linear(4, 1))
+
+            def save() -> str:
+                return str(accelerator.save_state("before_the_stop"))
+
+            accelerator.register_preemption_hook(save)
+            ```
         """
         self._preemption_hook = hook
 
@@ -336,6 +439,21 @@ class FileMethods:
         If the run has been asked to stop (SIGTERM, SIGUSR1 or SIGUSR2 to the launcher or to any rank), all ranks stop
         here at the same call: they save, and the process ends with code 75. Call it on every rank alike. Prepared
         loaders do it whenever the loop asks for a batch after an optimizer step.
+
+        Examples:
+            ```python
+            import torch
+            from lockstep import Accelerator
+
+            accelerator = Accelerator()
+            model = torch.nn.Linear(4, 1)
+            model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            for batch in torch.randn(3, 8, 4):  # not a prepared loader
+                accelerator.backward(model(batch).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+                accelerator.check_preemption()  # after a signal: saves, and ends with code 75
+            ```
         """
         self._step.clock.boundary()
 

@@ -220,7 +220,20 @@ class TrainingMethods:
         return self._accumulation.no_sync([model])
 
     def alone(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Each rank trains this model by itself inside: gradients, and weights of ``backward``, are its own."""
+        """Each rank trains this model by itself inside: gradients, and weights of ``backward``, are its own.
+
+        Examples:
+            ```python
+            import torch
+            from lockstep import Accelerator
+
+            accelerator = Accelerator()
+            model = accelerator.prepare(torch.nn.Linear(4, 1))
+            with accelerator.alone(model), accelerator.communication() as ledger:
+                accelerator.backward(model(torch.randn(8, 4)).sum())
+            assert ledger.wire_bytes() == 0  # the gradients stay on this rank
+            ```
+        """
         return self._accumulation.alone([model])
 
     def summon_full_params(self, model: nn.Module) -> AbstractContextManager[Any]:
@@ -256,7 +269,21 @@ class TrainingMethods:
 
     @staticmethod
     def trigger_sync_in_backward(model: nn.Module) -> AbstractContextManager[None]:
-        """Inside, backward averages gradients although the last forward ran in ``no_sync``."""
+        """Inside, backward averages gradients although the last forward ran in ``no_sync``.
+
+        Examples:
+            ```python
+            import torch
+            from lockstep import Accelerator
+
+            accelerator = Accelerator()
+            model = accelerator.prepare(torch.nn.Linear(4, 1))
+            with accelerator.no_sync(model):
+                loss = model(torch.randn(8, 4)).square().mean()
+            with accelerator.trigger_sync_in_backward(model):
+                accelerator.backward(loss)  # averages, although its forward ran in no_sync
+            ```
+        """
         return trigger_sync(model)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
@@ -279,7 +306,22 @@ class TrainingMethods:
         )
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """With fp16, divide gradients by the loss scale before looking at them (all optimizers, or these)."""
+        """With fp16, divide gradients by the loss scale before looking at them (all optimizers, or these).
+
+        Examples:
+            ```python
+            import torch
+            from lockstep import Accelerator, GradScalerKwargs
+
+            accelerator = Accelerator(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=64.0)])
+            model = torch.nn.Linear(4, 1)
+            model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            accelerator.backward(model(torch.ones(8, 4)).mean())
+            accelerator.unscale_gradients()  # now gradients may be looked at
+            weight, bias = model.parameters()
+            assert torch.allclose(bias.grad, torch.ones(1))
+            ```
+        """
         if self._scaler is None or not self._step.sync_gradients:
             return
         optimizers = self._preparation.optimizers if optimizer is None else optimizer
@@ -311,7 +353,21 @@ class TrainingMethods:
         return self._preparation.clip_norm(parameters, max_norm, norm_type, self._step.sync_gradients)
 
     def clip_grad_value_(self, parameters: clipping.Parameters, clip_value: float) -> None:
-        """Clamp whole windows' gradients, of parameters of any shape, to [-clip_value, clip_value]."""
+        """Clamp whole windows' gradients, of parameters of any shape, to [-clip_value, clip_value].
+
+        Examples:
+            ```python
+            import torch
+            from lockstep import Accelerator
+
+            accelerator = Accelerator()
+            model = torch.nn.Linear(4, 1)
+            model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            accelerator.backward(100 * model(torch.ones(8, 4)).sum())
+            accelerator.clip_grad_value_(model.parameters(), 0.5)  # between backward and step
+            assert all(parameter.grad.abs().max() == 0.5 for parameter in model.parameters())
+            ```
+        """
         parameters = self._preparation.shards_of(clipping.as_list(parameters))
         self._unscale_owners(parameters)
         observers = RunObserver.registered if self._step.sync_gradients else []
@@ -331,6 +387,22 @@ class TrainingMethods:
 
         ``even_batches`` overrides that of the prepared loaders inside, where they read map-style data on
         every rank; others are warned about. Several micro-batches a step are refused inside.
+
+        Examples:
+            ```python
+            import torch
+            from lockstep import Accelerator
+
+            accelerator = Accelerator()
+            model = torch.nn.Linear(4, 1)
+            model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            batches = torch.randn(3 + accelerator.process_index, 2, 4)  # more on later ranks
+            with accelerator.join_uneven_inputs([model]):
+                for batch in batches:
+                    accelerator.backward(model(batch).square().mean())
+                    optimizer.step()
+                    optimizer.zero_grad()
+            ```
         """
         loaders = list(self._preparation.loaders)
         before = [loader.even_batches for loader in loaders]
@@ -364,6 +436,17 @@ class TrainingMethods:
 
         Raises:
             ConfigError: with ``ParallelismConfig(sp_size=...)`` it was prepared apart from the model, as Trainer does.
+
+        Examples:
+            ```python
+            import torch
+            from lockstep import Accelerator
+
+            accelerator = Accelerator()
+            loader = torch.utils.data.DataLoader(torch.randn(32, 4), batch_size=8)
+            model, loader = accelerator.prepare(torch.nn.Linear(4, 1), loader)
+            assert accelerator.deepspeed_ulysses_dl_adapter(loader, model) is loader  # prepare did it
+            ```
         """
         config = self._options.parallelism_config
         if not getattr(config, "sp_enabled", False) or self._preparation.is_dealt_out(dataloader):
@@ -450,6 +533,19 @@ class TrainingMethods:
         return any(optimizer.step_was_skipped for optimizer in self._preparation.optimizers)
 
     def state_bytes(self) -> StateBytes:
-        """Bytes of the prepared models' weights and gradients and of their optimizers' state, on this rank."""
+        """Bytes of the prepared models' weights and gradients and of their optimizers' state, on this rank.
+
+        Examples:
+            ```python
+            import torch
+            from lockstep import Accelerator
+
+            accelerator = Accelerator(parallel="zero=3")
+            model = torch.nn.Linear(64, 64, bias=False)
+            model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+            held = accelerator.state_bytes()
+            assert held.weights == 64 * 64 * 4 // accelerator.num_processes  # each rank has its share
+            ```
+        """
         self._preparation.offload.finish()
         return count_state(self._preparation.models, self._preparation.optimizers)

@@ -10,7 +10,7 @@ import importlib.util
 import operator
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from packaging.version import Version
@@ -20,6 +20,14 @@ def is_available(package: str) -> bool:
     """Whether ``import package`` would find an installed package.
 
     A bare directory of that name does not count (wandb, for one, leaves such a directory behind).
+
+    Examples:
+        ```python
+        from lockstep.utils import is_available
+
+        assert is_available("torch")
+        assert not is_available("a_package_that_nobody_has")
+        ```
     """
     if package in sys.modules:
         return sys.modules[package] is not None
@@ -31,7 +39,16 @@ def is_available(package: str) -> bool:
 
 
 def has_version(package: str, minimum: str) -> bool:
-    """Whether the installed distribution ``package`` is at least ``minimum`` (release numbers only)."""
+    """Whether the installed distribution ``package`` is at least ``minimum`` (release numbers only).
+
+    Examples:
+        ```python
+        from lockstep.utils import has_version
+
+        assert has_version("torch", "2.11")
+        assert not has_version("a-package-that-nobody-has", "1.0")
+        ```
+    """
     try:
         installed = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -54,6 +71,14 @@ def compare_versions(library_or_version: object, operation: str, requirement_ver
 
     Raises:
         ValueError: ``operation`` is not one of ``<``, ``<=``, ``==``, ``!=``, ``>=``, ``>``.
+
+    Examples:
+        ```python
+        from lockstep.utils import compare_versions
+
+        assert compare_versions("torch", ">=", "2.11")
+        assert not compare_versions("torch", "<", "1.0")
+        ```
     """
     if operation not in _COMPARISONS:
         raise ValueError(f"operation is {operation!r}, but must be one of {', '.join(_COMPARISONS)}.")
@@ -63,7 +88,15 @@ def compare_versions(library_or_version: object, operation: str, requirement_ver
 
 
 def is_torch_version(operation: str, version: str) -> bool:
-    """Whether torch's version compares so: ``is_torch_version(">=", "2.11")``."""
+    """Whether torch's version compares so: ``is_torch_version(">=", "2.11")``.
+
+    Examples:
+        ```python
+        from lockstep.utils import is_torch_version
+
+        assert is_torch_version(">=", "2.11")
+        ```
+    """
     return compare_versions("torch", operation, version)
 
 
@@ -212,3 +245,27 @@ def is_torch_distributed_available() -> bool:
     import torch
 
     return torch.distributed.is_available()
+
+
+_DOCSTRING = """{what}
+
+Examples:
+    ```python
+    from lockstep.utils import {name}
+
+    print("with {subject}" if {name}() else "without {subject}")
+    ```
+"""
+
+
+def _describe(named: dict[str, Any]) -> None:
+    """Give each ``is_..._available`` its name and an example."""
+    for name, function in named.items():
+        if name.startswith("is_") and name.endswith("_available") and name != "is_available":
+            subject = name[len("is_") : -len("_available")]
+            what = function.__doc__ or f"Whether {subject} can be used here."
+            function.__name__ = function.__qualname__ = name
+            function.__doc__ = _DOCSTRING.format(what=what, name=name, subject=subject)
+
+
+_describe(globals())

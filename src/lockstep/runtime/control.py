@@ -116,7 +116,20 @@ class ProcessControl:
 
     @contextmanager
     def local_main_process_first(self) -> Iterator[None]:
-        """Local rank 0 of each machine runs the block first; the others when all of them are done."""
+        """Local rank 0 of each machine runs the block first; the others when all of them are done.
+
+        Examples:
+            ```python
+            from pathlib import Path
+            from lockstep import Accelerator
+
+            accelerator = Accelerator()
+            with accelerator.local_main_process_first():  # of each machine
+                if not Path("tokens.txt").exists():
+                    Path("tokens.txt").write_text("a b c")
+            assert Path("tokens.txt").read_text() == "a b c"
+            ```
+        """
         with self._first(self.runtime.is_local_main):
             yield
 
@@ -149,11 +162,39 @@ class ProcessControl:
         return _only_if(lambda: self.runtime.is_main, function)
 
     def on_local_main_process(self, function: Function) -> Function:
-        """Decorator: run on local rank 0 of each machine only."""
+        """Decorator: run on local rank 0 of each machine only.
+
+        Examples:
+            ```python
+            from lockstep import Accelerator
+
+            accelerator = Accelerator()
+
+            @accelerator.on_local_main_process
+            def unpack() -> str:
+                return "unpacked"
+
+            assert unpack() == ("unpacked" if accelerator.is_local_main_process else None)
+            ```
+        """
         return _only_if(lambda: self.runtime.is_local_main, function)
 
     def on_last_process(self, function: Function) -> Function:
-        """Decorator: run on the last rank only."""
+        """Decorator: run on the last rank only.
+
+        Examples:
+            ```python
+            from lockstep import Accelerator
+
+            accelerator = Accelerator()
+
+            @accelerator.on_last_process
+            def report() -> str:
+                return "reported"
+
+            assert report() == ("reported" if accelerator.is_last_process else None)
+            ```
+        """
         return _only_if(lambda: self.runtime.is_last, function)
 
     @overload
@@ -163,12 +204,40 @@ class ProcessControl:
         self, function: None = None, process_index: int | None = None
     ) -> Callable[[Function], Function]: ...
     def on_process(self, function: object = None, process_index: int | None = None) -> Any:
-        """Decorator ``@on_process(process_index=r)``: run on rank ``r`` only."""
+        """Decorator ``@on_process(process_index=r)``: run on rank ``r`` only.
+
+        Examples:
+            ```python
+            from lockstep import Accelerator
+
+            accelerator = Accelerator()
+
+            @accelerator.on_process(process_index=0)
+            def write() -> str:
+                return "written"
+
+            assert write() == ("written" if accelerator.process_index == 0 else None)
+            ```
+        """
         index = self._checked_index("process_index", process_index, self.runtime.world_size)
         return _decorator(lambda: self.runtime.rank == index, function)
 
     def on_local_process(self, function: object = None, local_process_index: int | None = None) -> Any:
-        """Decorator ``@on_local_process(local_process_index=r)``: run on local rank ``r`` only."""
+        """Decorator ``@on_local_process(local_process_index=r)``: run on local rank ``r`` only.
+
+        Examples:
+            ```python
+            from lockstep import Accelerator
+
+            accelerator = Accelerator()
+
+            @accelerator.on_local_process(local_process_index=0)
+            def unpack() -> str:
+                return "unpacked"
+
+            assert unpack() == ("unpacked" if accelerator.local_process_index == 0 else None)
+            ```
+        """
         index = self._checked_index("local_process_index", local_process_index, self.runtime.local_world_size)
         return _decorator(lambda: self.runtime.local_rank == index, function)
 
@@ -265,7 +334,16 @@ class PartialState(ProcessControl):
         return torch.device("cpu") if accelerator is None else torch.device(accelerator.type)
 
     def set_device(self) -> None:
-        """Make the device of this process torch's current one. Done already when the process started."""
+        """Make the device of this process torch's current one. Done already when the process started.
+
+        Examples:
+            ```python
+            from lockstep import PartialState
+
+            state = PartialState()
+            state.set_device()  # a GPU of this process's own, if there are any
+            ```
+        """
         if self.device.type not in ("cpu", "mps"):
             torch.accelerator.set_device_index(self.device)
 
@@ -278,7 +356,20 @@ class PartialState(ProcessControl):
         return by_device.get(self.device.type, self.runtime.backend)
 
     def destroy_process_group(self, group: dist.ProcessGroup | None = None) -> None:
-        """Leave the run. A later ``PartialState()`` or ``Accelerator()`` joins anew."""
+        """Leave the run. A later ``PartialState()`` or ``Accelerator()`` joins anew.
+
+        Examples:
+            ```python
+            from lockstep import debug_launcher, PartialState
+
+            def work() -> None:
+                state = PartialState()
+                state.wait_for_everyone()
+                state.destroy_process_group()
+
+            debug_launcher(work, num_processes=2)
+            ```
+        """
         if group is None:
             process.end()
         else:
@@ -347,6 +438,16 @@ class RunState(PartialState):
 
         Raises:
             ValueError: there is none of this name.
+
+        Examples:
+            ```python
+            from lockstep import Accelerator
+            from lockstep.utils import DeepSpeedPlugin
+
+            teacher, student = DeepSpeedPlugin(zero_stage=3), DeepSpeedPlugin(zero_stage=2)
+            accelerator = Accelerator(deepspeed_plugins={"student": student, "teacher": teacher})
+            assert accelerator.state.get_deepspeed_plugin("teacher") is teacher
+            ```
         """
         if not self._plugins:
             return self.deepspeed_plugin
@@ -363,6 +464,17 @@ class RunState(PartialState):
 
         Raises:
             ValueError: there is none of this name, or no plugin at all.
+
+        Examples:
+            ```python
+            from lockstep import Accelerator
+            from lockstep.utils import DeepSpeedPlugin
+
+            teacher, student = DeepSpeedPlugin(zero_stage=3), DeepSpeedPlugin(zero_stage=2)
+            accelerator = Accelerator(deepspeed_plugins={"student": student, "teacher": teacher})
+            accelerator.state.select_deepspeed_plugin("teacher")  # for models that are prepared from now on
+            assert accelerator.deepspeed_plugin is teacher
+            ```
         """
         if self.deepspeed_plugin is None and not self._plugins:
             raise ArgumentError(

@@ -30,7 +30,17 @@ def is_out_of_memory(exception: BaseException) -> bool:
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
-    """Give cached device memory back to the driver; ``garbage_collection`` collects first, which is slow."""
+    """Give cached device memory back to the driver; ``garbage_collection`` collects first, which is slow.
+
+    Examples:
+        ```python
+        from lockstep.utils import clear_device_cache
+
+        large = bytearray(1_000_000)
+        del large
+        clear_device_cache(garbage_collection=True)  # nothing to do without an accelerator
+        ```
+    """
     if garbage_collection:
         gc.collect()
     # An uninitialised CUDA has no cache, and asking for it would create a context.
@@ -47,6 +57,16 @@ def release_memory(*objects: object) -> list[None]:
 
     The memory is given back only where the caller's names were the last references, so assign the
     result: ``model, optimizer = release_memory(model, optimizer)``.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.utils import release_memory
+
+        model, batch = torch.nn.Linear(4, 1), torch.randn(8, 4)
+        model, batch = release_memory(model, batch)  # the names no longer hold them
+        assert model is None and batch is None
+        ```
     """
     count = len(objects)
     del objects

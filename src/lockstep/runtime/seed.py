@@ -127,6 +127,19 @@ def synchronize_rng_states(
     Raises:
         ConfigError: for a name that is not an ``RNGType``, or a device this machine lacks.
         UsageError: for ``"generator"`` without a ``generator``.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep import Accelerator
+        from lockstep.utils import gather, synchronize_rng_states
+
+        accelerator = Accelerator()
+        torch.manual_seed(accelerator.process_index)
+        synchronize_rng_states(["torch"])
+        drawn = gather(torch.rand(1))
+        assert (drawn == drawn[0]).all()  # every rank draws the same
+        ```
     """
     kinds = check_rng_types(rng_types)
     if RNGType.GENERATOR in kinds and generator is None:

@@ -35,6 +35,27 @@ class ParityWorkers:
         timeout_s: After which a run of a case is ended, and its ranks are named.
         preload: Modules to import once for all of them, such as ``["transformers"]``, beside torch. Only the first
             pool of a process can have them.
+
+    Examples:
+        ```python
+        # test_model.py
+        import torch
+        from lockstep.testing import ParityWorkers
+
+        def make():
+            model = torch.nn.Linear(4, 1)
+            batches = [torch.randn(8, 4) for _ in range(2)]
+            return model, torch.optim.SGD(model.parameters(), lr=0.1), batches, loss
+
+        def loss(model, batch):
+            return model(batch).square().mean()
+
+        def test_every_stage_computes_what_one_process_computes():
+            with ParityWorkers(timeout_s=60) as workers:  # closes them; workers.close() does, too
+                for stage in (1, 3):
+                    workers.check_parity(make, parallel=f"zero={stage}", steps=1)
+                assert workers.compare_parity(make, parallel="ddp", steps=1).agrees
+        ```
     """
 
     def __init__(self, *, timeout_s: float = 120.0, preload: Sequence[str] = ()) -> None:
@@ -110,13 +131,51 @@ def compare_parity(make: Callable[[], object], **settings: Unpack[CaseSettings])
         ConfigError: an argument is not allowed.
         UsageError: ``make`` cannot be imported, or returns something else.
         CouldNotRun: there is no answer: a run has failed, hung, or is not the same when it is repeated.
+
+    Examples:
+        ```python
+        # test_model.py
+        import torch
+        from lockstep.testing import compare_parity
+
+        def make():
+            model = torch.nn.Linear(4, 1)
+            batches = [torch.randn(8, 4) for _ in range(2)]
+            return model, torch.optim.SGD(model.parameters(), lr=0.1), batches, loss
+
+        def loss(model, batch):
+            return model(batch).square().mean()
+
+        def test_two_ranks_compute_what_one_computes():
+            report = compare_parity(make, parallel="zero=3", nproc=2, steps=1)
+            assert report.agrees, report.sentence
+        ```
     """
     with ParityWorkers() as workers:
         return workers.compare_parity(make, **settings)
 
 
 def check_parity(make: Callable[[], object], **settings: Unpack[CaseSettings]) -> ParityReport:
-    """As ``compare_parity``; where a tensor differs, ``ParityError`` is raised, whose message is the report."""
+    """As ``compare_parity``; where a tensor differs, ``ParityError`` is raised, whose message is the report.
+
+    Examples:
+        ```python
+        # test_model.py
+        import torch
+        from lockstep.testing import check_parity
+
+        def make():
+            model = torch.nn.Linear(4, 1)
+            batches = [torch.randn(8, 4) for _ in range(2)]
+            return model, torch.optim.SGD(model.parameters(), lr=0.1), batches, loss
+
+        def loss(model, batch):
+            return model(batch).square().mean()
+
+        def test_two_ranks_compute_what_one_computes():
+            check_parity(make, parallel="zero=2", nproc=2, steps=1)
+        ```
+    """
     __tracebackhide__ = True
     with ParityWorkers() as workers:
         return workers.check_parity(make, **settings)

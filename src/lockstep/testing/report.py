@@ -10,7 +10,31 @@ from lockstep.parity.report import text
 
 
 class ParityError(AssertionError):
-    """A strategy does not compute what the reference computes. ``report`` says where."""
+    """A strategy does not compute what the reference computes. ``report`` says where.
+
+    Examples:
+        ```python
+        # test_model.py
+        import pytest
+        import torch
+        import torch.distributed as dist
+        from lockstep.testing import ParityError, check_parity
+
+        def make():
+            model = torch.nn.Linear(4, 1)
+            batches = [torch.randn(8, 4) for _ in range(2)]
+            return model, torch.optim.SGD(model.parameters(), lr=0.1), batches, loss
+
+        def loss(model, batch):
+            ranks = dist.get_world_size() if dist.is_initialized() else 1
+            return model(batch).square().mean() / ranks  # wrong: gradients are averaged anyway
+
+        def test_a_loss_that_is_divided_twice_is_noticed():
+            with pytest.raises(ParityError) as caught:
+                check_parity(make, nproc=2, steps=1)
+            assert caught.value.report.findings
+        ```
+    """
 
     def __init__(self, report: ParityReport) -> None:
         super().__init__(str(report))
@@ -22,6 +46,32 @@ class ParityReport:
 
     Attributes:
         verdict: All of it.
+
+    Examples:
+        ```python
+        # test_model.py
+        import pytest
+        import torch
+        import torch.distributed as dist
+        from lockstep.testing import ParityError, compare_parity
+
+        def make():
+            model = torch.nn.Linear(4, 1)
+            batches = [torch.randn(8, 4) for _ in range(2)]
+            return model, torch.optim.SGD(model.parameters(), lr=0.1), batches, loss
+
+        def loss(model, batch):
+            ranks = dist.get_world_size() if dist.is_initialized() else 1
+            return model(batch).square().mean() / ranks  # wrong: gradients are averaged anyway
+
+        def test_the_report_names_the_loss():
+            report = compare_parity(make, nproc=2, steps=1)
+            assert not report.agrees
+            assert "loss" in report.sentence
+            assert report.to_json()["findings"]
+            with pytest.raises(ParityError):
+                report.raise_if_differs()
+        ```
     """
 
     def __init__(self, verdict: ParityVerdict) -> None:

@@ -36,6 +36,22 @@ class PreparedOptimizer(Optimizer):
 
     Raises:
         ConfigError: ``clip_norm`` is not positive.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep import Accelerator
+
+        accelerator = Accelerator(gradient_accumulation_steps=2)
+        model = torch.nn.Linear(4, 1)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for micro_batch in torch.randn(2, 8, 4):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(micro_batch).square().mean())
+                optimizer.step()  # of the second micro-batch only
+                optimizer.zero_grad()
+        assert not optimizer.step_was_skipped
+        ```
     """
 
     def __init__(
@@ -226,12 +242,36 @@ class PreparedOptimizer(Optimizer):
         return self.step_was_skipped
 
     def train(self) -> None:
-        """Of optimizers that have modes, such as schedule-free ones; nothing for the others."""
+        """Of optimizers that have modes, such as schedule-free ones; nothing for the others.
+
+        Examples:
+            ```python
+            import torch
+            from lockstep import Accelerator
+
+            accelerator = Accelerator()
+            model = torch.nn.Linear(4, 1)
+            model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            optimizer.train()  # a schedule-free optimizer's weights for training; SGD has no modes
+            ```
+        """
         if hasattr(self.optimizer, "train"):
             self.optimizer.train()
 
     def eval(self) -> None:
-        """See ``train``."""
+        """See ``train``.
+
+        Examples:
+            ```python
+            import torch
+            from lockstep import Accelerator
+
+            accelerator = Accelerator()
+            model = torch.nn.Linear(4, 1)
+            model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            optimizer.eval()  # a schedule-free optimizer's averaged weights; SGD has no modes
+            ```
+        """
         if hasattr(self.optimizer, "eval"):
             self.optimizer.eval()
 

@@ -25,6 +25,24 @@ class PreparedScheduler:
     Args:
         steps_per_call: How often one call advances the schedule.
         step_with_optimizer: False unlinks it: each call is one plain ``scheduler.step``.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep import Accelerator
+
+        accelerator = Accelerator()
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=1.0, end_factor=0.0, total_iters=4)
+        model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+        accelerator.backward(model(torch.randn(8, 4)).square().mean())
+        optimizer.step()
+        scheduler.step()  # of 4 batches, two ranks have used two
+        assert scheduler.get_last_lr() == [1 - accelerator.num_processes / 4]
+        accelerator.print(scheduler.describe())
+        scheduler.load_state_dict(scheduler.state_dict())
+        ```
     """
 
     def __init__(

@@ -42,6 +42,19 @@ class FoundBatch:
         quickest: The micro-batch with the most samples a second; ``global_batch`` is the same with it.
         global_batch: Rows of a step over all ranks.
         trials: One for each size that was tried or ruled out, ascending.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep import Accelerator, find_batch_size
+
+        accelerator = Accelerator()
+        model = torch.nn.Linear(4, 1)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        loader = torch.utils.data.DataLoader(torch.randn(64, 4), batch_size=16)
+        found = find_batch_size(accelerator, model, optimizer, loader, lambda model, x: model(x).square().mean())
+        assert found.micro_batch * found.accumulation * accelerator.num_processes == found.global_batch
+        ```
     """
 
     micro_batch: int

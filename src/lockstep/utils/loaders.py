@@ -27,7 +27,17 @@ from lockstep.utils.operations import broadcast, broadcast_object_list, get_data
 
 
 def get_sampler(dataloader: Any) -> Any:
-    """The sampler of indices that a loader's batches are made of."""
+    """The sampler of indices that a loader's batches are made of.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.data_loader import get_sampler
+
+        loader = torch.utils.data.DataLoader(range(4), batch_size=2, shuffle=True)
+        assert isinstance(get_sampler(loader), torch.utils.data.RandomSampler)
+        ```
+    """
     sampler: Any = dataloader.batch_sampler
     while hasattr(sampler, "batch_sampler"):
         sampler = sampler.batch_sampler
@@ -44,6 +54,28 @@ class DataLoaderStateMixin:
         end_of_dataloader: The last batch was handed out.
         remainder: Samples in the last, incomplete global batch; 0: there is none, -1: not known.
         gradient_state: The state of the latest ``Accelerator``; of none before there is one.
+
+    Examples:
+        ```python
+        from lockstep import Accelerator
+        from lockstep.data_loader import DataLoaderStateMixin
+        from lockstep.state import GradientState
+
+        class Batches(DataLoaderStateMixin):
+            def __init__(self):
+                self.gradient_state = GradientState()
+
+            def __iter__(self):
+                self.begin()
+                for number in range(3):
+                    self.end_of_dataloader = number == 2
+                    yield number
+                self.end()
+                self.reset()
+
+        accelerator = Accelerator(gradient_accumulation_steps=2)
+        assert list(Batches()) == [0, 1, 2]
+        ```
     """
 
     end_of_dataloader = False
@@ -75,6 +107,15 @@ class DataLoaderAdapter:
 
     Raises:
         ImportError: ``use_stateful_dataloader`` without the package torchdata.
+
+    Examples:
+        ```python
+        from lockstep.data_loader import DataLoaderAdapter
+
+        loader = DataLoaderAdapter(range(4), batch_size=2)
+        assert loader.batch_size == 2  # of the loader inside
+        assert len(loader.base_dataloader) == 2
+        ```
     """
 
     def __init__(
@@ -109,7 +150,16 @@ class DataLoaderAdapter:
         return _restored, (type(self), kept)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position behind the last batch that was handed out, as torchdata keeps it."""
+        """The position behind the last batch that was handed out, as torchdata keeps it.
+
+        Examples:
+            ```python
+            from lockstep.data_loader import DataLoaderAdapter
+
+            loader = DataLoaderAdapter(range(4), use_stateful_dataloader=True, batch_size=2)
+            assert loader.state_dict()
+            ```
+        """
         if not hasattr(self, "dl_state_dict"):
             raise UsageError(
                 "This loader keeps no position: it is torch's own. Make it with use_stateful_dataloader=True, or pass "
@@ -118,12 +168,31 @@ class DataLoaderAdapter:
         return self.dl_state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue at the position that ``state_dict`` says.
+
+        Examples:
+            ```python
+            from lockstep.data_loader import DataLoaderAdapter
+
+            loader = DataLoaderAdapter(range(4), use_stateful_dataloader=True, batch_size=2)
+            loader.load_state_dict(loader.state_dict())
+            ```
+        """
         self.state_dict()
         self.base_dataloader.load_state_dict(state_dict)
         self.dl_state_dict = self.base_dataloader.state_dict()
 
     def adjust_state_dict_for_prefetch(self) -> None:
-        """Change ``dl_state_dict`` where it counts other batches than those that were handed out. They are the same."""
+        """Change ``dl_state_dict`` where it counts other batches than those that were handed out. They are the same.
+
+        Examples:
+            ```python
+            from lockstep.data_loader import DataLoaderAdapter
+
+            loader = DataLoaderAdapter(range(4), use_stateful_dataloader=True, batch_size=2)
+            loader.adjust_state_dict_for_prefetch()  # for classes that read ahead
+            ```
+        """
 
     def _update_state_dict(self) -> None:
         """Note the position. The iteration is one batch ahead when the next one was read already."""
@@ -179,7 +248,16 @@ class _OwnLoader(DataLoaderAdapter, DataLoaderStateMixin):
             self.end()
 
     def skipping(self, num_batches: int) -> Any:
-        """This loader without ``num_batches`` batches more at the beginning of each iteration."""
+        """This loader without ``num_batches`` batches more at the beginning of each iteration.
+
+        Examples:
+            ```python
+            from lockstep.data_loader import DataLoaderShard
+
+            loader = DataLoaderShard(range(6), batch_size=2).skipping(2)
+            assert [batch.tolist() for batch in loader] == [[4, 5]]
+            ```
+        """
         check_skip(num_batches, len(self) if hasattr(self.dataset, "__len__") else None)
         other = copy.copy(self)
         other.skip_batches += num_batches  # type: ignore[attr-defined]
@@ -200,10 +278,31 @@ class _OwnLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return len(self.dataset) if found is None else int(found)
 
     def get_sampler(self) -> Any:
+        """The sampler of indices that batches are made of.
+
+        Examples:
+            ```python
+            import torch
+            from lockstep.data_loader import DataLoaderShard
+
+            loader = DataLoaderShard(range(4), batch_size=2)
+            assert isinstance(loader.get_sampler(), torch.utils.data.SequentialSampler)
+            ```
+        """
         return get_sampler(self)
 
     def set_sampler(self, sampler: Any) -> None:
-        """Let the batches be made of the indices of another sampler."""
+        """Let the batches be made of the indices of another sampler.
+
+        Examples:
+            ```python
+            from lockstep.data_loader import DataLoaderShard
+
+            loader = DataLoaderShard(range(4), batch_size=2)
+            loader.set_sampler([3, 2, 1, 0])
+            assert [batch.tolist() for batch in loader] == [[3, 2], [1, 0]]
+            ```
+        """
         if isinstance(self.sampler, BatchSampler):
             self.sampler.sampler = sampler
             return
@@ -214,7 +313,20 @@ class _OwnLoader(DataLoaderAdapter, DataLoaderStateMixin):
         holder.sampler = sampler
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the samplers, or else the dataset, which epoch comes next."""
+        """Tell the samplers, or else the dataset, which epoch comes next.
+
+        Examples:
+            ```python
+            from lockstep.data_loader import DataLoaderShard, SeedableRandomSampler
+
+            sampler = SeedableRandomSampler(range(8), data_seed=42)
+            loader = DataLoaderShard(range(8), sampler=sampler, batch_size=8)
+            loader.set_epoch(1)
+            (order,) = [batch.tolist() for batch in loader]
+            sampler.set_epoch(1)
+            assert list(sampler) == order
+            ```
+        """
         self.iteration = epoch
         holder, told = self.batch_sampler, False
         while holder is not None:
@@ -238,6 +350,17 @@ class DataLoaderShard(_OwnLoader, metaclass=_OrPrepared):
         synchronized_generator: The one that is meant by ``"generator"`` in ``rng_types``.
         skip_batches: So many batches are read and left out in each iteration.
         use_stateful_dataloader: Read through torchdata's loader, which keeps a position.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep import Accelerator
+        from lockstep.data_loader import DataLoaderShard
+
+        accelerator = Accelerator()
+        loader = DataLoaderShard(torch.arange(8), device=accelerator.device, batch_size=4)
+        assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+        ```
     """
 
     _dispatches = False
@@ -291,6 +414,18 @@ class DataLoaderDispatcher(_OwnLoader, metaclass=_OrPrepared):
 
     The last round is completed with samples of the first one, so that all slices are equally long, unless
     ``_drop_last`` leaves it out.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep import Accelerator
+        from lockstep.data_loader import DataLoaderDispatcher
+
+        accelerator = Accelerator()
+        loader = DataLoaderDispatcher(torch.arange(8), split_batches=True, batch_size=4)
+        rows = [len(batch) for batch in loader]  # rank 0 reads, and sends each its slice
+        assert rows == [4 // accelerator.num_processes] * 2
+        ```
     """
 
     _dispatches = True
@@ -375,7 +510,16 @@ class DataLoaderDispatcher(_OwnLoader, metaclass=_OrPrepared):
 
 
 class SkipDataLoader(_OwnLoader):
-    """A loader without its first ``skip_batches`` batches, which are read."""
+    """A loader without its first ``skip_batches`` batches, which are read.
+
+    Examples:
+        ```python
+        from lockstep.data_loader import SkipDataLoader
+
+        loader = SkipDataLoader(range(6), skip_batches=2, batch_size=2)
+        assert [batch.tolist() for batch in loader] == [[4, 5]]
+        ```
+    """
 
     def __init__(
         self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any

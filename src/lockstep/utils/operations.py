@@ -259,6 +259,19 @@ def GatheredParameters(
 
     Raises:
         UsageError: with ``modifier_rank=None`` this rank has changed one of them.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep import Accelerator
+        from lockstep.utils import GatheredParameters
+
+        accelerator = Accelerator(parallel="zero=3")
+        model = torch.nn.Linear(4, 1)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        with GatheredParameters(list(model.parameters())):
+            assert sum(parameter.numel() for parameter in model.parameters()) == 5  # whole, on every rank
+        ```
     """
     given = [params] if isinstance(params, torch.Tensor) else list(params)
     sharded = [parameter for parameter in dict.fromkeys(given) if enabled and is_dtensor(parameter)]

@@ -72,7 +72,20 @@ TORCH_SAFE_GLOBALS: list[Any] = [
 
 
 def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
-    """``torch.load``, by default with ``weights_only``, which then allows arrays of NumPy too."""
+    """``torch.load``, by default with ``weights_only``, which then allows arrays of NumPy too.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep import PartialState
+        from lockstep.utils import load, save
+
+        state = PartialState()
+        save({"step": 3, "mean": torch.zeros(4)}, "to_load.pt")  # rank 0 writes
+        state.wait_for_everyone()
+        assert load("to_load.pt")["step"] == 3
+        ```
+    """
     with torch.serialization.safe_globals(TORCH_SAFE_GLOBALS):
         return torch.load(f, map_location=map_location, **{"weights_only": True, **kwargs})
 

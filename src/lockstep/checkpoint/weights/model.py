@@ -29,7 +29,19 @@ def save_object(value: Any, file: Any, safe_serialization: bool) -> None:
 
 
 def save(obj: object, f: object, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
-    """``save_object`` on rank 0, or on local rank 0 of each machine; nothing on the others."""
+    """``save_object`` on rank 0, or on local rank 0 of each machine; nothing on the others.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep import PartialState
+        from lockstep.utils import save
+
+        state = PartialState()
+        save({"weight": torch.zeros(4)}, "saved.safetensors", safe_serialization=True)  # rank 0 writes
+        state.wait_for_everyone()
+        ```
+    """
     runtime = process.start()
     if runtime.is_local_main if save_on_each_node else runtime.is_main:
         save_object(obj, f, safe_serialization)

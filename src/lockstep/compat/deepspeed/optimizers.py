@@ -50,6 +50,20 @@ class DummyOptim(Placeholder):
         lr: learning rate where the file leaves it open (absent or ``"auto"``).
         weight_decay: likewise.
         kwargs: other arguments of the optimizer, such as ``betas`` and ``eps``, likewise.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep import Accelerator
+        from lockstep.utils import DeepSpeedPlugin, DummyOptim
+
+        described = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": 0.1}}
+        plugin = DeepSpeedPlugin({"zero_optimization": {"stage": 2}, "optimizer": described})
+        accelerator = Accelerator(deepspeed_plugin=plugin)
+        model = torch.nn.Linear(4, 1)
+        model, optimizer = accelerator.prepare(model, DummyOptim(model.parameters(), lr=0.01))
+        assert optimizer.param_groups[0]["lr"] == 0.01 and optimizer.param_groups[0]["weight_decay"] == 0.1
+        ```
     """
 
     def __init__(self, params: Any, lr: float = 0.001, weight_decay: float = 0, **kwargs: object) -> None:
@@ -68,6 +82,22 @@ class DummyScheduler(Placeholder):
         warmup_num_steps: steps of the warm-up, where the file says ``"auto"``.
         lr_scheduler_callable: makes the scheduler from the optimizer, for files without a section ``scheduler``.
         kwargs: other parameters of the schedule, where the file leaves them open.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep import Accelerator
+        from lockstep.utils import DeepSpeedPlugin, DummyOptim, DummyScheduler
+
+        config = {"zero_optimization": {"stage": 2}, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}
+        config["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": "auto", "warmup_max_lr": "auto"}}
+        accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(config))
+        model = torch.nn.Linear(4, 1)
+        optimizer = DummyOptim(model.parameters())
+        scheduler = DummyScheduler(optimizer, warmup_num_steps=10)
+        model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+        assert scheduler.get_last_lr()[0] < 0.01  # it warms up
+        ```
     """
 
     def __init__(

@@ -27,6 +27,18 @@ class DeepSpeedPlugin:
 
     Raises:
         ConfigError: the file cannot be read.
+
+    Examples:
+        ```python
+        from lockstep.utils import DeepSpeedPlugin
+
+        plugin = DeepSpeedPlugin({"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": "auto"})
+        assert plugin.zero_stage == 3
+        assert plugin.get_value("zero_optimization.stage") == 3
+        assert plugin.is_auto("train_micro_batch_size_per_gpu")
+        plugin.deepspeed_config_process(train_micro_batch_size_per_gpu=8)  # every key that is "auto"
+        assert plugin.deepspeed_config["train_micro_batch_size_per_gpu"] == 8
+        ```
     """
 
     hf_ds_config: Any = None
@@ -83,6 +95,15 @@ class DeepSpeedPlugin:
 
         Raises:
             ValueError: a key is ``"auto"``, and ``kwargs`` has no value for it.
+
+        Examples:
+            ```python
+            from lockstep.utils import DeepSpeedPlugin
+
+            plugin = DeepSpeedPlugin({"zero_optimization": {"stage": 2}, "gradient_clipping": "auto"})
+            plugin.fill_match("gradient_clipping", gradient_clipping=1.0)
+            assert plugin.get_value("gradient_clipping") == 1.0
+            ```
         """
         section, key = self.hf_ds_config.find_config_node(ds_key_long)
         if section is None:
@@ -133,6 +154,15 @@ class DeepSpeedPlugin:
 
         Raises:
             ValueError: the configuration has the other type on.
+
+        Examples:
+            ```python
+            from lockstep.utils import DeepSpeedPlugin
+
+            plugin = DeepSpeedPlugin(zero_stage=2)
+            plugin.set_mixed_precision("bf16")
+            assert plugin.get_value("bf16.enabled") is True
+            ```
         """
         config = self.deepspeed_config
         other = {"fp16": "bf16", "bf16": "fp16"}.get(mixed_precision)
@@ -156,19 +186,52 @@ class DeepSpeedPlugin:
         return True
 
     def select(self, _from_accelerator_state: bool = False) -> None:
-        """Nothing to choose from. Raises ValueError as scripts know it from there."""
+        """Nothing to choose from. Raises ValueError as scripts know it from there.
+
+        Examples:
+            ```python
+            from lockstep.utils import DeepSpeedPlugin
+
+            plugin = DeepSpeedPlugin(zero_stage=2)
+            assert plugin.selected
+            try:
+                plugin.select()  # there is nothing to choose from
+                raise AssertionError("it was selected")
+            except ValueError as error:
+                print(error)
+            ```
+        """
         if not _from_accelerator_state:
             raise ConfigError(
                 "A plugin is selected by the state. Call accelerator.state.select_deepspeed_plugin()."
             )
 
     def is_zero3_init_enabled(self) -> bool:
-        """``zero3_init_flag``. Models are made on the meta device here, and get their values shard by shard."""
+        """``zero3_init_flag``. Models are made on the meta device here, and get their values shard by shard.
+
+        Examples:
+            ```python
+            from lockstep.utils import DeepSpeedPlugin
+
+            plugin = DeepSpeedPlugin(zero_stage=3, zero3_init_flag=True)
+            assert plugin.is_zero3_init_enabled()
+            ```
+        """
         return bool(self.zero3_init_flag)
 
     @contextmanager
     def zero3_init_context_manager(self, enable: bool = False) -> Iterator[None]:
-        """``zero3_init_flag`` is ``enable`` inside."""
+        """``zero3_init_flag`` is ``enable`` inside.
+
+        Examples:
+            ```python
+            from lockstep.utils import DeepSpeedPlugin
+
+            plugin = DeepSpeedPlugin(zero_stage=3, zero3_init_flag=True)
+            with plugin.zero3_init_context_manager(enable=False):
+                assert not plugin.is_zero3_init_enabled()
+            ```
+        """
         before, self.zero3_init_flag = self.zero3_init_flag, enable
         try:
             yield
@@ -180,6 +243,14 @@ class DeepSpeedPlugin:
 
         Raises:
             ImportError: transformers or deepspeed is not installed.
+
+        Examples:
+            ```python
+            from lockstep.utils import DeepSpeedPlugin
+
+            plugin = DeepSpeedPlugin(zero_stage=3)
+            plugin.set_deepspeed_weakref()  # before transformers makes a model
+            ```
         """
         try:
             from transformers import integrations
@@ -202,6 +273,16 @@ class DeepSpeedPlugin:
 
         Raises:
             ValueError: the model has no such class.
+
+        Examples:
+            ```python
+            import torch
+            from lockstep.nn import MixtureOfExperts
+            from lockstep.utils import DeepSpeedPlugin
+
+            plugin = DeepSpeedPlugin(zero_stage=3, transformer_moe_cls_names="MixtureOfExperts")
+            plugin.set_moe_leaf_modules(torch.nn.Sequential(MixtureOfExperts(8, 16, num_experts=2)))
+            ```
         """
         classes = {type(module).__name__ for module in model.modules()}
         for name in filter(None, (self.transformer_moe_cls_names or "").split(",")):

@@ -21,6 +21,17 @@ class FullyShardedDataParallelPlugin:
     """Sharding as PyTorch's FSDP names it. None: not said, which for the strategy is ``FULL_SHARD``.
 
     The fields mean what those of Accelerate's class of this name mean. ``parallel="zero=3"`` is the short form.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep import Accelerator
+        from lockstep.utils import FullyShardedDataParallelPlugin
+
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=True)
+        accelerator = Accelerator(fsdp_plugin=plugin)
+        assert accelerator.parallel.zero == 3
+        ```
     """
 
     fsdp_version: int | None = None
@@ -50,6 +61,15 @@ class FullyShardedDataParallelPlugin:
 
         Raises:
             ValueError: an unknown name, or ``LOCAL_STATE_DICT``, which nothing here can load.
+
+        Examples:
+            ```python
+            from lockstep.utils import FullyShardedDataParallelPlugin
+
+            plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+            plugin.set_state_dict_type("FULL_STATE_DICT")
+            assert "FULL" in str(plugin.state_dict_type)
+            ```
         """
         from torch.distributed import fsdp
 
@@ -73,6 +93,19 @@ class FullyShardedDataParallelPlugin:
 
         Raises:
             ValueError: the model has no class of a name in ``transformer_cls_names_to_wrap``.
+
+        Examples:
+            ```python
+            import torch
+            from lockstep.utils import FullyShardedDataParallelPlugin
+
+            names = ["TransformerEncoderLayer"]
+            plugin = FullyShardedDataParallelPlugin(
+                fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=names
+            )
+            plugin.set_auto_wrap_policy(torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(8, 2), 2))
+            assert callable(plugin.auto_wrap_policy)
+            ```
         """
         from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
@@ -107,6 +140,16 @@ class FullyShardedDataParallelPlugin:
 
         Raises:
             ValueError: an unknown type, or a mapping that says less than torch's policy needs.
+
+        Examples:
+            ```python
+            import torch
+            from lockstep.utils import FullyShardedDataParallelPlugin
+
+            plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+            plugin.set_mixed_precision("bf16")
+            assert plugin.mixed_precision_policy.param_dtype == torch.bfloat16
+            ```
         """
         import torch
 
@@ -131,7 +174,17 @@ class FullyShardedDataParallelPlugin:
             self.mixed_precision_policy = kind(**said)
 
     def validate_mixed_precision_policy(self) -> None:
-        """Raise ValueError unless ``mixed_precision_policy`` is torch's object for it."""
+        """Raise ValueError unless ``mixed_precision_policy`` is torch's object for it.
+
+        Examples:
+            ```python
+            from lockstep.utils import FullyShardedDataParallelPlugin
+
+            plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+            plugin.set_mixed_precision("bf16")
+            plugin.validate_mixed_precision_policy()  # torch's object: all is well
+            ```
+        """
         kind, _ = _policy_kind(self.fsdp_version)
         if not isinstance(self.mixed_precision_policy, kind):
             raise ConfigError(
@@ -140,7 +193,17 @@ class FullyShardedDataParallelPlugin:
             )
 
     def set_cpu_offload(self) -> None:
-        """Make a truth value in ``cpu_offload`` torch's object for it."""
+        """Make a truth value in ``cpu_offload`` torch's object for it.
+
+        Examples:
+            ```python
+            from lockstep.utils import FullyShardedDataParallelPlugin
+
+            plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_offload=True)
+            plugin.set_cpu_offload()
+            assert type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy"
+            ```
+        """
         from torch.distributed import fsdp
 
         if isinstance(self.cpu_offload, bool) or self.cpu_offload is None:
@@ -151,7 +214,17 @@ class FullyShardedDataParallelPlugin:
                 self.cpu_offload = fsdp.CPUOffloadPolicy() if on else fsdp.OffloadPolicy()
 
     def validate_cpu_offload(self) -> None:
-        """Raise ValueError unless ``cpu_offload`` is torch's object for it."""
+        """Raise ValueError unless ``cpu_offload`` is torch's object for it.
+
+        Examples:
+            ```python
+            from lockstep.utils import FullyShardedDataParallelPlugin
+
+            plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_offload=True)
+            plugin.set_cpu_offload()
+            plugin.validate_cpu_offload()  # torch's object: all is well
+            ```
+        """
         from torch.distributed import fsdp
 
         kind: Any = fsdp.CPUOffload if self.fsdp_version == 1 else fsdp.OffloadPolicy

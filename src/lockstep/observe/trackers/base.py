@@ -15,7 +15,25 @@ REQUIRED = ("name", "requires_logging_directory", "tracker")
 
 
 def on_main_process(function: Method) -> Method:
-    """Make a tracker's method do nothing on other ranks, unless its ``main_process_only`` is False."""
+    """Make a tracker's method do nothing on other ranks, unless its ``main_process_only`` is False.
+
+    Examples:
+        ```python
+        from lockstep import Accelerator
+        from lockstep.tracking import GeneralTracker, on_main_process
+
+        class Counter(GeneralTracker):
+            name, requires_logging_directory, tracker = "counter", False, None
+
+            @on_main_process
+            def log(self, values, step=None, **kwargs):
+                return len(values)
+
+        accelerator = Accelerator()
+        counted = Counter().log({"loss": 0.5})
+        assert counted == (1 if accelerator.is_main_process else None)
+        ```
+    """
 
     @functools.wraps(function)
     def method(self: GeneralTracker, *args: object, **kwargs: object) -> object:
@@ -37,6 +55,28 @@ class GeneralTracker:
 
     A class given to ``log_with`` is called with the project's name, then the logging directory if it
     requires one, then its ``init_kwargs``.
+
+    Examples:
+        ```python
+        from lockstep import Accelerator
+        from lockstep.tracking import GeneralTracker
+
+        class Printer(GeneralTracker):
+            name = "printer"
+            requires_logging_directory = False
+            tracker = None
+
+            def start(self): self.lines = []
+            def store_init_configuration(self, values): self.lines.append(str(values))
+            def log(self, values, step=None, **kwargs): self.lines.append(f"{step}: {values}")
+            def log_images(self, values, step=None, **kwargs): pass
+            def finish(self): print(*self.lines)
+
+        accelerator = Accelerator(log_with=Printer())
+        accelerator.init_trackers("digits", config={"lr": 0.1})
+        accelerator.log({"loss": 0.5}, step=1)
+        accelerator.end_training()
+        ```
     """
 
     name: str

@@ -51,7 +51,7 @@ class HostedTracker(GeneralTracker):
     def finish(self) -> None:
         self.run.finish()
 
-    def leave_out(self, key: str, value: object, takes: str) -> None:
+    def _leave_out(self, key: str, value: object, takes: str) -> None:
         if key not in self._unfit:
             self._unfit.add(key)
             warnings.warn(
@@ -83,7 +83,7 @@ class _RunTracker(HostedTracker):
 
 
 class TableTracker(HostedTracker):
-    """A service that shows tables, each by ``send_table``."""
+    """A service that shows tables, each by ``_send_table``."""
 
     @on_main_process
     def log_table(
@@ -97,35 +97,80 @@ class TableTracker(HostedTracker):
     ) -> None:
         """Log a table, from ``columns`` and ``data`` (rows) or from ``dataframe``."""
         content = {"columns": columns, "data": data, "dataframe": dataframe}
-        self.send_table(table_name, content, step=step, **kwargs)
+        self._send_table(table_name, content, step=step, **kwargs)
 
-    def send_table(self, name: str, content: dict[str, object], step: int | None, **kwargs: object) -> None:
+    def _send_table(self, name: str, content: dict[str, object], step: int | None, **kwargs: object) -> None:
         raise NotImplementedError
 
 
 class WandBTracker(_RunTracker, TableTracker):
-    """Weights & Biases; ``kwargs`` go to ``wandb.init``."""
+    """Weights & Biases; ``kwargs`` go to ``wandb.init``.
+
+    Examples:
+        ```python
+        from lockstep import Accelerator
+
+        accelerator = Accelerator(log_with="wandb")
+        accelerator.init_trackers("digits", init_kwargs={"wandb": {"mode": "offline"}})
+        accelerator.log({"loss": 0.5}, step=1)
+        accelerator.get_tracker("wandb").log_table("scores", columns=["a"], data=[[1]], step=1)
+        accelerator.end_training()
+        ```
+    """
 
     name, package, extra = "wandb", "wandb", "wandb"
 
-    def send_table(self, name: str, content: dict[str, object], step: int | None, **kwargs: object) -> None:
+    def _send_table(self, name: str, content: dict[str, object], step: int | None, **kwargs: object) -> None:
         self.run.log({name: self.module.Table(**content)}, step=step, **kwargs)
 
 
 class TrackioTracker(_RunTracker):
-    """Trackio; ``kwargs`` go to ``trackio.init``."""
+    """Trackio; ``kwargs`` go to ``trackio.init``.
+
+    Examples:
+        ```python
+        from lockstep import Accelerator
+
+        accelerator = Accelerator(log_with="trackio")
+        accelerator.init_trackers("digits", config={"lr": 0.1})
+        accelerator.log({"loss": 0.5}, step=1)
+        accelerator.end_training()
+        ```
+    """
 
     name, package, extra = "trackio", "trackio", "trackio"
 
 
 class SwanLabTracker(_RunTracker):
-    """SwanLab; ``kwargs`` go to ``swanlab.init``."""
+    """SwanLab; ``kwargs`` go to ``swanlab.init``.
+
+    Examples:
+        ```python
+        from lockstep import Accelerator
+
+        accelerator = Accelerator(log_with="swanlab")
+        accelerator.init_trackers("digits", init_kwargs={"swanlab": {"mode": "offline"}})
+        accelerator.log({"loss": 0.5}, step=1)
+        accelerator.end_training()
+        ```
+    """
 
     name, package, extra = "swanlab", "swanlab", "swanlab"
 
 
 class CometMLTracker(HostedTracker):
-    """Comet; ``kwargs`` go to ``comet_ml.start``, or ``comet_ml.Experiment`` before 3.41."""
+    """Comet; ``kwargs`` go to ``comet_ml.start``, or ``comet_ml.Experiment`` before 3.41.
+
+    Examples:
+        ```python
+        from lockstep import Accelerator
+
+        accelerator = Accelerator(log_with="comet_ml")
+        accelerator.init_trackers("digits", config={"lr": 0.1})
+        accelerator.log({"loss": 0.5}, step=1)
+        accelerator.end_training()
+        ```
+    """
 
     name, package, extra = "comet_ml", "comet_ml", "comet"
 
@@ -150,7 +195,7 @@ class CometMLTracker(HostedTracker):
             elif isinstance(value, dict):
                 self.run.log_metrics(value, step=step, **kwargs)
             else:
-                self.leave_out(key, value, "numbers, strings and dicts of numbers")
+                self._leave_out(key, value, "numbers, strings and dicts of numbers")
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: object) -> None:
@@ -165,7 +210,18 @@ class CometMLTracker(HostedTracker):
 
 
 class AimTracker(HostedTracker):
-    """Aim, in the repository ``logging_dir``; ``kwargs`` go to ``aim.Run``."""
+    """Aim, in the repository ``logging_dir``; ``kwargs`` go to ``aim.Run``.
+
+    Examples:
+        ```python
+        from lockstep import Accelerator
+
+        accelerator = Accelerator(log_with="aim", project_dir="runs")
+        accelerator.init_trackers("digits", config={"lr": 0.1})
+        accelerator.log({"loss": 0.5}, step=1)
+        accelerator.end_training()
+        ```
+    """
 
     name, package, extra = "aim", "aim", "aim"
     requires_logging_directory = True
@@ -209,7 +265,18 @@ class AimTracker(HostedTracker):
 
 
 class DVCLiveTracker(HostedTracker):
-    """DVCLive; uses ``live`` if given, else ``kwargs`` go to ``dvclive.Live``. The run's name is not used."""
+    """DVCLive; uses ``live`` if given, else ``kwargs`` go to ``dvclive.Live``. The run's name is not used.
+
+    Examples:
+        ```python
+        from lockstep import Accelerator
+
+        accelerator = Accelerator(log_with="dvclive")
+        accelerator.init_trackers("digits", init_kwargs={"dvclive": {"dir": "dvclive"}})
+        accelerator.log({"loss": 0.5}, step=1)
+        accelerator.end_training()
+        ```
+    """
 
     name, package, extra = "dvclive", "dvclive", "dvclive"
 
@@ -238,7 +305,7 @@ class DVCLiveTracker(HostedTracker):
             if isinstance(value, (int, float, str)):
                 self.run.log_metric(key, value, **kwargs)
             else:
-                self.leave_out(key, value, "numbers and strings")
+                self._leave_out(key, value, "numbers and strings")
         self.run.next_step()
 
     @on_main_process
@@ -253,7 +320,19 @@ class DVCLiveTracker(HostedTracker):
 
 
 class ClearMLTracker(TableTracker):
-    """ClearML; ``kwargs`` go to ``Task.init``. A task that the script opened itself is used and left open."""
+    """ClearML; ``kwargs`` go to ``Task.init``. A task that the script opened itself is used and left open.
+
+    Examples:
+        ```python
+        from lockstep import Accelerator
+
+        accelerator = Accelerator(log_with="clearml")
+        accelerator.init_trackers("digits", config={"lr": 0.1})
+        accelerator.log({"train_loss": 0.5, "eval_loss": 0.6}, step=1)  # two series of one chart
+        accelerator.get_tracker("clearml").log_table("scores", columns=["score"], data=[[1.0]], step=1)
+        accelerator.end_training()
+        ```
+    """
 
     name, package, extra = "clearml", "clearml", "clearml"
 
@@ -280,7 +359,7 @@ class ClearMLTracker(TableTracker):
         logger = self.run.get_logger()
         for key, value in plain(values).items():
             if not isinstance(value, (int, float)):
-                self.leave_out(key, value, "numbers")
+                self._leave_out(key, value, "numbers")
             elif step is None:
                 logger.report_single_value(name=key, value=value, **kwargs)
             else:
@@ -296,7 +375,7 @@ class ClearMLTracker(TableTracker):
                 title=title, series=series, iteration=step, image=image, **kwargs
             )
 
-    def send_table(self, name: str, content: dict[str, Any], step: int | None, **kwargs: object) -> None:
+    def _send_table(self, name: str, content: dict[str, Any], step: int | None, **kwargs: object) -> None:
         columns, data, dataframe = content.values()
         if dataframe is None and data is None:
             raise UsageError("log_table got neither data nor dataframe. Pass one of them.")

@@ -23,6 +23,18 @@ class TensorBoardTracker(GeneralTracker):
 
     Raises:
         MissingExtraError: when the package tensorboard is not installed.
+
+    Examples:
+        ```python
+        from pathlib import Path
+        from lockstep.tracking import TensorBoardTracker
+
+        tracker = TensorBoardTracker("digits", logging_dir="board")
+        tracker.start()
+        tracker.log({"loss": 0.5}, step=1)
+        tracker.finish()
+        assert list(Path("board/digits").glob("events.out.tfevents.*"))  # tensorboard --logdir board
+        ```
     """
 
     name = "tensorboard"
@@ -102,6 +114,19 @@ class JSONLinesTracker(GeneralTracker):
     The configuration is ``{"time": ..., "config": {...}}``, each log
     ``{"step": ..., "time": ..., "values": {...}}``; ``time`` is in seconds since 1970. JSON has no word
     for NaN and infinity: they are the strings "NaN", "Infinity" and "-Infinity", which ``float`` reads.
+
+    Examples:
+        ```python
+        from lockstep.tracking import JSONLinesTracker
+
+        tracker = JSONLinesTracker("digits", logging_dir="lines")
+        tracker.start()
+        tracker.store_init_configuration({"lr": 0.1})
+        tracker.log({"loss": 0.5}, step=1)
+        tracker.finish()
+        with open("lines/digits/metrics.jsonl") as file:
+            assert '"loss":0.5' in file.read().replace(" ", "")
+        ```
     """
 
     name = "jsonl"

@@ -16,6 +16,19 @@ class MLflowTracker(HostedTracker):
 
     The variables MLFLOW_EXPERIMENT_NAME, MLFLOW_RUN_ID, MLFLOW_TAGS (JSON) and MLFLOW_NESTED_RUN go
     before the arguments.
+
+    Examples:
+        ```python
+        from lockstep import Accelerator
+
+        accelerator = Accelerator(log_with="mlflow", project_dir="runs")
+        accelerator.init_trackers("digits", init_kwargs={"mlflow": {"run_name": "first"}})
+        accelerator.log({"loss": 0.5}, step=1)
+        tracker = accelerator.get_tracker("mlflow")
+        tracker.log_artifact("train.py")  # one file
+        tracker.log_artifacts("samples")  # a folder
+        accelerator.end_training()
+        ```
     """
 
     name, package, extra = "mlflow", "mlflow", "mlflow"
@@ -64,7 +77,7 @@ class MLflowTracker(HostedTracker):
         fitting = []
         for key, value in values.items():
             if len(str(value)) > limits.MAX_PARAM_VAL_LENGTH:
-                self.leave_out(key, value, f"values of up to {limits.MAX_PARAM_VAL_LENGTH} characters")
+                self._leave_out(key, value, f"values of up to {limits.MAX_PARAM_VAL_LENGTH} characters")
             else:
                 fitting.append((key, value))
         batch = limits.MAX_PARAMS_TAGS_PER_BATCH
@@ -78,11 +91,26 @@ class MLflowTracker(HostedTracker):
             if isinstance(value, (int, float)):
                 metrics[key] = value
             else:
-                self.leave_out(key, value, "numbers")
+                self._leave_out(key, value, "numbers")
         self.module.log_metrics(metrics, step=step, **kwargs)
 
     @on_main_process
     def log_figure(self, figure: object, artifact_file: str, **save_kwargs: object) -> None:
+        """Store a figure of matplotlib or plotly as a file of the run.
+
+        Examples:
+            ```python
+            import matplotlib.pyplot as plt
+            from lockstep import Accelerator
+
+            accelerator = Accelerator(log_with="mlflow", project_dir="runs")
+            accelerator.init_trackers("digits")
+            figure, axes = plt.subplots()
+            axes.plot([3, 2, 1])
+            accelerator.get_tracker("mlflow").log_figure(figure, "loss.png")
+            accelerator.end_training()
+            ```
+        """
         self.module.log_figure(figure=figure, artifact_file=artifact_file, **save_kwargs)
 
     @on_main_process

@@ -79,7 +79,15 @@ def resolve_trackers(
 
 
 def available_trackers() -> list[LoggerType]:
-    """The built-in trackers whose packages are installed."""
+    """The built-in trackers whose packages are installed.
+
+    Examples:
+        ```python
+        from lockstep.tracking import get_available_trackers
+
+        assert "jsonl" in get_available_trackers()
+        ```
+    """
     return [LoggerType(entry.name) for entry in TRACKERS.values() if _is_installed(entry)]
 
 
@@ -91,6 +99,18 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
     Raises:
         ConfigError: when it is no subclass of ``GeneralTracker``, has no ``name`` or no
             ``requires_logging_directory``.
+
+    Examples:
+        ```python
+        from lockstep import Accelerator
+        from lockstep.tracking import GeneralTracker, register_tracker_class
+
+        class Silent(GeneralTracker):
+            name, requires_logging_directory, tracker = "silent", False, None
+
+        register_tracker_class(Silent)
+        accelerator = Accelerator(log_with="silent")  # by its name
+        ```
     """
     if not (isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)):
         raise ConfigError(

@@ -54,6 +54,16 @@ def infer_auto_device_map(
         offload_buffers: Whether buffers stay with the weights that are offloaded; else a warning tells when the
             accelerators may be too small for them.
         fallback_allocation: Where the next part is too large for an empty device, look for a later one that is not.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep import infer_auto_device_map
+
+        model = torch.nn.Sequential(*(torch.nn.Linear(100, 100) for _ in range(3)))  # 40,400 bytes each
+        device_map = infer_auto_device_map(model, max_memory={"cpu": "90KB", "disk": "1GB"})
+        assert device_map["0"] == "cpu" and device_map["2"] == "disk"
+        ```
     """
     limits = get_max_memory(max_memory)
     filling = _Filling(

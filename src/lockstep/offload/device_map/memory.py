@@ -48,6 +48,17 @@ def compute_module_sizes(
 
     A tensor with several names counts under the first. ``dtype``: what floating-point tensors become when they are
     loaded, where that is smaller than what they are; ``special_dtypes``: the same for single names, always.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.utils import compute_module_sizes
+
+        model = torch.nn.Sequential(torch.nn.Linear(10, 10, bias=False), torch.nn.Linear(10, 1, bias=False))
+        sizes = compute_module_sizes(model)
+        assert sizes[""] == 440 and sizes["0"] == 400
+        assert compute_module_sizes(model, dtype=torch.bfloat16)[""] == 220
+        ```
     """
     wanted = dtype_of(dtype)
     special = {
@@ -78,7 +89,17 @@ def compute_module_total_buffer_size(
     dtype: torch.dtype | str | None = None,
     special_dtypes: Mapping[str, torch.dtype | str] | None = None,
 ) -> int:
-    """Bytes of all buffers of the model."""
+    """Bytes of all buffers of the model.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.utils import compute_module_total_buffer_size
+
+        # Running mean and variance of 8 channels, and a counter of 8 bytes.
+        assert compute_module_total_buffer_size(torch.nn.BatchNorm1d(8)) == 2 * 8 * 4 + 8
+        ```
+    """
     return compute_module_sizes(model, dtype, special_dtypes, buffers_only=True).get("", 0)
 
 
@@ -88,6 +109,16 @@ def get_max_layer_size(
     """The size of the largest layers among ``modules`` and inside of them, and their names.
 
     A layer is what is never divided: a module without children or of one of the classes, or a single tensor.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.utils import compute_module_sizes, get_max_layer_size
+
+        model = torch.nn.Sequential(torch.nn.Linear(10, 10, bias=False), torch.nn.Linear(10, 1, bias=False))
+        sizes = compute_module_sizes(model)
+        assert get_max_layer_size(model.named_children(), sizes, []) == (400, ["0"])
+        ```
     """
     undivided = set(no_split_module_classes)
     largest = 0
@@ -132,6 +163,14 @@ def get_max_memory(max_memory: MaxMemory | None = None) -> dict[DeviceName, int]
 
     Raises:
         ConfigError: a device is no index, ``"mps"``, ``"cpu"`` or ``"disk"``, or a size is none.
+
+    Examples:
+        ```python
+        from lockstep.utils import get_max_memory
+
+        assert get_max_memory({"cpu": "1GB"})["cpu"] == 1_000_000_000
+        assert get_max_memory()["cpu"] > 0  # what is available now
+        ```
     """
     if max_memory is None:
         return _free_memory()
@@ -185,6 +224,16 @@ def get_balanced_memory(
         dtype: What floating-point tensors become when loaded.
         special_dtypes: The same for single tensors.
         low_zero: Leave as little as possible on accelerator 0.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.utils import get_balanced_memory
+
+        model = torch.nn.Sequential(*(torch.nn.Linear(100, 100) for _ in range(4)))
+        limits = get_balanced_memory(model, max_memory={"cpu": "1MB"})  # no accelerators: nothing to balance
+        assert limits["cpu"] == 1_000_000
+        ```
     """
     limits = get_max_memory(max_memory)
     if "mps" in limits and torch.backends.mps.is_available():

@@ -16,7 +16,18 @@ from lockstep.torch_internals import modules as torch_modules
 
 
 def find_tied_parameters(model: nn.Module) -> list[list[str]]:
-    """The names of each parameter that has more than one, sorted; groups in the order of the model."""
+    """The names of each parameter that has more than one, sorted; groups in the order of the model.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.utils import find_tied_parameters
+
+        model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(10, 4), "head": torch.nn.Linear(4, 10)})
+        model["head"].weight = model["embed"].weight
+        assert find_tied_parameters(model) == [["embed.weight", "head.weight"]]
+        ```
+    """
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -131,6 +142,20 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, object]) -> None
 
     Raises:
         ConfigError: a name is not in the model, a tensor gets no device or several, or a device is not here.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.utils import check_device_map
+
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+        check_device_map(model, {"0": "cpu", "1": "disk"})
+        try:
+            check_device_map(model, {"0": "cpu"})
+            raise AssertionError("the second layer has no device")
+        except ValueError as error:
+            assert "1." in str(error)
+        ```
     """
     modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
     refs = tensor_refs(model)

@@ -38,6 +38,18 @@ class AlignDevicesHook(ModelHook):
         place_submodules: All of this holds for the modules below it too.
         skip_keys: Names of keyword arguments, and of entries of outputs, that stay on their device.
         tied_params_map: Address of a weight -> device -> its copy there, which tied weights share.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.hooks import AlignDevicesHook, add_hook_to_module
+
+        layer, x = torch.nn.Linear(4, 1), torch.randn(2, 4)
+        before = layer(x)
+        add_hook_to_module(layer, AlignDevicesHook(execution_device="cpu", offload=True))  # or 0, the first GPU
+        assert layer.weight.is_meta  # at rest
+        assert torch.equal(layer(x), before)
+        ```
     """
 
     def __init__(
@@ -145,7 +157,18 @@ def attach_execution_device_hook(
     preload_module_classes: Iterable[str] | None = None,
     tied_params_map: TiedMap | None = None,
 ) -> None:
-    """Give every module with tensors, and without a hook, one that has its inputs and weights on a device."""
+    """Give every module with tensors, and without a hook, one that has its inputs and weights on a device.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.hooks import attach_execution_device_hook
+
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+        attach_execution_device_hook(model, "cpu")  # or 0, the first GPU: inputs come there
+        assert model(torch.randn(2, 4)).device == torch.device("cpu")
+        ```
+    """
     for _, part in _modules_to(module, "", set(preload_module_classes or ())):
         if not hasattr(part, "_hf_hook") and part.state_dict():
             hook = AlignDevicesHook(execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map)
@@ -167,6 +190,17 @@ def attach_align_device_hook(
 
     ``weights_map`` has the names that tensors have in the whole model, in which this module is ``module_name``.
     Modules of ``preload_module_classes`` get one hook for all that is below them.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.hooks import attach_align_device_hook
+
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+        attach_align_device_hook(model, execution_device="cpu", offload=True)
+        assert model[1].weight.is_meta
+        assert model(torch.randn(2, 4)).shape == (2, 1)
+        ```
     """
     preloaded = set(preload_module_classes or ()) if offload else set()
     for name, part in _modules_to(module, module_name, preloaded):
@@ -200,7 +234,19 @@ def attach_align_device_hook_on_blocks(
     preload_module_classes: Iterable[str] | None = None,
     tied_params_map: TiedMap | None = None,
 ) -> None:
-    """``attach_align_device_hook`` with a device, and whether to offload, for each block by its name."""
+    """``attach_align_device_hook`` with a device, and whether to offload, for each block by its name.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.hooks import attach_align_device_hook_on_blocks
+
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+        devices, offloaded = {"0": "cpu", "1": "cpu"}, {"0": True, "1": False}
+        attach_align_device_hook_on_blocks(model, execution_device=devices, offload=offloaded)
+        assert model[0].weight.is_meta and not model[1].weight.is_meta
+        ```
+    """
 
     hook_for = partial(AlignDevicesHook, skip_keys=skip_keys, tied_params_map=tied_params_map)
 

@@ -226,6 +226,18 @@ def cpu_offload(
 
     ``execution_device`` is else that of the first parameter. Tensors of ``state_dict`` have the shapes of the model's.
     Other arguments, and errors, as in ``dispatch_model``.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep import cpu_offload
+
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+        x = torch.randn(2, 4)
+        before = model(x)
+        cpu_offload(model, execution_device="cpu")  # or 0, the first GPU
+        assert torch.equal(model(x), before)
+        ```
     """
     return _offload(
         model,
@@ -251,6 +263,18 @@ def disk_offload(
 
     Parameters that are mapped from a file already stay there; others are written to ``offload_dir``, or taken from
     there if the model has no values. Other arguments, and errors, as in ``dispatch_model``.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep import disk_offload
+
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+        x = torch.randn(2, 4)
+        before = model(x)
+        disk_offload(model, "weights_on_disk", execution_device="cpu")
+        assert torch.equal(model(x), before)
+        ```
     """
     return _offload(
         model,
@@ -264,7 +288,20 @@ def disk_offload(
 
 
 def remove_hook_from_submodules(module: nn.Module) -> None:
-    """Stop streaming, remove all hooks, and leave a plain model whose weights are where they are at rest."""
+    """Stop streaming, remove all hooks, and leave a plain model whose weights are where they are at rest.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep import disk_offload
+        from lockstep.hooks import remove_hook_from_submodules
+
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+        disk_offload(model, "until_hooks_go", execution_device="cpu")
+        remove_hook_from_submodules(model)
+        assert not hasattr(model[0], "_hf_hook")
+        ```
+    """
     remove_hook_from_module(module, recurse=True)
 
 

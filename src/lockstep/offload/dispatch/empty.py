@@ -41,6 +41,16 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
     """Modules that are made inside have their parameters on ``device``; with ``include_buffers`` buffers as well.
 
     A parameter that a module gets from another one that is there already stays shared.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep import init_on_device
+
+        with init_on_device("meta"):
+            layer = torch.nn.Linear(1000, 1000)
+        assert layer.weight.is_meta  # and takes no memory
+        ```
     """
     target = torch.device(device)
 

@@ -165,6 +165,21 @@ def load_checkpoint_in_model(
         CheckpointError: the checkpoint is missing, damaged, or does not fit.
         ConfigError: the device map or another argument is wrong.
         OffloadError: ``offload_folder`` is full or holds other weights.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep import Accelerator, init_empty_weights
+        from lockstep.utils import load_checkpoint_in_model
+
+        accelerator = Accelerator()
+        accelerator.save_model(torch.nn.Linear(4, 1), "weights_to_load")
+        accelerator.wait_for_everyone()
+        with init_empty_weights():
+            model = torch.nn.Linear(4, 1)  # takes no memory
+        load_checkpoint_in_model(model, "weights_to_load", device_map={"": "cpu"})
+        assert model(torch.randn(2, 4)).shape == (2, 1)
+        ```
     """
     _refuse(offload_8bit_bnb, full_state_dict, broadcast_from_rank0)
     wanted = dtype_of(dtype)

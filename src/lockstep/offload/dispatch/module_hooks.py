@@ -37,29 +37,117 @@ UPCAST_LAYERS = (
 
 
 class ModelHook:
-    """What is done around a module's forward. ``no_grad``: the forward runs without gradients."""
+    """What is done around a module's forward. ``no_grad``: the forward runs without gradients.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.hooks import ModelHook, add_hook_to_module
+
+        class Shown(ModelHook):
+            def pre_forward(self, module, *args, **kwargs):
+                print("in", args[0].shape)
+                return args, kwargs
+
+            def post_forward(self, module, output):
+                print("out", output.shape)
+                return output
+
+        layer = add_hook_to_module(torch.nn.Linear(4, 1), Shown())
+        layer(torch.randn(2, 4))
+        ```
+    """
 
     no_grad = False
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Called when the hook is added; returns the module."""
+        """Called when the hook is added; returns the module.
+
+        Examples:
+            ```python
+            import torch
+            from lockstep.hooks import ModelHook, add_hook_to_module
+
+            class Frozen(ModelHook):
+                def init_hook(self, module):
+                    return module.requires_grad_(False)
+
+            assert not add_hook_to_module(torch.nn.Linear(4, 1), Frozen()).weight.requires_grad
+            ```
+        """
         return module
 
     def pre_forward(self, module: nn.Module, *args: object, **kwargs: object) -> CallArguments:
-        """Called before the forward; returns its arguments."""
+        """Called before the forward; returns its arguments.
+
+        Examples:
+            ```python
+            import torch
+            from lockstep.hooks import ModelHook, add_hook_to_module
+
+            class Doubled(ModelHook):
+                def pre_forward(self, module, *args, **kwargs):
+                    return (2 * args[0],), kwargs
+
+            layer = add_hook_to_module(torch.nn.Identity(), Doubled())
+            assert layer(torch.ones(1)).item() == 2
+            ```
+        """
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: object) -> object:
-        """Called after the forward; returns its output."""
+        """Called after the forward; returns its output.
+
+        Examples:
+            ```python
+            import torch
+            from lockstep.hooks import ModelHook, add_hook_to_module
+
+            class InFloat32(ModelHook):
+                def post_forward(self, module, output):
+                    return output.float()
+
+            layer = add_hook_to_module(torch.nn.Identity(), InFloat32())
+            assert layer(torch.ones(1, dtype=torch.bfloat16)).dtype == torch.float32
+            ```
+        """
         return output
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """Called when the hook is removed; returns the module."""
+        """Called when the hook is removed; returns the module.
+
+        Examples:
+            ```python
+            import torch
+            from lockstep.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+
+            class Frozen(ModelHook):
+                def detach_hook(self, module):
+                    return module.requires_grad_(True)
+
+            layer = add_hook_to_module(torch.nn.Linear(4, 1).requires_grad_(False), Frozen())
+            assert remove_hook_from_module(layer).weight.requires_grad
+            ```
+        """
         return module
 
 
 class SequentialHook(ModelHook):
-    """Several hooks, each step in their order."""
+    """Several hooks, each step in their order.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.hooks import ModelHook, SequentialHook, add_hook_to_module
+
+        class Doubled(ModelHook):
+            def post_forward(self, module, output):
+                return 2 * output
+
+        layer = add_hook_to_module(torch.nn.Identity(), SequentialHook(Doubled(), Doubled()))
+        assert layer(torch.ones(1)).item() == 4
+        ```
+    """
 
     def __init__(self, *hooks: ModelHook) -> None:
         self.hooks = hooks
@@ -131,6 +219,18 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
     """Give the module the forward back that it had, and with ``recurse`` all modules below it.
 
     A model that a device map dispatched is streamed no more.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+
+        layer = torch.nn.Linear(4, 1)
+        forward = layer.forward
+        add_hook_to_module(layer, ModelHook())
+        remove_hook_from_module(layer)
+        assert layer.forward == forward
+        ```
     """
     if is_dispatched(module):
         detach(module)
@@ -163,6 +263,15 @@ class CpuOffload(ModelHook):
     """A module rests on the CPU, goes to ``execution_device`` when it is called, and stays there.
 
     ``prev_module_hook``: of the module that is called before it, and leaves the device then.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.hooks import CpuOffload, add_hook_to_module
+
+        layer = add_hook_to_module(torch.nn.Linear(4, 1), CpuOffload("cpu"))  # or 0, the first GPU
+        assert layer.weight.device == torch.device("cpu")
+        ```
     """
 
     def __init__(
@@ -192,7 +301,19 @@ def default_device() -> torch.device:
 
 
 class UserCpuOffloadHook:
-    """Lets a model leave the device that it came to when it was called."""
+    """Lets a model leave the device that it came to when it was called.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep import cpu_offload_with_hook
+
+        model, hook = cpu_offload_with_hook(torch.nn.Linear(4, 1), "cpu")  # or 0, the first GPU
+        model(torch.randn(2, 4))
+        hook.offload()  # back to the CPU
+        hook.remove()  # and there it stays
+        ```
+    """
 
     def __init__(self, model: nn.Module, hook: ModelHook) -> None:
         self.model = model
@@ -223,6 +344,18 @@ def cpu_offload_with_hook(
 
     Returns:
         The model, and a hook with ``offload()`` (to the CPU) and ``remove()``.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep import cpu_offload_with_hook
+
+        encoder, first = cpu_offload_with_hook(torch.nn.Linear(4, 8), "cpu")  # or 0, the first GPU
+        decoder, second = cpu_offload_with_hook(torch.nn.Linear(8, 1), "cpu", prev_module_hook=first)
+        out = decoder(encoder(torch.randn(2, 4)))  # the encoder leaves before the decoder comes
+        second.offload()
+        assert out.shape == (2, 1)
+        ```
     """
     hook = CpuOffload(execution_device, prev_module_hook)
     add_hook_to_module(model, hook, append=True)
@@ -230,7 +363,18 @@ def cpu_offload_with_hook(
 
 
 class LayerwiseCastingHook(ModelHook):
-    """A module's weights rest in ``storage_dtype`` and have ``compute_dtype`` during its forward."""
+    """A module's weights rest in ``storage_dtype`` and have ``compute_dtype`` during its forward.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.hooks import LayerwiseCastingHook, add_hook_to_module
+
+        hook = LayerwiseCastingHook(torch.bfloat16, torch.float32, non_blocking=False)
+        layer = add_hook_to_module(torch.nn.Linear(4, 1), hook)
+        assert layer.weight.dtype == torch.bfloat16  # at rest
+        ```
+    """
 
     def __init__(self, storage_dtype: torch.dtype, compute_dtype: torch.dtype, non_blocking: bool) -> None:
         self.storage_dtype = storage_dtype
@@ -260,6 +404,18 @@ def attach_layerwise_casting_hooks(
     """Store the weights of linear and convolution layers in another type than they compute in; for inference.
 
     Modules whose names match a pattern (a regular expression), or of a class to skip, stay with all below them.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.big_modeling import attach_layerwise_casting_hooks
+
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+        attach_layerwise_casting_hooks(model, storage_dtype=torch.bfloat16, compute_dtype=torch.float32)
+        assert model[0].weight.dtype == torch.bfloat16
+        with torch.no_grad():
+            assert model(torch.randn(2, 4)).dtype == torch.float32
+        ```
     """
     patterns = (
         (skip_modules_pattern,) if isinstance(skip_modules_pattern, str) else skip_modules_pattern or ()

@@ -156,6 +156,19 @@ def offload_state_dict(save_dir: Path, state_dict: Mapping[str, torch.Tensor]) -
 
     Raises:
         OffloadError: the folder is full, cannot be written, or holds other values under one of the names.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep import disk_offload, init_empty_weights
+        from lockstep.utils import offload_state_dict
+
+        offload_state_dict("offload", {"weight": torch.ones(1, 4), "bias": torch.zeros(1)})
+        with init_empty_weights():
+            model = torch.nn.Linear(4, 1)
+        disk_offload(model, "offload", execution_device="cpu")  # finds its weights in the folder
+        assert model(torch.ones(1, 4)).item() == 4
+        ```
     """
     write_to_folder(
         os.fspath(save_dir),
@@ -167,7 +180,20 @@ def offload_state_dict(save_dir: Path, state_dict: Mapping[str, torch.Tensor]) -
 
 
 def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The state dict of a model with all its tensors on the CPU; those of the disk stay there, mapped."""
+    """The state dict of a model with all its tensors on the CPU; those of the disk stay there, mapped.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep import disk_offload
+        from lockstep.utils import get_state_dict_offloaded_model
+
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+        weight = model[0].weight.detach().clone()
+        disk_offload(model, "offloaded_state", execution_device="cpu")
+        assert torch.equal(get_state_dict_offloaded_model(model)["0.weight"], weight)
+        ```
+    """
     return {
         name: value.detach().to("cpu") if isinstance(value, torch.Tensor) else value
         for name, value in model.state_dict().items()
@@ -175,7 +201,20 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
-    """Whether parameters of the module itself are brought from elsewhere when it is used."""
+    """Whether parameters of the module itself are brought from elsewhere when it is used.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep import disk_offload
+        from lockstep.utils import has_offloaded_params
+
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+        assert not has_offloaded_params(model[0])
+        disk_offload(model, "offloaded_params", execution_device="cpu")
+        assert has_offloaded_params(model[0])
+        ```
+    """
     hook = module.__dict__.get("_hf_hook")
     return OFFLOADED in module.__dict__ or (isinstance(hook, AlignDevicesHook) and hook.offload)
 
@@ -187,6 +226,17 @@ def align_module_device(
     """Inside, the module's own parameters are on ``execution_device``; without one they are where they are at rest.
 
     What is written to them inside is kept.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.utils import align_module_device
+
+        layer = torch.nn.Linear(4, 1)
+        with align_module_device(layer, "cpu"):  # or 0, the first GPU
+            layer.weight.data.zero_()
+        assert layer.weight.abs().sum() == 0  # what was written inside is kept
+        ```
     """
     if execution_device is None:
         yield

@@ -26,12 +26,6 @@ def nesterov(parameters: list[torch.Tensor]) -> Optimizer:
 class DiLoCo(LocalRounds):
     """Every ``steps`` optimizer steps, and at the end of the block, step the outer optimizer.
 
-        with DiLoCo(accelerator, model, steps=100) as diloco:
-            for batch in loader:
-                ...
-                optimizer.step()
-                diloco.step()
-
     The outer gradient is where the round began, minus the mean over the ranks of where it ended. The outer optimizer
     steps on the former, and there the next round begins on all ranks. With ``SGD(lr=1)`` that is local SGD.
     Floating-point buffers are averaged. The inner optimizer's state stays each rank's own.
@@ -49,6 +43,24 @@ class DiLoCo(LocalRounds):
     Raises:
         ConfigError: ``steps`` is below 1.
         UsageError: the model is sharded, split, or not prepared. Both are raised on all ranks.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep import Accelerator, DiLoCo
+
+        accelerator = Accelerator()
+        model = torch.nn.Linear(4, 1)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        with DiLoCo(accelerator, model, steps=5) as diloco:
+            for batch in torch.randn(10, 8, 4):
+                accelerator.backward(model(batch).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+                diloco.step()  # every fifth call the ranks exchange weights
+        weight = accelerator.gather(accelerator.unwrap_model(model).weight)
+        assert (weight == weight[0]).all()  # the ranks agree
+        ```
     """
 
     def __init__(
@@ -99,12 +111,44 @@ class DiLoCo(LocalRounds):
             parameter.copy_(self._start[name])
 
     def state_dict(self) -> StateDict:
-        """As that of every rank, and where the round began with the outer optimizer's state, equal on all ranks."""
+        """As that of every rank, and where the round began with the outer optimizer's state, equal on all ranks.
+
+        Examples:
+            ```python
+            import torch
+            from lockstep import Accelerator, DiLoCo
+
+            accelerator = Accelerator()
+            model = torch.nn.Linear(4, 1)
+            model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            with DiLoCo(accelerator, model, steps=5) as diloco:
+                accelerator.register_for_checkpointing(diloco)  # save_state calls it
+                diloco.step()
+                assert diloco.state_dict()["in_round"] == 1
+            ```
+        """
         outer = self.outer_optimizer.state_dict()
         return {**super().state_dict(), "start": dict(self._start), "outer": outer}
 
     @torch.no_grad()
     def load_state_dict(self, state: StateDict) -> None:
+        """Go on where this rank was, with the round and the outer optimizer's state.
+
+        Examples:
+            ```python
+            import torch
+            from lockstep import Accelerator, DiLoCo
+
+            accelerator = Accelerator()
+            model = torch.nn.Linear(4, 1)
+            model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            with DiLoCo(accelerator, model, steps=5) as diloco:
+                accelerator.register_for_checkpointing(diloco)  # load_state calls it
+                diloco.step()
+                diloco.load_state_dict(diloco.state_dict())
+                assert diloco.num_steps == 1
+            ```
+        """
         super().load_state_dict(state)
         for name, value in state["start"].items():
             self._start[name].copy_(value)

@@ -111,6 +111,20 @@ class LocalRounds(TrainingBlock):
         """This rank's own state: where it is in its round, and inside of one its parameters.
 
         Tensors are those in use.
+
+        Examples:
+            ```python
+            import torch
+            from lockstep import Accelerator, LocalSGD
+
+            accelerator = Accelerator()
+            model = torch.nn.Linear(4, 1)
+            model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            with LocalSGD(accelerator, model, local_sgd_steps=5) as local_sgd:
+                accelerator.register_for_checkpointing(local_sgd)  # save_state calls it
+                local_sgd.step()
+                assert "parameters" in local_sgd.state_dict()  # those of a round that goes on
+            ```
         """
         inside = self._in_round > 0
         return {
@@ -128,6 +142,22 @@ class LocalRounds(TrainingBlock):
 
         Raises:
             CheckpointError: it was saved inside of a round by another number of ranks, or of another model.
+
+        Examples:
+            ```python
+            import torch
+            from lockstep import Accelerator, LocalSGD
+
+            accelerator = Accelerator()
+            model = torch.nn.Linear(4, 1)
+            model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            with LocalSGD(accelerator, model, local_sgd_steps=5) as local_sgd:
+                accelerator.register_for_checkpointing(local_sgd)  # load_state calls it
+                local_sgd.step()
+                state = local_sgd.state_dict()
+                local_sgd.load_state_dict(state)
+                assert local_sgd.num_steps == 1
+            ```
         """
         self._check_state(state)
         self.num_steps, self._in_round = state["num_steps"], state["in_round"]
@@ -172,12 +202,6 @@ class LocalRounds(TrainingBlock):
 class LocalSGD(LocalRounds):
     """Average parameters every ``local_sgd_steps`` optimizer steps, and at the end of the block; no gradients.
 
-        with LocalSGD(accelerator, model, local_sgd_steps=8) as local_sgd:
-            for batch in loader:
-                ...
-                optimizer.step()
-                local_sgd.step()
-
     Floating-point buffers are averaged too. The optimizer's state stays each rank's own.
     Reference: Stich, Local SGD Converges Fast and Communicates Little, ICLR 2019.
 
@@ -191,6 +215,24 @@ class LocalSGD(LocalRounds):
     Raises:
         ConfigError: ``local_sgd_steps`` is below 1.
         UsageError: the model is sharded, split, or not prepared. Both are raised on all ranks.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep import Accelerator, LocalSGD
+
+        accelerator = Accelerator()
+        model = torch.nn.Linear(4, 1)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        with LocalSGD(accelerator, model, local_sgd_steps=5) as local_sgd:
+            for batch in torch.randn(10, 8, 4):
+                accelerator.backward(model(batch).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+                local_sgd.step()  # every fifth call weights are averaged
+        weight = accelerator.gather(accelerator.unwrap_model(model).weight)
+        assert (weight == weight[0]).all()
+        ```
     """
 
     def __init__(

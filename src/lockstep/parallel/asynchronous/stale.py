@@ -37,6 +37,21 @@ class StalenessReport:
         histogram: Staleness -> number of gradients.
         waits: How often this rank had to wait for an update, because it would have run too far ahead.
         bytes_sent: By this rank.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep import Accelerator, BoundedStaleness
+
+        accelerator = Accelerator()
+        model = torch.nn.Linear(4, 1)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        with BoundedStaleness(accelerator, model, optimizer, staleness=2) as stale:
+            accelerator.backward(model(torch.randn(8, 4)).square().mean())
+            stale.step()
+        accelerator.print(stale.report)
+        assert stale.report.maximum <= stale.report.bound == 2
+        ```
     """
 
     bound: int
@@ -76,14 +91,6 @@ FAREWELL_S = 5.0
 class BoundedStaleness(TrainingBlock):
     """Go on with the next batch while gradients travel; wait only to keep them from being too stale.
 
-        with BoundedStaleness(accelerator, model, optimizer, staleness=2) as stale:
-            for batch in loader:
-                loss = ...
-                accelerator.backward(loss)
-                stale.step()                # in place of optimizer.step()
-                optimizer.zero_grad()
-        print(stale.report)
-
     Update t is one step of the optimizer with the mean of all ranks' gradients of their step t. Ranks take turns as the
     server that adds these up: rank t mod N. Each rank applies the same updates in the same order, as soon as they
     arrive. It waits only where its next gradient would be computed on parameters that lack more than ``staleness`` of
@@ -106,6 +113,24 @@ class BoundedStaleness(TrainingBlock):
         ConfigError: ``staleness`` is negative, or ``max_norm`` not above 0.
         UsageError: the model is sharded, split, or not prepared; the optimizer trains another model; or fp16, whose
             loss scale would have to be that of another step. All are raised on all ranks.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep import Accelerator, BoundedStaleness
+
+        accelerator = Accelerator()
+        model = torch.nn.Linear(4, 1)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        with BoundedStaleness(accelerator, model, optimizer, staleness=2) as stale:
+            for batch in torch.randn(10, 8, 4):
+                accelerator.backward(model(batch).square().mean())
+                stale.step()  # in place of optimizer.step()
+                optimizer.zero_grad()
+            stale.synchronize()  # all ranks are equal here
+        stale.finish()  # the end of the block did it
+        assert stale.report.maximum <= 2
+        ```
     """
 
     def __init__(

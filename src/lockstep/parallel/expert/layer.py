@@ -283,6 +283,17 @@ def load_balance_loss(model: nn.Module) -> torch.Tensor:
 
     Raises:
         UsageError: the model has no ``MixtureOfExperts``, or one of them was not called yet.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.nn import MixtureOfExperts, load_balance_loss
+
+        model = torch.nn.Sequential(MixtureOfExperts(16, 32, num_experts=4), torch.nn.Linear(16, 1))
+        loss = model(torch.randn(8, 16)).square().mean() + 0.01 * load_balance_loss(model)
+        loss.backward()
+        assert model[0].router.weight.grad is not None
+        ```
     """
     return torch.stack([layer.load.balance_loss for layer in _some_layers(model)]).sum()
 
@@ -292,6 +303,17 @@ def router_z_loss(model: nn.Module) -> torch.Tensor:
 
     Raises:
         UsageError: the model has no ``MixtureOfExperts``, or one of them was not called yet.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.nn import MixtureOfExperts, router_z_loss
+
+        model = torch.nn.Sequential(MixtureOfExperts(16, 32, num_experts=4), torch.nn.Linear(16, 1))
+        loss = model(torch.randn(8, 16)).square().mean() + 1e-3 * router_z_loss(model)
+        loss.backward()
+        assert router_z_loss(model) >= 0
+        ```
     """
     return torch.stack([layer.load.z_loss for layer in _some_layers(model)]).sum()
 

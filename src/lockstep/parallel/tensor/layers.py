@@ -67,6 +67,22 @@ class ColumnParallelLinear(ParallelLayer):
 
     Raises:
         UsageError: the output features do not divide, and are not gathered.
+
+    Examples:
+        ```python
+        import torch
+        from torch.distributed import init_device_mesh
+        from lockstep import Accelerator
+        from lockstep.nn import ColumnParallelLinear
+
+        ranks = Accelerator(cpu=True).num_processes
+        mesh = init_device_mesh("cpu", (ranks,)) if ranks > 1 else None  # None: a plain layer
+        layer = ColumnParallelLinear(16, 8, mesh=mesh)
+        x = torch.ones(2, 16)  # alike on all ranks
+        part = layer(x)
+        assert part.shape == (2, 8 // ranks)  # this rank's features
+        assert torch.equal(layer.part(layer.send(x)), part)  # the two halves of a call
+        ```
     """
 
     def __init__(
@@ -120,6 +136,20 @@ class RowParallelLinear(ParallelLayer):
 
     Raises:
         UsageError: the input features do not divide.
+
+    Examples:
+        ```python
+        import torch
+        from torch.distributed import init_device_mesh
+        from lockstep import Accelerator
+        from lockstep.nn import ColumnParallelLinear, RowParallelLinear
+
+        ranks = Accelerator(cpu=True).num_processes
+        mesh = init_device_mesh("cpu", (ranks,)) if ranks > 1 else None
+        up, down = ColumnParallelLinear(16, 64, mesh=mesh), RowParallelLinear(64, 16, mesh=mesh)
+        out = down(up(torch.ones(2, 16)).relu())  # one all-reduce, in the second layer
+        assert out.shape == (2, 16)
+        ```
     """
 
     def __init__(
@@ -166,6 +196,19 @@ class VocabParallelEmbedding(ParallelLayer):
 
     Takes integers [...], alike on all ranks, and returns [..., embedding_dim]. The weight is
     [num_embeddings, embedding_dim].
+
+    Examples:
+        ```python
+        import torch
+        from torch.distributed import init_device_mesh
+        from lockstep import Accelerator
+        from lockstep.nn import VocabParallelEmbedding
+
+        ranks = Accelerator(cpu=True).num_processes
+        mesh = init_device_mesh("cpu", (ranks,)) if ranks > 1 else None
+        embedding = VocabParallelEmbedding(1000, 16, mesh=mesh)  # two ranks: 500 rows each
+        assert embedding(torch.tensor([[3, 997]])).shape == (1, 2, 16)
+        ```
     """
 
     def __init__(
@@ -216,6 +259,21 @@ class ParallelMLP(nn.Module):
 
     Raises:
         UsageError: ``hidden`` does not divide.
+
+    Examples:
+        ```python
+        import torch
+        from torch.distributed import init_device_mesh
+        from lockstep import Accelerator
+        from lockstep.nn import ParallelMLP
+
+        ranks = Accelerator(cpu=True).num_processes
+        mesh = init_device_mesh("cpu", (ranks,)) if ranks > 1 else None
+        torch.manual_seed(0)
+        split, x = ParallelMLP(16, 64, mesh=mesh), torch.ones(2, 3, 16)
+        torch.manual_seed(0)
+        torch.testing.assert_close(split(x), ParallelMLP(16, 64)(x))  # the numbers of the plain layers
+        ```
     """
 
     def __init__(
@@ -259,6 +317,21 @@ class ParallelAttention(nn.Module):
 
     Raises:
         UsageError: heads, or heads of keys and values, do not divide; or the width by the heads.
+
+    Examples:
+        ```python
+        import torch
+        from torch.distributed import init_device_mesh
+        from lockstep import Accelerator
+        from lockstep.nn import ParallelAttention
+
+        ranks = Accelerator(cpu=True).num_processes
+        mesh = init_device_mesh("cpu", (ranks,)) if ranks > 1 else None
+        torch.manual_seed(0)
+        split, x = ParallelAttention(16, heads=4, mesh=mesh), torch.ones(2, 3, 16)  # two ranks: 2 heads each
+        torch.manual_seed(0)
+        torch.testing.assert_close(split(x), ParallelAttention(16, heads=4)(x))
+        ```
     """
 
     def __init__(

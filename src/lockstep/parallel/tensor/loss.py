@@ -47,6 +47,23 @@ def vocab_parallel_cross_entropy(
 
     Raises:
         UsageError: the logits are not split over their last dimension, or shapes differ.
+
+    Examples:
+        ```python
+        import torch
+        from torch.distributed.tensor import Shard, distribute_tensor
+        from lockstep import debug_launcher
+        from lockstep.nn import vocab_parallel_cross_entropy
+
+        def check() -> None:
+            mesh = torch.distributed.init_device_mesh("cpu", (2,))
+            logits, target = torch.arange(20.0).view(2, 10).sin(), torch.tensor([3, 9])
+            split = distribute_tensor(logits, mesh, [Shard(1)])  # 5 classes on each rank
+            loss = vocab_parallel_cross_entropy(split, target)
+            torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(logits, target))
+
+        debug_launcher(check, num_processes=2)
+        ```
     """
     split = cast("DTensor", logits)
     if not (is_dtensor(logits) and _is_split(split, logits.dim() - 1)):
