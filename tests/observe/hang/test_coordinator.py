@@ -441,6 +441,17 @@ def test_a_rank_that_comes_while_the_others_are_asked_is_progress() -> None:
     assert run.said == []
 
 
+def test_ranks_that_come_at_once_in_a_later_round_have_not_been_idle_since_the_clock_began() -> None:
+    run = Run(2)
+    run.coordinator.start_round(2)
+    for rank, peer in enumerate(run.peers):  # before the coordinator looks at the time
+        run.tell(peer, "hello", rank=rank, world_size=2, host=platform.node(), pid=os.getpid())
+    run.wait(59.0, ticks=0, boundaries=0)
+    assert run.said == []
+    run.wait(3.0, ticks=0, boundaries=0)
+    assert "Nothing has got done for 6" in run.said[0]
+
+
 def test_ranks_that_never_come_together_are_named_before_the_first_step() -> None:
     """They do not start slowly: they are in collectives of which neither can end."""
     run = Run(2)

@@ -89,6 +89,7 @@ class Coordinator:
         self._say = say
         self._states: dict[int, str] = {}
         self._questions = 0
+        self._now = 0.0
         self.commits = 0
         self.at_answer: Callable[[Evidence], None] = lambda evidence: None
         """Is told what a rank does, after ``ask_for_people``."""
@@ -113,7 +114,6 @@ class Coordinator:
         self._named_stragglers: set[int] = set()
         self._next_stragglers = 0.0
         self._next_told = 0.0
-        self._now = 0.0
         self._failed_at: float | None = None
         self.verdict: Finding | None = None
         self.stopped: str | None = None
