@@ -40,6 +40,7 @@ from lockstep.preparation.observers import RunObserver
 from lockstep.preparation.training import TrainingMethods
 from lockstep.runtime import process
 from lockstep.runtime.control import ProcessControl, RunState
+from lockstep.runtime.imports import record_imports
 from lockstep.runtime.memory import release_memory
 from lockstep.runtime.step import StepState
 from lockstep.train.accumulation import Accumulation
@@ -204,6 +205,7 @@ class Accelerator(
         self._options = options = fit_to_world(options, self.runtime.world_size)
         self._watch = hang.watch_process(self.runtime, options.watch, options.grace_s)
         self._watch.save_with(self._save_at_boundary)
+        record_imports(self._watch.clock)
         for text in options.config_warnings if self.runtime.is_main else ():
             warnings.warn(text, stacklevel=2)
         self._step = StepState(

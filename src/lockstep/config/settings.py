@@ -206,6 +206,9 @@ TOPICS: dict[str, tuple[Setting, ...]] = {
     "Failures": (
         Setting("max_restarts", kinds.integer(0, MAX_RESTARTS),
                 "Restarts after a failure (default: 0; with --nnodes MIN:MAX 1000).", "--max-restarts"),
+        Setting("warm_restarts", kinds.SWITCH,
+                "Import libraries before a restart is needed (default: yes).",
+                "--warm-restarts/--no-warm-restarts", True, note="true or false"),
         Setting("hang_timeout", kinds.SECONDS, "How long a hang may last (default: 300).", "--hang-timeout",
                 300.0, note="seconds"),
         Setting("grace", kinds.SECONDS, "Time from a stop signal to SIGKILL (default: 30).", "--grace", 30.0,

@@ -6,6 +6,7 @@ torch nor pydantic, because every worker reads this first.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -113,6 +114,8 @@ def speaks_accelerate(environ: Environ | None = None) -> bool:
     return any(environ.get(name) for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"))
 
 
+IMPORTS_VARIABLE = "LOCKSTEP_IMPORTS_FILE"
+
 OTHER_VARIABLES = (
     "LOCKSTEP_CONFIG_FILE",
     "LOCKSTEP_SECRET",
@@ -123,6 +126,8 @@ OTHER_VARIABLES = (
     "LOCKSTEP_SHARED_CONSOLE",
     "LOCKSTEP_CONTROL_FILE",
     "LOCKSTEP_ORPHAN_WATCH",
+    "LOCKSTEP_SPARE",
+    IMPORTS_VARIABLE,
 )
 
 
@@ -188,6 +193,19 @@ def named_backend(environ: Environ | None = None) -> str | None:
 def error_file(environ: Environ | None = None) -> str | None:
     """The file in which the elastic agent expects this worker's error, if there is an agent."""
     return (os.environ if environ is None else environ).get("TORCHELASTIC_ERROR_FILE") or None
+
+
+def imports_file(environ: Environ | None = None) -> str | None:
+    """Where this worker writes down what it has imported, if a spare process is to import it, too."""
+    return (os.environ if environ is None else environ).get(IMPORTS_VARIABLE) or None
+
+
+def environment_digests() -> dict[str, str]:
+    """Of each variable a digest of its value: by which values can be compared and not be read."""
+    return {
+        name: hashlib.blake2b(value.encode(errors="surrogateescape"), digest_size=12).hexdigest()
+        for name, value in os.environ.items()
+    }
 
 
 def named_config_file(environ: Environ | None = None) -> str | None:

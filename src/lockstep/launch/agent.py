@@ -83,6 +83,7 @@ class Agent:
             return 1
         finally:
             self._end_workers(signal.SIGTERM)
+            self._starter.close()
 
     def _round(self) -> Over | None:
         """One round; None if another one follows."""
@@ -129,6 +130,7 @@ class Agent:
                 name = str(message["signal"])
                 stop_code = of_signal(signal.Signals[name]) if name else of_signal(signal.SIGTERM)
             self._upkeep()
+            self._starter.keep_up()
             asked = self._signals.asked()
             if asked is not None:
                 self._rendezvous.tell("stop", signal=asked.name)

@@ -25,11 +25,14 @@ import select
 import signal
 import sys
 import time
+from collections.abc import Collection
 from contextlib import suppress
 
 ID_VARIABLE = "LOCKSTEP_LAUNCH_ID"
 # in the environment of the watches: they end by themselves
 WATCH_VARIABLE = "LOCKSTEP_ORPHAN_WATCH"
+# in the environment of processes that wait for the next round, and of their watches: its own mark, and more
+SPARE_VARIABLE = "LOCKSTEP_SPARE"
 DONE = b"done"
 HEARTBEAT_S = 0.5
 ROUNDS = 50
@@ -37,8 +40,9 @@ PR_SET_PDEATHSIG = 1
 NOT_EXECUTABLE, NOT_FOUND = 126, 127  # the codes of POSIX shells
 
 
-def members(launch_id: str, with_watches: bool = False) -> list[int]:
-    """Processes of this user whose environment carries the launch's identity."""
+def members(launch_id: str, with_watches: bool = False, spares: Collection[str] = ()) -> list[int]:
+    """Processes of this user whose environment carries the launch's identity, but for those of ``spares``."""
+    kept = tuple(f"{SPARE_VARIABLE}={token}:".encode() for token in spares)
     mark, watch = f"{ID_VARIABLE}={launch_id}".encode(), f"{WATCH_VARIABLE}=1".encode()
     found = []
     for entry in os.listdir("/proc"):
@@ -49,15 +53,17 @@ def members(launch_id: str, with_watches: bool = False) -> list[int]:
                 variables = file.read().split(b"\0")
         except OSError:  # it ended meanwhile, or belongs to someone else
             continue
-        if mark in variables and (with_watches or watch not in variables):
+        if mark not in variables or (watch in variables and not with_watches):
+            continue
+        if not any(variable.startswith(kept) for variable in variables):
             found.append(int(entry))
     return found
 
 
-def end(launch_id: str, with_watches: bool = False) -> None:
+def end(launch_id: str, with_watches: bool = False, spares: Collection[str] = ()) -> None:
     """Kill the members until none is left; new ones may be forked while we look."""
     for _ in range(ROUNDS):
-        pids = [pid for pid in members(launch_id, with_watches) if pid != os.getpid()]
+        pids = [pid for pid in members(launch_id, with_watches, spares) if pid != os.getpid()]
         if not pids:
             return
         for pid in pids:

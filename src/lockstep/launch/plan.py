@@ -97,7 +97,8 @@ class FaultPolicy:
     ``max_restarts``: rounds after a failure. ``hang_timeout_s``: how long a hang that was named may last.
     ``grace_s``: from a stop signal to SIGKILL. ``watch``: whether workers are watched at all. ``monitor_interval_s``:
     between two looks at whether they run. ``join_timeout_s``: how long machines wait for each other, and
-    ``last_call_s``: for more of them once there are enough.
+    ``last_call_s``: for more of them once there are enough. ``warm_restarts``: whether the next round's processes have
+    imported their libraries before it begins.
     """
 
     max_restarts: int = 0
@@ -107,6 +108,7 @@ class FaultPolicy:
     monitor_interval_s: float = SETTINGS["monitor_interval"].default
     join_timeout_s: float = JOIN_LIMIT_S
     last_call_s: float = LAST_CALL_S
+    warm_restarts: bool = SETTINGS["warm_restarts"].default
 
 
 @dataclass(frozen=True)
@@ -261,6 +263,7 @@ def _survival(value: Mapping[str, Any], restarts: int) -> FaultPolicy:
         policy,
         join_timeout_s=waits.get("join_timeout", policy.join_timeout_s),
         last_call_s=waits.get("last_call_timeout", policy.last_call_s),
+        warm_restarts=value["warm_restarts"],
     )
 
 

@@ -17,11 +17,12 @@ from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, S
 
 from lockstep.config.sources import inherited_environment
 from lockstep.launch import bare
-from lockstep.launch.backend import worker_arguments
+from lockstep.launch.backend import say, worker_arguments
 from lockstep.launch.network import store_on
 from lockstep.launch.plan import LaunchPlan
 from lockstep.launch.rendezvous import Round
 from lockstep.launch.report import Failure, read_error_file
+from lockstep.launch.spare.spares import Spares, is_possible
 from lockstep.runtime.failure import PREEMPTED
 
 
@@ -73,6 +74,7 @@ class Workers:
         environment: what they get beside the launcher's own, the same for all.
         restarts: what torch's variables say about restarts: (so far, at most).
         role: what they find in ROLE_NAME.
+        spares: processes that may be used instead of new ones.
     """
 
     def __init__(
@@ -85,21 +87,30 @@ class Workers:
         run_id: str,
         max_restarts: int,
         role: str = "default",
+        spares: Spares | None = None,
     ) -> None:
         self._logs = logs
         self.ranks = {local: place.base_rank + local for local in range(nproc)}
         environments = {
-            local: {**environment, **_place(local, nproc, place, run_id, max_restarts), "ROLE_NAME": role}
+            local: {
+                **environment,
+                **(spares.variables(local) if spares else {}),
+                **_place(local, nproc, place, run_id, max_restarts),
+                "ROLE_NAME": role,
+            }
             for local in self.ranks
         }
         logs.round = place.number
-        self._context = start_processes(
+        prefixes = {local: f"[rank {rank}] " for local, rank in self.ranks.items()}
+        arguments = dict.fromkeys(self.ranks, worker_arguments(command))
+        start = start_processes if spares is None else spares.processes
+        self._context = start(
             name=role,
             entrypoint=sys.executable,
-            args=dict.fromkeys(self.ranks, worker_arguments(command)),
+            args=arguments,
             envs=environments,
             logs_specs=logs,
-            log_line_prefixes={local: f"[rank {rank}] " for local, rank in self.ranks.items()},
+            log_line_prefixes=prefixes,
         )
         self._processes = {
             local: handler.proc
@@ -156,6 +167,11 @@ class Starter:
         self._control = control
         self._logs = RankLogs(work_dir, plan.log_dir, plan.tee)
         self._store: TCPStore | None = None
+        self._spares = (
+            Spares(work_dir, plan.log_dir, say)
+            if plan.survival.warm_restarts and plan.survival.max_restarts and is_possible(plan.command)
+            else None
+        )
 
     def start(self, place: Round) -> Workers:
         """Start the workers that belong into this place."""
@@ -172,13 +188,25 @@ class Starter:
             run_id=self._launch_id,
             max_restarts=plan.survival.max_restarts,
             role=plan.role,
+            spares=self._spares,
         )
+
+    def keep_up(self) -> None:
+        """While a round runs, prepare the next; called a few times a second."""
+        if self._spares is not None:
+            self._spares.keep_up()
 
     def sweep(self) -> None:
         """After a round: free the store's port, and end what the workers may have left behind."""
         self._store = None
         if os.path.isdir("/proc/self"):
-            bare.end(self._launch_id, with_watches=True)
+            bare.end(self._launch_id, with_watches=True, spares=self._spares.tokens if self._spares else ())
+
+    def close(self) -> None:
+        """At the end of the launch: end what waits for another round."""
+        if self._spares is not None:
+            self._spares.close()
+            self.sweep()
 
 
 def _place(local: int, nproc: int, place: Round, run_id: str, max_restarts: int) -> dict[str, str]:

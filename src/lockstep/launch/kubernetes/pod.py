@@ -49,6 +49,7 @@ def arguments(plan: LaunchPlan, machine: PodMachine) -> list[str]:
     words += ["--max-restarts", str(survival.max_restarts), "--grace", _seconds(survival.grace_s)]
     words += ["--hang-timeout", _seconds(survival.hang_timeout_s)]
     words += [] if survival.watch else ["--no-watch"]
+    words += [] if survival.warm_restarts else ["--no-warm-restarts"]
     usual = FaultPolicy()
     if survival.monitor_interval_s != usual.monitor_interval_s:
         words += ["--monitor-interval", _seconds(survival.monitor_interval_s)]

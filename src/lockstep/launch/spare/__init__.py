@@ -1,0 +1,1 @@
+"""Spare processes: they have imported a script's libraries, and wait to become the workers of the next round."""

@@ -1,0 +1,43 @@
+"""Writes down which modules a worker has imported, for the process that will take its place."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+from lockstep.config.sources import environment_digests, imports_file
+from lockstep.runtime.step import StepClock
+
+
+def record_imports(clock: StepClock) -> None:
+    """Write the modules into the file that the launcher has named, if any, after each step that imported some."""
+    path = imports_file()
+    if path is None:
+        return
+    count = 0
+
+    def step_ends() -> None:
+        nonlocal count
+        if len(sys.modules) != count:
+            count = len(sys.modules)
+            _write(path)
+
+    clock.at_step.append(step_ends)
+
+
+def _write(path: str) -> None:
+    """In the order in which they were imported: a module comes after those that need it to be there first."""
+    modules = []
+    for name, module in list(sys.modules.items()):
+        spec = getattr(module, "__spec__", None)
+        if spec is not None and spec.has_location and spec.name == name:
+            modules.append(name)
+    record = {"modules": modules, "environment": environment_digests()}
+    part = f"{path}.part"
+    try:
+        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+            json.dump(record, file)
+        os.replace(part, path)
+    except OSError:  # without it the next round starts as the first one did
+        return
