@@ -71,7 +71,8 @@ if __name__ == "__main__":
         "schedule": [os.sched_getscheduler(0), os.nice(0), sorted(os.sched_getaffinity(0))],
         "locale": locale.setlocale(locale.LC_ALL), "recursion": sys.getrecursionlimit(), "umask": os.umask(0o22),
         "start": multiprocessing.get_start_method(allow_none=True), "switch": sys.getswitchinterval(),
-        "random": [torch.initial_seed(), torch.rand(3).tolist()], "dtype": str(torch.get_default_dtype()),
+        "random": [torch.manual_seed(3).initial_seed(), torch.rand(3).tolist()],
+        "dtype": str(torch.get_default_dtype()),
         "grad": [torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled()],
         "score": open("/proc/self/oom_score_adj").read(),
     }

@@ -72,10 +72,12 @@ def wait_for_round(place: str, baseline: Collection[str]) -> bool:
     """
     token, descriptor, *rest = os.environ[VARIABLE].split(":")
     raw = {**os.environ}
-    is_theirs = _as_without_us(place)
+    _leave_out(place)
+    environment = dict(os.environ)
+    is_theirs = _import_theirs()
     channel = socket.socket(fileno=int(descriptor))
     channel.set_inheritable(False)
-    spare = Spare(channel, ONLY_TOP in rest, dict(os.environ), baseline, Output(), CommandLine())
+    spare = Spare(channel, ONLY_TOP in rest, environment, baseline, Output(), CommandLine())
     spare.command_line.show(NAME)
     try:
         _preload(spare)
@@ -84,6 +86,7 @@ def wait_for_round(place: str, baseline: Collection[str]) -> bool:
     except Unfit as error:
         if spare.target is not None and not spare.only_top and _has_top(spare):
             spare.output.restore(())
+            spare.tell(state="")
             _again_without_late(raw, token, channel)
         spare.tell(state="unfit", why=str(error))
         os._exit(0)
@@ -104,8 +107,8 @@ def wait_for_round(place: str, baseline: Collection[str]) -> bool:
     return is_theirs
 
 
-def _as_without_us(place: str) -> bool:
-    """Environment, path and modules as Python would have made them; whether there is another ``sitecustomize``."""
+def _leave_out(place: str) -> None:
+    """Environment and path as Python would have made them without this folder."""
     del os.environ[VARIABLE]
     said = os.environ["PYTHONPATH"]
     first, separator, others = said.partition(os.pathsep)
@@ -117,6 +120,10 @@ def _as_without_us(place: str) -> bool:
         raise Unfit("PYTHONPATH was changed")
     sys.path.remove(place)
     sys.path_importer_cache.pop(place, None)
+
+
+def _import_theirs() -> bool:
+    """As Python would have done; whether there is a ``sitecustomize`` beside ours."""
     ours = sys.modules.pop("sitecustomize")
     if PathFinder.find_spec("sitecustomize") is None:
         sys.modules["sitecustomize"] = ours
@@ -217,7 +224,6 @@ def _wait(spare: Spare) -> tuple[dict[str, str], list[int]]:
             if "environment" in message:
                 spare.tell(state="taken")
                 return message["environment"], descriptors
-            spare.tell(state="")
             _preload_late(spare)
             spare.is_ready()
 

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
@@ -22,7 +23,7 @@ from lockstep.torch_internals.elastic import OwnProcesses
 
 SITE = os.path.dirname(os.path.abspath(site.__file__ or ""))
 VARIABLE = "LOCKSTEP_SPARE"
-ANSWER_S = 1.0
+ANSWER_S = 2.0
 PROBE_S = 30.0
 PROBE, PROBED = "probe", 71
 MOST_BYTES = 1 << 16
@@ -83,6 +84,12 @@ class SpareProcess:
                 message = json.loads(line)
                 self.state = str(message["state"])
                 self.why = str(message.get("why", ""))
+
+    def hear_answer(self) -> None:
+        """Until it says something after it was told to begin; it may be importing what was new a moment ago."""
+        deadline = time.monotonic() + ANSWER_S
+        while self.state in ("ready", "") and self._channel.fileno() >= 0 and time.monotonic() < deadline:
+            self.hear(max(0.0, deadline - time.monotonic()))
 
     def tell(self, message: Mapping[str, object], files: tuple[int, ...] = ()) -> bool:
         """Whether it could be told."""
@@ -219,14 +226,14 @@ class Spares:
         if spare is None:
             return None
         spare.hear()
-        if spare.state == "ready":
+        if spare.state == "ready" and spare.process.poll() is None:
             files = tuple(file.fileno() for file in (stdout, stderr) if file is not None)
             if spare.tell({"environment": dict(environment)}, files):
-                spare.hear(ANSWER_S)
+                spare.hear_answer()
             if spare.state in ("taken", "warm", "cold"):
                 self._taken.append(spare)
                 return spare.process
-            spare.why = "its spare process does not answer"
+            spare.why = "" if spare.process.poll() is not None else "its spare process does not answer"
         if spare.process.poll() is not None and not spare.why:
             spare.why = f"its spare process ended with {spare.process.returncode}"
         if spare.why:
