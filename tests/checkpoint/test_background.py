@@ -261,10 +261,10 @@ def no_memory(directory: str) -> tuple[str, bool]:
     run = Run()
     original = HostStager.stage
 
-    def stage(self: HostStager, files: dict[str, TensorFile]) -> dict[str, TensorFile]:
+    def stage(self: HostStager, files: dict[str, TensorFile], copies: Any) -> dict[str, TensorFile]:
         if run.accelerator.process_index == 1:
             raise MemoryError("no memory")
-        return original(self, files)
+        return original(self, files, copies)
 
     error = ""
     with mock.patch.object(HostStager, "stage", stage):

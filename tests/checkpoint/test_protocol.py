@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import sys
+import threading
+from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
@@ -16,13 +18,19 @@ from torch import nn
 
 import lockstep
 from lockstep import Accelerator
+from lockstep.checkpoint import save
 from lockstep.comm.collectives import Communicator
 from lockstep.comm.ledger import CommunicationLedger
 
 CHECKPOINT = Path(lockstep.__file__).parent / "checkpoint"
-COLLECTIVES = ("raise_on_all_ranks", "gather_object", "whole", "new_group", "open_window", "write_checkpoint")
-RECORDS = {"error_barrier": 1, "gather_object": 3}
+COLLECTIVES = (
+    *("raise_on_all_ranks", "gather_alike", "gather_object", "whole", "new_group", "open_window"),
+    *("plan_files", "write_checkpoint"),
+)
+RECORDS = {"error_barrier": 1, "gather_alike": 1, "gather_object": 3}
 """Collectives of torch in one call: the ranks' intentions, and for objects their sizes and pickles."""
+AT_ONCE = {"error_barrier": 1, "gather_alike": 1}
+"""What a later save in the background asks for before it returns."""
 
 Call = tuple[str, str, int]
 
@@ -77,6 +85,12 @@ def calls(parallel: str, directory: str) -> dict[str, tuple[list[Call], int]]:
     model = Net()
     accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     found: dict[str, tuple[list[Call], int]] = {}
+    release = threading.Event()
+    planned = save.plan_files
+
+    def plan_later(*args: Any) -> Any:
+        release.wait()
+        return planned(*args)
 
     def note(kind: str, action: Any) -> None:
         with Calls() as made, CommunicationLedger() as ledger:
@@ -87,6 +101,11 @@ def calls(parallel: str, directory: str) -> dict[str, tuple[list[Call], int]]:
     note("first", lambda: accelerator.save_state(directory))
     note("replaces", lambda: accelerator.save_state(directory))
     note("background", lambda: accelerator.save_state(directory, blocking=False))
+    with mock.patch.object(save, "plan_files", plan_later), Calls() as made, CommunicationLedger() as ledger:
+        accelerator.save_state(directory, blocking=False)
+        found["returned"] = list(made.seen), ledger.count()
+        release.set()
+        accelerator._checkpointer.wait()
     note("load", lambda: accelerator.load_state(directory))
     if parallel.startswith("zero"):
         accelerator.register_save_state_pre_hook(lambda models, weights, place: None)
@@ -104,18 +123,16 @@ def test_every_collective_stands_in_its_order_in_one_file(
         assert {file for _, file, _ in seen} == {"load.py" if kind == "load" else "save.py"}
         lines = [line for _, _, line in seen]
         assert lines == sorted(set(lines)), kind
-        if kind in (
-            "first",
-            "replaces",
-            "load",
-        ):  # of the others some are made elsewhere: by a thread, or of weights
+        # Of the others some are made elsewhere: by a thread, or of weights.
+        if kind in ("first", "replaces", "load", "returned"):
             assert count == sum(RECORDS[name] for name, _, _ in seen), kind
     first, again = (len(ranks[0][kind][0]) for kind in ("first", "replaces"))
     # The first one makes a plan, the second verifies and removes what it has replaced.
-    assert again == first - 1 + 2
+    assert again == first - 2 + 2
+    assert Counter(name for name, _, _ in ranks[0]["returned"][0]) == AT_ONCE
     sent = {"zero=3": 0, "pp=2": 1}[parallel]  # stages have other documents
     assert [name for name, _, _ in ranks[0]["load"][0]].count("gather_object") == 2 + sent
-    assert [name for name, _, _ in ranks[0]["first"][0]].count("gather_object") == 8 + sent
+    assert [name for name, _, _ in ranks[0]["first"][0]].count("gather_object") == 6 + sent
 
 
 def listed(file: str) -> dict[int, str]:
@@ -136,7 +153,7 @@ def test_each_collective_stands_below_a_line_that_says_what_travels(file: str, l
     assert len(found) >= least
     for number, name in found.items():
         paragraph = "\n".join(lines[:number]).rpartition("\n\n")[2]
-        assert "  # " in paragraph or name == "write_checkpoint", f"{file}:{number}"
+        assert "  # " in paragraph or name in ("plan_files", "write_checkpoint"), f"{file}:{number}"
 
 
 def test_what_is_called_in_between_holds_no_collective() -> None:

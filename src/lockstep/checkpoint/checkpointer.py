@@ -6,7 +6,8 @@ import logging
 import threading
 from collections.abc import Callable
 
-from lockstep.checkpoint.contents import Hooks
+from lockstep.checkpoint.contents import CheckpointContents, Hooks
+from lockstep.checkpoint.deferred import DeferredCopies
 from lockstep.checkpoint.folders import Folders
 from lockstep.checkpoint.planner import SavePlanner
 from lockstep.checkpoint.writer import CheckpointGroup, HostStager
@@ -14,6 +15,7 @@ from lockstep.comm.collectives import Communicator
 from lockstep.config.handlers import ProjectConfiguration
 from lockstep.errors import CheckpointError
 from lockstep.runtime.process import Runtime
+from lockstep.runtime.step import StepState
 
 logger = logging.getLogger("lockstep.checkpoint")
 
@@ -31,6 +33,7 @@ class Checkpointer:
         communicator: Communicator,
         project: ProjectConfiguration,
         committed: Callable[[str], None],
+        step: StepState,
     ) -> None:
         self.runtime = runtime
         self.communicator = communicator
@@ -40,7 +43,7 @@ class Checkpointer:
         self.group = _group(runtime, project)
         self.folders = Folders(project, self.group, runtime.world_size)
         self.planner = SavePlanner(self.group)
-        self.background = Background()
+        self.background = Background(step)
         self.has_told_of_added = False
 
     def wait(self) -> None:
@@ -58,17 +61,24 @@ class Checkpointer:
 class Background:
     """At most one save at a time, in a thread of its own; the process does not end before it does.
 
-    ``communicator`` is the thread's, of a group of its own, as training uses the main one.
+    ``communicator`` is the thread's, of a group of its own, as training uses the main one. ``copies`` are those that
+    it makes, which training waits for through ``step``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, step: StepState) -> None:
+        self._step = step
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._what = ""
         self.communicator: Communicator | None = None
         self.stager = HostStager()
+        self.copies: DeferredCopies | None = None
 
-    def start(self, work: Callable[[], None], what: str) -> None:
+    def defer(self, contents: CheckpointContents) -> DeferredCopies:
+        """For the copies of a state that are made later."""
+        return DeferredCopies(contents, self._step.clock)
+
+    def start(self, work: Callable[[], None], what: str, copies: DeferredCopies) -> None:
         """Run ``work``, which saves ``what``; ``wait`` must have been called since the last start."""
         assert self._thread is None
         self._what = what
@@ -79,9 +89,13 @@ class Background:
             except BaseException as error:
                 self._failure = error
                 logger.error("%s was not saved: %s", what, error)
+            finally:
+                copies.close()
 
-        self._thread = threading.Thread(target=run, name="lockstep-save", daemon=False)
-        self._thread.start()
+        thread = threading.Thread(target=run, name="lockstep-save", daemon=False)
+        thread.start()
+        self._step.being_saved = self.copies = copies
+        self._thread = thread
 
     def wait(self) -> None:
         """Wait for the running save, if there is one.
@@ -92,6 +106,9 @@ class Background:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+        if self.copies is not None:
+            self.copies.release()
+            self._step.being_saved = self.copies = None
         failure, self._failure = self._failure, None
         if failure is not None:
             raise CheckpointError(

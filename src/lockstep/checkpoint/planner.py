@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -76,11 +76,16 @@ class SavePlan:
         """Bytes of all tensors."""
         return sum(entry.nbytes for entry in self.index.values())
 
-    def content(self, file: str, tensors: Tensors) -> dict[str, torch.Tensor]:
-        """What this rank writes into ``file``, by the keys there: views of ``tensors``."""
+    def content(
+        self,
+        file: str,
+        tensors: Tensors,
+        part_of: Callable[[str, torch.Tensor], torch.Tensor] = lambda _, tensor: local(tensor),
+    ) -> dict[str, torch.Tensor]:
+        """What this rank writes into ``file``, by the keys there: views of the parts that it has of ``tensors``."""
         found = {}
         for key, name in self.mine[file].items():
-            box, part = self.boxes[file, key], local(tensors[name])
+            box, part = self.boxes[file, key], part_of(name, tensors[name])
             found[key] = box.of(part) if math.prod(box.shape) else part.new_empty(box.shape)
         return found
 
@@ -105,6 +110,11 @@ class SavePlanner:
             for name, t in tensors.items()
         ]
         return digest_of(repr((self._group.ranks, described)).encode())
+
+    @property
+    def has_plan(self) -> bool:
+        """Whether there is a last plan."""
+        return self._plan is not None
 
     def is_outdated(self, signatures: list[str]) -> bool:
         """Whether the last plan was made for tensors that look otherwise, on any rank."""

@@ -1,41 +1,32 @@
 """Save the state of a run: what the ranks tell each other, step by step.
 
 Every collective of a save stands in this file, in its order, below a comment that says what travels from which ranks
-to which. Everything that is called in between plans, names or touches files, and holds none. Two kinds are used:
+to which. Everything that is called in between plans, names or touches files, and holds none. Three kinds are used:
 
     raise_on_all_ranks   a block that may fail on one rank alone; at its end each rank tells all whether it has failed,
                          so that none goes on to a collective in which the others will not come
+    gather_alike         each rank sends a value to all; where all send the same, a digest of it is all that travels
     gather_object        each rank sends a value to all, and has a list of what they sent, by rank
 
 ``save`` is what is done at once, ``write_checkpoint`` what a thread may do while training goes on, in a process group
-of its own. A checkpoint is there once the coordinator has published it, by one rename or one put; until then nothing
-that was saved before is touched.
+of its own; where nothing speaks against it (``SaveRequest.plans_at_once``), the thread does ``plan_files`` too. A
+checkpoint is there once the coordinator has published it, by one rename or one put; until then nothing that was saved
+before is touched.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 
-import torch
 import torch.distributed as dist
 
 from lockstep.checkpoint.checkpointer import Checkpointer
-from lockstep.checkpoint.contents import CheckpointContents, SaveHook
+from lockstep.checkpoint.contents import CheckpointContents
 from lockstep.checkpoint.folders import StagingArea, remove_older
-from lockstep.checkpoint.format.documents import (
-    STATE,
-    TENSORS,
-    Saved,
-    canonical,
-    digest_of,
-    rank_file,
-    versions,
-)
-from lockstep.checkpoint.format.tensors import TensorFile
+from lockstep.checkpoint.format.documents import canonical, digest_of
 from lockstep.checkpoint.global_state import (
     digests_of,
     first_ranks,
@@ -44,9 +35,11 @@ from lockstep.checkpoint.global_state import (
     refuse_other_contents,
     split_divergent_state,
 )
-from lockstep.checkpoint.planner import SavePlan
-from lockstep.checkpoint.state import RankState, collect, collect_random
-from lockstep.checkpoint.writer import StagedState, Writer, now
+from lockstep.checkpoint.planner import LocalShards
+from lockstep.checkpoint.save_hooks import refuse_url, run_hooks
+from lockstep.checkpoint.save_request import SaveRequest
+from lockstep.checkpoint.state import collect, collect_random
+from lockstep.checkpoint.writer import StagedState, Writer
 from lockstep.comm.collectives import Communicator, raise_on_all_ranks
 from lockstep.comm.dtensor import whole
 from lockstep.errors import UsageError
@@ -67,68 +60,133 @@ def save(
         output_dir: Where, or None for the project's next numbered directory.
         list_contents: What is saved, looked at when it is called.
         settings: How the run is set up, for the manifest.
-        blocking: False: return when this rank's part has been copied in host memory; a failure after that is raised by
-            the next call.
+        blocking: False: return as soon as what is saved is sure to be the state of now; a failure after that is
+            raised by the next call.
         add_files: Called on each rank with the local directory in which the checkpoint is made; files that it writes
             there belong to it.
     """
     communicator, group, folders = checkpointer.communicator, checkpointer.group, checkpointer.folders
-    planner, rank = checkpointer.planner, checkpointer.group.rank
-
-    # From each rank to all: whether it was called as it can be.
-    with raise_on_all_ranks(communicator):
-        contents = list_contents()
+    background = checkpointer.background
     checkpointer.wait()
 
-    # From each rank to all: ``blocking``.
-    if len(set(communicator.gather_object([bool(blocking)]))) > 1:
-        raise UsageError("The ranks differ in blocking. Pass the same to save_state on every rank.")
-
-    # From each rank to all: whether it has a place to save to; then the place.
-    with raise_on_all_ranks(communicator):
+    def request() -> SaveRequest:
+        contents = list_contents()
         store, directory = folders.next(output_dir)
-    directories = communicator.gather_object([directory])
+        state = collect(contents, group.rank)
+        copies = None if blocking else background.defer(contents)
+        called = SaveRequest(
+            checkpointer, contents, settings, add_files, output_dir is None, store, directory, state, copies
+        )
+        if not called.changes_state:
+            called.freeze()
+        return called
+
+    # From each rank to all: whether it can save, and a digest of how it was called, where it saves to, what it has
+    # prepared and whether files are planned at once; where ranks differ, that itself.
+    requested, failure = _attempt(request)
+    mine = (
+        None
+        if requested is None
+        else (bool(blocking), requested.directory, requested.state.common["contents"])
+    )
+    everywhere = communicator.gather_alike((mine, requested is None or requested.plans_at_once), failure)
+    assert requested is not None
+    called = [of_rank for of_rank, _ in everywhere]
+    plans_at_once = any(at_once for _, at_once in everywhere)
+    directory, copies = requested.directory, requested.copies
 
     with ExitStack() as undo:
+        if copies is not None:
+            undo.callback(copies.close)
+        if len({blocks for blocks, _, _ in called}) > 1:
+            raise UsageError("The ranks differ in blocking. Pass the same to save_state on every rank.")
+        refuse_other_contents([contents for _, _, contents in called])
         undo.callback(folders.unlock, directory)
 
-        # From the coordinator to the ranks that share the directory: its staging area, once the directory is locked.
-        begun: StagingArea | None = None
+        # From each rank to all: whether they save to one directory, and the coordinator could lock it.
         with raise_on_all_ranks(communicator):
-            group.refuse_different(directories)
+            group.refuse_different([of_rank for _, of_rank, _ in called])
             if group.is_coordinator:
-                begun = folders.begin(store, directory, is_numbered=output_dir is None)
-        area: StagingArea = communicator.gather_object([begun])[group.coordinator]
-        writer = Writer(store, directory, area.path, group)
+                requested.area = folders.begin(requested.store, directory, requested.is_numbered)
+                undo.callback(Writer(requested.store, directory, requested.area.path, group).abandon)
+
+        # Once a run: all make a group for the thread.
+        if not blocking and background.communicator is None:
+            own_group = dist.new_group(backend="gloo") if communicator.world_size > 1 else None
+            background.communicator = Communicator(replace(checkpointer.runtime, backend="gloo"), own_group)
+
+        planned = plan_files(communicator, requested) if plans_at_once else None
+        undo.pop_all()
+
+    # Now: if writing fails after it has published, the number is taken.
+    checkpointer.project.iteration += requested.is_numbered
+
+    def write() -> None:
+        used = communicator if copies is None else background.communicator
+        assert used is not None
+        try:
+            writer, staged, area = planned or plan_files(used, requested)
+            write_checkpoint(used, writer, staged, area.replaces, area.older)
+        finally:
+            folders.unlock(directory)
+        if checkpointer.runtime.is_main:
+            checkpointer.committed(directory)
+
+    if copies is None:
+        write()
+    else:
+        background.start(write, directory, copies)
+    return directory
+
+
+def _attempt(request: Callable[[], SaveRequest]) -> tuple[SaveRequest | None, Exception | None]:
+    try:
+        return request(), None
+    except Exception as error:
+        return None, error
+
+
+def plan_files(communicator: Communicator, request: SaveRequest) -> tuple[Writer, StagedState, StagingArea]:
+    """Who writes which part of the state into which files. Collective.
+
+    Returns this rank's part in it, what it writes, and where; nothing is left of the staging area if this raises.
+    """
+    checkpointer, contents, state = request.checkpointer, request.contents, request.state
+    group, planner, rank = checkpointer.group, checkpointer.planner, checkpointer.group.rank
+
+    # From the coordinator to the ranks that share the directory: its staging area.
+    area: StagingArea = communicator.gather_object([request.area])[group.coordinator]
+    writer = Writer(request.store, request.directory, area.path, group)
+    with ExitStack() as undo:
         undo.callback(writer.abandon)
 
-        # From each rank to all: what it has prepared, and digests of buffers and objects of which copies may differ.
+        # From each rank to all: digests of buffers and objects of which copies may differ.
         with raise_on_all_ranks(communicator):
-            state = collect(contents, rank)
             digests = digests_of(state) if communicator.world_size > 1 else {}
-        by_rank = communicator.gather_object([(state.common["contents"], digests)])
-        refuse_other_contents([of_rank for of_rank, _ in by_rank])
-        split_divergent_state(state, [of_rank for _, of_rank in by_rank], rank, group.ranks)
+        split_divergent_state(state, communicator.gather_object([digests]), rank, group.ranks)
 
         # Where a hook wants to see them: every shard of the weights, to all ranks of its mesh; tensor after tensor.
         if checkpointer.hooks.save:
             with raise_on_all_ranks(communicator):
-                _refuse_url(writer)
+                refuse_url(writer)
                 shards = [model.state_dict() for model in contents.models]
             weights = whole(shards)
             with raise_on_all_ranks(communicator):
-                _run_hooks(checkpointer.hooks.save.values(), contents, weights, state, area.path)
+                run_hooks(checkpointer.hooks.save.values(), contents, weights, state, area.path)
                 collect_random(state, rank)  # a hook that builds a model draws its weights
 
         # From each rank to all: whether it has added its files.
-        if add_files is not None:
+        if request.add_files is not None:
             with raise_on_all_ranks(communicator):
-                add_files(area.path)
+                request.add_files(area.path)
 
         # Where machines share no file system: every shard of everything, to all ranks of its mesh.
-        if checkpointer.project.save_on_each_node and len(group.ranks) < communicator.world_size:
+        if request.gathers:
             gathered = whole(state.tensors, keep=group.is_coordinator)
             state.tensors = {name: tensor for name, tensor in gathered.items() if tensor is not None}
+
+        if request.changes_state:
+            request.freeze()
 
         # From each rank to all: the digest of its state.json. Where they differ, as ranks have other blocks of a model,
         # then each such document, from the first rank that has it to all.
@@ -144,11 +202,13 @@ def save(
         # its local plan, so that all make the same global plan.
         tensors = {**state.tensors, **state.of_first, **state.of_rank}
         signatures = communicator.gather_object([planner.signature(tensors, own=state.of_first)])
-        local_plans = None
+        local_plans: list[list[LocalShards]] | None = None
         if planner.is_outdated(signatures):
-            local_plans = communicator.gather_object([planner.create_local_plan(tensors, own=state.of_first)])
+            with raise_on_all_ranks(communicator):
+                local_plan = planner.create_local_plan(tensors, own=state.of_first)
+            local_plans = communicator.gather_object([local_plan])
 
-        # From each rank to all: whether it can write its part of that plan.
+        # From each rank to all: whether it can write its part of that plan, and has memory for a copy.
         with raise_on_all_ranks(communicator):
             state.common = merge_states(documents, group.ranks, contents)
             if local_plans is not None:
@@ -157,37 +217,9 @@ def save(
             if not checkpointer.hooks.save:
                 refuse_missing_tensors(contents, state.common, plan.index)
             writer.check_room(plan.nbytes)
-            staged = _stage(plan, tensors, state, settings, checkpointer)
-
-        # From each rank to all: whether it had memory for a copy. Then, once a run, all make a group for the thread.
-        if not blocking:
-            background = checkpointer.background
-            with raise_on_all_ranks(communicator):
-                staged.tensors = background.stager.stage(staged.tensors)
-            if background.communicator is None:
-                own_group = dist.new_group(backend="gloo") if communicator.world_size > 1 else None
-                background.communicator = Communicator(
-                    replace(checkpointer.runtime, backend="gloo"), own_group
-                )
-            communicator = background.communicator
+            staged = request.stage(plan, tensors)
         undo.pop_all()
-
-    # Now: if writing fails after it has published, the number is taken.
-    checkpointer.project.iteration += output_dir is None
-
-    def write() -> None:
-        try:
-            write_checkpoint(communicator, writer, staged, area.replaces, area.older)
-        finally:
-            folders.unlock(directory)
-        if checkpointer.runtime.is_main:
-            checkpointer.committed(directory)
-
-    if blocking:
-        write()
-    else:
-        checkpointer.background.start(write, directory)
-    return directory
+    return writer, staged, area
 
 
 def write_checkpoint(
@@ -233,66 +265,3 @@ def write_checkpoint(
     with raise_on_all_ranks(communicator):
         if writer.group.is_coordinator:
             remove_older(writer.store, writer.directory, older, writer.group.rank)
-
-
-def _run_hooks(
-    hooks: Iterable[SaveHook],
-    contents: CheckpointContents,
-    weights: list[dict[str, object]],
-    state: RankState,
-    staging: str,
-) -> None:
-    """Hooks see whole weights, and what they leave of them is what is saved."""
-    left = list(weights)
-    with _as_whole_models(contents, weights):
-        for hook in list(hooks):
-            hook(list(contents.models), left, staging)
-    for number, of_model in enumerate(weights):
-        state.replace_model(number, of_model if any(of_model is kept for kept in left) else None)
-
-
-@contextmanager
-def _as_whole_models(contents: CheckpointContents, weights: list[dict[str, object]]) -> Iterator[None]:
-    """Inside, ``state_dict`` of a model gives the weights that were gathered: one rank may save them alone."""
-    with ExitStack() as handles:
-        for model, gathered in zip(contents.models, weights, strict=True):
-            handles.callback(model.register_state_dict_post_hook(partial(_show, dict(gathered))).remove)
-        yield
-
-
-def _show(gathered: dict[str, object], _: object, state: dict[str, object], prefix: str, *__: object) -> None:
-    state.update({prefix + name: tensor for name, tensor in gathered.items() if prefix + name in state})
-
-
-def _refuse_url(writer: Writer) -> None:
-    if not writer.store.is_local:
-        raise UsageError(
-            f"A hook is registered that runs before save_state, and would write files into {writer.directory}, "
-            "which is a URL. Save to a local directory, or remove the hook."
-        )
-
-
-def _stage(
-    plan: SavePlan,
-    tensors: Mapping[str, torch.Tensor],
-    state: RankState,
-    settings: Mapping[str, object],
-    checkpointer: Checkpointer,
-) -> StagedState:
-    """What this rank will write; tensors are not copied."""
-    group = checkpointer.group
-    files = {file: TensorFile(plan.content(file, tensors)) for file in plan.mine}
-    documents = {rank_file(group.rank): canonical(state.own)}
-    if group.is_coordinator:
-        documents[STATE] = canonical(state.common)
-        documents[TENSORS] = plan.index_content
-    others = {**settings}
-    saved = Saved(
-        time=now(),
-        world_size=checkpointer.runtime.world_size,
-        ranks=group.ranks,
-        parallel=str(others.pop("parallel", "")),
-        settings=others,
-        versions=versions(),
-    )
-    return StagedState(files, documents, saved)

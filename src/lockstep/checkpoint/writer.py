@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
 
+from lockstep.checkpoint.deferred import DeferredCopies
 from lockstep.checkpoint.format.documents import FileRecord, Manifest, Saved, check_name, entry_of
 from lockstep.checkpoint.format.tensors import TensorFile
 from lockstep.checkpoint.store.base import Store
@@ -20,6 +23,9 @@ ELSEWHERE = (
     "Make room there or mend its permissions, or save elsewhere; "
     "checkpoints that were saved before are untouched."
 )
+
+
+BACKGROUND_NICENESS = 10
 
 
 @dataclass(frozen=True)
@@ -55,11 +61,12 @@ class CheckpointGroup:
 
 @dataclass
 class StagedState:
-    """What this rank writes: files of tensors, and others by name."""
+    """What this rank writes: files of tensors, and others by name. ``copies`` of tensors are to be made before."""
 
     tensors: dict[str, TensorFile]
     documents: dict[str, bytes]
     saved: Saved
+    copies: DeferredCopies | None = None
 
 
 @dataclass(frozen=True)
@@ -87,6 +94,9 @@ class Writer:
             file = staged.tensors[name]
             return self._write(name, file.chunks(), file)
 
+        if staged.copies is not None:
+            staged.copies.copy()
+            yield_to_training()
         names = list(staged.tensors)
         records = dict(zip(names, in_parallel(write_tensors, names), strict=True))
         for name, content in staged.documents.items():
@@ -156,8 +166,10 @@ class HostStager:
         return sum(copy.nbytes for copy in self._copies.values())
 
     @torch.no_grad()
-    def stage(self, files: dict[str, TensorFile]) -> dict[str, TensorFile]:
-        """The files with copies of their tensors, complete when this returns."""
+    def stage(
+        self, files: dict[str, TensorFile], copies: DeferredCopies | None = None
+    ) -> dict[str, TensorFile]:
+        """The files with copies of their tensors, complete when this returns, but for those that ``copies`` makes."""
         before, self._copies = self._copies, {}
         devices, on_host = set(), []
         for file, content in files.items():
@@ -167,6 +179,8 @@ class HostStager:
                 if copy is None or copy.shape != source.shape or copy.dtype != source.dtype:
                     copy = _host_memory(source)
                 self._copies[file, key] = copy
+                if copies is not None and copies.defer(copy, source):
+                    continue
                 if source.device.type == "cpu":
                     on_host.append((copy, source))
                 else:
@@ -179,6 +193,15 @@ class HostStager:
             file: TensorFile({key: self._copies[file, key] for key in content.tensors})
             for file, content in files.items()
         }
+
+
+def yield_to_training() -> None:
+    """From now on this thread, and those that it starts, run when others leave a core free.
+
+    They get a tenth of a busy core. With less, the next save would have to wait for this one.
+    """
+    with suppress(OSError, AttributeError):  # of systems whose threads have no priorities of their own
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BACKGROUND_NICENESS)
 
 
 def _host_memory(source: torch.Tensor) -> torch.Tensor:

@@ -54,6 +54,7 @@ reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.red
 all_gather_object = dist.all_gather_object
 
 AGREE, BARRIER, GATHER_OBJECT = map(CollectiveCall, ("agree", "barrier", "gather_object"))
+GATHER_ALIKE = CollectiveCall("gather_alike")
 
 # a rank that was heard to end may have begun anew in the same process
 CONFIRMED_AFTER_S = 0.3
@@ -223,6 +224,20 @@ class Communicator:
         all_gather_object(payloads, payload, group=self._group)
         return [one for other in payloads for one in pickle.loads(other)]
 
+    def gather_alike(self, value: object, error: Exception | None = None) -> list[Any]:
+        """``value`` of every rank, in rank order, where they are mostly the same: then two numbers travel, no pickle.
+
+        Args:
+            value: Equal where its ``repr`` is.
+            error: Raised on all ranks if one passes it; see ``error_barrier``.
+        """
+        if self.world_size == 1:
+            self._meet(GATHER_ALIKE, error)
+            return [value]
+        numbers: list[int] = []
+        self._meet(GATHER_ALIKE, error, content=CollectiveCall(repr(value)).digest, numbers=numbers)
+        return [value] * self.world_size if len(set(numbers)) == 1 else self._exchange(value)
+
     def broadcast_object_list(self, values: list[Any], from_process: int = 0) -> list[Any]:
         """Overwrite the elements, in place, with those of rank ``from_process``; returns the list."""
         if self.world_size == 1:
@@ -289,13 +304,20 @@ class Communicator:
         error: Exception | None = None,
         free_dim: int | None = None,
         any_shape: bool = False,
+        content: int = 0,
+        numbers: list[int] | None = None,
     ) -> list[CollectiveCall]:
-        """Wait for all ranks and return their calls, once it is clear that they belong together."""
+        """Wait for all ranks and return their calls, once it is clear that they belong together.
+
+        ``numbers`` is filled with 62 bits of every rank's ``content``.
+        """
         if self.world_size == 1:
             if error is not None:
                 raise error
             return [call]
-        mine = torch.tensor([call.digest, int(error is not None)], device=self.runtime.control_device)
+        # The last bit tells of an error, those above it are of the content.
+        second = content >> 1 << 1 | (error is not None)
+        mine = torch.tensor([call.digest, second], device=self.runtime.control_device)
         all_ranks = mine.new_empty(2 * self.world_size)
         if process.departures():
             self._check_departures(CONFIRMED_AFTER_S)
@@ -306,8 +328,10 @@ class Communicator:
                 process.departures().ranks(failure.DEPARTURE_WAIT_S)  # its end is seen sooner than heard of
                 self._check_departures()
             raise
-        numbers = all_ranks.tolist()
-        digests, failed = numbers[0::2], numbers[1::2]
+        digests, seconds = all_ranks[0::2].tolist(), all_ranks[1::2].tolist()
+        failed = [number & 1 for number in seconds]
+        if numbers is not None:
+            numbers[:] = [number >> 1 for number in seconds]
         calls = [call] * self.world_size
         if len(set(digests)) > 1:
             calls = self._exchange(call.at(line_of_user()))
@@ -317,7 +341,7 @@ class Communicator:
             if error is not None:
                 raise error
             rank = failed.index(1)
-            where = "" if call.operation == "agree" else f" in {call.operation}"
+            where = "" if call in (AGREE, GATHER_ALIKE) else f" in {call.operation}"
             name, message = messages[rank]
             consequence = CAUGHT.get(name, LockstepError)(
                 f"Rank {rank} failed{where} with {name}: {message} This rank stops with it. Mend the cause on that "

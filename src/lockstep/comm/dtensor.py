@@ -31,10 +31,12 @@ def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
     return hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
 
 
-@torch.no_grad()
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a DTensor, sharing its memory; other tensors are returned as they are."""
-    part: torch.Tensor = tensor.to_local() if is_dtensor(tensor) else tensor
+    if not is_dtensor(tensor):
+        return tensor
+    with torch.no_grad():
+        part: torch.Tensor = tensor.to_local()
     return part
 
 

@@ -194,7 +194,11 @@ class StepKeeper:
 
         if self._checkpointer is None:
             self._checkpointer = Checkpointer(
-                self._communicator.runtime, self._communicator, ProjectConfiguration(), lambda path: None
+                self._communicator.runtime,
+                self._communicator,
+                ProjectConfiguration(),
+                lambda path: None,
+                self._step,
             )
         save(self._checkpointer, directory, lambda: replace(self._contents(), parts={}), {})
 

@@ -379,7 +379,9 @@ class FileMethods:
     def _checkpointer(self) -> Checkpointer:
         from lockstep.checkpoint.checkpointer import Checkpointer  # with pydantic, which a run may never need
 
-        return Checkpointer(self.runtime, self._communicator, self._options.project, self._committed)
+        return Checkpointer(
+            self.runtime, self._communicator, self._options.project, self._committed, self._step
+        )
 
     def _settings(self) -> dict[str, object]:
         """How the run is set up, as checkpoints tell it."""

@@ -87,6 +87,8 @@ class TrainingMethods:
             ```
         """
         self._preparation.gradients.check_backward(loss)
+        if self._step.being_saved is not None:
+            self._step.being_saved.before_backward()
         self._step.clock.backward_begins()
         scaled = self._accumulation.scale(loss, weight, self._preparation.gradients)
         if self._scaler is not None:

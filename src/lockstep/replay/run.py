@@ -34,7 +34,7 @@ from lockstep.replay.verdict import Compared, ReplayVerdict
 from lockstep.replay.watch import ModuleWatch, in_words
 from lockstep.runtime import process
 from lockstep.runtime.seed import set_rng_state
-from lockstep.runtime.step import BatchCounts
+from lockstep.runtime.step import BatchCounts, StepState
 from lockstep.script.inside import of_one_process
 from lockstep.train.clipping import clip_norm
 
@@ -204,7 +204,7 @@ class ReplayedRun(RunObserver):
         if facts.has_weights:
             models = [model.plain for model in self._run.models]
             checkpointer = Checkpointer(
-                runtime, Communicator(runtime), ProjectConfiguration(), lambda path: None
+                runtime, Communicator(runtime), ProjectConfiguration(), lambda path: None, StepState()
             )
             load(checkpointer, self._folder / WEIGHTS, lambda: CheckpointContents(models, {}))
             return

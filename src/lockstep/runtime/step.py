@@ -242,6 +242,16 @@ class Turns(Protocol):
         """A script asks to clear gradients: whether that is done."""
 
 
+class StateBeingSaved(Protocol):
+    """A state that is copied while training goes on: whoever is about to change it says so, and waits."""
+
+    def before_step(self, optimizer: object) -> None:
+        """What this optimizer changes is about to change."""
+
+    def before_backward(self) -> None:
+        """Gradients are about to change."""
+
+
 @dataclass
 class StepState:
     """The state of the current step of one ``Accelerator``.
@@ -250,7 +260,7 @@ class StepState:
     the ranks and the optimizer steps. ``backward_calls``: in this micro-batch so far. ``stepping``: a prepared
     optimizer is in its step. ``is_in_window``: a micro-batch runs, inside of ``accumulate``. ``virtual_ranks``: this
     process trains on the batches of so many ranks, one after another, so that windows are longer; ``turns`` then says
-    when what a script asks for is done.
+    when what a script asks for is done. ``being_saved``: the state that a save in the background is about to copy.
     """
 
     accumulation_steps: int = 1
@@ -266,6 +276,10 @@ class StepState:
     running: list[LoaderProgress] = field(default_factory=list)
     virtual_ranks: int = 1
     turns: Turns | None = None
+    being_saved: StateBeingSaved | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "being_saved": None}  # nobody saves the state of a copy
 
     @property
     def window_length(self) -> int:

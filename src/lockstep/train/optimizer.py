@@ -168,6 +168,8 @@ class PreparedOptimizer(Optimizer):
             self._step_state.clock.enter("other")
 
     def _step(self, closure: Any) -> Any:
+        if self._step_state.being_saved is not None:
+            self._step_state.being_saved.before_step(self.optimizer)
         self._step_state.clock.stepped()
         if self._before_first_step is not None:
             self._before_first_step(self.optimizer)

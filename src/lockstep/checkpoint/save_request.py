@@ -1,0 +1,98 @@
+"""What one call of ``save`` is about, on one rank. No collective."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from lockstep.checkpoint.checkpointer import Checkpointer
+from lockstep.checkpoint.contents import CheckpointContents
+from lockstep.checkpoint.deferred import DeferredCopies
+from lockstep.checkpoint.folders import StagingArea
+from lockstep.checkpoint.format.documents import STATE, TENSORS, Saved, canonical, rank_file, versions
+from lockstep.checkpoint.format.tensors import TensorFile
+from lockstep.checkpoint.planner import SavePlan
+from lockstep.checkpoint.state import RankState
+from lockstep.checkpoint.store.base import Store
+from lockstep.checkpoint.writer import StagedState, now
+
+
+@dataclass
+class SaveRequest:
+    """One call of ``save`` on this rank: what is saved, where to, and how.
+
+    ``copies`` are those of the state that are made later, of a save in the background; ``area`` is known to the
+    coordinator alone, until it has told.
+    """
+
+    checkpointer: Checkpointer
+    contents: CheckpointContents
+    settings: Mapping[str, object]
+    add_files: Callable[[str], None] | None
+    is_numbered: bool
+    store: Store
+    directory: str
+    state: RankState
+    copies: DeferredCopies | None
+    area: StagingArea | None = None
+
+    @property
+    def plans_at_once(self) -> bool:
+        """Whether files are planned before ``save`` returns: then what is wrong with what is saved is said by it.
+
+        The thread plans those of a later save in the background, unless hooks are to run, shards to be gathered by the
+        groups of the model, or some tensors to be copied at once.
+        """
+        return (
+            self.copies is None
+            or self.copies.uncloned
+            or not self.checkpointer.planner.has_plan
+            or self.changes_state
+            or self.add_files is not None
+        )
+
+    @property
+    def gathers(self) -> bool:
+        """Whether machines share no file system, so that each needs all shards."""
+        return (
+            self.checkpointer.project.save_on_each_node
+            and len(self.checkpointer.group.ranks) < self.checkpointer.communicator.world_size
+        )
+
+    @property
+    def changes_state(self) -> bool:
+        """Whether other tensors than were collected come into the state before files are planned."""
+        return bool(self.checkpointer.hooks.save) or self.gathers
+
+    def freeze(self) -> None:
+        """From now on the state that a save in the background writes is that of now."""
+        if self.copies is not None:
+            self.copies.freeze(self.state)
+
+    def stage(self, plan: SavePlan, tensors: dict[str, torch.Tensor]) -> StagedState:
+        """What this rank will write. Of a save in the background only what is to be copied is kept of the state."""
+        checkpointer, state, copies = self.checkpointer, self.state, self.copies
+        group = checkpointer.group
+        if copies is None:
+            files = {file: TensorFile(plan.content(file, tensors)) for file in plan.mine}
+        else:
+            files = {file: TensorFile(plan.content(file, tensors, copies.part_of)) for file in plan.mine}
+            files = checkpointer.background.stager.stage(files, copies)
+            tensors.clear()
+            copies.begin(state)
+        documents = {rank_file(group.rank): canonical(state.own)}
+        if group.is_coordinator:
+            documents[STATE] = canonical(state.common)
+            documents[TENSORS] = plan.index_content
+        others = {**self.settings}
+        saved = Saved(
+            time=now(),
+            world_size=checkpointer.runtime.world_size,
+            ranks=group.ranks,
+            parallel=str(others.pop("parallel", "")),
+            settings=others,
+            versions=versions(),
+        )
+        return StagedState(files, documents, saved, copies)

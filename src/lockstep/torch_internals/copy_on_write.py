@@ -1,0 +1,68 @@
+"""Clones that share memory with a tensor until one of both is written to."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.torch_internals.versions import undisturbed
+
+
+def lazy_clone(tensor: Tensor) -> Tensor | None:
+    """A clone of a tensor of any shape that takes no memory yet; None where memory cannot be shared like that.
+
+    Whatever asks torch for the address of either in order to write, also ``tensor.data``, a view or ``numpy()``, makes
+    a copy of the memory first, if the other is there still. So the clone keeps the values of now.
+
+    Relies on: ``_lazy_clone`` refuses memory that torch has not allocated by itself, such as mapped files.
+    """
+    if type(tensor) is not Tensor or not _is_available():
+        return None
+    try:
+        return torch._lazy_clone(tensor)
+    except RuntimeError:
+        return None
+
+
+def is_shared(tensor: Tensor) -> bool:
+    """Whether a tensor has been cloned lazily and its memory was not asked for since. Reads no memory."""
+    core: Any = torch._C  # whose stubs lack it
+    return bool(core._is_cow_tensor(tensor))
+
+
+def take_back(tensor: Tensor) -> None:
+    """Let the tensor's memory be its own again, where it is: its clones must be gone. Several threads may write then.
+
+    Relies on: ``data_ptr`` is asked for in order to write.
+    """
+    tensor.data_ptr()
+
+
+@functools.cache
+def _is_available() -> bool:
+    """Whether this torch can do it, tried once: without, memory is copied when it is asked for."""
+    try:
+        with undisturbed():
+            return _works()
+    except Exception:
+        return False
+
+
+def _works() -> bool:
+    tensor = torch.arange(6.0)
+    first, second = torch._lazy_clone(tensor), torch._lazy_clone(tensor)
+    del first
+    kept = torch.empty(3).copy_(second[3:])  # reading leaves it shared
+    was_shared = is_shared(tensor) and is_shared(second)
+    tensor.data[1:].fill_(7)  # which no version tells
+    is_apart = second.tolist() == [0, 1, 2, 3, 4, 5] and tensor.tolist() == [0, 7, 7, 7, 7, 7]
+    other = torch.zeros(4)
+    address = other.data_ptr()
+    clone = torch._lazy_clone(other)
+    del clone
+    take_back(other)
+    stays = other.data_ptr() == address and not is_shared(other)
+    return was_shared and is_apart and stays and kept.tolist() == [3, 4, 5]
