@@ -109,14 +109,16 @@ class Run:
         """All that a checkpoint has of this rank."""
         plain = self.accelerator.unwrap_model(self.model)
         found = [*plain.parameters(), *plain.buffers(), self.sums.sums]
-        found += [p.grad for p in plain.parameters() if p.grad is not None]
+        found += [] if self.average is None else list(self.average.parameters())
         found += [value for values in self.optimizer.state.values() for value in values.values()]
-        return found + ([] if self.average is None else list(self.average.parameters()))
+        return found + [p.grad for p in plain.parameters() if p.grad is not None]
 
 
 def content(directory: str | Path) -> dict[str, bytes]:
     """All but the manifest, which tells the time."""
-    return {path.name: path.read_bytes() for path in Path(directory).iterdir() if path.name != "manifest.json"}
+    return {
+        path.name: path.read_bytes() for path in Path(directory).iterdir() if path.name != "manifest.json"
+    }
 
 
 @contextmanager
@@ -157,41 +159,41 @@ def trains(run: Run) -> None:
         run.backward()
 
 
-CHANGES = {"by hand": by_hand, "trains": trains}
-
-
 def saves_alike(directory: str, parallel: str | None, options: dict[str, Any], open_at: int) -> list[Any]:
-    """For each way to change the state: whether the bytes are those of a blocking save, and of the state as it was."""
+    """A blocking save, one in the background, and a change at once; then what was loaded of the latter is looked at.
+
+    The first in a run plans files before it returns; the later ones leave that to the thread, which is held up.
+    """
     run = Run(parallel, **options)
     for _ in range(2 * options.get("window", 1) + open_at):
         run.backward()
     found = []
-    rounds = [("first", "trains"), ("later", "trains"), ("later", "by hand"), ("first", "by hand")]
-    for number, (kind, change) in enumerate(rounds):
-        place = f"{directory}/{number}"
-        if kind == "first":
+    for number, (plans_at_once, change) in enumerate(ROUNDS):
+        run.accelerator.save_state(f"{directory}/{number}-blocking")
+        if plans_at_once:
             run.accelerator._checkpointer.planner._plan = None
-        run.accelerator.wait_for_everyone()
         with held() as copies, held("plan_files", of=save) as planning:
-            run.accelerator.save_state(f"{place}-background", blocking=False)
+            run.accelerator.save_state(f"{directory}/{number}-background", blocking=False)
             at_once = run.accelerator._checkpointer.background.copies.bytes_at_once  # type: ignore[union-attr]
             before = [local(tensor).clone() for tensor in run.tensors()]
-            if change == "trains":
+            if change is trains:  # which waits for the copies, and makes some itself
                 planning.set()
-            CHANGES[change](run)
+            change(run)
             planning.set()
             copies.set()
             run.accelerator.wait_for_checkpoint()
-        changed = sum(
-            not torch.equal(a, local(b)) for a, b in zip(before, run.tensors(), strict=False)
-        )
-        run.accelerator.load_state(f"{place}-background")
-        now = [torch.equal(a, local(b)) for a, b in zip(before, run.tensors(), strict=False)]
-        run.accelerator.save_state(f"{place}-blocking")
-        found.append((at_once, changed, all(now)))
+        changed = count_different(before, run)
+        run.accelerator.load_state(f"{directory}/{number}-background")
+        found.append((at_once, changed, count_different(before, run)))
     return found
 
 
+def count_different(before: list[torch.Tensor], run: Run) -> int:
+    now = run.tensors()  # gradients come last, and may be fewer
+    return sum(not torch.equal(a, local(b)) for a, b in zip(before, now, strict=False))
+
+
+ROUNDS = [(True, trains), (False, trains), (False, by_hand), (True, by_hand)]
 CASES = [
     (1, None, {}, 0),
     (1, None, {"precision": "fp16"}, 0),
@@ -224,11 +226,248 @@ def test_the_bytes_are_those_of_a_blocking_save_of_the_same_state(
 ) -> None:
     ranks = run_distributed(saves_alike, world_size, str(tmp_path), parallel, options, open_at)
     for found in ranks:
-        for at_once, changed, is_as_it_was in found:
+        for at_once, changed, differ_once_loaded in found:
             assert at_once < SMALL_BYTES
             assert changed > 8
-            assert is_as_it_was
-    for number in range(4):
+            assert differ_once_loaded == 0
+    for number in range(len(ROUNDS)):
         background, blocking = (content(tmp_path / f"{number}-{kind}") for kind in ("background", "blocking"))
         assert background.keys() == blocking.keys()
         assert [name for name in background if background[name] != blocking[name]] == []
+
+
+class TwoNets(Run):
+    """Two models, each with its optimizer; tensors of 16 KiB and less."""
+
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+        self.accelerator = Accelerator(cpu=True)
+        nets = [nn.Linear(64, 64), nn.Linear(64, 64)]
+        self.nets, self.optimizers = [], []
+        for net in nets:
+            net, optimizer = self.accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.1))
+            self.nets.append(net)
+            self.optimizers.append(optimizer)
+        for number in range(2):
+            self.train(number)
+
+    def train(self, number: int) -> None:
+        self.accelerator.backward(self.nets[number](torch.randn(4, 64)).square().mean())
+        self.optimizers[number].step()
+        self.optimizers[number].zero_grad()
+
+    def addresses(self, number: int) -> list[int]:
+        values = [value for of_one in self.optimizers[number].state.values() for value in of_one.values()]
+        plain = self.accelerator.unwrap_model(self.nets[number])
+        return [tensor.data_ptr() for tensor in (*plain.parameters(), *values)]
+
+
+def own_copies(directory: str) -> dict[str, Any]:
+    run = TwoNets()
+    for name in ("first", "second"):  # the second without new memory
+        run.accelerator.save_state(f"{directory}/{name}", blocking=False)
+        run.accelerator.wait_for_checkpoint()
+    before = [run.addresses(number) for number in range(2)]
+    copied: list[tuple[bool, tuple[int, ...], int]] = []
+    original = DeferredCopies._copy
+
+    def note(self: DeferredCopies, frozen: FrozenTensor) -> None:
+        on_main = threading.current_thread() is threading.main_thread()
+        copied.append((on_main, frozen.changed_by, sum(target.nbytes for target, _ in frozen.copies)))
+        original(self, frozen)
+
+    found: dict[str, Any] = {"written": run.accelerator._checkpointer.background.stager.nbytes}
+    with mock.patch.object(DeferredCopies, "_copy", note):
+        with held():
+            run.accelerator.save_state(f"{directory}/third", blocking=False)
+            copies = run.accelerator._checkpointer.background.copies
+            assert copies is not None
+            found["at once"] = copies.bytes_at_once, len(copied)
+            run.train(1)
+            found["its own step"] = list(copied)
+            copied.clear()
+            run.train(1)
+            found["the next step"] = list(copied)
+        run.accelerator.wait_for_checkpoint()
+    found["the rest"] = list(copied)
+    run.train(0)
+    # Memory stays where it is where a step has waited.
+    found["stays"] = before == [run.addresses(number) for number in range(2)]
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_step_waits_for_copies_of_what_it_changes(
+    run_distributed: Any, tmp_path: Path, world_size: int
+) -> None:
+    for found in run_distributed(own_copies, world_size, str(tmp_path)):
+        bytes_at_once, copied_at_once = found["at once"]
+        assert copied_at_once == 0
+        assert bytes_at_once < 16 << 10  # states of random number generators
+        assert {by for _, by, _ in found["its own step"]} == {(1,)}
+        assert all(on_main for on_main, _, _ in found["its own step"])
+        assert found["the next step"] == []
+        assert {by for _, by, _ in found["the rest"]} == {(0,)}
+        assert not any(on_main for on_main, _, _ in found["the rest"])
+        assert found["stays"]
+        copied = sum(nbytes for part in ("its own step", "the rest") for _, _, nbytes in found[part])
+        assert found["written"] - bytes_at_once <= copied <= found["written"]
+
+
+def of_numpy(directory: str) -> list[bool]:
+    """Weights in memory that is not torch's, which nothing can keep while it is changed."""
+    run = Run(None)
+    held_by_numpy = np.arange(LARGE, dtype=np.float32)
+    run.sums.sums = torch.from_numpy(held_by_numpy)
+    found = []
+    for number in range(2):
+        expected = run.sums.sums.clone()
+        with held():
+            run.accelerator.save_state(f"{directory}/{number}", blocking=False)
+            held_by_numpy += 1
+        run.accelerator.wait_for_checkpoint()
+        held_by_numpy[:] = -1
+        run.accelerator.load_state(f"{directory}/{number}")
+        found.append(torch.equal(run.sums.sums, expected))
+        held_by_numpy[:] = number
+        run.sums.sums = torch.from_numpy(held_by_numpy)
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_memory_that_is_not_torchs_is_copied_at_once(
+    run_distributed: Any, tmp_path: Path, world_size: int
+) -> None:
+    assert run_distributed(of_numpy, world_size, str(tmp_path)) == [[True, True]] * world_size
+
+
+def fails_to_copy(directory: str) -> tuple[bool, str, list[str]]:
+    run = Run("zero=2")
+    run.backward()
+    run.accelerator.save_state(f"{directory}/first")
+    rank, original = run.accelerator.process_index, DeferredCopies._copy
+
+    def copy(self: DeferredCopies, frozen: FrozenTensor) -> None:
+        if rank == 1 and threading.current_thread() is not threading.main_thread():
+            raise MemoryError("no memory for a copy")
+        original(self, frozen)
+
+    error = ""
+    with mock.patch.object(DeferredCopies, "_copy", copy):
+        run.accelerator.save_state(f"{directory}/second", blocking=False)
+        thread = run.accelerator._checkpointer.background._thread
+        assert thread is not None
+        run.backward()  # waits for nothing that will not come
+        thread.join()
+        try:
+            run.accelerator.save_state(f"{directory}/third")
+        except LockstepError as failure:
+            error = str(failure)
+    run.accelerator.wait_for_everyone()
+    there = sorted(path.name for path in Path(directory).iterdir())
+    run.accelerator.wait_for_everyone()
+    run.accelerator.save_state(f"{directory}/fourth", blocking=False)
+    run.accelerator.load_state(f"{directory}/fourth")
+    return run.accelerator._step.being_saved is None, error, there
+
+
+def test_a_copy_that_fails_is_raised_by_the_next_call_and_stops_no_step(
+    run_distributed: Any, tmp_path: Path
+) -> None:
+    for is_over, error, there in run_distributed(fails_to_copy, 2, str(tmp_path)):
+        assert is_over
+        assert "second, which was being saved in the background, was not saved" in error
+        assert "no memory for a copy" in error
+        assert there == ["first"]
+
+
+def refused_later(directory: str) -> tuple[str, str]:
+    """What is wrong with a later save is found by the thread; where it is to go, at once."""
+    run = Run(None)
+    run.accelerator.save_state(f"{directory}/first", blocking=False)
+    run.accelerator.wait_for_checkpoint()
+    Path(directory, "foreign").mkdir(exist_ok=True)
+    Path(directory, "foreign", "file").touch()
+    run.accelerator.wait_for_everyone()
+    errors = []
+    with pytest.raises(LockstepError) as found:
+        run.accelerator.save_state(f"{directory}/foreign", blocking=False)
+    errors.append(str(found.value))
+    run.sums.sums = torch.zeros(3 + run.accelerator.process_index, WIDTH)  # so that the thread makes another plan
+    with mock.patch("lockstep.checkpoint.writer.Writer.check_room", side_effect=LockstepError("no room")):
+        run.accelerator.save_state(f"{directory}/second", blocking=False)
+        with pytest.raises(LockstepError) as found:
+            run.accelerator.wait_for_checkpoint()
+    errors.append(str(found.value))
+    run.accelerator.save_state(f"{directory}/second", blocking=False)
+    run.accelerator.wait_for_checkpoint()
+    return errors[0], errors[1]
+
+
+def test_where_a_save_goes_is_refused_at_once_and_the_rest_by_the_next_call(
+    run_distributed: Any, tmp_path: Path
+) -> None:
+    for at_once, later in run_distributed(refused_later, 2, str(tmp_path)):
+        assert "is no checkpoint" in at_once
+        assert "second, which was being saved in the background, was not saved" in later
+        assert "no room" in later
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "foreign", "second"]
+
+
+class Interrupted(BaseException):
+    """What a signal raises in the main thread."""
+
+
+def interrupts(directory: str) -> tuple[int, int]:
+    run = Run(None)
+    run.backward()
+    expected = [tensor.clone() for tensor in run.tensors()]
+    original = torch.Tensor.copy_
+
+    def copy(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if threading.current_thread() is threading.main_thread():
+            raise Interrupted
+        return original(self, *args, **kwargs)
+
+    with held():
+        run.accelerator.save_state(directory, blocking=False)
+        copies = run.accelerator._checkpointer.background.copies
+        assert copies is not None
+        with pytest.raises(Interrupted), mock.patch.object(torch.Tensor, "copy_", copy):
+            copies.before_step(run.optimizer.optimizer)
+        left = len(copies._pending)
+    run.accelerator.wait_for_checkpoint()
+    by_hand(run)
+    run.accelerator.load_state(directory)
+    return left, count_different(expected, run)
+
+
+def test_a_step_that_is_interrupted_leaves_its_copies_to_the_thread(
+    run_distributed: Any, tmp_path: Path
+) -> None:
+    ((left, different),) = run_distributed(interrupts, 1, str(tmp_path / "state"))
+    assert left > 8
+    assert different == 0
+
+
+def priorities(directory: str) -> tuple[int, set[int], int]:
+    run = Run(None)
+    seen: set[int] = set()
+    original = LocalStore.write
+
+    def write(self: LocalStore, path: str, chunks: Any) -> Any:
+        seen.add(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        return original(self, path, chunks)
+
+    before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    with mock.patch.object(LocalStore, "write", write):
+        run.accelerator.save_state(directory, blocking=False)
+        run.accelerator.wait_for_checkpoint()
+    return before, seen, os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+
+def test_files_are_written_by_threads_that_yield_to_training(run_distributed: Any, tmp_path: Path) -> None:
+    ((before, writing, after),) = run_distributed(priorities, 1, str(tmp_path / "state"))
+    assert before == after
+    assert all(niceness >= 10 > before for niceness in writing)

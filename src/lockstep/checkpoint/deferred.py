@@ -51,7 +51,7 @@ class DeferredCopies:
     """The tensors of one save in the background, from its call until they are copied.
 
     ``bytes_at_once`` were copied by the call itself. ``uncloned`` tells whether there are tensors left that must be
-    copied before the call returns, as nothing can keep their values: memory of mapped files, and pinned memory.
+    copied before the call returns, as nothing can keep their values: those of devices, of mapped files and the like.
     """
 
     def __init__(self, contents: CheckpointContents, clock: StepClock) -> None:
@@ -69,7 +69,6 @@ class DeferredCopies:
         self._left: Counter[int] = Counter()
         self._originals: dict[int, list[torch.Tensor]] = {}
         self._kept: list[torch.Tensor] = []
-        self._streams: dict[torch.device, tuple[torch.Stream, torch.Event]] = {}
 
     # By the call of the save ---------------------------------------------------------------------------
 
@@ -86,23 +85,18 @@ class DeferredCopies:
                     self._parts[name] = clone
                 else:
                     tensors[name] = clone
-        for device, (_, event) in self._streams.items():
-            event.record(torch.accelerator.current_stream(device))
 
     def _clone(
         self, name: str, original: torch.Tensor, changed_by: Mapping[str, tuple[int, ...]]
     ) -> torch.Tensor | None:
         by = changed_by.get(name) or changed_by.get(".".join(name.split(".")[:2]), (NOBODY,))
         is_small = original.nbytes <= SMALL_BYTES
-        is_buffer = is_small and by == (NOBODY,) and original.device.type == "cpu"
-        clone = None if is_buffer else lazy_clone(original)
+        clone = None if is_small and by == (NOBODY,) else lazy_clone(original)
         if clone is None:
             if is_small:
                 self.bytes_at_once += original.nbytes
                 return original.to("cpu", copy=True)
             return None
-        if original.device.type != "cpu" and original.device not in self._streams:
-            self._streams[original.device] = torch.Stream(original.device), torch.Event(original.device)
         self._frozen[storage_key(clone)] = FrozenTensor(original, clone, by)
         self._left.update(by)
         return clone
@@ -156,27 +150,19 @@ class DeferredCopies:
             self._changed.notify_all()
 
     def _next(self, number: int | None = None) -> FrozenTensor | None:
-        """The next to copy: for the thread any, for an optimizer that waits one in host memory that it changes."""
+        """The next to copy: for the thread any, for who waits one of what it changes."""
         with self._changed:
             for frozen in self._pending:
-                if number is None or (number in frozen.changed_by and frozen.original.device.type == "cpu"):
+                if number is None or number in frozen.changed_by:
                     self._pending.remove(frozen)
                     return frozen
         return None
 
     @torch.no_grad()
     def _copy(self, frozen: FrozenTensor) -> None:
-        stream, event = self._streams.get(frozen.original.device, (None, None))
         try:
-            if stream is None or event is None:
-                for target, piece in frozen.copies:
-                    target.copy_(piece)
-            else:
-                stream.wait_event(event)
-                with stream:
-                    for target, piece in frozen.copies:
-                        target.copy_(piece, non_blocking=True)
-                stream.synchronize()
+            for target, piece in frozen.copies:
+                target.copy_(piece)
         except BaseException:  # of a step that was interrupted: the thread makes this copy
             with self._changed:
                 self._pending.append(frozen)
@@ -233,9 +219,7 @@ class DeferredCopies:
         self._take_back(number)
 
     def _has_pending(self, number: int) -> bool:
-        return any(
-            number in frozen.changed_by and frozen.original.device.type == "cpu" for frozen in self._pending
-        )
+        return any(number in frozen.changed_by for frozen in self._pending)
 
     def _take_back(self, number: int) -> None:
         """Before several threads may write, as an offloaded step's do."""

@@ -20,7 +20,7 @@ from torch import nn
 from lockstep.checkpoint.contents import CheckpointContents
 from lockstep.checkpoint.format.codec import Document, encode
 from lockstep.checkpoint.format.tensors import dtype_name
-from lockstep.comm.dtensor import boxes_of, is_dtensor, local
+from lockstep.comm.dtensor import is_dtensor, local
 from lockstep.errors import UsageError
 from lockstep.runtime.seed import rng_state
 from lockstep.torch_internals import modules as torch_modules
@@ -59,6 +59,7 @@ class RankState:
             self.common["models"][str(number)] = collect_weights(weights, set(), number, self)
 
 
+@torch.no_grad()
 def collect(contents: CheckpointContents, rank: int) -> RankState:
     """The state of the run on this rank; tensors are not copied.
 
@@ -88,8 +89,7 @@ def collect(contents: CheckpointContents, rank: int) -> RankState:
     for name, item in contents.stateful(*OF_RANK):
         found.own[name] = _collect_of_rank(item, name, rank, found)
     for name, tensor in (*found.tensors.items(), *found.of_first.items(), *found.shared.items()):
-        dtype_name(local(tensor), name)
-        boxes_of(tensor)  # raises where they cannot be told
+        dtype_name(tensor, name)
         if tensor.is_meta:
             raise UsageError(
                 f"{name} is on the meta device and has no elements. Give it some before it is saved."

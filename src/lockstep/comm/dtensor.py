@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import product
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
@@ -35,7 +35,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a DTensor, sharing its memory; other tensors are returned as they are."""
     if not is_dtensor(tensor):
         return tensor
-    with torch.no_grad():
+    with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
         part: torch.Tensor = tensor.to_local()
     return part
 

@@ -14,12 +14,14 @@ from lockstep.torch_internals.versions import undisturbed
 def lazy_clone(tensor: Tensor) -> Tensor | None:
     """A clone of a tensor of any shape that takes no memory yet; None where memory cannot be shared like that.
 
+    Only host memory is. On a device, what was queued before may still be writing when memory is handed on.
+
     Whatever asks torch for the address of either in order to write, also ``tensor.data``, a view or ``numpy()``, makes
     a copy of the memory first, if the other is there still. So the clone keeps the values of now.
 
     Relies on: ``_lazy_clone`` refuses memory that torch has not allocated by itself, such as mapped files.
     """
-    if type(tensor) is not Tensor or not _is_available():
+    if type(tensor) is not Tensor or tensor.device.type != "cpu" or not _is_available():
         return None
     try:
         return torch._lazy_clone(tensor)
