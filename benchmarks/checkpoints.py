@@ -7,8 +7,10 @@ The state is that of AdamW after one step on linear layers. In each round every 
 directory, then loads that into the same objects; they take turns in the same processes. What a save holds is the
 same everywhere: weights, two moments, and the small rest. Only Lockstep's is verified while it is loaded.
 
-"in the background" is the time for which a save blocks training; the state is written after that. Its floor is one
-copy of this rank's share of the state in memory, which is measured too, into memory that was used before.
+Then Lockstep trains some steps without saving, saves in the background, and trains as many steps again while that save
+is copied and written. "stands still" is the time in which the main thread does nothing for training: the call of
+``save_state``, and what ``backward`` and ``optimizer.step()`` wait for copies. "slower" is how much longer the steps
+take than those before: it has what the writing threads take from cores and memory that training needs, too.
 """
 
 from __future__ import annotations
@@ -33,6 +35,8 @@ import common
 
 REFERENCE = "torch dcp"
 WIDTH = 1024
+ROWS = 64
+"""Of a batch: forward and backward compute about as long for each weight as in training of small models."""
 
 
 def options() -> argparse.Namespace:
@@ -42,6 +46,9 @@ def options() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="3 rounds of 48 MiB instead of 9 of 384 MiB")
     parser.add_argument("--rounds", type=int, help="saves and loads of each contender")
     parser.add_argument("--layers", type=int, help="layers of 4 MiB of weights, 12 MiB of state")
+    parser.add_argument(
+        "--steps", type=int, default=4, help="steps while a save in the background is written"
+    )
     parser.add_argument("--folder", type=Path, help="where to save (default: a temporary directory)")
     parser.add_argument("--output", type=Path, help="JSON file (default benchmarks/results/checkpoints.json)")
     parser.add_argument(
@@ -61,7 +68,11 @@ class Objects:
         model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)])
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         self.model, self.optimizer = accelerator.prepare(model, optimizer)
-        accelerator.backward(self.model(torch.randn(2, WIDTH)).square().mean())
+        self.accelerator = accelerator
+        self.train(2)
+
+    def train(self, rows: int = ROWS) -> None:
+        self.accelerator.backward(self.model(torch.randn(rows, WIDTH)).square().mean())
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -71,13 +82,55 @@ def lockstep_contender(layers: int, parallel: str) -> dict[str, Callable[[str], 
 
     accelerator = Accelerator(cpu=True, parallel=parallel)
     objects = Objects(accelerator, layers)
-    assert objects is not None
+    STAND_STILL.append(StandStill(objects))
     return {
         "save": lambda folder: accelerator.save_state(folder),
         "load": lambda folder: accelerator.load_state(folder),
-        "blocked": lambda folder: accelerator.save_state(folder + "-later", blocking=False),
-        "finish": lambda folder: accelerator.wait_for_checkpoint(),
     }
+
+
+class StandStill:
+    """What a save in the background costs training."""
+
+    def __init__(self, objects: Objects) -> None:
+        self._objects = objects
+        self._waited_s = 0.0
+
+    def measure(self, folder: str, steps: int) -> dict[str, float]:
+        """Seconds, of the slowest rank, of one save in the background."""
+        accelerator = self._objects.accelerator
+        without = seconds(lambda _: self._train(steps), folder)
+        blocked = seconds(lambda _: accelerator.save_state(folder, blocking=False), folder)
+        copies = accelerator._step.being_saved
+        for name in ("before_step", "before_backward"):
+            setattr(copies, name, self._timed(getattr(copies, name)))
+        self._waited_s = 0.0
+        while_saved = seconds(lambda _: self._train(steps), folder)
+        waited = of_slowest(self._waited_s)
+        finish = seconds(lambda _: accelerator.wait_for_checkpoint(), folder)
+        return {
+            "blocked": blocked,
+            "waited": waited,
+            "stands_still": blocked + waited,
+            "slower": while_saved - without,
+            "steps": without,
+            "finish": finish,
+        }
+
+    def _train(self, steps: int) -> None:
+        for _ in range(steps):
+            self._objects.train()
+
+    def _timed(self, wait: Callable[..., None]) -> Callable[..., None]:
+        def timed(*args: Any) -> None:
+            start = time.perf_counter()
+            wait(*args)
+            self._waited_s += time.perf_counter() - start
+
+        return timed
+
+
+STAND_STILL: list[StandStill] = []
 
 
 def dcp_contender(layers: int, parallel: str) -> dict[str, Callable[[str], Any]]:
@@ -129,31 +182,27 @@ def seconds(action: Callable[[str], Any], folder: str) -> float:
         dist.barrier()
     start = time.perf_counter()
     action(folder)
-    taken = torch.tensor(time.perf_counter() - start)
+    return of_slowest(time.perf_counter() - start)
+
+
+def of_slowest(taken_s: float) -> float:
+    """The largest number that a rank has."""
+    taken = torch.tensor(taken_s)
     if dist.is_initialized():
         dist.all_reduce(taken, dist.ReduceOp.MAX)
     return float(taken)
-
-
-def memory_copy(layers: int, world_size: int) -> Callable[[str], Any]:
-    """One copy of a rank's share of the state, into memory that was used before."""
-    sources = [torch.randn(WIDTH, WIDTH) for _ in range(3 * layers // world_size)]
-    targets = [torch.zeros_like(source) for source in sources]
-    return lambda folder: [target.copy_(source) for target, source in zip(targets, sources, strict=True)]
 
 
 def work(chosen: argparse.Namespace) -> None:
     """One configuration: all contenders in turn; the first rank writes the seconds of each."""
     warnings.simplefilter("ignore")
     configuration, folder, file = chosen.worker
-    world_size, parallel, names = CONFIGURATIONS[configuration]
+    _, parallel, names = CONFIGURATIONS[configuration]
     from lockstep import PartialState
 
     rank = PartialState(cpu=True).process_index
     actions = {name: CONTENDERS[name](chosen.layers, parallel) for name in names}
-    copy = memory_copy(chosen.layers, world_size)
     taken: dict[str, dict[str, list[float]]] = {name: {} for name in names}
-    taken["lockstep"]["copy"] = []
     for turn in range(-2, chosen.rounds):  # the first rounds fill caches, and memory for copies
         shift = turn % len(names)
         for name in names[shift:] + names[:shift]:
@@ -162,8 +211,10 @@ def work(chosen: argparse.Namespace) -> None:
                 value = seconds(action, place)
                 if turn >= 0:
                     taken[name].setdefault(kind, []).append(value)
-            if name == "lockstep" and turn >= 0:
-                taken[name]["copy"].append(seconds(copy, place))
+            if name == "lockstep":
+                for kind, value in STAND_STILL[0].measure(place + "-later", chosen.steps).items():
+                    if turn >= 0:
+                        taken[name].setdefault(kind, []).append(value)
             if rank == 0:
                 shutil.rmtree(place)
                 shutil.rmtree(place + "-later", ignore_errors=True)
@@ -186,6 +237,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(dir=chosen.folder) as folder:
             file = Path(folder, "seconds.json")
             arguments = ["--rounds", str(chosen.rounds), "--layers", str(chosen.layers)]
+            arguments += ["--steps", str(chosen.steps)]
             common.run_workers(
                 __file__, [*arguments, "--worker", configuration, folder, str(file)], world_size
             )
@@ -195,23 +247,42 @@ def main() -> None:
             for kind in ("save", "load"):
                 references = taken[REFERENCE][kind]
                 entry[f"{kind}_ratio"] = common.summary(common.ratios(values[kind], references))
-            if "blocked" in values:
-                entry["blocked_ratio"] = common.summary(common.ratios(values["blocked"], values["save"]))
-                entry["copy_ratio"] = common.summary(common.ratios(values["copy"], values["save"]))
-            shown = ["save", "save_ratio", "load", "load_ratio", "blocked", "blocked_ratio", "copy_ratio"]
+            if "stands_still" in values:
+                for kind in ("stands_still", "slower"):
+                    entry[f"{kind}_ratio"] = common.summary(common.ratios(values[kind], values["save"]))
+            shown = [
+                "save",
+                "save_ratio",
+                "load",
+                "load_ratio",
+                "stands_still",
+                "stands_still_ratio",
+                "slower",
+            ]
             cells = [entry[kind].show(3) if kind in entry else "" for kind in shown]
             rows.append([configuration, name, *cells])
             summaries = {kind: one.to_dict() for kind, one in entry.items()}
             figures.append({"configuration": configuration, "contender": name, **summaries})
     report.finish(
-        ["configuration", "", "save, s", "/ dcp", "load, s", "/ dcp", "blocked, s", "/ save", "copy / save"],
+        [
+            "configuration",
+            "",
+            "save, s",
+            "/ dcp",
+            "load, s",
+            "/ dcp",
+            "stands still, s",
+            "/ save",
+            "slower, s",
+        ],
         rows,
         figures,
-        {"rounds": chosen.rounds, "mib": mib},
+        {"rounds": chosen.rounds, "mib": mib, "steps": chosen.steps, "rows": ROWS},
         chosen.output,
         [
             f"Medians (quartiles) of {chosen.rounds} rounds; ratios compare actions of one round.",
-            "blocked: save_state(blocking=False) until it returns; copy: this share of the state, in memory.",
+            "stands still: save_state(blocking=False) until it returns, and what steps wait for copies of it.",
+            f"slower: by how much {chosen.steps} steps take longer while a save is copied and written.",
         ],
     )
 

@@ -261,8 +261,8 @@ class FileMethods:
         """Write models, optimizers, schedulers, loss scale, loaders, generators and registered objects.
 
         Called on every rank. The directory, or URL, appears only when it is complete; without one it is the
-        project's next ``checkpoints/checkpoint_<i>``. Not ``blocking``: returns when the state has been copied in
-        host memory, and writes it while training goes on. Returns the directory. Without ``safe_serialization``
+        project's next ``checkpoints/checkpoint_<i>``. Not ``blocking``: returns at once, and copies and writes the
+        state of now while training goes on. Returns the directory. Without ``safe_serialization``
         ``pytorch_model.bin`` is there as well, weights by ``torch.save`` for other readers, with a warning.
 
         Raises:

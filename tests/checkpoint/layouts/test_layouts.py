@@ -17,6 +17,7 @@ from lockstep.checkpoint.contents import CheckpointContents
 from lockstep.checkpoint.load import load
 from lockstep.checkpoint.save import save
 from lockstep.checkpoint.weights.convert import open_weights, write_file
+from lockstep.runtime.step import StepState
 
 SOURCES = ("plain", "pp=2 tp=2")
 """Of these each layout loads; of the others the plain model, and of some those that have most in common or least."""
@@ -33,7 +34,11 @@ WORLDS = sorted({layout.world for layout in LAYOUTS})
 def checkpointer() -> Checkpointer:
     accelerator = Accelerator(cpu=True)
     return Checkpointer(
-        accelerator.runtime, accelerator._communicator, ProjectConfiguration(), lambda directory: None
+        accelerator.runtime,
+        accelerator._communicator,
+        ProjectConfiguration(),
+        lambda directory: None,
+        StepState(),
     )
 
 

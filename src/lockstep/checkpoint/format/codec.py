@@ -46,7 +46,7 @@ def encode(value: object, tensors: dict[str, torch.Tensor], path: str) -> object
         return {_TAG: "array", "name": name}
     if isinstance(value, torch.Tensor):
         name = _free_name(path, tensors)
-        tensors[name] = value.detach()
+        tensors[name] = value.detach() if value.requires_grad else value
         return {_TAG: "tensor", "name": name}
     if isinstance(value, np.generic) and not isinstance(value.item(), np.generic):
         return encode(value.item(), tensors, path)
