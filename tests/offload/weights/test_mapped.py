@@ -16,6 +16,7 @@ from lockstep.offload.files import pages
 from lockstep.offload.files.pages import Pages, map_file
 from lockstep.offload.weights.groups import WeightGroup, find_weight_groups
 from lockstep.offload.weights.mover import MappedMover
+from lockstep.torch_internals.copy_on_write import lazy_clone
 from tests.offload.models import Blocks, map_weights
 from tests.offload.resident import resident_bytes
 
@@ -194,6 +195,23 @@ def test_a_mover_moves_what_is_mapped_and_finds_what_has_changed(tmp_path: Path)
     assert torch.equal(weight, expected["blocks.0.1.weight"] + 1)
     model.head.bias.data = torch.zeros(16)
     with pytest.raises(UsageError, match=r"'(blocks.0.1.weight|head.bias)' was"):
+        mover.check()
+
+
+def test_weights_in_memory_may_be_copied_on_write() -> None:
+    """A save in the background clones them so; their address is another afterwards."""
+    model = Blocks(blocks=1)
+    mover = MappedMover(find_weight_groups(model, model.named_blocks()))
+    weight = model.head.weight
+    address = weight.data_ptr()
+    clone = lazy_clone(weight.detach())
+    mover.check()
+    assert clone is not None
+    weight.data.fill_(7)
+    assert weight.data_ptr() != address
+    mover.check()
+    weight.data = weight.data.double()
+    with pytest.raises(UsageError, match=r"'head.weight' was moved or converted"):
         mover.check()
 
 

@@ -111,12 +111,12 @@ class _MappedWeight:
     def __init__(self, name: str, parameter: torch.nn.Parameter, mappings: Sequence[FileMapping]) -> None:
         self._name = name
         self._parameter = parameter
-        self._address = parameter.data_ptr()
+        self._place = _place(parameter)
         self._is_read_only = Pages([parameter], mappings).is_private
         self._version = self._is_read_only and _version(parameter)
 
     def check(self) -> None:
-        if self._parameter.data_ptr() != self._address:
+        if _place(self._parameter) != self._place:
             raise UsageError(
                 f"The parameter '{self._name}' was moved or converted while the model's weights are streamed. "
                 "End streaming first, change the model, and then begin again."
@@ -126,6 +126,11 @@ class _MappedWeight:
                 f"The parameter '{self._name}' was written to, but it is mapped from a checkpoint that is only read: "
                 "the change would not last. Load the model into memory, or offload it to a folder, to change it."
             )
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, int]:
+    """The same until the tensor gets another storage; not its address, which torch may change where it is copied."""
+    return torch_tensors.storage_key(tensor), tensor.storage_offset()
 
 
 def _version(tensor: torch.Tensor) -> int:
