@@ -153,6 +153,11 @@ class ReplicatedModel(ParallelModel):
     def synchronised(self) -> AbstractContextManager[object]:
         return self.module.synchronised()
 
+    @contextmanager
+    def summoned(self) -> Iterator[None]:
+        with self.module.without_buffers(), super().summoned():
+            yield
+
     def check_reduced(self) -> None:
         self.module.check_reduced()
 

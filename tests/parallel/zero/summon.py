@@ -203,6 +203,19 @@ class WithBuffer(nn.Module):
         return self.linear(x) + self.shift
 
 
+def wrapper_is_called() -> tuple[int, list[float]]:
+    """Collectives inside where the prepared model is called, not the yielded one; and the buffer after training on."""
+    accelerator = Accelerator(cpu=True, parallel="ddp")
+    model = accelerator.prepare(WithBuffer())
+    with torch.no_grad():
+        accelerator.unwrap_model(model).shift.fill_(float(accelerator.process_index + 1))
+    with accelerator.summon_full_params(model), CommunicationLedger() as ledger:
+        for _ in range(accelerator.process_index):
+            model(torch.ones(1, 4))
+    accelerator.backward(model(torch.ones(1, 4)).sum())
+    return ledger.count(), accelerator.unwrap_model(model).shift.tolist()
+
+
 def buffers_and_bf16() -> tuple[int, list[float], str]:
     """Collectives inside, the buffer of each rank, and the type in which the model computed."""
     accelerator = Accelerator(cpu=True, parallel="zero=3", mixed_precision="bf16")

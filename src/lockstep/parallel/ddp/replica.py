@@ -109,6 +109,10 @@ class DistributedDataParallel(TorchDDP):
         """Forward and backward inside are those of a micro-batch whose gradients are averaged, also in ``no_sync``."""
         return attributes_set(self, require_backward_grad_sync=True, require_forward_param_sync=True)
 
+    def without_buffers(self) -> AbstractContextManager[None]:
+        """Forwards inside do not take rank 0's buffers, so that ranks need not come to as many of them."""
+        return attributes_set(self, require_forward_param_sync=False)
+
     def check_reduced(self) -> None:
         """Raise UsageError if a backward left out parameters that the other ranks wait for."""
         try:
