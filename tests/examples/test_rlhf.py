@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -20,6 +20,7 @@ import torch
 
 from lockstep.testing.pool import WorkerPool
 from tests.examples import rlhf_runs as runs
+from tests.marks import again
 
 BIN = Path(sys.executable).parent
 History = list[dict[str, float]]
@@ -53,8 +54,9 @@ def whole_run(worker_pool: WorkerPool) -> WholeRun:
     return functools.cache(lambda algorithm, ranks: on(worker_pool, ranks, **FIRST_WORDS[algorithm]))
 
 
-@pytest.mark.parametrize("algorithm", FIRST_WORDS)
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("algorithm", "ranks"), [("ppo", 2), ("grpo", 2), ("grpo", 4), again("ppo", 4), again("ppo", 3)]
+)
 def test_many_processes_have_the_rewards_and_losses_of_one(
     whole_run: WholeRun, algorithm: str, ranks: int
 ) -> None:
@@ -113,16 +115,25 @@ def test_bf16_has_nearly_the_numbers_of_one_process(worker_pool: WorkerPool) -> 
 # Generation ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model", ["llama", "gpt2"])
+CASES = [("llama", 1, 5, ()), ("llama", 2, 5, (0, 1, 2)), ("gpt2", 2, 5, (3,)), ("gpt2", 4, 3, ())]
+
+
 @pytest.mark.parametrize(
-    ("ranks", "count", "ends"), [(1, 5, ()), (2, 5, (0, 1, 2)), (4, 3, ()), (4, 5, (4,)), (4, 1, ())]
+    ("model", "ranks", "count", "ends"),
+    [
+        *CASES,
+        *(
+            again(*case)
+            for case in product(("llama", "gpt2"), (1, 2, 3, 4), (1, 3, 5, 9), ((), (0,), (4, 8)))
+        ),
+    ],
 )
 def test_answers_are_those_of_a_plain_loop_and_weights_are_gathered_once(
     worker_pool: WorkerPool, model: str, ranks: int, count: int, ends: tuple[int, ...]
 ) -> None:
     """Ragged prompts; ranks without prompts (4 ranks and 3 prompts, or 1); rows that end at their first token."""
     expected, lengths = runs.answers_by_hand(count, ends, model=model)
-    assert all(lengths[row] == 1 for row in ends)
+    assert all(lengths[row] == 1 for row in ends if row < count)
     for rank, found in enumerate(worker_pool.run(runs.generates, ranks, count, ends, model=model)):
         assert found["answers"].tolist() == expected.tolist()
         assert len(set(found["mask"].sum(1).tolist())) > 1 or count < 5  # ragged
@@ -131,7 +142,7 @@ def test_answers_are_those_of_a_plain_loop_and_weights_are_gathered_once(
         # The prompt at once, then one token after the other: keys and values are kept.
         each, widths = -(-count // ranks), []
         own = lengths[rank * each : (rank + 1) * each]
-        for batch in (own[:2], own[2:4], own[4:]):
+        for batch in (own[:2], own[2:4], own[4:6], own[6:8], own[8:]):
             widths += [found["prompt width"], *[1] * (max(batch) - 1)] if batch else []
         assert found["widths"] == widths
 
