@@ -6,6 +6,7 @@ import copy
 import importlib
 import io
 import math
+import os
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -43,6 +44,15 @@ def run(**changes: Any) -> list[dict[str, float]]:
     with redirect_stdout(io.StringIO()):
         history = recipe("train").train(options(**changes))
     return [{name: value for name, value in now.items() if "/s" not in name} for now in history]
+
+
+def run_in(precision: str, **changes: Any) -> list[dict[str, float]]:
+    """The same with ``--mixed-precision`` of the launch."""
+    os.environ["LOCKSTEP_MIXED_PRECISION"] = precision
+    try:
+        return run(**changes)
+    finally:
+        del os.environ["LOCKSTEP_MIXED_PRECISION"]
 
 
 def speeds(**changes: Any) -> list[tuple[float, float]]:

@@ -107,9 +107,14 @@ def test_each_model_may_have_a_strategy_of_its_own(
 
 
 @pytest.mark.exhaustive
-def test_bf16_has_nearly_the_numbers_of_one_process(worker_pool: WorkerPool) -> None:
-    words = {**runs.PPO, "mixed_precision": "bf16", "iterations": 1}
-    assert_same(on(worker_pool, 2, **words), on(worker_pool, 1, **words), within=0.02)
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("algorithm", FIRST_WORDS)
+def test_bf16_has_nearly_the_numbers_of_one_process(
+    worker_pool: WorkerPool, algorithm: str, ranks: int
+) -> None:
+    words = {**FIRST_WORDS[algorithm], "iterations": 1}
+    many, alone = (worker_pool.run(runs.run_in, n, "bf16", **words)[0] for n in (ranks, 1))
+    assert_same(many, alone, within=0.02)
 
 
 # Generation ---------------------------------------------------------------------------------------------

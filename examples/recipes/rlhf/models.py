@@ -95,36 +95,34 @@ def one_label(config: Any) -> Any:
 def place(options: Options, task: Any) -> Models:
     """Build the models, whole on each process, and spread each as asked."""
     made = build(options, task)
-    common = {"mixed_precision": options.mixed_precision}
-    others = {**common, "run_dir": "no"}  # one of them writes what the run measures
     models: dict[str, Any] = {
-        "reward": place_frozen(made["reward"], options.reward_parallel, others),
-        "reference": place_frozen(made["reference"], options.reference_parallel, others),
+        "reward": place_frozen(made["reward"], options.reward_parallel),
+        "reference": place_frozen(made["reference"], options.reference_parallel),
         "value": None,
     }
     rate = options.learning_rate
-    if "value" in made:
-        placed = place_trained(made["value"], options.value_parallel, rate, others)
+    if "value" in made:  # what the run measures is written by the policy's accelerator alone
+        placed = place_trained(made["value"], options.value_parallel, rate, run_dir="no")
         models |= dict(zip(("value_accelerator", "value", "value_optimizer"), placed, strict=True))
-    placed = place_trained(made["policy"], options.policy_parallel, rate, common)
+    placed = place_trained(made["policy"], options.policy_parallel, rate)
     models |= dict(zip(("accelerator", "policy", "optimizer"), placed, strict=True))
     return Models(**models)
 
 
-def place_trained(model: nn.Module, parallel: str, learning_rate: float, options: dict[str, Any]) -> Any:
+def place_trained(model: nn.Module, parallel: str, learning_rate: float, **options: Any) -> Any:
     """(accelerator, model, optimizer). Each trained model has an Accelerator: its own strategy and its own steps."""
     accelerator = Accelerator(parallel=parallel, **options)
     optimizer = torch.optim.AdamW(model.parameters(), learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     return accelerator, *accelerator.prepare(model, optimizer)
 
 
-def place_frozen(model: nn.Module, parallel: str, options: dict[str, Any]) -> nn.Module:
+def place_frozen(model: nn.Module, parallel: str) -> nn.Module:
     """Sharded as `parallel` says; or whole, and brought to the device block by block: "stream=cpu", "stream=FOLDER"."""
     model.requires_grad_(False)
     if not parallel.startswith("stream="):
-        prepared: nn.Module = Accelerator(parallel=parallel, **options).prepare(model)
+        prepared: nn.Module = Accelerator(parallel=parallel, run_dir="no").prepare(model)
         return prepared
-    accelerator, place = Accelerator(**options), parallel.removeprefix("stream=")
+    accelerator, place = Accelerator(run_dir="no"), parallel.removeprefix("stream=")
     if place == "cpu":
         return cpu_offload(model, execution_device=accelerator.device)
     return disk_offload(

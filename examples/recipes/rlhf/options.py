@@ -18,7 +18,6 @@ class Options:
     value_parallel: str = "zero=2"
     reference_parallel: str = "zero=3"
     reward_parallel: str = "zero=3"
-    mixed_precision: str = "no"
     iterations: int = 25
     prompts_per_iteration: int = 32
     group: int = 1
@@ -50,7 +49,6 @@ HELP = {
     "value_parallel": "how the value model is spread (ppo)",
     "reference_parallel": 'how the frozen reference is spread; or "stream=cpu", "stream=FOLDER": block by block',
     "reward_parallel": "the same of the reward model",
-    "mixed_precision": "no, bf16 or fp16",
     "iterations": "rollouts, each with its training",
     "prompts_per_iteration": "over all processes",
     "group": "answers to each prompt; at least 2 for grpo",
@@ -77,7 +75,7 @@ EXAMPLES = """examples:
   python examples/recipes/rlhf/train.py
   lockstep launch --nproc 4 examples/recipes/rlhf/train.py --algorithm grpo --group 8 --prompts-per-iteration 8
   lockstep launch --nproc 2 examples/recipes/rlhf/train.py --model gpt2 --reference-parallel stream=cpu
-  lockstep launch --nproc 2 examples/recipes/rlhf/train.py --out runs/rlhf --save-every 4 --resume
+  lockstep launch --nproc 2 --mixed-precision bf16 examples/recipes/rlhf/train.py --out runs/rlhf --save-every 4
 """
 
 
