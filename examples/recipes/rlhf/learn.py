@@ -21,7 +21,9 @@ LossOf = Callable[[Tensor], tuple[Tensor, Tensor]]  # rows -> losses and weights
 def losses_of(models: Models, rollout: Rollout, options: Options) -> tuple[LossOf, LossOf | None]:
     """The losses of the policy and of the value model, as functions of rows."""
     device, mask = models.accelerator.device, rollout.is_answer
-    on = lambda tensor, rows: tensor[rows].to(device)  # noqa: E731
+
+    def on(tensor: Tensor, rows: Tensor) -> Tensor:
+        return tensor[rows].to(device)
 
     def new_logprobs(rows: Tensor) -> Tensor:
         return logprobs_of(models.policy, rollout, rows, device, options.temperature)
@@ -31,9 +33,8 @@ def losses_of(models: Models, rollout: Rollout, options: Options) -> tuple[LossO
 
         def grpo_loss(rows: Tensor) -> tuple[Tensor, Tensor]:
             given = (on(tensor, rows) for tensor in (rollout.logprobs, rollout.reference, by_row))
-            return grpo.policy_loss(new_logprobs(rows), *given, options.clip, options.kl_weight), on(
-                weights, rows
-            )
+            losses = grpo.policy_loss(new_logprobs(rows), *given, options.clip, options.kl_weight)
+            return losses, on(weights, rows)
 
         return grpo_loss, None
 
@@ -47,13 +48,13 @@ def losses_of(models: Models, rollout: Rollout, options: Options) -> tuple[LossO
 
     def policy_loss(rows: Tensor) -> tuple[Tensor, Tensor]:
         given = on(rollout.logprobs, rows), on(advantages, rows)
-        return ppo.policy_loss(new_logprobs(rows), *given, options.clip), on(mask, rows).float()
+        losses = ppo.policy_loss(new_logprobs(rows), *given, options.clip)
+        return losses, on(mask, rows).float()
 
     def value_loss(rows: Tensor) -> tuple[Tensor, Tensor]:
-        values = values_of(models.value, rollout, rows, device)
-        return ppo.value_loss(values, on(rollout.values, rows), on(returns, rows), options.clip), on(
-            mask, rows
-        ).float()
+        given = on(rollout.values, rows), on(returns, rows)
+        losses = ppo.value_loss(values_of(models.value, rollout, rows, device), *given, options.clip)
+        return losses, on(mask, rows).float()
 
     return policy_loss, value_loss
 

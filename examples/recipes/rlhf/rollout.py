@@ -10,6 +10,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -186,7 +187,7 @@ def collect(
     def rewards(rows: Tensor) -> Tensor:
         return models.reward(**inputs(rollout, rows, device)).logits[:, 0].float()
 
-    for_rows = lambda function: for_all_rows(accelerator, count, options.micro_batch, function)  # noqa: E731
+    for_rows = partial(for_all_rows, accelerator, count, options.micro_batch)
     temperature = options.temperature
     rollout.logprobs = for_rows(lambda rows: logprobs_of(models.policy, rollout, rows, device, temperature))
     rollout.reference = for_rows(
