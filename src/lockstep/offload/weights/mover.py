@@ -130,7 +130,7 @@ class _MappedWeight:
 
 def _place(tensor: torch.Tensor) -> tuple[int, int]:
     """The same until the tensor gets another storage; not its address, which torch may change where it is copied."""
-    return torch_tensors.storage_key(tensor), tensor.storage_offset()
+    return torch_tensors.storage_key(tensor), int(tensor.storage_offset())
 
 
 def _version(tensor: torch.Tensor) -> int:
