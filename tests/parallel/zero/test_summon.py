@@ -84,3 +84,7 @@ def test_buffers_are_sent_once_and_weights_have_the_type_of_the_computation(run_
 
 def test_the_replica_itself_may_be_called_too(run_distributed) -> None:
     assert run_distributed(summon.wrapper_is_called, 2) == [(0, [1.0] * 4)] * 2
+
+
+def test_ranks_may_compile_other_forwards_inside(run_distributed) -> None:
+    assert run_distributed(summon.compiled, 2) == [True, True]

@@ -173,8 +173,11 @@ class UnusedParameters:
         self._is_backward = False
         self._passed: set[int] = set()
         self._order = 0
+        # Compiled code leaves the hook out, but on a rank that has given up compiling, as after many shapes, it runs.
+        compiled = {part for m in modules[0].modules() if engine.is_compiled(m) for part in m.modules()}
         for number, module in enumerate(modules):
-            module.register_forward_pre_hook(partial(self._comes_to, number))
+            if module not in compiled:
+                module.register_forward_pre_hook(partial(self._comes_to, number))
         for group in groups:
             engine.before_reduction(group, self._before_reduction_of(group))
         engine.keep_for_another_backward(groups)
