@@ -127,10 +127,7 @@ CASES = [("llama", 1, 5, ()), ("llama", 2, 5, (0, 1, 2)), ("gpt2", 2, 5, (3,)), 
     ("model", "ranks", "count", "ends"),
     [
         *CASES,
-        *(
-            again(*case)
-            for case in product(("llama", "gpt2"), (1, 2, 3, 4), (1, 3, 5, 9), ((), (0,), (4, 8)))
-        ),
+        *(again(*case) for case in product(("llama", "gpt2"), (2, 3, 4), (1, 5, 9), [(0, 4)])),
     ],
 )
 def test_answers_are_those_of_a_plain_loop_and_weights_are_gathered_once(
