@@ -14,6 +14,7 @@ import pytest
 from lockstep.launch.bare import ID_VARIABLE, members
 from tests.launch.helpers import START_LIMIT_S, alive, start, wait_until
 from tests.launch.spare import training
+from tests.launch.test_elastic import Machines, kill_tree
 
 SCRIPT = training.__file__
 READY = ["lockstep-spare", "ready"]
@@ -41,25 +42,25 @@ def wait_for_ranks(folder: Path, number: int, nproc: int) -> None:
     wait_until(lambda: len(list(folder.glob(f"waits-{number}-*"))) == nproc, START_LIMIT_S)
 
 
-def trained(
-    folder: Path, *flags: object, nproc: int, rounds: int = 3, warm: bool = True
-) -> tuple[list[list[object]], str]:
+def trained(folder: Path, nproc: int, warm: bool, rounds: int = 3) -> tuple[list[list[object]], str]:
     """What the ranks printed, sorted, and the launcher's own lines; the last rank fails in all rounds but one."""
-    folder.mkdir(exist_ok=True)
-    switch = () if warm else ("--no-warm-restarts",)
+    flags = ("--cpu", "--max-restarts", rounds, "--log-dir", folder / "log", "--tee")
     launcher = start(
-        "--nproc", nproc, "--cpu", "--max-restarts", rounds, *switch, *flags, SCRIPT, folder, rounds
+        "--nproc", nproc, *flags, *(() if warm else ("--no-warm-restarts",)), SCRIPT, folder, rounds
     )
     try:
         for number in range(rounds - 1):
             wait_for_ranks(folder, number, nproc)
-            assert wait_for_spares(launcher, nproc if warm else 0) or not warm
+            wait_for_spares(launcher, nproc if warm else 0)
             (folder / f"fail-{number}-{nproc - 1}").touch()
-        out, errors = launcher.communicate(timeout=START_LIMIT_S)
+        shown, errors = launcher.communicate(timeout=START_LIMIT_S)
     finally:
         launcher.kill()
     assert launcher.returncode == 0, errors
-    return sorted(json.loads(line) for line in out.splitlines() if line.startswith("[")), errors
+    texts = [path.read_text() for path in (folder / "log").glob("*.out")]
+    assert len(texts) == nproc * rounds
+    assert f"[rank 0] [{rounds - 1}, 0, " in shown
+    return sorted(json.loads(line) for text in texts for line in text.splitlines()), errors
 
 
 @pytest.mark.parametrize(
@@ -68,9 +69,9 @@ def trained(
 def test_training_that_goes_on_in_spare_processes_is_bit_for_bit_that_of_new_ones(
     nproc: int, tmp_path: Path
 ) -> None:
-    warm, said = trained(tmp_path / "warm", nproc=nproc)
-    cold, _ = trained(tmp_path / "cold", nproc=nproc, warm=False)
-    assert [(number, is_spare) for number, _, _, is_spare, _ in warm] == [
+    warm, said = trained(tmp_path / "warm", nproc, warm=True)
+    cold, _ = trained(tmp_path / "cold", nproc, warm=False)
+    assert [(number, is_spare) for number, _, _, is_spare, *_ in warm] == [
         (number, number > 0) for number in range(3) for _ in range(nproc * training.STEPS_OF_A_ROUND)
     ], said
     assert not any(line[3] for line in cold)
@@ -140,3 +141,25 @@ def test_a_round_leaves_nothing_but_the_spare_processes(tmp_path: Path) -> None:
     finally:
         launcher.kill()
         launcher.communicate()
+
+
+def test_a_machine_that_is_left_alone_goes_on_with_a_spare_process_as_another_world(tmp_path: Path) -> None:
+    machines = Machines(tmp_path)
+    try:
+        first, second = (
+            machines.start("1:2", rank, "--log-dir", tmp_path / f"log-{rank}", SCRIPT, tmp_path, 2)
+            for rank in (0, 1)
+        )
+        wait_for_ranks(tmp_path, 0, 2)
+        wait_for_spares(first, 1)
+        kill_tree(second.pid)
+        _, errors = first.communicate(timeout=START_LIMIT_S)
+        assert first.returncode == 0, errors
+    finally:
+        for launcher in machines.launchers:
+            launcher.kill()
+            launcher.communicate()
+    lines = (tmp_path / "log-0" / "rank-0.restart-1.out").read_text().splitlines()
+    found = [json.loads(line) for line in lines]
+    assert [line[:4] for line in found] == [[1, 0, step, True] for step in range(5, 9)]
+    assert {line[5] for line in found} == {1}

@@ -37,7 +37,7 @@ def main() -> None:
     torch.manual_seed(0)
     project = ProjectConfiguration(str(folder / "run"), automatic_checkpoint_naming=True, total_limit=2)
     accelerator = Accelerator(cpu=True, project_config=project)
-    rank = accelerator.process_index
+    rank, world = accelerator.process_index, accelerator.num_processes
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.1), torch.nn.Linear(8, 1))
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     loader = DataLoader(
@@ -56,7 +56,9 @@ def main() -> None:
         progress.step += 1
         accelerator.save_state()
         is_spare = "lockstep.launch.spare.process" in sys.modules
-        print(json.dumps([number, rank, progress.step, is_spare, batch.flatten().tolist()]), flush=True)
+        print(
+            json.dumps([number, rank, progress.step, is_spare, batch.flatten().tolist(), world]), flush=True
+        )
         if progress.step == last:
             break
     if number < rounds - 1:
