@@ -51,6 +51,19 @@ def save_accelerator_state(
     ``model.safetensors`` (or ``pytorch_model.bin``), ``optimizer.bin``, ``scheduler.bin``, ``sampler.bin``,
     ``scaler.pt`` by rank 0, with a number from the second object of a kind on; ``random_states_<rank>.pkl`` by each
     process.
+
+    Examples:
+        ```python
+        import os
+        import torch
+        from lockstep.checkpointing import save_accelerator_state
+
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        os.makedirs("single_objects", exist_ok=True)
+        save_accelerator_state("single_objects", [model.state_dict()], [optimizer], [], [], process_index=0, step=3)
+        assert "optimizer.bin" in os.listdir("single_objects")
+        ```
     """
     folder = Path(output_dir)
     for index, state in enumerate(model_states):
@@ -91,6 +104,19 @@ def load_accelerator_state(
     Raises:
         TypeError: ``map_location`` is neither ``"cpu"``, nor ``"on_device"``, nor None.
         CheckpointError: a file is missing.
+
+    Examples:
+        ```python
+        import os
+        import torch
+        from lockstep.checkpointing import load_accelerator_state, save_accelerator_state
+
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        os.makedirs("objects_to_load", exist_ok=True)
+        save_accelerator_state("objects_to_load", [model.state_dict()], [optimizer], [], [], process_index=0, step=3)
+        assert load_accelerator_state("objects_to_load", [model], [optimizer], [], [], process_index=0)["step"] == 3
+        ```
     """
     if map_location not in (None, "cpu", "on_device"):
         raise TypeError(
@@ -180,10 +206,36 @@ def _devices() -> Iterator[tuple[str, Any]]:
 def save_custom_state(
     obj: Any, path: str | os.PathLike[str], index: int = 0, save_on_each_node: bool = False
 ) -> None:
-    """Write ``obj.state_dict()`` to ``custom_checkpoint_<index>.pkl`` in an existing folder, by rank 0."""
+    """Write ``obj.state_dict()`` to ``custom_checkpoint_<index>.pkl`` in an existing folder, by rank 0.
+
+    Examples:
+        ```python
+        import os
+        import torch
+        from lockstep.checkpointing import save_custom_state
+
+        os.makedirs("custom", exist_ok=True)
+        save_custom_state(torch.nn.Linear(4, 1), "custom", index=2)  # anything with a state_dict
+        assert os.listdir("custom") == ["custom_checkpoint_2.pkl"]
+        ```
+    """
     save(obj.state_dict(), Path(path) / f"custom_checkpoint_{index}.pkl", save_on_each_node)
 
 
 def load_custom_state(obj: Any, path: str | os.PathLike[str], index: int = 0) -> None:
-    """Read what ``save_custom_state`` wrote. Tensors and plain values only: nothing in the file is run."""
+    """Read what ``save_custom_state`` wrote. Tensors and plain values only: nothing in the file is run.
+
+    Examples:
+        ```python
+        import os
+        import torch
+        from lockstep.checkpointing import load_custom_state, save_custom_state
+
+        layer, other = torch.nn.Linear(4, 1), torch.nn.Linear(4, 1)
+        os.makedirs("custom_to_load", exist_ok=True)
+        save_custom_state(layer, "custom_to_load")
+        load_custom_state(other, "custom_to_load")
+        assert torch.equal(other.weight, layer.weight)
+        ```
+    """
     obj.load_state_dict(_read(Path(path) / f"custom_checkpoint_{index}.pkl", map_location="cpu"))

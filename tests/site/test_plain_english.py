@@ -7,7 +7,6 @@ import statistics
 
 import pytest
 
-from tests.site import features
 from tests.site.pages import DOCS, ROOT
 from tests.site.plain_english import RIDDLES, VAGUE, introduction, sentences, words
 
@@ -38,16 +37,3 @@ def test_a_page_says_for_whom_it_is_and_what_they_will_have(name: str) -> None:
     first = introduction(TEXTS[name])
     assert re.search(r"\bfor (people|you)\b", first, flags=re.IGNORECASE), first
     assert re.search(r"\b[Yy]ou (will|keep)\b|runs on one device", first), first
-
-
-@pytest.mark.parametrize("name", TEXTS)
-def test_no_page_contradicts_the_table_of_features(name: str) -> None:
-    """The table alone says what is not yet there: a page that says so, too, must agree."""
-    text = " ".join(TEXTS[name].split())
-    data = features.load()
-    untried = [row for group in data["groups"] for row in group["rows"] if "not yet" in row["state"]]
-    assert untried
-    claims = re.findall(r"\b(tp|pp|cp|ep|zero)\W+(?:is|are) not (?:yet )?(?:available|supported)", text)
-    assert claims == []
-    if re.search(r"(tested|measured|faster|tried) on (a |\d+ |thousands of )?GPUs", text):
-        assert "CPU" in text, "nothing has run on a GPU: say so"

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 import lockstep
-from tests.site.pages import DOCS, ROOT
+from tests.site.pages import ROOT
 
 
 def text(path: str) -> str:
@@ -32,12 +32,6 @@ def test_an_issue_template_has_what_forms_need(name: str) -> None:
     ids = [item["id"] for item in form["body"]]
     assert len(ids) == len(set(ids))
     assert all(item["type"] in ("textarea", "input") and item["attributes"]["label"] for item in form["body"])
-
-
-def test_links_of_llms_txt_lead_to_pages() -> None:
-    links = re.findall(r"\]\(([^)]+)\)", text("docs/llms.txt"))
-    assert len(links) > 20
-    assert [link for link in links if not (DOCS / link).is_file()] == []
 
 
 def test_what_agents_md_names_exists() -> None:
