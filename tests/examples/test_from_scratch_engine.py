@@ -108,6 +108,25 @@ def test_the_engine_without_a_server_has_the_numbers_of_the_parameter_server(wor
         assert_close(weights, server)
 
 
+def all_reduce_by_both() -> None:
+    accelerator = Accelerator(cpu=True)
+    module, size = lesson("ring_all_reduce"), accelerator.num_processes
+    tensor = torch.randn(size * 64, generator=torch.Generator().manual_seed(accelerator.process_index))
+    sent = []
+    with CommunicationLedger() as ledger:
+        ours = module.all_reduce(tensor.clone())
+    sent.append(ledger.wire_bytes())
+    with CommunicationLedger() as ledger:
+        theirs = accelerator.reduce(tensor.clone(), reduction="sum")
+    sent.append(ledger.wire_bytes("all_reduce"))
+    assert_close([ours], [theirs])
+    assert sent == [2 * (size - 1) / size * tensor.nbytes] * 2
+
+
+def test_the_engines_sum_over_ranks_is_that_of_the_ring(worker_pool: WorkerPool) -> None:
+    worker_pool.run(all_reduce_by_both, 4)
+
+
 def late_gradients_by_engine(steps: int) -> tuple[list[Tensor], int]:
     """Parameters after training with the engine's rotating server, with no staleness, and the bytes it sent."""
     world = lesson("world")
@@ -199,20 +218,22 @@ class Deep(nn.Module):
         return F.mse_loss(inputs, targets)
 
 
-def pipeline_by_engine(schedule: str) -> list[Tensor]:
-    """On rank 0: the gradients of the whole model, as what a step with a learning rate of 1 changes."""
+def pipeline_by_engine(schedule: str) -> tuple[list[Tensor], float]:
+    """On rank 0 the gradients of the whole model, as what a step with a learning rate of 1 changes; bytes sent."""
     accelerator = Accelerator(cpu=True, parallel=f"pp=4 schedule={schedule} micro_batches=8 verify=off")
     plain = Deep()
     before = [parameter.detach().clone() for parameter in plain.parameters()]
     model, optimizer = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=1.0))
     inputs, _ = lesson("world").batch(0)
-    accelerator.backward(model(inputs, inputs.roll(1, dims=1)))
+    with CommunicationLedger() as ledger:
+        accelerator.backward(model(inputs, inputs.roll(1, dims=1)))
     optimizer.step()
     after = accelerator.get_state_dict(model)
     if not accelerator.is_main_process:
-        return []
+        return [], ledger.wire_bytes("send")
     names = [name for name, _ in Deep().named_parameters()]
-    return [old - after[name] for old, name in zip(before, names, strict=True)]
+    gradients = [old - after[name] for old, name in zip(before, names, strict=True)]
+    return gradients, ledger.wire_bytes("send")
 
 
 def pipeline_from_scratch(name: str) -> list[Tensor]:
@@ -229,7 +250,15 @@ def test_the_engines_pipeline_has_the_gradients_of_the_lesson(
 ) -> None:
     parts = worker_pool.run(pipeline_from_scratch, 4, name)
     expected = [gradient for part in parts for gradient in part]
-    assert_close(worker_pool.run(pipeline_by_engine, 4, engine)[0], expected)
+    results = worker_pool.run(pipeline_by_engine, 4, engine)
+    assert_close(results[0][0], expected)
+    inputs, _ = lesson("world").batch(0)
+    first, *middle, last = (sent for _, sent in results)
+    # As in the lesson, gradients of one batch of activations go back; the engine adds 4 bytes for each neighbour.
+    assert last == inputs.nbytes + 4
+    # Onward go the activations, and with them the two arguments of the model's own forward.
+    assert first == 3 * inputs.nbytes + 4
+    assert middle == [first + last] * 2
 
 
 def ring_attention_by_both() -> None:
