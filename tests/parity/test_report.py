@@ -141,8 +141,7 @@ def test_micro_batches_are_named_where_there_are_several() -> None:
 def test_remarks_say_the_multiple_and_what_was_not_compared() -> None:
     facts = RunFacts(nproc=2, steps_asked=3, steps_compared=1, notes=("Dropout was off in both runs.",))
     assert remarks(verdict(facts=facts)) == [
-        "A tensor differs when it is more than 10 times as far away as rounding explains (of n elements 10 * (1 + 9/n) "
-        "times).",
+        "A tensor may be off by 10 times what rounding explains (10 * (1 + 9/n) times if it has n elements).",
         "1 step of 3 could be compared.",
         "Dropout was off in both runs.",
     ]

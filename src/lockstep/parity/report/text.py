@@ -117,8 +117,8 @@ def remarks(verdict: ParityVerdict) -> list[str]:
         said.append(f"{count(len(verdict.findings) - MOST_ROWS, 'more tensor')} not listed.")
     if verdict.multiple:
         said.append(
-            f"A tensor differs when it is more than {verdict.multiple:g} times as far away as rounding explains "
-            f"(of n elements {verdict.multiple:g} * (1 + {FEW}/n) times)."
+            f"A tensor may be off by {verdict.multiple:g} times what rounding explains "
+            f"({verdict.multiple:g} * (1 + {FEW}/n) times if it has n elements)."
         )
     facts = verdict.facts
     if verdict.multiple and facts.dtype != "fp32":
