@@ -5,22 +5,59 @@ from __future__ import annotations
 import re
 
 RIDDLES = (
+    # from the pages as they were once
     "what lies in no block",
     "as long as it lasts",
     "There is one way in a launch",
     "sends its weights once less",
     "is named once and",
-    "that which nobody",
     "what nobody says",
     "lets the ranks part",
-    "and is said",
-    "is told who",
+    "let the ranks part",
     "dealt anew",
-    "is looked at, and",
     "who is let in",
     "in the midst of",
-    "for ever new",
     "the other way round",
+    "the numbers part",
+    "are no matter",
+    "are its own affair",
+    "is its own matter",
+    "is not to be told",
+    "where nobody chose",
+    # passive sentences without a subject that anybody could name
+    "is said",
+    "are said",
+    "is told",
+    "are told",
+    "is looked at",
+    "are looked at",
+    "looked at again",
+    "says of",
+    # words for "no person", "the same", "again", "free", "between uses", "in addition"
+    "nobody",
+    "whoever",
+    "everybody",
+    "anybody",
+    "likewise",
+    "anew",
+    "for ever",
+    "let go",
+    "lets go",
+    "at rest",
+    "on top",
+    "dealt",
+    # pronouns without a noun
+    "that which",
+    "such ones",
+    "which see",
+    "of ours",
+    "one of ours",
+    "is what",
+    "what is left",
+    "no more than what",
+    "by what it",
+    "but for the",
+    "in the place of",
 )
 """Phrases that readers had to read twice. Say who does what instead."""
 
@@ -52,7 +89,19 @@ def words(sentence: str) -> int:
     return len(re.findall(r"[^\W_][\w'-]*", sentence))
 
 
-def introduction(markdown: str) -> str:
-    """What stands between the title and the first empty line after its first paragraph."""
+def riddles(markdown: str) -> list[str]:
+    """Those of the phrases that the running text has, as whole words."""
+    text = " ".join(prose(markdown).split())
+    return [phrase for phrase in RIDDLES if re.search(rf"(?<![\w-]){re.escape(phrase)}(?![\w-])", text)]
+
+
+def introduction(markdown: str) -> list[str]:
+    """The sentences of the first paragraph below the title."""
     body = markdown.split("\n", 1)[1].strip()
-    return " ".join(body.split("\n\n")[0].split())
+    return re.split(r"(?<=[.!?])\s+(?=[A-Z])", " ".join(body.split("\n\n")[0].split()))
+
+
+def defined(markdown: str) -> set[str]:
+    """Terms that a page sets in italics where it explains them."""
+    text = re.sub(r"^```.*?^```", "", markdown, flags=re.MULTILINE | re.DOTALL)
+    return set(re.findall(r"(?<![*\w])\*([a-z][a-z -]+)\*(?!\*)", text))

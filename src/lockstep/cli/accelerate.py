@@ -61,7 +61,7 @@ def merge_weights(
 ) -> None:
     """Join the sharded weights in DIR into one file in the folder OUT.
 
-    DIR is what FSDP saved with SHARDED_STATE_DICT, a checkpoint of Lockstep, or a folder of sharded safetensors. See
+    DIR is a folder of FSDP with SHARDED_STATE_DICT, a checkpoint of Lockstep, or a folder of sharded safetensors. See
     also: lockstep checkpoint merge.
     """
     from lockstep.errors import UsageError

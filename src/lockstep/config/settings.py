@@ -127,7 +127,7 @@ TOPICS: dict[str, tuple[Setting, ...]] = {
                 note="number of rows that a batch of each process must have"),
         _worker("optimizer", kinds.OPTIMIZER, "LOCKSTEP_OPTIMIZER", is_in_other_files=True,
                 note="`type` and `params` of the optimizer, for a script that leaves it to the file"),
-        _worker("scheduler", kinds.SCHEDULER, "LOCKSTEP_SCHEDULER", is_in_other_files=True, note="likewise"),
+        _worker("scheduler", kinds.SCHEDULER, "LOCKSTEP_SCHEDULER", is_in_other_files=True, note="`type` and `params` of the schedule, for a script that leaves it to the file"),
         _worker("grad_scaler", kinds.GRAD_SCALER, "LOCKSTEP_GRAD_SCALER",
                 note="`init_scale`, `growth_interval`, `growth_factor`, `backoff_factor` of fp16"),
         _worker("deepspeed_config_file", kinds.READABLE_FILE,

@@ -186,7 +186,7 @@ def attach_align_device_hook(
     preload_module_classes: Iterable[str] | None = None,
     tied_params_map: TiedMap | None = None,
 ) -> None:
-    """Give every module that has tensors of its own an ``AlignDevicesHook``, which see for the arguments.
+    """Give every module that has tensors of its own an ``AlignDevicesHook``, with these arguments.
 
     ``weights_map`` has the names that tensors have in the whole model, in which this module is ``module_name``.
     Modules of ``preload_module_classes`` get one hook for all that is below them.

@@ -288,7 +288,7 @@ def disk_offload(
 
 
 def remove_hook_from_submodules(module: nn.Module) -> None:
-    """Stop streaming, remove all hooks, and leave a plain model whose weights are where they are at rest.
+    """Stop streaming, remove all hooks, and leave a plain model. Weights stay in the place where they are kept.
 
     Examples:
         ```python

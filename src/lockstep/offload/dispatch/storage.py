@@ -223,7 +223,7 @@ def has_offloaded_params(module: nn.Module) -> bool:
 def align_module_device(
     module: nn.Module, execution_device: torch.device | str | int | None = None
 ) -> Iterator[None]:
-    """Inside, the module's own parameters are on ``execution_device``; without one they are where they are at rest.
+    """Inside, the module's own parameters are on ``execution_device``, or else in the place where they are kept.
 
     What is written to them inside is kept.
 
