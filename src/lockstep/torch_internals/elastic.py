@@ -12,8 +12,8 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 
 from lockstep.torch_internals.versions import expect, probed
 
-Output = IO[Any] | None
-Start = Callable[[int, tuple[str, ...], dict[str, str], Output, Output], "Popen[bytes] | None"]
+OutputFile = IO[Any] | None
+Start = Callable[[int, tuple[str, ...], dict[str, str], OutputFile, OutputFile], "Popen[bytes] | None"]
 """(local rank, arguments, environment, files for standard output and error) -> a process, or None: start one."""
 
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from lockstep.launch.spare import preload
-from lockstep.launch.spare.preload import Libraries, Reads, Unfit, shadowed, watched_reads
+from lockstep.launch.spare.preload import Libraries, EnvironmentReads, Unfit, shadowed, watched_reads
 
 
 def test_every_way_to_read_a_variable_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("ONE", "TWO", "THREE", "FOUR"):
         monkeypatch.setenv(name, "1")
-    reads, kind = Reads(), type(os.environ)
+    reads, kind = EnvironmentReads(), type(os.environ)
     with watched_reads(reads):
         assert os.environ["ONE"] == os.environ.get("TWO") == os.getenv("THREE") == "1"
         assert "FOUR" in os.environ and os.environ.get("MISSING") is None
@@ -33,7 +33,7 @@ def test_a_library_that_looks_for_its_own_variables_reads_no_others(monkeypatch:
     monkeypatch.setenv("TQDM_ASCII", "1")
     tqdm = types.ModuleType("tqdm.utils")
     source = "import os\nfound = {k: v for k, v in os.environ.items() if k.startswith('TQDM_')}"
-    reads = Reads()
+    reads = EnvironmentReads()
     with watched_reads(reads):
         exec(source, tqdm.__dict__)
     assert reads.names == {"TQDM_ASCII"}
@@ -47,7 +47,7 @@ def test_a_library_that_looks_for_its_own_variables_reads_no_others(monkeypatch:
 def test_a_variable_matters_if_it_was_read_or_is_one_of_compiled_libraries(
     changed: str, matter: bool
 ) -> None:
-    reads = Reads()
+    reads = EnvironmentReads()
     reads.names.add("READ")
     assert reads.matter([changed]) == [changed] * matter
 

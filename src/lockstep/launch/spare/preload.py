@@ -35,7 +35,7 @@ class Unfit(BaseException):
     """Importing ahead of time would not be what the script does; no library may catch it."""
 
 
-class Reads:
+class EnvironmentReads:
     """The names of environment variables that Python code reads inside :func:`watched_reads`."""
 
     def __init__(self) -> None:
@@ -47,11 +47,11 @@ class Reads:
 
 
 @contextmanager
-def watched_reads(reads: Reads) -> Iterator[None]:
+def watched_reads(reads: EnvironmentReads) -> Iterator[None]:
     """Note which variables are read by way of ``os.environ`` and ``os.getenv``."""
     kind = type(os.environ)
 
-    class Watched(kind):  # type: ignore[misc, valid-type]
+    class WatchedEnvironment(kind):  # type: ignore[misc, valid-type]
         def __getitem__(self, name: str) -> str:
             if name.startswith(SCANS.get(_reader(), "")):
                 reads.names.add(name)
@@ -62,7 +62,7 @@ def watched_reads(reads: Reads) -> Iterator[None]:
             reads.names.update(name for name in names if name.startswith(prefix))
             return iter(names)
 
-    os.environ.__class__ = Watched
+    os.environ.__class__ = WatchedEnvironment
     try:
         yield
     finally:

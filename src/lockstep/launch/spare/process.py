@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from lockstep.config.sources import IMPORTS_VARIABLE, environment_digests
 from lockstep.launch.spare import preload
-from lockstep.launch.spare.preload import Reads, Unfit
+from lockstep.launch.spare.preload import EnvironmentReads, Unfit
 from lockstep.launch.spare.prologue import Prologue, Target, read_prologue, target_of
 
 VARIABLE = "LOCKSTEP_SPARE"
@@ -40,9 +40,9 @@ class Spare:
     only_top: bool
     environment: dict[str, str]
     baseline: Collection[str]
-    output: Output
+    output: PrintedEarly
     command_line: CommandLine
-    reads: Reads = field(default_factory=Reads)
+    reads: EnvironmentReads = field(default_factory=EnvironmentReads)
     target: Target | None = None
     prologue: Prologue = field(default_factory=Prologue)
     files: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -77,7 +77,7 @@ def wait_for_round(place: str, baseline: Collection[str]) -> bool:
     is_theirs = _import_theirs()
     channel = socket.socket(fileno=int(descriptor))
     channel.set_inheritable(False)
-    spare = Spare(channel, ONLY_TOP in rest, environment, baseline, Output(), CommandLine())
+    spare = Spare(channel, ONLY_TOP in rest, environment, baseline, PrintedEarly(), CommandLine())
     spare.command_line.show(NAME)
     try:
         _preload(spare)
@@ -163,7 +163,7 @@ def _preload_late(spare: Spare) -> None:
     except (OSError, ValueError):  # it is being written, or its process has been started again
         return
     state, written = _random_state(), spare.output.size()
-    reads = Reads()
+    reads = EnvironmentReads()
     set_by_script = preload.changed(record["environment"], environment_digests())
     with preload.watched_reads(reads), preload.libraries_only(spare.target.first_path):
         preload.import_all(record["modules"])
@@ -267,7 +267,7 @@ class CommandLine:
         ctypes.memmove(self._start, self._said, len(self._said))
 
 
-class Output:
+class PrintedEarly:
     """Keeps what is written to standard output and error, and writes it where it belongs once that is known."""
 
     def __init__(self) -> None:
