@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.launch.spare import preload
-from lockstep.launch.spare.preload import Libraries, EnvironmentReads, Unfit, shadowed, watched_reads
+from lockstep.launch.spare.preload import EnvironmentReads, Libraries, Unfit, shadowed, watched_reads
 
 
 def test_every_way_to_read_a_variable_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
