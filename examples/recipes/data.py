@@ -27,7 +27,8 @@ def digit_images() -> tuple[TensorDataset, TensorDataset]:
     images, labels = load_digits(return_X_y=True)
     parts = train_test_split(images / 16, labels, test_size=0.2, random_state=0, stratify=labels)
     x_train, x_test, y_train, y_test = map(torch.as_tensor, parts)
+    shape, dtype = (-1, 1, 8, 8), torch.get_default_dtype()
     return (
-        TensorDataset(x_train.float().view(-1, 1, 8, 8), y_train),
-        TensorDataset(x_test.float().view(-1, 1, 8, 8), y_test),
+        TensorDataset(x_train.to(dtype).view(shape), y_train),
+        TensorDataset(x_test.to(dtype).view(shape), y_test),
     )

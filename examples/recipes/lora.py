@@ -101,13 +101,16 @@ def main() -> None:
         accelerator.print(f"epoch {epoch + 1}: loss {torch.cat(results).double().mean():.6f}")
         accelerator.save_state()
 
-    weights = accelerator.get_state_dict(model)  # gathered by all processes
+    # All processes gather the whole weights; the first saves those of the adapter, without lm_head's own.
+    weights = accelerator.get_state_dict(model)
     model.save_pretrained(
-        args.out / "adapter", state_dict=weights, is_main_process=accelerator.is_main_process
+        args.out / "adapter",
+        state_dict=weights,
+        save_embedding_layers=False,
+        is_main_process=accelerator.is_main_process,
     )
-    if (
-        accelerator.is_main_process
-    ):  # one process has the whole model here: merge elsewhere if it does not fit
+    if accelerator.is_main_process:
+        # This process has the whole model now. Merge elsewhere if it does not fit here.
         merged = PeftModel.from_pretrained(make_base(), args.out / "adapter").merge_and_unload()
         merged.save_pretrained(args.out / "merged")
         with torch.no_grad():

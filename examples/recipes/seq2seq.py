@@ -2,9 +2,9 @@
 
     lockstep launch --nproc 2 examples/recipes/seq2seq.py
 
-Answers are as long as they are: each process pads its own to its longest, `pad_across_processes` to the longest of all,
-and `gather_for_metrics` brings each question's answer once. So the score is that of the whole validation set, whatever
-the number of processes. In training each token counts alike, however long its sentence is.
+Answers have different lengths, on one process and between processes. `gather_for_metrics` takes them as lists, and
+brings each question's answer once. So the score is that of the whole validation set, whatever the number of processes.
+In training each token counts alike, however long its sentence is.
 
 For a real model: `AutoModelForSeq2SeqLM.from_pretrained("google-t5/t5-small")`, with its tokenizer in `collate`.
 """
@@ -40,15 +40,14 @@ def examples(number: int, seed: int) -> list[Example]:
 
 
 def collate(batch: list[Example]) -> dict[str, Tensor]:
-    """Tokens [rows, longest + 1] that end with END, padded."""
+    """Tokens [rows, LONGEST + 1] that end with END, padded."""
     questions = padded([question for question, _ in batch], PAD)
     labels = padded([answer for _, answer in batch], IGNORED)
     return {"input_ids": questions, "attention_mask": (questions != PAD).long(), "labels": labels}
 
 
 def padded(rows: list[list[int]], filling: int) -> Tensor:
-    longest = max(map(len, rows))
-    return torch.tensor([[*row, END] + [filling] * (longest - len(row)) for row in rows])
+    return torch.tensor([[*row, END] + [filling] * (LONGEST - len(row)) for row in rows])
 
 
 def make_model() -> nn.Module:
@@ -60,8 +59,13 @@ def make_model() -> nn.Module:
     )  # fmt: skip
 
 
+def sentences(rows: Tensor) -> list[list[int]]:
+    """The digits of each row of tokens [rows, longest]; with a tokenizer: ``batch_decode``."""
+    return [[token for token in row if token >= FIRST_DIGIT] for row in rows.tolist()]
+
+
 def token_losses(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """[rows, longest + 1]; 0 of padding."""
+    """[rows, LONGEST + 1]; 0 of padding."""
     logits = model(**batch).logits
     return F.cross_entropy(logits.transpose(1, 2), batch["labels"], ignore_index=IGNORED, reduction="none")
 
@@ -97,31 +101,26 @@ def main() -> None:
             optimizer.zero_grad()
 
         model.eval()
-        sums, right, tokens = [], 0, 0
+        sums, pairs = [], []
         for batch in validation:
             with torch.no_grad():
                 losses = token_losses(model, batch).sum(1)
                 answers = accelerator.unwrap_model(model).generate(
-                    input_ids=batch["input_ids"], attention_mask=batch["attention_mask"],
-                    max_new_tokens=LONGEST + 1, do_sample=False,
-                )[:, 1:]  # without the token that decoding starts with  # fmt: skip
-            labels = batch["labels"].masked_fill(batch["labels"] == IGNORED, PAD)
-            sums.append(accelerator.gather_for_metrics(torch.stack([losses, (labels != PAD).sum(1)], 1)))
-            pair = accelerator.pad_across_processes((answers, labels), dim=1, pad_index=PAD)
-            answers, labels = accelerator.gather_for_metrics(pair)  # [rows of all processes, longest of all]
-            width = min(answers.shape[1], labels.shape[1])
-            is_right = (answers[:, :width] == labels[:, :width]).all(1)
-            right += (
-                (is_right & (answers[:, width:] == PAD).all(1) & (labels[:, width:] == PAD).all(1))
-                .sum()
-                .item()
-            )
-            tokens += (answers != PAD).sum().item()
-        loss, count = torch.cat(sums).double().sum(0).tolist()
-        questions = len(torch.cat(sums))
+                    input_ids=batch["input_ids"],
+                    attention_mask=batch["attention_mask"],
+                    max_new_tokens=LONGEST + 1,
+                    do_sample=False,
+                )
+            counts = (batch["labels"] != IGNORED).sum(1)
+            sums.append(accelerator.gather_for_metrics(torch.stack([losses, counts], dim=1)))
+            both = zip(sentences(answers), sentences(batch["labels"]), strict=True)
+            pairs += accelerator.gather_for_metrics(list(both))
+        loss, tokens = torch.cat(sums).double().sum(0).tolist()
+        accuracy = sum(answer == truth for answer, truth in pairs) / len(pairs)
+        length = sum(len(answer) for answer, _ in pairs) / len(pairs)
         accelerator.print(
-            f"epoch {epoch + 1}: loss {loss / count:.6f}, accuracy {right / questions:.4f} on {questions} questions, "
-            f"{tokens / questions:.4f} tokens an answer"
+            f"epoch {epoch + 1}: loss {loss / tokens:.6f}, accuracy {accuracy:.4f} on {len(pairs)} questions, "
+            f"answers of {length:.4f} digits"
         )
 
 

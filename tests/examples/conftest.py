@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 
 from lockstep.testing.pool import WorkerPool
@@ -16,10 +18,20 @@ def run(worker_pool: WorkerPool) -> Run:
     tests/launch, and with the scripts of this file that are started.
     """
 
-    def run_on(processes: int, script: str, *arguments: object, is_launched: bool = False) -> str:
+    def run_on(
+        processes: int,
+        script: str,
+        *arguments: object,
+        is_launched: bool = False,
+        environment: Mapping[str, str] | None = None,
+        dtype: str = "float32",
+    ) -> str:
         words = list(map(str, arguments))
+        is_launched |= processes > 1
         return "".join(
-            worker_pool.run(run_here, processes, script, words, is_launched or processes > 1, timeout_s=150)
+            worker_pool.run(
+                run_here, processes, script, words, is_launched, environment or {}, dtype, timeout_s=150
+            )
         )
 
     return run_on

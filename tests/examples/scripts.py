@@ -8,9 +8,11 @@ import re
 import runpy
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
+
+import torch
 
 from lockstep.testing.pool import RANK_VARIABLES
 
@@ -47,9 +49,13 @@ def beside(path: Path) -> Iterator[None]:
                 del sys.modules[name]
 
 
-def run_here(script: str, arguments: list[str], is_launched: bool) -> str:
-    """What the script prints in this process, which imported torch before."""
-    path = EXAMPLES / script
+def run_here(
+    script: str, arguments: list[str], is_launched: bool, environment: Mapping[str, str], dtype: str
+) -> str:
+    """What the script prints in this process, which imported torch before; its new tensors have ``dtype``."""
+    torch.set_default_dtype(getattr(torch, dtype))
+    path = (EXAMPLES / script).resolve()
+    os.environ.update(environment)
     sys.argv[:] = [str(path), *arguments]
     for name in () if is_launched else RANK_VARIABLES:
         del os.environ[name]
