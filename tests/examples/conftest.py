@@ -30,7 +30,7 @@ def run(worker_pool: WorkerPool) -> Run:
         is_launched |= processes > 1
         return "".join(
             worker_pool.run(
-                run_here, processes, script, words, is_launched, environment or {}, dtype, timeout_s=150
+                run_here, processes, script, words, is_launched, environment, dtype, timeout_s=150
             )
         )
 

@@ -50,12 +50,16 @@ def beside(path: Path) -> Iterator[None]:
 
 
 def run_here(
-    script: str, arguments: list[str], is_launched: bool, environment: Mapping[str, str], dtype: str
+    script: str,
+    arguments: list[str],
+    is_launched: bool,
+    environment: Mapping[str, str] | None = None,
+    dtype: str = "float32",
 ) -> str:
     """What the script prints in this process, which imported torch before; its new tensors have ``dtype``."""
     torch.set_default_dtype(getattr(torch, dtype))
     path = (EXAMPLES / script).resolve()
-    os.environ.update(environment)
+    os.environ.update(environment or {})
     sys.argv[:] = [str(path), *arguments]
     for name in () if is_launched else RANK_VARIABLES:
         del os.environ[name]
