@@ -113,6 +113,7 @@ RECIPES = [
         ("--epochs", 2, "--questions", 665),
         partial(seq2seq.results, epochs=2, questions=665),
         pattern="(?:loss|accuracy|answers of) NUMBER",
+        dtype="float64",
         check=AGREES,
     ),
     Recipe(
@@ -120,6 +121,7 @@ RECIPES = [
         ("--epochs", 2, "--questions", 665, "--parallel", "zero=3"),
         partial(seq2seq.results, epochs=2, questions=665),
         pattern="(?:loss|accuracy|answers of) NUMBER",
+        dtype="float64",
         check=AGREES,
         quick=(),
     ),
