@@ -73,7 +73,6 @@ def _reader() -> str:
     """The module that reads a variable."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__") in (
-        "_collections_abc",
         "collections.abc",
         "os",
         __name__,
