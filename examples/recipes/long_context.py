@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -51,20 +52,22 @@ def new_model(layers: int, length: int) -> nn.Module:
 
 @contextmanager
 def kept_for_backward(model: nn.Module) -> Iterator[dict[int, int]]:
-    """The bytes of each tensor that autograd keeps inside of the block, without the model's weights."""
-    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    """After the block, the bytes of each tensor that autograd keeps of it, without the model's weights."""
+    saved: list[Tensor] = []
     kept: dict[int, int] = {}
-    alive = []  # an address is used again when its tensor is gone
 
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            alive.append(tensor)
-            kept[storage.data_ptr()] = storage.nbytes()
+    def save(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
         yield kept
+    # Of sharded weights autograd keeps those that are still gathered.
+    weights = [parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)]
+    not_counted = {weight.untyped_storage().data_ptr() for weight in weights}
+    for storage in (tensor.untyped_storage() for tensor in saved):
+        if storage.data_ptr() not in not_counted:
+            kept[storage.data_ptr()] = storage.nbytes()
 
 
 def main() -> None:
