@@ -158,7 +158,7 @@ def test_an_average_that_two_ranks_saved_in_shards_goes_on_on_one(run: Run, tmp_
 
 
 def prompts() -> list[str]:
-    """Ragged ones: 13 lines of this file, and one of several languages with characters that `splitlines` splits at."""
+    """Ragged ones: lines of this file, and one with the characters that `splitlines` splits at."""
     lines = [line for line in Path(__file__).read_text(encoding="utf-8").splitlines() if line.strip()]
     return [*lines[:13], "Grüße,\u2028世界\x0b🙂"]
 

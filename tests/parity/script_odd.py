@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lockstep import Accelerator
+from lockstep import Accelerator, LocalSGD
 
 which = sys.argv[1]
 accelerator = Accelerator(gradient_accumulation_steps=2 if which in ("told", "by_hand") else 1)
@@ -28,6 +28,8 @@ if which == "short":
 data = torch.utils.data.TensorDataset(x, torch.arange(len(x)) % 4)
 loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+if which == "alone":
+    block = LocalSGD(accelerator, model, local_sgd_steps=2).__enter__()
 if which == "hangs":
     time.sleep(600)
 for number, (rows, classes) in enumerate(loader):

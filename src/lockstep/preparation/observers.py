@@ -64,6 +64,9 @@ class RunObserver:
     def gathers_for_loss(self) -> None:
         """The script's loss is to depend on the batches of all ranks."""
 
+    def trains_alone(self) -> None:
+        """Ranks are to take steps of their own."""
+
     def backward_begins(self, loss: torch.Tensor, factor: torch.Tensor | float) -> None:
         """``loss``: the script's. Gradients will be those of ``factor`` times it, or times its weighted sum."""
 

@@ -236,6 +236,8 @@ class TrainingMethods:
             assert ledger.wire_bytes() == 0  # the gradients stay on this rank
             ```
         """
+        for observer in RunObserver.registered:
+            observer.trains_alone()
         return self._accumulation.alone([model])
 
     def summon_full_params(self, model: nn.Module) -> AbstractContextManager[Any]:

@@ -44,7 +44,7 @@ class TrainingBlock:
 
     def __init__(self, accelerator: Trainer, model: nn.Module, settings: str, enabled: bool) -> None:
         self.model = model
-        self.enabled = enabled
+        self.enabled = self._is_wanted = enabled  # a single process may have nothing to do
         self._name = type(self).__name__
         self._trainer = accelerator
         self._communicator = Communicator(accelerator.runtime)
@@ -68,10 +68,13 @@ class TrainingBlock:
 
     @contextmanager
     def _training(self) -> Iterator[None]:
-        if not self.enabled:
+        if not self._is_wanted:
             yield
             return
         with self._trainer.alone(self.model):
+            if not self.enabled:
+                yield
+                return
             self._begin()
             try:
                 yield

@@ -244,8 +244,8 @@ class LocalSGD(LocalRounds):
         *,
         optimizer: Any = None,
     ) -> None:
-        enabled = enabled and accelerator.runtime.world_size > 1
         super().__init__(accelerator, model, local_sgd_steps, optimizer, enabled)
+        self.enabled = enabled and accelerator.runtime.world_size > 1
 
     def _combine(self) -> None:
         average(self._communicator, self._trained.values())

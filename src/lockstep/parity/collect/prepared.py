@@ -19,7 +19,12 @@ from lockstep.parity.collect.place import BatchPlace
 from lockstep.parity.collect.plain_calls import step_schedulers_when
 from lockstep.parity.collect.process import ProcessRun
 from lockstep.parity.collect.rank_buffers import BufferBroadcast, Sharing
-from lockstep.parity.collect.spanning import GATHERED, refuse_shared_routing, refuse_synchronised_statistics
+from lockstep.parity.collect.spanning import (
+    ALONE,
+    GATHERED,
+    refuse_shared_routing,
+    refuse_synchronised_statistics,
+)
 from lockstep.parity.collect.told import tell_length, tell_of_ranks
 from lockstep.parity.collect.trainers import accumulate_more
 from lockstep.parity.collect.virtual_ranks import AccumulatedRanks, RanksInTurn, SequentialRanks, VirtualRanks
@@ -110,6 +115,10 @@ class PreparedRun(ProcessRun):
     def gathers_for_loss(self) -> None:
         if self.place.has_all_ranks:
             self.refuse(GATHERED)
+
+    def trains_alone(self) -> None:
+        if self.place.has_all_ranks:
+            self.refuse(ALONE)
 
     def _share_buffers(self, model: ParallelModel, place: SequentialRanks) -> None:
         sharing, no_sync = Sharing(self._broadcast), model.no_sync

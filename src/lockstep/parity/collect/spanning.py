@@ -1,4 +1,4 @@
-"""Layers whose result depends on the batches of all ranks together, which one process has only one after another."""
+"""What one process cannot compute for several ranks: it has their batches only one after another, and one model."""
 
 from __future__ import annotations
 
@@ -16,6 +16,10 @@ Refuse = Callable[..., object]
 ONE_AFTER_ANOTHER = "which one process has only one after another"
 GATHERED = (
     f"The script's loss is that of the batches of all ranks together (gather_for_loss), {ONE_AFTER_ANOTHER}."
+)
+ALONE = (
+    "The ranks take steps of their own (LocalSGD, DiLoCo or BoundedStaleness), which one process does not: it has the "
+    "gradients of all ranks in each step."
 )
 SYNCHRONISED = 'Compare with several processes instead: --reference "ddp sync_batchnorm".'
 
