@@ -31,7 +31,7 @@ def with_recipe(name: str, function: Callable[..., Any], *arguments: object) -> 
 
 
 @pytest.mark.parametrize("processes", [2, again(4)])
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("accumulation", [again(1), 2])
 def test_a_gan_sends_the_gradients_of_both_models_once_a_step(
     run: Run, processes: int, accumulation: int
 ) -> None:
