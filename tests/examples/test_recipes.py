@@ -64,6 +64,7 @@ class Recipe:
         tolerance: Of each number, relative or absolute; accuracies are printed with 4 digits.
         quick: On how many processes it runs in `make test`; on the others of 1, 2 and 4 exhaustively.
         check: What `lockstep check` says of it, where it is asked.
+        parallel: What `lockstep check` is told of how the ranks spread the model; None: the script says it.
         dtype: Of all its floating-point numbers: float64 where training makes differences of rounding grow.
     """
 
@@ -74,6 +75,7 @@ class Recipe:
     tolerance: float = 6e-5
     quick: tuple[int, ...] = (1, 2)
     check: str | None = None
+    parallel: str | None = None
     dtype: str = "float32"
 
     def __str__(self) -> str:
@@ -146,7 +148,7 @@ RECIPES = [
         tolerance=2e-4,
         check=SPANNING,
     ),
-    Recipe("gan.py", ("--epochs", 2), partial(gan.losses, epochs=2)),
+    Recipe("gan.py", ("--epochs", 2), partial(gan.losses, epochs=2), check=AGREES),
     Recipe(
         "gan.py",
         ("--epochs", 2, "--accumulation", 2, "--batch-size", 32),
@@ -174,7 +176,7 @@ RECIPES = [
         "(?:loss|right on) NUMBER",
         quick=(),
     ),
-    Recipe("ema.py", ("--epochs", 2), partial(ema.losses, epochs=2), "(?:loss|weights) NUMBER"),
+    Recipe("ema.py", ("--epochs", 2), partial(ema.losses, epochs=2), "(?:loss|weights) NUMBER", check=AGREES),
     Recipe(
         "ema.py",
         ("--epochs", 2, "--parallel", "ddp", "--accumulation", 2, "--batch-size", 32),
@@ -186,12 +188,21 @@ RECIPES = [
         "long_context.py",
         ("--steps", 3, "--length", 256),
         partial(long_context.losses, steps=3, length=256),
+        check=AGREES,
+        parallel="cp=2",
     ),
-    Recipe("mixture_of_experts.py", ("--epochs", 2), partial(mixture_of_experts.losses, epochs=2)),
+    Recipe(
+        "mixture_of_experts.py",
+        ("--epochs", 2),
+        partial(mixture_of_experts.losses, epochs=2),
+        check=SPANNING,
+        parallel="ep=2",
+    ),
     Recipe(
         "slow_links.py",
         ("--mode", "sync", "--steps", 6, "--every", 3),
         partial(slow_links.synchronous_losses, steps=6, every=3),
+        check=AGREES,
     ),
 ]
 NOTHING_IS_TRAINED = {"batch_inference.py", "larger_than_memory.py"}  # test_recipes_more.py
@@ -295,7 +306,8 @@ def test_a_recipe_prints_almost_the_same_in_bf16(
 def test_lockstep_check_says_that_a_recipe_agrees_or_why_it_cannot_tell(
     recipe: Recipe, tmp_path: Path
 ) -> None:
-    command = [*CHECK, str((FOLDER / recipe.script).resolve()), *recipe.words(tmp_path)]
+    told = ["--parallel", recipe.parallel] if recipe.parallel else []
+    command = [*CHECK, *told, str((FOLDER / recipe.script).resolve()), *recipe.words(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert recipe.check is not None and recipe.check in done.stdout + done.stderr
     assert done.returncode == (0 if "agree" in done.stdout else 2)

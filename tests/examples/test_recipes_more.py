@@ -219,7 +219,7 @@ def killed(arguments: list[str], rank: int, files: int) -> None:
         replace(source, target)
 
     os.replace = replace_or_die
-    run_here("recipes/batch_inference.py", arguments, True)
+    run_here("recipes/batch_inference.py", arguments, True, {}, "float32")
 
 
 @pytest.mark.parametrize(
