@@ -28,6 +28,8 @@ if which == "short":
 data = torch.utils.data.TensorDataset(x, torch.arange(len(x)) % 4)
 loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+if which == "two":
+    Accelerator().prepare(nn.Linear(8, 4).requires_grad_(False))
 if which == "alone":
     block = LocalSGD(accelerator, model, local_sgd_steps=2).__enter__()
 if which == "hangs":

@@ -102,6 +102,7 @@ def test_a_rate_by_the_number_of_processes_is_told() -> None:
         pytest.param("time", "It uses time.time() (script_odd.py:25)", marks=pytest.mark.exhaustive),
         pytest.param("short", "batches that do not go round all ranks", marks=pytest.mark.exhaustive),
         ("twice", "then trains again on the same batch"),
+        ("two", "The script makes two Accelerators that prepare objects"),
         ("alone", "The ranks take steps of their own (LocalSGD, DiLoCo or BoundedStaleness)"),
         pytest.param("by_hand", "sets its learning rate without a scheduler", marks=pytest.mark.exhaustive),
     ],

@@ -31,6 +31,7 @@ from lockstep.parity.collect.virtual_ranks import AccumulatedRanks, RanksInTurn,
 from lockstep.parity.spec import Role
 from lockstep.parity.trace.regions import ShardAxes
 from lockstep.preparation.observers import ObservedRun
+from lockstep.runtime.step import StepState
 from lockstep.script.inside import of_one_process
 from lockstep.torch_internals import modules as torch_modules
 
@@ -40,8 +41,14 @@ NO_DROPOUT = (
 )
 
 
+TWO = "The script makes two Accelerators that prepare objects, and steps are counted of one alone."
+ONE = "Check it with all models prepared by one."
+
+
 class PreparedRun(ProcessRun):
     """One process of it."""
+
+    _step: StepState | None = None
 
     def options(self, options: Options) -> Options:
         spec = self._spec
@@ -75,6 +82,9 @@ class PreparedRun(ProcessRun):
         return replace(of_one_process(options), mixed_precision=own_precision)
 
     def begins(self, run: ObservedRun) -> None:
+        if self._step not in (None, run.step):
+            self.refuse(TWO, instead=ONE)
+        self._step = run.step
         data_ranks, meshes, seed = self._facts.data_ranks, run.meshes, self._spec.seed
         if self._spec.is_alone and data_ranks > 1:
             turns = RanksInTurn(
