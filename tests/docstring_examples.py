@@ -13,6 +13,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from lockstep import Accelerator
 from tests.site import names
 
 NOT_RUN = {
@@ -132,6 +133,7 @@ def failures(texts: list[str], folder: str) -> str:
     os.chdir(folder)
     found = []
     for text in texts:
+        Accelerator.forget_all()  # that of the example before, whose plugins a new one would share
         try:
             run_one(text, Path(folder))
         except BaseException:  # pytest's failures are no Exceptions

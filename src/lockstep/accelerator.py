@@ -29,7 +29,7 @@ from lockstep.config.merge import ExternalSettings
 from lockstep.config.options import fit_to_world, parallel_fields, resolve_options
 from lockstep.config.options_view import OptionsView
 from lockstep.config.parallel import Parallel
-from lockstep.config.sources import control_endpoint
+from lockstep.config.sources import control_endpoint, imports_file
 from lockstep.errors import StateResetError
 from lockstep.observe import hang
 from lockstep.observe.methods import TrackingMethods
@@ -40,7 +40,6 @@ from lockstep.preparation.observers import RunObserver
 from lockstep.preparation.training import TrainingMethods
 from lockstep.runtime import process
 from lockstep.runtime.control import ProcessControl, RunState
-from lockstep.runtime.imports import record_imports
 from lockstep.runtime.memory import release_memory
 from lockstep.runtime.step import StepState
 from lockstep.train.accumulation import Accumulation
@@ -205,7 +204,10 @@ class Accelerator(
         self._options = options = fit_to_world(options, self.runtime.world_size)
         self._watch = hang.watch_process(self.runtime, options.watch, options.grace_s)
         self._watch.save_with(self._save_at_boundary)
-        record_imports(self._watch.clock)
+        if (path := imports_file()) is not None:
+            from lockstep.runtime.imports import record_imports
+
+            record_imports(self._watch.clock, path)
         for text in options.config_warnings if self.runtime.is_main else ():
             warnings.warn(text, stacklevel=2)
         self._step = StepState(

@@ -217,7 +217,7 @@ def test_the_gpt_with_its_state_on_disk_has_the_losses_of_training_in_memory(
 
 def test_the_readmes_list_every_script() -> None:
     listed: set[str] = set()
-    for readme in (EXAMPLES / "README.md", EXAMPLES / "recipes" / "README.md"):
+    for readme in EXAMPLES.rglob("README.md"):
         links = re.findall(r"\]\(([\w/.]+\.py)\)", readme.read_text())
         listed |= {(readme.parent / link).resolve().relative_to(EXAMPLES).as_posix() for link in links}
     scripts = {

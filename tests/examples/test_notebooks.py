@@ -57,7 +57,7 @@ def test_a_committed_notebook_has_the_outputs_of_one_run_and_nothing_of_the_mach
 
 @pytest.mark.parametrize("path", PATHS, ids=NAMES)
 def test_a_notebook_says_for_whom_it_is_and_a_page_leads_to_it(path: Path) -> None:
-    first = introduction(read(path).cells[0].source)
+    first = " ".join(introduction(read(path).cells[0].source))
     assert "is for people who" in first.replace("whose", "who") and "you will have" in first
     pages = (FOLDER.parents[1] / "docs").rglob("*.md")
     assert any(f"examples/notebooks/{path.name}" in page.read_text(encoding="utf-8") for page in pages)

@@ -6,15 +6,12 @@ import json
 import os
 import sys
 
-from lockstep.config.sources import environment_digests, imports_file
+from lockstep.config.sources import environment_digests
 from lockstep.runtime.step import StepClock
 
 
-def record_imports(clock: StepClock) -> None:
-    """Write the modules into the file that the launcher has named, if any, after each step that imported some."""
-    path = imports_file()
-    if path is None:
-        return
+def record_imports(clock: StepClock, path: str) -> None:
+    """Write the modules into the file that the launcher has named, after each step that imported some."""
     count = 0
 
     def step_ends() -> None:

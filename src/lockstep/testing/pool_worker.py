@@ -170,6 +170,9 @@ def snapshot() -> Callable[[], None]:
 
     def restore() -> None:
         end_process_group()
+        accelerator = sys.modules.get("lockstep.accelerator")
+        if accelerator is not None:  # else no function needed one
+            accelerator.Accelerator.forget_all()
         restore_environment(environment)
         os.chdir(directory)
         sys.path[:], sys.argv[:] = path, argv

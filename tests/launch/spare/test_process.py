@@ -85,7 +85,7 @@ if __name__ == "__main__":
     json.dump(seen, open(sys.argv[1], "w"), default=str)
     atexit.register(print, "the last line")
     print("second line", flush=True)
-    threading.Thread(target=lambda: print("from a thread"), daemon=False).start()
+    threading.Thread(target=lambda: (threading.main_thread().join(), print("from a thread"))).start()
     raise ValueError("an error of the script")
 '''
 
