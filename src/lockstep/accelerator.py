@@ -67,48 +67,53 @@ class Accelerator(
 
     Args:
         device_placement: Move models and batches to this process's device.
-        split_batches: A loader's batch is the global one; each rank takes a slice.
-        mixed_precision: ``no``, ``fp16``, ``bf16`` or ``fp8`` (code wins over flag, environment and file).
+        split_batches: Whether the ``batch_size`` of a loader is that of the global batch, of which each rank
+            takes a slice.
+        mixed_precision: ``no``, ``fp16``, ``bf16`` or ``fp8``. A value that is passed here wins over the flag, the
+            environment and the file.
         gradient_accumulation_steps: Micro-batches for each optimizer step.
-        cpu: Compute on the CPU although there is an accelerator.
+        cpu: Compute on the CPU even if the machine has an accelerator.
         dataloader_config: See ``DataLoaderConfiguration``.
         deepspeed_plugin: A DeepSpeed configuration; see ``DeepSpeedPlugin``. It must agree with all other arguments.
-        fsdp_plugin: How models are sharded in FSDP's words; see ``FullyShardedDataParallelPlugin``.
-        torch_tp_plugin: Refused by name; it is ``parallel="tp=2"`` here.
-        megatron_lm_plugin: Refused by name.
+        fsdp_plugin: How models are sharded, in FSDP's words; see ``FullyShardedDataParallelPlugin``.
+        torch_tp_plugin: Refused; pass ``parallel="tp=2"`` instead.
+        megatron_lm_plugin: Refused, because there is no Megatron-LM here.
         rng_types: Generators to make equal on all ranks at the start of each epoch.
         log_with: Names of trackers, tracker objects, or ``"all"``.
         project_dir: Where trackers and checkpoints write.
         project_config: See ``ProjectConfiguration``.
-        gradient_accumulation_plugin: See ``GradientAccumulationPlugin``; instead of the number.
-        step_scheduler_with_optimizer: Prepared schedulers advance only with their optimizer.
-        kwargs_handlers: Options of DDP, loss scale, process group, autocast and profiler.
-        dynamo_backend: A ``torch.compile`` backend to compile prepared models with.
-        dynamo_plugin: The same with more of ``torch.compile``'s options; instead of the name.
-        deepspeed_plugins: Several that differ in their stage, by name; the first is active until
-            ``state.select_deepspeed_plugin(name)`` is called.
-        parallelism_config: The same as ``parallel`` in sizes of axes; see ``ParallelismConfig``.
+        gradient_accumulation_plugin: More options for accumulation, in place of
+            ``gradient_accumulation_steps``; see ``GradientAccumulationPlugin``.
+        step_scheduler_with_optimizer: Whether prepared schedulers advance only when their optimizer steps.
+        kwargs_handlers: Objects with options of DDP, the loss scale, the process group, autocast and the profiler.
+        dynamo_backend: The ``torch.compile`` backend that compiles prepared models.
+        dynamo_plugin: More of ``torch.compile``'s options, in place of ``dynamo_backend``.
+        deepspeed_plugins: Several DeepSpeed plugins by name, which may differ only in their stage. The first one is
+            active until ``state.select_deepspeed_plugin(name)`` is called.
+        parallelism_config: The same as ``parallel``, written as sizes of mesh axes; see ``ParallelismConfig``.
         parallel: How models are spread: a line such as ``"zero=3 activation=full"``, a mapping, or a ``Parallel``.
-        watch: Whether this process is watched for hangs and stop signals, see below (None: as flag, environment and
-            file say, else yes).
-        run_dir: Folder for what the run measures, see ``measures`` (None: as flag, environment and file say, else
-            ``run`` in ``project_dir``, if there is one); "no": nothing is written.
-        log_measures: ``log`` gives the measures to trackers as well, under names that begin with ``lockstep/``.
-        further: Fields of ``Parallel`` one by one (``zero=3``, ``blocks=rule``). Options of Accelerate that do not
-            exist here are refused by name.
+        watch: Whether this process is watched for hangs and stop signals, see below. With None, the flag, the
+            environment or the file decides; if none of them does, the process is watched.
+        run_dir: The folder for the run's measures, see ``measures``. ``"no"`` writes nothing. With None, the flag,
+            the environment or the file decides; if none of them does, it is ``run`` in ``project_dir``, if there is
+            a ``project_dir``.
+        log_measures: Whether ``log`` also sends the measures to the trackers, under names that begin with
+            ``lockstep/``.
+        further: Single fields of ``Parallel``, such as ``zero=3`` or ``blocks=rule``. Options of Accelerate that do
+            not exist here are refused by name.
 
-    What the first one in a process does to it, besides joining the process group:
+    The first ``Accelerator`` in a process joins the process group. It also changes the process:
 
     - An uncaught exception ends the process with its rank and a record for the launcher (``sys.excepthook``).
-    - With ``watch``: SIGTERM, SIGUSR1 and SIGUSR2 stop the run at a step boundary; two daemon threads tell the launcher
-      what this rank gets done, over TCP on this machine. Without a launcher of ours rank 0 listens for the others.
-    - With ``watch``, in runs of up to 16 ranks on CPUs: the collectives in ``torch.distributed`` are replaced by ones
-      that compare the script's own calls between the ranks first.
+    - With ``watch``, SIGTERM, SIGUSR1 and SIGUSR2 stop the run at a step boundary. Two daemon threads report this
+      rank's progress to the launcher, over TCP on this machine. Without ``lockstep launch``, they report to rank 0.
+    - With ``watch``, in runs of up to 16 ranks on CPUs, the collectives in ``torch.distributed`` are replaced. The
+      replacements first compare the script's own calls between the ranks.
 
     All of this ends with the process group. ``watch=False`` leaves signals, threads, sockets and functions alone.
 
     Raises:
-        ConfigError: a value is unknown or contradicts another; the message names it.
+        ConfigError: a value is unknown or contradicts another one. The message names it.
 
     Examples:
         ```python
@@ -236,7 +241,9 @@ class Accelerator(
 
     @classmethod
     def latest(cls) -> Accelerator | None:
-        """The latest ``Accelerator`` that still exists: what ``lockstep.state`` shows.
+        """Return the ``Accelerator`` that was made last and still exists, or None.
+
+        ``lockstep.state`` shows the state of this one.
 
         Examples:
             ```python
@@ -257,7 +264,7 @@ class Accelerator(
 
     @classmethod
     def forget_all(cls) -> None:
-        """Let ``latest`` know none of those that were made so far.
+        """Make ``latest`` return None until another ``Accelerator`` is made, for example between two tests.
 
         Examples:
             ```python
@@ -307,7 +314,9 @@ class Accelerator(
 
     @cached_property
     def measures(self) -> Measures:
-        """What this run does: seconds of a step by part, samples and tokens a second, FLOPs, memory; see ``Measures``.
+        """Measures of this run, such as the seconds of each part of a step, samples and tokens a second, FLOPs, memory.
+
+        See ``Measures`` for all of them.
 
         Examples:
             ```python
@@ -348,17 +357,17 @@ class Accelerator(
 
     @property
     def log_with(self) -> list[Any]:
-        """Trackers that were asked for."""
+        """The trackers that ``log_with`` asked for."""
         return self._trackers.log_with
 
     @property
     def rng_types(self) -> list[str] | None:
-        """Generators that are made equal on all ranks at the start of each epoch."""
+        """Kinds of random number generators that are made equal on all ranks at the start of each epoch."""
         return self._rng_types
 
     @property
     def should_save_model(self) -> bool:
-        """Whether this process writes weights: one on each machine."""
+        """True on local rank 0 of each machine."""
         return self.is_local_main_process
 
     @staticmethod
@@ -380,13 +389,13 @@ class Accelerator(
 
     @property
     def distributed_type(self) -> DistributedType:
-        """``FSDP`` where models are sharded, whatever the device."""
+        """``FSDP`` if models are sharded, on any device. Otherwise the kind of devices of this run."""
         sharded = self.is_fsdp2 and self.runtime.world_size > 1
         return DistributedType.FSDP if sharded else super().distributed_type
 
     @cached_property
     def state(self) -> RunState:
-        """This process and what the run was asked for, under the names that scripts read."""
+        """The rank, device, precision and plugins of this run, under the names of Accelerate's ``AcceleratorState``."""
         return RunState(
             self.mixed_precision,
             self.distributed_type,
@@ -431,13 +440,19 @@ class Accelerator(
     # Prepare ----------------------------------------------------------------------------------------
 
     def prepare(self, *args: object, device_placement: list[bool | None] | None = None) -> Any:
-        """Make models, optimizers, loaders and schedulers ready, in any order and number.
+        """Make models, optimizers, loaders and schedulers ready for this run. Call it on every rank.
 
-        Objects of other types pass through. Returns them in the order given (one alone: itself).
+        Args:
+            args: The objects, in any order and number. Objects of other types are returned as they are.
+            device_placement: For each object, whether it is moved to this process's device. None in the list means
+                the ``device_placement`` of this ``Accelerator``.
+
+        Returns:
+            The prepared objects as a tuple, in the order of ``args``. A single object is returned without a tuple.
 
         Raises:
-            UsageError: an object was prepared before, or cannot give a correct result.
-            StateResetError: ``AcceleratorState._reset_state()`` was called, and no ``Accelerator`` made since.
+            UsageError: an object cannot give a correct result, for example a model that DDP wraps already.
+            StateResetError: ``AcceleratorState._reset_state()`` was called after the last ``Accelerator`` was made.
 
         Examples:
             ```python
@@ -467,10 +482,14 @@ class Accelerator(
         evaluation_mode: bool = False,
         init_weights: InitWeights | None = None,
     ) -> nn.Module:
-        """``prepare`` for one model; with ``evaluation_mode`` it is not replicated for training.
+        """Prepare one model.
 
-        ``init_weights`` is called with each module of a model on the meta device that has parameters or
-        buffers of its own, and fills these.
+        Args:
+            model: The model.
+            device_placement: Whether it is moved to this process's device. None: as for this ``Accelerator``.
+            evaluation_mode: The model is not trained, so it is neither wrapped by DDP nor sharded.
+            init_weights: A function that fills the parameters and buffers of one module. It is called with each
+                module of a model on the meta device that has parameters or buffers of its own.
 
         Examples:
             ```python
@@ -487,7 +506,7 @@ class Accelerator(
     def prepare_optimizer(
         self, optimizer: Optimizer, device_placement: bool | None = None
     ) -> PreparedOptimizer:
-        """``prepare`` for one optimizer, whose state follows its parameters' device.
+        """Prepare one optimizer. Its state stays on the device of its parameters, so ``device_placement`` is unused.
 
         Examples:
             ```python
@@ -508,7 +527,7 @@ class Accelerator(
     def prepare_data_loader(
         self, data_loader: DataLoader[object], device_placement: bool | None = None
     ) -> PreparedLoader:
-        """``prepare`` for one loader.
+        """Prepare one data loader: it then yields this rank's batches, by default on this rank's device.
 
         Examples:
             ```python
@@ -524,7 +543,7 @@ class Accelerator(
         return self._preparation.prepare_loader(data_loader, device_placement)
 
     def prepare_scheduler(self, scheduler: object) -> PreparedScheduler:
-        """``prepare`` for one scheduler.
+        """Prepare one learning rate scheduler: it then advances only after real optimizer steps.
 
         Examples:
             ```python
@@ -542,7 +561,10 @@ class Accelerator(
         return self._preparation.prepare_scheduler(scheduler)
 
     def free_memory(self, *objects: object) -> list[Any]:
-        """Forget all prepared objects, and return None for each given one, so that memory can be freed.
+        """Forget all prepared objects and free device memory.
+
+        Returns a list with one None for each object that was passed. Assign it to the variables, as below: memory is
+        freed only when no variable refers to an object any more.
 
         Examples:
             ```python
@@ -563,7 +585,7 @@ class Accelerator(
     clear = free_memory
 
     def wait_for_everyone(self) -> None:
-        """Return when every rank has called this.
+        """Wait until every rank has called this method.
 
         Examples:
             ```python
@@ -582,9 +604,10 @@ class Accelerator(
         self._step.clock.enter(part)
 
     def end_training(self) -> None:
-        """Finish the trackers, and steps and a save in the background, and wait for all ranks.
+        """End the run: finish the trackers, finish steps and a save in the background, and wait for all ranks.
 
-        What a rank does after it (an export, an evaluation, an upload) may take as long as it needs.
+        A rank may take as long as it needs for what it does afterwards, such as an export or an upload. It is not
+        taken for a hang.
 
         Examples:
             ```python

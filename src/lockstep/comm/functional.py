@@ -18,7 +18,7 @@ def _communicator() -> Communicator:
 
 
 def gather(tensor: Tree) -> Tree:
-    """Nested tensors of all ranks, concatenated on dim 0: [n_r, ...] to [sum of n_r, ...], 0-d ones to [ranks].
+    """Concatenate nested tensors of all ranks along dim 0: [n_r, ...] become [sum of n_r, ...], 0-d become [ranks].
 
     Examples:
         ```python
@@ -35,7 +35,7 @@ def gather(tensor: Tree) -> Tree:
 
 
 def gather_object(object: object) -> list[Any]:
-    """The lists of all ranks as one list, in rank order.
+    """Return the lists of all ranks as one list, in rank order.
 
     Examples:
         ```python
@@ -51,7 +51,7 @@ def gather_object(object: object) -> list[Any]:
 
 
 def broadcast(tensor: Tree, from_process: int = 0) -> Tree:
-    """Rank ``from_process``'s nested tensors, in place: any shape, the same on all ranks.
+    """Overwrite nested tensors with those of rank ``from_process``. They have any shape, the same on all ranks.
 
     Examples:
         ```python
@@ -68,7 +68,7 @@ def broadcast(tensor: Tree, from_process: int = 0) -> Tree:
 
 
 def broadcast_object_list(object_list: list[object], from_process: int = 0) -> list[Any]:
-    """Rank ``from_process``'s objects, in place.
+    """Overwrite the entries of a list of objects with those of rank ``from_process``.
 
     Examples:
         ```python
@@ -84,7 +84,9 @@ def broadcast_object_list(object_list: list[object], from_process: int = 0) -> l
 
 
 def reduce(tensor: Tree, reduction: Reduction = "mean", scale: float = 1.0) -> Tree:
-    """Mean, sum or maximum over ranks of nested tensors, times ``scale``: any shape, the same on all ranks.
+    """Return the mean, sum or maximum of nested tensors over all ranks, multiplied by ``scale``.
+
+    The tensors have any shape, the same on all ranks.
 
     Examples:
         ```python
@@ -101,7 +103,7 @@ def reduce(tensor: Tree, reduction: Reduction = "mean", scale: float = 1.0) -> T
 
 
 def pad_across_processes(tensor: Tree, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Tree:
-    """Nested tensors of any shape padded along ``dim`` to the longest of any rank.
+    """Pad nested tensors of any shape along ``dim`` to the length of the longest one on any rank.
 
     Examples:
         ```python

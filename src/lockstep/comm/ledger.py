@@ -115,11 +115,11 @@ class _Recorder(dispatch.TorchDispatchMode):
 
 
 class CommunicationLedger:
-    """Context manager: ``records`` lists this rank's collectives issued inside, in order.
+    """A context manager that lists the collectives of this rank inside of the block, in their order, in ``records``.
 
-    It sees calls of ``torch.distributed``, of this library and of torch's engines that are issued
-    by, or on behalf of, the thread that entered it, and those of communication hooks. It costs a
-    Python call per operator: for tests and measurements, not for every step.
+    It sees calls of ``torch.distributed``, of this library and of torch's engines that the thread that entered it
+    makes, or that are made on its behalf, and calls of communication hooks. It costs a Python call for each operator.
+    Use it for tests and measurements, not in every step.
 
     Examples:
         ```python
@@ -165,7 +165,7 @@ class CommunicationLedger:
         return call
 
     def count(self, operation: str | None = None) -> int:
-        """Number of collectives; of one operation such as "all_reduce", or of all."""
+        """Return the number of collectives, of all operations or of one, such as "all_reduce"."""
         return len(self._of(operation))
 
     def payload_bytes(self, operation: str | None = None) -> int:
@@ -176,7 +176,7 @@ class CommunicationLedger:
         return float(sum(one.wire_bytes for one in self._of(operation)))
 
     def table(self) -> str:
-        """One line per operation: count, payload and wire bytes."""
+        """Return a text table. Each operation has a line with its count, payload bytes and bytes sent."""
         names = sorted({one.operation for one in self.records})
         lines = [f"{'operation':<16}{'count':>8}{'payload bytes':>16}{'wire bytes':>16}"]
         for name in names:

@@ -121,15 +121,16 @@ class CollectiveMethods:
 
     @cached_property
     def meshes(self) -> DeviceMeshes:
-        """Which ranks share what."""
+        """The groups of ranks that share data, weights, gradients and the parts of one model."""
         return DeviceMeshes(self.runtime, self._options.parallel)
 
     @property
     def torch_device_mesh(self) -> Any:
-        """The mesh of ranks, a ``DeviceMesh``; None where none share layers and no ``ParallelismConfig`` is given.
+        """The ``DeviceMesh`` of the ranks, or None.
 
-        Its axes are those of ``ParallelismConfig`` with more than one rank: ``dp_replicate``, ``dp_shard``, ``cp``,
-        ``tp``, and before them ``pp``. Made when it is first asked for, which all ranks must do.
+        It is None if no ranks share the work on one batch (``tp``, ``pp``, ``cp``) and no ``ParallelismConfig`` was
+        passed. Its axes are those of ``pp``, ``dp_replicate``, ``dp_shard``, ``cp`` and ``tp`` that have more than one
+        rank, in this order. The mesh is made when it is first read, so all ranks must read it.
         """
         config = self._options.parallelism_config
         if config is not None and hasattr(config, "get_device_mesh"):
@@ -139,7 +140,7 @@ class CollectiveMethods:
 
     @property
     def tensor_parallel_rank(self) -> int:
-        """The place of this rank among those that split layers; 0 where none do. So are the others below."""
+        """The index of this rank among the ranks that split layers (``tp``), or 0 if layers are not split."""
         return self.meshes.rank_on("tp")
 
     @property
@@ -152,7 +153,7 @@ class CollectiveMethods:
 
     @property
     def data_parallel_rank(self) -> int:
-        """Among the copies of a model, each of which may be sharded."""
+        """The index of this rank's copy of the model. Each copy may be sharded over several ranks."""
         return self.meshes.rank_on("replicate")
 
     @property
@@ -174,9 +175,10 @@ class CollectiveMethods:
         return Communicator(self.runtime)
 
     def gather(self, tensor: Tree) -> Tree:
-        """Nested tensors of all ranks, concatenated in rank order on dim 0: [n_r, ...] to [sum of n_r, ...].
+        """Concatenate the tensors of all ranks along dim 0, in rank order, and return the result on every rank.
 
-        A 0-d tensor counts as one row. The n_r may differ.
+        ``tensor`` may be nested in lists, tuples and mappings. Tensors of shape [n_r, ...] on rank r become one of
+        shape [sum of n_r, ...]. The n_r may differ. A 0-d tensor counts as one row. Call it on every rank.
 
         Examples:
             ```python
@@ -192,9 +194,10 @@ class CollectiveMethods:
             return self._communicator.gather(tensor)
 
     def gather_for_metrics(self, input_data: object, use_gather_object: bool = False) -> Any:
-        """``gather`` without the rows that pad the last batch: each sample exactly once.
+        """``gather``, without the rows that only pad the last batch. Every sample is there exactly once.
 
-        Nested tensors [rows, ...], or any number k of entries for each row of the batch: [k * rows, ...].
+        ``input_data`` are nested tensors of shape [rows, ...]. With k entries for each row of the batch, they have
+        the shape [k * rows, ...].
 
         Examples:
             ```python
@@ -220,7 +223,9 @@ class CollectiveMethods:
         return Communicator(self.meshes.data_runtime, self.meshes.data_group)
 
     def reduce(self, tensor: Tree, reduction: Reduction = "sum", scale: float = 1.0) -> Tree:
-        """Sum, mean or maximum over ranks of nested tensors, times ``scale``: any shape, the same on all ranks.
+        """Return the sum, mean or maximum of tensors over all ranks, multiplied by ``scale``.
+
+        ``tensor`` may be nested and have any shape, but the same shape on all ranks. Call it on every rank.
 
         Examples:
             ```python
@@ -238,7 +243,9 @@ class CollectiveMethods:
     def pad_across_processes(
         self, tensor: Tree, dim: int = 0, pad_index: int = 0, pad_first: bool = False
     ) -> Tree:
-        """Nested tensors of any shape padded along ``dim`` to the longest of any rank.
+        """Pad tensors along ``dim`` to the length of the longest tensor on any rank.
+
+        ``tensor`` may be nested and have any shape. Call it on every rank.
 
         Examples:
             ```python
@@ -255,7 +262,7 @@ class CollectiveMethods:
             return self._communicator.pad_across_processes(tensor, dim, pad_index, pad_first)
 
     def set_trigger(self) -> None:
-        """Raise a flag on this rank that ``check_trigger`` shows to all.
+        """Set a flag on this rank. ``check_trigger`` then returns True on every rank.
 
         Examples:
             ```python
@@ -270,7 +277,7 @@ class CollectiveMethods:
         self._trigger = True
 
     def check_trigger(self) -> bool:
-        """Whether any rank raised the flag since the last check; collective, and clears the flag.
+        """Whether any rank has called ``set_trigger`` since the last check. It clears the flag. Call it on every rank.
 
         Examples:
             ```python
@@ -290,9 +297,9 @@ class CollectiveMethods:
         return raised
 
     def sample_weights(self) -> torch.Tensor | None:
-        """For each row of this rank's batch, 1 if it is a sample and 0 if it is padding.
+        """Weights for the rows of this rank's batch: 1 for a sample, 0 for a row that only pads the batch.
 
-        Float32 of shape (rows,) on this device. None where the loader cannot count.
+        They are float32 of shape [rows], on this rank's device. None: the loader cannot tell which rows are padding.
 
         Examples:
             ```python
@@ -310,7 +317,7 @@ class CollectiveMethods:
         return sample_weights(self._step, self.meshes.data_rank, self.runtime.device)
 
     def communication(self) -> AbstractContextManager[CommunicationLedger]:
-        """Count the collectives and bytes of the block; see ``CommunicationLedger``.
+        """Count the collectives, and the bytes they send, inside of the block. See ``CommunicationLedger``.
 
         Examples:
             ```python

@@ -36,7 +36,7 @@ class KwargsHandler:
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
     def to_kwargs(self) -> dict[str, object]:
-        """The fields that differ from their defaults."""
+        """Return the fields that differ from their defaults."""
         default = type(self)().to_dict()
         return {name: value for name, value in self.to_dict().items() if default[name] != value}
 
@@ -118,7 +118,7 @@ class GradScalerKwargs(KwargsHandler):
 
 @dataclass
 class InitProcessGroupKwargs(KwargsHandler):
-    """Options of ``torch.distributed.init_process_group``. ``timeout`` None is the backend's own.
+    """Options of ``torch.distributed.init_process_group``. With ``timeout=None``, the backend's own timeout holds.
 
     Examples:
         ```python
@@ -138,7 +138,7 @@ class InitProcessGroupKwargs(KwargsHandler):
 
 @dataclass
 class ProfileKwargs(KwargsHandler):
-    """Options of ``torch.profiler.profile``; traces go to ``output_trace_dir``, one file a rank.
+    """Options of ``torch.profiler.profile``. Each rank writes its trace as one file in ``output_trace_dir``.
 
     Examples:
         ```python
@@ -167,12 +167,13 @@ class ProfileKwargs(KwargsHandler):
 class DamageChecks(KwargsHandler):
     """Checks for silent damage; all are off by default.
 
-    - ``divergence_every``: after every so many optimizer steps compare the parameters of all ranks that must hold
-      the same, bit for bit; 0: never.
-    - ``heal``: overwrite what differs with what most ranks hold, and train on; else stop.
-    - ``bad_gradients``: before each step look for NaN and infinity in the gradients. ``skip``: all ranks leave the
-      step out; ``stop``: all raise; ``ignore``: do not look.
-    - ``max_skips``: stop after so many skipped steps in a row.
+    - ``divergence_every``: the number of optimizer steps from one comparison to the next. It compares, bit for bit,
+      the parameters of ranks that must hold the same ones. 0: they are never compared.
+    - ``heal``: with True, parameters that differ get the values that most ranks hold, and training goes on. With
+      False, or if no values have a majority, all ranks raise ``DamageError``.
+    - ``bad_gradients``: what happens if gradients have NaN or infinity before a step. ``skip``: no rank makes the
+      step. ``stop``: all ranks raise ``DamageError``. ``ignore``: gradients are not examined.
+    - ``max_skips``: the number of steps in a row that may be skipped before all ranks stop.
 
     Examples:
         ```python
@@ -221,11 +222,14 @@ class DamageChecks(KwargsHandler):
 
 @dataclass
 class GradientAccumulationPlugin(KwargsHandler):
-    """How ``accumulate`` counts.
+    """How ``accumulate`` joins micro-batches to optimizer steps.
 
-    ``num_steps`` micro-batches make a step (None: as many as is said elsewhere, else one); with
-    ``sync_with_dataloader`` the end of the loader ends the window early; with ``sync_each_batch`` gradients are
-    averaged at every micro-batch.
+    - ``num_steps``: the number of micro-batches in one optimizer step. None: the number that the flag, the
+      environment or the file gives, or 1 if none of them does.
+    - ``adjust_scheduler``: calls of a scheduler inside of the accumulation window count as torch's calls of ``step``,
+      so that torch does not warn.
+    - ``sync_with_dataloader``: the end of the loader ends the accumulation window, even if it is not full.
+    - ``sync_each_batch``: gradients are averaged over the ranks at every micro-batch.
 
     Examples:
         ```python
@@ -251,15 +255,18 @@ class GradientAccumulationPlugin(KwargsHandler):
 class DataLoaderConfiguration:
     """How ``prepare`` treats data loaders.
 
-    - ``split_batches``: the loader's batch is the global one; each rank takes a slice of it.
-    - ``dispatch_batches``: rank 0 reads and sends the slices (None: only for iterable datasets).
-    - ``even_batches``: complete the last round with samples from the beginning. That of iterable data, and of what
-      rank 0 reads for all, always is, the latter to equal slices of what is left.
-    - ``use_seedable_sampler``: a ``RandomSampler``, which is ``shuffle=True``, is seeded with seed + epoch in each
-      epoch; the seed is ``data_seed``, or torch's on rank 0. Otherwise samplers draw as without Lockstep.
-    - ``data_seed``: alone, it makes any order, and what workers draw, a function of this seed and the epoch.
-    - ``non_blocking``: asynchronous copies to the device; they need ``pin_memory`` in the loader.
-    - ``use_stateful_dataloader``: build torchdata's ``StatefulDataLoader`` (extra ``torchdata``).
+    - ``split_batches``: the ``batch_size`` of the loader is that of the global batch, and each rank takes a slice of
+      it. Otherwise each rank gets batches of this size.
+    - ``dispatch_batches``: rank 0 reads the data and sends each rank its slice. None: only for iterable datasets.
+    - ``even_batches``: if the ranks would get different numbers of batches, the last round is completed with samples
+      from the beginning. Iterable data is always completed. What rank 0 reads for all ranks is too, to equal slices
+      of the samples that are left.
+    - ``use_seedable_sampler``: in each epoch, a ``RandomSampler`` (``shuffle=True``) is seeded with seed + epoch.
+      The seed is ``data_seed``, or torch's seed on rank 0. Otherwise samplers draw as without Lockstep.
+    - ``data_seed``: without ``use_seedable_sampler``, any order, and the numbers that workers draw, depend only on
+      this seed and on the epoch.
+    - ``non_blocking``: batches are copied to the device asynchronously. This needs ``pin_memory`` in the loader.
+    - ``use_stateful_dataloader``: torchdata's ``StatefulDataLoader`` reads the data. It needs the extra ``torchdata``.
 
     Examples:
         ```python
@@ -291,9 +298,10 @@ class DataLoaderConfiguration:
 
 @dataclass
 class TorchDynamoPlugin(KwargsHandler):
-    """Options of ``torch.compile``; the backend ``no`` leaves models as they are. None: what the environment says.
+    """Options of ``torch.compile``. Options that are None are read from the environment.
 
-    ``use_regional_compilation``: compile repeated blocks one by one, in less time than the whole model.
+    With the backend ``no``, models are not compiled. With ``use_regional_compilation``, repeated blocks are compiled
+    one by one, which takes less time than the whole model.
 
     Examples:
         ```python
@@ -332,7 +340,7 @@ class TorchDynamoPlugin(KwargsHandler):
                 setattr(self, name, said.value)
 
     def to_kwargs(self) -> dict[str, object]:
-        """What differs from ``torch.compile``'s own defaults.
+        """Return the options that differ from ``torch.compile``'s own defaults.
 
         Examples:
             ```python
@@ -346,14 +354,21 @@ class TorchDynamoPlugin(KwargsHandler):
         }
 
     def compile_options(self) -> dict[str, object]:
-        """Keyword arguments of ``torch.compile`` besides the backend."""
+        """Return the keyword arguments of ``torch.compile``, without the backend."""
         others = ("backend", "use_regional_compilation")
         return {name: value for name, value in self.to_kwargs().items() if name not in others}
 
 
 @dataclass
 class ProjectConfiguration:
-    """Where a run writes: ``logging_dir`` defaults to ``project_dir``.
+    """Where a run writes its checkpoints and logs.
+
+    - ``project_dir``: the folder of the run, which has the checkpoints.
+    - ``logging_dir``: the folder of the trackers. None: ``project_dir``.
+    - ``automatic_checkpoint_naming``: ``save_state`` writes ``checkpoints/checkpoint_<i>`` in ``project_dir``.
+    - ``total_limit``: the number of these checkpoints that are kept. None: all of them.
+    - ``iteration``: the number of the next checkpoint.
+    - ``save_on_each_node``: ``save`` writes on one process of each machine, not on rank 0 only.
 
     Examples:
         ```python

@@ -39,7 +39,7 @@ class OptionsView:
 
     @property
     def ddp_handler(self) -> DistributedDataParallelKwargs:
-        """Options of DDP. Set it before ``prepare``."""
+        """The options of DDP. To change them, set this before ``prepare``."""
         return self._options.ddp
 
     @ddp_handler.setter
@@ -48,7 +48,7 @@ class OptionsView:
 
     @property
     def autocast_handler(self) -> AutocastKwargs:
-        """Options of mixed precision. Set it before ``prepare``."""
+        """The options of autocast. To change them, set this before ``prepare``."""
         return self._options.autocast
 
     @autocast_handler.setter
@@ -57,9 +57,9 @@ class OptionsView:
 
     @property
     def native_amp(self) -> bool:
-        """Whether prepared models run under autocast. Set it to False before ``prepare`` to leave that out.
+        """Whether prepared models run under autocast. To turn autocast off, set it to False before ``prepare``.
 
-        Those that are sharded compute in the type of their gathered weights then.
+        Sharded models then compute in the dtype of their gathered weights.
         """
         return self._options.mixed_precision != "no" and self._options.autocast.enabled
 
@@ -78,7 +78,7 @@ class OptionsView:
 
     @property
     def ao_recipe_handler(self) -> AORecipeKwargs | None:
-        """How torchao converts linear layers; None: it does not."""
+        """The options with which torchao converts linear layers to 8 bits. None: it converts none."""
         return self._options.fp8
 
     @property
@@ -95,7 +95,7 @@ class OptionsView:
 
     @property
     def profile_handler(self) -> ProfileKwargs:
-        """Options of ``profile``."""
+        """The default options of ``profile``."""
         return self._options.profile
 
     @profile_handler.setter
@@ -104,17 +104,17 @@ class OptionsView:
 
     @property
     def parallelism_config(self) -> Any:
-        """The sizes of axes that were passed."""
+        """The ``ParallelismConfig`` that was passed, or None."""
         return self._options.parallelism_config
 
     @property
     def parallel(self) -> Parallel:
-        """How models are spread."""
+        """How models are spread over the ranks."""
         return self._options.parallel
 
     @property
     def is_fsdp2(self) -> bool:
-        """Whether models are sharded, by torch's ``fully_shard``."""
+        """Whether models are sharded. Torch's ``fully_shard`` does it under every stage of ZeRO."""
         return self._options.parallel.shards
 
     @property
@@ -123,7 +123,7 @@ class OptionsView:
 
     @property
     def deepspeed_plugin(self) -> Any:
-        """The plugin that was passed."""
+        """The ``DeepSpeedPlugin`` that was passed or selected, or None."""
         return self._options.deepspeed_plugin
 
     @property
@@ -160,7 +160,10 @@ class OptionsView:
 
     @even_batches.setter
     def even_batches(self, value: bool) -> None:
-        """For loaders that are prepared from now on."""
+        """Whether loaders complete their last round, so that all ranks get equally many batches.
+
+        To change it for the loaders that are prepared afterwards, set it.
+        """
         self._options.loaders.even_batches = value
 
     @property

@@ -16,22 +16,24 @@ LARGEST_WINDOW = 10_000
 
 @dataclass
 class SpikePolicy(KwargsHandler):
-    """Watches the loss and the gradient norm of each step before it is made; all ranks decide alike.
+    """Options for spikes: before each step, the loss and the gradient norm are compared with those of earlier steps.
 
-    A value is a spike if it is not finite, or if (value - median) / (1.4826 * MAD) is above a threshold. The median,
-    and MAD, the median of the distances from it, are those of the latest steps that were made.
+    A value is a spike if it is not finite, or if (value - median) / (1.4826 * MAD) is above a threshold. The median
+    is that of the latest steps that were made. MAD is the median of their distances from it. All ranks decide alike.
 
-    - ``action``: ``skip``: no rank makes the step; ``stop``: all raise ``SpikeError`` before it; ``rollback``: all go
-      back to the newest checkpoint, and on with the batches behind the spike.
-    - ``loss_threshold``, ``gradient_norm_threshold``: above 0; None: this one is not looked at, except for a loss that
-      is not finite.
-    - ``window``: of how many steps the median is, 4 to 10000.
-    - ``warmup``: so many steps must have been made before thresholds are applied, 4 to ``window``.
-    - ``max_skips``: stop after so many skipped steps in a row, or after going back to one checkpoint so many times.
-    - ``skip_batches``: with ``rollback``, so many further micro-batches of each rank are left out, at most to the end
-      of the epoch.
-    - ``capsules``: of how many of the latest spikes the run's folder keeps what ``lockstep replay`` needs; 0: none.
-    - ``capsule_weights``: whether a capsule has the models' weights of that moment.
+    - ``action``: what happens at a spike. ``skip``: no rank makes the step. ``stop``: all ranks raise ``SpikeError``
+      before the step. ``rollback``: all ranks load the newest checkpoint, and go on with the batches after the spike.
+    - ``loss_threshold``, ``gradient_norm_threshold``: the thresholds, above 0. None: this value is not compared. A
+      loss that is not finite is a spike all the same.
+    - ``window``: the number of steps of which the median is taken, 4 to 10000.
+    - ``warmup``: the number of steps before thresholds are applied, 4 to ``window``.
+    - ``max_skips``: the number of skipped steps in a row, or of rollbacks to one checkpoint, after which the run
+      stops.
+    - ``skip_batches``: with ``rollback``, the number of further micro-batches that each rank leaves out, at most to
+      the end of the epoch.
+    - ``capsules``: the number of latest spikes of which the run's folder keeps what ``lockstep replay`` needs. 0: it
+      keeps nothing.
+    - ``capsule_weights``: whether a capsule also has the weights that the models had at the spike.
 
     Examples:
         ```python

@@ -61,9 +61,9 @@ class LoaderParts:
 class PreparedLoader(DataLoader[Any]):
     """A data loader that yields this rank's batches and tells the step which of them is the last.
 
-    Every iteration is one epoch. Attributes that are not described here are those of ``inner``, the torch
-    loader that reads, and then of the user's own loader, ``original``. ``around``, if there is one, makes of each
-    iteration the one that the script gets.
+    Every iteration is one epoch. Attributes that are not described here are those of ``inner``, the torch loader that
+    reads the data, and then those of ``original``, the user's own loader. ``around``, if given, is a function that
+    gets each iteration and returns the one that the script sees.
 
     Examples:
         ```python
@@ -111,7 +111,7 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def inner(self) -> DataLoader[Any]:
-        """The torch loader that reads."""
+        """The torch loader that reads the data."""
         return self._parts.reader.inner
 
     # Accelerate's name for it.
@@ -119,12 +119,12 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def use_stateful_dataloader(self) -> bool:
-        """Whether the one that reads is torchdata's."""
+        """Whether torchdata's ``StatefulDataLoader`` reads the data."""
         return hasattr(self.inner, "load_state_dict")
 
     @property
     def skip_batches(self) -> int:
-        """Batches of this rank that each iteration leaves out."""
+        """The number of this rank's batches that each iteration leaves out at its beginning."""
         return self._skip
 
     # What ``inner`` has in a form of ours.
@@ -143,7 +143,7 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def dispatches(self) -> bool:
-        """Whether rank 0 reads for all."""
+        """Whether rank 0 reads the data for all ranks."""
         return self._parts.plan.dispatched
 
     @property
@@ -152,22 +152,22 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def batch_size(self) -> int | None:  # type: ignore[override]
-        """Rows of a full batch on this rank (None: they vary)."""
+        """The number of rows of a full batch on this rank. None: it varies."""
         return None if self._parts.opaque else self._parts.plan.rank_batch_size
 
     @property
     def total_batch_size(self) -> int | None:
-        """Rows of a full batch over all ranks (None: they vary)."""
+        """The number of rows of a full batch over all ranks. None: it varies."""
         return None if self._parts.opaque else self._parts.plan.total_batch_size
 
     @property
     def even_batches(self) -> bool:
-        """Whether the last round is completed so that all ranks have equally many batches.
+        """Whether the last round is completed, so that all ranks have equally many batches.
 
-        Set it before an iteration, on every rank alike.
+        To change it, set it before an iteration, to the same value on every rank.
 
         Raises:
-            UsageError: iterable data, or batches that rank 0 dispatches.
+            UsageError: the data is iterable, or rank 0 reads it for all ranks.
         """
         return self._parts.plan.even_batches
 
@@ -191,12 +191,12 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def gradient_state(self) -> StepState:
-        """The state of the step that this loader tells where its epochs end."""
+        """The ``StepState`` to which this loader reports the ends of its epochs."""
         return self._parts.step
 
     @property
     def remainder(self) -> int:
-        """Samples in the last, incomplete global batch; 0 if there is none, -1 if it is not known."""
+        """The number of samples in an incomplete last global batch. 0: it is complete. -1: it is not known."""
         total = self.total_batch_size
         if self.drop_last or not total or self._parts.samples is None:
             return -1
@@ -204,7 +204,7 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def end_of_dataloader(self) -> bool:
-        """The last batch of the running iteration has been handed out."""
+        """Whether the script has received the last batch of the running iteration."""
         return self._progress.end_of_data
 
     def __len__(self) -> int:
@@ -218,22 +218,22 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def epoch(self) -> int:
-        """The epoch that the next iteration will be."""
+        """The number of the epoch that the next iteration will be, from 0."""
         return self._epochs.next
 
     # Accelerate's name for it.
     iteration = epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next iteration epoch ``epoch``; datasets and samplers with a ``set_epoch`` are told at once."""
+        """Make the next iteration epoch ``epoch``. It calls ``set_epoch`` of datasets and samplers that have it."""
         self._epochs.choose(epoch)
         if self._parts.reads:
             announce_epoch(self.original, self._epochs.seed, epoch, seeded=False)
 
     def skipping(self, num_batches: int) -> PreparedLoader:
-        """This loader without its first ``num_batches`` batches, in every iteration.
+        """Return this loader without its first ``num_batches`` batches, in every iteration.
 
-        Of map-style data the left out batches are never read. Epochs and position are shared with this one.
+        The batches that are left out are not read if the data is map-style. Both loaders share epoch and position.
         """
         length = len(self) if self._parts.batches is not None else None
         check_skip(num_batches, length)
@@ -243,9 +243,9 @@ class PreparedLoader(DataLoader[Any]):
         return other
 
     def leave_out(self, batches: int) -> tuple[int, int | None]:
-        """Pass over the next batches of the iteration that runs now, at most to its end; in its loop, on every rank.
+        """Leave out the next batches of the running iteration, at most to its end. Call it in the loop, on every rank.
 
-        They are read. Returns how many they were, and the samples of all ranks in them (None: not known).
+        The batches are read. Returns their number, and the number of samples of all ranks in them (None: not known).
 
         Examples:
             ```python
@@ -273,13 +273,13 @@ class PreparedLoader(DataLoader[Any]):
         return batches, samples
 
     def state_dict(self) -> dict[str, Any]:
-        """The exact position in the global order, as plain values (``inner`` is the state of torchdata's loader).
+        """Return the exact position in the global order as plain values. ``inner`` is the state of torchdata's loader.
 
-        Inside of a loop, and behind one that was broken off, it is behind the last batch that the loop received;
-        after the last batch, and where no loop has begun, at the beginning of the next epoch.
+        In a loop, and after a ``break``, the position is after the last batch that the loop received. After the last
+        batch, and before the first loop, it is the beginning of the next epoch.
 
         Raises:
-            UsageError: in the middle of an epoch of map-style data that workers hand over with ``in_order=False``.
+            UsageError: an epoch of map-style data is not complete, and its workers use ``in_order=False``.
         """
         setup = self._setup()
         position = self._epochs.position(setup.streams)
@@ -308,16 +308,16 @@ class PreparedLoader(DataLoader[Any]):
         )
 
     def check_state_dict(self, state_dict: dict[str, object]) -> None:
-        """Raise CheckpointError for what ``load_state_dict`` would refuse; changes nothing."""
+        """Raise CheckpointError if ``load_state_dict`` would refuse this state. It changes nothing."""
         read_state(state_dict, self._setup(), self._parts.keeps_inner_state)
 
     def load_state_dict(self, state_dict: dict[str, object]) -> None:
-        """Make the next iteration continue at the position that ``state_dict`` says, on any number of ranks.
+        """Let the next iteration continue at the position in ``state_dict``. The number of ranks may have changed.
 
-        With as many ranks as it was saved with, each rank gets its own state, otherwise that of rank 0.
+        If it has not changed, pass each rank's own state. Otherwise pass that of rank 0 on every rank.
 
         Raises:
-            CheckpointError: it is not a state of a loader, or one of other data; nothing was changed.
+            CheckpointError: this is not the state of a loader, or that of other data. Nothing was changed.
         """
         parts, epochs = self._parts, self._epochs
         position, seed, draws = read_state(state_dict, self._setup(), parts.keeps_inner_state)

@@ -13,10 +13,10 @@ from lockstep.data.carried import carried_options
 
 
 def skip_first_batches(dataloader: DataLoader[object], num_batches: int = 0) -> DataLoader[object]:
-    """``dataloader`` without its first ``num_batches`` batches, in every iteration.
+    """Return a loader that leaves out the first ``num_batches`` batches of ``dataloader`` in every iteration.
 
-    Of a map-style dataset the left out batches are not read; an iterable one is read and discarded up to
-    there. Everything else stays, and a prepared loader stays prepared.
+    With a map-style dataset, these batches are not read. With an iterable dataset, they are read and discarded. The
+    result of a prepared loader is a prepared loader.
 
     Raises:
         ConfigError: ``num_batches`` is negative.

@@ -78,7 +78,7 @@ class MultiProcessAdapter(_Adapter):
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
-    """The logger ``name`` for several processes; ``log_level``, if given, is set on it and the root.
+    """Return the logger ``name``, whose methods know the ranks. ``log_level`` is set on it and on the root logger.
 
     Examples:
         ```python
@@ -103,13 +103,13 @@ def _barrier() -> None:
 
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> object:
-    """``tqdm.auto.tqdm(*args, **kwargs)``, disabled except on the local main process.
+    """``tqdm.auto.tqdm(*args, **kwargs)``, shown on the local main process only.
 
-    With ``main_process_only=False`` every process shows its bar. Without a started runtime this
-    process counts as the main one.
+    With ``main_process_only=False``, every process shows its bar. Before an ``Accelerator`` or ``PartialState`` is
+    made, this process counts as the main process.
 
     Raises:
-        ConfigError: when the first argument is a bool, which would be taken for an iterable.
+        ConfigError: the first argument is a bool. It would be taken for the iterable.
 
     Examples:
         ```python

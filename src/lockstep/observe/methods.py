@@ -130,7 +130,7 @@ class TrackingMethods:
         config: dict[str, object] | None = None,
         init_kwargs: dict[str, dict[str, object]] | None = None,
     ) -> None:
-        """Start the trackers named by ``log_with`` and store the run's configuration.
+        """Start the trackers that ``log_with`` names, and store ``config`` in them as the run's hyperparameters.
 
         Examples:
             ```python
@@ -150,7 +150,7 @@ class TrackingMethods:
         step: int | None = None,
         log_kwargs: dict[str, dict[str, object]] | None = None,
     ) -> None:
-        """Send values to all trackers; on other ranks than 0 nothing happens.
+        """Send values to all trackers. Trackers of the main process only do nothing on the other ranks.
 
         Examples:
             ```python
@@ -168,7 +168,7 @@ class TrackingMethods:
         self._trackers.log(values, step, log_kwargs)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """The tracker of this name, or with ``unwrap`` its library's own run object.
+        """Return the tracker of this name. With ``unwrap``, return the run object of its library instead.
 
         Examples:
             ```python
@@ -185,7 +185,7 @@ class TrackingMethods:
     def profile(
         self, profile_handler: ProfileKwargs | None = None
     ) -> AbstractContextManager[torch.profiler.profile]:
-        """``torch.profiler`` around the block.
+        """Run ``torch.profiler`` over the block, and yield the profiler.
 
         Examples:
             ```python

@@ -22,7 +22,7 @@ STARTS_ITSELF = "environment variable RANK expected"
 
 
 class CouldNotRun(LockstepError):
-    """A run that is needed for an answer has failed. ``left``: what it has left, where it had begun.
+    """A run that a check needs has failed. ``left`` is what this run had written until then, or None.
 
     Examples:
         ```python

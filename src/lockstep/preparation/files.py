@@ -64,7 +64,9 @@ class FileMethods:
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> Any:
-        """The object that was passed to ``prepare``; without ``keep_fp32_wrapper`` also without autocast.
+        """Return the model that was passed to ``prepare``, without wrappers such as DDP.
+
+        With ``keep_fp32_wrapper=False``, its forward also runs without autocast.
 
         Examples:
             ```python
@@ -81,11 +83,12 @@ class FileMethods:
         return unwrap_module(model, keep_autocast=keep_fp32_wrapper, keep_compile=keep_torch_compile)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The whole model's ``state_dict``, under the names of the unwrapped model.
+        """Return the ``state_dict`` of the whole model, with the names of the unwrapped model. Call it on every rank.
 
-        Of a sharded model it is gathered into host memory, one tensor after the other: call it on every rank. All of
-        it are copies, also what is not sharded, such as scalars. That of a pipeline is on rank 0, and empty on the
-        others. That of other models shares memory with the model, as ``state_dict`` does.
+        - Of a sharded model, the tensors are gathered into host memory, one after the other. All of them are copies,
+          even those that are not sharded, such as scalars.
+        - Of a pipeline, rank 0 gets the whole, and the other ranks get an empty mapping.
+        - Of other models, the tensors share memory with the model, as those of ``model.state_dict()`` do.
 
         Examples:
             ```python
@@ -115,9 +118,9 @@ class FileMethods:
         return gathered
 
     def save(self, obj: object, f: object, safe_serialization: bool = False) -> None:
-        """``torch.save`` (or safetensors) on the main process; with ``save_on_each_node`` on one of each machine.
+        """Write ``obj`` on the main process, by ``torch.save`` or, if ``safe_serialization``, as safetensors.
 
-        Tensors in ``obj`` may have any shape.
+        With ``save_on_each_node``, one process of each machine writes. Tensors in ``obj`` may have any shape.
 
         Examples:
             ```python
@@ -139,10 +142,11 @@ class FileMethods:
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Write the unwrapped model's weights as safetensors, in shards with an index if they are larger.
+        """Write the unwrapped model's weights as safetensors. Call it on every rank; rank 0 writes.
 
-        Called on every rank; rank 0 writes. All return when the files are there. Without ``safe_serialization`` they
-        are ``pytorch_model.bin`` by ``torch.save``, with a warning.
+        Weights of more than ``max_shard_size`` are written as several files with an index. All ranks return when the
+        files are complete. With ``safe_serialization=False``, ``torch.save`` writes ``pytorch_model.bin``, and a
+        warning says that such a file can run code.
 
         Examples:
             ```python
@@ -185,7 +189,9 @@ class FileMethods:
                 write_pickled(state, folder, limit)
 
     def register_for_checkpointing(self, *objects: object) -> None:
-        """Include objects with ``state_dict`` and ``load_state_dict`` in saved states.
+        """Let ``save_state`` and ``load_state`` include these objects.
+
+        Each of them needs the methods ``state_dict`` and ``load_state_dict``.
 
         Examples:
             ```python
@@ -212,7 +218,9 @@ class FileMethods:
         self._registered.extend(checked_stateful(objects))
 
     def register_save_state_pre_hook(self, hook: SaveHook) -> RemovableHandle:
-        """``hook(models, weights, output_dir)`` runs before each ``save_state``.
+        """Call ``hook(models, weights, output_dir)`` in each ``save_state``, before anything is written.
+
+        Returns a handle whose ``remove()`` takes the hook away.
 
         Examples:
             ```python
@@ -231,7 +239,9 @@ class FileMethods:
         return hooks.add(hooks.save, hook)
 
     def register_load_state_pre_hook(self, hook: LoadHook) -> RemovableHandle:
-        """``hook(models, input_dir)`` runs before each ``load_state``.
+        """Call ``hook(models, input_dir)`` in each ``load_state``, before anything is loaded.
+
+        Returns a handle whose ``remove()`` takes the hook away.
 
         Examples:
             ```python
@@ -258,16 +268,18 @@ class FileMethods:
         blocking: bool = True,
         **save_model_func_kwargs: object,
     ) -> str:
-        """Write models, optimizers, schedulers, loss scale, loaders, generators and registered objects.
+        """Write a checkpoint, and return its directory. Call it on every rank.
 
-        Called on every rank. The directory, or URL, appears only when it is complete; without one it is the
-        project's next ``checkpoints/checkpoint_<i>``. Not ``blocking``: returns at once, and copies and writes the
-        state of now while training goes on. Returns the directory. Without ``safe_serialization``
-        ``pytorch_model.bin`` is there as well, weights by ``torch.save`` for other readers, with a warning.
+        A checkpoint has the state of the models, optimizers, schedulers, loss scale, loaders, random number
+        generators and registered objects. The directory, or URL, appears only when the checkpoint is complete. By
+        default it is the next ``checkpoints/checkpoint_<i>`` of the project. With ``blocking=False`` the method
+        returns at once. The state of this moment is then copied and written while training goes on. With
+        ``safe_serialization=False``, ``torch.save`` also writes the weights to ``pytorch_model.bin``, for other
+        readers, and a warning says that such a file can run code.
 
         Raises:
-            CheckpointError: it, or the save in the background before it, failed; earlier ones are untouched.
-            UsageError: there is no directory, or something else than a checkpoint is there.
+            CheckpointError: this save failed, or the one before it in the background. Earlier checkpoints are intact.
+            UsageError: no directory is known, or the directory has files that are no checkpoint.
 
         Examples:
             ```python
@@ -332,13 +344,13 @@ class FileMethods:
         load_kwargs: dict[str, object] | None = None,
         **load_model_func_kwargs: object,
     ) -> str:
-        """Restore what ``save_state`` wrote: without a directory, the project's newest that is whole.
+        """Load a checkpoint that ``save_state`` wrote, and return its directory. Call it on every rank.
 
-        Called on every rank. Returns the directory.
+        By default it loads the newest undamaged checkpoint of the project.
 
         Raises:
-            NoCheckpointError: there is none.
-            CheckpointError: none is whole, or it does not fit this run; nothing was changed.
+            NoCheckpointError: there is no checkpoint.
+            CheckpointError: every checkpoint is damaged, or it does not fit this run. Nothing was changed.
 
         Examples:
             ```python
@@ -393,7 +405,7 @@ class FileMethods:
         }
 
     def wait_for_checkpoint(self) -> None:
-        """Wait for ``save_state(blocking=False)``. Raises CheckpointError, on every rank, if it failed.
+        """Wait until a ``save_state(blocking=False)`` is complete. If it failed, every rank raises CheckpointError.
 
         Examples:
             ```python
@@ -414,10 +426,10 @@ class FileMethods:
         return self._preparation.contents({"object": self._registered, "window": [self._window]})
 
     def register_preemption_hook(self, hook: Callable[[], str]) -> None:
-        """Call ``hook()`` instead of ``save_state()`` when a signal has asked the run to stop, or somebody to save.
+        """When a signal asks the run to stop, or a user asks for a save, call ``hook()`` in place of ``save_state()``.
 
-        It runs on every rank at the same step boundary, saves what the script needs to go on, and returns where.
-        Training may go on after it.
+        The hook runs on every rank at the same step boundary. It saves what the script needs to go on, and returns the
+        path. Training may go on after it.
 
         Examples:
             ```python
@@ -436,11 +448,11 @@ class FileMethods:
         self._preemption_hook = hook
 
     def check_preemption(self) -> None:
-        """Say that a step is complete, in a loop that reads from no prepared loader.
+        """Tell Lockstep that a step is complete. Only a loop that reads from no prepared loader needs it.
 
-        If the run has been asked to stop (SIGTERM, SIGUSR1 or SIGUSR2 to the launcher or to any rank), all ranks stop
-        here at the same call: they save, and the process ends with code 75. Call it on every rank alike. Prepared
-        loaders do it whenever the loop asks for a batch after an optimizer step.
+        Call it on every rank. If the run has been asked to stop, by SIGTERM, SIGUSR1 or SIGUSR2 to the launcher or to
+        any rank, then all ranks save at the same call, and the processes end with exit code 75. Prepared loaders do
+        this by themselves, when the loop asks for a batch after an optimizer step.
 
         Examples:
             ```python

@@ -60,20 +60,20 @@ class TrainingMethods:
     def backward(
         self, loss: torch.Tensor, *, weight: torch.Tensor | float | None = None, **kwargs: object
     ) -> None:
-        """Add the gradient of this micro-batch.
+        """Compute the gradients of this micro-batch, and add them to those of the accumulation window.
 
-        Without ``weight``, the window's gradient is the mean over its micro-batches and ranks of
-        ``loss`` (as in Accelerate). With it, it is the gradient of ``sum(weight * loss) / sum(weight)``
-        over all of them: exactly that of one big batch when the weights are sample or token counts.
+        Without ``weight``, the gradient of the window is that of the mean of ``loss`` over its micro-batches and
+        ranks, as in Accelerate. With ``weight``, it is the gradient of ``sum(weight * loss) / sum(weight)`` over all
+        of them. If the weights are numbers of samples or tokens, this is the gradient of one big batch.
 
         Args:
-            loss: 0-d, or with ``weight`` unreduced losses of any shape.
-            weight: What a 0-d loss is the mean of, or a weight for each element of ``loss``
-                (see ``sample_weights``). All ranks must pass one, or none.
-            kwargs: Of ``torch.Tensor.backward``.
+            loss: The loss, 0-d. With ``weight``, it may also be unreduced losses of any shape.
+            weight: For a 0-d loss, the number of samples or tokens over which it is the mean. For other losses, a
+                weight for each element (see ``sample_weights``). Either all ranks pass a weight, or none.
+            kwargs: Keyword arguments of ``torch.Tensor.backward``.
 
         Raises:
-            UsageError: no prepared model was called, or weights do not fit.
+            UsageError: no prepared model was called before, or the weights do not fit the loss.
 
         Examples:
             ```python
@@ -107,18 +107,20 @@ class TrainingMethods:
             self.measures.backward_ends(is_complete)
 
     def gather_for_loss(self, tensors: Tree) -> Tree:
-        """Nested tensors of all ranks, [n_r, ...] to [sum of n_r, ...], through which gradients flow back.
+        """Concatenate the tensors of all ranks along dim 0. Gradients flow back through the result.
 
-        For a loss over the global batch, as a contrastive one, which every rank computes alike of what is gathered.
-        With ``backward(loss)`` the gradients are those of one process with that batch. Rows that only pad the last
-        batch are left out. All ranks must use the result in their loss, or none.
+        Use it for a loss over the global batch, such as a contrastive loss. Tensors of shape [n_r, ...] on rank r
+        become one of shape [sum of n_r, ...]. Each rank computes the same loss from it. ``backward(loss)`` then
+        gives the gradients of one process with the global batch. Rows that only pad the last batch are left out.
+        Either all ranks use the result in their loss, or none.
 
         Args:
-            tensors: With one row for each row of the batch. Those without a gradient, as labels, come back without.
+            tensors: Nested tensors with one row for each row of the batch. Tensors without a gradient, such as
+                labels, are returned without one.
 
         Raises:
-            UsageError: in a padded batch a tensor has another number of rows; on all ranks.
-            CollectiveMismatchError: tensors of the ranks differ in more than their rows; on all ranks.
+            UsageError: a batch is padded, and a tensor does not have its number of rows. All ranks raise it.
+            CollectiveMismatchError: tensors of the ranks differ in more than their rows. All ranks raise it.
 
         Examples:
             ```python
@@ -146,20 +148,23 @@ class TrainingMethods:
         *,
         weight: torch.Tensor | float | None = None,
     ) -> torch.Tensor:
-        """Forward, loss and backward of one micro-batch; with a pipeline in the order of its schedule.
+        """Compute forward, loss and backward of one micro-batch. A pipeline runs them in the order of its schedule.
 
-        Where the loss is computed outside of the model, this is the way to have another schedule than GPipe's. Other
-        models do the same as three lines would.
+        If the loss is computed outside of the model, a pipeline needs this method for any schedule other than
+        GPipe's. For other models, it does what these three lines do: call the model, call ``loss_function``, call
+        ``backward``.
 
         Args:
-            loss_function: Called with the model's output and ``targets``; a mean over the batch, 0-d.
-            inputs: What the model is called with: one value, a tuple of them, or a mapping of keywords. Tensors
-                are [batch, ...] where a pipeline cuts them, else of any shape.
-            targets: One value or a tuple of them, cut into the pipeline's micro-batches as the inputs are.
-            weight: See ``backward``; a number or 0-d.
+            loss_function: A function of the model's output and of ``targets``. It returns the mean over the batch,
+                0-d.
+            inputs: The arguments of the model: one value, a tuple of values, or a mapping of keywords. A pipeline
+                cuts tensors of shape [batch, ...]. Without a pipeline, tensors may have any shape.
+            targets: The further arguments of ``loss_function``: one value or a tuple. A pipeline cuts them into
+                micro-batches as it cuts the inputs.
+            weight: See ``backward``; a number or a 0-d tensor.
 
         Returns:
-            The loss, 0-d and detached, on every rank.
+            The loss on every rank, 0-d and detached.
 
         Examples:
             ```python
@@ -184,7 +189,10 @@ class TrainingMethods:
         return loss.detach()
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
-        """One micro-batch of ``gradient_accumulation_steps``; gradients are averaged after the last.
+        """Put one micro-batch inside: its forward, ``backward`` and optimizer step.
+
+        The optimizer steps only in each ``gradient_accumulation_steps``-th block, and the ranks average the gradients
+        before it.
 
         Examples:
             ```python
@@ -204,7 +212,7 @@ class TrainingMethods:
         return self._accumulation.accumulate(models)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Backward inside adds to this rank's gradients without averaging them.
+        """Inside, ``backward`` adds to this rank's own gradients, and does not average them over the ranks.
 
         Examples:
             ```python
@@ -222,7 +230,9 @@ class TrainingMethods:
         return self._accumulation.no_sync([model])
 
     def alone(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Each rank trains this model by itself inside: gradients, and weights of ``backward``, are its own.
+        """Inside, each rank trains this model by itself.
+
+        Gradients are not averaged, and a ``weight`` of ``backward`` counts only for this rank.
 
         Examples:
             ```python
@@ -241,17 +251,18 @@ class TrainingMethods:
         return self._accumulation.alone([model])
 
     def summon_full_params(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Whole weights on each rank inside, gathered once: to generate, or to call the model as often as a rank likes.
+        """Gather the whole weights on each rank once, and yield the unwrapped model. Use it to generate text.
 
-        Every rank enters and leaves. Inside, no forward of the yielded model sends anything, so that ranks may call it
-        different numbers of times, or never, and ``generate`` stops on each rank when its own rows are done. No
-        gradients are recorded. At the end the gathered weights are freed, and an exception on one rank is raised on
-        all. The yielded model is the unwrapped one; under ``ddp`` and in one process nothing is gathered. A change of
-        weights inside must be the same on all ranks.
+        Every rank must enter and leave the block. Inside, a forward of the yielded model sends nothing. So the ranks
+        may call it different numbers of times, or never, and ``generate`` stops on each rank when its own rows are
+        done. No gradients are recorded. If weights are changed inside, all ranks must change them alike. At the end
+        the gathered weights are freed, and an exception on one rank is raised on all ranks. Under ``ddp`` and in one
+        process nothing is gathered.
 
         Raises:
-            UsageError: the model was not prepared here, or is split by tp, pp, cp or ep; or inside, for backward, an
-                optimizer's step, or what shards the weights again, such as ``state_dict``.
+            UsageError: the model was not prepared here, or is split by tp, pp, cp or ep. Inside of the block, it is
+                raised by backward, by an optimizer's step, and by calls that shard the weights again, such as
+                ``state_dict``.
 
         Examples:
             ```python
@@ -273,7 +284,7 @@ class TrainingMethods:
 
     @staticmethod
     def trigger_sync_in_backward(model: nn.Module) -> AbstractContextManager[None]:
-        """Inside, backward averages gradients although the last forward ran in ``no_sync``.
+        """Inside, ``backward`` averages the gradients over the ranks, even if the last forward ran in ``no_sync``.
 
         Examples:
             ```python
@@ -291,7 +302,7 @@ class TrainingMethods:
         return trigger_sync(model)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """Run other code in the precision in which prepared models run.
+        """Inside, code outside of prepared models runs in their mixed precision, too.
 
         Examples:
             ```python
@@ -310,7 +321,9 @@ class TrainingMethods:
         )
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """With fp16, divide gradients by the loss scale before looking at them (all optimizers, or these).
+        """With fp16, divide the gradients by the loss scale. Call it before you read or change gradients.
+
+        It does so for all prepared optimizers, or only for those that are passed.
 
         Examples:
             ```python
@@ -335,9 +348,10 @@ class TrainingMethods:
     def clip_grad_norm_(
         self, parameters: clipping.Parameters, max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor:
-        """Clip the total norm of whole windows' gradients; returns the norm before (0-d).
+        """Scale the gradients so that their total norm is at most ``max_norm``. Returns the norm before that, 0-d.
 
-        Parameters have any shape: one or an iterable. Inside an accumulation window nothing is clipped.
+        ``parameters`` is one parameter or an iterable of them, of any shape. Before the last micro-batch of an
+        accumulation window, nothing is clipped.
 
         Examples:
             ```python
@@ -357,7 +371,9 @@ class TrainingMethods:
         return self._preparation.clip_norm(parameters, max_norm, norm_type, self._step.sync_gradients)
 
     def clip_grad_value_(self, parameters: clipping.Parameters, clip_value: float) -> None:
-        """Clamp whole windows' gradients, of parameters of any shape, to [-clip_value, clip_value].
+        """Clamp the gradients of parameters of any shape to [-clip_value, clip_value].
+
+        Before the last micro-batch of an accumulation window, nothing is clamped.
 
         Examples:
             ```python
@@ -387,10 +403,10 @@ class TrainingMethods:
 
     @contextmanager
     def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> Iterator[None]:
-        """Train although ranks have different numbers of batches.
+        """Inside, ranks may have different numbers of batches.
 
-        ``even_batches`` overrides that of the prepared loaders inside, where they read map-style data on
-        every rank; others are warned about. Several micro-batches a step are refused inside.
+        ``even_batches`` replaces the setting of prepared loaders that read map-style data on every rank. If there are
+        other prepared loaders, a warning says so. Gradient accumulation is refused inside.
 
         Examples:
             ```python
@@ -420,7 +436,7 @@ class TrainingMethods:
                 loader.even_batches = value
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """A loader without its first batches; costs no data for map-style datasets.
+        """Return a loader that leaves out the first batches. Items of map-style datasets are not read for this.
 
         Examples:
             ```python
@@ -436,10 +452,13 @@ class TrainingMethods:
         return skip_first_batches(dataloader, num_batches)
 
     def deepspeed_ulysses_dl_adapter(self, dataloader: object, model: object) -> Any:
-        """The loader, whose batches ``prepare`` cuts along the sequence where it gets it together with the model.
+        """Return ``dataloader`` as it is, for scripts written for DeepSpeed's Ulysses.
+
+        ``prepare`` cuts the batches along the sequence if it gets the loader together with the model.
 
         Raises:
-            ConfigError: with ``ParallelismConfig(sp_size=...)`` it was prepared apart from the model, as Trainer does.
+            ConfigError: with ``ParallelismConfig(sp_size=...)``, the loader was prepared in another call than the
+                model, as Trainer does.
 
         Examples:
             ```python
@@ -466,16 +485,17 @@ class TrainingMethods:
         buffer_seq_dims: list[int] | None = None,
         no_restore_buffers: set[torch.Tensor] | None = None,
     ) -> AbstractContextManager[Any]:
-        """Inside, these tensors are this rank's chunks of the sequence, and models work on chunks throughout.
+        """Inside, each of the ``buffers`` is this rank's chunk of the sequence, and models compute on chunks.
 
-        Then not even logits are whole on any rank. Everything that depends on the position must be among the buffers:
-        inputs, ``position_ids``, and labels that were shifted before. The loss is the mean over the chunk. Without
-        ``cp`` nothing happens.
+        All outputs of the models are chunks too, such as logits. Pass every tensor that depends on the position:
+        inputs, ``position_ids``, and labels. Shift the labels before. The loss is the mean over the chunk.
+        Without ``cp`` nothing happens.
 
         Args:
-            buffers: Tensors of any shape, all of one length along their dim of the sequence: [batch, sequence, ...].
-            buffer_seq_dims: That dim of each of them.
-            no_restore_buffers: Those that keep their chunk, [batch, sequence / cp, ...], afterwards.
+            buffers: Tensors such as [batch, sequence, ...]. Along the dim of the sequence, all have the same length.
+            buffer_seq_dims: For each buffer, the dim of the sequence.
+            no_restore_buffers: Buffers that stay a chunk, [batch, sequence / cp, ...], after the block. The others
+                become whole again.
 
         Examples:
             ```python
@@ -528,16 +548,16 @@ class TrainingMethods:
 
     @property
     def spikes(self) -> SpikeWatch | None:
-        """What ``SpikePolicy`` has skipped so far; None: no policy was given."""
+        """Counts of the steps and batches that the ``SpikePolicy`` has skipped so far. None: there is no policy."""
         return self._preparation.spikes
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether any optimizer's last step was skipped, by fp16's loss scaler or a policy, on all ranks alike."""
+        """Whether the last step of any optimizer was skipped by fp16's loss scaler or by a policy. All ranks agree."""
         return any(optimizer.step_was_skipped for optimizer in self._preparation.optimizers)
 
     def state_bytes(self) -> StateBytes:
-        """Bytes of the prepared models' weights and gradients and of their optimizers' state, on this rank.
+        """Count the bytes on this rank: weights and gradients of prepared models, and state of their optimizers.
 
         Examples:
             ```python

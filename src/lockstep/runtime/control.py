@@ -59,7 +59,7 @@ class ProcessControl:
 
     @property
     def multi_device(self) -> bool:
-        """Whether several accelerators take part."""
+        """Whether the run uses several accelerators."""
         return self.use_distributed and self.device.type != "cpu"
 
     @property
@@ -91,14 +91,14 @@ class ProcessControl:
             builtins.print(*args, **kwargs)
 
     def wait_for_everyone(self) -> None:
-        """Return when every rank has called this."""
+        """Wait until every rank has called this method."""
         if self.runtime.world_size > 1:
             device_ids = [self.runtime.device.index] if self.runtime.control_device.type == "cuda" else None
             dist.barrier(device_ids=device_ids)
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
-        """Rank 0 runs the block first; the others when it is done (also when it failed).
+        """Rank 0 runs the block first. The other ranks run it when rank 0 has left it, even by an exception.
 
         Examples:
             ```python
@@ -116,7 +116,7 @@ class ProcessControl:
 
     @contextmanager
     def local_main_process_first(self) -> Iterator[None]:
-        """Local rank 0 of each machine runs the block first; the others when all of them are done.
+        """Local rank 0 of each machine runs the block first. The others run it when all local ranks 0 have left it.
 
         Examples:
             ```python
@@ -144,7 +144,7 @@ class ProcessControl:
                 self.wait_for_everyone()
 
     def on_main_process(self, function: Function) -> Function:
-        """Decorator: run on rank 0 only; None is returned elsewhere.
+        """Decorator: the function runs on rank 0 only. On other ranks it returns None.
 
         Examples:
             ```python
@@ -162,7 +162,7 @@ class ProcessControl:
         return _only_if(lambda: self.runtime.is_main, function)
 
     def on_local_main_process(self, function: Function) -> Function:
-        """Decorator: run on local rank 0 of each machine only.
+        """Decorator: the function runs only on local rank 0 of each machine. Elsewhere it returns None.
 
         Examples:
             ```python
@@ -180,7 +180,7 @@ class ProcessControl:
         return _only_if(lambda: self.runtime.is_local_main, function)
 
     def on_last_process(self, function: Function) -> Function:
-        """Decorator: run on the last rank only.
+        """Decorator: the function runs on the last rank only. On other ranks it returns None.
 
         Examples:
             ```python
@@ -204,7 +204,7 @@ class ProcessControl:
         self, function: None = None, process_index: int | None = None
     ) -> Callable[[Function], Function]: ...
     def on_process(self, function: object = None, process_index: int | None = None) -> Any:
-        """Decorator ``@on_process(process_index=r)``: run on rank ``r`` only.
+        """Decorator ``@on_process(process_index=r)``: the function runs on rank ``r`` only, and else returns None.
 
         Examples:
             ```python
@@ -223,7 +223,9 @@ class ProcessControl:
         return _decorator(lambda: self.runtime.rank == index, function)
 
     def on_local_process(self, function: object = None, local_process_index: int | None = None) -> Any:
-        """Decorator ``@on_local_process(local_process_index=r)``: run on local rank ``r`` only.
+        """Decorator ``@on_local_process(local_process_index=r)``: the function runs on local rank ``r`` only.
+
+        On other ranks it returns None.
 
         Examples:
             ```python
@@ -250,10 +252,11 @@ class ProcessControl:
 
     @contextmanager
     def split_between_processes(self, inputs: object, apply_padding: bool = False) -> Iterator[Any]:
-        """This rank's contiguous part of a list, tuple, tensor [n, ...], ``datasets.Dataset`` or mapping of those.
+        """Yield this rank's contiguous part of ``inputs``.
 
-        The first ``len % world_size`` ranks get one element more; with ``apply_padding`` the others
-        repeat their last element so that all parts are equally long.
+        ``inputs`` is a list, a tuple, a tensor [n, ...], a ``datasets.Dataset``, or a mapping of these.
+        If the length is not divisible by the number of ranks, the first ``len % world_size`` ranks get one element
+        more. With ``apply_padding``, the other ranks repeat their last element, so that all parts are equally long.
 
         Raises:
             UsageError: a mapping whose values have different lengths.
@@ -290,11 +293,11 @@ class _SharedState:
 
 
 class PartialState(ProcessControl):
-    """This process among the others, without anything of training.
+    """The rank, device and process group of this process, for scripts that do not train.
 
     Args:
-        cpu: Compute on the CPU although there is an accelerator.
-        kwargs: ``backend``, ``init_method``, ``timeout`` of ``init_process_group``.
+        cpu: Compute on the CPU even if the machine has an accelerator.
+        kwargs: ``backend``, ``init_method`` and ``timeout`` of ``torch.distributed.init_process_group``.
 
     Examples:
         ```python
@@ -324,17 +327,17 @@ class PartialState(ProcessControl):
 
     @property
     def fork_launched(self) -> bool:
-        """Whether a notebook's launcher started this process."""
+        """Whether ``notebook_launcher`` started this process."""
         return False
 
     @property
     def default_device(self) -> torch.device:
-        """The accelerator of this machine, else the CPU, wherever the run computes."""
+        """The accelerator of this machine, or the CPU if it has none. The run itself may compute elsewhere."""
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         return torch.device("cpu") if accelerator is None else torch.device(accelerator.type)
 
     def set_device(self) -> None:
-        """Make the device of this process torch's current one. Done already when the process started.
+        """Make the device of this process torch's current device. Joining the run has already done this.
 
         Examples:
             ```python
@@ -349,14 +352,14 @@ class PartialState(ProcessControl):
 
     @property
     def backend(self) -> str | None:
-        """The one of this process's device, as ``gloo`` or ``nccl``. None where there is no process group."""
+        """The communication backend of this process's device, such as ``gloo`` or ``nccl``. None: no process group."""
         if self.runtime.backend is None:
             return None
         by_device = dict(part.split(":") for part in self.runtime.backend.split(",") if ":" in part)
         return by_device.get(self.device.type, self.runtime.backend)
 
     def destroy_process_group(self, group: dist.ProcessGroup | None = None) -> None:
-        """Leave the run. A later ``PartialState()`` or ``Accelerator()`` joins anew.
+        """Leave the process group. A later ``PartialState()`` or ``Accelerator()`` joins again.
 
         Examples:
             ```python

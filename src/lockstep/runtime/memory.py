@@ -53,10 +53,10 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
 
 
 def release_memory(*objects: object) -> list[None]:
-    """Free device memory; returns one None per object, to be assigned to the names that held them.
+    """Free device memory, and return a list with one None for each object.
 
-    The memory is given back only where the caller's names were the last references, so assign the
-    result: ``model, optimizer = release_memory(model, optimizer)``.
+    Memory is freed only if no variable refers to an object any more. So assign the result to your variables:
+    ``model, optimizer = release_memory(model, optimizer)``.
 
     Examples:
         ```python
@@ -86,8 +86,8 @@ def find_executable_batch_size(
     ``int(batch_size * 0.9)``. A size that failed is not tried again in later calls.
 
     Raises:
-        TypeError: when the decorated function is called with the batch size as well.
-        UsageError: when the batch size has reached zero.
+        TypeError: the decorated function was called with the batch size as well.
+        UsageError: the batch size has reached zero.
 
     Examples:
         ```python

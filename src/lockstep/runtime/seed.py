@@ -20,8 +20,8 @@ from lockstep.runtime import process
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
     """Seed Python, NumPy and torch on all devices.
 
-    - ``device_specific``: add the rank, so that ranks draw different numbers.
-    - ``deterministic``: let torch use deterministic algorithms only; it raises where there is none.
+    - ``device_specific``: add the rank to the seed, so that the ranks draw different numbers.
+    - ``deterministic``: let torch use deterministic algorithms only. An operation that has none raises an error.
 
     Examples:
         ```python
@@ -120,13 +120,13 @@ def check_rng_types(rng_types: Iterable[str | RNGType]) -> list[RNGType]:
 def synchronize_rng_states(
     rng_types: Iterable[str | RNGType], generator: torch.Generator | None = None
 ) -> None:
-    """Give every rank the generator states of rank 0. Without a process group, only check the arguments.
+    """Give every rank the random number generator states of rank 0.
 
-    Every rank must call it, with the same ``rng_types``.
+    Every rank must call it with the same ``rng_types``. Without a process group, it only checks the arguments.
 
     Raises:
-        ConfigError: for a name that is not an ``RNGType``, or a device this machine lacks.
-        UsageError: for ``"generator"`` without a ``generator``.
+        ConfigError: a name is not an ``RNGType``, or this machine does not have the device.
+        UsageError: ``rng_types`` has ``"generator"``, but no ``generator`` was passed.
 
     Examples:
         ```python

@@ -27,14 +27,15 @@ if TYPE_CHECKING:
 
 
 class ParityWorkers:
-    """Processes with torch in memory, in which one case after another is checked; a context manager.
+    """A pool of processes that check one case after another, without importing torch each time; a context manager.
 
-    They start when they are first needed, have no GPU and one thread each, and end with this object or this process.
+    The processes start when they are first needed. Each has one thread and no GPU. They end with this object, or with
+    this process.
 
     Args:
-        timeout_s: After which a run of a case is ended, and its ranks are named.
-        preload: Modules to import once for all of them, such as ``["transformers"]``, beside torch. Only the first
-            pool of a process can have them.
+        timeout_s: The seconds that a run of one case may take. Then it is ended, and the error names its ranks.
+        preload: Modules that are imported once for all processes, beside torch, such as ``["transformers"]``. Only
+            the first pool of a process can preload modules.
 
     Examples:
         ```python
@@ -103,34 +104,36 @@ class ParityWorkers:
 
 
 def compare_parity(make: Callable[[], object], **settings: Unpack[CaseSettings]) -> ParityReport:
-    """Train what ``make`` makes on ``nproc`` ranks and in one process, on CPUs, and compare every tensor of the runs.
+    """Train a model on ``nproc`` ranks and in one process, on CPUs, and compare every tensor of the two runs.
 
-    Compared are batches, outputs of modules, their gradients, the loss, parameters' gradients, the norm and clipped
-    gradients, learning rates, updates and buffers. How far they may be apart is computed: from what changes in one
-    process when weights and inputs are off by one rounding step.
+    It compares batches, outputs of modules and their gradients, the loss, gradients of parameters, their norm and the
+    clipped gradients, learning rates, updates and buffers. It computes how far two tensors may be apart: as far as
+    they move in one process when weights and inputs are changed by one rounding step.
 
     Args:
-        make: Returns ``model, optimizer, batches, loss``, and the same ones each time. A function at the top level of
-            a module, as other processes import it; ``functools.partial`` gives it arguments. ``batches``: a list of
-            batches or a DataLoader, as one process would read them; of several ranks, rank 0 gets the first, rank 1
-            the second, and so on. ``loss(model, batch)`` returns a 0-d tensor; None: ``model(**batch).loss``.
+        make: A function that returns ``model, optimizer, batches, loss``, the same ones in each call. It stands at
+            the top level of a module, because other processes import it. Use ``functools.partial`` to give it
+            arguments. ``batches`` is a list of batches or a DataLoader, as one process would read it. On several
+            ranks, rank 0 gets the first batch, rank 1 the second, and so on. ``loss(model, batch)`` returns a 0-d
+            tensor. If ``loss`` is None, it is ``model(**batch).loss``.
         settings: By name:
 
             - ``parallel``: how the ranks spread the model, as ``Accelerator`` takes it: ``"zero=3"``, ``"ddp tp=2"``.
               Default: ``"ddp"``.
-            - ``nproc``: how many ranks; 2.
-            - ``steps``: optimizer steps to compare; 3.
+            - ``nproc``: the number of ranks; by default 2.
+            - ``steps``: the number of optimizer steps to compare; by default 3.
             - ``mixed_precision``: "no" (the default), "bf16" or "fp16" for the ranks; the one process computes in
               fp32.
-            - ``gradient_accumulation_steps``: batches of each rank in one step; 1.
-            - ``max_grad_norm``: clips gradients to this norm; None: no clipping.
-            - ``seed``: of all runs; generators are seeded before ``make`` is called. 0.
-            - ``reference``: how another run on ``nproc`` ranks spreads the model, in the place of the one process.
+            - ``gradient_accumulation_steps``: the number of batches of each rank in one step; by default 1.
+            - ``max_grad_norm``: gradients are clipped to this norm. None (the default): they are not clipped.
+            - ``seed``: the seed of the generators in all runs, set before ``make`` is called; by default 0.
+            - ``reference``: compare with another run on ``nproc`` ranks, not with one process. This is the
+              ``parallel`` of that run.
 
     Raises:
         ConfigError: an argument is not allowed.
-        UsageError: ``make`` cannot be imported, or returns something else.
-        CouldNotRun: there is no answer: a run has failed, hung, or is not the same when it is repeated.
+        UsageError: ``make`` cannot be imported, or does not return these four values.
+        CouldNotRun: a run failed or hung, or it gives other numbers when it is repeated, so there is no answer.
 
     Examples:
         ```python
@@ -156,7 +159,7 @@ def compare_parity(make: Callable[[], object], **settings: Unpack[CaseSettings])
 
 
 def check_parity(make: Callable[[], object], **settings: Unpack[CaseSettings]) -> ParityReport:
-    """As ``compare_parity``; where a tensor differs, ``ParityError`` is raised, whose message is the report.
+    """Do what ``compare_parity`` does, and raise ``ParityError`` if a tensor differs. Its message is the report.
 
     Examples:
         ```python

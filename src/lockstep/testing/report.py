@@ -42,10 +42,12 @@ class ParityError(AssertionError):
 
 
 class ParityReport:
-    """What came of a check; as text the answer, a table of what differs and remarks, as ``lockstep check`` prints them.
+    """The result of a check. ``str(report)`` is the text that ``lockstep check`` prints.
+
+    The text has the answer, a table of the tensors that differ, and remarks.
 
     Attributes:
-        verdict: All of it.
+        verdict: The result as values.
 
     Examples:
         ```python
@@ -84,22 +86,22 @@ class ParityReport:
 
     @property
     def sentence(self) -> str:
-        """The answer: what agrees, or the first tensor that does not, and what that looks like."""
+        """The answer in a sentence: that all agrees, or which tensor differs first, and what may be the cause."""
         return text.sentence(self.verdict)
 
     @property
     def findings(self) -> tuple[Mismatch, ...]:
-        """What differs, in the order of the run."""
+        """The tensors that differ, in the order in which the run computes them."""
         return self.verdict.findings
 
     def raise_if_differs(self) -> None:
-        """Raises ParityError, whose message is this report, unless everything agrees."""
+        """Raise ParityError if a tensor differs. Its message is this report."""
         __tracebackhide__ = True  # pytest then shows the test's own line
         if not self.agrees:
             raise ParityError(self)
 
     def to_json(self) -> dict[str, Any]:
-        """The report as ``lockstep check --json`` writes it."""
+        """Return the report as ``lockstep check --json`` writes it."""
         return text.to_json(self.verdict)
 
     def __str__(self) -> str:

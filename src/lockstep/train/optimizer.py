@@ -19,11 +19,11 @@ ParamGroup = StateDict
 
 
 class PreparedOptimizer(Optimizer):
-    """Stands for the user's optimizer, which is at ``.optimizer``.
+    """The optimizer that ``prepare`` returns. The user's own optimizer is ``.optimizer``.
 
-    ``step`` and ``zero_grad`` do nothing inside an accumulation window. With fp16, ``step`` goes
-    through the loss scaler, and ``step_was_skipped`` tells whether it met infinite gradients.
-    Everything else is the user's optimizer's own.
+    ``step`` and ``zero_grad`` do nothing before the last micro-batch of an accumulation window. With fp16, ``step``
+    uses the loss scaler, and ``step_was_skipped`` tells whether gradients were infinite. All other attributes are
+    those of the user's optimizer.
 
     Args:
         clip_norm: Before each step the gradients of this optimizer are scaled so that their total
@@ -137,7 +137,7 @@ class PreparedOptimizer(Optimizer):
         self.optimizer.add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients, except inside an accumulation window."""
+        """Clear the gradients. Before the last micro-batch of an accumulation window, do nothing."""
         turns = self._step_state.turns
         if self._step_state.sync_gradients if turns is None else turns.clears():
             part = self._step_state.clock.enter("optimizer")
@@ -147,10 +147,12 @@ class PreparedOptimizer(Optimizer):
             self._step_state.clock.enter(part)
 
     def step(self, closure: object = None) -> Any:
-        """Step, except inside an accumulation window or, with fp16, on infinite gradients.
+        """Update the parameters. Before the last micro-batch of an accumulation window, do nothing.
+
+        With fp16, the step is skipped if gradients are infinite or NaN.
 
         Raises:
-            UsageError: a closure with fp16, whose gradients cannot be looked at before the step.
+            UsageError: a closure was passed with fp16. Its gradients cannot be checked before the step.
         """
         if self._step_state.turns is not None:
             return self._step_state.turns.step(self.optimizer, lambda: self._step_if_due(closure))
@@ -236,7 +238,7 @@ class PreparedOptimizer(Optimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """The last ``step`` of a window was skipped: fp16 gradients were infinite or NaN, or a policy said so."""
+        """Whether the last ``step`` was skipped, because of infinite or NaN fp16 gradients, or by a policy."""
         return not self._ran or (self._found_inf is not None and bool(self._found_inf.item()))
 
     @property
@@ -244,7 +246,7 @@ class PreparedOptimizer(Optimizer):
         return self.step_was_skipped
 
     def train(self) -> None:
-        """Of optimizers that have modes, such as schedule-free ones; nothing for the others.
+        """Switch an optimizer that has modes, such as a schedule-free one, to training. Others do nothing.
 
         Examples:
             ```python
@@ -261,7 +263,7 @@ class PreparedOptimizer(Optimizer):
             self.optimizer.train()
 
     def eval(self) -> None:
-        """See ``train``.
+        """Switch an optimizer that has modes to evaluation. Others do nothing.
 
         Examples:
             ```python

@@ -16,15 +16,15 @@ SCHEDULERS = (LRScheduler, ReduceLROnPlateau)
 
 
 class PreparedScheduler:
-    """Stands for the user's scheduler, which is at ``.scheduler``.
+    """The scheduler that ``prepare`` returns. The user's own scheduler is ``.scheduler``.
 
-    ``step`` does nothing inside an accumulation window or after a skipped fp16 step. A schedule
-    written for one process counts that process's batches; so each step advances it ``world_size``
-    times (once with ``split_batches``), because that many of those batches were used.
+    ``step`` does nothing before the last micro-batch of an accumulation window, or after a skipped fp16 step. A
+    schedule for one process counts the batches of that process. In one step, the ranks use ``world_size`` such
+    batches, so each step advances the schedule ``world_size`` times (once with ``split_batches``).
 
     Args:
-        steps_per_call: How often one call advances the schedule.
-        step_with_optimizer: False unlinks it: each call is one plain ``scheduler.step``.
+        steps_per_call: The number of schedule steps that one call makes.
+        step_with_optimizer: With False, each call is one plain ``scheduler.step``, whatever the optimizer does.
 
     Examples:
         ```python

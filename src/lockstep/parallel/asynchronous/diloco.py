@@ -111,7 +111,9 @@ class DiLoCo(LocalRounds):
             parameter.copy_(self._start[name])
 
     def state_dict(self) -> StateDict:
-        """As that of every rank, and where the round began with the outer optimizer's state, equal on all ranks.
+        """Return this rank's position, and the state of the round, which is equal on all ranks.
+
+        The state of the round has the parameters at which it began, and the outer optimizer's state.
 
         Examples:
             ```python
@@ -132,7 +134,7 @@ class DiLoCo(LocalRounds):
 
     @torch.no_grad()
     def load_state_dict(self, state: StateDict) -> None:
-        """Go on where this rank was, with the round and the outer optimizer's state.
+        """Continue where this rank was when ``state_dict`` was called, in the same round.
 
         Examples:
             ```python

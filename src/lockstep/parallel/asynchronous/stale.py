@@ -27,16 +27,16 @@ from lockstep.torch_internals import optim as torch_optim
 
 @dataclass(frozen=True)
 class StalenessReport:
-    """Of all ranks' gradients that were applied, each once.
+    """How stale the gradients of all ranks were when they were applied. Each gradient counts once.
 
     The staleness of a gradient is the number of updates between the parameters that it was computed on and those
     that it was applied to.
 
     Args:
-        bound: No gradient may be staler.
-        histogram: Staleness -> number of gradients.
+        bound: The highest staleness that is allowed.
+        histogram: The number of gradients of each staleness.
         waits: How often this rank had to wait for an update, because it would have run too far ahead.
-        bytes_sent: By this rank.
+        bytes_sent: The bytes that this rank has sent.
 
     Examples:
         ```python
@@ -173,7 +173,7 @@ class BoundedStaleness(TrainingBlock):
 
     @property
     def report(self) -> StalenessReport:
-        """How stale the gradients were that this rank has applied so far, those of all ranks."""
+        """The staleness of all gradients, from all ranks, that this rank has applied so far."""
         counts, histogram = self._counts, dict(sorted(self._histogram.items()))
         return StalenessReport(
             self.staleness, histogram, counts["waits"], counts["sent"] + counts["answered"]
@@ -181,7 +181,7 @@ class BoundedStaleness(TrainingBlock):
 
     @property
     def updates_missing(self) -> int:
-        """Steps that this rank has made and whose updates it has not applied yet."""
+        """The number of this rank's steps whose updates it has not applied yet."""
         return self._steps - self._updates
 
     def step(self) -> None:

@@ -123,19 +123,20 @@ class MixtureOfExperts(nn.Module):
     Args:
         width: Features of a token.
         hidden: Features inside an expert.
-        capacity_factor: An expert takes at most ceil(capacity_factor * top_k * tokens / num_experts) choices of a
-            call, all first choices before all second ones, tokens in order. What is over that is dropped: it adds
-            nothing, so that of a token dropped everywhere the residual connection around the layer is left. None:
-            nothing is dropped.
-        activation: Between an expert's two linear layers.
-        bias: Whether these have biases.
-        renormalize: Whether the k gates add up to 1. None: if ``top_k`` is above 1.
+        capacity_factor: In one call, an expert takes at most ceil(capacity_factor * top_k * tokens / num_experts)
+            choices. All first choices come before all second ones, and tokens come in their order. Further choices
+            are dropped and add nothing to the output. For a token whose choices are all dropped, the layer returns
+            zeros, so only a residual connection around the layer carries it on. None: nothing is dropped.
+        activation: The function between the two linear layers of an expert.
+        bias: Whether these linear layers have biases.
+        renormalize: Whether the k gates are scaled to add up to 1. None: only if ``top_k`` is above 1.
 
-    After a call ``load`` tells how the tokens were spread, with the losses that keep routers in order; they are
-    there for the training loss: ``loss + 0.01 * load_balance_loss(model) + 0.001 * router_z_loss(model)``.
+    After a call, ``load`` tells how the tokens were spread over the experts. Two more losses keep the router
+    balanced. Add them to the training loss:
+    ``loss + 0.01 * load_balance_loss(model) + 0.001 * router_z_loss(model)``.
 
     Raises:
-        ConfigError: a size that cannot be.
+        ConfigError: a size or a number of experts is not possible.
 
     Examples:
         ```python
@@ -175,7 +176,7 @@ class MixtureOfExperts(nn.Module):
 
     @property
     def load(self) -> Load:
-        """Of the last call.
+        """How the tokens of the last call were spread over the experts.
 
         Raises:
             UsageError: the layer was not called yet.
@@ -192,7 +193,7 @@ class MixtureOfExperts(nn.Module):
         return self.load.balance_loss
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """(..., width) to (..., width). Collective where ``expert_parallel`` has spread the experts."""
+        """Compute [..., width] from [..., width]. If the experts are spread over ranks, all of these must call it."""
         if hidden.shape[-1] != self.width:
             raise UsageError(
                 f"MixtureOfExperts got tokens of {hidden.shape[-1]} features, but width is {self.width}. "
@@ -279,7 +280,7 @@ def layers(model: nn.Module) -> Iterator[tuple[str, MixtureOfExperts]]:
 
 
 def load_balance_loss(model: nn.Module) -> torch.Tensor:
-    """The sum of all layers' load-balance losses in the last forward; 0-d, with gradients.
+    """Return the sum of the load-balance losses of all layers in the last forward; 0-d, with gradients.
 
     Raises:
         UsageError: the model has no ``MixtureOfExperts``, or one of them was not called yet.
@@ -299,7 +300,9 @@ def load_balance_loss(model: nn.Module) -> torch.Tensor:
 
 
 def router_z_loss(model: nn.Module) -> torch.Tensor:
-    """The sum of all layers' router z-losses, mean over tokens of (log sum_e exp logit_e)^2; 0-d, with gradients.
+    """Return the sum of the router z-losses of all layers in the last forward; 0-d, with gradients.
+
+    The router z-loss of a layer is the mean over tokens of (log sum_e exp logit_e)^2.
 
     Raises:
         UsageError: the model has no ``MixtureOfExperts``, or one of them was not called yet.

@@ -56,17 +56,18 @@ class ParallelLayer(nn.Module):
 
 
 class ColumnParallelLinear(ParallelLayer):
-    """``y_r = x W_r^T + b_r``: rank r of N computes its part of the output features.
+    """A linear layer of which each rank computes a part of the output features: ``y_r = x W_r^T + b_r`` on rank r.
 
-    Takes [..., in_features] (with ``sequence_parallel`` [batch, sequence / N, in_features]) and returns
-    [..., out_features / N], all with ``gather_output``. The weight is [out_features, in_features], in rows.
+    The input has the shape [..., in_features] and is the same on all ranks. With N ranks, the output has the shape
+    [..., out_features / N]. The weight [out_features, in_features] is split by rows.
 
     Args:
-        gather_output: Return all features, on all ranks alike; else this rank's part.
-        sequence_parallel: The input is this rank's chunk of dimension 1, and is gathered.
+        gather_output: Return all features, [..., out_features], on all ranks.
+        sequence_parallel: The input is this rank's chunk of the sequence, [batch, sequence / N, in_features]. The
+            layer gathers the whole sequence first.
 
     Raises:
-        UsageError: the output features do not divide, and are not gathered.
+        UsageError: ``out_features`` is not divisible by the number of ranks, and ``gather_output`` is False.
 
     Examples:
         ```python
@@ -106,7 +107,7 @@ class ColumnParallelLinear(ParallelLayer):
         )
 
     def send(self, x: Tensor) -> Tensor:
-        """The input [..., in_features] for ``part``; layers that read the same can share what one of them sent."""
+        """Send the input [..., in_features], as the argument of ``part``. Layers with the same input can share it."""
         if self.mesh is None:
             return x
         if self.sequence_parallel:
@@ -114,7 +115,7 @@ class ColumnParallelLinear(ParallelLayer):
         return communication.copy(x, self.mesh)
 
     def part(self, sent: Tensor) -> Tensor:
-        """This rank's output features, [..., out_features / N], of what ``send`` returned."""
+        """Compute this rank's output features, [..., out_features / N], from the result of ``send``."""
         return F.linear(sent, local_value(self.weight), local_value(self.bias))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -125,17 +126,19 @@ class ColumnParallelLinear(ParallelLayer):
 
 
 class RowParallelLinear(ParallelLayer):
-    """``y = sum_r x_r W_r^T + b``: rank r of N uses its part of the input features.
+    """A linear layer of which each rank uses a part of the input features: ``y = sum_r x_r W_r^T + b``.
 
-    Takes [..., in_features / N], all in_features unless ``input_is_parallel``, and returns [..., out_features] (with
-    ``sequence_parallel`` [batch, sequence / N, out_features]). The weight is [out_features, in_features], in columns.
+    With N ranks, the input of a rank has the shape [..., in_features / N]. The output has the shape
+    [..., out_features] and is the same on all ranks. The weight [out_features, in_features] is split by columns.
 
     Args:
-        input_is_parallel: The input is this rank's features; else all of them, alike on all ranks.
-        sequence_parallel: Return this rank's chunk of dimension 1; the bias gets the sum of the ranks' gradients.
+        input_is_parallel: The input is this rank's part of the features. With False, it is [..., in_features], the
+            same on all ranks.
+        sequence_parallel: Return this rank's chunk of the sequence, [batch, sequence / N, out_features]. The
+            gradients of the bias are summed over the ranks.
 
     Raises:
-        UsageError: the input features do not divide.
+        UsageError: ``in_features`` is not divisible by the number of ranks.
 
     Examples:
         ```python
@@ -192,10 +195,10 @@ class RowParallelLinear(ParallelLayer):
 
 
 class VocabParallelEmbedding(ParallelLayer):
-    """An embedding of which each rank has a part of the rows; the vocabulary need not divide.
+    """An embedding of which each rank holds a part of the rows.
 
-    Takes integers [...], alike on all ranks, and returns [..., embedding_dim]. The weight is
-    [num_embeddings, embedding_dim].
+    ``num_embeddings`` need not be divisible by the number of ranks. The input are integers of any shape [...], the
+    same on all ranks. The output has the shape [..., embedding_dim]. The weight is [num_embeddings, embedding_dim].
 
     Examples:
         ```python
@@ -248,17 +251,18 @@ class VocabParallelEmbedding(ParallelLayer):
 
 
 class ParallelMLP(nn.Module):
-    """``down(activation(up(x)))``, or ``down(activation(gate(x)) * up(x))`` if ``gated``.
+    """A feed-forward block whose hidden features are split over the ranks.
 
-    Takes and returns [batch, sequence, width] (with ``sequence_parallel`` sequence / N), with one all-reduce of that in
-    forward and one in backward.
+    It computes ``down(activation(up(x)))``, or ``down(activation(gate(x)) * up(x))`` if ``gated``. Input and output
+    have the shape [batch, sequence, width]. With ``sequence_parallel`` on N ranks, it is [batch, sequence / N, width].
+    Forward and backward each make one all-reduce of a tensor [batch, sequence, width].
 
     Args:
-        hidden: Features in between, which are split; 4 * width by default.
-        activation: Elementwise.
+        hidden: The number of hidden features, by default 4 * width.
+        activation: An elementwise function.
 
     Raises:
-        UsageError: ``hidden`` does not divide.
+        UsageError: ``hidden`` is not divisible by the number of ranks.
 
     Examples:
         ```python
@@ -305,18 +309,19 @@ class ParallelMLP(nn.Module):
 
 
 class ParallelAttention(nn.Module):
-    """Multi-head attention of which each rank has a share of the heads, on ``scaled_dot_product_attention``.
+    """Multi-head attention of which each rank computes a part of the heads, by ``scaled_dot_product_attention``.
 
-    Takes and returns [batch, sequence, width] (with ``sequence_parallel`` sequence / N), with one all-reduce of that in
-    forward and one in backward.
+    Input and output have the shape [batch, sequence, width]. With ``sequence_parallel`` on N ranks, it is
+    [batch, sequence / N, width]. Forward and backward each make one all-reduce of a tensor [batch, sequence, width].
 
     Args:
-        kv_heads: Heads of keys and values, each for ``heads / kv_heads`` of queries; ``heads`` by default.
-        causal: No position sees later ones.
-        dropout: Of attention weights, in training; each rank draws masks of its own.
+        kv_heads: The number of heads of keys and values, by default ``heads``. Each of them serves
+            ``heads / kv_heads`` heads of queries.
+        causal: No position attends to later positions.
+        dropout: The probability with which attention weights are dropped in training. Each rank draws its own masks.
 
     Raises:
-        UsageError: heads, or heads of keys and values, do not divide; or the width by the heads.
+        UsageError: ``heads`` or ``kv_heads`` is not divisible by the number of ranks, or ``width`` not by ``heads``.
 
     Examples:
         ```python
@@ -365,7 +370,10 @@ class ParallelAttention(nn.Module):
         self.out = RowParallelLinear(width, width, bias, **shared)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """``x`` [batch, sequence, width]; ``mask`` as of ``scaled_dot_product_attention``, for each head alike."""
+        """Attend over ``x``, [batch, sequence, width].
+
+        ``mask`` is that of ``scaled_dot_product_attention``, and is the same for each head.
+        """
         sent = self.q.send(x)
         q, k, v = (
             layer.part(sent).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for layer in self._inputs

@@ -38,15 +38,19 @@ def vocab_parallel_cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """``F.cross_entropy`` of logits that are a DTensor split over the classes; a plain tensor, alike on all ranks.
+    """``F.cross_entropy`` of logits whose classes are split over the ranks.
 
     Args:
-        logits: [..., classes], classes last, on a 1-D mesh; any floating type, computed in fp32 or more.
-        target: [...], indices of classes; a plain tensor with the same values on all ranks.
+        logits: A DTensor [..., classes] on a 1-D mesh, split along its last dimension. It may have any floating-point
+            dtype; the loss is computed in fp32 or more.
+        target: Indices of classes, [...]: a plain tensor with the same values on all ranks.
         reduction: "mean" (over targets other than ``ignore_index``), "sum" or "none".
 
+    Returns:
+        The loss as a plain tensor, the same on all ranks.
+
     Raises:
-        UsageError: the logits are not split over their last dimension, or shapes differ.
+        UsageError: the logits are not split along their last dimension, or the shapes differ.
 
     Examples:
         ```python
