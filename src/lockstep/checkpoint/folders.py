@@ -139,7 +139,10 @@ def candidates(input_dir: str | None, project: ProjectConfiguration, store: Stor
     if input_dir is not None:
         return store.candidates(input_dir)
     if not project.automatic_checkpoint_naming:
-        raise ArgumentError("load_state was called without a directory. Pass the one that save_state wrote.")
+        raise ArgumentError(
+            "load_state was called without a directory. Pass the one that save_state wrote, or "
+            "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)."
+        )
     folder = folder_of(project)
     found = [f"{folder}/checkpoint_{number}" for number in reversed(numbers(folder, store))]
     if not found:
