@@ -225,4 +225,4 @@ def test_the_readmes_list_every_script() -> None:
         for path in EXAMPLES.rglob("*.py")
         if "__main__" in path.read_text()
     }
-    assert listed == scripts
+    assert {script for script in listed if "__main__" in (EXAMPLES / script).read_text()} == scripts

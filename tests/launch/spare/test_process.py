@@ -191,7 +191,7 @@ def test_what_has_changed_meanwhile_is_started_cold(change: str, tmp_path: Path)
         elif change == "the imports":
             script.write_text("import os\nos.environ['OMP_NUM_THREADS'] = '2'\n" + SHOW)
         else:
-            (tmp_path / "functools.py").write_text("")  # is imported before any script
+            (tmp_path / "os.py").write_text("")  # is imported before any script
             (tmp_path / "timeit.py").write_text("default_timer = 'mine'")
         assert spare.tell({"environment": then})
         why = wait_for(spare, "warm", "cold")
