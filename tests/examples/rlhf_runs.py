@@ -20,19 +20,22 @@ from lockstep.comm.ledger import CommunicationLedger
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RECIPE = EXAMPLES / "recipes" / "rlhf"
 MODULES = ("train", "models", "options", "rollout", "learn", "checkpoints", "task", "ppo", "grpo")
+LOADED: dict[str, Any] = {}
 PPO = {"iterations": 2, "prompts_per_iteration": 8, "micro_batch": 3, "generation_batch": 3}
 GRPO = {**PPO, "algorithm": "grpo", "model": "gpt2", "group": 4, "prompts_per_iteration": 3}  # 12 rows
 
 
 def recipe(name: str) -> Any:
-    """A module of the recipe; other examples have files of the same names."""
-    for known in MODULES:
-        found = getattr(sys.modules.get(known), "__file__", None)
-        if found is not None and not found.startswith(str(RECIPE)):
-            del sys.modules[known]
-    if sys.path[0] != str(RECIPE):
-        sys.path.insert(0, str(RECIPE))
-    return importlib.import_module(name)
+    """A module of the recipe, which other tests do not see: theirs have the same names."""
+    others = {known: sys.modules.pop(known) for known in MODULES if known in sys.modules}
+    sys.modules.update(LOADED)
+    sys.path.insert(0, str(RECIPE))
+    try:
+        return importlib.import_module(name)
+    finally:
+        LOADED.update({known: sys.modules.pop(known) for known in MODULES if known in sys.modules})
+        sys.modules.update(others)
+        sys.path.remove(str(RECIPE))
 
 
 def options(**changes: Any) -> Any:
