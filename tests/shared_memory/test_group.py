@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.errors import CollectiveMismatchError, UsageError
 from lockstep.runtime import process
+from lockstep.shared_memory import join
 from lockstep.shared_memory.layout import SLOT_BYTES
 from tests.shared_memory.fuzzing import Fuzzer
 
@@ -287,6 +289,25 @@ def last_message() -> float:
 
 def test_a_message_arrives_after_its_sender_has_left(run_distributed) -> None:
     assert run_distributed(last_message, 2) == [5.0, 5.0]
+
+
+def leaves_at_once(how_late_s: float) -> int:
+    """Rank 0, whose process serves the store, starts and leaves; rank 1 reads late what was exchanged."""
+    read_in_time = join.exchange
+
+    def read_late(store: Any, key: str, rank: int, ranks: int, text: str) -> list[str]:
+        store.set(f"{key}/{rank}", text)
+        time.sleep(how_late_s if key == "mapped" and rank == 1 else 0)
+        return read_in_time(store, key, rank, ranks, text)
+
+    with mock.patch.object(join, "exchange", read_late):
+        size = process.start(cpu=True).world_size
+    process.end()
+    return size
+
+
+def test_a_rank_may_leave_as_soon_as_it_has_joined(run_distributed) -> None:
+    assert run_distributed(leaves_at_once, 2, 0.5) == [2, 2]
 
 
 def without_gradients() -> tuple[float, int]:

@@ -44,6 +44,7 @@ def make_group(options: Any) -> Any:
         store_of_host = c10d.PrefixStore(f"host{here}", store)
         peers, failure = share(store_of_host, rank, hosts[here], names, options.timeout)
         reason = next(filter(None, exchange(store, "mapped", rank, ranks, failure)), "")
+        wait_for_readers(store, "mapped", rank, ranks)
         if not reason:
             return group_on(hosts, peers, options)
         if peers is not None:
@@ -88,6 +89,14 @@ def exchange(store: Any, key: str, rank: int, ranks: int, text: str) -> list[str
     store.set(f"{key}/{rank}", text)
     keys = [f"{key}/{other}" for other in range(ranks)]
     return [bytes(value).decode() for value in store.multi_get(keys)]
+
+
+def wait_for_readers(store: Any, key: str, rank: int, ranks: int) -> None:
+    """Keep the first rank, whose process may serve the store, until every rank has read what they exchanged."""
+    if rank == 0:
+        store.wait([f"{key}/read/{other}" for other in range(1, ranks)])
+    else:
+        store.set(f"{key}/read/{rank}", "")
 
 
 def why_not() -> str:
