@@ -40,13 +40,17 @@ Run = Callable[..., str]
 @contextmanager
 def beside(path: Path) -> Iterator[None]:
     """Inside, modules of the script's folder can be imported; outside they are gone."""
+    names = {file.stem for file in path.parent.glob("*.py")}  # other folders have files of these names too
+    others = {name: sys.modules.pop(name) for name in names if name in sys.modules}
     sys.path.insert(0, str(path.parent))
     try:
         yield
     finally:
-        for name, module in list(sys.modules.items()):  # other examples have other files of these names
+        sys.path.remove(str(path.parent))
+        for name, module in list(sys.modules.items()):
             if str(getattr(module, "__file__", None)).startswith(str(EXAMPLES)):
                 del sys.modules[name]
+        sys.modules.update(others)
 
 
 def run_here(
