@@ -47,6 +47,7 @@ CASES = [
     Case(2, "ep=2", "experts"),
     Case(4, "ep=2", "experts", accumulation=2),
     Case(2, "", "experts"),
+    Case(2, "zero=3 compile=blocks", steps=4, accumulation=2),
 ]
 
 
@@ -59,7 +60,13 @@ def train(case: Case) -> problem.Result:
     """The script as a user writes it; runs on each rank."""
     torch.set_num_threads(1)
     accelerator = Accelerator(
-        cpu=True, gradient_accumulation_steps=case.accumulation, parallel=case.parallel, split_batches=True
+        cpu=True,
+        gradient_accumulation_steps=case.accumulation,
+        parallel=case.parallel,
+        split_batches=True,
+        dynamo_backend="aot_eager"
+        if "compile" in case.parallel
+        else None,  # inductor takes ten times as long
     )
     model = problem.MODELS[case.model](case.layers)
     optimizer = problem.make_optimizer(model, case.optimizer)
@@ -100,6 +107,13 @@ AGAIN = [
     Case(4, "tp=2"),
     Case(4, "zero=3 pp=2", "llama"),
     Case(4, "pp=2 tp=2", "llama"),  # examples/gpt/split.py
+    Case(2, "compile=blocks", "llama"),
+    Case(2, "zero=1 compile=blocks", "llama"),
+    Case(2, "tp=2 compile=blocks"),
+    Case(2, "pp=2 compile=blocks", "llama"),
+    Case(2, "zero=2 compile=blocks activation=full", "llama", accumulation=2),
+    Case(4, "zero=3 tp=2 compile=blocks", "llama"),
+    Case(2, "cp=2 compile=blocks"),
     # pipeline/test_pipeline.py has every schedule
     *(
         Case(2, f"pp=2 schedule={name}", "llama")

@@ -98,6 +98,17 @@ class Activation(StringEnum):
     OFFLOAD = "offload"
 
 
+class Compile(StringEnum):
+    """What of a model ``torch.compile`` compiles.
+
+    ``NONE``: nothing. ``BLOCKS``: each block by itself. Blocks of the same kind share the code that is made for the
+    first one, so that compiling takes as long for 80 blocks as for one.
+    """
+
+    NONE = "none"
+    BLOCKS = "blocks"
+
+
 class Offload(StringEnum):
     """What of a training state rests outside of the device, and is brought there when it is needed.
 

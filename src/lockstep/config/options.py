@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.enums import DynamoBackend
+from lockstep.config.enums import Compile, DynamoBackend
 from lockstep.config.fp8 import AORecipeKwargs, TERecipeKwargs, recipe_of
 from lockstep.config.handlers import (
     AutocastKwargs,
@@ -214,13 +214,16 @@ def resolve_options(
     accumulation = gradient_accumulation_plugin or GradientAccumulationPlugin()
     if accumulation.num_steps is None:
         accumulation = replace(accumulation, num_steps=value.get("gradient_accumulation_steps", 1))
+    parallel = parallel_of(asked)
+    by_blocks = parallel.compile is Compile.BLOCKS
+    compiling = _compile_options(settings, dynamo_plugin, "inductor" if by_blocks else "no")
     return Options(
         mixed_precision=precision_of(asked),
         cpu=settings["cpu"].value,
-        parallel=parallel_of(asked),
-        compile_options=_compile_options(settings, dynamo_plugin),
-        compile_blocks=settings["dynamo_backend"].value != "no"
-        and bool(settings["dynamo_use_regional_compilation"].value),
+        parallel=parallel,
+        compile_options=compiling,
+        compile_blocks=compiling is not None
+        and (by_blocks or bool(settings["dynamo_use_regional_compilation"].value)),
         accumulation=accumulation,
         loaders=loaders,
         project=project,
@@ -287,16 +290,20 @@ def fit_to_world(options: Options, world_size: int) -> Options:
 
 
 def _compile_options(
-    settings: Mapping[str, SettingValue], plugin: TorchDynamoPlugin | None
+    settings: Mapping[str, SettingValue], plugin: TorchDynamoPlugin | None, default: str
 ) -> dict[str, object] | None:
-    """Arguments of ``torch.compile``: what the plugin says, else the settings; None: models are left as they are."""
-    if settings["dynamo_backend"].value == "no":
+    """Arguments of ``torch.compile``: what the plugin says, else the settings; None: models are left as they are.
+
+    ``default``: the backend where none is said, or ``no``.
+    """
+    backend = settings["dynamo_backend"].value
+    backend = default if backend == "no" else backend
+    if backend == "no":
         return None
     names = {"mode": "dynamo_mode", "fullgraph": "dynamo_use_fullgraph", "dynamic": "dynamo_use_dynamic"}
     found = {name: settings[setting].value for name, setting in names.items()}
     said = {name: value for name, value in found.items() if value is not None}
     own = plugin.compile_options() if plugin is not None else {}
-    backend = settings["dynamo_backend"].value
     if own.get("mode") is not None and str(backend).upper() in DynamoBackend.list():  # others have their own
         COMPILE_MODE.for_worker(own["mode"], "TorchDynamoPlugin(mode=...)")
     if "options" in own:  # which torch.compile takes only without a mode

@@ -8,7 +8,16 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.enums import Activation, CPMethod, Offload, QuantizedType, ReduceType, Schedule, Strategy
+from lockstep.config.enums import (
+    Activation,
+    Compile,
+    CPMethod,
+    Offload,
+    QuantizedType,
+    ReduceType,
+    Schedule,
+    Strategy,
+)
 from lockstep.config.parallel_words import HOST, PARSERS, SWITCHED_ON, known_word, stages_per_rank, text_of
 from lockstep.config.parallel_words import BlockRule as BlockRule
 from lockstep.config.values import repr_short
@@ -39,7 +48,9 @@ class Parallel:
     - ``forward_prefetch``: gather the next block's parameters before the current block runs.
     - ``sync_batchnorm``: batch normalisation takes its statistics over the batches of all ranks.
     - ``activation``: what of a block's activations is kept for backward.
-    - ``blocks``: names of the modules to shard and to recompute one by one: a class, a module's name, or
+    - ``compile``: ``blocks`` compiles each block with ``torch.compile``; the backend is that of ``dynamo_backend``,
+      and inductor without one.
+    - ``blocks``: names of the modules to shard, to recompute and to compile one by one: a class, a module's name, or
       a pattern such as ``layers.*``; or a rule (name, module) -> bool. Empty: found.
     - ``tp``, ``pp``, ``cp``, ``ep``: ranks over which layers, the depth, the sequence, and experts are split.
     - ``sequence_parallel``: with tp, activations between its layers are split along the sequence.
@@ -88,6 +99,7 @@ class Parallel:
     forward_prefetch: bool = False
     sync_batchnorm: bool = False
     activation: Activation = Activation.NONE
+    compile: Compile = Compile.NONE
     blocks: tuple[str, ...] | BlockRule = ()
     tp: int = 1
     pp: int = 1
@@ -285,11 +297,11 @@ class Parallel:
                 f"parallel='{self}': with {other}, batch normalisation sees one part of a batch after the other, so "
                 f"that it cannot take its statistics over all ranks. Drop sync_batchnorm, or {other}."
             )
-        if not (
-            self.blocks == () or self.shards or self.pp * self.cp > 1 or self.activation != Activation.NONE
-        ):
+        works_on_blocks = self.activation is not Activation.NONE or self.compile is Compile.BLOCKS
+        if self.blocks != () and not (works_on_blocks or self.shards or self.pp * self.cp > 1):
             raise ConfigError(
-                "parallel: blocks are named, but nothing uses them. Add zero=... or activation=..., or drop blocks."
+                "parallel: blocks are named, but nothing uses them. Add zero=..., activation=... or compile=blocks, or "
+                "drop blocks."
             )
 
     def _check_offloaded(self) -> None:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from lockstep.config.enums import (
     Activation,
+    Compile,
     CPMethod,
     Offload,
     QuantizedType,
@@ -202,6 +203,7 @@ PARSERS: dict[str, Callable[[Any, str], object]] = {
     "forward_prefetch": parse_bool,
     "sync_batchnorm": parse_bool,
     "activation": _word(Activation),
+    "compile": _word(Compile),
     "blocks": _blocks,
     "tp": _between(1, MOST_RANKS),
     "pp": _between(1, MOST_RANKS),
@@ -222,6 +224,7 @@ PARSERS: dict[str, Callable[[Any, str], object]] = {
 
 # What a word means that stands alone.
 SWITCHED_ON = {
+    "compile": "blocks",
     "offload": "all",
     "delayed_update": "true",
     "forward_prefetch": "true",

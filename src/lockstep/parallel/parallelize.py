@@ -3,7 +3,8 @@
 linear layers in 8 bits (fp8) → blocks → batch normalisation over ranks → values → stages (pp) → layers (tp)
 → experts (ep) → sequence (cp) → recompute
 sharded models:  → compile → shard (zero) → autocast
-others:          → parameters to the device, to host memory or a file (offload) → autocast → compile
+others:          → compile blocks → parameters to the device, to host memory or a file (offload) → autocast
+                 → compile the whole
                  → replicate (ddp), or average gradients after backward
 """
 
@@ -39,6 +40,7 @@ from lockstep.parallel.parallel_model import (
     SplitModel,
 )
 from lockstep.parallel.recompute import recompute
+from lockstep.parallel.regions import WHOLE, compile_regions, find_regions
 from lockstep.parallel.saves import refuse_parts
 from lockstep.parallel.sync_batchnorm import synchronize_batchnorm
 from lockstep.runtime.mesh import DeviceMeshes
@@ -100,12 +102,16 @@ def parallelize(
         _refuse_hook(options)
         check_same_model(model, runtime.world_size)
         materialize(model, runtime.device, options.init_weights, runtime.world_size)
+    compiled: tuple[str, ...] = ()
+    if options.compile_options is not None and axes.pp == 1:
+        in_parts = blocks if shards or divides_weights else {}
+        compiled = find_regions(model, parallel, options.compile_blocks, in_parts)
     before_split()
     if axes.pp > 1:
         return _pipeline(model, blocks, runtime, options, shards, evaluation_mode)
     experts = _prepare_layers(model, blocks, options, runtime)
-    if shards or divides_weights:
-        _compile(blocks or {"": model}, options)
+    if shards or divides_weights or compiled != WHOLE:
+        compile_regions(map(model.get_submodule, compiled), options.compile_options or {})
     if shards:
         sharded = _shard(model, blocks, runtime, options, is_filled=divides_weights)
         autocast_forward(model, options.mixed_precision, runtime.device, options.autocast)
@@ -117,11 +123,8 @@ def parallelize(
     if device_placement and not parallel.offloads_params:
         model = model.to(runtime.device)
     model = autocast_forward(model, options.mixed_precision, runtime.device, options.autocast)
-    repeated = find_blocks(model, parallel.blocks) if options.compile_blocks else {}
-    if repeated and not divides_weights:
-        _compile(repeated, options)
-    elif options.compile_options is not None and not divides_weights:
-        model = torch.compile(model, **options.compile_options)  # type: ignore[assignment]
+    if compiled == WHOLE and not divides_weights:
+        model = torch.compile(model, **(options.compile_options or {}))  # type: ignore[assignment]
     if evaluation_mode:
         return ParallelModel(model)
     if parallel.strategy is Strategy.DATA_PARALLEL:
@@ -262,12 +265,6 @@ def _probe(parallel: Parallel, axes: ParallelDims) -> None:
         dtensor.probe()
 
 
-def _compile(modules: dict[str, nn.Module], options: ModelOptions) -> None:
-    if options.compile_options is not None:
-        for module in modules.values():
-            module.compile(**options.compile_options)
-
-
 def _pipeline(
     model: nn.Module,
     blocks: dict[str, nn.Module],
@@ -307,7 +304,8 @@ def _pipeline(
     )
     local = pipeline.local_blocks()
     _prepare_layers(model, local, options, runtime, None if plan is None else plan.within(model))
-    _compile(local, options)
+    if options.compile_options is not None:
+        compile_regions(local.values(), options.compile_options)
 
     prepared = PipelinedModel(pipeline)
 
