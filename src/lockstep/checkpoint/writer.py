@@ -26,6 +26,8 @@ ELSEWHERE = (
 
 
 BACKGROUND_NICENESS = 10
+"""Above that of the process, which may run under ``nice`` itself."""
+GREATEST_NICENESS = 19
 
 
 @dataclass(frozen=True)
@@ -201,7 +203,9 @@ def yield_to_training() -> None:
     They get a tenth of a busy core. With less, the next save would have to wait for this one.
     """
     with suppress(OSError, AttributeError):  # of systems whose threads have no priorities of their own
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BACKGROUND_NICENESS)
+        of_training = os.getpriority(os.PRIO_PROCESS, os.getpid())
+        niceness = min(of_training + BACKGROUND_NICENESS, GREATEST_NICENESS)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
 
 
 def _host_memory(source: torch.Tensor) -> torch.Tensor:
