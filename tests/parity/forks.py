@@ -118,7 +118,9 @@ class ForkedRun:
     def wait(self) -> Left:
         """What it has left; raises CouldNotRun."""
         spec, log = self._spec, self._folder / "output.txt"
-        ranks = 0 if spec.is_alone else spec.ranks
+        ranks = spec.ranks
+        if spec.is_alone:
+            ranks = 1 if spec.wrapped else 0  # scripts with torch's own DDP need a process group there too
         code = self._server.run(
             spec.write(self._folder / "spec.json"), self._program, ranks, log, self._limit_s
         )

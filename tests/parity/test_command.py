@@ -5,11 +5,21 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
+from unittest import mock
 
 import pytest
+from click.testing import CliRunner
+
+from lockstep.cli.check import command
+from lockstep.parity.check import ParityCheck
+from lockstep.parity.spec import RunSpec
+from tests.parity.forks import ForkedRun, ForkServer
 
 HERE = Path(__file__).parent
+Check = Callable[..., tuple[int, str, str]]
 COMMAND = [sys.executable, "-m", "lockstep.cli.main", "check"]
 
 
@@ -17,6 +27,24 @@ def check(*arguments: str) -> tuple[int, str, str]:
     """Exit code, output and messages."""
     done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=240, check=False)
     return done.returncode, done.stdout, done.stderr
+
+
+@pytest.fixture(scope="module")
+def check_in_forks() -> Iterator[Check]:
+    """The same, whose runs are forks of a process that has torch in memory; other tests here start processes anew."""
+    server = ForkServer(["accelerate"] if find_spec("accelerate") else [])
+
+    def check(*arguments: str) -> tuple[int, str, str]:
+        def start(self: ParityCheck, spec: RunSpec) -> ForkedRun:
+            request = self._request
+            return ForkedRun(server, spec, request.program.words, int(request.timeout_s))
+
+        with mock.patch.object(ParityCheck, "_start", start):
+            said = CliRunner().invoke(command, arguments)
+        return said.exit_code, said.stdout, said.stderr
+
+    yield check
+    server.close()
 
 
 def script(name: str) -> str:
@@ -36,26 +64,27 @@ def script(name: str) -> str:
     ],
     ids=" ".join,
 )
-def test_scripts_of_others_agree(words: tuple[str, ...]) -> None:
+def test_scripts_of_others_agree(check_in_forks: Check, words: tuple[str, ...]) -> None:
     if "accelerate" in words:
         pytest.importorskip("accelerate")
-    code, said, errors = check("--wrapped", script(words[0]), *words[1:])
+    run = check if words == ("wrapped", "no_sync") else check_in_forks
+    code, said, errors = run("--wrapped", script(words[0]), *words[1:])
     assert code == 0, said + errors
     assert said.startswith("2 ranks compute what one process computes")
     assert "of 3 steps agree" in said
     assert ("computes its batch size from the number of processes" in said) == ("shared_batch" in words)
 
 
-def test_weights_of_slices_of_a_global_batch_agree() -> None:
-    code, said, errors = check("--steps", "5", script("weighted"))
+def test_weights_of_slices_of_a_global_batch_agree(check_in_forks: Check) -> None:
+    code, said, errors = check_in_forks("--steps", "5", script("weighted"))
     assert code == 0, said + errors
     assert said.startswith("2 ranks with ddp compute what one process computes")
     assert "4 steps agree" in said  # the fifth batch, of 2 rows, is short
 
 
-def test_a_gradient_that_is_doubled_is_named(tmp_path: Path) -> None:
+def test_a_gradient_that_is_doubled_is_named(check_in_forks: Check, tmp_path: Path) -> None:
     path, page = tmp_path / "report.json", tmp_path / "report.html"
-    code, said, errors = check(
+    code, said, errors = check_in_forks(
         "--wrapped", "--json", str(path), "--html", str(page), script("wrapped"), "doubled"
     )
     assert code == 1, said + errors
@@ -73,7 +102,8 @@ def test_a_gradient_that_is_doubled_is_named(tmp_path: Path) -> None:
     assert "3.weight" in page.read_text("utf-8")
 
 
-def test_a_trace_is_kept_and_compared_with(tmp_path: Path) -> None:
+def test_a_trace_is_kept_and_compared_with(check_in_forks: Check, tmp_path: Path) -> None:
+    check = check_in_forks
     trace = str(tmp_path / "kept.trace")
     assert check("--nproc", "1", "--record", trace, script("odd"), "plain")[0] == 0
     code, said, errors = check("--nproc", "1", "--against", trace, script("odd"), "plain")
@@ -87,8 +117,8 @@ def test_a_trace_is_kept_and_compared_with(tmp_path: Path) -> None:
         assert f"was recorded with {flag} {asked}, but this check has {flag} 5" in errors
 
 
-def test_a_rate_by_the_number_of_processes_is_told() -> None:
-    code, said, errors = check("--parallel", "zero=1", script("odd"), "told")
+def test_a_rate_by_the_number_of_processes_is_told(check_in_forks: Check) -> None:
+    code, said, errors = check_in_forks("--parallel", "zero=1", script("odd"), "told")
     assert code == 0, said + errors
     assert "The script computes its learning rate from the number of processes" in said
 
