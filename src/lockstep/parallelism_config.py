@@ -30,14 +30,27 @@ AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
 
 @dataclass
 class ParallelismConfig:
-    """How many ranks each axis of the mesh has; a size that is not given is the launcher's, else 1.
+    """The number of ranks on each axis of the mesh, in the words of Accelerate's class of this name.
 
-    ``Accelerator(parallelism_config=...)`` takes it as the words of ``parallel``: ``dp_replicate_size`` is
-    ``replicate``, ``dp_shard_size`` shards as ``zero=3``, ``tp_size`` is ``tp``, ``cp_size`` is ``cp``, and ``sp_size``
-    is ``cp`` with ``cp_method=ulysses``.
+    ``Accelerator(parallelism_config=...)`` takes it as the words of ``parallel`` that are named below. A size
+    that is None is read from the variable ``PARALLELISM_CONFIG_<AXIS>_SIZE``, which a launcher sets, or else it
+    is 1.
+
+    Args:
+        dp_replicate_size: The number of groups that hold a whole model each (``replicate``).
+        dp_shard_size: The number of ranks over which each weight is sharded (``zero=3``).
+        tp_size: The number of ranks over which layers are split (``tp``).
+        cp_size: The number of ranks over which the sequence is split (``cp``).
+        cp_backend: ``"torch"``, the only one.
+        sp_size: The same as ``cp_size``, with ``cp_method=ulysses``. One of the two is 1.
+        sp_backend: ``"deepspeed"``, the only name; torch computes it here.
+        tp_handler: Options of tp; see ``TorchTensorParallelConfig``.
+        cp_handler: Options of cp; see ``TorchContextParallelConfig``.
+        sp_handler: Options of sp; see ``DeepSpeedSequenceParallelConfig``.
 
     Raises:
-        ConfigError: a size is no positive integer, or the sequence is split in two ways.
+        ConfigError: a size is not a positive integer, a backend is another one, or both ``cp_size`` and
+            ``sp_size`` are above 1.
 
     Examples:
         ```python
@@ -88,7 +101,7 @@ class ParallelismConfig:
             )
 
     def to_json(self) -> dict[str, Any]:
-        """The fields as plain values."""
+        """Return the fields as plain values: name -> value."""
         return asdict(self)
 
     # -- which axes there are --------------------------------------------------------------------------
@@ -156,10 +169,16 @@ class ParallelismConfig:
     # -- the mesh --------------------------------------------------------------------------------------
 
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
-        """A mesh of the axes with several ranks, of torch's own; None where there is none. Collective.
+        """Make torch's ``DeviceMesh`` of the axes that have several ranks, and keep it. Call it on every rank.
+
+        Args:
+            device_type: ``"cuda"`` or ``"cpu"``, for instance.
+
+        Returns:
+            The mesh. None: no axis has several ranks.
 
         Raises:
-            ConfigError: there are more or fewer processes than ranks in it.
+            ConfigError: the number of processes is not the product of the sizes.
 
         Examples:
             ```python
@@ -191,7 +210,7 @@ class ParallelismConfig:
         return mesh
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
-        """The mesh, built when it is first asked for with a ``device_type``.
+        """Return the mesh. With a ``device_type``, ``build_device_mesh`` makes it if it does not exist yet.
 
         Examples:
             ```python

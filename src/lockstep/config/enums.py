@@ -7,7 +7,7 @@ from typing import Any
 
 
 class EnumWithContains(EnumMeta):
-    """Enums whose values are in them, as on Python 3.12: ``"bf16" in PrecisionType``."""
+    """A metaclass of enums: ``"bf16" in PrecisionType`` is True for values too, as on Python 3.12."""
 
     def __contains__(cls, item: object) -> bool:
         members: list[Any] = list(cls.__members__.values())
@@ -15,7 +15,7 @@ class EnumWithContains(EnumMeta):
 
 
 class StringEnum(str, Enum, metaclass=EnumWithContains):
-    """A string enum that compares and prints as its value."""
+    """An enum of texts: each member is equal to its value, and prints as its value."""
 
     def __str__(self) -> str:
         return str(self.value)
@@ -27,7 +27,11 @@ class StringEnum(str, Enum, metaclass=EnumWithContains):
 
 
 class DistributedType(StringEnum):
-    """How the processes of a run work together. It prints as ``DistributedType.NO``, with the name of the class.
+    """How the processes of a run work together, as ``accelerator.distributed_type`` tells.
+
+    ``NO``: one process. ``MULTI_CPU``, ``MULTI_GPU`` and ``MULTI_XPU``: several processes on these devices.
+    ``FSDP``: several processes shard models, also if a DeepSpeed plugin asked for it. The other members are
+    Accelerate's, and no run has them. A member prints with the name of the class, as ``DistributedType.NO``.
 
     Examples:
         ```python
@@ -59,7 +63,7 @@ class DistributedType(StringEnum):
 
 
 class PrecisionType(StringEnum):
-    """Values of ``mixed_precision``.
+    """The values of ``mixed_precision``: ``"no"``, ``"fp16"``, ``"bf16"`` and ``"fp8"``.
 
     Examples:
         ```python
@@ -162,7 +166,7 @@ class QuantizedType(StringEnum):
 
 
 class LoggerType(StringEnum):
-    """Values of ``log_with``.
+    """The trackers that ``log_with`` may name. ``"all"`` means every one that can run here.
 
     Examples:
         ```python
@@ -188,7 +192,10 @@ class LoggerType(StringEnum):
 
 
 class RNGType(StringEnum):
-    """Random number generators that ``rng_types`` may name.
+    """The random number generators that ``rng_types`` may name.
+
+    ``TORCH``, ``CUDA`` and ``GENERATOR`` (the loader's own) are made equal on all ranks. The others are
+    Accelerate's, and are refused.
 
     Examples:
         ```python
@@ -220,7 +227,8 @@ class CPUBackend(StringEnum):
 
 
 class DynamoBackend(StringEnum):
-    """Backends of ``torch.compile`` by the names that scripts know; in lower case they are torch's.
+    """The backends of ``torch.compile``, by the names that Accelerate's scripts know. In lower case they are
+    torch's names.
 
     Examples:
         ```python
@@ -250,7 +258,7 @@ class DynamoBackend(StringEnum):
 
 
 class ComputeEnvironment(StringEnum):
-    """Where a run computes, in the words of Accelerate's files: ``LOCAL_MACHINE``, ``AMAZON_SAGEMAKER``.
+    """Where a run computes, in the words of Accelerate's files: ``LOCAL_MACHINE`` or ``AMAZON_SAGEMAKER``.
 
     Examples:
         ```python
@@ -265,7 +273,12 @@ class ComputeEnvironment(StringEnum):
 
 
 class DDPCommunicationHookType(StringEnum):
-    """Gradient compression of DDP's all-reduce (``torch.distributed.algorithms.ddp_comm_hooks``).
+    """How DDP compresses gradients for its all-reduce.
+
+    ``FP16`` and ``BF16`` send them in that type. ``POWER_SGD`` sends two thin matrices in place of each
+    gradient. ``BATCHED_POWER_SGD`` is refused, because it fails inside of torch. ``NO`` sends them as they are.
+
+    References: ``torch.distributed.algorithms.ddp_comm_hooks``; Vogels et al., PowerSGD, NeurIPS 2019.
 
     Examples:
         ```python

@@ -20,7 +20,9 @@ PREFIX = "ACCELERATE_FP8_"
 
 
 class FP8BackendType(StringEnum):
-    """Packages that compute in 8 bits."""
+    """The packages that compute in 8-bit floating point, as Accelerate names them. Here ``AO`` (torchao) trains
+    models.
+    """
 
     NO = "NO"
     TE = "TE"
@@ -49,13 +51,17 @@ def _one_of(value: str, name: str, words: tuple[str, ...]) -> str:
 
 @dataclass
 class AORecipeKwargs(KwargsHandler):
-    """How torchao converts linear layers. What is None is read from ``ACCELERATE_FP8_*``, or is on.
+    """How the package torchao converts linear layers for ``mixed_precision="fp8"``.
 
-    ``config``: a ``torchao.float8.Float8LinearConfig``, in place of ``pad_inner_dim`` (sizes that 16 does not divide
-    are padded) and ``enable_fsdp_float8_all_gather``, which changes nothing here, with a warning where it is asked
-    for: sharded weights are gathered in bfloat16, and cast then.
-    ``module_filter_func``: (linear layer, its name) -> whether it is converted; None: those of sizes that 16 divides,
-    without the first and the last.
+    Args:
+        config: A ``torchao.float8.Float8LinearConfig``, in place of the two switches below.
+        module_filter_func: A function (linear layer, its name) -> whether it is converted. None: all layers
+            with sizes that are divisible by 16, except the first and the last one.
+        pad_inner_dim: Pad sizes that are not divisible by 16. None: ``ACCELERATE_FP8_PAD_INNER_DIM``, or else
+            True.
+        enable_fsdp_float8_all_gather: It has no effect here, and a warning says so. Sharded weights are
+            gathered in bfloat16 and cast afterwards. None: ``ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER``, or
+            else True.
 
     Raises:
         ImportError: torchao is not installed.
@@ -99,11 +105,27 @@ class AORecipeKwargs(KwargsHandler):
 
 @dataclass
 class TERecipeKwargs(KwargsHandler):
-    """How NVIDIA's TransformerEngine scales numbers of 8 bits. What is None is read from ``ACCELERATE_FP8_*``.
+    """How NVIDIA's TransformerEngine scales 8-bit floating point numbers, for scripts that call
+    ``apply_fp8_autowrap``.
+
+    ``mixed_precision="fp8"`` trains by torchao here; see ``AORecipeKwargs``. A field that is None is read from
+    the variable ``ACCELERATE_FP8_<FIELD>``, or has the default that is named below.
+
+    Args:
+        use_autocast_during_eval: Compute in 8 bits in evaluation too. Default: False.
+        margin: The scale is lowered by a factor of 2 ** margin. Default: 0.
+        interval: The number of steps from one change of the scale to the next. Default: 1.
+        fp8_format: ``"E4M3"``, ``"E5M2"`` or ``"HYBRID"`` (E4M3 in forward, E5M2 for gradients), which is the
+            default.
+        amax_history_len: The number of steps whose largest values are remembered. Default: 1024.
+        amax_compute_algo: ``"most_recent"`` (the default) or ``"max"``: which of them sets the scale.
+        override_linear_precision: Three truth values: whether forward, the gradient of the input, and the
+            gradient of the weight are computed in a wider type. Default: ``(False, False, False)``.
+        use_mxfp8_block_scaling: Scale blocks of 32 numbers (MXFP8). Default: False.
 
     Raises:
         ImportError: transformer_engine is not installed.
-        ValueError: an unknown format or algorithm.
+        ValueError: ``fp8_format`` or ``amax_compute_algo`` is unknown.
     """
 
     use_autocast_during_eval: bool | None = None
@@ -140,11 +162,23 @@ class _OptLevel:
 
 @dataclass
 class FP8RecipeKwargs(TERecipeKwargs, _OptLevel):
-    """The name that ``TERecipeKwargs`` had before. ``backend`` is "TE"; None is read from the environment.
+    """The former name of ``TERecipeKwargs``, with the same fields. Using it warns.
+
+    Args:
+        opt_level: Refused: it belongs to MS-AMP, which is not supported.
+        use_autocast_during_eval: This field and those below are those of ``TERecipeKwargs``.
+        margin: See there.
+        interval: See there.
+        fp8_format: See there.
+        amax_history_len: See there.
+        amax_compute_algo: See there.
+        override_linear_precision: See there.
+        use_mxfp8_block_scaling: See there.
+        backend: ``"TE"``. None: ``ACCELERATE_FP8_BACKEND``, or else ``"TE"``.
 
     Raises:
         ImportError: transformer_engine is not installed.
-        ValueError: another backend, or ``opt_level``, which is MS-AMP's.
+        ValueError: ``backend`` is another one, or ``opt_level`` is given.
     """
 
     backend: str | None = None

@@ -18,7 +18,9 @@ from lockstep.errors import ConfigError
 
 @dataclass
 class KwargsHandler:
-    """Base of the objects that ``Accelerator(kwargs_handlers=[...])`` takes.
+    """Base class of the options that ``Accelerator(kwargs_handlers=[...])`` takes.
+
+    Its subclasses have the names, fields and defaults of Accelerate's.
 
     Examples:
         ```python
@@ -33,17 +35,23 @@ class KwargsHandler:
     """
 
     def to_dict(self) -> dict[str, object]:
+        """Return all fields: name -> value."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
     def to_kwargs(self) -> dict[str, object]:
-        """Return the fields that differ from their defaults."""
+        """Return the fields that differ from their defaults: name -> value."""
         default = type(self)().to_dict()
         return {name: value for name, value in self.to_dict().items() if default[name] != value}
 
 
 @dataclass
 class AutocastKwargs(KwargsHandler):
-    """Options of ``torch.autocast``.
+    """Options of ``torch.autocast``, for ``accelerator.autocast(...)`` and for prepared models.
+
+    Args:
+        enabled: False computes in the types of the tensors, as without ``mixed_precision``.
+        cache_enabled: Whether autocast keeps the casted copy of a weight until the block ends. None: torch's
+            default.
 
     Examples:
         ```python
@@ -63,7 +71,26 @@ class AutocastKwargs(KwargsHandler):
 
 @dataclass
 class DistributedDataParallelKwargs(KwargsHandler):
-    """Options of ``torch.nn.parallel.DistributedDataParallel`` and its communication hook.
+    """Options of ``torch.nn.parallel.DistributedDataParallel`` (DDP) and of its communication hook.
+
+    They are used where several processes train with ``parallel="ddp"``, which is the default there.
+
+    Args:
+        dim: The dimension along which DDP scatters inputs over the devices of one process. It has no effect
+            where each process has one device, as here.
+        broadcast_buffers: Copy the buffers of rank 0 to all ranks before each forward.
+        bucket_cap_mb: The size of the buckets in which gradients are averaged, in MiB.
+        find_unused_parameters: Look in each forward for parameters that the loss does not use. A model with
+            such parameters needs it.
+        check_reduction: Accepted and ignored, as in torch.
+        gradient_as_bucket_view: Let gradients share memory with the buckets.
+        static_graph: Promise that each step uses the same parameters.
+        comm_hook: How gradients are compressed for the all-reduce; see ``DDPCommunicationHookType``.
+        comm_wrapper: ``"fp16"`` or ``"bf16"``: send what the hook sends in this type.
+        comm_state_option: Arguments of ``PowerSGDState``, for ``comm_hook="power_sgd"``.
+
+    Raises:
+        ConfigError: ``comm_hook`` or ``comm_wrapper`` is unknown.
 
     Examples:
         ```python
@@ -98,7 +125,14 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
 @dataclass
 class GradScalerKwargs(KwargsHandler):
-    """Options of ``torch.amp.GradScaler``.
+    """Options of ``torch.amp.GradScaler``, the loss scale of ``mixed_precision="fp16"``.
+
+    Args:
+        init_scale: The loss scale of the first step.
+        growth_factor: What the scale is multiplied by after ``growth_interval`` steps with finite gradients.
+        backoff_factor: What it is multiplied by after a step with infinite gradients, which is skipped.
+        growth_interval: The number of steps in a row with finite gradients after which the scale grows.
+        enabled: False: the loss is not scaled.
 
     Examples:
         ```python
@@ -118,7 +152,12 @@ class GradScalerKwargs(KwargsHandler):
 
 @dataclass
 class InitProcessGroupKwargs(KwargsHandler):
-    """Options of ``torch.distributed.init_process_group``. With ``timeout=None``, the backend's own timeout holds.
+    """Options of ``torch.distributed.init_process_group``.
+
+    Args:
+        backend: ``"gloo"``, ``"nccl"`` or another backend of torch. None: one that fits the device.
+        init_method: A URL that tells the ranks where they meet. None: the variables of the launcher tell them.
+        timeout: How long a collective may take. None: the backend's own limit.
 
     Examples:
         ```python
@@ -138,7 +177,21 @@ class InitProcessGroupKwargs(KwargsHandler):
 
 @dataclass
 class ProfileKwargs(KwargsHandler):
-    """Options of ``torch.profiler.profile``. Each rank writes its trace as one file in ``output_trace_dir``.
+    """Options of ``torch.profiler.profile``, for ``accelerator.profile(...)``.
+
+    Args:
+        activities: What is recorded: ``"cpu"``, ``"cuda"``, ``"xpu"`` and so on. None: all that torch can
+            record here.
+        schedule_option: Arguments of ``torch.profiler.schedule``: ``wait``, ``warmup`` and ``active`` are
+            numbers of steps. None: the whole block is recorded.
+        on_trace_ready: A function that is called with the profiler at the end of each recorded cycle.
+        record_shapes: Record the shapes of the operators' inputs.
+        profile_memory: Record how tensors are allocated and freed.
+        with_stack: Record the source lines of operators.
+        with_flops: Estimate FLOPs of matrix products and convolutions.
+        with_modules: Record the names of modules. torch does so for TorchScript models only.
+        output_trace_dir: The folder in which each rank writes ``profile_<rank>.json`` when the block ends.
+            None: nothing is written.
 
     Examples:
         ```python
@@ -167,13 +220,17 @@ class ProfileKwargs(KwargsHandler):
 class DamageChecks(KwargsHandler):
     """Checks for silent damage; all are off by default.
 
-    - ``divergence_every``: the number of optimizer steps from one comparison to the next. It compares, bit for bit,
-      the parameters of ranks that must hold the same ones. 0: they are never compared.
-    - ``heal``: with True, parameters that differ get the values that most ranks hold, and training goes on. With
-      False, or if no values have a majority, all ranks raise ``DamageError``.
-    - ``bad_gradients``: what happens if gradients have NaN or infinity before a step. ``skip``: no rank makes the
-      step. ``stop``: all ranks raise ``DamageError``. ``ignore``: gradients are not examined.
+    - ``divergence_every``: the number of optimizer steps from one comparison to the next. It compares, bit for
+      bit, the parameters of ranks that must hold the same ones. 0: they are never compared.
+    - ``heal``: with True, parameters that differ get the values that most ranks hold, and training goes on.
+      With False, or if no values have a majority, all ranks raise ``DamageError``.
+    - ``bad_gradients``: what happens if gradients have NaN or infinity before a step. ``skip``: no rank makes
+      the step. ``stop``: all ranks raise ``DamageError``. ``ignore``: gradients are not examined.
     - ``max_skips``: the number of steps in a row that may be skipped before all ranks stop.
+
+    Raises:
+        ConfigError: a number is negative, ``bad_gradients`` is another word, or ``heal`` is on without
+            comparisons.
 
     Examples:
         ```python
@@ -226,10 +283,13 @@ class GradientAccumulationPlugin(KwargsHandler):
 
     - ``num_steps``: the number of micro-batches in one optimizer step. None: the number that the flag, the
       environment or the file gives, or 1 if none of them does.
-    - ``adjust_scheduler``: calls of a scheduler inside of the accumulation window count as torch's calls of ``step``,
-      so that torch does not warn.
+    - ``adjust_scheduler``: calls of a scheduler inside of the accumulation window count as torch's calls of
+      ``step``, so that torch does not warn.
     - ``sync_with_dataloader``: the end of the loader ends the accumulation window, even if it is not full.
     - ``sync_each_batch``: gradients are averaged over the ranks at every micro-batch.
+
+    Raises:
+        ConfigError: ``num_steps`` is not a positive integer.
 
     Examples:
         ```python
@@ -255,18 +315,24 @@ class GradientAccumulationPlugin(KwargsHandler):
 class DataLoaderConfiguration:
     """How ``prepare`` treats data loaders.
 
-    - ``split_batches``: the ``batch_size`` of the loader is that of the global batch, and each rank takes a slice of
-      it. Otherwise each rank gets batches of this size.
-    - ``dispatch_batches``: rank 0 reads the data and sends each rank its slice. None: only for iterable datasets.
-    - ``even_batches``: if the ranks would get different numbers of batches, the last round is completed with samples
-      from the beginning. Iterable data is always completed. What rank 0 reads for all ranks is too, to equal slices
-      of the samples that are left.
-    - ``use_seedable_sampler``: in each epoch, a ``RandomSampler`` (``shuffle=True``) is seeded with seed + epoch.
-      The seed is ``data_seed``, or torch's seed on rank 0. Otherwise samplers draw as without Lockstep.
-    - ``data_seed``: without ``use_seedable_sampler``, any order, and the numbers that workers draw, depend only on
-      this seed and on the epoch.
-    - ``non_blocking``: batches are copied to the device asynchronously. This needs ``pin_memory`` in the loader.
-    - ``use_stateful_dataloader``: torchdata's ``StatefulDataLoader`` reads the data. It needs the extra ``torchdata``.
+    - ``split_batches``: the ``batch_size`` of the loader is that of the global batch, and each rank takes a
+      slice of it. Otherwise each rank gets batches of this size.
+    - ``dispatch_batches``: rank 0 reads the data and sends each rank its slice. None: only for iterable
+      datasets.
+    - ``even_batches``: if the ranks would get different numbers of batches, the last round is completed with
+      samples from the beginning. Iterable data is always completed. What rank 0 reads for all ranks is too, to
+      equal slices of the remaining samples.
+    - ``use_seedable_sampler``: in each epoch, a ``RandomSampler`` (``shuffle=True``) is seeded with seed +
+      epoch. The seed is ``data_seed``, or torch's seed on rank 0. Otherwise samplers draw as without Lockstep.
+    - ``data_seed``: without ``use_seedable_sampler``, any order, and the numbers that workers draw, depend only
+      on this seed and on the epoch.
+    - ``non_blocking``: batches are copied to the device asynchronously. This needs ``pin_memory`` in the
+      loader.
+    - ``use_stateful_dataloader``: torchdata's ``StatefulDataLoader`` reads the data. It needs the extra
+      ``torchdata``.
+
+    Raises:
+        ConfigError: a switch is neither True nor False.
 
     Examples:
         ```python
@@ -298,10 +364,19 @@ class DataLoaderConfiguration:
 
 @dataclass
 class TorchDynamoPlugin(KwargsHandler):
-    """Options of ``torch.compile``. Options that are None are read from the environment.
+    """Options of ``torch.compile`` for prepared models.
 
-    With the backend ``no``, models are not compiled. With ``use_regional_compilation``, repeated blocks are compiled
-    one by one, which takes less time than the whole model.
+    Of ``backend``, ``mode``, ``fullgraph``, ``dynamic`` and ``use_regional_compilation``, those that are None
+    are read from the environment (``ACCELERATE_DYNAMO_*`` and ``LOCKSTEP_DYNAMO_*``).
+
+    Args:
+        backend: A backend of ``torch.compile``, such as ``"inductor"``. ``"no"``: models are not compiled.
+        mode: ``"default"``, ``"reduce-overhead"`` or another mode of ``torch.compile``.
+        fullgraph: Raise an error if a model does not compile to one graph.
+        dynamic: Compile for all shapes, and not only for those that occur.
+        options: Options of the backend: name -> value. torch takes either these or a mode.
+        disable: Let ``torch.compile`` do nothing, to find out whether it is the cause of a problem.
+        use_regional_compilation: Compile repeated blocks one by one. It takes less time than the whole model.
 
     Examples:
         ```python
@@ -354,7 +429,7 @@ class TorchDynamoPlugin(KwargsHandler):
         }
 
     def compile_options(self) -> dict[str, object]:
-        """Return the keyword arguments of ``torch.compile``, without the backend."""
+        """Return the keyword arguments of ``torch.compile``: name -> value, without the backend."""
         others = ("backend", "use_regional_compilation")
         return {name: value for name, value in self.to_kwargs().items() if name not in others}
 
@@ -369,6 +444,9 @@ class ProjectConfiguration:
     - ``total_limit``: the number of these checkpoints that are kept. None: all of them.
     - ``iteration``: the number of the next checkpoint.
     - ``save_on_each_node``: ``save`` writes on one process of each machine, not on rank 0 only.
+
+    Raises:
+        ConfigError: ``total_limit`` is not a positive integer, or ``iteration`` is negative.
 
     Examples:
         ```python
@@ -401,6 +479,7 @@ class ProjectConfiguration:
             )
 
     def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:
+        """Set ``project_dir``, and also ``logging_dir`` where it has no value yet."""
         self.project_dir = project_dir
         if self.logging_dir is None:
             self.logging_dir = project_dir

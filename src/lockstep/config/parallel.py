@@ -26,52 +26,66 @@ from lockstep.errors import ConfigError
 
 @dataclass(frozen=True)
 class Parallel:
-    """What ``parallel=`` asks for. ``str()`` of one is the line that ``parse`` reads.
+    """How models are spread over ranks: the value of ``Accelerator(parallel=...)``.
 
-    - ``strategy``: ``auto`` (several processes use DistributedDataParallel), ``ddp``, ``dataparallel``.
-    - ``zero``: the stage of ZeRO; 0: off. 1 shards the optimizer, 2 also gradients, 3 also parameters.
-    - ``replicate``: groups of ranks that hold a whole model each (hybrid sharding).
-    - ``hpz``: with stage 3, keep parameters sharded over so many neighbouring ranks between forward and
-      backward (the secondary partition of ZeRO++); 0: over all.
-    - ``reduce``: the type in which gradients are averaged under mixed precision; None: that of the
-      computation.
+    ``str()`` of one is the line that ``parse`` reads, such as ``"zero=3 activation=full"``.
+
+    - ``strategy``: ``ddp`` (each process has the whole model), ``dataparallel`` (one process drives all GPUs), or
+      ``auto``, which is ``ddp`` where there are several processes.
+    - ``zero``: the stage of ZeRO. 1 shards the optimizer state, 2 also gradients, 3 also parameters. 0: nothing.
+    - ``replicate``: the number of groups of ranks that hold a whole model each (hybrid sharding).
+    - ``hpz``: with stage 3, keep parameters sharded over this number of neighbouring ranks between forward and
+      backward (the secondary partition of ZeRO++). 0: over all ranks of the group.
+    - ``reduce``: the type in which gradients are averaged under mixed precision: ``fp32``, ``bf16`` or ``fp16``.
+      None: the type of the computation.
     - ``quantized_weights``: gather weights as 8-bit integers.
-    - ``quantized_gradients``: average gradients as integers of this type.
-    - ``offload``: what rests outside of the device: ``optimizer`` (its state), ``params`` (parameters and
-      gradients), ``all`` (alone or true: the same), or ``none``. In several processes ``params`` and ``all``
-      need a stage of ZeRO, and it is shards that rest there.
-    - ``offload_to``: where that is: ``cpu`` (host memory), or a folder (without spaces in its path).
-    - ``offload_budget``: bytes (or a text such as ``4GB``) of parameters in the device's memory at once, where they are
-      brought there block by block; 0: four of the largest block.
-    - ``delayed_update``: with ``offload=optimizer``, a step is applied while the next forward and backward run
-      on the parameters from before it: one step late, and so another result.
+    - ``quantized_gradients``: average gradients as integers of this type, ``int8`` or ``int4``.
+    - ``offload``: what is kept outside of the device: ``optimizer`` (its state), ``params`` (parameters and
+      gradients), ``all`` (or the word alone), or ``none``. In several processes, ``params`` and ``all`` need a stage
+      of ZeRO, and each rank offloads its shards.
+    - ``offload_to``: where it is kept: ``cpu`` (host memory), or a folder (without spaces in its path).
+    - ``offload_budget``: the most bytes (or a text such as ``4GB``) of parameters in the device's memory at once.
+      They are brought there block by block. 0: four times the largest block.
+    - ``delayed_update``: with ``offload=optimizer``, apply a step while the next forward and backward run. These run
+      on the parameters from before the step, so the result differs from that of other runs.
     - ``forward_prefetch``: gather the next block's parameters before the current block runs.
-    - ``sync_batchnorm``: batch normalisation takes its statistics over the batches of all ranks.
-    - ``activation``: what of a block's activations is kept for backward.
-    - ``compile``: ``blocks`` compiles each block with ``torch.compile``; the backend is that of ``dynamo_backend``,
-      and inductor without one.
-    - ``blocks``: names of the modules to shard, to recompute and to compile one by one: a class, a module's name, or
-      a pattern such as ``layers.*``; or a rule (name, module) -> bool. Empty: found.
-    - ``tp``, ``pp``, ``cp``, ``ep``: ranks over which layers, the depth, the sequence, and experts are split.
-    - ``sequence_parallel``: with tp, activations between its layers are split along the sequence.
-    - ``loss_parallel``: with tp, logits stay split over the vocabulary in the loss.
-    - ``tp_plan``: which layers tp splits and how: (name, style) pairs, ``transformers`` (the model says so),
-      ``infer`` (from its structure), or None: the first of these that there is.
-    - ``cp_method``: how attention sees the whole sequence.
-    - ``schedule``, ``micro_batches``, ``stages_per_rank``: of the pipeline; 0: chosen.
-    - ``batch_dims``: for arguments of a pipeline's model, by name, which dimension is cut into micro-batches
-      (``ids=0,pos=none``); those that are not named: found.
-    - ``loss``: what a loss that a pipeline's model returns is over the batch: ``mean``, ``sum``, or neither (``whole``:
-      computed on the whole batch at once); ``auto``: found.
-    - ``verify``: when a model whose forward is split (tp, pp, cp, ep) is compared with the whole one: ``first_step``
-      (before the first step), ``every:N`` (in every N-th training call as well), or ``off``.
-    - ``split``: names of the blocks at which a stage of the pipeline begins; empty: balanced by parameters.
+    - ``sync_batchnorm``: compute the statistics of batch normalisation over the batches of all ranks.
+    - ``activation``: which activations of a block are kept for backward: ``none`` (all), ``full`` (only its inputs;
+      the others are computed again), ``selective`` (also results of matrix products and attention), or ``offload``
+      (only its inputs, in host memory).
+    - ``compile``: ``blocks`` compiles each block by itself with ``torch.compile``. The backend is that of
+      ``dynamo_backend``, or inductor. ``none``: this word compiles nothing.
+    - ``blocks``: the modules that are sharded, recomputed and compiled one by one: names of classes or modules,
+      patterns such as ``layers.*``, or a function (name, module) -> bool. Empty: they are found by the model's
+      structure.
+    - ``tp``: the number of ranks over which layers are split (tensor parallel).
+    - ``pp``: the number of ranks over which the depth is split (pipeline parallel).
+    - ``cp``: the number of ranks over which the sequence is split (context parallel).
+    - ``ep``: the number of ranks over which experts are split (expert parallel).
+    - ``sequence_parallel``: with tp, split activations between its layers along the sequence.
+    - ``loss_parallel``: with tp, keep logits split over the vocabulary in the loss.
+    - ``tp_plan``: which layers tp splits and how: (name, style) pairs, ``transformers`` (the model's own plan), or
+      ``infer`` (found by the model's structure). None: the first of these that exists.
+    - ``cp_method``: how attention sees the whole sequence. ``ring``: keys and values travel around. ``ulysses``: each
+      rank gets the whole sequence for some of the heads.
+    - ``schedule``: the order in which stages of the pipeline work: ``1f1b``, ``gpipe``, ``interleaved``,
+      ``zero_bubble``, ``zbv`` or ``dualpipev``.
+    - ``micro_batches``: the number of parts into which the pipeline cuts a batch. 0: it is chosen.
+    - ``stages_per_rank``: the number of stages of the pipeline on each rank. 0: what the schedule needs.
+    - ``split``: names of the blocks at which stages begin, without the first. Empty: stages are balanced by
+      parameters.
+    - ``batch_dims``: for arguments of a pipeline's model, by name, the dimension that is cut into micro-batches
+      (``ids=0,pos=none``). For the other arguments it is found.
+    - ``loss``: what the loss that a pipeline's model returns is over the batch: ``mean``, ``sum``, or ``whole``
+      (computed on the whole batch at once). ``auto``: it is found.
+    - ``verify``: when a model whose forward is split (tp, pp, cp, ep) is compared with the whole model:
+      ``first_step`` (before the first step), ``every:N`` (also in every N-th training call), or ``off``.
 
     References: Rajbhandari et al., ZeRO, SC 2020; Wang et al., ZeRO++, 2023; Zhao et al., PyTorch FSDP, VLDB 2023;
     Shoeybi et al., Megatron-LM, 2019.
 
     Raises:
-        ConfigError: a value is not allowed, or two contradict each other.
+        ConfigError: a value is not allowed, or two values contradict each other.
 
     Examples:
         ```python
@@ -124,10 +138,14 @@ class Parallel:
 
     @classmethod
     def parse(cls, given: str | Parallel | Mapping[str, Any] | None) -> Parallel:
-        """From a line such as ``"zero=3 activation=full"``, a mapping, or None (the default).
+        """Return the ``Parallel`` that ``given`` describes.
+
+        Args:
+            given: A line such as ``"zero=3 activation=full"``, a mapping of fields, a ``Parallel``, or None (the
+                default).
 
         Raises:
-            ConfigError: an unknown word, a value that is not allowed, or a contradiction.
+            ConfigError: a word is unknown, a value is not allowed, or two values contradict each other.
         """
         if given is None:
             return cls()
@@ -155,10 +173,10 @@ class Parallel:
         return cls(**values)
 
     def merged(self, **values: Any) -> Parallel:
-        """This with other values; None leaves a field as it is.
+        """Return a copy with the fields in ``values``; a value that is None changes nothing.
 
         Raises:
-            ConfigError: a field was given both here and there, differently.
+            ConfigError: this ``Parallel`` and ``values`` both set a field, to different values.
         """
         given = {_known(name): value for name, value in values.items() if value is not None}
         for name, value in given.items():
@@ -188,12 +206,12 @@ class Parallel:
 
     @property
     def offloads_optimizer(self) -> bool:
-        """Whether the optimizer's state rests outside of the device; with parameters there, it does too."""
+        """Whether the optimizer's state is kept outside of the device. It is wherever parameters are, too."""
         return self.offload is not Offload.NONE
 
     @property
     def offloads_params(self) -> bool:
-        """Whether parameters and gradients rest outside of the device."""
+        """Whether parameters and gradients are kept outside of the device."""
         return self.offload in (Offload.PARAMS, Offload.ALL)
 
     @property
@@ -203,12 +221,12 @@ class Parallel:
 
     @property
     def params_folder(self) -> Path | None:
-        """The folder in which parameters and gradients rest, if they rest in one."""
+        """The folder of parameters and gradients. None: they are not offloaded to a folder."""
         return self.offload_folder if self.offloads_params else None
 
     @property
     def state_folder(self) -> Path | None:
-        """The folder in which the optimizer's state rests, if it rests in one."""
+        """The folder of the optimizer's state. None: it is not offloaded to a folder."""
         return None if self.offload is Offload.PARAMS else self.offload_folder
 
     @property
@@ -237,10 +255,10 @@ class Parallel:
         return int(self.verify.partition(":")[2] or 0)
 
     def shard_size(self, world_size: int) -> int:
-        """The number of ranks over which one copy of each weight is sharded; 1 in a world of one.
+        """Return the number of ranks over which one copy of each weight is sharded. It is 1 if ``world_size`` is 1.
 
         Raises:
-            ConfigError: the world cannot be divided this way; the message has the arithmetic.
+            ConfigError: ``world_size`` ranks cannot be divided in this way. The message has the arithmetic.
         """
         if world_size <= 1:  # one process runs any script that only shards
             return 1
@@ -269,7 +287,11 @@ class Parallel:
         return size
 
     def check_offload(self, world_size: int) -> None:
-        """Raise ConfigError unless ``world_size`` processes can offload what was asked for."""
+        """Check that ``world_size`` processes can offload as this asks for.
+
+        Raises:
+            ConfigError: several processes would each offload whole parameters.
+        """
         if self.offloads_params and world_size > 1 and not self.shards:
             raise ConfigError(
                 f"parallel='{self}' offloads whole parameters, which {world_size} processes would each hold. Add "

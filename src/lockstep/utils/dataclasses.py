@@ -71,7 +71,7 @@ __all__ = [
 
 
 class CustomDtype(BaseEnum):
-    """Types of weights that torch has no name for, where sizes are computed."""
+    """Types of weights that torch has no dtype for, for computing sizes: ``FP8``, ``INT4`` and ``INT2``."""
 
     FP8 = "fp8"
     INT4 = "int4"
@@ -80,7 +80,12 @@ class CustomDtype(BaseEnum):
 
 @dataclass
 class TensorInformation:
-    """Shape and type of a tensor that another rank has."""
+    """The shape and the dtype of a tensor that another rank has.
+
+    Args:
+        shape: The shape, such as ``torch.Size([8, 4])``.
+        dtype: The dtype, such as ``torch.float32``.
+    """
 
     shape: torch.Size
     dtype: torch.dtype
@@ -88,7 +93,14 @@ class TensorInformation:
 
 @dataclass
 class TorchTensorParallelConfig:
-    """Options of ``ParallelismConfig.tp_size``."""
+    """Options of ``ParallelismConfig(tp_size=...)``.
+
+    Args:
+        enable_async_tp: True is refused: it is not available.
+
+    Raises:
+        ConfigError: ``enable_async_tp`` is True.
+    """
 
     enable_async_tp: bool = False
 
@@ -99,7 +111,13 @@ class TorchTensorParallelConfig:
 
 @dataclass
 class TorchTensorParallelPlugin:
-    """Layers split over ``tp_size`` ranks. Pass ``parallel="tp=2"`` to ``Accelerator`` instead."""
+    """Accelerate's former description of tensor parallel. ``Accelerator`` does not take it: pass
+    ``parallel="tp=2"``.
+
+    Args:
+        tp_size: The number of ranks over which layers are split.
+        torch_device_mesh: A mesh of torch.
+    """
 
     tp_size: int = 1
     torch_device_mesh: Any = None
@@ -107,9 +125,14 @@ class TorchTensorParallelPlugin:
 
 @dataclass
 class TorchContextParallelConfig:
-    """Options of ``ParallelismConfig.cp_size``. ``cp_comm_strategy``: ``allgather`` or ``alltoall``, as torch has them.
+    """Options of ``ParallelismConfig(cp_size=...)``.
 
-    Both give the same numbers; keys and values travel around the ring here in either case.
+    Args:
+        cp_comm_strategy: ``"allgather"`` or ``"alltoall"``, as torch names them. None: ``"allgather"``. It
+            changes nothing: keys and values always travel around the ring, and the numbers are the same.
+
+    Raises:
+        ConfigError: another strategy.
     """
 
     cp_comm_strategy: str | None = None
@@ -125,7 +148,16 @@ class TorchContextParallelConfig:
 
 @dataclass
 class DeepSpeedSequenceParallelConfig:
-    """Options of ``ParallelismConfig.sp_size``, which is Ulysses here; the sequence may have any length."""
+    """Options of ``ParallelismConfig(sp_size=...)``, which is Ulysses by torch. The sequence may have any length.
+
+    Args:
+        sp_seq_length: The length of sequences, if it is fixed.
+        sp_seq_length_is_variable: Whether lengths differ. None: True.
+        sp_attn_implementation: The name of an attention of transformers. None: ``"sdpa"``.
+
+    Raises:
+        ConfigError: ``sp_seq_length_is_variable`` is False, and there is no length.
+    """
 
     sp_seq_length: int | None = None
     sp_seq_length_is_variable: bool | None = None
@@ -144,8 +176,22 @@ class DeepSpeedSequenceParallelConfig:
 class BnbQuantizationConfig:
     """How ``load_and_quantize_model`` quantises linear layers with the package bitsandbytes.
 
+    Args:
+        load_in_8bit: Quantise to 8 bits (LLM.int8). Set either this or ``load_in_4bit``.
+        llm_int8_threshold: With 8 bits, columns of the input with a larger value are multiplied in 16 bits.
+        load_in_4bit: Quantise to 4 bits (QLoRA).
+        bnb_4bit_quant_type: ``"fp4"`` or ``"nf4"``: how 4 bits stand for a number.
+        bnb_4bit_use_double_quant: With 4 bits, quantise the scales as well.
+        bnb_4bit_compute_dtype: The type of the computation with 4 bits: ``"fp32"``, ``"fp16"``, ``"bf16"`` or a
+            ``torch.dtype``.
+        torch_dtype: The type of all other floating-point weights. None: float16.
+        skip_modules: Names of modules that are not quantised. None: those of ``get_keys_to_not_convert``.
+        keep_in_fp32_modules: Parts of names of weights that stay in float32. None: there are none.
+
     Raises:
-        ValueError: neither 8 nor 4 bits, both, or an unknown type.
+        ValueError: both or none of ``load_in_8bit`` and ``load_in_4bit`` are on, or a value is not allowed.
+
+    References: Dettmers et al., LLM.int8(), NeurIPS 2022; Dettmers et al., QLoRA, NeurIPS 2023.
     """
 
     load_in_8bit: bool = False
@@ -187,5 +233,7 @@ class BnbQuantizationConfig:
 
 
 def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:
-    """The class of this name among those of a model's modules; None: there is none."""
+    """Return the class with the name ``name`` among the modules of ``module``. None: none of them has such a
+    class.
+    """
     return next((type(part) for part in module.modules() if type(part).__name__ == name), None)

@@ -46,10 +46,15 @@ class DummyOptim(Placeholder):
     """Stands for the optimizer that a DeepSpeed JSON describes, until ``prepare`` builds that one.
 
     Args:
-        params: parameters or parameter groups, as for any torch optimizer. What a group sets itself it keeps.
-        lr: learning rate where the file leaves it open (absent or ``"auto"``).
-        weight_decay: likewise.
-        kwargs: other arguments of the optimizer, such as ``betas`` and ``eps``, likewise.
+        params: Parameters of any shape, or parameter groups, as for any torch optimizer. A group keeps the
+            values that it sets itself.
+        lr: The learning rate, if the file has none or ``"auto"``.
+        weight_decay: The weight decay, if the file has none or ``"auto"``.
+        kwargs: Other arguments of the optimizer, such as ``betas`` and ``eps``, if the file has none or
+            ``"auto"``.
+
+    Raises:
+        ConfigError: ``prepare`` raises it if the file describes no optimizer, or one that torch does not have.
 
     Examples:
         ```python
@@ -74,14 +79,18 @@ class DummyOptim(Placeholder):
 
 
 class DummyScheduler(Placeholder):
-    """Stands for the schedule that a DeepSpeed JSON describes, until ``prepare`` builds that one.
+    """Stands for the learning rate schedule that a DeepSpeed JSON describes, until ``prepare`` builds that one.
 
     Args:
-        optimizer: the ``DummyOptim``, or an optimizer.
-        total_num_steps: length in steps, where the file leaves it open (absent or ``"auto"``).
-        warmup_num_steps: steps of the warm-up, where the file says ``"auto"``.
-        lr_scheduler_callable: makes the scheduler from the optimizer, for files without a section ``scheduler``.
-        kwargs: other parameters of the schedule, where the file leaves them open.
+        optimizer: The ``DummyOptim``, or a torch optimizer.
+        total_num_steps: The length of the schedule in steps, if the file has none or ``"auto"``.
+        warmup_num_steps: The number of steps in which the learning rate rises, if the file has ``"auto"``.
+        lr_scheduler_callable: A function optimizer -> scheduler, for files without a section ``scheduler``.
+        kwargs: Other parameters of the schedule, if the file does not have them.
+
+    Raises:
+        ConfigError: ``prepare`` raises it if neither the file nor ``lr_scheduler_callable`` describes a
+            schedule.
 
     Examples:
         ```python

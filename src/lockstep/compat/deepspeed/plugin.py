@@ -20,13 +20,37 @@ from lockstep.errors import ConfigError
 
 @dataclass
 class DeepSpeedPlugin:
-    """A DeepSpeed configuration (a path, or a mapping), or its most used settings one by one.
+    """A DeepSpeed configuration, or its most used settings one by one.
 
-    Without a configuration the stage is 2. After construction ``deepspeed_config`` is the configuration as a
-    mapping, and ``zero_stage`` its stage.
+    The engine is torch's ``fully_shard``, not DeepSpeed, so that the package deepspeed is not needed. After
+    construction, ``deepspeed_config`` is the configuration as a mapping. A field and a key of the configuration
+    may not contradict each other. A field that is None asks for nothing.
+
+    Args:
+        hf_ds_config: The path of a JSON file, a mapping, or transformers' ``HfDeepSpeedConfig``. None or
+            ``"none"``: the other fields are the configuration.
+        gradient_accumulation_steps: The number of micro-batches in one optimizer step.
+        gradient_clipping: Gradients are scaled to at most this 2-norm before each step.
+        zero_stage: The stage of ZeRO, 0 to 3. None: that of the configuration, or 2 if there is no
+            configuration.
+        is_train_batch_min: Accepted, without effect.
+        offload_optimizer_device: ``"cpu"`` or ``"nvme"``: where optimizer state is kept. ``"none"``: on the
+            device.
+        offload_param_device: The same for parameters and gradients.
+        offload_optimizer_nvme_path: The folder that ``offload_optimizer_device="nvme"`` needs.
+        offload_param_nvme_path: The folder that ``offload_param_device="nvme"`` needs.
+        zero3_init_flag: No effect on models; a warning says so. Build the model on the meta device instead.
+        zero3_save_16bit_model: No effect: ``save_model`` always writes whole weights.
+        transformer_moe_cls_names: Class names of mixtures of experts, separated by commas;
+            ``set_moe_leaf_modules`` checks them. They have no other effect: experts are sharded as other blocks
+            are.
+        enable_msamp: Refused: MS-AMP is not supported.
+        msamp_opt_level: Accepted, without effect.
 
     Raises:
-        ConfigError: the file cannot be read.
+        ConfigError: ``hf_ds_config`` is neither a path nor a mapping, or the file cannot be read.
+            ``Accelerator`` raises it where a field is refused, or where fields and configuration contradict
+            each other.
 
     Examples:
         ```python
@@ -79,22 +103,33 @@ class DeepSpeedPlugin:
     # -- the configuration, key by key -------------------------------------------------------------------
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
-        """What the configuration says of a key such as ``zero_optimization.stage``."""
+        """Return the value of a key, such as ``zero_optimization.stage``.
+
+        Args:
+            ds_key_long: The key, with the names of its sections before it, separated by dots.
+            default: What is returned if the configuration does not have the key.
+        """
         return self.hf_ds_config.get_value(ds_key_long, default)
 
     def is_auto(self, ds_key_long: str) -> bool:
-        """Whether it leaves a key to the script."""
+        """Return whether the key ``ds_key_long`` is ``"auto"``, so that the script gives its value."""
         return bool(self.get_value(ds_key_long) == "auto")
 
     def fill_match(
         self, ds_key_long: str, mismatches: list[str] | None = None, must_match: bool = True, **kwargs: Any
     ) -> None:
-        """Give a key that is ``"auto"`` its value in ``kwargs``, where values stand by whole names of keys.
+        """Give one key that is ``"auto"`` its value.
 
-        With ``must_match`` another value than that in ``kwargs`` is added to ``mismatches``, in words.
+        Args:
+            ds_key_long: The key, such as ``zero_optimization.stage``. Nothing happens if its section does not
+                exist.
+            mismatches: A list. With ``must_match``, a sentence is added to it if the key has another value than
+                in ``kwargs``.
+            must_match: Whether to compare the value of the key with that in ``kwargs``.
+            kwargs: Values by whole names of keys: ``**{"zero_optimization.stage": 3}``.
 
         Raises:
-            ValueError: a key is ``"auto"``, and ``kwargs`` has no value for it.
+            ValueError: the key is ``"auto"``, and ``kwargs`` has no value for it.
 
         Examples:
             ```python
@@ -133,10 +168,17 @@ class DeepSpeedPlugin:
         must_match: bool = True,
         **kwargs: Any,
     ) -> None:
-        """``fill_match`` of all keys.
+        """Call ``fill_match`` for each key of the configuration.
+
+        Args:
+            prefix: The section of ``config`` with a dot behind it. It is for the call by itself.
+            mismatches: As in ``fill_match``.
+            config: A section of the configuration. None: the whole.
+            must_match: As in ``fill_match``.
+            kwargs: As in ``fill_match``.
 
         Raises:
-            ValueError: also where values differ that must match.
+            ValueError: a key is ``"auto"`` and has no value in ``kwargs``, or values differ that must match.
         """
         differing = [] if mismatches is None else mismatches
         for key, value in (self.deepspeed_config if config is None else config).items():
@@ -150,10 +192,15 @@ class DeepSpeedPlugin:
             )
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
-        """Write ``fp16``, ``bf16`` or ``no`` into the configuration.
+        """Write the precision into the sections ``fp16`` and ``bf16`` of the configuration.
+
+        A section that the configuration has already keeps its value of ``enabled``, unless that is ``"auto"``.
+
+        Args:
+            mixed_precision: ``"fp16"``, ``"bf16"`` or ``"no"``.
 
         Raises:
-            ValueError: the configuration has the other type on.
+            ValueError: the configuration enables the other type.
 
         Examples:
             ```python
@@ -186,7 +233,11 @@ class DeepSpeedPlugin:
         return True
 
     def select(self, _from_accelerator_state: bool = False) -> None:
-        """Nothing to choose from. Raises ValueError as scripts know it from there.
+        """Refuse, as Accelerate's plugin does: ``accelerator.state.select_deepspeed_plugin(name)`` selects one of
+        several plugins.
+
+        Raises:
+            ValueError: always.
 
         Examples:
             ```python
@@ -207,7 +258,9 @@ class DeepSpeedPlugin:
             )
 
     def is_zero3_init_enabled(self) -> bool:
-        """``zero3_init_flag``. Models are made on the meta device here, and get their values shard by shard.
+        """Return ``zero3_init_flag`` as a truth value.
+
+        It decides nothing here. A model on the meta device gets its values shard by shard when it is prepared.
 
         Examples:
             ```python
@@ -221,7 +274,7 @@ class DeepSpeedPlugin:
 
     @contextmanager
     def zero3_init_context_manager(self, enable: bool = False) -> Iterator[None]:
-        """``zero3_init_flag`` is ``enable`` inside.
+        """Inside of the block, ``zero3_init_flag`` is ``enable``. Afterwards it has its value from before.
 
         Examples:
             ```python
@@ -239,7 +292,10 @@ class DeepSpeedPlugin:
             self.zero3_init_flag = before
 
     def set_deepspeed_weakref(self) -> None:
-        """Let transformers know the configuration, where the package deepspeed is installed, which it asks for.
+        """Let transformers know the configuration, as it needs for ``from_pretrained``. It asks for the package
+        deepspeed.
+
+        transformers keeps a weak reference only. The plugin holds the object as ``dschf``.
 
         Raises:
             ImportError: transformers or deepspeed is not installed.
@@ -269,10 +325,10 @@ class DeepSpeedPlugin:
         self.dschf = known.HfDeepSpeedConfig(config)  # transformers keeps a weak reference only
 
     def set_moe_leaf_modules(self, model: Any) -> None:
-        """Check ``transformer_moe_cls_names`` against the model. Experts are found by its structure.
+        """Check that ``model`` has modules of each class in ``transformer_moe_cls_names``. Nothing is changed.
 
         Raises:
-            ValueError: the model has no such class.
+            ValueError: ``model`` has no module of such a class.
 
         Examples:
             ```python

@@ -14,10 +14,16 @@ if TYPE_CHECKING:
 
 
 class HfDeepSpeedConfig:
-    """A DeepSpeed configuration, from a path of a JSON file or a mapping, that is asked for keys such as ``a.b.c``.
+    """A DeepSpeed configuration that is asked for keys such as ``zero_optimization.stage``.
+
+    It has the interface of DeepSpeed's and transformers' class of this name. ``config`` is the configuration as
+    a mapping.
+
+    Args:
+        config_file_or_dict: The path of a JSON file, or a mapping, which is copied.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: it is neither, or the file cannot be read.
     """
 
     def __init__(self, config_file_or_dict: Any) -> None:
@@ -33,7 +39,7 @@ class HfDeepSpeedConfig:
         self.set_stage_and_offload()
 
     def set_stage_and_offload(self) -> None:
-        """Read the stage, and whether something is offloaded, again."""
+        """Read the stage, the offloading and the types again, after ``config`` was changed."""
         self._stage = self.get_value("zero_optimization.stage", -1)
         devices = {
             self.get_value(f"zero_optimization.offload_{what}.device") for what in ("optimizer", "param")
@@ -43,14 +49,14 @@ class HfDeepSpeedConfig:
         self._dtype = types[0] if types else "float32"
 
     def dtype(self) -> torch.dtype:
-        """The type that is computed with."""
+        """Return the ``torch.dtype`` that the configuration computes with: float16, bfloat16 or float32."""
         import torch
 
         found: torch.dtype = getattr(torch, self._dtype)
         return found
 
     def find_config_node(self, ds_key_long: str) -> tuple[Any, str]:
-        """(the section that holds a key, or None, the last part of the key)."""
+        """Return the section that has the key ``ds_key_long``, or None, and the last part of the key."""
         *path, key = ds_key_long.split(".")
         section: Any = self.config
         for part in path:
@@ -60,11 +66,20 @@ class HfDeepSpeedConfig:
         return section, key
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
+        """Return the value of the key ``ds_key_long``, or ``default`` if the configuration does not have it."""
         section, key = self.find_config_node(ds_key_long)
         return default if section is None else section.get(key, default)
 
     def del_config_sub_tree(self, ds_key_long: str, must_exist: bool = False) -> None:
-        """Remove a key with all that is below it. Raises ValueError if it is not there and must be."""
+        """Remove a key with all that is below it.
+
+        Args:
+            ds_key_long: The key, such as ``zero_optimization.offload_param``.
+            must_exist: Whether a key that does not exist is an error.
+
+        Raises:
+            ValueError: the key does not exist, and ``must_exist`` is True.
+        """
         section, key = self.find_config_node(ds_key_long)
         if section is not None and key in section:
             del section[key]
@@ -72,21 +87,29 @@ class HfDeepSpeedConfig:
             raise ConfigError(f"{ds_key_long} is not in the configuration {self.config}. Check the name.")
 
     def is_true(self, ds_key_long: str) -> bool:
+        """Return whether the key ``ds_key_long`` exists and has a value such as True or 1."""
         value = self.get_value(ds_key_long)
         return value is not None and bool(value)
 
     def is_false(self, ds_key_long: str) -> bool:
+        """Return whether the key ``ds_key_long`` exists and has a value such as False or 0."""
         value = self.get_value(ds_key_long)
         return value is not None and not bool(value)
 
     def is_zero2(self) -> bool:
+        """Return whether the configuration asks for stage 2 of ZeRO."""
         return self._stage == 2
 
     def is_zero3(self) -> bool:
         # transformers asks its own subclasses whether deepspeed.zero.Init splits models as they are made: never here.
+        """Return whether the configuration asks for stage 3 of ZeRO.
+
+        For transformers' own subclass it is False, so that transformers does not call ``deepspeed.zero.Init``.
+        """
         return self._stage == 3 and not type(self).__module__.startswith("transformers.")
 
     def is_offload(self) -> bool:
+        """Return whether parameters or optimizer state are offloaded to the CPU or to NVMe."""
         return self._offload
 
 
