@@ -63,7 +63,7 @@ CAUGHT = {kind.__name__: kind for kind in (CheckpointError, NoCheckpointError, C
 
 
 class CannotPadNestedTensorWarning(UserWarning):
-    """A nested tensor was left as it is where tensors were padded."""
+    """``pad_across_processes`` warns with it that it left a nested tensor (``torch.nested``) as it was."""
 
 
 class Communicator:

@@ -18,7 +18,15 @@ def _communicator() -> Communicator:
 
 
 def gather(tensor: Tree) -> Tree:
-    """Concatenate nested tensors of all ranks along dim 0: [n_r, ...] become [sum of n_r, ...], 0-d become [ranks].
+    """Concatenate the tensors of all ranks along dim 0, in rank order, and return the result on every rank.
+
+    Args:
+        tensor: Tensors, alone or nested in lists, tuples and mappings. Tensors of shape [n_r, ...] on rank r
+            become one of shape [sum of n_r, ...]. The n_r may differ. 0-d tensors become one of shape [ranks].
+
+    Raises:
+        CollectiveMismatchError: dtypes or shapes differ between ranks, apart from n_r. All ranks raise it.
+        TypeError: ``tensor`` has something that is not a tensor. All ranks raise it.
 
     Examples:
         ```python
@@ -35,7 +43,13 @@ def gather(tensor: Tree) -> Tree:
 
 
 def gather_object(object: object) -> list[Any]:
-    """Return the lists of all ranks as one list, in rank order.
+    """Return the lists of all ranks as one list, in rank order, on every rank.
+
+    Args:
+        object: A list or tuple of objects that can be pickled. Anything else counts as a list with one object.
+
+    Raises:
+        TypeError: an object cannot be pickled. All ranks raise it.
 
     Examples:
         ```python
@@ -51,7 +65,16 @@ def gather_object(object: object) -> list[Any]:
 
 
 def broadcast(tensor: Tree, from_process: int = 0) -> Tree:
-    """Overwrite nested tensors with those of rank ``from_process``. They have any shape, the same on all ranks.
+    """Overwrite tensors, in place, with those of one rank, and return them.
+
+    Args:
+        tensor: Tensors of any shape, alone or nested. Shapes and dtypes are the same on all ranks.
+        from_process: The rank whose values all ranks get.
+
+    Raises:
+        CollectiveMismatchError: shapes or dtypes differ between ranks. All ranks raise it.
+        TypeError: ``tensor`` has something that is not a tensor. All ranks raise it.
+        UsageError: there is no rank ``from_process``.
 
     Examples:
         ```python
@@ -68,7 +91,16 @@ def broadcast(tensor: Tree, from_process: int = 0) -> Tree:
 
 
 def broadcast_object_list(object_list: list[object], from_process: int = 0) -> list[Any]:
-    """Overwrite the entries of a list of objects with those of rank ``from_process``.
+    """Overwrite the entries of a list, in place, with those of one rank, and return the list.
+
+    Args:
+        object_list: A list of objects that can be pickled, of the same length on all ranks.
+        from_process: The rank whose entries all ranks get.
+
+    Raises:
+        CollectiveMismatchError: the lengths differ between ranks. All ranks raise it.
+        TypeError: an object cannot be pickled. All ranks raise it.
+        UsageError: there is no rank ``from_process``.
 
     Examples:
         ```python
@@ -84,9 +116,19 @@ def broadcast_object_list(object_list: list[object], from_process: int = 0) -> l
 
 
 def reduce(tensor: Tree, reduction: Reduction = "mean", scale: float = 1.0) -> Tree:
-    """Return the mean, sum or maximum of nested tensors over all ranks, multiplied by ``scale``.
+    """Return the mean, sum or maximum of tensors over all ranks, on every rank.
 
-    The tensors have any shape, the same on all ranks.
+    float16 and bfloat16 are added up in float32. The mean of integers is a floating-point number.
+
+    Args:
+        tensor: Tensors of any shape, alone or nested. Shapes and dtypes are the same on all ranks.
+        reduction: ``"mean"``, ``"sum"`` or ``"max"``. ``"none"`` returns ``tensor`` as it is.
+        scale: A factor by which the result is multiplied.
+
+    Raises:
+        CollectiveMismatchError: shapes or dtypes differ between ranks. All ranks raise it.
+        TypeError: ``tensor`` has something that is not a tensor. All ranks raise it.
+        ValueError: another ``reduction``.
 
     Examples:
         ```python
@@ -103,7 +145,17 @@ def reduce(tensor: Tree, reduction: Reduction = "mean", scale: float = 1.0) -> T
 
 
 def pad_across_processes(tensor: Tree, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Tree:
-    """Pad nested tensors of any shape along ``dim`` to the length of the longest one on any rank.
+    """Pad tensors along one dimension to the length of the longest tensor on any rank.
+
+    Args:
+        tensor: Tensors of any shape, alone or nested. A tensor without the dimension ``dim`` stays as it is.
+        dim: The dimension that is padded.
+        pad_index: The value of the padding.
+        pad_first: Pad at the beginning, and not at the end.
+
+    Raises:
+        CollectiveMismatchError: dtypes or nesting differ between ranks. All ranks raise it.
+        TypeError: ``tensor`` has something that is not a tensor. All ranks raise it.
 
     Examples:
         ```python
@@ -120,7 +172,7 @@ def pad_across_processes(tensor: Tree, dim: int = 0, pad_index: int = 0, pad_fir
 
 
 def wait_for_everyone() -> None:
-    """Return when every rank has called this.
+    """Wait until every rank has called this function.
 
     Examples:
         ```python
@@ -138,7 +190,7 @@ def wait_for_everyone() -> None:
 
 
 def is_torch_tensor(tensor: object) -> bool:
-    """Whether this is a tensor.
+    """Return whether ``tensor`` is a ``torch.Tensor``, of any shape.
 
     Examples:
         ```python
@@ -160,10 +212,18 @@ def recursively_apply(
     error_on_other_type: bool = False,
     **kwargs: object,
 ) -> Any:
-    """``func(leaf, *args, **kwargs)`` on each leaf of ``data`` that ``test_type`` accepts.
+    """Call a function on each leaf of nested data, and return the results in the same nesting.
+
+    Args:
+        func: Called as ``func(leaf, *args, **kwargs)``.
+        data: Nested lists, tuples, mappings and dataclasses. Tensors have any shape.
+        args: Further positional arguments of ``func``.
+        test_type: Decides which leaves ``func`` gets: by default tensors. The others stay as they are.
+        error_on_other_type: Raise an error for the other leaves.
+        kwargs: Further keyword arguments of ``func``.
 
     Raises:
-        TypeError: with ``error_on_other_type``, for any other leaf.
+        TypeError: ``error_on_other_type`` is True, and ``test_type`` does not accept a leaf.
 
     Examples:
         ```python
@@ -191,7 +251,14 @@ def recursively_apply(
 def slice_tensors(
     data: Tree, tensor_slice: slice, process_index: int | None = None, num_processes: int | None = None
 ) -> Tree:
-    """``tensor[tensor_slice]`` of each tensor: [n, ...] to [rows of the slice, ...].
+    """Return the same rows of each tensor: ``tensor[tensor_slice]``.
+
+    Args:
+        data: Tensors of shape [n, ...], alone or nested. They become [rows of the slice, ...], and share
+            memory.
+        tensor_slice: The rows, such as ``slice(0, 2)``.
+        process_index: Ignored, as in Accelerate.
+        num_processes: Ignored, as in Accelerate.
 
     Examples:
         ```python

@@ -93,10 +93,10 @@ def tensor_leaves(tree: object) -> dict[str, torch.Tensor]:
 
 
 def find_batch_size(data: object) -> int:
-    """Size of dim 0 of the first tensor that has one: n of [n, ...].
+    """Return the batch size: n of the first tensor of shape [n, ...] in nested ``data``.
 
     Raises:
-        ValueError: there is no such tensor.
+        ValueError: ``data`` has no tensor with a dimension.
 
     Examples:
         ```python
@@ -116,15 +116,17 @@ def find_batch_size(data: object) -> int:
 
 
 def concatenate(data: Sequence[Tree], dim: int = 0) -> Tree:
-    """Trees of one structure joined into one: tensors along ``dim``, 0-d tensors into a vector.
+    """Concatenate the tensors of several batches.
 
-    Shapes may differ in ``dim`` only: [n_i, ...] become [sum of n_i, ...].
-
-    Other leaves are kept where they are equal in all of them.
+    Args:
+        data: A sequence of batches with the same nesting. Tensors of shape [n_i, ...] become [sum of n_i, ...],
+            and may differ in ``dim`` only. 0-d tensors become a vector. Other leaves, such as texts, must be
+            equal in all batches.
+        dim: The dimension along which tensors are concatenated.
 
     Raises:
         TypeError: leaves that are not tensors differ.
-        ValueError: no tree was given, or their structures differ.
+        ValueError: ``data`` is empty, or the nestings differ.
 
     Examples:
         ```python
@@ -164,9 +166,13 @@ def send_to_device(
     non_blocking: bool = False,
     skip_keys: str | Iterable[str] | None = None,
 ) -> Any:
-    """``tensor`` on ``device``: tensors of any shape, and objects that have a method ``to``.
+    """Return nested data with its tensors on a device.
 
-    ``skip_keys`` names entries of mappings, at any depth, that stay where they are.
+    Args:
+        tensor: Tensors of any shape, or other objects with a method ``to``, alone or nested.
+        device: Where they go. A number is the index of an accelerator.
+        non_blocking: Copy asynchronously, from pinned memory.
+        skip_keys: Keys of mappings, at any depth, whose values stay where they are.
 
     Examples:
         ```python
@@ -203,7 +209,11 @@ def send_to_device(
 
 
 def to_float32(tensor: Tree) -> Tree:
-    """float16 and bfloat16 tensors, of any shape, become float32.
+    """Return nested data with its float16 and bfloat16 tensors in float32.
+
+    Args:
+        tensor: Tensors of any shape, alone or nested. Other dtypes, and leaves that are not tensors, stay as
+            they are.
 
     Examples:
         ```python
@@ -220,7 +230,8 @@ def to_float32(tensor: Tree) -> Tree:
 
 
 def listify(data: object) -> Any:
-    """Tensors of any shape become (nested) lists of numbers, 0-d ones numbers.
+    """Return nested ``data`` with lists of numbers in place of its tensors, of any shape. A 0-d tensor becomes a
+    number.
 
     Examples:
         ```python

@@ -275,7 +275,10 @@ def restore_environment(values: Mapping[str, str]) -> None:
 
 @contextmanager
 def patch_environment(**variables: object) -> Iterator[None]:
-    """Set environment variables inside the block: names in upper case, values as text.
+    """Set environment variables inside of the block. Afterwards they have their values from before.
+
+    Args:
+        variables: Names and values. Names are written in upper case, and values as text.
 
     Examples:
         ```python
@@ -298,7 +301,7 @@ def patch_environment(**variables: object) -> Iterator[None]:
 
 @contextmanager
 def clear_environment() -> Iterator[None]:
-    """No environment variables inside the block; afterwards those from before.
+    """Inside of the block, the process has no environment variables. Afterwards it has those from before.
 
     Examples:
         ```python
@@ -320,10 +323,15 @@ def clear_environment() -> Iterator[None]:
 
 
 def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
-    """1 or 0 (True or False with ``to_bool``) for words such as ``yes`` and ``off``.
+    """Return 1 for words such as ``yes``, ``true`` and ``on``, and 0 for words such as ``no``, ``false`` and
+    ``off``.
+
+    Args:
+        value: The word, in any case.
+        to_bool: Return True and False, not 1 and 0.
 
     Raises:
-        ValueError: another word.
+        ValueError: ``value`` is another word.
 
     Examples:
         ```python

@@ -333,7 +333,7 @@ def unwrap(module: nn.Module, keep_autocast: bool = True, keep_compile: bool = T
 
 
 def is_compiled_module(module: nn.Module) -> bool:
-    """Whether ``torch.compile`` returned this module.
+    """Return whether ``torch.compile`` returned ``module``.
 
     Examples:
         ```python
@@ -351,7 +351,13 @@ def is_compiled_module(module: nn.Module) -> bool:
 def extract_model_from_parallel(
     model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
 ) -> nn.Module:
-    """``unwrap`` under the name and arguments that scripts know.
+    """Return the model inside of wrappers such as DDP: ``accelerator.unwrap_model`` without an ``Accelerator``.
+
+    Args:
+        model: A model that ``prepare`` returned, or any other.
+        keep_fp32_wrapper: False: its forward no longer runs under autocast.
+        keep_torch_compile: False: return the model that was compiled, and not the compiled one.
+        recursive: Accepted, without effect.
 
     Examples:
         ```python

@@ -17,9 +17,12 @@ if TYPE_CHECKING:
 
 
 def is_available(package: str) -> bool:
-    """Whether ``import package`` would find an installed package.
+    """Return whether ``import package`` would find an installed package. It is not imported.
 
-    A bare directory of that name does not count (wandb, for one, leaves such a directory behind).
+    A bare directory of that name does not count. wandb, for example, leaves such a directory behind.
+
+    Args:
+        package: The name that one imports, such as ``"torch"``.
 
     Examples:
         ```python
@@ -39,7 +42,11 @@ def is_available(package: str) -> bool:
 
 
 def has_version(package: str, minimum: str) -> bool:
-    """Whether the installed distribution ``package`` is at least ``minimum`` (release numbers only).
+    """Return whether a package is installed in a version or a later one. Only the numbers of releases count.
+
+    Args:
+        package: The name that one installs, such as ``"scikit-learn"``.
+        minimum: The version, such as ``"1.2"``.
 
     Examples:
         ```python
@@ -67,10 +74,19 @@ _COMPARISONS: dict[str, Callable[[Version, Version], bool]] = {
 
 
 def compare_versions(library_or_version: object, operation: str, requirement_version: str) -> bool:
-    """Whether an installed package (by its name), or a ``packaging`` version, compares so (release numbers only).
+    """Compare the version of an installed package with another version. Only the numbers of releases count.
+
+    Args:
+        library_or_version: The name that one installs, or a version as an object of the package ``packaging``.
+        operation: ``"<"``, ``"<="``, ``"=="``, ``"!="``, ``">="`` or ``">"``.
+        requirement_version: The other version, such as ``"2.11"``.
+
+    Returns:
+        Whether the comparison holds.
 
     Raises:
-        ValueError: ``operation`` is not one of ``<``, ``<=``, ``==``, ``!=``, ``>=``, ``>``.
+        ValueError: another ``operation``.
+        importlib.metadata.PackageNotFoundError: the package is not installed.
 
     Examples:
         ```python
@@ -88,7 +104,14 @@ def compare_versions(library_or_version: object, operation: str, requirement_ver
 
 
 def is_torch_version(operation: str, version: str) -> bool:
-    """Whether torch's version compares so: ``is_torch_version(">=", "2.11")``.
+    """Return whether torch's version compares so, as in ``is_torch_version(">=", "2.11")``.
+
+    Args:
+        operation: ``"<"``, ``"<="``, ``"=="``, ``"!="``, ``">="`` or ``">"``.
+        version: The version with which torch's is compared.
+
+    Raises:
+        ValueError: another ``operation``.
 
     Examples:
         ```python
@@ -113,6 +136,10 @@ def _any_of(*packages: str) -> Callable[[], bool]:
     def check() -> bool:
         return any(is_available(package) for package in packages)
 
+    which = (
+        f"the package {packages[0]}" if len(packages) == 1 else f"one of the packages {', '.join(packages)}"
+    )
+    check.__doc__ = f"Return whether {which} is installed. It is not imported."
     return check
 
 
@@ -152,25 +179,27 @@ is_fp8_available = _any_of("torchao", "transformer_engine", "msamp")
 
 
 def is_numpy_available(min_version: str = "1.25.0") -> bool:
-    """NumPy, of at least ``min_version``."""
+    """Return whether NumPy is installed, in the version ``min_version`` or a later one."""
     return is_available("numpy") and has_version("numpy", min_version)
 
 
 def is_bnb_available(min_version: str | None = None) -> bool:
-    """bitsandbytes, of at least ``min_version``."""
+    """Return whether the package bitsandbytes is installed, in ``min_version`` or later. None: in any version."""
     return is_available("bitsandbytes") and (min_version is None or has_version("bitsandbytes", min_version))
 
 
 def is_4bit_bnb_available() -> bool:
+    """Return whether a bitsandbytes is installed that quantises to 4 bits: 0.39 or later."""
     return is_bnb_available("0.39.0")
 
 
 def is_8bit_bnb_available() -> bool:
+    """Return whether a bitsandbytes is installed that quantises to 8 bits: 0.37.2 or later."""
     return is_bnb_available("0.37.2")
 
 
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
-    """Always False: Lockstep does not drive XLA devices."""
+    """Return False: Lockstep does not drive XLA devices. ``check_is_tpu`` and ``check_is_gpu`` are ignored."""
     return False
 
 
@@ -185,47 +214,56 @@ def _has_device(kind: str, plugin: str | None = None) -> bool:
 
 
 def is_cuda_available() -> bool:
+    """Return whether torch sees a GPU of NVIDIA, or of AMD with ROCm."""
     return _has_device("cuda")
 
 
 def is_rocm_available() -> bool:
+    """Return whether torch was built for ROCm and sees a GPU of AMD."""
     import torch
 
     return torch.version.hip is not None and is_cuda_available()
 
 
 def is_xpu_available(check_device: bool = False) -> bool:
+    """Return whether torch sees a GPU of Intel. ``check_device`` is ignored: torch always looks for one."""
     return _has_device("xpu")
 
 
 def is_npu_available(check_device: bool = False) -> bool:
+    """Return whether torch sees an NPU of Huawei. ``check_device`` is ignored: torch always looks for one."""
     return _has_device("npu", "torch_npu")
 
 
 def is_mlu_available(check_device: bool = False) -> bool:
+    """Return whether torch sees an MLU of Cambricon. ``check_device`` is ignored: torch always looks for one."""
     return _has_device("mlu", "torch_mlu")
 
 
 def is_musa_available(check_device: bool = False) -> bool:
+    """Return whether torch sees a GPU of Moore Threads. ``check_device`` is ignored: torch always looks for one."""
     return _has_device("musa", "torch_musa")
 
 
 def is_sdaa_available(check_device: bool = False) -> bool:
+    """Return whether torch sees an SDAA device of Tecorigin. ``check_device`` is ignored: torch always looks for one."""
     return _has_device("sdaa", "torch_sdaa")
 
 
 def is_hpu_available(init_hccl: bool = False) -> bool:
+    """Return whether torch sees a Gaudi device of Intel. ``init_hccl`` is ignored."""
     return _has_device("hpu", "habana_frameworks")
 
 
 def is_mps_available(min_version: str = "1.12") -> bool:
+    """Return whether torch sees the GPU of a Mac. ``min_version`` is ignored."""
     import torch
 
     return torch.backends.mps.is_built() and torch.backends.mps.is_available()
 
 
 def is_bf16_available(ignore_tpu: bool = False) -> bool:
-    """Whether the device that a run would use computes in bfloat16 (every CPU does)."""
+    """Return whether the device of a run computes in bfloat16. Every CPU does. ``ignore_tpu`` is ignored."""
     import torch
 
     if is_cuda_available():
@@ -238,10 +276,12 @@ def is_bf16_available(ignore_tpu: bool = False) -> bool:
 
 
 def is_fp16_available() -> bool:
+    """Return True: every device computes in float16."""
     return True
 
 
 def is_torch_distributed_available() -> bool:
+    """Return whether torch was built with ``torch.distributed``."""
     import torch
 
     return torch.distributed.is_available()
@@ -259,13 +299,12 @@ Examples:
 
 
 def _describe(named: dict[str, Any]) -> None:
-    """Give each ``is_..._available`` its name and an example."""
+    """Give each ``is_..._available`` its name, and an example in its docstring."""
     for name, function in named.items():
         if name.startswith("is_") and name.endswith("_available") and name != "is_available":
             subject = name[len("is_") : -len("_available")]
-            what = function.__doc__ or f"Whether {subject} can be used here."
             function.__name__ = function.__qualname__ = name
-            function.__doc__ = _DOCSTRING.format(what=what, name=name, subject=subject)
+            function.__doc__ = _DOCSTRING.format(what=function.__doc__, name=name, subject=subject)
 
 
 _describe(globals())

@@ -23,14 +23,17 @@ _OUT_OF_MEMORY = (
 
 
 def is_out_of_memory(exception: BaseException) -> bool:
-    """Whether ``exception`` says that a device or the CPU had no memory left."""
+    """Return whether ``exception`` says that a device or the CPU had no memory left."""
     if isinstance(exception, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(exception, RuntimeError) and any(text in str(exception) for text in _OUT_OF_MEMORY)
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
-    """Give cached device memory back to the driver; ``garbage_collection`` collects first, which is slow.
+    """Give device memory that torch has cached back to the driver. Without an accelerator, nothing happens.
+
+    Args:
+        garbage_collection: Call ``gc.collect()`` first. That is slow.
 
     Examples:
         ```python
@@ -58,6 +61,9 @@ def release_memory(*objects: object) -> list[None]:
     Memory is freed only if no variable refers to an object any more. So assign the result to your variables:
     ``model, optimizer = release_memory(model, optimizer)``.
 
+    Args:
+        objects: Models, optimizers, tensors of any shape and so on.
+
     Examples:
         ```python
         import torch
@@ -79,11 +85,17 @@ def find_executable_batch_size(
     starting_batch_size: int = 128,
     reduce_batch_size_fn: Callable[[], int] | None = None,
 ) -> Any:
-    """Call ``function(batch_size, ...)`` with smaller batches until it no longer runs out of memory.
+    """Decorate a function so that it is called with smaller and smaller batch sizes until it no longer runs out of
+    memory.
 
-    Use it as a decorator, with or without arguments; the decorated function is called without the
-    batch size. After each failure the batch size becomes ``reduce_batch_size_fn()``, or else
-    ``int(batch_size * 0.9)``. A size that failed is not tried again in later calls.
+    The decorated function is called without the batch size. A size that failed is not tried again in later
+    calls. ``lockstep.find_batch_size`` finds the largest size that fits on every rank.
+
+    Args:
+        function: A function whose first argument is the batch size. Without it, the result is a decorator.
+        starting_batch_size: The first batch size.
+        reduce_batch_size_fn: A function without arguments that returns the next batch size after a failure.
+            None: the next one is ``int(batch_size * 0.9)``.
 
     Raises:
         TypeError: the decorated function was called with the batch size as well.

@@ -18,10 +18,12 @@ from lockstep.runtime import process
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
-    """Seed Python, NumPy and torch on all devices.
+    """Seed the random number generators of Python, NumPy and torch, on all devices.
 
-    - ``device_specific``: add the rank to the seed, so that the ranks draw different numbers.
-    - ``deterministic``: let torch use deterministic algorithms only. An operation that has none raises an error.
+    Args:
+        seed: The seed.
+        device_specific: Add the rank to the seed, so that the ranks draw different numbers.
+        deterministic: Let torch use deterministic algorithms only. An operation that has none raises an error.
 
     Examples:
         ```python
@@ -123,6 +125,10 @@ def synchronize_rng_states(
     """Give every rank the random number generator states of rank 0.
 
     Every rank must call it with the same ``rng_types``. Without a process group, it only checks the arguments.
+
+    Args:
+        rng_types: Names of generators: ``"torch"``, ``"cuda"`` (this process's device) and ``"generator"``.
+        generator: The generator that ``"generator"`` means.
 
     Raises:
         ConfigError: a name is not an ``RNGType``, or this machine does not have the device.

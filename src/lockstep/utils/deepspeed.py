@@ -24,7 +24,14 @@ __all__ = [
 
 
 def get_active_deepspeed_plugin(state: Any) -> Any:
-    """The DeepSpeed plugin of a run. Raises ValueError if there is none."""
+    """Return the DeepSpeed plugin of a run.
+
+    Args:
+        state: The state of the run: ``accelerator.state`` or ``AcceleratorState()``.
+
+    Raises:
+        ValueError: the run has no DeepSpeed plugin.
+    """
     plugin = getattr(state, "deepspeed_plugin", None)
     if plugin is None:
         raise ValueError("This run has no DeepSpeed plugin. Pass deepspeed_plugin to Accelerator.")
@@ -33,9 +40,15 @@ def get_active_deepspeed_plugin(state: Any) -> Any:
 
 @deepspeed_required
 def map_pytorch_optim_to_deepspeed(optimizer: torch.optim.Optimizer) -> Any:
-    """DeepSpeed's optimizer for the CPU, of its own package, with the settings of this one: Adagrad, Lion, or Adam.
+    """Return an optimizer of the package deepspeed for the CPU, with the settings of a torch optimizer.
 
-    Here ``parallel="zero=3 offload=optimizer"`` steps the optimizer as it is.
+    Here ``parallel="zero=3 offload=optimizer"`` steps any optimizer on the CPU, without that package.
+
+    Args:
+        optimizer: An Adagrad or Lion gets the class of that name. All others get DeepSpeed's Adam.
+
+    Raises:
+        ImportError: deepspeed is not installed.
     """
     options = {name: value for name, value in optimizer.defaults.items() if name in ("lr", "weight_decay")}
     name = type(optimizer).__name__.removesuffix("32bit")
@@ -62,12 +75,26 @@ class _OfDeepSpeedsEngine:
 
 
 class DeepSpeedEngineWrapper(_OfDeepSpeedsEngine):
-    """See ``Accelerator.backward``."""
+    """Accelerate's wrapper of DeepSpeed's engine. Here it has no instances; use ``accelerator.backward``.
+
+    Raises:
+        UsageError: when one is made.
+    """
 
 
 class DeepSpeedOptimizerWrapper(_OfDeepSpeedsEngine):
-    """See ``PreparedOptimizer``."""
+    """Accelerate's wrapper of DeepSpeed's optimizer. Here it has no instances; ``prepare`` returns a
+    ``PreparedOptimizer``.
+
+    Raises:
+        UsageError: when one is made.
+    """
 
 
 class DeepSpeedSchedulerWrapper(_OfDeepSpeedsEngine):
-    """See ``PreparedScheduler``."""
+    """Accelerate's wrapper of DeepSpeed's scheduler. Here it has no instances; ``prepare`` returns a
+    ``PreparedScheduler``.
+
+    Raises:
+        UsageError: when one is made.
+    """

@@ -40,28 +40,52 @@ __all__ = [
 
 
 def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
-    """The first of these variables that is a number of at least 0, or ``default``."""
+    """Return the first of several environment variables that is a number of at least 0.
+
+    Args:
+        env_keys: Names of variables, such as ``["RANK", "PMI_RANK"]``.
+        default: What is returned if none of them is set.
+    """
     environ = inherited_environment()
     values = (int(environ.get(key) or -1) for key in env_keys)
     return next((value for value in values if value >= 0), default)
 
 
 def parse_flag_from_env(key: str, default: bool = False) -> bool:
-    """Whether a variable says yes. Raises ValueError for another word than yes and no."""
+    """Return whether an environment variable is a word such as ``yes``, ``true`` or ``1``.
+
+    Args:
+        key: The name of the variable.
+        default: What is returned if it is not set.
+
+    Raises:
+        ValueError: it is neither such a word nor one such as ``no``.
+    """
     return bool(str_to_bool(inherited_environment().get(key, str(default))))
 
 
 def parse_choice_from_env(key: str, default: str = "no") -> str:
+    """Return the value of an environment variable.
+
+    Args:
+        key: The name of the variable.
+        default: What is returned if it is not set.
+    """
     return inherited_environment().get(key, str(default))
 
 
 def are_libraries_initialized(*library_names: str) -> list[str]:
-    """Those of these packages that were imported."""
+    """Return those names of ``library_names`` that this process has imported."""
     return [name for name in library_names if name in sys.modules]
 
 
 def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
-    """``NAME=value`` lines of variables, without those that have no value or a forbidden character."""
+    """Return environment variables as lines ``NAME=value``.
+
+    Args:
+        current_env: Name -> value. A warning names variables that are left out, because they are empty or have
+            one of the characters ``;``, ``<``, ``>``, a space or the end of a line.
+    """
     lines = []
     for name, value in current_env.items():
         if value and not set(";\n<> ").intersection(name + value):
@@ -87,7 +111,12 @@ def _restored() -> Iterator[None]:
 
 
 def purge_accelerate_environment(func_or_cls: Any) -> Any:
-    """Decorator of a test, or a class of tests and those derived from it: ``ACCELERATE_*`` is as before afterwards."""
+    """Decorate a test so that changes of variables ``ACCELERATE_*`` end with it.
+
+    Args:
+        func_or_cls: A test function, or a class of tests. With a class, tests of derived classes are decorated
+            as well.
+    """
     if not isinstance(func_or_cls, type):
         return _purged(func_or_cls)
     cls: Any = func_or_cls
@@ -116,7 +145,14 @@ def _purged(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass
 class CPUInformation:
-    """The place of this process, as a launcher's variables say it."""
+    """The place of a process among all processes of a run.
+
+    Args:
+        rank: The number of the process, from 0.
+        world_size: The number of processes.
+        local_rank: Its number among the processes of this machine, from 0.
+        local_world_size: The number of processes on this machine.
+    """
 
     rank: int = 0
     world_size: int = 1
@@ -125,6 +161,7 @@ class CPUInformation:
 
 
 def get_cpu_distributed_information() -> CPUInformation:
+    """Return the place of this process, as the environment variables of its launcher tell."""
     here = process_environment(need_rendezvous=False)
     return CPUInformation(here.rank, here.world_size, here.local_rank, here.local_world_size)
 
@@ -133,26 +170,37 @@ def get_cpu_distributed_information() -> CPUInformation:
 
 
 def get_current_device_type() -> tuple[str, str]:
-    """(type of this machine's accelerator, the distributed type that goes with it); without one that of CUDA."""
+    """Return the type of this machine's accelerator and the distributed type, such as ``("cuda", "MULTI_GPU")``.
+
+    Without an accelerator it returns these as well, as Accelerate does.
+    """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     kind = "cuda" if accelerator is None or accelerator.type == "mps" else accelerator.type
     return kind, "MULTI_GPU" if kind == "cuda" else f"MULTI_{kind.upper()}"
 
 
 def get_gpu_info() -> tuple[list[str], int]:
-    """(names of the GPUs, how many there are)."""
+    """Return the names of the GPUs that CUDA shows, and their number."""
     count = torch.cuda.device_count()
     return [torch.cuda.get_device_name(index) for index in range(count)], count
 
 
 def get_driver_version() -> str:
-    """Of NVIDIA's driver, as ``nvidia-smi`` says it."""
+    """Return the version of NVIDIA's driver, as ``nvidia-smi`` prints it.
+
+    Raises:
+        FileNotFoundError: there is no ``nvidia-smi``.
+        subprocess.CalledProcessError: ``nvidia-smi`` failed.
+    """
     words = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     return subprocess.run(words, capture_output=True, text=True, check=True).stdout.split("\n")[0].strip()
 
 
 def check_cuda_p2p_ib_support() -> bool:
-    """Whether GPUs here may talk to each other directly: not several of NVIDIA's RTX 40 series with older drivers."""
+    """Return whether the GPUs of this machine can send each other data directly.
+
+    They cannot if there are several of NVIDIA's RTX 40 series, and the driver is older than 550.40.
+    """
     names, count = get_gpu_info()
     if count < 2 or not any(f"RTX 40{number}0" in name for name in names for number in range(6, 10)):
         return True
@@ -160,12 +208,19 @@ def check_cuda_p2p_ib_support() -> bool:
 
 
 def check_cuda_fp8_capability() -> bool:
-    """Whether the GPU computes in 8-bit floating point (compute capability 8.9)."""
+    """Return whether the GPU computes in 8-bit floating point: compute capability 8.9 or above."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 
 
 def override_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
-    """Let this process run only on the cores beside its GPU. Without CUDA, or where Linux does not say, nothing."""
+    """Let this process run only on the cores that are close to its GPU.
+
+    Nothing happens without CUDA, or if Linux does not tell which cores these are.
+
+    Args:
+        local_process_index: The local rank, which is the index of the GPU.
+        verbose: Warn with the chosen cores. None: as the variable ``ACCELERATE_DEBUG_MODE`` tells.
+    """
     if not torch.cuda.is_available():
         return
     cores = run_beside_gpu(local_process_index)
@@ -177,5 +232,10 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
 
 @functools.lru_cache
 def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
-    """``override_numa_affinity``, once in a process."""
+    """Call ``override_numa_affinity``, but only once for the same arguments.
+
+    Args:
+        local_process_index: The local rank, which is the index of the GPU.
+        verbose: Warn with the chosen cores. None: as the variable ``ACCELERATE_DEBUG_MODE`` tells.
+    """
     override_numa_affinity(local_process_index, verbose)

@@ -17,42 +17,44 @@ from lockstep.runtime.available import (
 
 
 def is_amdsmi_available() -> bool:
+    """Return whether the package amdsmi is installed, which reads the state of GPUs of AMD."""
     return is_available("amdsmi")
 
 
 def is_import_timer_available() -> bool:
+    """Return whether the package import_timer is installed."""
     return is_available("import_timer")
 
 
 def is_neuron_available(check_device: bool = False) -> bool:
-    """Always False: Lockstep does not drive Neuron devices."""
+    """Return False: Lockstep does not drive Neuron devices. ``check_device`` is ignored."""
     return False
 
 
 def is_habana_gaudi1() -> bool:
-    """Always False: Lockstep does not drive the first generation of Gaudi."""
+    """Return False: Lockstep does not drive the first generation of Gaudi."""
     return False
 
 
 def is_xccl_available() -> bool:
-    """Whether torch has the backend of Intel's GPUs."""
+    """Return whether torch was built with XCCL, the backend of Intel's GPUs."""
     import torch
 
     return torch.distributed.distributed_c10d.is_xccl_available()
 
 
 def is_pippy_available() -> bool:
-    """Always True: torch has pipelines."""
+    """Return True: torch has pipelines, in ``torch.distributed.pipelining``."""
     return True
 
 
 def is_weights_only_available() -> bool:
-    """Always True: torch reads checkpoints without running code."""
+    """Return True: torch can read checkpoints without running code from them."""
     return True
 
 
 def is_bitsandbytes_multi_backend_available() -> bool:
-    """Whether bitsandbytes computes on other devices than CUDA's."""
+    """Return whether the installed bitsandbytes computes on other devices than CUDA's."""
     if not is_bnb_available():
         return False
     import bitsandbytes
@@ -61,7 +63,7 @@ def is_bitsandbytes_multi_backend_available() -> bool:
 
 
 def is_transformer_engine_mxfp8_available() -> bool:
-    """Whether TransformerEngine is there, and the GPU has its block formats."""
+    """Return whether TransformerEngine is installed, and the GPU computes in its block format MXFP8."""
     if not is_transformer_engine_available():
         return False
     import transformer_engine.pytorch.fp8 as engine
@@ -70,17 +72,29 @@ def is_transformer_engine_mxfp8_available() -> bool:
 
 
 def deepspeed_required(func: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, which needs the package deepspeed."""
+    """Decorate a function that needs the package deepspeed.
+
+    Args:
+        func: The function. Without the package, calls of the decorated function raise ImportError.
+    """
     return _required(func, is_deepspeed_available, "deepspeed")
 
 
 def torchao_required(func: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, which needs the package torchao."""
+    """Decorate a function that needs the package torchao.
+
+    Args:
+        func: The function. Without the package, calls of the decorated function raise ImportError.
+    """
     return _required(func, is_torchao_available, "torchao")
 
 
 def transformer_engine_required(func: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, which needs the package transformer_engine."""
+    """Decorate a function that needs the package transformer_engine.
+
+    Args:
+        func: The function. Without the package, calls of the decorated function raise ImportError.
+    """
     return _required(func, is_transformer_engine_available, "transformer_engine")
 
 

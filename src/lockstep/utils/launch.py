@@ -13,13 +13,24 @@ __all__ = ["DEEPSPEED_MULTINODE_LAUNCHERS", "PrepareForLaunch", "env_var_path_ad
 
 
 def env_var_path_add(env_var_name: str, path_to_add: Any) -> str:
-    """The value of a variable such as ``PYTHONPATH`` with one folder more behind; the variable stays as it is."""
+    """Return the value of a variable such as ``PYTHONPATH`` with one more folder at its end. The variable is not
+    changed.
+
+    Args:
+        env_var_name: The name of the variable.
+        path_to_add: The folder.
+    """
     folders = inherited_environment().get(env_var_name, "").split(":")
     return ":".join([*filter(None, folders), str(path_to_add)])
 
 
 def setup_fp8_env(args: Namespace, current_env: dict[str, str]) -> dict[str, str]:
-    """``current_env`` with what the options ``fp8_*`` of a command say, as ``ACCELERATE_FP8_*``."""
+    """Add the options ``fp8_*`` of a command to an environment, as variables ``ACCELERATE_FP8_*``, and return it.
+
+    Args:
+        args: The parsed options.
+        current_env: Name -> value; changed in place.
+    """
     for name, value in vars(args).items():
         if not name.startswith("fp8_") or value is None:
             continue
@@ -32,12 +43,17 @@ def setup_fp8_env(args: Namespace, current_env: dict[str, str]) -> dict[str, str
 
 
 class PrepareForLaunch:
-    """A function for ``torch.multiprocessing``'s ``spawn`` or ``start_processes``: its first argument is the rank.
+    """A function for torch.multiprocessing's ``spawn`` or ``start_processes``, which pass the number of the
+    process first.
 
     Args:
-        launcher: What to call, with the other arguments.
-        distributed_type: Of the run; ranks are set in the environment unless it is ``"NO"``.
-        debug: The processes meet at the file ``ACCELERATE_DEBUG_RDV_FILE``, which does not exist here; refused.
+        launcher: The function that it calls, with the other arguments.
+        distributed_type: Unless it is ``"NO"``, the variables ``RANK`` and ``LOCAL_RANK`` are set before the
+            call.
+        debug: True is refused. ``debug_launcher`` starts processes on CPUs.
+
+    Raises:
+        ValueError: ``debug`` is True.
     """
 
     def __init__(

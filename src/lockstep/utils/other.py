@@ -72,7 +72,15 @@ TORCH_SAFE_GLOBALS: list[Any] = [
 
 
 def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
-    """``torch.load``, by default with ``weights_only``, which then allows arrays of NumPy too.
+    """Read a file that ``save`` or ``torch.save`` wrote.
+
+    It is ``torch.load`` with ``weights_only=True``, which runs no code from the file. It reads tensors of any
+    shape, plain values and arrays of NumPy.
+
+    Args:
+        f: The path, or an open file.
+        map_location: Where tensors go, as for ``torch.load``. None: the devices that they were saved from.
+        kwargs: Further arguments of ``torch.load``. ``weights_only=False`` also reads other objects.
 
     Examples:
         ```python
@@ -94,22 +102,26 @@ def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
 
 
 def is_repeated_blocks(module: nn.Module) -> bool:
-    """Whether it is a ``ModuleList`` of several modules of one class."""
+    """Return whether ``module`` is a ``ModuleList`` of at least two modules of one class."""
     return (
         isinstance(module, nn.ModuleList) and len(module) > 1 and len({type(block) for block in module}) == 1
     )
 
 
 def has_repeated_blocks(module: nn.Module) -> bool:
-    """Whether it has such a list, at any depth."""
+    """Return whether ``module`` has such a list of repeated blocks, at any depth."""
     return any(is_repeated_blocks(part) for part in module.modules())
 
 
 def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
-    """A copy of a model, sharing its parameters, in which each repeated block is compiled by itself.
+    """Return a copy of a model in which each repeated block is compiled by itself. The copy shares the parameters.
 
-    The blocks are alike, so that the compiler works once where it would else work on the whole. A model without such
-    blocks is compiled as one. ``compile_kwargs`` are those of ``torch.compile``.
+    Repeated blocks are alike, so that the compiler works once for all of them. A model without such blocks is
+    compiled as a whole.
+
+    Args:
+        module: The model, which stays as it is.
+        compile_kwargs: Arguments of ``torch.compile``.
     """
     compiled = _with_compiled_blocks(module, compile_kwargs)
     if not is_compiled_module(compiled):
@@ -134,7 +146,12 @@ def _with_compiled_blocks(module: nn.Module, options: Mapping[str, Any]) -> nn.M
 
 
 def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
-    """``compile_regions`` in place, for a model whose blocks are sharded."""
+    """Compile each repeated block of a sharded model, in place, and return the model.
+
+    Args:
+        module: The model. Without repeated blocks it is compiled as a whole.
+        compile_kwargs: Arguments of ``torch.nn.Module.compile``.
+    """
     if not has_repeated_blocks(module):
         module.compile(**compile_kwargs)
         return module
@@ -146,12 +163,17 @@ def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> nn.Module
 
 
 def compile_regions_deepspeed(module: nn.Module, **compile_kwargs: Any) -> None:
-    """``compile_regions_fsdp2`` without a result."""
+    """Compile each repeated block of a model, in place.
+
+    Args:
+        module: The model. Without repeated blocks it is compiled as a whole.
+        compile_kwargs: Arguments of ``torch.nn.Module.compile``.
+    """
     compile_regions_fsdp2(module, **compile_kwargs)
 
 
 def has_compiled_regions(module: nn.Module) -> bool:
-    """Whether one of its blocks is compiled by itself."""
+    """Return whether a module inside of ``module`` is compiled by itself."""
     return any(is_compiled_module(part) for part in module.modules() if part is not module)
 
 
@@ -159,7 +181,12 @@ def has_compiled_regions(module: nn.Module) -> bool:
 
 
 def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -> list[Any]:
-    """All modules, those inside of others first; with ``return_fqns`` pairs of (name, module)."""
+    """Return all modules of ``model``, with the modules inside of another one before it.
+
+    Args:
+        model: The model, which is the last entry.
+        return_fqns: Return pairs (name, module).
+    """
     found: list[tuple[str, nn.Module]] = []
 
     def visit(name: str, module: nn.Module) -> None:
@@ -172,18 +199,24 @@ def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -
 
 
 def model_has_dtensor(model: nn.Module) -> bool:
-    """Whether a parameter is a ``DTensor``."""
+    """Return whether a parameter of ``model`` is a ``DTensor``, as those of sharded models are."""
     return any(is_dtensor(parameter) for parameter in model.parameters())
 
 
 def get_model_tp_size(model: nn.Module) -> int | None:
-    """Over how many ranks transformers has split the model when it loaded it; None: it has not."""
+    """Return the number of ranks over which transformers split ``model`` when it loaded it. None: it did not."""
     size = getattr(model, "tp_size", None)
     return size if isinstance(size, int) else None
 
 
 def clean_state_dict_for_safetensors(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The state dict with one of the names of each tensor that has several, and contiguous, for safetensors."""
+    """Return a state dict that safetensors can write: contiguous tensors, each under one name only.
+
+    A warning names the other names of tied weights.
+
+    Args:
+        state_dict: Name -> tensor of any shape.
+    """
     names: dict[tuple[Any, ...], list[str]] = {}
     for name, tensor in state_dict.items():
         if isinstance(tensor, torch.Tensor) and tensor.numel():
@@ -203,7 +236,7 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, torch.Tensor]) -> 
 
 
 def convert_bytes(size: float) -> str:
-    """A number of bytes for people: ``"1.5 KB"``, in powers of 1024."""
+    """Return a number of bytes as a text such as ``"1.5 KB"``, in powers of 1024. ``size`` is the number."""
     for unit in ("bytes", "KB", "MB", "GB", "TB"):
         if size < 1024.0:
             return f"{round(size, 2)} {unit}"
@@ -212,13 +245,18 @@ def convert_bytes(size: float) -> str:
 
 
 def get_pretty_name(obj: Any) -> str:
-    """The name of a class or function, or of an object's class."""
+    """Return the name of ``obj`` if it is a class or a function, and otherwise the name of its class."""
     named = obj if hasattr(obj, "__qualname__") or hasattr(obj, "__name__") else type(obj)
     return str(getattr(named, "__qualname__", None) or named.__name__)
 
 
 def merge_dicts(source: Mapping[str, Any], destination: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """``destination`` with all of ``source``, section by section, in place."""
+    """Copy all values of a mapping into another one, section by section, and return that one.
+
+    Args:
+        source: The mapping whose values are copied.
+        destination: The mapping that is changed. Its other values stay.
+    """
     for key, value in source.items():
         if isinstance(value, Mapping):
             merge_dicts(value, destination.setdefault(key, {}))
@@ -228,12 +266,23 @@ def merge_dicts(source: Mapping[str, Any], destination: MutableMapping[str, Any]
 
 
 def recursive_getattr(obj: Any, attr: str) -> Any:
-    """The attribute at the end of a path such as ``"a.b.c"``."""
+    """Return the attribute of ``obj`` at the end of the path ``attr``, such as ``"a.b.c"``.
+
+    Raises:
+        AttributeError: an attribute on the path does not exist.
+    """
     return reduce(getattr, attr.split("."), obj)
 
 
 def is_port_in_use(port: int | str | None = None) -> bool:
-    """Whether something on this machine listens on a port; None: on 29500, torch's own."""
+    """Return whether a program on this machine listens on a TCP port.
+
+    Args:
+        port: The number of the port. None: 29500, which torch uses.
+
+    Raises:
+        ConfigError: ``port`` is not between 0 and 65535.
+    """
     number = 29500 if port is None else int(port)
     if not 0 <= number < 65536:
         raise ConfigError(f"port is {port}, but must be from 0 to 65535. Pass such a number.")
@@ -242,7 +291,7 @@ def is_port_in_use(port: int | str | None = None) -> bool:
 
 
 def get_free_port() -> int:
-    """A port of this machine on which nothing listens now."""
+    """Return the number of a TCP port on which no program of this machine listens now."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind(("", 0))
         number: int = probe.getsockname()[1]
@@ -250,7 +299,7 @@ def get_free_port() -> int:
 
 
 def check_os_kernel() -> None:
-    """Warn of a Linux kernel older than 5.5, with which processes can hang."""
+    """Log a warning if this is a Linux kernel before 5.5, with which processes can hang."""
     if platform.system() != "Linux":
         return
     release = platform.release()

@@ -14,5 +14,14 @@ __all__ = ["CUDA_DISTRIBUTED_TYPES", "set_seed", "synchronize_rng_state", "synch
 def synchronize_rng_state(
     rng_type: RNGType | str | None = None, generator: torch.Generator | None = None
 ) -> None:
-    """``synchronize_rng_states`` of one generator."""
+    """Give every rank the state that one random number generator has on rank 0. Call it on every rank.
+
+    Args:
+        rng_type: The name of the generator, as in ``synchronize_rng_states``. None: nothing happens.
+        generator: The generator that ``"generator"`` means.
+
+    Raises:
+        ConfigError: the name is unknown, or this machine does not have the device.
+        UsageError: ``rng_type`` is ``"generator"``, but no ``generator`` was passed.
+    """
     synchronize_rng_states([] if rng_type is None else [rng_type], generator)

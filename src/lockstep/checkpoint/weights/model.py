@@ -29,7 +29,14 @@ def save_object(value: Any, file: Any, safe_serialization: bool) -> None:
 
 
 def save(obj: object, f: object, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
-    """``save_object`` on rank 0, or on local rank 0 of each machine; nothing on the others.
+    """Write an object to a file, on rank 0 only. The other ranks do nothing and do not wait.
+
+    Args:
+        obj: Any object that can be pickled; with ``safe_serialization`` a mapping name -> tensor of any shape.
+        f: The path of the file.
+        save_on_each_node: Write on local rank 0 of each machine.
+        safe_serialization: Write safetensors, which cannot run code when it is read. Otherwise ``torch.save``
+            writes.
 
     Examples:
         ```python
