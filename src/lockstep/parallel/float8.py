@@ -53,13 +53,21 @@ def check_float8(recipe: AORecipeKwargs | None, parallel: Parallel, device: torc
 
 
 def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | None]:
-    """Names of the first and the last linear layer, in the order of the model's modules."""
+    """Return the names of the first and the last linear layer of ``model``, in the order of its modules. None: it
+    has none.
+    """
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     return (names[0], names[-1]) if names else (None, None)
 
 
 def filter_linear_layers(module: nn.Module, fqn: str, layers_to_filter: list[str]) -> bool:
-    """Whether a module can be converted: a linear layer of sizes divisible by 16 that is none of these."""
+    """Return whether a module can be converted to 8-bit floating point: a linear layer with sizes divisible by 16.
+
+    Args:
+        module: The module.
+        fqn: Its name in the model.
+        layers_to_filter: Names of modules that are not converted.
+    """
     if not isinstance(module, nn.Linear):
         return False
     return not (module.in_features % 16 or module.out_features % 16) and fqn not in layers_to_filter

@@ -246,7 +246,7 @@ def is_musa_available(check_device: bool = False) -> bool:
 
 
 def is_sdaa_available(check_device: bool = False) -> bool:
-    """Return whether torch sees an SDAA device of Tecorigin. ``check_device`` is ignored: torch always looks for one."""
+    """Return whether torch sees an SDAA device. ``check_device`` is ignored: torch always looks for one."""
     return _has_device("sdaa", "torch_sdaa")
 
 

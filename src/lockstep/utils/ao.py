@@ -21,14 +21,23 @@ __all__ = [
 
 
 def filter_first_and_last_linear_layers(module: nn.Module, fqn: str) -> bool:
-    """``filter_linear_layers`` for the names in ``module`` of its own first and last linear layer."""
+    """Return whether a module can be converted to 8-bit floating point; see ``filter_linear_layers``.
+
+    Args:
+        module: The module, in which the names of the first and the last linear layer are looked for.
+        fqn: Its name in the model.
+    """
     first, last = find_first_last_linear_layers(module)
     return filter_linear_layers(module, fqn, [name for name in (first, last) if name is not None])
 
 
 @torchao_required
 def has_ao_layers(model: nn.Module) -> bool:
-    """Whether it has layers that torchao has converted."""
+    """Return whether ``model`` has layers that torchao has converted to 8-bit floating point.
+
+    Raises:
+        ImportError: torchao is not installed.
+    """
     from torchao.float8.float8_linear import Float8Linear
 
     return any(isinstance(module, Float8Linear) for module in model.modules())
@@ -38,7 +47,19 @@ def has_ao_layers(model: nn.Module) -> bool:
 def convert_model_to_fp8_ao(
     model: nn.Module, config: Any = None, module_filter_func: Callable[..., bool] | None = None
 ) -> None:
-    """Let the linear layers of a model, without the first and the last, compute in 8 bits. In place."""
+    """Let linear layers of a model compute in 8-bit floating point by the package torchao, in place.
+
+    ``mixed_precision="fp8"`` does it for prepared models.
+
+    Args:
+        model: The model.
+        config: A ``torchao.float8.Float8LinearConfig``. None: torchao's default.
+        module_filter_func: A function (module, its name) -> whether it is converted. None: all linear layers
+            with sizes that are divisible by 16, except the first and the last one.
+
+    Raises:
+        ImportError: torchao is not installed.
+    """
     from torchao.float8 import convert_to_float8_training
 
     first, last = find_first_last_linear_layers(model)

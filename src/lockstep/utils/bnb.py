@@ -46,14 +46,26 @@ def load_and_quantize_model(
     offload_folder: str | os.PathLike[str] | None = None,
     offload_state_dict: bool = False,
 ) -> nn.Module:
-    """A model whose linear layers are quantised by bitsandbytes, with weights read from ``weights_location``.
+    """Return a model whose linear layers are quantised to 8 or 4 bits by the package bitsandbytes.
 
-    A model that has its weights already is quantised as it goes to the accelerator; the other arguments are for a
-    model on the meta device, and are those of ``load_checkpoint_and_dispatch``.
+    A model that has values is quantised when it is moved to the accelerator, and only
+    ``bnb_quantization_config`` counts. The other arguments are for a model on the meta device.
+
+    Args:
+        model: The model, which is changed in place.
+        bnb_quantization_config: How layers are quantised.
+        weights_location: The checkpoint: a file, the index of shards, or a folder.
+        device_map: As in ``get_quantized_model_device_map``.
+        no_split_module_classes: Names of classes of modules that stay whole.
+        max_memory: Device -> bytes, as in ``get_max_memory``.
+        offload_folder: Accepted, without effect: quantised layers are not offloaded.
+        offload_state_dict: Accepted, without effect: tensors are read one at a time.
 
     Raises:
-        ImportError, ValueError: bitsandbytes for 8, or 4 bits is not installed.
-        RuntimeError: there is no accelerator, or a model on the meta device without ``weights_location``.
+        ImportError: bitsandbytes for 8 bits is not installed.
+        ValueError: bitsandbytes for 4 bits is not installed, or layers would be on the CPU or the disk.
+        RuntimeError: there is no accelerator, or the model is on the meta device and ``weights_location`` is
+            None.
     """
     config = bnb_quantization_config
     _check_package(config)
@@ -132,11 +144,22 @@ def get_quantized_model_device_map(
     max_memory: Any = None,
     no_split_module_classes: list[str] | None = None,
 ) -> dict[str, Any]:
-    """Where each module goes: all to this accelerator (None), by a word such as ``"auto"``, or as the map says.
+    """Choose a device for each module of a model that will be quantised.
+
+    Args:
+        model: The model. Its tensors may be on the meta device.
+        bnb_quantization_config: How layers are quantised.
+        device_map: ``"auto"``, ``"balanced"``, ``"balanced_low_0"``, ``"sequential"``, or a mapping, which is
+            checked. None: all modules go to this process's accelerator.
+        max_memory: Device -> bytes, as in ``get_max_memory``.
+        no_split_module_classes: Names of classes of modules that stay whole.
+
+    Returns:
+        Name of a module or tensor -> device.
 
     Raises:
-        RuntimeError: there is no accelerator.
-        ValueError: an unknown word, or layers of 4 bits would be on the CPU or the disk.
+        RuntimeError: ``device_map`` is None, and there is no accelerator.
+        ValueError: ``device_map`` is another word, or layers of 4 bits would be on the CPU or the disk.
     """
     config = bnb_quantization_config
     if device_map is None:
@@ -179,9 +202,16 @@ def replace_with_bnb_layers(
     modules_to_not_convert: Collection[str] | None = None,
     current_key_name: list[str] | None = None,
 ) -> nn.Module:
-    """The model with bitsandbytes' layers in place of its linear ones, which keep their values. In place.
+    """Replace the linear layers of a model by bitsandbytes' layers, in place, and return the model.
 
-    ``modules_to_not_convert`` are names, or beginnings of names up to a dot. Quantised as it goes to an accelerator.
+    The new layers have the values of the old ones. They are quantised when the model is moved to an
+    accelerator.
+
+    Args:
+        model: The model.
+        bnb_quantization_config: How layers are quantised.
+        modules_to_not_convert: Names of modules that stay as they are, with all below them.
+        current_key_name: Names of the modules around ``model``, outermost first. None: it is the whole model.
     """
     import bitsandbytes
 
@@ -230,7 +260,10 @@ def _stays(name: str, whole: Collection[str]) -> bool:
 
 
 def get_keys_to_not_convert(model: nn.Module) -> list[str]:
-    """Names of modules that should keep their precision: those with tied weights, and the last one, mostly the head."""
+    """Return the names of the modules of ``model`` that should not be quantised.
+
+    These are modules with tied weights, and the last module, which mostly is the head.
+    """
     tied = {name for group in find_tied_parameters(model) for name in group}
     base = getattr(model, "base_model_prefix", None)
     if not tied and base is not None and not hasattr(model, base):
@@ -240,7 +273,7 @@ def get_keys_to_not_convert(model: nn.Module) -> list[str]:
 
 
 def has_4bit_bnb_layers(model: nn.Module) -> bool:
-    """Whether bitsandbytes has quantised a layer to 4 bits."""
+    """Return whether ``model`` has layers that bitsandbytes has quantised to 4 bits."""
     return any(
         type(module).__name__ == "Linear4bit" and type(module).__module__.startswith("bitsandbytes")
         for module in model.modules()
@@ -248,7 +281,7 @@ def has_4bit_bnb_layers(model: nn.Module) -> bool:
 
 
 def get_parameter_device(parameter: nn.Module) -> torch.device:
-    """The device of a module's first parameter."""
+    """Return the device of the first parameter of a module. ``parameter`` is the module, as in Accelerate."""
     return next(parameter.parameters()).device
 
 
@@ -261,9 +294,21 @@ def quantize_and_offload_8bit(
     offload_index: dict[str, Any],
     fp16_statistics: torch.Tensor | None,
 ) -> None:
-    """Write a weight of 8 bits with its scales into an offload folder, and leave it on the meta device.
+    """Write an 8-bit weight and its scales to an offload folder, and leave the weight of the model on the meta
+    device.
 
-    Without ``fp16_statistics`` it is quantised first, on the accelerator.
+    Args:
+        model: The model, which is changed in place.
+        param: The weight [out_features, in_features].
+        param_name: Its name in the model.
+        new_dtype: The dtype that it is cast to before. None: its own.
+        offload_folder: The folder, which exists.
+        offload_index: Name -> entry; entries of the files are added to it.
+        fp16_statistics: The scales [out_features] of a weight that is quantised already. None: it is quantised
+            on the accelerator first.
+
+    Raises:
+        RuntimeError: ``fp16_statistics`` is None, and there is no accelerator.
     """
     scales_name = param_name.replace("weight", "SCB")
     if fp16_statistics is None:

@@ -23,10 +23,15 @@ from lockstep.utils.dataclasses import get_module_class_from_name
 
 
 def fsdp2_prepare_auto_wrap_policy(fsdp2_plugin: Any, model: nn.Module) -> Callable[[nn.Module], bool] | None:
-    """Which modules become groups of their own, as ``auto_wrap_policy`` says: f(module) -> bool; None: it says nothing.
+    """Return a function module -> bool that tells which modules ``auto_wrap_policy`` chooses. None: there is no
+    policy.
+
+    Args:
+        fsdp2_plugin: A ``FullyShardedDataParallelPlugin``.
+        model: The model.
 
     Raises:
-        ValueError: the model has no class of a name in ``transformer_cls_names_to_wrap``.
+        ValueError: ``model`` has no module of a class in ``transformer_cls_names_to_wrap``.
     """
     from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
@@ -51,9 +56,13 @@ def fsdp2_prepare_auto_wrap_policy(fsdp2_plugin: Any, model: nn.Module) -> Calla
 
 
 def fsdp2_apply_ac(accelerator: Any, model: nn.Module) -> nn.Module:
-    """The model, whose blocks compute their activations again in backward. In place; as ``activation=full`` does it.
+    """Let blocks of a model compute their activations again in backward, in place, and return the model.
 
-    Blocks are those of ``fsdp2_prepare_auto_wrap_policy``, else those that ``prepare`` finds.
+    It is what ``parallel="activation=full"`` does, or ``activation=offload`` if the plugin asks for it.
+
+    Args:
+        accelerator: The ``Accelerator``, whose FSDP plugin chooses the blocks. Without a policy they are found.
+        model: The model.
     """
     plugin = accelerator.state.fsdp_plugin
     policy = None if plugin is None else fsdp2_prepare_auto_wrap_policy(plugin, model)
@@ -66,7 +75,11 @@ def fsdp2_apply_ac(accelerator: Any, model: nn.Module) -> nn.Module:
 
 
 def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:
-    """The model, sharded as the run says. One that is sharded already is returned.
+    """Return the model, sharded as the run asks for. A model that is sharded already is returned as it is.
+
+    Args:
+        accelerator: The ``Accelerator``.
+        model: The model.
 
     Raises:
         UsageError: the run does not shard models.
@@ -83,10 +96,14 @@ def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:
 
 
 def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping: Mapping[int, Any]) -> None:
-    """Let an optimizer step other parameters: those that ``mapping`` has for the addresses (``data_ptr``) of its own.
+    """Let an optimizer step other parameters than before.
+
+    Args:
+        optimizer: The optimizer.
+        mapping: Address (``data_ptr()``) of a parameter of the optimizer -> the parameter that replaces it.
 
     Raises:
-        KeyError: it has none for one of them; nothing was changed.
+        KeyError: ``mapping`` lacks a parameter of the optimizer. Nothing was changed.
     """
     switched = []
     for group in optimizer.param_groups:
@@ -101,7 +118,13 @@ def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping:
 
 
 def ensure_weights_retied(param_init_fn: Any, model: nn.Module, device: torch.device) -> Any:
-    """``param_init_fn`` that gives tied weights one value again after it has made the second of them."""
+    """Return a function like ``param_init_fn`` that also keeps tied weights tied.
+
+    Args:
+        param_init_fn: A function that fills the parameters of one module.
+        model: The model with the tied weights.
+        device: Ignored: weights stay where ``param_init_fn`` puts them.
+    """
     from lockstep.offload.device_map.placement import find_tied_parameters
 
     groups = find_tied_parameters(model)
@@ -124,7 +147,11 @@ def ensure_weights_retied(param_init_fn: Any, model: nn.Module, device: torch.de
 
 
 def fsdp2_canonicalize_names(named_params: Mapping[str, Any]) -> dict[str, Any]:
-    """The names without what compiling and recomputing put into them."""
+    """Return a mapping with the names of the user's model, without those parts that compiling and recomputing add.
+
+    Args:
+        named_params: Name -> parameter.
+    """
     words = r"_orig_mod\.|_checkpoint_wrapped_module\.|_fsdp_wrapped_module\."
     return {re.sub(words, "", name): value for name, value in named_params.items()}
 
@@ -132,7 +159,13 @@ def fsdp2_canonicalize_names(named_params: Mapping[str, Any]) -> dict[str, Any]:
 def get_parameters_from_modules(
     modules: Iterable[nn.Module] | str | None, model: nn.Module, device: torch.device | str
 ) -> set[nn.Parameter]:
-    """All parameters of these modules, which go to ``device``; a text is a pattern of whole names of modules."""
+    """Move some modules to a device, and return all their parameters.
+
+    Args:
+        modules: The modules, or a regular expression that matches their whole names. None: there are none.
+        model: The model in which names are looked for.
+        device: The device.
+    """
     if modules is None:
         return set()
     if isinstance(modules, str):

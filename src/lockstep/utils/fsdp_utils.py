@@ -107,9 +107,23 @@ def save_fsdp_model(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Write a model's state: ``pytorch_model_fsdp.bin`` by rank 0, or ``pytorch_model_fsdp_0/`` by all ranks.
+    """Write the state of a model to a folder, as Accelerate's FSDP does. Call it on every rank.
 
-    Which of them, ``fsdp_plugin.state_dict_type`` says. ``adapter_only``: of a model of peft its adapters alone.
+    With ``FULL_STATE_DICT``, rank 0 writes ``pytorch_model_fsdp.bin``. With ``SHARDED_STATE_DICT``, all ranks
+    write ``pytorch_model_fsdp_0/``, by ``torch.distributed.checkpoint``. ``accelerator.save_state`` writes a
+    format of its own.
+
+    Args:
+        fsdp_plugin: A ``FullyShardedDataParallelPlugin``, whose ``state_dict_type`` chooses the format.
+        accelerator: The ``Accelerator``.
+        model: The prepared model.
+        output_dir: The folder. It is made if it does not exist.
+        model_index: The number in the name, from the second model on.
+        adapter_only: Write only the adapters of a peft model.
+        use_dcp: Accepted, without effect.
+
+    Raises:
+        UsageError: ``state_dict_type`` is ``LOCAL_STATE_DICT``.
     """
     whole = _is_whole(fsdp_plugin)
     state = _model_state(model, whole, adapter_only)
@@ -125,7 +139,25 @@ def load_fsdp_model(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> Any:
-    """Read what ``save_fsdp_model`` wrote, on any number of ranks; returns the missing and unexpected keys."""
+    """Read what ``save_fsdp_model`` wrote, on any number of ranks. Call it on every rank.
+
+    Args:
+        fsdp_plugin: A ``FullyShardedDataParallelPlugin``, whose ``state_dict_type`` is that of the files.
+        accelerator: The ``Accelerator``.
+        model: The prepared model.
+        input_dir: The folder.
+        model_index: The number in the name, from the second model on.
+        adapter_only: Read only the adapters of a peft model.
+        use_dcp: Accepted, without effect.
+
+    Returns:
+        The names that the files lack, and those that the model lacks, as ``missing_keys`` and
+        ``unexpected_keys``.
+
+    Raises:
+        CheckpointError: the file or folder does not exist.
+        UsageError: ``state_dict_type`` is ``LOCAL_STATE_DICT``.
+    """
     plain = unwrap(model, keep_compile=False)
     adapters = adapter_only and is_peft_model(plain)
     files = _Files(accelerator, input_dir, "model", FSDP_MODEL_NAME, model_index)
@@ -147,7 +179,23 @@ def save_fsdp_optimizer(
     optimizer_index: int = 0,
     use_dcp: bool = True,
 ) -> None:
-    """Write an optimizer's state, by names of parameters: ``optimizer.bin``, or the folder ``optimizer_0/``."""
+    """Write the state of an optimizer to a folder, by names of parameters. Call it on every rank.
+
+    With ``FULL_STATE_DICT``, rank 0 writes ``optimizer.bin``. With ``SHARDED_STATE_DICT``, all ranks write
+    ``optimizer_0/``.
+
+    Args:
+        fsdp_plugin: A ``FullyShardedDataParallelPlugin``, whose ``state_dict_type`` chooses the format.
+        accelerator: The ``Accelerator``.
+        optimizer: The prepared optimizer.
+        model: The prepared model whose parameters it steps.
+        output_dir: The folder. It is made if it does not exist.
+        optimizer_index: The number in the name, from the second optimizer on.
+        use_dcp: Accepted, without effect.
+
+    Raises:
+        UsageError: ``state_dict_type`` is ``LOCAL_STATE_DICT``.
+    """
     whole = _is_whole(fsdp_plugin)
     plain, inner = unwrap(model, keep_compile=False), getattr(optimizer, "optimizer", optimizer)
     options = StateDictOptions(full_state_dict=whole, cpu_offload=whole)
@@ -165,7 +213,22 @@ def load_fsdp_optimizer(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Read what ``save_fsdp_optimizer`` wrote, on any number of ranks."""
+    """Read what ``save_fsdp_optimizer`` wrote, on any number of ranks. Call it on every rank.
+
+    Args:
+        fsdp_plugin: A ``FullyShardedDataParallelPlugin``, whose ``state_dict_type`` is that of the files.
+        accelerator: The ``Accelerator``.
+        optimizer: The prepared optimizer.
+        model: The prepared model whose parameters it steps.
+        input_dir: The folder.
+        optimizer_index: The number in the name, from the second optimizer on.
+        adapter_only: Accepted, without effect.
+        use_dcp: Accepted, without effect.
+
+    Raises:
+        CheckpointError: the file or folder does not exist.
+        UsageError: ``state_dict_type`` is ``LOCAL_STATE_DICT``.
+    """
     plain, inner = unwrap(model, keep_compile=False), getattr(optimizer, "optimizer", optimizer)
     files = _Files(accelerator, input_dir, "optimizer", OPTIMIZER_NAME, optimizer_index)
     whole = _is_whole(fsdp_plugin)
@@ -251,13 +314,18 @@ def merge_fsdp_weights(
     safe_serialization: bool = True,
     remove_checkpoint_dir: bool = False,
 ) -> None:
-    """Join the shards of ``save_fsdp_model`` in ``checkpoint_dir`` into one file in the folder ``output_path``.
+    """Join the shards of a model into one file of weights. Call it in one process.
 
-    ``checkpoint_dir`` may be what ``save_state`` wrote, too. The file is ``model.safetensors``, or
-    ``pytorch_model.bin`` without ``safe_serialization``. One process does it alone.
+    Args:
+        checkpoint_dir: A folder that ``save_fsdp_model`` wrote with ``SHARDED_STATE_DICT``, or that
+            ``save_state`` wrote.
+        output_path: The folder of the result. It is made if it does not exist.
+        safe_serialization: Write ``model.safetensors``. Otherwise write ``pytorch_model.bin``.
+        remove_checkpoint_dir: Remove ``checkpoint_dir`` afterwards.
 
     Raises:
-        ValueError: ``checkpoint_dir`` is no sharded checkpoint; the message has folders in it that are.
+        ValueError: ``checkpoint_dir`` is not a sharded checkpoint. The message names folders inside of it that
+            are.
     """
     from lockstep.checkpoint.format.documents import MANIFEST
 
@@ -312,23 +380,30 @@ def _joined_shards(folder: Path, output: Path) -> dict[str, torch.Tensor]:
 
 
 def enable_fsdp_ram_efficient_loading() -> None:
-    """Let transformers load weights on rank 0 alone (``FSDP_CPU_RAM_EFFICIENT_LOADING`` in this process)."""
+    """Let transformers load weights on rank 0 only: set ``FSDP_CPU_RAM_EFFICIENT_LOADING`` in this process."""
     export_environment({"ACCELERATE_USE_FSDP": "True", RAM_VARIABLE: "True"})
 
 
 def disable_fsdp_ram_efficient_loading() -> None:
-    """Undo ``enable_fsdp_ram_efficient_loading``."""
+    """Let transformers load weights on every rank again, after ``enable_fsdp_ram_efficient_loading``."""
     export_environment({RAM_VARIABLE: "False"})
 
 
 def fsdp2_load_full_state_dict(
     accelerator: Any, model: nn.Module, full_sd: Mapping[str, torch.Tensor], cpu_offload: bool = False
 ) -> None:
-    """Fill a sharded model from a whole state dict, which rank 0 alone must have."""
+    """Fill a sharded model from a whole state dict. Call it on every rank.
+
+    Args:
+        accelerator: Ignored.
+        model: The sharded model.
+        full_sd: Name -> tensor of the shape of the whole weight. Only that of rank 0 is used.
+        cpu_offload: Whether the shards of the model are on the CPU.
+    """
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=cpu_offload)
     set_model_state_dict(unwrap(model, keep_compile=False), dict(full_sd), options=options)
 
 
 def get_fsdp2_grad_scaler(**kwargs: Any) -> torch.amp.GradScaler:
-    """A ``torch.amp.GradScaler`` for this process's device."""
+    """Return a ``torch.amp.GradScaler`` for this process's device. ``kwargs`` are its arguments."""
     return get_grad_scaler(**kwargs)

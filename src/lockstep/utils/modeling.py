@@ -88,7 +88,18 @@ def get_module_size_with_ties(
     module_sizes: Mapping[str, int],
     modules_to_treat: Sequence[tuple[str, nn.Module]],
 ) -> tuple[int, list[str], list[nn.Module]]:
-    """Bytes of a module with the modules that hold ``tied_params``, and the names of these, and these."""
+    """Return the bytes of a module together with those modules that share its tied weights. Tied weights count
+    once.
+
+    Args:
+        tied_params: Names under which other modules have weights of the module.
+        module_size: The bytes of the module.
+        module_sizes: Name -> bytes, from ``compute_module_sizes``.
+        modules_to_treat: Pairs (name, module) among which those other modules are looked for.
+
+    Returns:
+        The bytes, the names of the other modules, and these modules.
+    """
     found = partners(tied_params, list(modules_to_treat))
     extra = sum(module_sizes[holder] - module_sizes[name] for name, (holder, _) in found)
     modules: list[Any] = [module for _, (_, module) in found]
@@ -102,7 +113,19 @@ def fallback_allocate(
     no_split_module_classes: Sequence[str] | None = None,
     tied_parameters: Sequence[list[str]] | None = None,
 ) -> tuple[str | None, Any, Any]:
-    """The first module, or module inside of one, of at most ``size_limit`` bytes: its name, it, and the others."""
+    """Find the first module, or the first module inside of one, that has at most ``size_limit`` bytes.
+
+    Args:
+        modules: Pairs (name, module) that are searched.
+        module_sizes: Name -> bytes, from ``compute_module_sizes``.
+        size_limit: Bytes, or a text such as ``"10GiB"``.
+        no_split_module_classes: Names of classes of modules that stay whole.
+        tied_parameters: Groups of names of tied weights, from ``find_tied_parameters``. They count with the
+            module.
+
+    Returns:
+        Its name, the module, and the other pairs. If none fits: None, None and ``modules``.
+    """
     try:
         room = convert_file_size_to_int(size_limit)
     except ValueError:
@@ -114,14 +137,26 @@ def fallback_allocate(
 
 
 def convert_file_size_to_int(size: int | str) -> int:
-    """Bytes of a number, or of a text such as ``"5GB"`` or ``"200MiB"``."""
+    """Return a size as a number of bytes.
+
+    Args:
+        size: A number of bytes, or a text such as ``"5GB"`` (powers of 1000) or ``"200MiB"`` (powers of 1024).
+
+    Raises:
+        ValueError: the text is not a size.
+    """
     return bytes_of(size, "size")
 
 
 def dtype_byte_size(dtype: torch.dtype | CustomDtype) -> float:
-    """Bytes of one number; less than 1 for ``CustomDtype.INT4`` and ``INT2``, and for ``torch.bool`` 1/8.
+    """Return the bytes that one number of a dtype takes in a file.
 
-    Truth values take a byte each in memory; that is how ``compute_module_sizes`` counts them.
+    Args:
+        dtype: A ``torch.dtype``, or a ``CustomDtype``: ``INT4`` takes 1/2 byte and ``INT2`` 1/4. ``torch.bool``
+            counts as 1/8, as in Accelerate, although a truth value takes a byte of memory.
+
+    Raises:
+        ValueError: ``dtype`` is something else.
     """
     if dtype == torch.bool:
         return 1 / 8
@@ -131,14 +166,24 @@ def dtype_byte_size(dtype: torch.dtype | CustomDtype) -> float:
 
 
 def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
-    """(device, address, bytes) of a tensor's storage: equal for tensors that share one. Any shape."""
+    """Return the device, the address and the bytes of the memory of a tensor. They are equal for tensors that
+    share memory.
+
+    Args:
+        tensor: A tensor of any shape.
+    """
     storage = tensor.untyped_storage()
     address = tensor.data_ptr() if tensor.device.type == "xla" else storage.data_ptr()
     return tensor.device, address, storage.nbytes()
 
 
 def check_device_same(first_device: torch.device, second_device: torch.device) -> bool:
-    """Whether both are one device; ``cuda`` without an index is ``cuda:0``."""
+    """Return whether two devices are the same one. ``cuda`` without an index is ``cuda:0``.
+
+    Args:
+        first_device: A device.
+        second_device: Another device.
+    """
     first, second = torch.device(first_device), torch.device(second_device)
     if first.type in ("cpu", "meta"):
         return first.type == second.type
@@ -146,7 +191,13 @@ def check_device_same(first_device: torch.device, second_device: torch.device) -
 
 
 def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:
-    """Names of buffers that a state dict leaves out; with ``recurse`` of all modules below, whole with ``fqns``."""
+    """Return the names of the buffers that a state dict leaves out.
+
+    Args:
+        module: The module.
+        recurse: Look in all modules below it, too.
+        fqns: Return names from ``module`` on, such as ``"encoder.mask"``, and not only their last part.
+    """
     found = set()
     for path, part in module.named_modules() if recurse else [("", module)]:
         for name in torch_modules.buffers_of(part):
@@ -161,7 +212,14 @@ def named_module_tensors(
     recurse: bool = False,
     remove_non_persistent: bool = False,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of parameters, then of buffers; by default the module's own."""
+    """Yield pairs (name, tensor) of the parameters of a module, and then of its buffers.
+
+    Args:
+        module: The module.
+        include_buffers: Whether buffers are yielded.
+        recurse: Whether tensors of the modules below it are yielded.
+        remove_non_persistent: Leave out buffers that a state dict leaves out.
+    """
     yield from module.named_parameters(recurse=recurse)
     if include_buffers:
         left_out = get_non_persistent_buffers(module, recurse, fqns=True) if remove_non_persistent else set()
@@ -179,20 +237,23 @@ def set_module_tensor_to_device(
     non_blocking: bool = False,
     clear_cache: bool = True,
 ) -> None:
-    """Put one parameter or buffer on a device, with another value or type if asked for.
+    """Put one parameter or buffer on a device, and change its value or dtype if asked for.
 
     Args:
-        module: Holds the tensor, itself or in a module below it.
-        tensor_name: Its name in ``module``, of any depth.
-        value: Of the tensor's shape. Without it a tensor on the meta device can only stay there.
-        dtype: Of floating-point values; else that which the tensor has.
-        fp16_statistics: Of bitsandbytes' 8-bit weights; refused.
-        tied_params_map: Address of a value -> device -> the tensor that is there already, for tied weights.
-        clear_cache: Ignored: nothing is kept that torch's cache would have to give back.
+        module: The module that has the tensor, itself or in a module below it.
+        tensor_name: The name of the tensor, from ``module`` on.
+        device: The device. A number is the index of an accelerator.
+        value: A new value, of the tensor's shape. A tensor on the meta device needs one, unless it stays there.
+        dtype: The new dtype, for floating-point values. None: that of the tensor.
+        fp16_statistics: Refused: scales of 8-bit weights of bitsandbytes, of any shape.
+        tied_params_map: Address of a value -> device -> the tensor of any shape that is there already, for tied
+            weights.
+        non_blocking: Copy asynchronously, from pinned memory.
+        clear_cache: Accepted, without effect.
 
     Raises:
-        AttributeError: no such module.
-        ValueError: no such tensor, no value for it, or one of another shape.
+        AttributeError: ``module`` has no module of this name.
+        ValueError: there is no such tensor, it has no value, or ``value`` has another shape.
     """
     path, _, key = tensor_name.rpartition(".")
     try:
@@ -254,7 +315,7 @@ def _type_for(
 
 
 def check_tied_parameters_in_config(model: nn.Module) -> bool:
-    """Whether a transformers model is configured to tie weights."""
+    """Return whether the configuration of a transformers ``model`` ties weights, such as embeddings and the head."""
     config = getattr(model, "config", None)
     if config is None:
         return False
@@ -270,7 +331,12 @@ def check_tied_parameters_in_config(model: nn.Module) -> bool:
 def check_tied_parameters_on_same_device(
     tied_params: Iterable[Iterable[str]], device_map: Mapping[str, Any]
 ) -> None:
-    """Warn of tied weights that a device map places on several devices."""
+    """Warn if a device map places tied weights on several devices.
+
+    Args:
+        tied_params: Groups of names, from ``find_tied_parameters``.
+        device_map: Name of a module or tensor -> device.
+    """
     for names in tied_params:
         places = {name: _place_of(name, device_map) for name in names}
         if len(set(map(str, places.values()))) > 1:
@@ -287,7 +353,12 @@ def _place_of(name: str, device_map: Mapping[str, Any]) -> Any:
 
 
 def clean_device_map(device_map: MutableMapping[str, Any], module_name: str = "") -> MutableMapping[str, Any]:
-    """Join the entries of modules whose parts are all on one device, in place."""
+    """Join the entries of modules whose parts are all on one device, in place, and return the device map.
+
+    Args:
+        device_map: Name of a module or tensor -> device.
+        module_name: The module whose entries are joined. ``""``: the whole model.
+    """
     prefix = f"{module_name}." if module_name else ""
     below = [name for name in device_map if name.startswith(prefix)]
     places = [device_map[name] for name in below]
@@ -303,7 +374,9 @@ def clean_device_map(device_map: MutableMapping[str, Any], module_name: str = ""
 
 
 def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
-    """(bytes of the model, (bytes of its largest layer, names of layers of that size))."""
+    """Return the bytes of ``model``, and a pair: the bytes of its largest layer, and the names of layers of that
+    size.
+    """
     sizes = compute_module_sizes(model)
     undivided = getattr(model, "_no_split_modules", None) or []
     parts = [*model.named_parameters(recurse=False), *model.named_children()]
@@ -311,13 +384,19 @@ def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]
 
 
 def get_module_leaves(module_sizes: Mapping[str, int]) -> list[str]:
-    """Names in ``module_sizes`` below which there is no other."""
+    """Return the names in ``module_sizes`` (name -> bytes) that have no parts: single parameters and buffers."""
     parents = {name.rpartition(".")[0] for name in module_sizes if name}
     return [name for name in module_sizes if name not in parents]
 
 
 def retie_parameters(model: nn.Module, tied_params: Iterable[Iterable[str]]) -> None:
-    """Let all names of each group stand for one parameter again: the one that has values, if one has."""
+    """Let all names of tied weights stand for one parameter again, in place.
+
+    Args:
+        model: The model.
+        tied_params: Groups of names, from ``find_tied_parameters``. Each group gets the parameter that has
+            values.
+    """
     for names in map(list, tied_params):
         holders = [(model.get_submodule(path), key) for path, _, key in (n.rpartition(".") for n in names)]
         tensors = [getattr(module, key) for module, key in holders]
@@ -329,7 +408,13 @@ def retie_parameters(model: nn.Module, tied_params: Iterable[Iterable[str]]) -> 
 def load_offloaded_weights(
     model: nn.Module, index: Mapping[str, Any] | None, offload_folder: str | os.PathLike[str]
 ) -> None:
-    """Put the weights of an offload folder into the model."""
+    """Put the weights of an offload folder into a model, on the CPU.
+
+    Args:
+        model: The model, which is changed in place.
+        index: Name of a weight -> its entry in the folder's ``index.json``. Empty or None: nothing happens.
+        offload_folder: The folder.
+    """
     if not index:
         return
     files = MappedFiles()
@@ -340,9 +425,12 @@ def load_offloaded_weights(
 def load_state_dict(
     checkpoint_file: str | os.PathLike[str], device_map: Mapping[str, Any] | None = None
 ) -> dict[str, torch.Tensor]:
-    """The tensors of a safetensors file, or of one that torch pickled (read with ``weights_only``).
+    """Read the tensors of a file: name -> tensor.
 
-    ``device_map``: where they go, by module; else, and those on the disk, the CPU.
+    Args:
+        checkpoint_file: A ``.safetensors`` file, or a file that ``torch.save`` wrote. No code in it is run.
+        device_map: Name of a module or tensor -> device. Tensors that it does not name, or places on the disk,
+            go to the CPU. None: all do.
     """
     path = os.fspath(checkpoint_file)
     if not path.endswith(".safetensors"):
@@ -366,7 +454,16 @@ def get_state_dict_from_offload(
     state_dict: dict[str, Any],
     device_to_put_offload: Device = "cpu",
 ) -> dict[str, Any]:
-    """``state_dict`` with the values of an offloaded module's own tensors, on ``device_to_put_offload``."""
+    """Replace the entries of an offloaded module in a state dict by values on a device, in place, and return the
+    state dict.
+
+    Args:
+        module: The module. Only its own parameters are replaced.
+        module_name: The name of one of its tensors in the model. The part before the last dot is the name of
+            the module.
+        state_dict: Name -> tensor of any shape.
+        device_to_put_offload: The device.
+    """
     prefix = module_name.rpartition(".")[0]
     with align_module_device(module, device_to_put_offload):
         for name, tensor in module.named_parameters(recurse=False):
@@ -377,7 +474,7 @@ def get_state_dict_from_offload(
 
 
 def is_peft_model(model: Any) -> bool:
-    """Whether it is a model of the package peft."""
+    """Return whether ``model``, or the model inside of its wrappers, is one of the package peft."""
     if not is_peft_available():
         return False
     from peft import PeftModel
@@ -386,14 +483,24 @@ def is_peft_model(model: Any) -> bool:
 
 
 def get_grad_scaler(distributed_type: DistributedType | None = None, **kwargs: Any) -> torch.amp.GradScaler:
-    """A ``torch.amp.GradScaler`` for this process's device. Sharded models need no other."""
+    """Return a ``torch.amp.GradScaler`` for this process's device.
+
+    Args:
+        distributed_type: Ignored: sharded models need no other class here.
+        kwargs: Arguments of ``torch.amp.GradScaler``.
+    """
     return torch.amp.GradScaler(process.start().device.type, **kwargs)
 
 
 def get_mixed_precision_context_manager(
     native_amp: bool = False, autocast_kwargs: AutocastKwargs | None = None
 ) -> AbstractContextManager[Any]:
-    """Autocast as the latest ``Accelerator`` uses it; without ``native_amp`` nothing."""
+    """Return a context manager: autocast in the precision of the latest ``Accelerator``.
+
+    Args:
+        native_amp: False: the context manager does nothing.
+        autocast_kwargs: Options of autocast.
+    """
     from lockstep.accelerator import Accelerator
 
     latest = Accelerator.latest()

@@ -34,7 +34,14 @@ def offload_weight(
     offload_folder: Folder,
     index: MutableMapping[str, Any] | None = None,
 ) -> MutableMapping[str, Any] | None:
-    """Write one tensor, of any shape, to ``<weight_name>.dat`` as raw bytes, and add it to ``index``."""
+    """Write one tensor to ``<weight_name>.dat`` in a folder, as raw bytes, and return ``index``.
+
+    Args:
+        weight: A tensor of any shape.
+        weight_name: The name of the file.
+        offload_folder: The folder, which exists.
+        index: An entry with dtype and shape is added to it. None: none is.
+    """
     data = weight.detach().to("cpu").contiguous()
     if index is not None:
         index[weight_name] = {"dtype": str(data.dtype).removeprefix("torch."), "shape": list(data.shape)}
@@ -43,7 +50,12 @@ def offload_weight(
 
 
 def load_offloaded_weight(weight_file: Folder, weight_info: Mapping[str, Any]) -> torch.Tensor:
-    """The tensor that ``offload_weight`` wrote to this file; its bytes are mapped, and read when they are used."""
+    """Return the tensor that ``offload_weight`` wrote. It is mapped: its bytes are read when they are used.
+
+    Args:
+        weight_file: The path of the file.
+        weight_info: Its entry of the index: ``{"dtype": "float32", "shape": [4, 8]}``.
+    """
     dtype = getattr(torch, str(weight_info["dtype"]))
     region = FileRegion(os.fspath(weight_file), 0, dtype, torch.Size(weight_info["shape"]))
     return read_region(region, MappedFiles())
@@ -57,7 +69,12 @@ def read_region(region: FileRegion, files: MappedFiles) -> torch.Tensor:
 
 
 def save_offload_index(index: Mapping[str, Any] | None, offload_folder: Folder) -> None:
-    """Add these entries to the folder's ``index.json``."""
+    """Add entries to the ``index.json`` of an offload folder.
+
+    Args:
+        index: Name -> entry, from ``offload_weight``. Empty or None: nothing happens.
+        offload_folder: The folder.
+    """
     if not index:
         return
     entries = {**index_of(os.fspath(offload_folder)), **index}
@@ -65,7 +82,12 @@ def save_offload_index(index: Mapping[str, Any] | None, offload_folder: Folder) 
 
 
 class PrefixedDataset(Mapping[str, Any]):
-    """The entries of ``dataset`` whose names begin with ``prefix``, without it."""
+    """A view of a mapping: the entries whose names begin with a prefix, under their names without it.
+
+    Args:
+        dataset: Name -> value.
+        prefix: The prefix, such as ``"encoder."``.
+    """
 
     def __init__(self, dataset: Mapping[str, Any], prefix: str) -> None:
         self.dataset = dataset
@@ -82,13 +104,14 @@ class PrefixedDataset(Mapping[str, Any]):
 
 
 class OffloadedWeightsLoader(Mapping[str, Any]):
-    """Weights by name: those of ``state_dict``, then those of an offload folder, which are mapped when asked for.
+    """A mapping name -> weight, from memory and from an offload folder. Weights of the folder are mapped when
+    asked for.
 
     Args:
-        state_dict: Weights in memory.
-        save_folder: An offload folder; its index is read unless ``index`` is given.
-        index: Entries of an offload folder's index.
-        device: Where weights go; else they stay on the CPU.
+        state_dict: Name -> tensor of any shape. They come before those of the folder.
+        save_folder: An offload folder. Its index is read unless ``index`` is given.
+        index: Name -> entry of an offload folder's index.
+        device: The device to which weights of the folder go. None: the CPU.
 
     Raises:
         ValueError: neither ``state_dict`` nor ``save_folder`` nor ``index`` is given.
@@ -129,7 +152,12 @@ class OffloadedWeightsLoader(Mapping[str, Any]):
 def extract_submodules_state_dict(
     state_dict: Mapping[str, torch.Tensor], submodule_names: Iterable[str]
 ) -> dict[str, torch.Tensor]:
-    """The entries of a state dict that belong to one of these modules."""
+    """Return the entries of a state dict that belong to some modules.
+
+    Args:
+        state_dict: Name -> tensor of any shape.
+        submodule_names: Names of modules.
+    """
     names = list(submodule_names)
     return {
         key: value

@@ -92,30 +92,34 @@ TENSOR_TYPE_TO_INT = {dtype: number for number, dtype in TENSOR_INT_TO_DTYPE.ite
 
 
 def is_tensor_information(tensor_info: Any) -> bool:
+    """Return whether ``tensor_info`` is a ``TensorInformation``."""
     return isinstance(tensor_info, TensorInformation)
 
 
 def is_torch_xpu_tensor(tensor: Any) -> bool:
+    """Return whether ``tensor`` is a tensor of any shape on a GPU of Intel."""
     return is_torch_tensor(tensor) and tensor.device.type == "xpu"
 
 
 def is_namedtuple(data: Any) -> bool:
-    """Whether it is an object of a class that ``collections.namedtuple`` or ``typing.NamedTuple`` made."""
+    """Return whether ``data`` is a named tuple."""
     return isinstance(data, tuple) and hasattr(data, "_fields")
 
 
 def honor_type(obj: Any, generator: Iterator[Any]) -> Any:
-    """What the generator gives as a list or (named) tuple of the type of ``obj``."""
+    """Return the items of ``generator`` as a list, tuple or named tuple of the type of ``obj``."""
     return rebuild(obj, generator) if is_namedtuple(obj) else type(obj)(generator)
 
 
 def find_device(data: Any) -> torch.device | None:
-    """The device of the first tensor in nested data; None: there is none."""
+    """Return the device of the first tensor in nested ``data``. None: there is no tensor."""
     return next((leaf.device for leaf in leaves(data).values() if is_torch_tensor(leaf)), None)
 
 
 def ignorant_find_batch_size(data: Any) -> int | None:
-    """``find_batch_size``, or None where there is none."""
+    """Return the batch size: n of the first tensor of shape [n, ...] in nested ``data``. None: there is no such
+    tensor.
+    """
     try:
         return find_batch_size(data)
     except ValueError:
@@ -123,17 +127,19 @@ def ignorant_find_batch_size(data: Any) -> int | None:
 
 
 def get_data_structure(data: Any) -> Any:
-    """Nested data with a ``TensorInformation`` in place of each tensor."""
+    """Return nested ``data`` with a ``TensorInformation`` in place of each tensor."""
     return recursively_apply(lambda tensor: TensorInformation(tensor.shape, tensor.dtype), data)
 
 
 def get_shape(data: Any) -> Any:
-    """Nested data with the shape, as a list, in place of each tensor."""
+    """Return nested ``data`` with the shape, as a list, in place of each tensor."""
     return recursively_apply(lambda tensor: list(tensor.shape), data)
 
 
 def initialize_tensors(data_structure: Any) -> Any:
-    """Nested data with an empty tensor in place of each ``TensorInformation``."""
+    """Return nested data with an uninitialised tensor in place of each ``TensorInformation`` in
+    ``data_structure``.
+    """
     if is_tensor_information(data_structure):
         return torch.empty(data_structure.shape, dtype=data_structure.dtype)
     parts = children(data_structure)
@@ -143,7 +149,17 @@ def initialize_tensors(data_structure: Any) -> Any:
 
 
 def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
-    """Nested tensors with zeros behind, so that ``num_processes`` can have equally many rows: [n, ...] to [m, ...]."""
+    """Pad tensors with zeros at their end, so that ``num_processes`` can have equally many rows.
+
+    Args:
+        tensor: Tensors of shape [n, ...], alone or nested. They become [m, ...].
+        batch_size: n. m is the next multiple of ``num_processes``.
+        num_processes: The number of parts.
+        dim: The dimension that is padded.
+
+    Raises:
+        TypeError: ``tensor`` has something that is not a tensor.
+    """
 
     def padded(one: torch.Tensor) -> torch.Tensor:
         shape = list(one.shape)
@@ -156,9 +172,17 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
 
 
 def gather_tensor_shape(tensor: torch.Tensor | None) -> tuple[torch.Tensor, int]:
-    """Shape and type of the tensor that one rank has; the others pass None. Collective.
+    """Tell all ranks the shape and the dtype of a tensor that one rank has. Call it on every rank.
 
-    The shape is int32 of shape [dimensions, 1], the type a key of ``TENSOR_INT_TO_DTYPE``.
+    Args:
+        tensor: A tensor of any shape on one rank, and None on the others.
+
+    Returns:
+        The shape, as an int32 tensor of shape [dimensions, 1], and the key of the dtype in
+        ``TENSOR_INT_TO_DTYPE``.
+
+    Raises:
+        UsageError: not exactly one rank has a tensor.
     """
     known = _of_one_rank(tensor, "gather_tensor_shape")
     shape = torch.tensor(known.shape, dtype=torch.int32, device=process.start().device)
@@ -174,7 +198,14 @@ def _of_one_rank(tensor: torch.Tensor | None, name: str) -> TensorInformation:
 
 
 def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
-    """The tensor that one rank has, of any shape, on all ranks; the others pass None. Collective."""
+    """Return, on all ranks, the tensor that one rank has. Call it on every rank.
+
+    Args:
+        tensor: A tensor of any shape on one rank, and None on the others.
+
+    Raises:
+        UsageError: not exactly one rank has a tensor.
+    """
     found = _of_one_rank(tensor, "copy_tensor_to_devices")
     known = tensor if tensor is not None else torch.zeros(found.shape, dtype=found.dtype)
     copied: torch.Tensor = reduce(known.to(process.start().device), reduction="sum")
@@ -182,7 +213,11 @@ def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
 
 
 class ConvertOutputsToFp32:
-    """A function whose float16 and bfloat16 results become float32."""
+    """A function whose float16 and bfloat16 results become float32. It cannot be pickled.
+
+    Args:
+        model_forward: The function, such as the forward of a model under autocast.
+    """
 
     def __init__(self, model_forward: Callable[..., Any]) -> None:
         self.model_forward = model_forward
@@ -199,7 +234,7 @@ class ConvertOutputsToFp32:
 
 
 def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
-    """``ConvertOutputsToFp32`` as a plain function."""
+    """Return a plain function like ``model_forward``, whose float16 and bfloat16 results become float32."""
     converted = ConvertOutputsToFp32(model_forward)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -210,10 +245,13 @@ def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., 
 
 
 def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, for which all ranks must pass tensors of one shape. Ours compare without it.
+    """Decorate a collective function so that it first compares the shapes of its tensors between the ranks.
 
-    Raises:
-        DistributedOperationException: on every rank, with the shapes.
+    ``gather`` and the other functions here compare without it.
+
+    Args:
+        function: A function whose first argument, ``tensor``, is nested tensors. If shapes differ, calls of the
+            decorated function raise ``DistributedOperationException`` on every rank.
     """
 
     @functools.wraps(function)
@@ -231,7 +269,11 @@ def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def chained_operation(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, whose ``DistributedOperationException`` says that it was raised in it."""
+    """Decorate a function so that a ``DistributedOperationException`` that it raises begins with its name.
+
+    Args:
+        function: The function.
+    """
 
     @functools.wraps(function)
     def named(*args: Any, **kwargs: Any) -> Any:
@@ -247,18 +289,20 @@ def chained_operation(function: Callable[..., Any]) -> Callable[..., Any]:
 def GatheredParameters(
     params: Any, modifier_rank: int | None = None, fwd_module: nn.Module | None = None, enabled: bool = True
 ) -> Iterator[None]:
-    """Inside, these parameters are whole: they themselves, not copies of them. Collective.
+    """Inside of the block, sharded parameters are whole on every rank. Enter it on every rank.
+
+    The parameters themselves are whole, not copies. Models must not be called inside.
 
     Args:
-        params: Parameters of prepared models, one or many; those that are not sharded are whole always.
-        modifier_rank: The rank whose changes hold on all ranks afterwards; None: nobody changes them.
+        params: Parameters of prepared models, of any shape: one or many. Those that are not sharded are always
+            whole.
+        modifier_rank: The rank whose changes all ranks get afterwards. Changes by other ranks are lost, and so
+            are all changes if an exception is raised inside. None: no rank changes them.
         fwd_module: Ignored.
-        enabled: Otherwise it does nothing.
-
-    Models must not be called inside. What ranks other than ``modifier_rank`` change is lost, as in an exception all is.
+        enabled: False: nothing happens.
 
     Raises:
-        UsageError: with ``modifier_rank=None`` this rank has changed one of them.
+        UsageError: ``modifier_rank`` is None, and this rank has changed a parameter.
 
     Examples:
         ```python

@@ -18,7 +18,7 @@ __all__ = ["apply_fp8_autowrap", "contextual_fp8_autocast", "convert_model", "ha
 
 
 def has_transformer_engine_layers(model: nn.Module) -> bool:
-    """Whether a layer is one of NVIDIA's TransformerEngine."""
+    """Return whether ``model`` has layers of NVIDIA's TransformerEngine."""
     return any(type(module).__module__.startswith("transformer_engine") for module in model.modules())
 
 
@@ -29,9 +29,15 @@ def convert_model(
     _convert_linear: bool = True,
     _convert_ln: bool = True,
 ) -> None:
-    """Replace linear layers and layer normalisations by TransformerEngine's, or back by torch's; values stay.
+    """Replace linear layers and layer normalisations by those of NVIDIA's TransformerEngine, in place. Values
+    stay.
 
-    Linear layers with a size that is not divisible by 16 stay as they are.
+    Args:
+        model: The model. Linear layers with a size that is not divisible by 16 stay as they are.
+        to_transformer_engine: False: replace TransformerEngine's layers by torch's.
+
+    Raises:
+        ImportError: transformer_engine is not installed.
     """
     for module in list(model.modules()):
         for name, child in module.named_children():
@@ -76,7 +82,16 @@ def _converted(module: nn.Module, there: bool, linear: bool, norm: bool) -> nn.M
 def contextual_fp8_autocast(
     model_forward: Callable[..., Any], fp8_recipe: Any, use_during_eval: bool = False
 ) -> Callable[..., Any]:
-    """A forward, as a function of the module first, that computes in 8 bits: in training, or always."""
+    """Return a forward that computes in 8 bits by TransformerEngine. Its first argument is the module.
+
+    Args:
+        model_forward: The forward.
+        fp8_recipe: A recipe of TransformerEngine.
+        use_during_eval: Compute in 8 bits in evaluation too, and not only in training.
+
+    Raises:
+        ImportError: transformer_engine is not installed.
+    """
     from transformer_engine.pytorch import fp8_autocast
 
     @functools.wraps(model_forward)
@@ -89,10 +104,15 @@ def contextual_fp8_autocast(
 
 @transformer_engine_required
 def apply_fp8_autowrap(model: nn.Module, fp8_recipe_handler: Any) -> nn.Module:
-    """Let a model's forward compute in 8 bits, as a ``TERecipeKwargs`` says. In place.
+    """Let the forward of a model compute in 8 bits by TransformerEngine, in place, and return the model.
+
+    Args:
+        model: The model, after ``convert_model``.
+        fp8_recipe_handler: A ``TERecipeKwargs``. None: TransformerEngine's defaults.
 
     Raises:
-        ValueError: block scaling that this GPU has not, or with options that it does not take.
+        ImportError: transformer_engine is not installed.
+        ValueError: this GPU cannot scale blocks (MXFP8), or the recipe has options that do not go with it.
     """
     import transformer_engine.common.recipe as recipes
     from transformer_engine.pytorch.fp8 import check_mxfp8_support

@@ -41,19 +41,30 @@ def infer_auto_device_map(
     offload_buffers: bool = False,
     fallback_allocation: bool = False,
 ) -> dict[str, DeviceName]:
-    """A device (index of an accelerator, ``"mps"``, ``"cpu"`` or ``"disk"``) for every part of the model by name.
+    """Choose a device for each part of a model: accelerators first, then the CPU, then the disk.
+
+    Parts are taken in the order of the model. A part that does not fit is divided into its children, or else
+    the next device is filled. Room is kept for the largest layer that will be brought in for computing.
 
     Args:
-        model: Its tensors may be on the meta device.
-        max_memory: Bytes by device, as in ``get_max_memory``.
-        no_split_module_classes: Names of classes that stay whole.
-        dtype: What floating-point tensors become when loaded.
-        special_dtypes: The same for single tensors by name.
+        model: The model. Its tensors may be on the meta device.
+        max_memory: Device -> bytes, as in ``get_max_memory``. The disk need not be named.
+        no_split_module_classes: Names of classes of modules that stay whole, such as blocks with a residual
+            connection.
+        dtype: The dtype that floating-point tensors get when they are loaded.
+        special_dtypes: Name of a tensor -> the dtype that it gets.
         verbose: Log each decision.
-        clean_result: Name a module whose parts all go to one device instead of its parts.
-        offload_buffers: Whether buffers stay with the weights that are offloaded; else a warning tells when the
-            accelerators may be too small for them.
-        fallback_allocation: Where the next part is too large for an empty device, look for a later one that is not.
+        clean_result: Join the entries of a module whose parts all go to one device into one entry.
+        offload_buffers: Whether buffers are offloaded with the weights beside them. Otherwise a warning tells
+            if the accelerators may be too small for them.
+        fallback_allocation: If the next part is too large for an empty device, place a later one there that
+            fits.
+
+    Returns:
+        Name of a module or tensor -> index of an accelerator, ``"mps"``, ``"cpu"`` or ``"disk"``.
+
+    Raises:
+        ConfigError: a device, a size or a dtype is unknown.
 
     Examples:
         ```python

@@ -44,10 +44,18 @@ def compute_module_sizes(
     special_dtypes: Mapping[str, torch.dtype | str] | None = None,
     buffers_only: bool = False,
 ) -> dict[str, int]:
-    """Bytes of every module, parameter and buffer by name; ``""`` is the model.
+    """Return the bytes of each module, parameter and buffer: name -> bytes. The name ``""`` is the model.
 
-    A tensor with several names counts under the first. ``dtype``: what floating-point tensors become when they are
-    loaded, where that is smaller than what they are; ``special_dtypes``: the same for single names, always.
+    Args:
+        model: The model. Its tensors may be on the meta device. A tensor with several names counts under the
+            first one.
+        dtype: The dtype that floating-point tensors get when they are loaded. A tensor of a smaller dtype keeps
+            that.
+        special_dtypes: Name of a tensor -> the dtype that it gets, whatever its own is.
+        buffers_only: Count buffers and no parameters.
+
+    Raises:
+        ConfigError: a dtype is unknown.
 
     Examples:
         ```python
@@ -89,7 +97,15 @@ def compute_module_total_buffer_size(
     dtype: torch.dtype | str | None = None,
     special_dtypes: Mapping[str, torch.dtype | str] | None = None,
 ) -> int:
-    """Bytes of all buffers of the model.
+    """Return the bytes of all buffers of a model.
+
+    Args:
+        model: The model. Its tensors may be on the meta device.
+        dtype: As in ``compute_module_sizes``.
+        special_dtypes: As in ``compute_module_sizes``.
+
+    Raises:
+        ConfigError: a dtype is unknown.
 
     Examples:
         ```python
@@ -106,9 +122,15 @@ def compute_module_total_buffer_size(
 def get_max_layer_size(
     modules: Iterable[NamedModelPart], module_sizes: Mapping[str, int], no_split_module_classes: Iterable[str]
 ) -> tuple[int, list[str]]:
-    """The size of the largest layers among ``modules`` and inside of them, and their names.
+    """Return the bytes of the largest layer, and the names of all layers of that size.
 
-    A layer is what is never divided: a module without children or of one of the classes, or a single tensor.
+    A layer is never divided. It is a module without children, a module of a class that stays whole, or a single
+    tensor.
+
+    Args:
+        modules: Pairs (name, module or tensor) that are searched, such as ``model.named_children()``.
+        module_sizes: Name -> bytes, from ``compute_module_sizes``.
+        no_split_module_classes: Names of classes of modules that stay whole.
 
     Examples:
         ```python
@@ -156,13 +178,18 @@ def accelerator_count() -> int:
 
 
 def get_max_memory(max_memory: MaxMemory | None = None) -> dict[DeviceName, int]:
-    """Bytes by device, accelerators first, then ``"mps"``, ``"cpu"``, ``"disk"``.
+    """Return the memory that weights may take on each device, in bytes.
 
-    None: what is free now on every accelerator, and available to the CPU. Else the given sizes as numbers; a trailing
-    ``b`` means bytes as ``B`` does.
+    Args:
+        max_memory: Device -> bytes, or a text such as ``"10GiB"`` or ``"500MB"``. A device is the index of an
+            accelerator, ``"mps"``, ``"cpu"`` or ``"disk"``. None: the memory that is free now on each
+            accelerator, and available on the CPU.
+
+    Returns:
+        Device -> bytes: accelerators first, then ``"mps"``, ``"cpu"``, ``"disk"``.
 
     Raises:
-        ConfigError: a device is no index, ``"mps"``, ``"cpu"`` or ``"disk"``, or a size is none.
+        ConfigError: a device is unknown, or a size cannot be read.
 
     Examples:
         ```python
@@ -212,18 +239,25 @@ def get_balanced_memory(
     special_dtypes: Mapping[str, torch.dtype | str] | None = None,
     low_zero: bool = False,
 ) -> dict[DeviceName, int]:
-    """``max_memory`` lowered such that ``infer_auto_device_map`` uses all accelerators about equally.
+    """Lower the limits of memory so that ``infer_auto_device_map`` uses all accelerators about equally.
 
-    The last accelerator keeps all its memory, for what the others could not take. With one accelerator and no
-    ``max_memory`` a tenth of its free memory is left to activations.
+    The last accelerator keeps all its memory, for the parts for which the others have no room. With one
+    accelerator and no ``max_memory``, a tenth of its free memory is left to activations.
 
     Args:
-        model: Its tensors may be on the meta device.
-        max_memory: As in ``get_max_memory``.
-        no_split_module_classes: Names of classes that stay whole.
-        dtype: What floating-point tensors become when loaded.
-        special_dtypes: The same for single tensors.
-        low_zero: Leave as little as possible on accelerator 0.
+        model: The model. Its tensors may be on the meta device.
+        max_memory: Device -> bytes, as in ``get_max_memory``.
+        no_split_module_classes: Names of classes of modules that stay whole.
+        dtype: The dtype that floating-point tensors get when they are loaded.
+        special_dtypes: Name of a tensor -> the dtype that it gets.
+        low_zero: Leave as little as possible on accelerator 0, which then has room for generating text, for
+            instance.
+
+    Returns:
+        Device -> bytes, as from ``get_max_memory``.
+
+    Raises:
+        ConfigError: a device, a size or a dtype is unknown.
 
     Examples:
         ```python

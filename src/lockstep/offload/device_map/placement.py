@@ -16,7 +16,8 @@ from lockstep.torch_internals import modules as torch_modules
 
 
 def find_tied_parameters(model: nn.Module) -> list[list[str]]:
-    """The names of each parameter that has more than one, sorted; groups in the order of the model.
+    """Return the names of each parameter of ``model`` that has several names: one sorted list for each such
+    parameter.
 
     Examples:
         ```python
@@ -138,10 +139,15 @@ class TensorPlacement:
 
 
 def check_device_map(model: nn.Module, device_map: Mapping[str, object]) -> None:
-    """Check that a device map gives one device to every parameter and persistent buffer.
+    """Check that a device map gives one device to every parameter and every persistent buffer of a model.
+
+    Args:
+        model: The model.
+        device_map: Name of a module or tensor -> index of an accelerator, a device, ``"cpu"`` or ``"disk"``.
 
     Raises:
-        ConfigError: a name is not in the model, a tensor gets no device or several, or a device is not here.
+        ConfigError: the model does not have a name, a tensor has no device or several, or this machine does not
+            have a device.
 
     Examples:
         ```python

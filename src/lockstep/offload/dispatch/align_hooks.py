@@ -26,18 +26,21 @@ TiedMap = dict[int, dict[torch.device, torch.Tensor]]
 
 
 class AlignDevicesHook(ModelHook):
-    """Has a module's inputs and weights on one device when it runs.
+    """A hook that has a module's inputs and weights on one device when the module runs.
+
+    ``dispatch_model`` does not need it, because it streams weights in blocks.
 
     Args:
-        execution_device: Where it runs; None: inputs and weights stay where they are.
-        offload: Its weights are there during the forward only. At rest they are in ``weights_map``, and the module
-            has tensors on the meta device.
-        io_same_device: Outputs go to the device of the first tensor among the inputs.
-        weights_map: Name of a tensor -> its value; else the values that the module has, on the CPU.
+        execution_device: The device. None: inputs and weights stay where they are.
+        offload: Bring weights to the device for the forward only. Between forwards, the module has tensors on
+            the meta device, and ``weights_map`` has the values.
+        io_same_device: Bring outputs to the device of the first tensor among the inputs.
+        weights_map: Name of a tensor -> its value, of the same shape. None: the values that the module has, on
+            the CPU.
         offload_buffers: Offload buffers as well as parameters.
-        place_submodules: All of this holds for the modules below it too.
-        skip_keys: Names of keyword arguments, and of entries of outputs, that stay on their device.
-        tied_params_map: Address of a weight -> device -> its copy there, which tied weights share.
+        place_submodules: Do all of this for the modules below it, too.
+        skip_keys: Names of keyword arguments and of entries of outputs that stay on their device.
+        tied_params_map: Address of a weight of any shape -> device -> its copy there, which tied weights share.
 
     Examples:
         ```python
@@ -157,7 +160,14 @@ def attach_execution_device_hook(
     preload_module_classes: Iterable[str] | None = None,
     tied_params_map: TiedMap | None = None,
 ) -> None:
-    """Give every module with tensors, and without a hook, one that has its inputs and weights on a device.
+    """Give each module that has tensors, but no hook yet, a hook that brings its inputs and weights to a device.
+
+    Args:
+        module: The model, which is changed in place.
+        execution_device: The device. None: inputs and weights stay where they are.
+        skip_keys: Names of keyword arguments and of entries of outputs that stay on their device.
+        preload_module_classes: Names of classes of modules below which no hooks are added.
+        tied_params_map: As in ``AlignDevicesHook``; weights have any shape.
 
     Examples:
         ```python
@@ -186,10 +196,18 @@ def attach_align_device_hook(
     preload_module_classes: Iterable[str] | None = None,
     tied_params_map: TiedMap | None = None,
 ) -> None:
-    """Give every module that has tensors of its own an ``AlignDevicesHook``, with these arguments.
+    """Give each module that has tensors of its own an ``AlignDevicesHook``.
 
-    ``weights_map`` has the names that tensors have in the whole model, in which this module is ``module_name``.
-    Modules of ``preload_module_classes`` get one hook for all that is below them.
+    Args:
+        module: The model or a part of it, which is changed in place.
+        execution_device: As in ``AlignDevicesHook``.
+        offload: As in ``AlignDevicesHook``.
+        weights_map: Name of a tensor in the whole model -> its value, of the same shape.
+        offload_buffers: As in ``AlignDevicesHook``.
+        module_name: The name of ``module`` in the whole model.
+        skip_keys: As in ``AlignDevicesHook``.
+        preload_module_classes: Names of classes of modules that get one hook for all tensors below them.
+        tied_params_map: As in ``AlignDevicesHook``; weights have any shape.
 
     Examples:
         ```python
@@ -234,7 +252,18 @@ def attach_align_device_hook_on_blocks(
     preload_module_classes: Iterable[str] | None = None,
     tied_params_map: TiedMap | None = None,
 ) -> None:
-    """``attach_align_device_hook`` with a device, and whether to offload, for each block by its name.
+    """Give blocks of a model hooks that bring their inputs and weights to the devices of these blocks.
+
+    Args:
+        module: The model, which is changed in place.
+        execution_device: Name of a block -> device, or one device for all blocks.
+        offload: Name of a block -> whether its weights are offloaded, or one value for all blocks.
+        weights_map: Name of a tensor in the whole model -> its value, of the same shape.
+        offload_buffers: As in ``AlignDevicesHook``.
+        module_name: The name of ``module`` in the whole model.
+        skip_keys: As in ``AlignDevicesHook``.
+        preload_module_classes: Names of classes of modules that get one hook for all tensors below them.
+        tied_params_map: As in ``AlignDevicesHook``; weights have any shape.
 
     Examples:
         ```python

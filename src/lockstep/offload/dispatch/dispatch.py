@@ -73,31 +73,42 @@ def dispatch_model(
     no_split_module_classes: str | Iterable[str] | None = None,
     memory_budget: int | str | None = None,
 ) -> nn.Module:
-    """Place a model's weights as a device map says, and have them where they are used when it runs.
+    """Place a model's weights as a device map tells, and bring them to where they are used when the model runs.
 
-    Weights of the disk, and on accelerators those of the CPU, are streamed: read ahead of their use, block by block,
-    within a budget. On the disk are tensors that are mapped from a checkpoint's file (``load_checkpoint_in_model``)
-    or else from a file in ``offload_dir``. The map is kept as ``model.hf_device_map``.
+    Weights on the disk, and with an accelerator also those on the CPU, are streamed: they are read ahead of
+    their use, block by block, within a budget. The device map is kept as ``model.hf_device_map``.
 
     Args:
-        model: Changed in place. After an error it is as it was.
-        device_map: Module or tensor -> index of an accelerator, ``"cpu"``, ``"disk"`` or a device; or ``"auto"``,
-            ``"balanced"``, ``"balanced_low_0"``, ``"sequential"``.
-        main_device: Where streamed weights are used; else the first accelerator of the map, else the CPU.
-        state_dict: Values of some tensors, in place of the model's and of their shapes.
-        offload_dir: Folder for tensors of the disk that no file has yet, or that has them.
-        offload_index: Name -> ``safetensors_file``, ``weight_name`` of tensors on the disk; else the folder's index.
+        model: The model, which is changed in place. After an error it is as it was before.
+        device_map: Name of a module or tensor -> index of an accelerator, a device, ``"cpu"`` or ``"disk"``. Or
+            ``"auto"`` or ``"balanced"`` (use all accelerators about equally), ``"balanced_low_0"`` (leave room
+            on accelerator 0), or ``"sequential"`` (fill one after the other).
+        main_device: The device on which streamed weights are used. None: the first accelerator of the map, or
+            the CPU.
+        state_dict: Name -> tensor of the shape of the model's: values that replace those of the model.
+        offload_dir: The folder to which tensors for the disk are written. Tensors that are mapped from a
+            checkpoint (``load_checkpoint_in_model``) stay in its file. Tensors without values are read from the
+            folder.
+        offload_index: Name -> entry with ``safetensors_file`` and ``weight_name``: files that have tensors for
+            the disk. None: the index of ``offload_dir``.
         offload_buffers: Whether buffers are offloaded with the parameters beside them.
-        skip_keys: Names of arguments and outputs that stay on their device; else what a transformers model asks for.
-        preload_module_classes: Names of classes whose weights are needed as soon as the module is called.
-        force_hooks: Move inputs and outputs between devices even if all is on one.
-        max_memory: Bytes by device, for a map by name; that of the main device is the budget.
-        no_split_module_classes: Names of classes that stay whole, and are streamed so.
-        memory_budget: Most bytes of weights in the main device's memory at once.
+        skip_keys: Names of arguments and of entries of outputs that stay on their device. None: those that a
+            transformers model asks for.
+        preload_module_classes: Names of classes of modules whose weights are all needed when the module is
+            called.
+        force_hooks: Move inputs and outputs between devices even if the whole model is on one device.
+        max_memory: Device -> bytes, as in ``get_max_memory``, for a device map by name. The bytes of the main
+            device are the budget.
+        no_split_module_classes: Names of classes of modules that stay whole, and are streamed as a whole.
+        memory_budget: The most bytes of weights in the main device's memory at once, or a text such as
+            ``"2GiB"``.
+
+    Returns:
+        ``model``.
 
     Raises:
-        ConfigError: the map or another argument is wrong.
-        OffloadError: the budget is too small, or the folder is full or holds other weights.
+        ConfigError: the device map or another argument is wrong.
+        OffloadError: the budget is too small, the folder is full, or it has other weights.
         UsageError: the model is dispatched already, or has tensors without values.
 
     Examples:
@@ -154,12 +165,41 @@ def load_checkpoint_and_dispatch(
     *,
     memory_budget: int | str | None = None,
 ) -> nn.Module:
-    """``load_checkpoint_in_model`` and ``dispatch_model`` in one, with the device map of a strategy if it is a name.
+    """Load a checkpoint into a model and dispatch it: ``load_checkpoint_in_model`` and ``dispatch_model`` in one
+    call.
 
-    A model that was dispatched before is dispatched anew. After an error its tensors are as they were.
+    A model that was dispatched before is dispatched again.
+
+    Args:
+        model: The model, usually made under ``init_empty_weights``. It is changed in place. After an error its
+            tensors are as they were before.
+        checkpoint: A ``.safetensors`` or ``.bin`` file, the index of shards, or a folder with either.
+        device_map: As in ``dispatch_model``. None: weights go to the CPU, and are not streamed without
+            ``memory_budget``.
+        max_memory: As in ``dispatch_model``.
+        no_split_module_classes: As in ``dispatch_model``.
+        offload_folder: The folder to which tensors for the disk are written that cannot be mapped from the
+            checkpoint.
+        offload_buffers: As in ``dispatch_model``.
+        dtype: The dtype that floating-point tensors get. None: that of the model.
+        offload_state_dict: Accepted, without effect: tensors are read one at a time.
+        skip_keys: As in ``dispatch_model``.
+        preload_module_classes: As in ``dispatch_model``.
+        force_hooks: As in ``dispatch_model``.
+        strict: Whether checkpoint and model must have the same tensors.
+        full_state_dict: False is refused: each process maps the files itself.
+        broadcast_from_rank0: True is refused, for the same reason.
+        memory_budget: As in ``dispatch_model``.
+
+    Returns:
+        ``model``.
 
     Raises:
-        CheckpointError, ConfigError, OffloadError, UsageError: as these two do.
+        CheckpointError: the checkpoint is missing or damaged, does not fit the model, or lacks a tensor that has no
+            values in the model either.
+        ConfigError: the device map or another argument is wrong.
+        OffloadError: the budget is too small, the folder is full, or it has other weights.
+        UsageError: a module of the model is lazy, so that its shapes are not known yet.
 
     Examples:
         ```python
@@ -222,10 +262,23 @@ def cpu_offload(
     *,
     memory_budget: int | str | None = None,
 ) -> nn.Module:
-    """Keep all parameters in the CPU's memory, and stream them to ``execution_device`` when the model runs.
+    """Keep all parameters of a model in the CPU's memory, and stream them to a device when the model runs.
 
-    ``execution_device`` is else that of the first parameter. Tensors of ``state_dict`` have the shapes of the model's.
-    Other arguments, and errors, as in ``dispatch_model``.
+    Args:
+        model: The model, which is changed in place.
+        execution_device: The device on which the model runs. None: that of its first parameter.
+        offload_buffers: As in ``dispatch_model``.
+        state_dict: Name -> tensor of the shape of the model's: values that replace those of the model.
+        preload_module_classes: As in ``dispatch_model``.
+        memory_budget: As in ``dispatch_model``.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        ConfigError: an argument is wrong.
+        OffloadError: the budget is too small.
+        UsageError: the model is dispatched already, or has tensors without values.
 
     Examples:
         ```python
@@ -259,10 +312,24 @@ def disk_offload(
     *,
     memory_budget: int | str | None = None,
 ) -> nn.Module:
-    """Keep all parameters in files, and stream them to ``execution_device`` when the model runs.
+    """Keep all parameters of a model in files, and stream them to a device when the model runs.
 
-    Parameters that are mapped from a file already stay there; others are written to ``offload_dir``, or taken from
-    there if the model has no values. Other arguments, and errors, as in ``dispatch_model``.
+    Args:
+        model: The model, which is changed in place.
+        offload_dir: The folder to which parameters are written. Parameters that are mapped from a file already
+            stay there. Parameters without values are read from the folder.
+        execution_device: The device on which the model runs. None: that of its first parameter.
+        offload_buffers: As in ``dispatch_model``.
+        preload_module_classes: As in ``dispatch_model``.
+        memory_budget: As in ``dispatch_model``.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        ConfigError: an argument is wrong.
+        OffloadError: the budget is too small, the folder is full, or it has other weights.
+        UsageError: the model is dispatched already, or has tensors without values.
 
     Examples:
         ```python
@@ -288,7 +355,9 @@ def disk_offload(
 
 
 def remove_hook_from_submodules(module: nn.Module) -> None:
-    """Stop streaming, remove all hooks, and leave a plain model. Weights stay in the place where they are kept.
+    """Undo ``dispatch_model`` and remove all hooks from ``module`` and the modules below it.
+
+    It is a plain model then. Its weights stay where they are kept, also those that are mapped from files.
 
     Examples:
         ```python

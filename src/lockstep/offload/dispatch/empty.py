@@ -17,10 +17,14 @@ from lockstep.offload.device_map.placement import like
 
 @contextmanager
 def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
-    """Modules that are made inside have parameters of shape and dtype, but without values (on the meta device).
+    """Inside of the block, new modules have parameters with a shape and a dtype, but without values and memory.
 
-    ``include_buffers``: buffers too. They are small, and those that no checkpoint has (rotary frequencies, masks) keep
-    their values only without this.
+    Their parameters are on the meta device. Fill them with ``load_checkpoint_and_dispatch``, or let ``prepare``
+    fill them.
+
+    Args:
+        include_buffers: Make buffers without values too. Some buffers are in no checkpoint, such as rotary
+            frequencies and masks. They keep their values only without this.
 
     Examples:
         ```python
@@ -38,9 +42,13 @@ def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
 
 @contextmanager
 def init_on_device(device: torch.device | str | int, include_buffers: bool | None = None) -> Iterator[None]:
-    """Modules that are made inside have their parameters on ``device``; with ``include_buffers`` buffers as well.
+    """Inside of the block, new modules have their parameters on a device.
 
-    A parameter that a module gets from another one that is there already stays shared.
+    A parameter that a module shares with an older one stays shared.
+
+    Args:
+        device: The device, such as ``"cuda"`` or ``"meta"``.
+        include_buffers: Put buffers on the device, too.
 
     Examples:
         ```python

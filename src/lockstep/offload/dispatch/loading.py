@@ -142,29 +142,33 @@ def load_checkpoint_in_model(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> None:
-    """Load a checkpoint into a model, each tensor where the device map says; call ``dispatch_model`` then.
+    """Load a checkpoint into a model, each tensor to the device that a device map tells.
 
-    Tensors for the CPU and the disk are mapped from safetensors files: they take memory only where they are used, and
-    may be written to, which the file does not see. Others are read one at a time. Everything is checked before
-    the model changes.
+    Tensors for the CPU and the disk are mapped from safetensors files. They take memory only when they are
+    used. Changes of their values do not reach the file. Other tensors are read one at a time. Everything is
+    checked before the model is changed. Call ``dispatch_model`` afterwards if the map has several devices.
 
     Args:
-        model: Its tensors may be on the meta device.
+        model: The model. Its tensors may be on the meta device.
         checkpoint: A ``.safetensors`` or ``.bin`` file, the index of shards, or a folder with either.
-        device_map: Module or tensor -> device. None: parameters stay on their devices, and those without values
-            come to the CPU.
-        offload_folder: Where tensors for the disk are written that cannot be used as they are in the checkpoint,
-            because their dtype differs or it is no safetensors file.
-        dtype: What floating-point tensors become. None: what they are in the model.
-        offload_state_dict: Accepted; tensors are never held together.
-        offload_buffers: Whether buffers of modules on the disk stay there.
-        keep_in_fp32_modules: Parts of names of tensors that stay float32 where ``dtype`` is float16.
+        device_map: Name of a module or tensor -> device. None: parameters stay on their devices, and those
+            without values come to the CPU.
+        offload_folder: The folder to which tensors for the disk are written that cannot be mapped from the
+            checkpoint, because their dtype differs or because they are not in a safetensors file.
+        dtype: The dtype that floating-point tensors get. None: that of the model.
+        offload_state_dict: Accepted, without effect: tensors are read one at a time.
+        offload_buffers: Whether buffers of modules on the disk stay there, too.
+        keep_in_fp32_modules: Parts of names of tensors that become float32 if ``dtype`` is float16.
+        offload_8bit_bnb: True is refused: bitsandbytes is not supported here.
         strict: Whether checkpoint and model must have the same tensors.
+        full_state_dict: False is refused: each process maps the files itself.
+        broadcast_from_rank0: True is refused, for the same reason.
 
     Raises:
-        CheckpointError: the checkpoint is missing, damaged, or does not fit.
+        CheckpointError: the checkpoint is missing or damaged, does not fit the model, or lacks a tensor that has no
+            values in the model either.
         ConfigError: the device map or another argument is wrong.
-        OffloadError: ``offload_folder`` is full or holds other weights.
+        OffloadError: ``offload_folder`` is full or has other weights.
 
     Examples:
         ```python

@@ -37,7 +37,10 @@ UPCAST_LAYERS = (
 
 
 class ModelHook:
-    """What is done around a module's forward. ``no_grad``: the forward runs without gradients.
+    """The base class of hooks around a module's forward. Override the methods that you need.
+
+    ``add_hook_to_module`` adds a hook. With the class attribute ``no_grad = True``, the forward runs without
+    gradients.
 
     Examples:
         ```python
@@ -61,7 +64,7 @@ class ModelHook:
     no_grad = False
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Called when the hook is added; returns the module.
+        """Return ``module``, changed as the hook needs it. It is called when the hook is added.
 
         Examples:
             ```python
@@ -78,7 +81,15 @@ class ModelHook:
         return module
 
     def pre_forward(self, module: nn.Module, *args: object, **kwargs: object) -> CallArguments:
-        """Called before the forward; returns its arguments.
+        """Return the arguments of the forward. It is called before each forward.
+
+        Args:
+            module: The module.
+            args: Positional arguments of the call.
+            kwargs: Keyword arguments of the call.
+
+        Returns:
+            A tuple of positional arguments and a mapping of keyword arguments.
 
         Examples:
             ```python
@@ -96,7 +107,7 @@ class ModelHook:
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: object) -> object:
-        """Called after the forward; returns its output.
+        """Return the output of the forward. It is called after each forward of ``module``, with its ``output``.
 
         Examples:
             ```python
@@ -114,7 +125,7 @@ class ModelHook:
         return output
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """Called when the hook is removed; returns the module.
+        """Return ``module`` as it was without the hook. It is called when the hook is removed.
 
         Examples:
             ```python
@@ -133,7 +144,7 @@ class ModelHook:
 
 
 class SequentialHook(ModelHook):
-    """Several hooks, each step in their order.
+    """Several hooks as one. Each method of ``hooks`` is called in their order.
 
     Examples:
         ```python
@@ -174,7 +185,13 @@ class SequentialHook(ModelHook):
 
 
 def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
-    """Surround the module's forward with a hook, in place; with ``append`` after the one that is there, else instead.
+    """Let a hook surround the forward of a module, in place, and return the module.
+
+    Args:
+        module: The module.
+        hook: The hook.
+        append: Keep the hook that the module has, and call the new one after it. Otherwise the new one replaces
+            it.
 
     Examples:
         ```python
@@ -216,9 +233,11 @@ def _hooked_forward(module: Any, *args: object, **kwargs: object) -> object:
 
 
 def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
-    """Give the module the forward back that it had, and with ``recurse`` all modules below it.
+    """Remove the hook of a module, so that it has its own forward again, and return the module.
 
-    A model that a device map dispatched is streamed no more.
+    Args:
+        module: The module. If it was dispatched, its weights are no longer streamed.
+        recurse: Remove the hooks of all modules below it, too.
 
     Examples:
         ```python
@@ -260,9 +279,14 @@ def as_device(device: Device) -> torch.device:
 
 
 class CpuOffload(ModelHook):
-    """A module rests on the CPU, goes to ``execution_device`` when it is called, and stays there.
+    """A hook that keeps a module on the CPU until it is called. Then the module goes to a device, and stays there.
 
-    ``prev_module_hook``: of the module that is called before it, and leaves the device then.
+    ``cpu_offload_with_hook`` adds one.
+
+    Args:
+        execution_device: The device. None: the first accelerator, or the CPU.
+        prev_module_hook: The hook of a module that is used before this one. When this module is called, that
+            one goes back to the CPU.
 
     Examples:
         ```python
@@ -301,7 +325,11 @@ def default_device() -> torch.device:
 
 
 class UserCpuOffloadHook:
-    """Lets a model leave the device that it came to when it was called.
+    """Brings a model back to the CPU. ``cpu_offload_with_hook`` returns it.
+
+    Args:
+        model: The model.
+        hook: The hook that the model has.
 
     Examples:
         ```python
@@ -325,7 +353,7 @@ class UserCpuOffloadHook:
         clear_device_cache()
 
     def remove(self) -> None:
-        """Leave the model where it is from now on."""
+        """Remove the hook. The model stays where it is now."""
         remove_hook_from_module(self.model)
 
 
@@ -334,16 +362,19 @@ def cpu_offload_with_hook(
     execution_device: torch.device | str | int | None = None,
     prev_module_hook: UserCpuOffloadHook | None = None,
 ) -> tuple[nn.Module, UserCpuOffloadHook]:
-    """Bring a model to the CPU now, and as a whole to ``execution_device`` when it is called, where it stays.
+    """Bring a model to the CPU. When it is called, it goes to a device as a whole, and stays there.
+
+    With several models that are used one after the other, only one is on the device at a time.
 
     Args:
-        model: Changed in place.
-        execution_device: Else the accelerator of this process, or the CPU.
-        prev_module_hook: What this function returned for the model that is used before: it leaves the device
-            when this one is called.
+        model: The model, which is changed in place.
+        execution_device: The device. None: the first accelerator, or the CPU.
+        prev_module_hook: The hook that this function returned for the model that is used before. That model
+            goes back to the CPU when this one is called.
 
     Returns:
-        The model, and a hook with ``offload()`` (to the CPU) and ``remove()``.
+        The model, and a hook whose ``offload()`` brings the model to the CPU and whose ``remove()`` removes the
+        hook.
 
     Examples:
         ```python
@@ -363,7 +394,12 @@ def cpu_offload_with_hook(
 
 
 class LayerwiseCastingHook(ModelHook):
-    """A module's weights rest in ``storage_dtype`` and have ``compute_dtype`` during its forward.
+    """A hook that stores the weights of a module in one dtype, and casts them to another one for each forward.
+
+    Args:
+        storage_dtype: The dtype in which weights are stored, such as ``torch.float8_e4m3fn``.
+        compute_dtype: The dtype that they have during the forward.
+        non_blocking: Cast asynchronously.
 
     Examples:
         ```python
@@ -401,9 +437,17 @@ def attach_layerwise_casting_hooks(
     skip_modules_classes: tuple[type[nn.Module], ...] | None = None,
     non_blocking: bool = False,
 ) -> None:
-    """Store the weights of linear and convolution layers in another type than they compute in; for inference.
+    """Store the weights of linear and convolution layers in one dtype, and compute in another one. Use it for
+    inference.
 
-    Modules whose names match a pattern (a regular expression), or of a class to skip, stay with all below them.
+    Args:
+        module: The model, which is changed in place.
+        storage_dtype: The dtype in which weights are stored, such as ``torch.float8_e4m3fn``.
+        compute_dtype: The dtype that they have during the forward.
+        skip_modules_pattern: Regular expressions. Modules whose name has a match stay as they are, with all
+            below them.
+        skip_modules_classes: Classes of modules that stay as they are, with all below them.
+        non_blocking: Cast asynchronously.
 
     Examples:
         ```python

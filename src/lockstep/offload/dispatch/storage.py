@@ -152,10 +152,14 @@ def _written(
 
 
 def offload_state_dict(save_dir: Path, state_dict: Mapping[str, torch.Tensor]) -> None:
-    """Write tensors, of any shape, to an offload folder, from which ``dispatch_model`` and ``disk_offload`` take them.
+    """Write tensors to an offload folder. ``dispatch_model`` and ``disk_offload`` read them from there.
+
+    Args:
+        save_dir: The folder. It is made if it does not exist.
+        state_dict: Name -> tensor of any shape.
 
     Raises:
-        OffloadError: the folder is full, cannot be written, or holds other values under one of the names.
+        OffloadError: the folder is full, cannot be written, or has other values under one of the names.
 
     Examples:
         ```python
@@ -180,7 +184,8 @@ def offload_state_dict(save_dir: Path, state_dict: Mapping[str, torch.Tensor]) -
 
 
 def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The state dict of a model with all its tensors on the CPU; those of the disk stay there, mapped.
+    """Return the state dict of ``model`` with all tensors on the CPU. Weights on the disk stay mapped from their
+    files.
 
     Examples:
         ```python
@@ -201,7 +206,7 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
-    """Whether parameters of the module itself are brought from elsewhere when it is used.
+    """Return whether parameters of ``module`` itself are brought from the CPU or the disk when it is used.
 
     Examples:
         ```python
@@ -223,9 +228,12 @@ def has_offloaded_params(module: nn.Module) -> bool:
 def align_module_device(
     module: nn.Module, execution_device: torch.device | str | int | None = None
 ) -> Iterator[None]:
-    """Inside, the module's own parameters are on ``execution_device``, or else in the place where they are kept.
+    """Inside of the block, the parameters of a module are on a device. Changes of their values are kept
+    afterwards.
 
-    What is written to them inside is kept.
+    Args:
+        module: The module. Modules below it are left alone.
+        execution_device: The device. None: the parameters stay where they are.
 
     Examples:
         ```python
