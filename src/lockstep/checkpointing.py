@@ -46,11 +46,27 @@ def save_accelerator_state(
     save_on_each_node: bool = False,
     safe_serialization: bool = True,
 ) -> Path:
-    """Write the states of these objects, and this process's random numbers, into an existing folder.
+    """Write the states of single objects to an existing folder, in Accelerate's files. ``save_state`` has a format
+    of its own.
 
-    ``model.safetensors`` (or ``pytorch_model.bin``), ``optimizer.bin``, ``scheduler.bin``, ``sampler.bin``,
-    ``scaler.pt`` by rank 0, with a number from the second object of a kind on; ``random_states_<rank>.pkl`` by each
-    process.
+    Rank 0 writes ``model.safetensors`` (or ``pytorch_model.bin``), ``optimizer.bin``, ``scheduler.bin``,
+    ``sampler.bin`` and ``scaler.pt``. The second object of a kind has the number 1 in its name, and so on. Each
+    process writes ``random_states_<rank>.pkl``.
+
+    Args:
+        output_dir: The folder.
+        model_states: State dicts of models: name -> tensor of any shape.
+        optimizers: Optimizers.
+        schedulers: Learning rate schedulers.
+        dataloaders: Data loaders.
+        process_index: The rank, for the name of the file of random states.
+        step: A number that ``load_accelerator_state`` returns.
+        scaler: The loss scale of fp16. None: there is none.
+        save_on_each_node: Let one process of each machine write, and not only rank 0.
+        safe_serialization: Write weights as safetensors, which cannot run code when they are read.
+
+    Returns:
+        The folder.
 
     Examples:
         ```python
@@ -97,12 +113,25 @@ def load_accelerator_state(
     load_kwargs: Mapping[str, Any] | None = None,
     **load_model_func_kwargs: Any,
 ) -> dict[str, Any]:
-    """Read what ``save_accelerator_state`` wrote into these objects.
+    """Read the states that ``save_accelerator_state`` wrote into objects. No code in the files is run.
 
-    Returns ``{"step": ...}``, what was saved of the ``Accelerator`` itself. Files are read with ``weights_only``.
+    Args:
+        input_dir: The folder.
+        models: Models.
+        optimizers: Optimizers.
+        schedulers: Learning rate schedulers.
+        dataloaders: Data loaders.
+        process_index: The rank, for the name of the file of random states.
+        scaler: The loss scale of fp16. None: there is none.
+        map_location: ``"cpu"`` or None: read to the CPU first. ``"on_device"``: read to this process's device.
+        load_kwargs: Further arguments of ``torch.load``.
+        load_model_func_kwargs: Arguments of ``safetensors.torch.load_model`` or of ``model.load_state_dict``.
+
+    Returns:
+        ``{"step": ...}``, or an empty mapping if there are no random states of this rank. A warning says so.
 
     Raises:
-        TypeError: ``map_location`` is neither ``"cpu"``, nor ``"on_device"``, nor None.
+        TypeError: ``map_location`` is another value.
         CheckpointError: a file is missing.
 
     Examples:
@@ -206,7 +235,14 @@ def _devices() -> Iterator[tuple[str, Any]]:
 def save_custom_state(
     obj: Any, path: str | os.PathLike[str], index: int = 0, save_on_each_node: bool = False
 ) -> None:
-    """Write ``obj.state_dict()`` to ``custom_checkpoint_<index>.pkl`` in an existing folder, by rank 0.
+    """Write the ``state_dict()`` of an object to ``custom_checkpoint_<index>.pkl`` in an existing folder, on rank
+    0.
+
+    Args:
+        obj: An object with a method ``state_dict``.
+        path: The folder.
+        index: The number in the name of the file.
+        save_on_each_node: Let one process of each machine write, and not only rank 0.
 
     Examples:
         ```python
@@ -223,7 +259,17 @@ def save_custom_state(
 
 
 def load_custom_state(obj: Any, path: str | os.PathLike[str], index: int = 0) -> None:
-    """Read what ``save_custom_state`` wrote. Tensors and plain values only: nothing in the file is run.
+    """Read the state that ``save_custom_state`` wrote into an object.
+
+    The file may have tensors of any shape and plain values only. No code in it is run.
+
+    Args:
+        obj: An object with a method ``load_state_dict``.
+        path: The folder.
+        index: The number in the name of the file.
+
+    Raises:
+        CheckpointError: the file does not exist.
 
     Examples:
         ```python

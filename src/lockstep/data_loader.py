@@ -42,16 +42,20 @@ __all__ = [
 
 
 class BatchSamplerShard(BatchSampler):
-    """The batches of indices of one process; ``prepare`` deals them in the same way.
+    """The batches of indices of one process, out of the batches of all processes.
+
+    Process p of N gets batches p, p + N, p + 2N and so on. ``prepare`` shares batches out in the same way.
 
     Args:
         batch_sampler: The batches of all processes.
-        split_batches: Each of them is cut into one slice for each process, instead of dealt in turn.
-        even_batches: The last round is completed with samples from the beginning, or with whole batches where
-            ``batch_sampler`` has no ``batch_size``, because they vary.
+        num_processes: The number of processes, N.
+        process_index: The number of this process, p, from 0.
+        split_batches: Cut each batch into N slices, and give process p the p-th one.
+        even_batches: Complete the last round with samples from the beginning, so that all processes get equally
+            many batches. If ``batch_sampler`` has no ``batch_size``, it is completed with whole batches.
 
     Raises:
-        ValueError: batches are to be split that have no size, or one that cannot be cut equally.
+        ValueError: with ``split_batches``, batches have no ``batch_size``, or N does not divide it.
 
     Examples:
         ```python
@@ -93,6 +97,7 @@ class BatchSamplerShard(BatchSampler):
 
     @property
     def total_length(self) -> int:
+        """The number of batches of all processes."""
         return len(self.batch_sampler)
 
     def __len__(self) -> int:
@@ -107,10 +112,21 @@ class BatchSamplerShard(BatchSampler):
 
 
 class IterableDatasetShard(IterableDataset[Any]):
-    """The samples of one process out of an iterable dataset, round by round.
+    """The samples of one process, out of an iterable dataset.
 
-    A round is ``batch_size`` samples for each process, or with ``split_batches`` over all of them. Unless ``drop_last``
-    the last one is completed from the first.
+    In each round, every process takes ``batch_size`` samples: first process 0, then process 1 and so on.
+
+    Args:
+        dataset: The samples of all processes.
+        batch_size: The number of samples of one process in a round.
+        drop_last: Leave out the last round if it is not complete. Otherwise samples of the first round complete
+            it.
+        num_processes: The number of processes.
+        process_index: The number of this process, from 0.
+        split_batches: ``batch_size`` is the number of samples of all processes in a round.
+
+    Raises:
+        ValueError: with ``split_batches``, ``num_processes`` does not divide ``batch_size``.
 
     Examples:
         ```python
@@ -149,7 +165,12 @@ class IterableDatasetShard(IterableDataset[Any]):
         return self.batch_size // self.num_processes if self.split_batches else self.batch_size
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the dataset, if it wants to know."""
+        """Tell the dataset which epoch comes next, if it has ``set_epoch``.
+
+        Args:
+            epoch: The number of the epoch, from 0. A ``generator`` of a dataset without ``set_epoch`` is seeded
+                with it.
+        """
         self.epoch = epoch
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
@@ -170,7 +191,11 @@ class IterableDatasetShard(IterableDataset[Any]):
 
 
 class SkipBatchSampler(LaterItems):
-    """What a sampler of batches yields after its first ``skip_batches``.
+    """A sampler of batches without its first batches.
+
+    Args:
+        batch_sampler: The sampler of batches.
+        skip_batches: The number of batches that are left out at the beginning of each iteration.
 
     Examples:
         ```python
@@ -189,4 +214,5 @@ class SkipBatchSampler(LaterItems):
 
     @property
     def total_length(self) -> int:
+        """The number of batches of the sampler inside, with those that are left out."""
         return len(self.batch_sampler)

@@ -22,9 +22,9 @@ from lockstep.distribution import install_command
 
 
 class LockstepError(Exception):
-    """Base of every exception that Lockstep raises on purpose.
+    """The base class of every exception that Lockstep raises on purpose.
 
-    ``caused_by_rank``: the rank whose failure this one only follows; None where it is the cause.
+    If another rank's failure is the cause, the attribute ``caused_by_rank`` is that rank. Otherwise it is None.
 
     Examples:
         ```python
@@ -92,7 +92,8 @@ class ArgumentError(UsageError, ValueError):
 
 
 class StateResetError(UsageError, AttributeError):
-    """What an ``Accelerator`` was made for has been forgotten. Scripts for Accelerate catch ``AttributeError``.
+    """An object is used after the state of its ``Accelerator`` was reset. Accelerate's scripts catch it as
+    ``AttributeError``.
 
     Examples:
         ```python
@@ -251,7 +252,12 @@ class ControlError(LockstepError, RuntimeError):
 
 
 class MissingExtraError(LockstepError, ImportError):
-    """An optional dependency is needed that is not installed.
+    """An optional package that a feature needs is not installed. The message has the command that installs it.
+
+    Args:
+        feature: The feature, as the beginning of the message.
+        package: The package.
+        extra: The extra of this package that installs it.
 
     Examples:
         ```python

@@ -28,18 +28,24 @@ def prepare_pippy(
     num_chunks: int | None = None,
     gather_output: bool = False,
 ) -> nn.Module:
-    """The model with its blocks spread over all processes, to be called on all of them under ``torch.no_grad()``.
+    """Return a model that is spread over all processes by depth, for inference.
+
+    Call it on all processes under ``torch.no_grad()``. ``accelerator.prepare`` with ``parallel="pp=2"`` also
+    trains.
 
     Args:
-        split_points: Names of the blocks at which a process's part begins, without the first; "auto" balances.
-        no_split_module_classes: Classes of blocks that stay whole; None: found.
-        example_args: Not needed: shapes are those of the first call.
-        example_kwargs: Not needed either.
-        num_chunks: Parts of a batch that are under way at once; None: as many as there are processes.
-        gather_output: All processes get the output; else the last one, and None the others.
+        model: The model. It is moved to this process's device, and put into evaluation mode.
+        split_points: Names of the blocks at which the part of a process begins, without the first. ``"auto"``:
+            parts have about equally many parameters.
+        no_split_module_classes: Names of classes of blocks. None: blocks are found.
+        example_args: Ignored: shapes are those of the first call.
+        example_kwargs: Ignored, for the same reason.
+        num_chunks: The number of parts into which a batch is cut. None: the number of processes.
+        gather_output: Return the output on all processes. Otherwise the last process returns it, and the others
+            None.
 
     Raises:
-        UsageError: one process only, or a model that cannot be split.
+        UsageError: there is only one process, or the model cannot be split.
 
     Examples:
         ```python
@@ -81,7 +87,17 @@ def generate_device_map(
     no_split_module_classes: Sequence[str] | None = None,
     max_memory: Mapping[Any, Any] | None = None,
 ) -> dict[str, Any]:
-    """Which process gets which part of a model, in equal shares of its bytes, by ``infer_auto_device_map``.
+    """Return a device map that gives each process about the same share of a model's bytes.
+
+    Args:
+        model: The model.
+        num_processes: The number of processes.
+        no_split_module_classes: Names of classes of modules that stay whole.
+        max_memory: Number of a process -> bytes. None: equal shares.
+
+    Returns:
+        Name of a module or tensor -> number of a process. With one process: the device map of
+        ``infer_auto_device_map``.
 
     Examples:
         ```python
@@ -109,7 +125,12 @@ def generate_device_map(
 
 
 def find_pippy_batch_size(args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None) -> int | None:
-    """Rows of the first argument that has some; None: none has.
+    """Return the batch size: n of the first tensor of shape [n, ...] among arguments. None: there is no such
+    tensor.
+
+    Args:
+        args: Positional arguments.
+        kwargs: Keyword arguments.
 
     Examples:
         ```python
@@ -126,10 +147,17 @@ def find_pippy_batch_size(args: Sequence[Any] | None, kwargs: Mapping[str, Any] 
 def build_pipeline(
     model: nn.Module, split_points: Sequence[str], args: Any, kwargs: Any, num_chunks: int
 ) -> Any:
-    """A schedule of ``torch.distributed.pipelining`` with this process's stage of a model that torch can trace.
+    """Return a schedule of ``torch.distributed.pipelining`` with this process's stage of a model. Call it on all
+    processes.
 
-    Stages begin with the modules of these names. ``args`` and ``kwargs`` are inputs of one of ``num_chunks`` chunks.
-    ``prepare_pippy`` needs none of this: it splits models as they are.
+    torch must be able to trace the model. ``prepare_pippy`` needs no tracing.
+
+    Args:
+        model: The model.
+        split_points: Names of the modules at which stages begin, without the first.
+        args: Positional arguments of a call with one chunk: tensors [rows / num_chunks, ...].
+        kwargs: Keyword arguments of such a call.
+        num_chunks: The number of chunks into which a batch is cut.
 
     Examples:
         ```python
@@ -161,12 +189,17 @@ def build_pipeline(
 def pippy_forward(
     forward: Callable[..., Any], num_chunks: int, gather_output: bool, *args: Any, **kwargs: Any
 ) -> Any:
-    """Call the ``step`` of a ``build_pipeline`` schedule: rank 0 gives the inputs, the last rank gets the output.
+    """Call the schedule of ``build_pipeline``. Rank 0 passes the inputs, and the last rank gets the output.
 
-    Inputs are padded with zeros to a multiple of ``num_chunks`` rows. ``gather_output``: all ranks get it.
+    Args:
+        forward: The method ``step`` of the schedule. With one process, the model.
+        num_chunks: The number of chunks. Inputs are padded with zeros to a multiple of it.
+        gather_output: Return the output on all ranks.
+        args: Positional arguments: tensors [rows, ...].
+        kwargs: Keyword arguments.
 
     Raises:
-        ValueError: no argument has rows.
+        ValueError: no argument is a tensor with rows.
 
     Examples:
         ```python

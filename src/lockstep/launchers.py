@@ -7,7 +7,7 @@ __all__ = ["check_launch", "debug_launcher", "notebook_launcher"]
 
 
 def check_launch() -> None:
-    """Join the run, as the function that a launcher starts to see whether that works.
+    """Join the run and return. Start it with a launcher to see whether processes can reach each other.
 
     Examples:
         ```python

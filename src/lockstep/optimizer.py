@@ -16,7 +16,11 @@ __all__ = ["AcceleratedOptimizer", "PreparedOptimizer", "move_to_device", "patch
 
 
 def move_to_device(state: Any, device: torch.device | str | int) -> Any:
-    """A state with its tensors, of any shape, on a device.
+    """Return the state of an optimizer with its tensors on a device.
+
+    Args:
+        state: Nested lists, tuples and mappings with tensors of any shape.
+        device: The device.
 
     Examples:
         ```python
@@ -33,7 +37,12 @@ def move_to_device(state: Any, device: torch.device | str | int) -> Any:
 def patch_optimizer_step(
     accelerated_optimizer: PreparedOptimizer, method: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """``method``, which notes on the prepared optimizer that it was called (``_accelerate_step_called``).
+    """Return a function like ``method`` that also sets ``_accelerate_step_called`` of a prepared optimizer when it
+    is called.
+
+    Args:
+        accelerated_optimizer: The prepared optimizer.
+        method: The function, such as the ``step`` of the optimizer inside.
 
     Examples:
         ```python

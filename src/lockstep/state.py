@@ -23,9 +23,10 @@ __all__ = [
 
 
 class ThreadLocalSharedDict(threading.local):
-    """A class attribute whose value, a dict of the thread that asks, all instances share.
+    """A class attribute that is a dict, which all instances share. Each thread has its own.
 
-    ``thread_local`` is there for callers of Accelerate's: it is always one for each thread.
+    Args:
+        thread_local: Ignored: there is always one dict for each thread.
 
     Examples:
         ```python
@@ -71,10 +72,18 @@ class _OfRuns(type):
 
 
 class AcceleratorState(RunState, metaclass=_OfRuns):
-    """The state of the latest ``Accelerator``.
+    """The state of the latest ``Accelerator``: rank, device, precision, plugins and so on.
+
+    In Accelerate it is the place in which a run's state is kept. Here it shows ``accelerator.state``, and keeps
+    nothing.
+
+    Args:
+        mixed_precision: If it is given, it must be that of the ``Accelerator``.
+        cpu: Ignored.
+        kwargs: Ignored.
 
     Raises:
-        ValueError: no ``Accelerator`` exists yet, or it was made with another precision.
+        ValueError: no ``Accelerator`` exists yet, or it has another precision.
 
     Examples:
         ```python
@@ -126,7 +135,9 @@ class _OfLatest(type):
 
 
 class GradientState(metaclass=_OfLatest):
-    """``GradientState()`` is the ``StepState`` of the latest ``Accelerator``, or a new one where there is none.
+    """The state of accumulation, from the latest ``Accelerator``: calls return its ``StepState``.
+
+    Without an ``Accelerator``, a call returns a new ``StepState``.
 
     Examples:
         ```python
@@ -146,7 +157,7 @@ class GradientState(metaclass=_OfLatest):
 
 
 def is_initialized() -> bool:
-    """Whether there is an ``Accelerator`` whose state can be shown.
+    """Return whether an ``Accelerator`` exists, so that ``AcceleratorState`` can show its state.
 
     Examples:
         ```python
@@ -161,7 +172,7 @@ def is_initialized() -> bool:
 
 
 def do_nothing(*args: Any, **kwargs: Any) -> None:
-    """Does nothing, whatever it is called with.
+    """Do nothing. ``args`` and ``kwargs`` may be anything.
 
     Examples:
         ```python

@@ -46,11 +46,15 @@ __all__ = [
 
 
 def filter_trackers(log_with: Any, logging_dir: str | os.PathLike[str] | None = None) -> list[TrackerChoice]:
-    """The trackers that ``log_with`` means.
+    """Return the trackers that ``log_with`` means, as classes or objects.
+
+    Args:
+        log_with: None, a name, a ``LoggerType``, a tracker, a class of trackers, ``"all"``, or a list of these.
+        logging_dir: The folder of trackers that write files.
 
     Raises:
-        ConfigError: an unknown name, or a tracker that writes files without ``logging_dir``.
-        MissingExtraError: a tracker whose package is not installed.
+        ConfigError: a name is unknown, or a tracker writes files and ``logging_dir`` is None.
+        MissingExtraError: the package of a tracker is not installed.
 
     Examples:
         ```python

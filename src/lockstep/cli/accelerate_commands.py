@@ -61,10 +61,17 @@ def load_config_from_file(config_file: str | None) -> ClusterConfig | FileSettin
 
 
 def write_basic_config(mixed_precision: str = "no", save_location: str = default_config_file) -> Path | bool:
-    """Write a configuration file for all accelerators of this machine, or its CPU; False: there is one already.
+    """Write a configuration file that uses all accelerators of this machine, or its CPU.
+
+    Args:
+        mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``.
+        save_location: The path of the file.
+
+    Returns:
+        The path. False: the file exists already, and was left as it is.
 
     Raises:
-        ConfigError: an unknown precision.
+        ConfigError: ``mixed_precision`` is unknown.
     """
     path = Path(save_location)
     if path.exists():

@@ -165,14 +165,37 @@ class CommunicationLedger:
         return call
 
     def count(self, operation: str | None = None) -> int:
-        """Return the number of collectives, of all operations or of one, such as "all_reduce"."""
+        """Return the number of collectives.
+
+        Args:
+            operation: An operation, such as ``"all_reduce"``. None: all of them.
+
+        Raises:
+            ValueError: there is no such operation.
+        """
         return len(self._of(operation))
 
     def payload_bytes(self, operation: str | None = None) -> int:
+        """Return the bytes of the tensors that collectives were called with.
+
+        Args:
+            operation: An operation, such as ``"all_reduce"``. None: all of them.
+
+        Raises:
+            ValueError: there is no such operation.
+        """
         return sum(one.payload_bytes for one in self._of(operation))
 
     def wire_bytes(self, operation: str | None = None) -> float:
-        """Bytes that this rank sends by the ring formulas, e.g. 2 (N-1)/N of an all-reduce's payload."""
+        """Return the bytes that this rank sends by the ring formulas, such as 2 (N-1)/N of the payload of an
+        all-reduce.
+
+        Args:
+            operation: An operation, such as ``"all_reduce"``. None: all of them.
+
+        Raises:
+            ValueError: there is no such operation.
+        """
         return float(sum(one.wire_bytes for one in self._of(operation)))
 
     def table(self) -> str:

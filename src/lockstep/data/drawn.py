@@ -43,9 +43,12 @@ BLOCK = 4096
 
 
 class SeedableRandomSampler(RandomSampler):
-    """A ``RandomSampler`` that is seeded with seed + epoch in each iteration; the arguments are those of that class.
+    """A ``torch.utils.data.RandomSampler`` that is seeded with seed + epoch in each iteration.
 
-    ``data_seed``: else torch's seed.
+    Args:
+        args: Positional arguments of ``RandomSampler``, such as the dataset.
+        kwargs: Keyword arguments of ``RandomSampler``, and ``data_seed``: the seed. Without it, torch's seed is
+            used.
 
     Examples:
         ```python
@@ -66,7 +69,7 @@ class SeedableRandomSampler(RandomSampler):
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next iteration that of ``epoch``."""
+        """Make the next iteration epoch ``epoch``."""
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:

@@ -61,9 +61,12 @@ class LoaderParts:
 class PreparedLoader(DataLoader[Any]):
     """A data loader that yields this rank's batches and tells the step which of them is the last.
 
-    Every iteration is one epoch. Attributes that are not described here are those of ``inner``, the torch loader that
-    reads the data, and then those of ``original``, the user's own loader. ``around``, if given, is a function that
-    gets each iteration and returns the one that the script sees.
+    ``prepare`` makes it. Every iteration is one epoch. Attributes that are not described here are those of
+    ``inner``, the torch loader that reads the data, and then those of ``original``, the user's own loader.
+    ``around``, if given, is a function that gets each iteration and returns the one that the script sees.
+
+    Args:
+        parts: What ``prepare`` has put together for it.
 
     Examples:
         ```python
@@ -135,10 +138,12 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def drop_last(self) -> bool:  # type: ignore[override]
+        """Whether an incomplete last batch is left out."""
         return self._parts.plan.drop_last
 
     @property  # type: ignore[misc]
     def multiprocessing_context(self) -> Any:
+        """The multiprocessing context of the worker processes."""
         return self.original.multiprocessing_context
 
     @property
@@ -148,6 +153,7 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def device(self) -> torch.device | None:
+        """The device to which batches go. None: they stay on the CPU."""
         return self._parts.device
 
     @property
@@ -187,6 +193,7 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def total_dataset_length(self) -> int:
+        """The number of samples of the dataset, for all ranks."""
         return len(self.dataset)
 
     @property
@@ -243,9 +250,14 @@ class PreparedLoader(DataLoader[Any]):
         return other
 
     def leave_out(self, batches: int) -> tuple[int, int | None]:
-        """Leave out the next batches of the running iteration, at most to its end. Call it in the loop, on every rank.
+        """Leave out the next batches of the running iteration. Call it in the loop, on every rank.
 
-        The batches are read. Returns their number, and the number of samples of all ranks in them (None: not known).
+        Args:
+            batches: The number of batches. The iteration ends if it has fewer. They are read.
+
+        Returns:
+            The number of batches that were left out, and the number of samples of all ranks in them (None: it
+            is not known).
 
         Examples:
             ```python
@@ -308,7 +320,11 @@ class PreparedLoader(DataLoader[Any]):
         )
 
     def check_state_dict(self, state_dict: dict[str, object]) -> None:
-        """Raise CheckpointError if ``load_state_dict`` would refuse this state. It changes nothing."""
+        """Check that ``load_state_dict`` would take ``state_dict``. Nothing is changed.
+
+        Raises:
+            CheckpointError: it is not the state of a loader, or that of other data.
+        """
         read_state(state_dict, self._setup(), self._parts.keeps_inner_state)
 
     def load_state_dict(self, state_dict: dict[str, object]) -> None:

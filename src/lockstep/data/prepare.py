@@ -132,10 +132,33 @@ def prepare_data_loader(
     *,
     step: StepState | None = None,
 ) -> PreparedLoader:
-    """``prepare_loader`` with the arguments of Accelerate's function of this name.
+    """Return a loader of this rank's batches, with the arguments of Accelerate's function of this name.
 
-    ``slice_fn_for_dispatch`` must be None: batches are cut before they are collated. So must ``torch_device_mesh``:
-    ``Accelerator`` knows which ranks get the same batches.
+    ``accelerator.prepare(loader)`` does the same with the settings of the run. With several ranks, call it on
+    every rank.
+
+    Args:
+        dataloader: A torch ``DataLoader``.
+        device: The device to which batches go with ``put_on_device``. None: this process's device.
+        num_processes: The number of ranks. None: that of the run.
+        process_index: The rank. None: that of this process.
+        split_batches: As in ``DataLoaderConfiguration``; so are ``dispatch_batches``, ``even_batches``,
+            ``use_seedable_sampler``, ``data_seed``, ``non_blocking`` and ``use_stateful_dataloader``.
+        put_on_device: Whether batches are moved to ``device``.
+        rng_types: Names of random number generators that get the states of rank 0 before each epoch.
+        dispatch_batches: See there.
+        even_batches: See there.
+        slice_fn_for_dispatch: Refused: rank 0 collates the batch of each rank by itself.
+        use_seedable_sampler: See there.
+        data_seed: See there.
+        non_blocking: See there.
+        use_stateful_dataloader: See there.
+        torch_device_mesh: Refused: ``Accelerator`` knows which ranks get the same batches.
+        step: The ``StepState`` that is told of the last batch. None: one of its own.
+
+    Raises:
+        ConfigError: a refused argument is given, or the settings do not go with this loader.
+        UsageError: the loader is empty, has fewer samples than there are ranks, or is prepared already.
 
     Examples:
         ```python

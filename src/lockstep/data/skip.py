@@ -13,10 +13,12 @@ from lockstep.data.carried import carried_options
 
 
 def skip_first_batches(dataloader: DataLoader[object], num_batches: int = 0) -> DataLoader[object]:
-    """Return a loader that leaves out the first ``num_batches`` batches of ``dataloader`` in every iteration.
+    """Return a loader that leaves out the first batches of another loader, in each iteration.
 
-    With a map-style dataset, these batches are not read. With an iterable dataset, they are read and discarded. The
-    result of a prepared loader is a prepared loader.
+    Args:
+        dataloader: A ``DataLoader``. If it is prepared, so is the result. Samples of a map-style dataset that
+            are left out are not read. Those of an iterable dataset are read and discarded.
+        num_batches: The number of batches.
 
     Raises:
         ConfigError: ``num_batches`` is negative.

@@ -31,16 +31,33 @@ def notebook_launcher(
     monitor_interval: float = 0.1,
     log_line_prefix_template: str | None = None,
 ) -> None:
-    """Run ``function(*args)`` on ``num_processes`` forked processes of this machine.
+    """Run a function on several processes of this machine, from a notebook.
 
-    ``num_processes`` None means one for each GPU, or one; a single process runs here, without a fork.
-    ``use_port`` None means a free one. With several nodes the same call runs on each of them, with its
-    own ``node_rank``, the same ``master_addr`` and the same ``use_port``.
+    Processes are forked. A single process is this one, without a fork. With several machines, make the same
+    call on each of them.
+
+    Args:
+        function: The function. Make the ``Accelerator`` inside of it.
+        args: Its positional arguments.
+        num_processes: The number of processes on this machine. None: one for each GPU, or one.
+        mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``.
+        use_port: The port at which the processes meet. None: a free one.
+        master_addr: The address of the machine with rank 0. With several machines, it is the same on all of
+            them, and so is ``use_port``.
+        node_rank: The number of this machine, from 0.
+        num_nodes: The number of machines.
+        rdzv_backend: Accepted, without effect.
+        rdzv_endpoint: Refused, and so are ``rdzv_conf`` and ``max_restarts``: they need ``lockstep launch``.
+        rdzv_conf: See ``rdzv_endpoint``.
+        rdzv_id: Accepted, without effect.
+        max_restarts: See ``rdzv_endpoint``.
+        monitor_interval: Accepted, without effect.
+        log_line_prefix_template: Accepted, without effect.
 
     Raises:
-        ConfigError: an argument is out of range, or a restart was asked for.
-        UsageError: this process already uses a GPU or belongs to a process group, which cannot be forked.
-        torch.multiprocessing.ProcessRaisedException: with the traceback of the process that failed first.
+        ConfigError: an argument is out of range, or one is refused.
+        UsageError: this process already uses a GPU or belongs to a process group, and cannot be forked.
+        torch.multiprocessing.ProcessRaisedException: a process failed. It has the traceback of the first one.
 
     Examples:
         ```python
@@ -84,12 +101,17 @@ def notebook_launcher(
 def debug_launcher(
     function: Callable[..., object], args: Sequence[object] = (), num_processes: int = 2
 ) -> None:
-    """Run ``function(*args)`` on ``num_processes`` forked CPU processes, to test distributed code anywhere.
+    """Run a function on several processes with CPUs, to test distributed code on any machine. They are forked.
+
+    Args:
+        function: The function. Make the ``Accelerator`` inside of it.
+        args: Its positional arguments.
+        num_processes: The number of processes.
 
     Raises:
         ConfigError: ``num_processes`` is not a positive integer.
         UsageError: this process belongs to a process group already.
-        torch.multiprocessing.ProcessRaisedException: with the traceback of the process that failed first.
+        torch.multiprocessing.ProcessRaisedException: a process failed. It has the traceback of the first one.
 
     Examples:
         ```python

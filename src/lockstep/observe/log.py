@@ -16,12 +16,19 @@ else:
 
 
 class MultiProcessAdapter(_Adapter):
-    """A logger whose methods take two more arguments.
+    """A logger that knows the ranks. ``get_logger`` makes it.
+
+    ``debug``, ``info`` and the other methods take two more arguments:
 
     - ``main_process_only`` (default True): log on rank 0 only.
-    - ``in_order`` (default False): log on every rank, one after the other; every rank must make the call.
+    - ``in_order`` (default False): log on every rank, one after the other. Every rank must make the call.
 
-    Records carry the rank. Until the runtime has started, the process counts as the main one.
+    Records begin with the rank. Before an ``Accelerator`` or ``PartialState`` exists, the process counts as
+    rank 0.
+
+    Args:
+        logger: The logger of Python's ``logging``.
+        extra: Values that each record carries, as in ``logging.LoggerAdapter``.
 
     Examples:
         ```python
@@ -69,7 +76,13 @@ class MultiProcessAdapter(_Adapter):
             self.logger.log(level, msg, *args, **options)
 
     def warning_once(self, msg: object, *args: object, **kwargs: Any) -> None:
-        """Like ``warning``, but each message with the same arguments only the first time."""
+        """Log a warning, but only the first time for the same message and arguments.
+
+        Args:
+            msg: The message.
+            args: Values for the message, as in ``logging``.
+            kwargs: Options, such as ``main_process_only``.
+        """
         key = (str(msg), repr(args))
         if key not in self._warned:
             self._warned.add(key)
@@ -78,7 +91,12 @@ class MultiProcessAdapter(_Adapter):
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
-    """Return the logger ``name``, whose methods know the ranks. ``log_level`` is set on it and on the root logger.
+    """Return a logger whose methods know the ranks; see ``MultiProcessAdapter``.
+
+    Args:
+        name: The name of the logger.
+        log_level: The level, such as ``"INFO"``, of this logger and of the root logger. None: they are left as
+            they are.
 
     Examples:
         ```python
@@ -103,10 +121,14 @@ def _barrier() -> None:
 
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> object:
-    """``tqdm.auto.tqdm(*args, **kwargs)``, shown on the local main process only.
+    """Return a progress bar of the package tqdm that only local rank 0 of each machine shows.
 
-    With ``main_process_only=False``, every process shows its bar. Before an ``Accelerator`` or ``PartialState`` is
-    made, this process counts as the main process.
+    Before an ``Accelerator`` or ``PartialState`` exists, the process counts as local rank 0.
+
+    Args:
+        args: Positional arguments of ``tqdm.auto.tqdm``, such as the iterable.
+        main_process_only: False: every process shows its bar.
+        kwargs: Keyword arguments of ``tqdm.auto.tqdm``.
 
     Raises:
         ConfigError: the first argument is a bool. It would be taken for the iterable.

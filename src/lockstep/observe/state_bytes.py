@@ -18,7 +18,13 @@ COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes on this rank, on device, host and disk together; ``on_disk``: those of them in files of ``offload_to``.
+    """The bytes of training state on this rank, on device, host and disk together.
+
+    Args:
+        weights: Bytes of parameters.
+        gradients: Bytes of gradients.
+        optimizer: Bytes of optimizer state.
+        on_disk: Those of these bytes that are in files of ``offload_to``.
 
     Examples:
         ```python
@@ -41,6 +47,7 @@ class StateBytes:
 
     @property
     def total(self) -> int:
+        """The sum of the bytes of weights, gradients and optimizer state."""
         return self.weights + self.gradients + self.optimizer
 
 

@@ -22,7 +22,8 @@ STARTS_ITSELF = "environment variable RANK expected"
 
 
 class CouldNotRun(LockstepError):
-    """A run that a check needs has failed. ``left`` is what this run had written until then, or None.
+    """A run that a check needs has failed. The attribute ``left`` has what the run had written until then, or is
+    None.
 
     Examples:
         ```python

@@ -73,12 +73,14 @@ class ParityWorkers:
         self.close()
 
     def close(self) -> None:
-        """End the processes."""
+        """End the processes. The end of a ``with`` block does it, too."""
         self._pool.close()
         atexit.unregister(self._pool.close)
 
     def compare_parity(self, make: Callable[[], object], **settings: Unpack[CaseSettings]) -> ParityReport:
-        """As the function of this name, in these processes."""
+        """Do what the function ``compare_parity`` does, in these processes. ``make`` and ``settings`` are the
+        same.
+        """
         case = ParityCase.of(make, **settings)
         with tempfile.TemporaryDirectory(prefix="lockstep-parity-") as folder:
             request = Request(
@@ -96,7 +98,11 @@ class ParityWorkers:
             return ParityReport(check.verdict())
 
     def check_parity(self, make: Callable[[], object], **settings: Unpack[CaseSettings]) -> ParityReport:
-        """As the function of this name, in these processes."""
+        """Do what the function ``check_parity`` does, in these processes. ``make`` and ``settings`` are the same.
+
+        Raises:
+            ParityError: a tensor differs. The message is the report.
+        """
         __tracebackhide__ = True  # pytest then shows the test's own line
         report = self.compare_parity(make, **settings)
         report.raise_if_differs()
@@ -159,7 +165,15 @@ def compare_parity(make: Callable[[], object], **settings: Unpack[CaseSettings])
 
 
 def check_parity(make: Callable[[], object], **settings: Unpack[CaseSettings]) -> ParityReport:
-    """Do what ``compare_parity`` does, and raise ``ParityError`` if a tensor differs. Its message is the report.
+    """Do what ``compare_parity`` does, and raise an error if a tensor differs.
+
+    Args:
+        make: As in ``compare_parity``.
+        settings: As in ``compare_parity``.
+
+    Raises:
+        ParityError: a tensor differs. The message is the report.
+        ConfigError, UsageError, CouldNotRun: as in ``compare_parity``.
 
     Examples:
         ```python

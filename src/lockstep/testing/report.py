@@ -10,7 +10,10 @@ from lockstep.parity.report import text
 
 
 class ParityError(AssertionError):
-    """A strategy does not compute what the reference computes. ``report`` says where.
+    """A strategy does not compute what the reference computes.
+
+    Args:
+        report: Which tensors differ. It is the attribute ``report``.
 
     Examples:
         ```python
@@ -46,8 +49,8 @@ class ParityReport:
 
     The text has the answer, a table of the tensors that differ, and remarks.
 
-    Attributes:
-        verdict: The result as values.
+    Args:
+        verdict: The result as values. It is the attribute ``verdict``.
 
     Examples:
         ```python
@@ -95,13 +98,17 @@ class ParityReport:
         return self.verdict.findings
 
     def raise_if_differs(self) -> None:
-        """Raise ParityError if a tensor differs. Its message is this report."""
+        """Raise an error if a tensor differs.
+
+        Raises:
+            ParityError: a tensor differs. The message is this report.
+        """
         __tracebackhide__ = True  # pytest then shows the test's own line
         if not self.agrees:
             raise ParityError(self)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the report as ``lockstep check --json`` writes it."""
+        """Return the report as plain values, as ``lockstep check --json`` writes it."""
         return text.to_json(self.verdict)
 
     def __str__(self) -> str:

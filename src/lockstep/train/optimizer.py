@@ -21,18 +21,25 @@ ParamGroup = StateDict
 class PreparedOptimizer(Optimizer):
     """The optimizer that ``prepare`` returns. The user's own optimizer is ``.optimizer``.
 
-    ``step`` and ``zero_grad`` do nothing before the last micro-batch of an accumulation window. With fp16, ``step``
-    uses the loss scaler, and ``step_was_skipped`` tells whether gradients were infinite. All other attributes are
-    those of the user's optimizer.
+    ``step`` and ``zero_grad`` do nothing before the last micro-batch of an accumulation window. With fp16,
+    ``step`` uses the loss scaler, and ``step_was_skipped`` tells whether gradients were infinite. All other
+    attributes are those of the user's optimizer.
 
     Args:
-        clip_norm: Before each step the gradients of this optimizer are scaled so that their total
-            2-norm is at most this; None leaves them alone.
-        after_zero_grad: Clears gradients that are not at ``parameter.grad``.
-        other_stages: Who else holds parameters of the same models, for ``clip_norm``.
-        before_step: Called with the optimizer, and whether there is a closure, before each step.
-        after_clip: Called with the norm before clipping, 0-d.
-        may_step: Asked before each step, with unscaled gradients; False: the step is skipped.
+        optimizer: The user's own optimizer.
+        step: The state of the current step.
+        scaler: The loss scale of fp16. None: there is none.
+        before_first_step: A function that is called with the optimizer before its first step.
+        clip_norm: Before each step, scale the gradients of this optimizer to at most this 2-norm. None: do not
+            clip.
+        after_zero_grad: A function that clears gradients that are not at ``parameter.grad``.
+        other_stages: A function that returns the ranks with other parameters of the same models, for
+            ``clip_norm``.
+        before_step: A function that is called before each step, with the optimizer and whether there is a
+            closure.
+        after_clip: A function that is called with the norm before clipping, a 0-d tensor.
+        may_step: A function that is asked before each step, with unscaled gradients. If it returns False, the
+            step is skipped.
 
     Raises:
         ConfigError: ``clip_norm`` is not positive.
@@ -105,6 +112,7 @@ class PreparedOptimizer(Optimizer):
 
     @property
     def param_groups(self) -> list[ParamGroup]:
+        """The groups of parameters of the user's optimizer."""
         return self.optimizer.param_groups
 
     @param_groups.setter
@@ -113,6 +121,7 @@ class PreparedOptimizer(Optimizer):
 
     @property
     def state(self) -> Any:
+        """The state of the user's optimizer: parameter -> values."""
         return self.optimizer.state
 
     @state.setter
@@ -121,6 +130,7 @@ class PreparedOptimizer(Optimizer):
 
     @property
     def defaults(self) -> ParamGroup:
+        """The default options of the user's optimizer."""
         return self.optimizer.defaults
 
     @defaults.setter
@@ -128,12 +138,15 @@ class PreparedOptimizer(Optimizer):
         self.optimizer.defaults = defaults
 
     def state_dict(self) -> StateDict:
+        """Return the state of the user's optimizer."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, object]) -> None:
+        """Load a state into the user's optimizer."""
         self.optimizer.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, object]) -> None:
+        """Add a group of parameters to the user's optimizer."""
         self.optimizer.add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -23,6 +23,9 @@ class PreparedScheduler:
     batches, so each step advances the schedule ``world_size`` times (once with ``split_batches``).
 
     Args:
+        scheduler: The user's own scheduler.
+        optimizers: The prepared optimizers. A step that one of them skips is not counted.
+        step: The state of the current step.
         steps_per_call: The number of schedule steps that one call makes.
         step_with_optimizer: With False, each call is one plain ``scheduler.step``, whatever the optimizer does.
 
@@ -65,6 +68,12 @@ class PreparedScheduler:
         return getattr(self.scheduler, name)
 
     def step(self, *args: object, **kwargs: object) -> None:
+        """Advance the schedule if the optimizer has made a step.
+
+        Args:
+            args: Positional arguments of ``scheduler.step``, such as the metric of ``ReduceLROnPlateau``.
+            kwargs: Keyword arguments of ``scheduler.step``.
+        """
         if not self.step_with_optimizer:
             self.scheduler.step(*args, **kwargs)
             return
@@ -84,16 +93,19 @@ class PreparedScheduler:
         return total is None or self.scheduler.last_epoch + 1 < total
 
     def state_dict(self) -> StateDict:
+        """Return the state of the user's scheduler."""
         return self.scheduler.state_dict()
 
     def load_state_dict(self, state_dict: StateDict) -> None:
+        """Load ``state_dict`` into the user's scheduler."""
         self.scheduler.load_state_dict(state_dict)
 
     def get_last_lr(self) -> list[float]:
+        """Return the learning rate of each group of parameters."""
         return self.scheduler.get_last_lr()
 
     def describe(self) -> str:
-        """One sentence on how fast the schedule runs and where it ends."""
+        """Return a sentence that tells how fast the schedule advances and where it ends."""
         name = type(self.scheduler).__name__
         total = schedule_length(self.scheduler)
         end = (

@@ -27,7 +27,10 @@ from lockstep.utils.operations import broadcast, broadcast_object_list, get_data
 
 
 def get_sampler(dataloader: Any) -> Any:
-    """The sampler of indices that a loader's batches are made of.
+    """Return the sampler that draws the indices of a loader's samples.
+
+    Args:
+        dataloader: A ``DataLoader``, also a prepared one, over a map-style dataset.
 
     Examples:
         ```python
@@ -46,14 +49,17 @@ def get_sampler(dataloader: Any) -> Any:
 
 
 class DataLoaderStateMixin:
-    """For classes of loaders: ``gradient_state`` knows which loader runs, and whether it gave its last batch.
+    """A mixin for classes of loaders. Through it ``gradient_state`` knows which loader runs and whether it is at
+    its end.
 
-    Call ``begin()`` and ``end()`` around an iteration, and set ``end_of_dataloader`` before the last batch.
+    Call ``begin()`` and ``end()`` around an iteration, and set ``end_of_dataloader`` before the last batch is
+    yielded. Then an accumulation window ends with the loader, as with prepared loaders.
 
     Attributes:
-        end_of_dataloader: The last batch was handed out.
-        remainder: Samples in the last, incomplete global batch; 0: there is none, -1: not known.
-        gradient_state: The state of the latest ``Accelerator``; of none before there is one.
+        end_of_dataloader: Whether the last batch was yielded.
+        remainder: The number of samples in the last global batch, if it is not complete. 0: it is. -1: it is
+            not known.
+        gradient_state: The state of the latest ``Accelerator``, from ``GradientState()``.
 
     Examples:
         ```python
@@ -83,11 +89,12 @@ class DataLoaderStateMixin:
     gradient_state: StepState
 
     def reset(self) -> None:
+        """Set ``end_of_dataloader`` and ``remainder`` to their values from before an iteration."""
         self.end_of_dataloader = False
         self.remainder = -1
 
     def begin(self) -> None:
-        """An iteration starts."""
+        """Note that an iteration begins."""
         self.reset()
         total = getattr(self, "total_batch_size", None)
         dataset = getattr(self, "dataset", None)
@@ -96,17 +103,24 @@ class DataLoaderStateMixin:
         self.gradient_state._add_dataloader(self)
 
     def end(self) -> None:
-        """It is over."""
+        """Note that the iteration has ended."""
         self.gradient_state._remove_dataloader(self)
 
 
 class DataLoaderAdapter:
-    """A loader around ``base_dataloader``: torch's, or torchdata's with ``use_stateful_dataloader``.
+    """A loader with a ``DataLoader`` inside, ``base_dataloader``.
 
-    ``isinstance`` takes it for one; attributes that are not its own are those of ``base_dataloader``.
+    Its other attributes are those of ``base_dataloader``, and ``isinstance`` takes it for one. It does not
+    share samples out to ranks: ``accelerator.prepare`` does.
+
+    Args:
+        dataset: The dataset.
+        use_stateful_dataloader: Let torchdata's ``StatefulDataLoader`` read the data. It has a ``state_dict``.
+        batch_sampler: The sampler of batches.
+        kwargs: Further arguments of ``torch.utils.data.DataLoader``.
 
     Raises:
-        ImportError: ``use_stateful_dataloader`` without the package torchdata.
+        ImportError: ``use_stateful_dataloader`` is True, and torchdata is not installed.
 
     Examples:
         ```python
@@ -150,7 +164,10 @@ class DataLoaderAdapter:
         return _restored, (type(self), kept)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position behind the last batch that was handed out, as torchdata keeps it.
+        """Return the position after the last batch that was yielded, in torchdata's form.
+
+        Raises:
+            UsageError: the loader was made without ``use_stateful_dataloader``.
 
         Examples:
             ```python
@@ -168,7 +185,7 @@ class DataLoaderAdapter:
         return self.dl_state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue at the position that ``state_dict`` says.
+        """Continue at the position in ``state_dict``, in the next iteration.
 
         Examples:
             ```python
@@ -183,7 +200,8 @@ class DataLoaderAdapter:
         self.dl_state_dict = self.base_dataloader.state_dict()
 
     def adjust_state_dict_for_prefetch(self) -> None:
-        """Change ``dl_state_dict`` where it counts other batches than those that were handed out. They are the same.
+        """Do nothing. A class that reads ahead changes ``dl_state_dict`` here, so that it counts the batches that
+        were yielded.
 
         Examples:
             ```python
@@ -248,7 +266,14 @@ class _OwnLoader(DataLoaderAdapter, DataLoaderStateMixin):
             self.end()
 
     def skipping(self, num_batches: int) -> Any:
-        """This loader without ``num_batches`` batches more at the beginning of each iteration.
+        """Return this loader without its first batches, in each iteration.
+
+        Args:
+            num_batches: The number of batches, in addition to those that are left out already.
+
+        Raises:
+            ConfigError: ``num_batches`` is negative.
+            UsageError: the loader has fewer batches.
 
         Examples:
             ```python
@@ -265,7 +290,7 @@ class _OwnLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     @property
     def total_batch_size(self) -> int | None:
-        """Rows of a batch of all processes, as far as a ``BatchSamplerShard`` tells; None: they vary."""
+        """The number of rows of a batch of all processes, as a ``BatchSamplerShard`` tells it. None: it varies."""
         sampler = self.sampler if isinstance(self.sampler, BatchSampler) else self.batch_sampler
         size: int | None = getattr(sampler, "batch_size", None)
         if size is None or getattr(sampler, "split_batches", False):
@@ -274,11 +299,12 @@ class _OwnLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     @property
     def total_dataset_length(self) -> int:
+        """The number of samples of all processes."""
         found = getattr(self.dataset, "total_length", None)
         return len(self.dataset) if found is None else int(found)
 
     def get_sampler(self) -> Any:
-        """The sampler of indices that batches are made of.
+        """Return the sampler that draws the indices of samples.
 
         Examples:
             ```python
@@ -292,7 +318,7 @@ class _OwnLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return get_sampler(self)
 
     def set_sampler(self, sampler: Any) -> None:
-        """Let the batches be made of the indices of another sampler.
+        """Let ``sampler`` draw the indices of samples from the next iteration on.
 
         Examples:
             ```python
@@ -313,7 +339,8 @@ class _OwnLoader(DataLoaderAdapter, DataLoaderStateMixin):
         holder.sampler = sampler
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the samplers, or else the dataset, which epoch comes next.
+        """Tell the samplers, or the dataset if they have no ``set_epoch``, that the next iteration is epoch
+        ``epoch``.
 
         Examples:
             ```python
@@ -341,15 +368,25 @@ class _OwnLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
 
 class DataLoaderShard(_OwnLoader, metaclass=_OrPrepared):
-    """A loader of what this process's dataset and sampler give, which knows its last batch.
+    """A loader of the samples that this process's own dataset and sampler give. It knows which batch is its last.
+
+    It does not share samples out to ranks: ``accelerator.prepare`` does.
 
     Args:
-        dataset: As for torch's ``DataLoader``, whose arguments ``kwargs`` are.
-        device: Where batches go; None: they stay.
-        rng_types: Generators that become those of rank 0 before each iteration.
-        synchronized_generator: The one that is meant by ``"generator"`` in ``rng_types``.
-        skip_batches: So many batches are read and left out in each iteration.
-        use_stateful_dataloader: Read through torchdata's loader, which keeps a position.
+        dataset: The dataset of this process.
+        device: The device to which batches go. None: they stay on the CPU.
+        rng_types: Names of random number generators that get the states of rank 0 before each iteration; see
+            ``synchronize_rng_states``.
+        synchronized_generator: The generator that ``"generator"`` in ``rng_types`` means.
+        skip_batches: The number of batches that are read and left out at the beginning of each iteration.
+        use_stateful_dataloader: Let torchdata's ``StatefulDataLoader`` read the data. It has a ``state_dict``.
+        torch_device_mesh: Ignored: each process reads its own data.
+        iteration: The number of the first epoch.
+        kwargs: Further arguments of ``torch.utils.data.DataLoader``.
+
+    Raises:
+        ConfigError: ``skip_batches`` is negative.
+        ImportError: ``use_stateful_dataloader`` is True, and torchdata is not installed.
 
     Examples:
         ```python
@@ -403,17 +440,24 @@ class DataLoaderShard(_OwnLoader, metaclass=_OrPrepared):
 
 
 class DataLoaderDispatcher(_OwnLoader, metaclass=_OrPrepared):
-    """A loader that rank 0 reads for all processes, each of which gets its slice. Iterating is collective.
+    """A loader that rank 0 reads for all ranks. Each rank gets its slice of every batch. Iterate on every rank.
+
+    Samples of the first round complete the last one, so that all slices have equally many rows.
 
     Args:
-        dataset: As for torch's ``DataLoader``, whose arguments ``kwargs`` are; only rank 0 reads it.
-        split_batches: A batch of the loader is that of all processes; else each process gets one of the loader's.
-        skip_batches: So many batches are read and left out in each iteration.
-        use_stateful_dataloader: Read through torchdata's loader, which keeps a position.
-        slice_fn: ``f(batch, slice, process_index, num_processes)`` cuts a batch; None: on dim 0 of its tensors.
+        dataset: The dataset. Only rank 0 reads it.
+        split_batches: A batch of the loader is shared by all ranks. Otherwise each rank gets a batch of this
+            size.
+        skip_batches: The number of batches that are read and left out at the beginning of each iteration.
+        use_stateful_dataloader: Let torchdata's ``StatefulDataLoader`` read the data. It has a ``state_dict``.
+        slice_fn: A function ``f(batch, slice, process_index=..., num_processes=...)`` that cuts a batch. None:
+            tensors [n, ...] are cut along dim 0.
+        torch_device_mesh: Refused. ``accelerator.prepare`` knows which ranks share a model.
+        kwargs: Further arguments of ``torch.utils.data.DataLoader``.
 
-    The last round is completed with samples of the first one, so that all slices are equally long, unless
-    ``_drop_last`` leaves it out.
+    Raises:
+        ConfigError: ``skip_batches`` is negative, or ``torch_device_mesh`` is given.
+        ImportError: ``use_stateful_dataloader`` is True, and torchdata is not installed.
 
     Examples:
         ```python
@@ -510,7 +554,17 @@ class DataLoaderDispatcher(_OwnLoader, metaclass=_OrPrepared):
 
 
 class SkipDataLoader(_OwnLoader):
-    """A loader without its first ``skip_batches`` batches, which are read.
+    """A loader that reads its first batches and leaves them out, in each iteration.
+
+    Args:
+        dataset: The dataset.
+        skip_batches: The number of batches that are left out.
+        use_stateful_dataloader: Let torchdata's ``StatefulDataLoader`` read the data. It has a ``state_dict``.
+        kwargs: Further arguments of ``torch.utils.data.DataLoader``.
+
+    Raises:
+        ConfigError: ``skip_batches`` is negative.
+        ImportError: ``use_stateful_dataloader`` is True, and torchdata is not installed.
 
     Examples:
         ```python

@@ -15,7 +15,10 @@ REQUIRED = ("name", "requires_logging_directory", "tracker")
 
 
 def on_main_process(function: Method) -> Method:
-    """Make a tracker's method do nothing on other ranks, unless its ``main_process_only`` is False.
+    """Decorate a method of a tracker so that it runs on rank 0 only. On other ranks it returns None.
+
+    Args:
+        function: The method. If the tracker's ``main_process_only`` is False, it runs on all ranks.
 
     Examples:
         ```python
@@ -46,15 +49,19 @@ def on_main_process(function: Method) -> Method:
 
 
 class GeneralTracker:
-    """Base of all trackers. A subclass defines three attributes and what it needs of the methods.
+    """The base class of all trackers. A subclass defines three attributes, and those methods that it needs.
 
-    - ``name``: the word for it in ``get_tracker(name)`` and ``init_kwargs``.
+    - ``name``: the name of the tracker, for ``get_tracker(name)`` and ``init_kwargs``.
     - ``requires_logging_directory``: whether it writes files.
-    - ``tracker``: the object underneath, such as a ``SummaryWriter``; may exist only after ``start``.
-    - ``main_process_only``: False starts it and logs on every rank.
+    - ``tracker``: the object of the tracker's library, such as a ``SummaryWriter``. It may exist only after
+      ``start``.
+    - ``main_process_only``: with False, the tracker is started on every rank and gets what every rank logs.
 
-    A class given to ``log_with`` is called with the project's name, then the logging directory if it
-    requires one, then its ``init_kwargs``.
+    ``Accelerator`` makes an object of a class in ``log_with``. It passes the name of the project, the logging
+    directory if the class requires one, and the tracker's ``init_kwargs``.
+
+    Raises:
+        UsageError: one of the first three attributes is missing.
 
     Examples:
         ```python
@@ -93,19 +100,33 @@ class GeneralTracker:
             check_complete(self)
 
     def start(self) -> None:
-        """Open the run. ``__init__`` may come before the process group; this does not."""
+        """Start the run. ``init_trackers`` calls it, when the process group exists. It may not exist yet in
+        ``__init__``.
+        """
 
     def store_init_configuration(self, values: dict[str, object]) -> None:
-        """Store ``values`` as the hyperparameters of the run."""
+        """Store ``values``, name -> value, as the hyperparameters of the run."""
 
     def log(self, values: dict[str, object], step: int | None = None, **kwargs: object) -> None:
-        """Log ``values``; ``kwargs`` are ``log_kwargs[name]`` of ``Accelerator.log``."""
+        """Log values. ``accelerator.log`` calls it.
+
+        Args:
+            values: Name -> value. A value may be a 0-d tensor.
+            step: The number of the step. None: it is not known.
+            kwargs: ``log_kwargs[name]`` of ``accelerator.log``.
+        """
 
     def log_images(self, values: dict[str, object], step: int | None = None, **kwargs: object) -> None:
-        """Log ``values``, lists of images; a tracker that cannot hold images ignores them."""
+        """Log images. A tracker that cannot show images does nothing.
+
+        Args:
+            values: Name -> images, as the tracker's library takes them.
+            step: The number of the step. None: it is not known.
+            kwargs: Options of the tracker's library.
+        """
 
     def finish(self) -> None:
-        """Close the run."""
+        """End the run. ``end_training`` calls it."""
 
 
 class BlankTracker(GeneralTracker):

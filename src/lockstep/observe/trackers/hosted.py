@@ -41,10 +41,12 @@ class HostedTracker(GeneralTracker):
 
     @property
     def tracker(self) -> Any:
+        """The run object of the tracker's library. None: the run has not started."""
         return self.run
 
     @property
     def module(self) -> Any:
+        """The tracker's library, imported."""
         return importlib.import_module(self.package)
 
     @on_main_process
@@ -95,7 +97,19 @@ class TableTracker(HostedTracker):
         step: int | None = None,
         **kwargs: object,
     ) -> None:
-        """Log a table, from ``columns`` and ``data`` (rows) or from ``dataframe``."""
+        """Log a table.
+
+        Args:
+            table_name: The name of the table.
+            columns: The names of the columns.
+            data: The rows: a list of lists.
+            dataframe: A pandas ``DataFrame``, in place of ``columns`` and ``data``.
+            step: The number of the step. None: it is not known.
+            kwargs: Options of the tracker's library.
+
+        Raises:
+            UsageError: ClearML got neither ``data`` nor ``dataframe``.
+        """
         content = {"columns": columns, "data": data, "dataframe": dataframe}
         self._send_table(table_name, content, step=step, **kwargs)
 
@@ -104,7 +118,14 @@ class TableTracker(HostedTracker):
 
 
 class WandBTracker(_RunTracker, TableTracker):
-    """Weights & Biases; ``kwargs`` go to ``wandb.init``.
+    """A tracker that logs to Weights & Biases. It needs the package wandb.
+
+    Args:
+        run_name: The name of the project.
+        kwargs: Arguments of ``wandb.init``.
+
+    Raises:
+        MissingExtraError: the package is not installed.
 
     Examples:
         ```python
@@ -125,7 +146,14 @@ class WandBTracker(_RunTracker, TableTracker):
 
 
 class TrackioTracker(_RunTracker):
-    """Trackio; ``kwargs`` go to ``trackio.init``.
+    """A tracker that logs to Trackio. It needs the package trackio.
+
+    Args:
+        run_name: The name of the project.
+        kwargs: Arguments of ``trackio.init``.
+
+    Raises:
+        MissingExtraError: the package is not installed.
 
     Examples:
         ```python
@@ -142,7 +170,14 @@ class TrackioTracker(_RunTracker):
 
 
 class SwanLabTracker(_RunTracker):
-    """SwanLab; ``kwargs`` go to ``swanlab.init``.
+    """A tracker that logs to SwanLab. It needs the package swanlab.
+
+    Args:
+        run_name: The name of the project.
+        kwargs: Arguments of ``swanlab.init``.
+
+    Raises:
+        MissingExtraError: the package is not installed.
 
     Examples:
         ```python
@@ -159,7 +194,14 @@ class SwanLabTracker(_RunTracker):
 
 
 class CometMLTracker(HostedTracker):
-    """Comet; ``kwargs`` go to ``comet_ml.start``, or ``comet_ml.Experiment`` before 3.41.
+    """A tracker that logs to Comet. It needs the package comet_ml.
+
+    Args:
+        run_name: The name of the project.
+        kwargs: Arguments of ``comet_ml.start``, or of ``comet_ml.Experiment`` before version 3.41.
+
+    Raises:
+        MissingExtraError: the package is not installed.
 
     Examples:
         ```python
@@ -210,7 +252,15 @@ class CometMLTracker(HostedTracker):
 
 
 class AimTracker(HostedTracker):
-    """Aim, in the repository ``logging_dir``; ``kwargs`` go to ``aim.Run``.
+    """A tracker that logs to Aim. It needs the package aim.
+
+    Args:
+        run_name: The name of the run.
+        logging_dir: The folder with Aim's repository.
+        kwargs: Arguments of ``aim.Run``.
+
+    Raises:
+        MissingExtraError: the package is not installed.
 
     Examples:
         ```python
@@ -265,7 +315,15 @@ class AimTracker(HostedTracker):
 
 
 class DVCLiveTracker(HostedTracker):
-    """DVCLive; uses ``live`` if given, else ``kwargs`` go to ``dvclive.Live``. The run's name is not used.
+    """A tracker that logs with DVCLive. It needs the package dvclive.
+
+    Args:
+        run_name: Ignored: DVCLive has no names of runs.
+        live: A ``dvclive.Live`` that is used. None: one is made.
+        kwargs: Arguments of ``dvclive.Live``.
+
+    Raises:
+        MissingExtraError: the package is not installed.
 
     Examples:
         ```python
@@ -291,6 +349,7 @@ class DVCLiveTracker(HostedTracker):
 
     @property
     def live(self) -> object:
+        """The ``dvclive.Live`` of this tracker. None: the run has not started."""
         return self.run
 
     @on_main_process
@@ -320,7 +379,17 @@ class DVCLiveTracker(HostedTracker):
 
 
 class ClearMLTracker(TableTracker):
-    """ClearML; ``kwargs`` go to ``Task.init``. A task that the script opened itself is used and left open.
+    """A tracker that logs to ClearML. It needs the package clearml.
+
+    If the script has opened a task itself, that one is used, and it stays open at the end.
+
+    Args:
+        run_name: The name of the project and of the task. The variables ``CLEARML_PROJECT`` and
+            ``CLEARML_TASK`` replace it.
+        kwargs: Arguments of ``clearml.Task.init``.
+
+    Raises:
+        MissingExtraError: the package is not installed.
 
     Examples:
         ```python

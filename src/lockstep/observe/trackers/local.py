@@ -19,10 +19,15 @@ from lockstep.runtime.available import is_available
 
 
 class TensorBoardTracker(GeneralTracker):
-    """Event files in ``logging_dir/run_name``; ``kwargs`` go to ``SummaryWriter``.
+    """A tracker that writes TensorBoard's event files to ``logging_dir/run_name``.
+
+    Args:
+        run_name: The name of the run: a folder in ``logging_dir``.
+        logging_dir: The folder of all runs.
+        kwargs: Arguments of ``torch.utils.tensorboard.SummaryWriter``.
 
     Raises:
-        MissingExtraError: when the package tensorboard is not installed.
+        MissingExtraError: the package tensorboard is not installed.
 
     Examples:
         ```python
@@ -109,11 +114,17 @@ class TensorBoardTracker(GeneralTracker):
 
 
 class JSONLinesTracker(GeneralTracker):
-    """One JSON object a line in ``logging_dir/run_name/metrics.jsonl``; a resumed run appends.
+    """A tracker that writes one JSON object a line to ``logging_dir/run_name/metrics.jsonl``. A resumed run
+    appends to it.
 
-    The configuration is ``{"time": ..., "config": {...}}``, each log
-    ``{"step": ..., "time": ..., "values": {...}}``; ``time`` is in seconds since 1970. JSON has no word
-    for NaN and infinity: they are the strings "NaN", "Infinity" and "-Infinity", which ``float`` reads.
+    The configuration is ``{"time": ..., "config": {...}}``. Each call of ``log`` writes ``{"step": ..., "time":
+    ..., "values": {...}}``. ``time`` is in seconds since 1970. JSON has no numbers for NaN and infinity: they
+    are the strings "NaN", "Infinity" and "-Infinity", which ``float`` reads.
+
+    Args:
+        run_name: The name of the run: a folder in ``logging_dir``.
+        logging_dir: The folder of all runs.
+        file_name: The name of the file.
 
     Examples:
         ```python

@@ -12,10 +12,21 @@ from lockstep.observe.trackers.hosted import HostedTracker
 
 
 class MLflowTracker(HostedTracker):
-    """A run of the MLflow experiment that is the project's name.
+    """A tracker that logs to a run of an MLflow experiment. It needs the package mlflow.
 
-    The variables MLFLOW_EXPERIMENT_NAME, MLFLOW_RUN_ID, MLFLOW_TAGS (JSON) and MLFLOW_NESTED_RUN go
-    before the arguments.
+    Args:
+        experiment_name: The name of the experiment. ``init_trackers`` passes the name of the project. The
+            variable ``MLFLOW_EXPERIMENT_NAME`` replaces it.
+        logging_dir: The place in which a new experiment stores files.
+        run_id: The id of a run that is continued. The variable ``MLFLOW_RUN_ID`` replaces it. None: a new run.
+        tags: Name -> value, or JSON. The variable ``MLFLOW_TAGS`` replaces it.
+        nested_run: Start the run inside of the run that is active. The variable ``MLFLOW_NESTED_RUN`` replaces
+            it.
+        run_name: The name of the run.
+        description: A text about the run.
+
+    Raises:
+        MissingExtraError: the package is not installed.
 
     Examples:
         ```python
@@ -96,7 +107,12 @@ class MLflowTracker(HostedTracker):
 
     @on_main_process
     def log_figure(self, figure: object, artifact_file: str, **save_kwargs: object) -> None:
-        """Store a figure of matplotlib or plotly as a file of the run.
+        """Store a figure as a file of the run.
+
+        Args:
+            figure: A figure of matplotlib or plotly.
+            artifact_file: The name of the file.
+            save_kwargs: Further arguments of ``mlflow.log_figure``.
 
         Examples:
             ```python
@@ -115,10 +131,22 @@ class MLflowTracker(HostedTracker):
 
     @on_main_process
     def log_artifacts(self, local_dir: str, artifact_path: str | None = None) -> None:
+        """Store all files of a folder in the run.
+
+        Args:
+            local_dir: The folder.
+            artifact_path: A folder of the run to which they go. None: its top.
+        """
         self.module.log_artifacts(local_dir=local_dir, artifact_path=artifact_path)
 
     @on_main_process
     def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:
+        """Store a file in the run.
+
+        Args:
+            local_path: The path of the file.
+            artifact_path: A folder of the run to which it goes. None: its top.
+        """
         self.module.log_artifact(local_path=local_path, artifact_path=artifact_path)
 
     @on_main_process

@@ -79,7 +79,7 @@ def resolve_trackers(
 
 
 def available_trackers() -> list[LoggerType]:
-    """The built-in trackers whose packages are installed.
+    """Return those built-in trackers whose packages are installed.
 
     Examples:
         ```python
@@ -92,12 +92,16 @@ def available_trackers() -> list[LoggerType]:
 
 
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
-    """Let ``log_with`` name ``tracker_class`` by its ``name``; a class of this name that was there is replaced.
+    """Let ``log_with`` name a class of trackers by its ``name``.
 
-    A class that is derived from ``GeneralTracker`` is known by its ``name`` without this, unless one is built in.
+    A subclass of ``GeneralTracker`` is known by its ``name`` without this, unless a built-in tracker has that
+    name.
+
+    Args:
+        tracker_class: The class. It replaces another class of this name, and a warning says so.
 
     Raises:
-        ConfigError: when it is no subclass of ``GeneralTracker``, has no ``name`` or no
+        ConfigError: it is not a subclass of ``GeneralTracker``, or lacks ``name`` or
             ``requires_logging_directory``.
 
     Examples:

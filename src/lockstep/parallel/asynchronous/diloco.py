@@ -24,25 +24,34 @@ def nesterov(parameters: list[torch.Tensor]) -> Optimizer:
 
 
 class DiLoCo(LocalRounds):
-    """Every ``steps`` optimizer steps, and at the end of the block, step the outer optimizer.
+    """Lets each rank train by itself for many steps, and then steps an outer optimizer on the mean of the results
+    (DiLoCo).
 
-    The outer gradient is where the round began, minus the mean over the ranks of where it ended. The outer optimizer
-    steps on the former, and there the next round begins on all ranks. With ``SGD(lr=1)`` that is local SGD.
-    Floating-point buffers are averaged. The inner optimizer's state stays each rank's own.
+    A round is ``steps`` optimizer steps of each rank. Its outer gradient is the parameters at its beginning
+    minus the mean over the ranks of those at its end. The outer optimizer applies it to the parameters at the
+    beginning, and the next round begins there on all ranks. The end of the block ends a round, too.
+    Floating-point buffers are averaged. The state of the inner optimizer stays different on each rank. With
+    ``SGD(lr=1)`` as outer optimizer it is local SGD.
+
     Reference: Douillard et al., DiLoCo: Distributed Low-Communication Training of Language Models, 2023.
 
     Args:
-        model: What ``prepare`` returned, replicated on every rank. All ranks must make the same number of steps.
-        steps: Of the inner optimizer, from one outer step to the next (the paper: 500).
-        outer_optimizer: Builds it from the parameters at which rounds begin, a copy of the model's in at least fp32.
-            None: SGD with a learning rate of 0.7 and Nesterov momentum of 0.9.
-        optimizer: The inner one. Only needed to go on exactly from a checkpoint; see ``state_dict``.
-        offload: Keep that copy and the outer optimizer's state in host memory.
+        accelerator: The ``Accelerator`` that has prepared the model.
+        model: The model that ``prepare`` returned. Each rank has the whole model, and all ranks make the same
+            number of steps.
+        steps: The number of steps of the inner optimizer in a round. The paper takes 500.
+        outer_optimizer: A function that builds the outer optimizer from a list of tensors: a copy of the
+            parameters, of their shapes, in float32 or a wider dtype. None: SGD with a learning rate of 0.7 and
+            Nesterov momentum of 0.9.
+        optimizer: The inner optimizer. It is only needed to continue exactly from a checkpoint; see
+            ``state_dict``.
+        offload: Keep that copy and the state of the outer optimizer in host memory.
         enabled: False: gradients are averaged at each step, as without the block.
 
     Raises:
-        ConfigError: ``steps`` is below 1.
-        UsageError: the model is sharded, split, or not prepared. Both are raised on all ranks.
+        ConfigError: ``steps`` is below 1. All ranks raise it.
+        UsageError: the model is sharded, split or not prepared, or ``outer_optimizer`` builds no optimizer. All
+            ranks raise it.
 
     Examples:
         ```python
@@ -111,9 +120,10 @@ class DiLoCo(LocalRounds):
             parameter.copy_(self._start[name])
 
     def state_dict(self) -> StateDict:
-        """Return this rank's position, and the state of the round, which is equal on all ranks.
+        """Return the state of this rank, for ``load_state_dict``: name -> tensor, number, mapping or list.
 
-        The state of the round has the parameters at which it began, and the outer optimizer's state.
+        It has the position in the round, the parameters at the beginning of the round (equal on all ranks), and
+        the state of the outer optimizer. Inside of a round, it also has this rank's own parameters.
 
         Examples:
             ```python
@@ -134,7 +144,14 @@ class DiLoCo(LocalRounds):
 
     @torch.no_grad()
     def load_state_dict(self, state: StateDict) -> None:
-        """Continue where this rank was when ``state_dict`` was called, in the same round.
+        """Continue at the step of the round at which ``state_dict`` was called.
+
+        Args:
+            state: The state of this rank.
+
+        Raises:
+            CheckpointError: it is the state of another model, or it was saved inside of a round by another
+                number of ranks. Nothing was changed.
 
         Examples:
             ```python

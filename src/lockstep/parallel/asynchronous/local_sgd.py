@@ -59,7 +59,10 @@ class LocalRounds(TrainingBlock):
         return self._in_round == 0
 
     def step(self) -> None:
-        """Call it after each ``optimizer.step()``; inside an accumulation window it does nothing.
+        """Count a step of the optimizer, and end the round if it was the last one. Call it after each
+        ``optimizer.step()``.
+
+        Before the last micro-batch of an accumulation window, it does nothing.
 
         Raises:
             LockstepError: another rank failed.
@@ -108,9 +111,10 @@ class LocalRounds(TrainingBlock):
     # State ------------------------------------------------------------------------------------------
 
     def state_dict(self) -> StateDict:
-        """This rank's own state: where it is in its round, and inside of one its parameters.
+        """Return the state of this rank, for ``load_state_dict``: name -> tensor, number, mapping or list.
 
-        Tensors are those in use.
+        It has the position in the round, and the state of the optimizer if that was passed. Inside of a round,
+        it also has this rank's own parameters and buffers. The tensors share memory with the model.
 
         Examples:
             ```python
@@ -138,10 +142,14 @@ class LocalRounds(TrainingBlock):
 
     @torch.no_grad()
     def load_state_dict(self, state: StateDict) -> None:
-        """Go on where this rank was.
+        """Continue at the step of the round at which ``state_dict`` was called.
+
+        Args:
+            state: The state of this rank.
 
         Raises:
-            CheckpointError: it was saved inside of a round by another number of ranks, or of another model.
+            CheckpointError: it is the state of another model, or it was saved inside of a round by another
+                number of ranks. Nothing was changed.
 
         Examples:
             ```python
@@ -200,21 +208,25 @@ class LocalRounds(TrainingBlock):
 
 
 class LocalSGD(LocalRounds):
-    """Average parameters every ``local_sgd_steps`` optimizer steps, and at the end of the block; no gradients.
+    """Lets each rank train by itself, and averages the parameters of all ranks every ``local_sgd_steps`` optimizer
+    steps.
 
-    Floating-point buffers are averaged too. The optimizer's state stays each rank's own.
+    The end of the block averages them, too. Gradients are not averaged inside of the block. Floating-point
+    buffers are averaged with the parameters. The state of the optimizer stays different on each rank.
+
     Reference: Stich, Local SGD Converges Fast and Communicates Little, ICLR 2019.
 
     Args:
-        model: What ``prepare`` returned, replicated on every rank. All ranks must make the same number of steps.
-        local_sgd_steps: Optimizer steps from one mean to the next. Batches inside an accumulation window do not
-            count.
+        accelerator: The ``Accelerator`` that has prepared the model.
+        model: The model that ``prepare`` returned. Each rank has the whole model, and all ranks make the same
+            number of steps.
+        local_sgd_steps: The number of optimizer steps from one mean to the next.
         enabled: False: gradients are averaged at each step, as without the block.
-        optimizer: Only needed to go on exactly from a checkpoint; see ``state_dict``.
+        optimizer: The optimizer. It is only needed to continue exactly from a checkpoint; see ``state_dict``.
 
     Raises:
-        ConfigError: ``local_sgd_steps`` is below 1.
-        UsageError: the model is sharded, split, or not prepared. Both are raised on all ranks.
+        ConfigError: ``local_sgd_steps`` is below 1. All ranks raise it.
+        UsageError: the model is sharded, split or not prepared. All ranks raise it.
 
     Examples:
         ```python

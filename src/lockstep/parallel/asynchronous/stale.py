@@ -61,14 +61,17 @@ class StalenessReport:
 
     @property
     def gradients(self) -> int:
+        """The number of gradients that were applied, from all ranks."""
         return sum(self.histogram.values())
 
     @property
     def maximum(self) -> int:
+        """The highest staleness of a gradient, in updates."""
         return max(self.histogram, default=0)
 
     @property
     def mean(self) -> float:
+        """The mean staleness of the gradients, in updates."""
         return sum(stale * count for stale, count in self.histogram.items()) / max(1, self.gradients)
 
     def __str__(self) -> str:
@@ -89,30 +92,32 @@ FAREWELL_S = 5.0
 
 
 class BoundedStaleness(TrainingBlock):
-    """Go on with the next batch while gradients travel; wait only to keep them from being too stale.
+    """Trains without waiting for other ranks' gradients: they may arrive late, but at most by ``staleness`` steps.
 
-    Update t is one step of the optimizer with the mean of all ranks' gradients of their step t. Ranks take turns as the
-    server that adds these up: rank t mod N. Each rank applies the same updates in the same order, as soon as they
-    arrive. It waits only where its next gradient would be computed on parameters that lack more than ``staleness`` of
-    the updates before it. So a rank is never more than ``staleness`` steps ahead of the slowest; every gradient is
-    applied exactly once; and at the end all ranks have the same parameters and the same optimizer state. With
-    ``staleness=0`` it is synchronous training.
+    Update t is one step of the optimizer with the mean of all ranks' gradients of their step t. Ranks take
+    turns as the server that adds these up: rank t mod N. Each rank applies the same updates in the same order,
+    as soon as they arrive. A rank waits only if its next gradient would be computed on parameters that lack
+    more than ``staleness`` of the updates before it. So a rank is never more than ``staleness`` steps ahead of
+    the slowest one. Every gradient is applied exactly once, and at the end all ranks have the same parameters
+    and the same optimizer state.
 
-    References: Ho et al., More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server, NIPS 2013;
-    Lian et al., Asynchronous Parallel Stochastic Gradient for Nonconvex Optimization, NIPS 2015.
+    References: Ho et al., More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server, NIPS
+    2013; Lian et al., Asynchronous Parallel Stochastic Gradient for Nonconvex Optimization, NIPS 2015.
 
     Args:
-        model: What ``prepare`` returned, replicated on every rank. All ranks must make the same number of steps.
-        optimizer: What ``prepare`` returned; all that it trains belongs to ``model``.
-        staleness: The bound.
-        max_norm: Clip the mean gradient of each update to this 2-norm. ``accelerator.clip_grad_norm_`` clips what
-            each rank sends instead.
+        accelerator: The ``Accelerator`` that has prepared the model.
+        model: The model that ``prepare`` returned. Each rank has the whole model, and all ranks make the same
+            number of steps.
+        optimizer: The optimizer that ``prepare`` returned. All its parameters belong to ``model``.
+        staleness: The bound, in optimizer steps. 0 is synchronous training.
+        max_norm: Clip the mean gradient of each update to this 2-norm. None: it is not clipped.
+            ``accelerator.clip_grad_norm_`` clips what each rank sends instead.
         enabled: False: gradients are averaged at each step, and ``step`` is ``optimizer.step``.
 
     Raises:
-        ConfigError: ``staleness`` is negative, or ``max_norm`` not above 0.
-        UsageError: the model is sharded, split, or not prepared; the optimizer trains another model; or fp16, whose
-            loss scale would have to be that of another step. All are raised on all ranks.
+        ConfigError: ``staleness`` is negative, or ``max_norm`` is not above 0. All ranks raise it.
+        UsageError: the model is sharded, split or not prepared, the optimizer trains another model, or the
+            precision is fp16, whose loss scale would be that of another step. All ranks raise it.
 
     Examples:
         ```python
@@ -185,11 +190,15 @@ class BoundedStaleness(TrainingBlock):
         return self._steps - self._updates
 
     def step(self) -> None:
-        """Send this step's gradients and apply the updates that have come; inside an accumulation window do nothing.
+        """Send the gradients of this step, and apply the updates that have arrived. Call it in place of
+        ``optimizer.step()``.
+
+        Before the last micro-batch of an accumulation window, it does nothing.
 
         Raises:
             LockstepError: another rank failed.
-            UsageError: it is called outside of the block, or another rank has ended before.
+            UsageError: it is called outside of the block, another rank has ended before, or a parameter got a
+                gradient that required none when this object was made.
         """
         if not self._trainer.sync_gradients:
             return
@@ -207,15 +216,24 @@ class BoundedStaleness(TrainingBlock):
         self._apply(rounds, at_least=self._steps - self.staleness)
 
     def synchronize(self) -> None:
-        """Apply the updates of all steps made so far: after the same number of steps all ranks are equal then.
+        """Apply the updates of all steps until now. Afterwards all ranks have the same parameters.
 
-        Call it on all ranks, before parameters are saved or validated.
+        Call it after the same number of steps on all ranks, before you save or validate.
+
+        Raises:
+            LockstepError: another rank failed.
+            UsageError: another rank has ended before.
         """
         if self.enabled and self.updates_missing:
             self._apply(self._open_rounds(), at_least=self._steps)
 
     def finish(self) -> None:
-        """Apply all updates, and average floating-point buffers. The end of the block calls it. Collective."""
+        """Apply all updates, and average floating-point buffers. The end of the block calls it, on all ranks.
+
+        Raises:
+            LockstepError: another rank failed.
+            UsageError: the ranks made different numbers of steps.
+        """
         rounds = self._rounds
         if rounds is None:
             return

@@ -280,7 +280,12 @@ def layers(model: nn.Module) -> Iterator[tuple[str, MixtureOfExperts]]:
 
 
 def load_balance_loss(model: nn.Module) -> torch.Tensor:
-    """Return the sum of the load-balance losses of all layers in the last forward; 0-d, with gradients.
+    """Return the sum of the load-balance losses of all layers of ``model`` in the last forward; 0-d, with
+    gradients.
+
+    Each of them is 1 if the experts get equally many tokens, and larger otherwise.
+
+    Reference: Fedus et al., Switch Transformers, JMLR 2022.
 
     Raises:
         UsageError: the model has no ``MixtureOfExperts``, or one of them was not called yet.
@@ -300,9 +305,11 @@ def load_balance_loss(model: nn.Module) -> torch.Tensor:
 
 
 def router_z_loss(model: nn.Module) -> torch.Tensor:
-    """Return the sum of the router z-losses of all layers in the last forward; 0-d, with gradients.
+    """Return the sum of the router z-losses of all layers of ``model`` in the last forward; 0-d, with gradients.
 
-    The router z-loss of a layer is the mean over tokens of (log sum_e exp logit_e)^2.
+    The router z-loss of a layer is the mean over tokens of (log sum_e exp logit_e)^2. It keeps logits small.
+
+    Reference: Zoph et al., ST-MoE, 2022.
 
     Raises:
         UsageError: the model has no ``MixtureOfExperts``, or one of them was not called yet.

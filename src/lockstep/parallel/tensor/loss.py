@@ -38,13 +38,17 @@ def vocab_parallel_cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """``F.cross_entropy`` of logits whose classes are split over the ranks.
+    """Compute ``F.cross_entropy`` of logits whose classes are split over the ranks. Call it on all of these ranks.
+
+    Reference: Shoeybi et al., Megatron-LM, 2019, section 3.
 
     Args:
-        logits: A DTensor [..., classes] on a 1-D mesh, split along its last dimension. It may have any floating-point
-            dtype; the loss is computed in fp32 or more.
+        logits: A DTensor [..., classes] on a 1-D mesh, split along its last dimension. It may have any
+            floating-point dtype; the loss is computed in fp32 or more.
         target: Indices of classes, [...]: a plain tensor with the same values on all ranks.
-        reduction: "mean" (over targets other than ``ignore_index``), "sum" or "none".
+        ignore_index: Positions with this target do not count.
+        reduction: ``"mean"`` (over targets other than ``ignore_index``), ``"sum"`` or ``"none"``.
+        label_smoothing: The part of the target's probability that is spread over all classes, 0 to 1.
 
     Returns:
         The loss as a plain tensor, the same on all ranks.
