@@ -506,7 +506,11 @@ class Accelerator(
     def prepare_optimizer(
         self, optimizer: Optimizer, device_placement: bool | None = None
     ) -> PreparedOptimizer:
-        """Prepare one optimizer. Its state stays on the device of its parameters, so ``device_placement`` is unused.
+        """Prepare one optimizer.
+
+        Args:
+            optimizer: A torch optimizer.
+            device_placement: Ignored: the state stays on the device of the parameters.
 
         Examples:
             ```python
@@ -527,7 +531,16 @@ class Accelerator(
     def prepare_data_loader(
         self, data_loader: DataLoader[object], device_placement: bool | None = None
     ) -> PreparedLoader:
-        """Prepare one data loader: it then yields this rank's batches, by default on this rank's device.
+        """Prepare one data loader. It then yields this rank's batches. Call it on every rank.
+
+        Args:
+            data_loader: A torch ``DataLoader``.
+            device_placement: Whether batches are moved to this process's device. None: as for this
+                ``Accelerator``.
+
+        Raises:
+            UsageError: the loader is empty, has fewer samples than there are ranks, or is prepared already.
+            ConfigError: the settings do not go with this loader.
 
         Examples:
             ```python
@@ -543,7 +556,7 @@ class Accelerator(
         return self._preparation.prepare_loader(data_loader, device_placement)
 
     def prepare_scheduler(self, scheduler: object) -> PreparedScheduler:
-        """Prepare one learning rate scheduler: it then advances only after real optimizer steps.
+        """Prepare one learning rate scheduler, ``scheduler``. It then advances only after real optimizer steps.
 
         Examples:
             ```python

@@ -54,7 +54,9 @@ def parameters(value: Any) -> list[inspect.Parameter]:
         signature = inspect.signature(value)
     except ValueError:
         return []
-    return [one for name, one in signature.parameters.items() if name not in ("self", "cls") and name[0] != "_"]
+    return [
+        one for name, one in signature.parameters.items() if name not in ("self", "cls") and name[0] != "_"
+    ]
 
 
 def unnamed_parameters(value: Any, around: str = "") -> list[str]:
@@ -75,7 +77,12 @@ def shapeless_tensors(value: Any) -> list[str]:
     for one in parameters(value):
         if OF_TENSORS.search(NO_DATA.sub("", str(one.annotation))):
             entry = re.search(
-                ENTRY.format(name=one.name) + r".*(?:\n +[^\n]*)*?(?=\n *(?:- |\*{0,2}\w+: )|\n\n|\Z)".replace("{", "{").replace("}", "}"), text, re.MULTILINE
+                ENTRY.format(name=one.name)
+                + r".*(?:\n +[^\n]*)*?(?=\n *(?:- |\*{0,2}\w+: )|\n\n|\Z)".replace("{", "{").replace(
+                    "}", "}"
+                ),
+                text,
+                re.MULTILINE,
             )
             if not SHAPE.search(entry[0] if entry else text):
                 found.append(one.name)
@@ -92,7 +99,10 @@ def raised(value: Any) -> set[type[BaseException]]:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, TypeError, SyntaxError):
         return set()
-    known = {**vars(__builtins__ if not isinstance(__builtins__, dict) else inspect.getmodule(int)), **getattr(function, "__globals__", {})}
+    known = {
+        **vars(__builtins__ if not isinstance(__builtins__, dict) else inspect.getmodule(int)),
+        **getattr(function, "__globals__", {}),
+    }
     kinds = {known.get(node.func.id) for node in _raises(tree.body[0]) if isinstance(node.func, ast.Name)}
     return {kind for kind in kinds if inspect.isclass(kind) and issubclass(kind, BaseException)}
 
@@ -110,11 +120,7 @@ def unnamed_exceptions(value: Any) -> list[str]:
     """Exceptions that it raises itself, and of which the docstring names neither the class nor a base."""
     said = set(re.findall(r"\w+", docstring(value)))
     kinds = raised(value) - {NotImplementedError}
-    return sorted(
-        kind.__name__
-        for kind in kinds
-        if not said & {base.__name__ for base in kind.__mro__[:-2]}
-    )
+    return sorted(kind.__name__ for kind in kinds if not said & {base.__name__ for base in kind.__mro__[:-2]})
 
 
 def prose(value: Any) -> str:

@@ -145,10 +145,12 @@ class CollectiveMethods:
 
     @property
     def pipeline_parallel_rank(self) -> int:
+        """The index of this rank's stage of the pipeline (``pp``), or 0 if the depth is not split."""
         return self.meshes.rank_on("pp")
 
     @property
     def context_parallel_rank(self) -> int:
+        """The index of this rank's chunk of the sequence (``cp``), or 0 if the sequence is not split."""
         return self.meshes.rank_on("cp")
 
     @property
@@ -158,6 +160,7 @@ class CollectiveMethods:
 
     @property
     def data_parallel_shard_rank(self) -> int:
+        """The index of this rank among the ranks that shard one copy of the model."""
         return self.meshes.rank_on("shard")
 
     @contextmanager
@@ -177,8 +180,15 @@ class CollectiveMethods:
     def gather(self, tensor: Tree) -> Tree:
         """Concatenate the tensors of all ranks along dim 0, in rank order, and return the result on every rank.
 
-        ``tensor`` may be nested in lists, tuples and mappings. Tensors of shape [n_r, ...] on rank r become one of
-        shape [sum of n_r, ...]. The n_r may differ. A 0-d tensor counts as one row. Call it on every rank.
+        Call it on every rank.
+
+        Args:
+            tensor: Tensors, alone or nested in lists, tuples and mappings. Tensors of shape [n_r, ...] on rank
+                r become one of shape [sum of n_r, ...]. The n_r may differ. A 0-d tensor counts as one row.
+
+        Raises:
+            CollectiveMismatchError: dtypes or shapes differ between ranks, apart from n_r. All ranks raise it.
+            TypeError: ``tensor`` has something that is not a tensor. All ranks raise it.
 
         Examples:
             ```python
@@ -194,10 +204,16 @@ class CollectiveMethods:
             return self._communicator.gather(tensor)
 
     def gather_for_metrics(self, input_data: object, use_gather_object: bool = False) -> Any:
-        """``gather``, without the rows that only pad the last batch. Every sample is there exactly once.
+        """Gather a batch's results from all ranks, without the rows that only pad the last batch. Every sample is
+        there once.
 
-        ``input_data`` are nested tensors of shape [rows, ...]. With k entries for each row of the batch, they have
-        the shape [k * rows, ...].
+        Call it on every rank, in the loop over a prepared loader.
+
+        Args:
+            input_data: Nested tensors of shape [rows, ...]. With k entries for each row of the batch, they have
+                the shape [k * rows, ...]. A list of other objects is gathered by pickling.
+            use_gather_object: Gather tensors by pickling, too. They may then have different shapes on the
+                ranks.
 
         Examples:
             ```python
@@ -223,9 +239,16 @@ class CollectiveMethods:
         return Communicator(self.meshes.data_runtime, self.meshes.data_group)
 
     def reduce(self, tensor: Tree, reduction: Reduction = "sum", scale: float = 1.0) -> Tree:
-        """Return the sum, mean or maximum of tensors over all ranks, multiplied by ``scale``.
+        """Return the sum, mean or maximum of tensors over all ranks, on every rank. Call it on every rank.
 
-        ``tensor`` may be nested and have any shape, but the same shape on all ranks. Call it on every rank.
+        Args:
+            tensor: Tensors of any shape, alone or nested. Shapes and dtypes are the same on all ranks.
+            reduction: ``"sum"``, ``"mean"`` or ``"max"``. ``"none"`` returns ``tensor`` as it is.
+            scale: A factor by which the result is multiplied.
+
+        Raises:
+            CollectiveMismatchError: shapes or dtypes differ between ranks. All ranks raise it.
+            ValueError: another ``reduction``.
 
         Examples:
             ```python
@@ -243,9 +266,17 @@ class CollectiveMethods:
     def pad_across_processes(
         self, tensor: Tree, dim: int = 0, pad_index: int = 0, pad_first: bool = False
     ) -> Tree:
-        """Pad tensors along ``dim`` to the length of the longest tensor on any rank.
+        """Pad tensors along one dimension to the length of the longest tensor on any rank. Call it on every rank.
 
-        ``tensor`` may be nested and have any shape. Call it on every rank.
+        Args:
+            tensor: Tensors of any shape, alone or nested. A tensor without the dimension ``dim`` stays as it
+                is.
+            dim: The dimension that is padded.
+            pad_index: The value of the padding.
+            pad_first: Pad at the beginning, and not at the end.
+
+        Raises:
+            CollectiveMismatchError: dtypes or nesting differ between ranks. All ranks raise it.
 
         Examples:
             ```python

@@ -142,19 +142,18 @@ def prepare_data_loader(
         device: The device to which batches go with ``put_on_device``. None: this process's device.
         num_processes: The number of ranks. None: that of the run.
         process_index: The rank. None: that of this process.
-        split_batches: As in ``DataLoaderConfiguration``; so are ``dispatch_batches``, ``even_batches``,
-            ``use_seedable_sampler``, ``data_seed``, ``non_blocking`` and ``use_stateful_dataloader``.
+        split_batches: As in ``DataLoaderConfiguration``.
         put_on_device: Whether batches are moved to ``device``.
         rng_types: Names of random number generators that get the states of rank 0 before each epoch.
-        dispatch_batches: See there.
-        even_batches: See there.
+        dispatch_batches: As in ``DataLoaderConfiguration``.
+        even_batches: As in ``DataLoaderConfiguration``.
         slice_fn_for_dispatch: Refused: rank 0 collates the batch of each rank by itself.
-        use_seedable_sampler: See there.
-        data_seed: See there.
-        non_blocking: See there.
-        use_stateful_dataloader: See there.
+        use_seedable_sampler: As in ``DataLoaderConfiguration``.
+        data_seed: As in ``DataLoaderConfiguration``.
+        non_blocking: As in ``DataLoaderConfiguration``.
+        use_stateful_dataloader: As in ``DataLoaderConfiguration``.
         torch_device_mesh: Refused: ``Accelerator`` knows which ranks get the same batches.
-        step: The ``StepState`` that is told of the last batch. None: one of its own.
+        step: The ``StepState`` that learns which batch is the last. None: one of its own.
 
     Raises:
         ConfigError: a refused argument is given, or the settings do not go with this loader.

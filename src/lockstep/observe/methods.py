@@ -122,6 +122,7 @@ class TrackingMethods:
 
     @property
     def trackers(self) -> list[GeneralTracker]:
+        """The trackers that run on this rank."""
         return self._trackers.trackers
 
     def init_trackers(
@@ -130,7 +131,16 @@ class TrackingMethods:
         config: dict[str, object] | None = None,
         init_kwargs: dict[str, dict[str, object]] | None = None,
     ) -> None:
-        """Start the trackers that ``log_with`` names, and store ``config`` in them as the run's hyperparameters.
+        """Start the trackers that ``log_with`` names.
+
+        Args:
+            project_name: The name of the project or run, in all trackers.
+            config: Hyperparameters that the trackers store: name -> value.
+            init_kwargs: Name of a tracker -> arguments for it, such as ``{"wandb": {"mode": "offline"}}``.
+
+        Raises:
+            UsageError: the trackers run already.
+            ConfigError: ``init_kwargs`` has a name that is unknown.
 
         Examples:
             ```python
@@ -150,7 +160,13 @@ class TrackingMethods:
         step: int | None = None,
         log_kwargs: dict[str, dict[str, object]] | None = None,
     ) -> None:
-        """Send values to all trackers. Trackers of the main process only do nothing on the other ranks.
+        """Send values to all trackers. On ranks other than 0, only trackers with ``main_process_only=False`` get
+        them.
+
+        Args:
+            values: Name -> number, text, 0-d tensor, or another value that a tracker takes.
+            step: The number of the step. None: it is not known.
+            log_kwargs: Name of a tracker -> arguments of its ``log``.
 
         Examples:
             ```python
@@ -168,7 +184,16 @@ class TrackingMethods:
         self._trackers.log(values, step, log_kwargs)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """Return the tracker of this name. With ``unwrap``, return the run object of its library instead.
+        """Return a tracker of this run. On ranks on which it does not run, the result takes any call and does
+        nothing.
+
+        Args:
+            name: The name of the tracker.
+            unwrap: Return the run object of its library.
+
+        Raises:
+            ConfigError: ``log_with`` does not have this tracker.
+            UsageError: ``init_trackers`` was not called.
 
         Examples:
             ```python
@@ -186,6 +211,12 @@ class TrackingMethods:
         self, profile_handler: ProfileKwargs | None = None
     ) -> AbstractContextManager[torch.profiler.profile]:
         """Run ``torch.profiler`` over the block, and yield the profiler.
+
+        Args:
+            profile_handler: Options of the profiler. None: those of the ``Accelerator``.
+
+        Raises:
+            ConfigError: torch does not know an activity or an option of the schedule.
 
         Examples:
             ```python

@@ -66,7 +66,10 @@ class FileMethods:
     ) -> Any:
         """Return the model that was passed to ``prepare``, without wrappers such as DDP.
 
-        With ``keep_fp32_wrapper=False``, its forward also runs without autocast.
+        Args:
+            model: The prepared model.
+            keep_fp32_wrapper: False: its forward no longer runs under autocast.
+            keep_torch_compile: False: return the model that was compiled, and not the compiled one.
 
         Examples:
             ```python
@@ -83,12 +86,16 @@ class FileMethods:
         return unwrap_module(model, keep_autocast=keep_fp32_wrapper, keep_compile=keep_torch_compile)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return the ``state_dict`` of the whole model, with the names of the unwrapped model. Call it on every rank.
+        """Return the ``state_dict`` of the whole model: name -> tensor of its whole shape. Call it on every rank.
 
-        - Of a sharded model, the tensors are gathered into host memory, one after the other. All of them are copies,
-          even those that are not sharded, such as scalars.
+        - Of a sharded model, the tensors are gathered into host memory, one after the other. All of them are
+          copies, even those that are not sharded, such as scalars.
         - Of a pipeline, rank 0 gets the whole, and the other ranks get an empty mapping.
         - Of other models, the tensors share memory with the model, as those of ``model.state_dict()`` do.
+
+        Args:
+            model: The prepared model.
+            unwrap: Use the names of the unwrapped model. False: use those that wrappers such as DDP give them.
 
         Examples:
             ```python
@@ -118,9 +125,15 @@ class FileMethods:
         return gathered
 
     def save(self, obj: object, f: object, safe_serialization: bool = False) -> None:
-        """Write ``obj`` on the main process, by ``torch.save`` or, if ``safe_serialization``, as safetensors.
+        """Write an object to a file on rank 0, or with ``save_on_each_node`` on one process of each machine. It
+        does not wait.
 
-        With ``save_on_each_node``, one process of each machine writes. Tensors in ``obj`` may have any shape.
+        Args:
+            obj: Any object that can be pickled; with ``safe_serialization`` a mapping name -> tensor of any
+                shape.
+            f: The path of the file.
+            safe_serialization: Write safetensors, which cannot run code when it is read. Otherwise
+                ``torch.save`` writes.
 
         Examples:
             ```python
@@ -142,11 +155,22 @@ class FileMethods:
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Write the unwrapped model's weights as safetensors. Call it on every rank; rank 0 writes.
+        """Write the weights of the unwrapped model to a folder, as safetensors. Call it on every rank; rank 0
+        writes.
 
-        Weights of more than ``max_shard_size`` are written as several files with an index. All ranks return when the
-        files are complete. With ``safe_serialization=False``, ``torch.save`` writes ``pytorch_model.bin``, and a
-        warning says that such a file can run code.
+        All ranks return when the files are complete.
+
+        Args:
+            model: The prepared model.
+            save_directory: The folder. It is made if it does not exist.
+            max_shard_size: Bytes, or a text such as ``"5GB"``. More weights are written as several files with
+                an index.
+            safe_serialization: False: ``torch.save`` writes ``pytorch_model.bin``, and a warning says that such
+                a file can run code when it is read.
+
+        Raises:
+            CheckpointError: the files cannot be written. All ranks raise it.
+            ConfigError: ``max_shard_size`` is not a size.
 
         Examples:
             ```python
@@ -220,7 +244,11 @@ class FileMethods:
     def register_save_state_pre_hook(self, hook: SaveHook) -> RemovableHandle:
         """Call ``hook(models, weights, output_dir)`` in each ``save_state``, before anything is written.
 
-        Returns a handle whose ``remove()`` takes the hook away.
+        Args:
+            hook: A function of the unwrapped models, their state dicts, and the directory.
+
+        Returns:
+            A handle whose ``remove()`` takes the hook away.
 
         Examples:
             ```python
@@ -241,7 +269,11 @@ class FileMethods:
     def register_load_state_pre_hook(self, hook: LoadHook) -> RemovableHandle:
         """Call ``hook(models, input_dir)`` in each ``load_state``, before anything is loaded.
 
-        Returns a handle whose ``remove()`` takes the hook away.
+        Args:
+            hook: A function of the unwrapped models and the directory.
+
+        Returns:
+            A handle whose ``remove()`` takes the hook away.
 
         Examples:
             ```python
@@ -271,15 +303,21 @@ class FileMethods:
         """Write a checkpoint, and return its directory. Call it on every rank.
 
         A checkpoint has the state of the models, optimizers, schedulers, loss scale, loaders, random number
-        generators and registered objects. The directory, or URL, appears only when the checkpoint is complete. By
-        default it is the next ``checkpoints/checkpoint_<i>`` of the project. With ``blocking=False`` the method
-        returns at once. The state of this moment is then copied and written while training goes on. With
-        ``safe_serialization=False``, ``torch.save`` also writes the weights to ``pytorch_model.bin``, for other
-        readers, and a warning says that such a file can run code.
+        generators and registered objects. The directory, or URL, appears only when the checkpoint is complete.
+
+        Args:
+            output_dir: The directory or URL. None: the next ``checkpoints/checkpoint_<i>`` of the project.
+            safe_serialization: False: ``torch.save`` also writes the weights to ``pytorch_model.bin``, for
+                other readers. A warning says that such a file can run code.
+            blocking: False: return at once. The state of this moment is copied and written while training goes
+                on.
+            save_model_func_kwargs: Refused: options of Accelerate that mean nothing here.
 
         Raises:
-            CheckpointError: this save failed, or the one before it in the background. Earlier checkpoints are intact.
-            UsageError: no directory is known, or the directory has files that are no checkpoint.
+            CheckpointError: this save failed, or the one before it in the background. Earlier checkpoints are
+                intact.
+            UsageError: no directory is known, the directory has files that are no checkpoint, or an option is
+                refused.
 
         Examples:
             ```python
@@ -346,11 +384,16 @@ class FileMethods:
     ) -> str:
         """Load a checkpoint that ``save_state`` wrote, and return its directory. Call it on every rank.
 
-        By default it loads the newest undamaged checkpoint of the project.
+        Args:
+            input_dir: The directory or URL. None: the newest undamaged checkpoint of the project.
+            load_kwargs: ``map_location`` is accepted and has no effect. Other options of Accelerate are
+                refused.
+            load_model_func_kwargs: The same as ``load_kwargs``.
 
         Raises:
             NoCheckpointError: there is no checkpoint.
             CheckpointError: every checkpoint is damaged, or it does not fit this run. Nothing was changed.
+            UsageError: an option is refused.
 
         Examples:
             ```python
@@ -450,8 +493,8 @@ class FileMethods:
     def check_preemption(self) -> None:
         """Tell Lockstep that a step is complete. Only a loop that reads from no prepared loader needs it.
 
-        Call it on every rank. If the run has been asked to stop, by SIGTERM, SIGUSR1 or SIGUSR2 to the launcher or to
-        any rank, then all ranks save at the same call, and the processes end with exit code 75. Prepared loaders do
+        Call it on every rank. SIGTERM, SIGUSR1 or SIGUSR2, to the launcher or to any rank, asks the run to
+        stop. All ranks then save at the same call, and the processes end with exit code 75. Prepared loaders do
         this by themselves, when the loop asks for a batch after an optimizer step.
 
         Examples:

@@ -109,14 +109,13 @@ class TrainingMethods:
     def gather_for_loss(self, tensors: Tree) -> Tree:
         """Concatenate the tensors of all ranks along dim 0. Gradients flow back through the result.
 
-        Use it for a loss over the global batch, such as a contrastive loss. Tensors of shape [n_r, ...] on rank r
-        become one of shape [sum of n_r, ...]. Each rank computes the same loss from it. ``backward(loss)`` then
-        gives the gradients of one process with the global batch. Rows that only pad the last batch are left out.
-        Either all ranks use the result in their loss, or none.
+        Use it for a loss over the global batch, such as a contrastive loss. Each rank computes the same loss
+        from it. ``backward(loss)`` then gives the gradients of one process with the global batch. Rows that
+        only pad the last batch are left out. Either all ranks use the result in their loss, or none.
 
         Args:
-            tensors: Nested tensors with one row for each row of the batch. Tensors without a gradient, such as
-                labels, are returned without one.
+            tensors: Nested tensors of shape [n_r, ...] on rank r, with one row for each row of the batch. They
+                become [sum of n_r, ...]. Tensors without a gradient, such as labels, are returned without one.
 
         Raises:
             UsageError: a batch is padded, and a tensor does not have its number of rows. All ranks raise it.
@@ -189,10 +188,13 @@ class TrainingMethods:
         return loss.detach()
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
-        """Put one micro-batch inside: its forward, ``backward`` and optimizer step.
+        """Put one micro-batch inside of the block: its forward, ``backward`` and optimizer step.
 
-        The optimizer steps only in each ``gradient_accumulation_steps``-th block, and the ranks average the gradients
-        before it.
+        The optimizer steps only in each ``gradient_accumulation_steps``-th block, and the ranks average the
+        gradients before it.
+
+        Args:
+            models: The prepared models that the block trains.
 
         Examples:
             ```python
@@ -212,7 +214,11 @@ class TrainingMethods:
         return self._accumulation.accumulate(models)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Inside, ``backward`` adds to this rank's own gradients, and does not average them over the ranks.
+        """Inside of the block, ``backward`` adds to this rank's own gradients, and does not average them over the
+        ranks.
+
+        Args:
+            model: A prepared model. Gradients of other models are averaged.
 
         Examples:
             ```python
@@ -230,9 +236,12 @@ class TrainingMethods:
         return self._accumulation.no_sync([model])
 
     def alone(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Inside, each rank trains this model by itself.
+        """Inside of the block, each rank trains a model by itself.
 
         Gradients are not averaged, and a ``weight`` of ``backward`` counts only for this rank.
+
+        Args:
+            model: The prepared model.
 
         Examples:
             ```python
@@ -284,7 +293,11 @@ class TrainingMethods:
 
     @staticmethod
     def trigger_sync_in_backward(model: nn.Module) -> AbstractContextManager[None]:
-        """Inside, ``backward`` averages the gradients over the ranks, even if the last forward ran in ``no_sync``.
+        """Inside of the block, ``backward`` averages gradients over the ranks, even if the last forward ran in
+        ``no_sync``.
+
+        Args:
+            model: The prepared model.
 
         Examples:
             ```python
@@ -302,7 +315,10 @@ class TrainingMethods:
         return trigger_sync(model)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """Inside, code outside of prepared models runs in their mixed precision, too.
+        """Inside of the block, code outside of prepared models runs in their mixed precision, too.
+
+        Args:
+            autocast_handler: Options of autocast. None: those of the ``Accelerator``.
 
         Examples:
             ```python
@@ -348,10 +364,19 @@ class TrainingMethods:
     def clip_grad_norm_(
         self, parameters: clipping.Parameters, max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor:
-        """Scale the gradients so that their total norm is at most ``max_norm``. Returns the norm before that, 0-d.
+        """Scale the gradients so that their total norm is at most ``max_norm``. Call it between ``backward`` and
+        the step.
 
-        ``parameters`` is one parameter or an iterable of them, of any shape. Before the last micro-batch of an
-        accumulation window, nothing is clipped.
+        Before the last micro-batch of an accumulation window, nothing is clipped.
+
+        Args:
+            parameters: One parameter or an iterable of them, of any shape.
+            max_norm: The largest norm that is allowed.
+            norm_type: The p of the p-norm: 2 is the Euclidean norm, ``float("inf")`` the largest absolute
+                value.
+
+        Returns:
+            The norm before clipping, 0-d. It is the norm over all ranks for sharded parameters.
 
         Examples:
             ```python
@@ -371,9 +396,14 @@ class TrainingMethods:
         return self._preparation.clip_norm(parameters, max_norm, norm_type, self._step.sync_gradients)
 
     def clip_grad_value_(self, parameters: clipping.Parameters, clip_value: float) -> None:
-        """Clamp the gradients of parameters of any shape to [-clip_value, clip_value].
+        """Clamp each element of the gradients to [-clip_value, clip_value]. Call it between ``backward`` and the
+        step.
 
         Before the last micro-batch of an accumulation window, nothing is clamped.
+
+        Args:
+            parameters: One parameter or an iterable of them, of any shape.
+            clip_value: The largest absolute value that is allowed.
 
         Examples:
             ```python
@@ -403,10 +433,18 @@ class TrainingMethods:
 
     @contextmanager
     def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> Iterator[None]:
-        """Inside, ranks may have different numbers of batches.
+        """Inside of the block, ranks may have different numbers of batches.
 
-        ``even_batches`` replaces the setting of prepared loaders that read map-style data on every rank. If there are
-        other prepared loaders, a warning says so. Gradient accumulation is refused inside.
+        A rank that has no more batches takes part in the averages of the others, until all ranks have none.
+        Gradient accumulation is refused inside.
+
+        Args:
+            joinables: The prepared models that are trained, replicated by DDP.
+            even_batches: Replaces this setting of prepared loaders that read map-style data on every rank. If
+                there are other prepared loaders, a warning says so. None: it is not changed.
+
+        Raises:
+            UsageError: a model is sharded, or ``prepare`` did not return it.
 
         Examples:
             ```python
@@ -436,7 +474,16 @@ class TrainingMethods:
                 loader.even_batches = value
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """Return a loader that leaves out the first batches. Items of map-style datasets are not read for this.
+        """Return a loader that leaves out the first batches of another loader, in each iteration.
+
+        Args:
+            dataloader: A ``DataLoader``, prepared or not. Items of map-style datasets that are left out are not
+                read.
+            num_batches: The number of batches.
+
+        Raises:
+            ConfigError: ``num_batches`` is negative.
+            UsageError: the loader has fewer than ``num_batches`` batches.
 
         Examples:
             ```python

@@ -77,7 +77,7 @@ class ProcessControl:
         return self.runtime.is_last
 
     def print(self, *args: object, **kwargs: Any) -> None:
-        """``print``, once on each machine.
+        """Call Python's ``print`` with ``args`` and ``kwargs``, once on each machine.
 
         Examples:
             ```python
@@ -144,7 +144,7 @@ class ProcessControl:
                 self.wait_for_everyone()
 
     def on_main_process(self, function: Function) -> Function:
-        """Decorator: the function runs on rank 0 only. On other ranks it returns None.
+        """Decorate ``function`` so that it runs on rank 0 only. On other ranks it returns None.
 
         Examples:
             ```python
@@ -162,7 +162,7 @@ class ProcessControl:
         return _only_if(lambda: self.runtime.is_main, function)
 
     def on_local_main_process(self, function: Function) -> Function:
-        """Decorator: the function runs only on local rank 0 of each machine. Elsewhere it returns None.
+        """Decorate ``function`` so that it runs on local rank 0 of each machine only. Elsewhere it returns None.
 
         Examples:
             ```python
@@ -180,7 +180,7 @@ class ProcessControl:
         return _only_if(lambda: self.runtime.is_local_main, function)
 
     def on_last_process(self, function: Function) -> Function:
-        """Decorator: the function runs on the last rank only. On other ranks it returns None.
+        """Decorate ``function`` so that it runs on the last rank only. On other ranks it returns None.
 
         Examples:
             ```python
@@ -223,9 +223,17 @@ class ProcessControl:
         return _decorator(lambda: self.runtime.rank == index, function)
 
     def on_local_process(self, function: object = None, local_process_index: int | None = None) -> Any:
-        """Decorator ``@on_local_process(local_process_index=r)``: the function runs on local rank ``r`` only.
+        """Decorate a function with ``@on_local_process(local_process_index=r)``, so that it runs on local rank r
+        only.
 
         On other ranks it returns None.
+
+        Args:
+            function: The function. None: the result is a decorator.
+            local_process_index: The local rank.
+
+        Raises:
+            UsageError: ``local_process_index`` is missing or negative.
 
         Examples:
             ```python
@@ -437,10 +445,10 @@ class RunState(PartialState):
         return self.fsdp_plugin is not None
 
     def get_deepspeed_plugin(self, name: str) -> Any:
-        """The plugin of this name; where there is one only, that.
+        """Return the DeepSpeed plugin with the name ``name``. If the run has one plugin only, return that.
 
         Raises:
-            ValueError: there is none of this name.
+            ValueError: no plugin has this name.
 
         Examples:
             ```python
@@ -461,12 +469,13 @@ class RunState(PartialState):
         return self._plugins[name]
 
     def select_deepspeed_plugin(self, name: str | None = None) -> None:
-        """Let models that are prepared from now on be sharded as the plugin of this name says.
+        """Let the DeepSpeed plugin with the name ``name`` decide how models are sharded that are prepared from now
+        on.
 
-        With one plugin there is nothing to choose from.
+        If the run has one plugin only, nothing changes.
 
         Raises:
-            ValueError: there is none of this name, or no plugin at all.
+            ValueError: no plugin has this name, or the run has no plugin.
 
         Examples:
             ```python

@@ -58,7 +58,7 @@ def fsdp2_prepare_auto_wrap_policy(fsdp2_plugin: Any, model: nn.Module) -> Calla
 def fsdp2_apply_ac(accelerator: Any, model: nn.Module) -> nn.Module:
     """Let blocks of a model compute their activations again in backward, in place, and return the model.
 
-    It is what ``parallel="activation=full"`` does, or ``activation=offload`` if the plugin asks for it.
+    ``parallel="activation=full"`` does the same. If the plugin asks for it, it is ``activation=offload``.
 
     Args:
         accelerator: The ``Accelerator``, whose FSDP plugin chooses the blocks. Without a policy they are found.

@@ -283,7 +283,7 @@ def load_balance_loss(model: nn.Module) -> torch.Tensor:
     """Return the sum of the load-balance losses of all layers of ``model`` in the last forward; 0-d, with
     gradients.
 
-    Each of them is 1 if the experts get equally many tokens, and larger otherwise.
+    Each of them is 1 if all experts get equally many tokens, and the number of experts if one gets all of them.
 
     Reference: Fedus et al., Switch Transformers, JMLR 2022.
 
