@@ -108,62 +108,76 @@ class ParallelismConfig:
 
     @property
     def dp_replicate_enabled(self) -> bool:
+        """Whether there are several groups that hold a whole model each."""
         return self._size("dp_replicate") > 1
 
     @property
     def dp_shard_enabled(self) -> bool:
+        """Whether each weight is sharded over several ranks."""
         return self._size("dp_shard") > 1
 
     @property
     def tp_enabled(self) -> bool:
+        """Whether layers are split over several ranks."""
         return self._size("tp") > 1
 
     @property
     def cp_enabled(self) -> bool:
+        """Whether the sequence is split over several ranks, with ``cp_size``."""
         return self._size("cp") > 1
 
     @property
     def sp_enabled(self) -> bool:
+        """Whether the sequence is split over several ranks, with ``sp_size``."""
         return self._size("sp") > 1
 
     @property
     def active_mesh_dims(self) -> list[str]:
-        """Axes of more than one rank, in the mesh's order."""
+        """The names of the axes that have several ranks, in the order of the mesh."""
         return [axis for axis in AXES if self._size(axis) > 1]
 
     @property
     def dp_dim_names(self) -> list[str]:
+        """The names of the axes of data parallel training that have several ranks."""
         return self._active("dp_replicate", "dp_shard")
 
     @property
     def non_dp_dim_names(self) -> list[str]:
+        """The names of the other axes that have several ranks."""
         return self._active("tp", "cp", "sp")
 
     @property
     def dp_shard_cp_dim_names(self) -> list[str]:
+        """The names of those of the axes ``dp_shard`` and ``cp`` that have several ranks."""
         return self._active("dp_shard", "cp")
 
     @property
     def dp_cp_dim_names(self) -> list[str]:
+        """The names of those of the axes ``dp_replicate``, ``dp_shard`` and ``cp`` that have several ranks."""
         return self._active("dp_replicate", "dp_shard", "cp")
 
     @property
     def fsdp_dim_names(self) -> list[str]:
-        """What ``fully_shard`` gets: replicas, and all that shares shards."""
+        """The names of the axes that ``fully_shard`` gets: that of replicas, if there are several, and that of
+        shards.
+        """
         return [*self._active("dp_replicate"), "dp_shard_cp"]
 
     # -- how many ranks --------------------------------------------------------------------------------
 
     @property
     def total_size(self) -> int:
+        """The number of ranks of the mesh: the product of all sizes."""
         return math.prod(map(self._size, AXES))
 
     @property
     def data_parallel_size(self) -> int:
+        """The product of ``dp_replicate_size`` and ``dp_shard_size``."""
         return self._size("dp_replicate") * self._size("dp_shard")
 
     @property
     def non_data_parallel_size(self) -> int:
+        """The product of ``tp_size``, ``cp_size`` and ``sp_size``."""
         return self._size("tp") * self._size("cp") * self._size("sp")
 
     # -- the mesh --------------------------------------------------------------------------------------

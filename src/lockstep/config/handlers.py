@@ -274,6 +274,7 @@ class DamageChecks(KwargsHandler):
 
     @property
     def are_on(self) -> bool:
+        """Whether anything is checked."""
         return self.divergence_every > 0 or self.bad_gradients != "ignore"
 
 

@@ -74,6 +74,7 @@ class OptionsView:
 
     @property
     def has_fp8_handler(self) -> bool:
+        """Whether linear layers of prepared models compute in 8 bits, as ``fp8_enabled`` tells."""
         return self._options.fp8 is not None
 
     @property
@@ -83,14 +84,17 @@ class OptionsView:
 
     @property
     def fp8_backend(self) -> FP8BackendType:
+        """The package that computes in 8 bits: ``AO`` (torchao), or ``NO`` without ``mixed_precision="fp8"``."""
         return FP8BackendType.NO if self._options.fp8 is None else FP8BackendType.AO
 
     @property
     def scaler_handler(self) -> GradScalerKwargs:
+        """The options of the loss scale of fp16."""
         return self._options.scaler
 
     @property
     def init_handler(self) -> InitProcessGroupKwargs:
+        """The options of the process group."""
         return self._options.init
 
     @property
@@ -119,6 +123,7 @@ class OptionsView:
 
     @property
     def mixed_precision(self) -> str:
+        """The precision of prepared models: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``."""
         return self._options.mixed_precision
 
     @property
@@ -128,52 +133,62 @@ class OptionsView:
 
     @property
     def project_configuration(self) -> ProjectConfiguration:
+        """Where the run writes its checkpoints and logs."""
         return self._options.project
 
     @property
     def dataloader_config(self) -> DataLoaderConfiguration:
+        """How ``prepare`` treats data loaders."""
         return self._options.loaders
 
     @property
     def project_dir(self) -> str | os.PathLike[str] | None:
+        """The folder of the run. None: it has none."""
         return self._options.project.project_dir
 
     @property
     def logging_dir(self) -> str | os.PathLike[str] | None:
+        """The folder of the trackers. None: there is none."""
         return self._options.project.logging_dir
 
     @property
     def save_iteration(self) -> int:
+        """The number of the next checkpoint, with ``automatic_checkpoint_naming``."""
         return self._options.project.iteration
 
     @property
     def split_batches(self) -> bool:
+        """Whether the ``batch_size`` of a loader is that of the global batch."""
         return self._options.loaders.split_batches
 
     @property
     def dispatch_batches(self) -> bool | None:
+        """Whether rank 0 reads the data for all ranks. None: only for iterable datasets."""
         return self._options.loaders.dispatch_batches
 
     @property
     def even_batches(self) -> bool:
-        return self._options.loaders.even_batches
-
-    @even_batches.setter
-    def even_batches(self, value: bool) -> None:
         """Whether loaders complete their last round, so that all ranks get equally many batches.
 
         To change it for the loaders that are prepared afterwards, set it.
         """
+        return self._options.loaders.even_batches
+
+    @even_batches.setter
+    def even_batches(self, value: bool) -> None:
         self._options.loaders.even_batches = value
 
     @property
     def use_seedable_sampler(self) -> bool:
+        """Whether a ``RandomSampler`` is seeded with seed + epoch in each epoch."""
         return self._options.loaders.use_seedable_sampler
 
     @property
     def non_blocking(self) -> bool:
+        """Whether batches are copied to the device asynchronously."""
         return self._options.loaders.non_blocking
 
     @property
     def use_stateful_dataloader(self) -> bool:
+        """Whether torchdata's ``StatefulDataLoader`` reads the data."""
         return self._options.loaders.use_stateful_dataloader

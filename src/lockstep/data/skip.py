@@ -65,10 +65,12 @@ class LaterItems(Sampler[Any]):
 
     @property
     def batch_size(self) -> int | None:
+        """The ``batch_size`` of the sampler inside. None: it has none."""
         return getattr(self.sampler, "batch_size", None)
 
     @property
     def drop_last(self) -> bool:
+        """Whether the sampler inside leaves out an incomplete last batch."""
         return getattr(self.sampler, "drop_last", False)
 
     def __iter__(self) -> Iterator[Any]:

@@ -574,6 +574,7 @@ class TrainingMethods:
 
     @property
     def gradient_accumulation_steps(self) -> int:
+        """The number of micro-batches in one optimizer step. To change it, set it between two steps."""
         return self._step.accumulation_steps
 
     @gradient_accumulation_steps.setter
@@ -591,6 +592,7 @@ class TrainingMethods:
 
     @property
     def gradient_state(self) -> StepState:
+        """The state of the current step: whether gradients are averaged, and whether a loader is at its end."""
         return self._step
 
     @property

@@ -31,23 +31,28 @@ class ProcessControl:
 
     @property
     def num_processes(self) -> int:
+        """The number of processes of the run, over all machines (the world size)."""
         return self.runtime.world_size
 
     @property
     def process_index(self) -> int:
+        """The number of this process among all processes of the run, from 0 (the rank)."""
         return self.runtime.rank
 
     @property
     def local_process_index(self) -> int:
+        """The number of this process among the processes of this machine, from 0 (the local rank)."""
         return self.runtime.local_rank
 
     @property
     def device(self) -> torch.device:
+        """The device of this process."""
         return self.runtime.device
 
     @property
     def distributed_type(self) -> DistributedType:
         # As with Accelerate's launcher, one process that ours has started is not distributed; under torchrun it is.
+        """The kind of devices of a run with several processes, or ``NO``."""
         if self.runtime.backend is None or (self.runtime.world_size == 1 and is_launched()):
             return DistributedType.NO
         kinds = {"cuda": DistributedType.MULTI_GPU, "xpu": DistributedType.MULTI_XPU}
@@ -55,6 +60,7 @@ class ProcessControl:
 
     @property
     def use_distributed(self) -> bool:
+        """Whether the run has several processes."""
         return self.runtime.world_size > 1
 
     @property
@@ -64,16 +70,17 @@ class ProcessControl:
 
     @property
     def is_main_process(self) -> bool:
-        """Rank 0 of the run."""
+        """Whether this process is rank 0 of the run."""
         return self.runtime.is_main
 
     @property
     def is_local_main_process(self) -> bool:
-        """Rank 0 on this machine."""
+        """Whether this process is local rank 0 of its machine."""
         return self.runtime.is_local_main
 
     @property
     def is_last_process(self) -> bool:
+        """Whether this process is the last rank of the run."""
         return self.runtime.is_last
 
     def print(self, *args: object, **kwargs: Any) -> None:
@@ -331,6 +338,7 @@ class PartialState(ProcessControl):
 
     @property
     def initialized(self) -> bool:
+        """True: the process has joined the run."""
         return True
 
     @property
@@ -430,6 +438,7 @@ class RunState(PartialState):
 
     @property
     def distributed_type(self) -> DistributedType:
+        """``FSDP`` if models are sharded, on any device. Otherwise the kind of devices of the run, or ``NO``."""
         return super().distributed_type if self._distributed_type is None else self._distributed_type
 
     @property

@@ -256,6 +256,7 @@ class PreparedOptimizer(Optimizer):
 
     @property
     def skipped(self) -> bool:
+        """The same as ``step_was_skipped``."""
         return self.step_was_skipped
 
     def train(self) -> None:

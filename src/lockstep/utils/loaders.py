@@ -542,6 +542,7 @@ class DataLoaderDispatcher(_OwnLoader, metaclass=_OrPrepared):
 
     @property
     def total_batch_size(self) -> int | None:
+        """The number of rows of a batch of all ranks. None: it varies."""
         size: int | None = self.base_dataloader.batch_size
         return size if size is None or self.split_batches else size * self.state.world_size
 

@@ -17,12 +17,14 @@ from lockstep.runtime.available import is_available
 
 
 class HostedTracker(GeneralTracker):
-    """A tracker that needs ``package``, which the extra ``extra`` installs.
+    """A tracker that needs the package ``package``, which the extra ``extra`` installs.
 
-    ``run_name`` is the project's name; ``kwargs`` go to the call that opens the run.
+    Args:
+        run_name: The name of the project.
+        kwargs: Arguments of the call that opens the run.
 
     Raises:
-        MissingExtraError: when the package is not installed.
+        MissingExtraError: the package is not installed.
     """
 
     name: str = ""
@@ -79,7 +81,13 @@ class _RunTracker(HostedTracker):
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: object) -> None:
-        """``values``: name -> list of arrays or PIL images."""
+        """Log images.
+
+        Args:
+            values: Name -> list of arrays or PIL images.
+            step: The number of the step. None: it is not known.
+            kwargs: Options of the library's ``log``.
+        """
         for key, images in values.items():
             self.run.log({key: [self.module.Image(image) for image in images]}, step=step, **kwargs)
 
@@ -241,7 +249,13 @@ class CometMLTracker(HostedTracker):
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: object) -> None:
-        """``values``: name -> list of arrays or PIL images."""
+        """Log images.
+
+        Args:
+            values: Name -> list of arrays or PIL images.
+            step: The number of the step. None: it is not known.
+            kwargs: Options of ``log_image``.
+        """
         for key, images in values.items():
             for image in images:
                 self.run.log_image(image, name=key, step=step, **kwargs)
@@ -302,7 +316,14 @@ class AimTracker(HostedTracker):
         kwargs: dict[str, dict[str, object]] | None = None,
         **options: Any,
     ) -> None:
-        """``values``: name -> image or (image, caption); ``kwargs``: ``aim_image`` and ``track`` options."""
+        """Log images.
+
+        Args:
+            values: Name -> image, or a pair (image, caption).
+            step: The number of the step. None: it is not known.
+            kwargs: Options of ``aim.Image`` under ``"aim_image"``, and of ``track`` under ``"track"``.
+            options: The same, as keyword arguments.
+        """
         parts = {**(kwargs or {}), **options}
         for key, value in values.items():
             image, caption = value if isinstance(value, tuple) else (value, "")
@@ -369,7 +390,13 @@ class DVCLiveTracker(HostedTracker):
 
     @on_main_process
     def log_images(self, values: dict[str, object], step: int | None = None, **kwargs: object) -> None:
-        """``values``: file name -> array or PIL image."""
+        """Log images.
+
+        Args:
+            values: Name of a file -> array or PIL image.
+            step: Ignored: DVCLive counts steps.
+            kwargs: Options of ``log_image``.
+        """
         for key, image in values.items():
             self.run.log_image(key, image, **kwargs)
 
@@ -424,7 +451,14 @@ class ClearMLTracker(TableTracker):
 
     @on_main_process
     def log(self, values: dict[str, object], step: int | None = None, **kwargs: object) -> None:
-        """``eval_``, ``test_`` and ``train_`` at the front of a name choose the series (default train)."""
+        """Log numbers.
+
+        Args:
+            values: Name -> number. ``eval_``, ``test_`` or ``train_`` at the beginning of a name chooses the
+                series. Other names belong to the series ``train``.
+            step: The number of the step. None: a single value is reported.
+            kwargs: Options of ClearML's logger.
+        """
         logger = self.run.get_logger()
         for key, value in plain(values).items():
             if not isinstance(value, (int, float)):
@@ -437,7 +471,13 @@ class ClearMLTracker(TableTracker):
 
     @on_main_process
     def log_images(self, values: dict[str, object], step: int | None = None, **kwargs: object) -> None:
-        """``values``: name -> array or PIL image."""
+        """Log images.
+
+        Args:
+            values: Name -> array or PIL image.
+            step: The number of the step. None: it is not known.
+            kwargs: Options of ClearML's ``report_image``.
+        """
         for key, image in values.items():
             title, series = self._title_and_series(key)
             self.run.get_logger().report_image(

@@ -64,11 +64,14 @@ class TensorBoardTracker(GeneralTracker):
 
     @property
     def tracker(self) -> Any:
+        """The ``SummaryWriter``. It exists after ``start``."""
         return self.writer
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, object]) -> None:
-        """Hyperparameters for the board's table and, complete, ``<time>/hparams.yml`` beside it."""
+        """Add ``values`` to the board's table of hyperparameters, and write them to ``<time>/hparams.yml`` in the
+        run's folder.
+        """
         run = str(time.time())
         config = plain(values)
         # The board's table holds only these types; None has no cell.
@@ -85,7 +88,14 @@ class TensorBoardTracker(GeneralTracker):
 
     @on_main_process
     def log(self, values: dict[str, object], step: int | None = None, **kwargs: object) -> None:
-        """Numbers as scalars, strings as text, dicts of numbers as one chart with several lines."""
+        """Log values: numbers as scalars, strings as text, and mappings of numbers as one chart with several
+        lines.
+
+        Args:
+            values: Name -> value. A warning names values that are left out.
+            step: The number of the step. None: it is not known.
+            kwargs: Options of ``SummaryWriter.add_scalar``, ``add_text`` or ``add_scalars``.
+        """
         for key, value in plain(values).items():
             if isinstance(value, (bool, int, float)):
                 self.writer.add_scalar(key, value, global_step=step, **kwargs)
@@ -104,7 +114,13 @@ class TensorBoardTracker(GeneralTracker):
 
     @on_main_process
     def log_images(self, values: dict[str, object], step: int | None = None, **kwargs: object) -> None:
-        """``values``: name -> batch of images, (N, 3, H, W) or as ``dataformats`` says."""
+        """Log images.
+
+        Args:
+            values: Name -> images [N, 3, H, W], or of another shape that ``dataformats`` in ``kwargs`` names.
+            step: The number of the step. None: it is not known.
+            kwargs: Options of ``SummaryWriter.add_images``.
+        """
         for key, images in values.items():
             self.writer.add_images(key, images, global_step=step, **kwargs)
 
@@ -156,6 +172,7 @@ class JSONLinesTracker(GeneralTracker):
 
     @property
     def tracker(self) -> TextIO:
+        """The open file. It exists after ``start``."""
         return self.file
 
     @on_main_process
