@@ -535,8 +535,7 @@ class Accelerator(
 
         Args:
             data_loader: A torch ``DataLoader``.
-            device_placement: Whether batches are moved to this process's device. None: as for this
-                ``Accelerator``.
+            device_placement: Whether batches are moved to this process's device. None: as for this ``Accelerator``.
 
         Raises:
             UsageError: the loader is empty, has fewer samples than there are ranks, or is prepared already.

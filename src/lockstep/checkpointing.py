@@ -46,8 +46,8 @@ def save_accelerator_state(
     save_on_each_node: bool = False,
     safe_serialization: bool = True,
 ) -> Path:
-    """Write the states of single objects to an existing folder, in Accelerate's files. ``save_state`` has a format
-    of its own.
+    """Write the states of single objects to an existing folder, in Accelerate's files. ``save_state`` has a format of
+    its own.
 
     Rank 0 writes ``model.safetensors`` (or ``pytorch_model.bin``), ``optimizer.bin``, ``scheduler.bin``,
     ``sampler.bin`` and ``scaler.pt``. The second object of a kind has the number 1 in its name, and so on. Each
@@ -235,8 +235,7 @@ def _devices() -> Iterator[tuple[str, Any]]:
 def save_custom_state(
     obj: Any, path: str | os.PathLike[str], index: int = 0, save_on_each_node: bool = False
 ) -> None:
-    """Write the ``state_dict()`` of an object to ``custom_checkpoint_<index>.pkl`` in an existing folder, on rank
-    0.
+    """Write the ``state_dict()`` of an object to ``custom_checkpoint_<index>.pkl`` in an existing folder, on rank 0.
 
     Args:
         obj: An object with a method ``state_dict``.

@@ -51,8 +51,8 @@ class BatchSamplerShard(BatchSampler):
         num_processes: The number of processes, N.
         process_index: The number of this process, p, from 0.
         split_batches: Cut each batch into N slices, and give process p the p-th one.
-        even_batches: Complete the last round with samples from the beginning, so that all processes get equally
-            many batches. If ``batch_sampler`` has no ``batch_size``, it is completed with whole batches.
+        even_batches: Complete the last round with samples from the beginning, so that all processes get equally many
+            batches. If ``batch_sampler`` has no ``batch_size``, it is completed with whole batches.
 
     Raises:
         ValueError: with ``split_batches``, batches have no ``batch_size``, or N does not divide it.
@@ -119,8 +119,7 @@ class IterableDatasetShard(IterableDataset[Any]):
     Args:
         dataset: The samples of all processes.
         batch_size: The number of samples of one process in a round.
-        drop_last: Leave out the last round if it is not complete. Otherwise samples of the first round complete
-            it.
+        drop_last: Leave out the last round if it is not complete. Otherwise samples of the first round complete it.
         num_processes: The number of processes.
         process_index: The number of this process, from 0.
         split_batches: ``batch_size`` is the number of samples of all processes in a round.
@@ -168,8 +167,8 @@ class IterableDatasetShard(IterableDataset[Any]):
         """Tell the dataset which epoch comes next, if it has ``set_epoch``.
 
         Args:
-            epoch: The number of the epoch, from 0. A ``generator`` of a dataset without ``set_epoch`` is seeded
-                with it.
+            epoch: The number of the epoch, from 0. A ``generator`` of a dataset without ``set_epoch`` is seeded with
+                it.
         """
         self.epoch = epoch
         if hasattr(self.dataset, "set_epoch"):

@@ -30,19 +30,17 @@ def prepare_pippy(
 ) -> nn.Module:
     """Return a model that is spread over all processes by depth, for inference.
 
-    Call it on all processes under ``torch.no_grad()``. ``accelerator.prepare`` with ``parallel="pp=2"`` also
-    trains.
+    Call it on all processes under ``torch.no_grad()``. ``accelerator.prepare`` with ``parallel="pp=2"`` also trains.
 
     Args:
         model: The model. It is moved to this process's device, and put into evaluation mode.
-        split_points: Names of the blocks at which the part of a process begins, without the first. ``"auto"``:
-            parts have about equally many parameters.
+        split_points: Names of the blocks at which the part of a process begins, without the first. ``"auto"``: parts
+            have about equally many parameters.
         no_split_module_classes: Names of classes of blocks. None: blocks are found.
         example_args: Ignored: shapes are those of the first call.
         example_kwargs: Ignored, for the same reason.
         num_chunks: The number of parts into which a batch is cut. None: the number of processes.
-        gather_output: Return the output on all processes. Otherwise the last process returns it, and the others
-            None.
+        gather_output: Return the output on all processes. Otherwise the last process returns it, and the others None.
 
     Raises:
         UsageError: there is only one process, or the model cannot be split.
@@ -125,8 +123,7 @@ def generate_device_map(
 
 
 def find_pippy_batch_size(args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None) -> int | None:
-    """Return the batch size: n of the first tensor of shape [n, ...] among arguments. None: there is no such
-    tensor.
+    """Return the batch size: n of the first tensor of shape [n, ...] among arguments. None: there is no such tensor.
 
     Args:
         args: Positional arguments.

@@ -37,8 +37,8 @@ def move_to_device(state: Any, device: torch.device | str | int) -> Any:
 def patch_optimizer_step(
     accelerated_optimizer: PreparedOptimizer, method: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Return a function like ``method`` that also sets ``_accelerate_step_called`` of a prepared optimizer when it
-    is called.
+    """Return a function like ``method`` that also sets ``_accelerate_step_called`` of a prepared optimizer when it is
+    called.
 
     Args:
         accelerated_optimizer: The prepared optimizer.

@@ -32,9 +32,8 @@ AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
 class ParallelismConfig:
     """The number of ranks on each axis of the mesh, in the words of Accelerate's class of this name.
 
-    ``Accelerator(parallelism_config=...)`` takes it as the words of ``parallel`` that are named below. A size
-    that is None is read from the variable ``PARALLELISM_CONFIG_<AXIS>_SIZE``, which a launcher sets, or else it
-    is 1.
+    ``Accelerator(parallelism_config=...)`` takes it as the words of ``parallel`` that are named below. A size that is
+    None is read from the variable ``PARALLELISM_CONFIG_<AXIS>_SIZE``, which a launcher sets, or else it is 1.
 
     Args:
         dp_replicate_size: The number of groups that hold a whole model each (``replicate``).
@@ -49,8 +48,8 @@ class ParallelismConfig:
         sp_handler: Options of sp; see ``DeepSpeedSequenceParallelConfig``.
 
     Raises:
-        ConfigError: a size is not a positive integer, a backend is another one, or both ``cp_size`` and
-            ``sp_size`` are above 1.
+        ConfigError: a size is not a positive integer, a backend is another one, or both ``cp_size`` and ``sp_size``
+            are above 1.
 
     Examples:
         ```python

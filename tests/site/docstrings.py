@@ -1,13 +1,15 @@
-"""What a docstring of a public name has to say: its arguments, shapes of tensors, what it raises, in plain English."""
+"""What a docstring of a public name tells: its arguments, shapes of tensors, what it raises, in plain English."""
 
 from __future__ import annotations
 
 import ast
+import builtins
 import inspect
 import re
 import textwrap
 from collections.abc import Iterator
 from enum import Enum
+from functools import cached_property
 from typing import Any
 
 import lockstep.utils
@@ -16,16 +18,17 @@ from tests.docstring_examples import EXAMPLE, methods_of, public_values
 from tests.site.plain_english import riddles, sentences, words
 
 MOST_WORDS = 35
-OF_TENSORS = re.compile(r"\b(Tensor|Tree)\b")
-NO_DATA = re.compile(r"Callable\[.*\]", re.DOTALL)
-"""Functions of tensors: what they take stands in their own line, not in a shape."""
-SHAPE = re.compile(r"\[[^\]`]*\]|\b0-d\b|\bshapes?\b|\bTensor`` of (?:the|that)\b")
-ENTRY = r"^ *(?:- )?`*\*{{0,2}}{name}`*:"
+OF_TENSORS = re.compile(r"\b(?:Tensor|Tree)\b")
+CALLABLE = re.compile(r"Callable\[.*\]", re.DOTALL)
+"""What a function takes and returns is not what an argument is."""
+SHAPE = re.compile(r"\[[^\]`]*\]|\b0-d\b|\bshapes?\b")
+ENTRY = r"^(?P<indent> *)(?:- ``)?\*{{0,2}}{name}(?:``)?: (?:.*(?:\n(?P=indent) +\S.*)*)"
+"""Of an argument: its line in ``Args``, or in a list of fields, and the lines that continue it."""
 SECTION = re.compile(r"^(?:Args|Attributes|Raises|Returns|Yields):$", re.MULTILINE)
 
 
 def everything() -> dict[str, Any]:
-    """Address -> value of all public functions and classes, and of their methods."""
+    """Address -> value: public functions and classes, all of ``lockstep.utils`` too, their methods and properties."""
     values = dict(public_values())
     for name in sorted(names(GATHERING)):
         value = getattr(lockstep.utils, name)
@@ -36,98 +39,101 @@ def everything() -> dict[str, Any]:
     for path, value in values.items():
         found[path] = value
         if inspect.isclass(value):
-            found |= {f"{path}.{name}": method for name, method in methods_of(value).items()}
+            found |= {
+                f"{path}.{name}": one for name, one in (methods_of(value) | properties_of(value)).items()
+            }
     return found
+
+
+def properties_of(kind: type) -> dict[str, Any]:
+    """The functions of the public properties of a class that this package defines."""
+    values = {name: inspect.getattr_static(kind, name) for name in dir(kind) if name[0] != "_"}
+    getters = {
+        name: value.fget if isinstance(value, property) else value.func
+        for name, value in values.items()
+        if isinstance(value, (property, cached_property))
+    }
+    return {name: one for name, one in getters.items() if one.__module__.startswith("lockstep")}
 
 
 def docstring(value: Any) -> str:
     """Its own docstring, without the example."""
-    own = value.__doc__ if not inspect.isclass(value) else vars(value).get("__doc__")
-    return inspect.cleandoc(EXAMPLE.sub("", own or ""))
+    text = vars(value).get("__doc__") if inspect.isclass(value) else value.__doc__
+    return inspect.cleandoc(EXAMPLE.sub("", text or ""))
 
 
 def parameters(value: Any) -> list[inspect.Parameter]:
-    """Those that a caller may pass. Members of enums, and exceptions without a constructor, are not called."""
+    """What a caller may pass. Enums are not called, and of a class only a constructor of its own counts."""
     if inspect.isclass(value) and (issubclass(value, Enum) or "__init__" not in vars(value)):
         return []
-    try:
-        signature = inspect.signature(value)
-    except ValueError:
-        return []
-    return [
-        one for name, one in signature.parameters.items() if name not in ("self", "cls") and name[0] != "_"
-    ]
+    found = inspect.signature(value).parameters
+    return [one for name, one in found.items() if name not in ("self", "cls") and name[0] != "_"]
 
 
-def unnamed_parameters(value: Any, around: str = "") -> list[str]:
-    """Parameters that neither the docstring nor that of its class names, as code or as an entry."""
-    text = f"{docstring(value)}\n{around}"
+def entry(text: str, name: str) -> str | None:
+    """The lines of a docstring about one argument."""
+    found = re.search(ENTRY.format(name=name), text, re.MULTILINE)
+    return None if found is None else found[0]
+
+
+def unnamed(value: Any, around: str = "") -> list[str]:
+    """Arguments that neither the docstring nor ``around``, that of its class, names: as code, or in an entry."""
+    text = f"{docstring(value)}\n\n{around}"
     return [
         one.name
         for one in parameters(value)
-        if not re.search(rf"``[^`]*\b{one.name}\b[^`]*``", text)
-        and not re.search(ENTRY.format(name=one.name), text, re.MULTILINE)
+        if entry(text, one.name) is None and not re.search(rf"``[^`]*\b{one.name}\b[^`]*``", text)
     ]
 
 
-def shapeless_tensors(value: Any) -> list[str]:
-    """Parameters that are tensors, and of which neither their entry nor else the text has a shape."""
+def without_shape(value: Any) -> list[str]:
+    """Arguments with tensors of which their entry, or without one the whole text, tells no shape."""
     text = docstring(value)
-    found = []
-    for one in parameters(value):
-        if OF_TENSORS.search(NO_DATA.sub("", str(one.annotation))):
-            entry = re.search(
-                ENTRY.format(name=one.name)
-                + r".*(?:\n +[^\n]*)*?(?=\n *(?:- |\*{0,2}\w+: )|\n\n|\Z)".replace("{", "{").replace(
-                    "}", "}"
-                ),
-                text,
-                re.MULTILINE,
-            )
-            if not SHAPE.search(entry[0] if entry else text):
-                found.append(one.name)
-    return found
+    return [
+        one.name
+        for one in parameters(value)
+        if OF_TENSORS.search(CALLABLE.sub("", str(one.annotation)))
+        and not SHAPE.search(entry(text, one.name) or text)
+    ]
 
 
 def raised(value: Any) -> set[type[BaseException]]:
-    """Classes of exceptions in ``raise`` statements of a function's own body, or of a class's constructor."""
+    """The exceptions in ``raise`` statements of a function itself, or of the constructor of a class."""
     if inspect.isclass(value):
         own = [vars(value)[name] for name in ("__init__", "__post_init__") if name in vars(value)]
-        return set().union(*map(raised, own)) if own else set()
+        return {kind for one in own for kind in raised(one)}
     function = inspect.unwrap(value)
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    except (OSError, TypeError, SyntaxError):
+    if function.__code__.co_filename.startswith("<"):  # the constructor of a dataclass
         return set()
-    known = {
-        **vars(__builtins__ if not isinstance(__builtins__, dict) else inspect.getmodule(int)),
-        **getattr(function, "__globals__", {}),
-    }
-    kinds = {known.get(node.func.id) for node in _raises(tree.body[0]) if isinstance(node.func, ast.Name)}
-    return {kind for kind in kinds if inspect.isclass(kind) and issubclass(kind, BaseException)}
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    known = vars(builtins) | function.__globals__
+    return {known[name] for name in raised_names(tree.body[0]) if name in known} - {NotImplementedError}
 
 
-def _raises(function: ast.AST) -> Iterator[ast.Call]:
-    """What is raised in it, without the functions inside of it."""
+def raised_names(function: ast.AST) -> Iterator[str]:
+    """What a function raises, without the functions inside of it."""
     for node in ast.iter_child_nodes(function):
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
-            yield node.exc
+            yield ast.unparse(node.exc.func)
         elif not isinstance(node, (ast.FunctionDef, ast.Lambda, ast.ClassDef)):
-            yield from _raises(node)
+            yield from raised_names(node)
 
 
 def unnamed_exceptions(value: Any) -> list[str]:
     """Exceptions that it raises itself, and of which the docstring names neither the class nor a base."""
-    said = set(re.findall(r"\w+", docstring(value)))
-    kinds = raised(value) - {NotImplementedError}
-    return sorted(kind.__name__ for kind in kinds if not said & {base.__name__ for base in kind.__mro__[:-2]})
+    told = set(re.findall(r"\w+", docstring(value)))
+    return sorted(
+        kind.__name__
+        for kind in raised(value)
+        if not told
+        & {base.__name__ for base in kind.__mro__ if base not in (Exception, BaseException, object)}
+    )
 
 
 def prose(value: Any) -> str:
-    """The docstring as a page: each entry of a section is a paragraph."""
-    text = SECTION.sub("", docstring(value))
-    text = re.sub(r"^ +(?=\S)", "", text, flags=re.MULTILINE)
-    return re.sub(r"^(\*{0,2}[\w, ]+): ", r"\n", text, flags=re.MULTILINE)
+    """The docstring as a page: sections have no title, and each entry is a paragraph."""
+    text = re.sub(r"^ +(?=\S)", "", SECTION.sub("", docstring(value)), flags=re.MULTILINE)
+    return re.sub(r"^(\*{0,2}[\w, .]+): ", "\n", text, flags=re.MULTILINE)
 
 
 def hard_to_read(value: Any) -> list[str]:

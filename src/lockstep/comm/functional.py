@@ -21,8 +21,8 @@ def gather(tensor: Tree) -> Tree:
     """Concatenate the tensors of all ranks along dim 0, in rank order, and return the result on every rank.
 
     Args:
-        tensor: Tensors, alone or nested in lists, tuples and mappings. Tensors of shape [n_r, ...] on rank r
-            become one of shape [sum of n_r, ...]. The n_r may differ. 0-d tensors become one of shape [ranks].
+        tensor: Tensors, alone or nested in lists, tuples and mappings. Tensors of shape [n_r, ...] on rank r become
+            one of shape [sum of n_r, ...]. The n_r may differ. 0-d tensors become one of shape [ranks].
 
     Raises:
         CollectiveMismatchError: dtypes or shapes differ between ranks, apart from n_r. All ranks raise it.
@@ -254,8 +254,7 @@ def slice_tensors(
     """Return the same rows of each tensor: ``tensor[tensor_slice]``.
 
     Args:
-        data: Tensors of shape [n, ...], alone or nested. They become [rows of the slice, ...], and share
-            memory.
+        data: Tensors of shape [n, ...], alone or nested. They become [rows of the slice, ...], and share memory.
         tensor_slice: The rows, such as ``slice(0, 2)``.
         process_index: Ignored, as in Accelerate.
         num_processes: Ignored, as in Accelerate.

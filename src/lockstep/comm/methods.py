@@ -183,8 +183,8 @@ class CollectiveMethods:
         Call it on every rank.
 
         Args:
-            tensor: Tensors, alone or nested in lists, tuples and mappings. Tensors of shape [n_r, ...] on rank
-                r become one of shape [sum of n_r, ...]. The n_r may differ. A 0-d tensor counts as one row.
+            tensor: Tensors, alone or nested in lists, tuples and mappings. Tensors of shape [n_r, ...] on rank r
+                become one of shape [sum of n_r, ...]. The n_r may differ. A 0-d tensor counts as one row.
 
         Raises:
             CollectiveMismatchError: dtypes or shapes differ between ranks, apart from n_r. All ranks raise it.
@@ -210,10 +210,9 @@ class CollectiveMethods:
         Call it on every rank, in the loop over a prepared loader.
 
         Args:
-            input_data: Nested tensors of shape [rows, ...]. With k entries for each row of the batch, they have
-                the shape [k * rows, ...]. A list of other objects is gathered by pickling.
-            use_gather_object: Gather tensors by pickling, too. They may then have different shapes on the
-                ranks.
+            input_data: Nested tensors of shape [rows, ...]. With k entries for each row of the batch, they have the
+                shape [k * rows, ...]. A list of other objects is gathered by pickling.
+            use_gather_object: Gather tensors by pickling, too. They may then have different shapes on the ranks.
 
         Examples:
             ```python
@@ -269,8 +268,7 @@ class CollectiveMethods:
         """Pad tensors along one dimension to the length of the longest tensor on any rank. Call it on every rank.
 
         Args:
-            tensor: Tensors of any shape, alone or nested. A tensor without the dimension ``dim`` stays as it
-                is.
+            tensor: Tensors of any shape, alone or nested. A tensor without the dimension ``dim`` stays as it is.
             dim: The dimension that is padded.
             pad_index: The value of the padding.
             pad_first: Pad at the beginning, and not at the end.

@@ -119,9 +119,9 @@ def concatenate(data: Sequence[Tree], dim: int = 0) -> Tree:
     """Concatenate the tensors of several batches.
 
     Args:
-        data: A sequence of batches with the same nesting. Tensors of shape [n_i, ...] become [sum of n_i, ...],
-            and may differ in ``dim`` only. 0-d tensors become a vector. Other leaves, such as texts, must be
-            equal in all batches.
+        data: A sequence of batches with the same nesting. Tensors of shape [n_i, ...] become [sum of n_i, ...], and
+            may differ in ``dim`` only. 0-d tensors become a vector. Other leaves, such as texts, must be equal in all
+            batches.
         dim: The dimension along which tensors are concatenated.
 
     Raises:
@@ -212,8 +212,8 @@ def to_float32(tensor: Tree) -> Tree:
     """Return nested data with its float16 and bfloat16 tensors in float32.
 
     Args:
-        tensor: Tensors of any shape, alone or nested. Other dtypes, and leaves that are not tensors, stay as
-            they are.
+        tensor: Tensors of any shape, alone or nested. Other dtypes, and leaves that are not tensors, stay as they
+            are.
 
     Examples:
         ```python

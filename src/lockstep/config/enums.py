@@ -29,9 +29,9 @@ class StringEnum(str, Enum, metaclass=EnumWithContains):
 class DistributedType(StringEnum):
     """How the processes of a run work together, as ``accelerator.distributed_type`` tells.
 
-    ``NO``: one process. ``MULTI_CPU``, ``MULTI_GPU`` and ``MULTI_XPU``: several processes on these devices.
-    ``FSDP``: several processes shard models, also if a DeepSpeed plugin asked for it. The other members are
-    Accelerate's, and no run has them. A member prints with the name of the class, as ``DistributedType.NO``.
+    ``NO``: one process. ``MULTI_CPU``, ``MULTI_GPU`` and ``MULTI_XPU``: several processes on these devices. ``FSDP``:
+    several processes shard models, also if a DeepSpeed plugin asked for it. The other members are Accelerate's, and
+    no run has them. A member prints with the name of the class, as ``DistributedType.NO``.
 
     Examples:
         ```python
@@ -194,8 +194,8 @@ class LoggerType(StringEnum):
 class RNGType(StringEnum):
     """The random number generators that ``rng_types`` may name.
 
-    ``TORCH``, ``CUDA`` and ``GENERATOR`` (the loader's own) are made equal on all ranks. The others are
-    Accelerate's, and are refused.
+    ``TORCH``, ``CUDA`` and ``GENERATOR`` (the loader's own) are made equal on all ranks. The others are Accelerate's,
+    and are refused.
 
     Examples:
         ```python
@@ -227,8 +227,8 @@ class CPUBackend(StringEnum):
 
 
 class DynamoBackend(StringEnum):
-    """The backends of ``torch.compile``, by the names that Accelerate's scripts know. In lower case they are
-    torch's names.
+    """The backends of ``torch.compile``, by the names that Accelerate's scripts know. In lower case they are torch's
+    names.
 
     Examples:
         ```python
@@ -275,8 +275,8 @@ class ComputeEnvironment(StringEnum):
 class DDPCommunicationHookType(StringEnum):
     """How DDP compresses gradients for its all-reduce.
 
-    ``FP16`` and ``BF16`` send them in that type. ``POWER_SGD`` sends two thin matrices in place of each
-    gradient. ``BATCHED_POWER_SGD`` is refused, because it fails inside of torch. ``NO`` sends them as they are.
+    ``FP16`` and ``BF16`` send them in that type. ``POWER_SGD`` sends two thin matrices in place of each gradient.
+    ``BATCHED_POWER_SGD`` is refused, because it fails inside of torch. ``NO`` sends them as they are.
 
     References: ``torch.distributed.algorithms.ddp_comm_hooks``; Vogels et al., PowerSGD, NeurIPS 2019.
 

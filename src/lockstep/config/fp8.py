@@ -55,13 +55,11 @@ class AORecipeKwargs(KwargsHandler):
 
     Args:
         config: A ``torchao.float8.Float8LinearConfig``, in place of the two switches below.
-        module_filter_func: A function (linear layer, its name) -> whether it is converted. None: all layers
-            with sizes that are divisible by 16, except the first and the last one.
-        pad_inner_dim: Pad sizes that are not divisible by 16. None: ``ACCELERATE_FP8_PAD_INNER_DIM``, or else
-            True.
-        enable_fsdp_float8_all_gather: It has no effect here, and a warning says so. Sharded weights are
-            gathered in bfloat16 and cast afterwards. None: ``ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER``, or
-            else True.
+        module_filter_func: A function (linear layer, its name) -> whether it is converted. None: all layers with
+            sizes that are divisible by 16, except the first and the last one.
+        pad_inner_dim: Pad sizes that are not divisible by 16. None: ``ACCELERATE_FP8_PAD_INNER_DIM``, or else True.
+        enable_fsdp_float8_all_gather: It has no effect here, and a warning says so. Sharded weights are gathered in
+            bfloat16 and cast afterwards. None: ``ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER``, or else True.
 
     Raises:
         ImportError: torchao is not installed.
@@ -108,8 +106,8 @@ class TERecipeKwargs(KwargsHandler):
     """How NVIDIA's TransformerEngine scales 8-bit floating point numbers, for scripts that call
     ``apply_fp8_autowrap``.
 
-    ``mixed_precision="fp8"`` trains by torchao here; see ``AORecipeKwargs``. A field that is None is read from
-    the variable ``ACCELERATE_FP8_<FIELD>``, or has the default that is named below.
+    ``mixed_precision="fp8"`` trains by torchao here; see ``AORecipeKwargs``. A field that is None is read from the
+    variable ``ACCELERATE_FP8_<FIELD>``, or has the default that is named below.
 
     Args:
         use_autocast_during_eval: Compute in 8 bits in evaluation too. Default: False.
@@ -119,8 +117,8 @@ class TERecipeKwargs(KwargsHandler):
             default.
         amax_history_len: The number of steps whose largest values are remembered. Default: 1024.
         amax_compute_algo: ``"most_recent"`` (the default) or ``"max"``: which of them sets the scale.
-        override_linear_precision: Three truth values: whether forward, the gradient of the input, and the
-            gradient of the weight are computed in a wider type. Default: ``(False, False, False)``.
+        override_linear_precision: Three truth values: whether forward, the gradient of the input, and the gradient of
+            the weight are computed in a wider type. Default: ``(False, False, False)``.
         use_mxfp8_block_scaling: Scale blocks of 32 numbers (MXFP8). Default: False.
 
     Raises:

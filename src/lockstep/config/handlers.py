@@ -50,8 +50,7 @@ class AutocastKwargs(KwargsHandler):
 
     Args:
         enabled: False computes in the types of the tensors, as without ``mixed_precision``.
-        cache_enabled: Whether autocast keeps the casted copy of a weight until the block ends. None: torch's
-            default.
+        cache_enabled: Whether autocast keeps the casted copy of a weight until the block ends. None: torch's default.
 
     Examples:
         ```python
@@ -76,12 +75,12 @@ class DistributedDataParallelKwargs(KwargsHandler):
     They are used where several processes train with ``parallel="ddp"``, which is the default there.
 
     Args:
-        dim: The dimension along which DDP scatters inputs over the devices of one process. It has no effect
-            where each process has one device, as here.
+        dim: The dimension along which DDP scatters inputs over the devices of one process. It has no effect where
+            each process has one device, as here.
         broadcast_buffers: Copy the buffers of rank 0 to all ranks before each forward.
         bucket_cap_mb: The size of the buckets in which gradients are averaged, in MiB.
-        find_unused_parameters: Look in each forward for parameters that the loss does not use. A model with
-            such parameters needs it.
+        find_unused_parameters: Look in each forward for parameters that the loss does not use. A model with such
+            parameters needs it.
         check_reduction: Accepted and ignored, as in torch.
         gradient_as_bucket_view: Let gradients share memory with the buckets.
         static_graph: Promise that each step uses the same parameters.
@@ -180,18 +179,18 @@ class ProfileKwargs(KwargsHandler):
     """Options of ``torch.profiler.profile``, for ``accelerator.profile(...)``.
 
     Args:
-        activities: What is recorded: ``"cpu"``, ``"cuda"``, ``"xpu"`` and so on. None: all that torch can
-            record here.
-        schedule_option: Arguments of ``torch.profiler.schedule``: ``wait``, ``warmup`` and ``active`` are
-            numbers of steps. None: the whole block is recorded.
+        activities: What is recorded: ``"cpu"``, ``"cuda"``, ``"xpu"`` and so on. None: all that torch can record
+            here.
+        schedule_option: Arguments of ``torch.profiler.schedule``: ``wait``, ``warmup`` and ``active`` are numbers of
+            steps. None: the whole block is recorded.
         on_trace_ready: A function that is called with the profiler at the end of each recorded cycle.
         record_shapes: Record the shapes of the operators' inputs.
         profile_memory: Record how tensors are allocated and freed.
         with_stack: Record the source lines of operators.
         with_flops: Estimate FLOPs of matrix products and convolutions.
         with_modules: Record the names of modules. torch does so for TorchScript models only.
-        output_trace_dir: The folder in which each rank writes ``profile_<rank>.json`` when the block ends.
-            None: nothing is written.
+        output_trace_dir: The folder in which each rank writes ``profile_<rank>.json`` when the block ends. None:
+            nothing is written.
 
     Examples:
         ```python
@@ -220,17 +219,16 @@ class ProfileKwargs(KwargsHandler):
 class DamageChecks(KwargsHandler):
     """Checks for silent damage; all are off by default.
 
-    - ``divergence_every``: the number of optimizer steps from one comparison to the next. It compares, bit for
-      bit, the parameters of ranks that must hold the same ones. 0: they are never compared.
-    - ``heal``: with True, parameters that differ get the values that most ranks hold, and training goes on.
-      With False, or if no values have a majority, all ranks raise ``DamageError``.
-    - ``bad_gradients``: what happens if gradients have NaN or infinity before a step. ``skip``: no rank makes
-      the step. ``stop``: all ranks raise ``DamageError``. ``ignore``: gradients are not examined.
+    - ``divergence_every``: the number of optimizer steps from one comparison to the next. It compares, bit for bit,
+      the parameters of ranks that must hold the same ones. 0: they are never compared.
+    - ``heal``: with True, parameters that differ get the values that most ranks hold, and training goes on. With
+      False, or if no values have a majority, all ranks raise ``DamageError``.
+    - ``bad_gradients``: what happens if gradients have NaN or infinity before a step. ``skip``: no rank makes the
+      step. ``stop``: all ranks raise ``DamageError``. ``ignore``: gradients are not examined.
     - ``max_skips``: the number of steps in a row that may be skipped before all ranks stop.
 
     Raises:
-        ConfigError: a number is negative, ``bad_gradients`` is another word, or ``heal`` is on without
-            comparisons.
+        ConfigError: a number is negative, ``bad_gradients`` is another word, or ``heal`` is on without comparisons.
 
     Examples:
         ```python
@@ -284,8 +282,8 @@ class GradientAccumulationPlugin(KwargsHandler):
 
     - ``num_steps``: the number of micro-batches in one optimizer step. None: the number that the flag, the
       environment or the file gives, or 1 if none of them does.
-    - ``adjust_scheduler``: calls of a scheduler inside of the accumulation window count as torch's calls of
-      ``step``, so that torch does not warn.
+    - ``adjust_scheduler``: calls of a scheduler inside of the accumulation window count as torch's calls of ``step``,
+      so that torch does not warn.
     - ``sync_with_dataloader``: the end of the loader ends the accumulation window, even if it is not full.
     - ``sync_each_batch``: gradients are averaged over the ranks at every micro-batch.
 
@@ -316,19 +314,17 @@ class GradientAccumulationPlugin(KwargsHandler):
 class DataLoaderConfiguration:
     """How ``prepare`` treats data loaders.
 
-    - ``split_batches``: the ``batch_size`` of the loader is that of the global batch, and each rank takes a
-      slice of it. Otherwise each rank gets batches of this size.
-    - ``dispatch_batches``: rank 0 reads the data and sends each rank its slice. None: only for iterable
-      datasets.
-    - ``even_batches``: if the ranks would get different numbers of batches, the last round is completed with
-      samples from the beginning. Iterable data is always completed. What rank 0 reads for all ranks is too, to
-      equal slices of the remaining samples.
-    - ``use_seedable_sampler``: in each epoch, a ``RandomSampler`` (``shuffle=True``) is seeded with seed +
-      epoch. The seed is ``data_seed``, or torch's seed on rank 0. Otherwise samplers draw as without Lockstep.
-    - ``data_seed``: without ``use_seedable_sampler``, any order, and the numbers that workers draw, depend only
-      on this seed and on the epoch.
-    - ``non_blocking``: batches are copied to the device asynchronously. This needs ``pin_memory`` in the
-      loader.
+    - ``split_batches``: the ``batch_size`` of the loader is that of the global batch, and each rank takes a slice of
+      it. Otherwise each rank gets batches of this size.
+    - ``dispatch_batches``: rank 0 reads the data and sends each rank its slice. None: only for iterable datasets.
+    - ``even_batches``: if the ranks would get different numbers of batches, the last round is completed with samples
+      from the beginning. Iterable data is always completed. What rank 0 reads for all ranks is too, to equal slices
+      of the remaining samples.
+    - ``use_seedable_sampler``: in each epoch, a ``RandomSampler`` (``shuffle=True``) is seeded with seed + epoch. The
+      seed is ``data_seed``, or torch's seed on rank 0. Otherwise samplers draw as without Lockstep.
+    - ``data_seed``: without ``use_seedable_sampler``, any order, and the numbers that workers draw, depend only on
+      this seed and on the epoch.
+    - ``non_blocking``: batches are copied to the device asynchronously. This needs ``pin_memory`` in the loader.
     - ``use_stateful_dataloader``: torchdata's ``StatefulDataLoader`` reads the data. It needs the extra
       ``torchdata``.
 
@@ -367,8 +363,8 @@ class DataLoaderConfiguration:
 class TorchDynamoPlugin(KwargsHandler):
     """Options of ``torch.compile`` for prepared models.
 
-    Of ``backend``, ``mode``, ``fullgraph``, ``dynamic`` and ``use_regional_compilation``, those that are None
-    are read from the environment (``ACCELERATE_DYNAMO_*`` and ``LOCKSTEP_DYNAMO_*``).
+    Of ``backend``, ``mode``, ``fullgraph``, ``dynamic`` and ``use_regional_compilation``, those that are None are
+    read from the environment (``ACCELERATE_DYNAMO_*`` and ``LOCKSTEP_DYNAMO_*``).
 
     Args:
         backend: A backend of ``torch.compile``, such as ``"inductor"``. ``"no"``: models are not compiled.

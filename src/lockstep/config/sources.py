@@ -323,8 +323,7 @@ def clear_environment() -> Iterator[None]:
 
 
 def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
-    """Return 1 for words such as ``yes``, ``true`` and ``on``, and 0 for words such as ``no``, ``false`` and
-    ``off``.
+    """Return 1 for words such as ``yes``, ``true`` and ``on``, and 0 for words such as ``no``, ``false`` and ``off``.
 
     Args:
         value: The word, in any case.

@@ -16,27 +16,24 @@ LARGEST_WINDOW = 10_000
 
 @dataclass
 class SpikePolicy(KwargsHandler):
-    """Options for spikes: before each step, the loss and the gradient norm are compared with those of earlier
-    steps.
+    """Options for spikes: before each step, the loss and the gradient norm are compared with those of earlier steps.
 
-    A value is a spike if it is not finite, or if (value - median) / (1.4826 * MAD) is above a threshold. The
-    median is that of the latest steps that were made. MAD is the median of their distances from it. All ranks
-    decide alike.
+    A value is a spike if it is not finite, or if (value - median) / (1.4826 * MAD) is above a threshold. The median
+    is that of the latest steps that were made. MAD is the median of their distances from it. All ranks decide alike.
 
-    - ``action``: what happens at a spike. ``skip``: no rank makes the step. ``stop``: all ranks raise
-      ``SpikeError`` before the step. ``rollback``: all ranks load the newest checkpoint, and go on with the
-      batches after the spike.
+    - ``action``: what happens at a spike. ``skip``: no rank makes the step. ``stop``: all ranks raise ``SpikeError``
+      before the step. ``rollback``: all ranks load the newest checkpoint, and go on with the batches after the spike.
     - ``loss_threshold``: the threshold of the loss, above 0. None: the loss is not compared. A loss that is not
       finite is a spike all the same.
     - ``gradient_norm_threshold``: the threshold of the gradient norm, above 0. None: the norm is not compared.
     - ``window``: the number of steps of which the median is taken, 4 to 10000.
     - ``warmup``: the number of steps before thresholds are applied, 4 to ``window``.
-    - ``max_skips``: the number of skipped steps in a row, or of rollbacks to one checkpoint, after which the
-      run stops.
-    - ``skip_batches``: with ``rollback``, the number of further micro-batches that each rank leaves out, at
-      most to the end of the epoch.
-    - ``capsules``: the number of latest spikes of which the run's folder keeps what ``lockstep replay`` needs.
-      0: it keeps nothing.
+    - ``max_skips``: the number of skipped steps in a row, or of rollbacks to one checkpoint, after which the run
+      stops.
+    - ``skip_batches``: with ``rollback``, the number of further micro-batches that each rank leaves out, at most to
+      the end of the epoch.
+    - ``capsules``: the number of latest spikes of which the run's folder keeps what ``lockstep replay`` needs. 0: it
+      keeps nothing.
     - ``capsule_weights``: whether a capsule also has the weights that the models had at the spike.
 
     Raises:

@@ -47,8 +47,7 @@ class SeedableRandomSampler(RandomSampler):
 
     Args:
         args: Positional arguments of ``RandomSampler``, such as the dataset.
-        kwargs: Keyword arguments of ``RandomSampler``, and ``data_seed``: the seed. Without it, torch's seed is
-            used.
+        kwargs: Keyword arguments of ``RandomSampler``, and ``data_seed``: the seed. Without it, torch's seed is used.
 
     Examples:
         ```python

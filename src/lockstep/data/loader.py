@@ -61,9 +61,9 @@ class LoaderParts:
 class PreparedLoader(DataLoader[Any]):
     """A data loader that yields this rank's batches and tells the step which of them is the last.
 
-    ``prepare`` makes it. Every iteration is one epoch. Attributes that are not described here are those of
-    ``inner``, the torch loader that reads the data, and then those of ``original``, the user's own loader.
-    ``around``, if given, is a function that gets each iteration and returns the one that the script sees.
+    ``prepare`` makes it. Every iteration is one epoch. Attributes that are not described here are those of ``inner``,
+    the torch loader that reads the data, and then those of ``original``, the user's own loader. ``around``, if given,
+    is a function that gets each iteration and returns the one that the script sees.
 
     Args:
         parts: What ``prepare`` has put together for it.
@@ -256,8 +256,8 @@ class PreparedLoader(DataLoader[Any]):
             batches: The number of batches. The iteration ends if it has fewer. They are read.
 
         Returns:
-            The number of batches that were left out, and the number of samples of all ranks in them (None: it
-            is not known).
+            The number of batches that were left out, and the number of samples of all ranks in them (None: it is not
+            known).
 
         Examples:
             ```python

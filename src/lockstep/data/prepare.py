@@ -134,8 +134,8 @@ def prepare_data_loader(
 ) -> PreparedLoader:
     """Return a loader of this rank's batches, with the arguments of Accelerate's function of this name.
 
-    ``accelerator.prepare(loader)`` does the same with the settings of the run. With several ranks, call it on
-    every rank.
+    ``accelerator.prepare(loader)`` does the same with the settings of the run. With several ranks, call it on every
+    rank.
 
     Args:
         dataloader: A torch ``DataLoader``.

@@ -16,8 +16,8 @@ def skip_first_batches(dataloader: DataLoader[object], num_batches: int = 0) -> 
     """Return a loader that leaves out the first batches of another loader, in each iteration.
 
     Args:
-        dataloader: A ``DataLoader``. If it is prepared, so is the result. Samples of a map-style dataset that
-            are left out are not read. Those of an iterable dataset are read and discarded.
+        dataloader: A ``DataLoader``. If it is prepared, so is the result. Samples of a map-style dataset that are
+            left out are not read. Those of an iterable dataset are read and discarded.
         num_batches: The number of batches.
 
     Raises:

@@ -33,8 +33,8 @@ def notebook_launcher(
 ) -> None:
     """Run a function on several processes of this machine, from a notebook.
 
-    Processes are forked. A single process is this one, without a fork. With several machines, make the same
-    call on each of them.
+    Processes are forked. A single process is this one, without a fork. With several machines, make the same call on
+    each of them.
 
     Args:
         function: The function. Make the ``Accelerator`` inside of it.
@@ -42,8 +42,8 @@ def notebook_launcher(
         num_processes: The number of processes on this machine. None: one for each GPU, or one.
         mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``.
         use_port: The port at which the processes meet. None: a free one.
-        master_addr: The address of the machine with rank 0. With several machines, it is the same on all of
-            them, and so is ``use_port``.
+        master_addr: The address of the machine with rank 0. With several machines, it is the same on all of them, and
+            so is ``use_port``.
         node_rank: The number of this machine, from 0.
         num_nodes: The number of machines.
         rdzv_backend: Accepted, without effect.

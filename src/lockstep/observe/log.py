@@ -23,8 +23,7 @@ class MultiProcessAdapter(_Adapter):
     - ``main_process_only`` (default True): log on rank 0 only.
     - ``in_order`` (default False): log on every rank, one after the other. Every rank must make the call.
 
-    Records begin with the rank. Before an ``Accelerator`` or ``PartialState`` exists, the process counts as
-    rank 0.
+    Records begin with the rank. Before an ``Accelerator`` or ``PartialState`` exists, the process counts as rank 0.
 
     Args:
         logger: The logger of Python's ``logging``.
@@ -95,8 +94,8 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
 
     Args:
         name: The name of the logger.
-        log_level: The level, such as ``"INFO"``, of this logger and of the root logger. None: they are left as
-            they are.
+        log_level: The level, such as ``"INFO"``, of this logger and of the root logger. None: they are left as they
+            are.
 
     Examples:
         ```python

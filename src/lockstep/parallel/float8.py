@@ -53,8 +53,8 @@ def check_float8(recipe: AORecipeKwargs | None, parallel: Parallel, device: torc
 
 
 def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | None]:
-    """Return the names of the first and the last linear layer of ``model``, in the order of its modules. None: it
-    has none.
+    """Return the names of the first and the last linear layer of ``model``, in the order of its modules. None: it has
+    none.
     """
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     return (names[0], names[-1]) if names else (None, None)

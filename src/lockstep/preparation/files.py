@@ -88,8 +88,8 @@ class FileMethods:
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return the ``state_dict`` of the whole model: name -> tensor of its whole shape. Call it on every rank.
 
-        - Of a sharded model, the tensors are gathered into host memory, one after the other. All of them are
-          copies, even those that are not sharded, such as scalars.
+        - Of a sharded model, the tensors are gathered into host memory, one after the other. All of them are copies,
+          even those that are not sharded, such as scalars.
         - Of a pipeline, rank 0 gets the whole, and the other ranks get an empty mapping.
         - Of other models, the tensors share memory with the model, as those of ``model.state_dict()`` do.
 
@@ -125,15 +125,14 @@ class FileMethods:
         return gathered
 
     def save(self, obj: object, f: object, safe_serialization: bool = False) -> None:
-        """Write an object to a file on rank 0, or with ``save_on_each_node`` on one process of each machine. It
-        does not wait.
+        """Write an object to a file on rank 0, or with ``save_on_each_node`` on one process of each machine. It does
+        not wait.
 
         Args:
-            obj: Any object that can be pickled; with ``safe_serialization`` a mapping name -> tensor of any
-                shape.
+            obj: Any object that can be pickled; with ``safe_serialization`` a mapping name -> tensor of any shape.
             f: The path of the file.
-            safe_serialization: Write safetensors, which cannot run code when it is read. Otherwise
-                ``torch.save`` writes.
+            safe_serialization: Write safetensors, which cannot run code when it is read. Otherwise ``torch.save``
+                writes.
 
         Examples:
             ```python
@@ -155,18 +154,17 @@ class FileMethods:
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Write the weights of the unwrapped model to a folder, as safetensors. Call it on every rank; rank 0
-        writes.
+        """Write the weights of the unwrapped model to a folder, as safetensors. Call it on every rank; rank 0 writes.
 
         All ranks return when the files are complete.
 
         Args:
             model: The prepared model.
             save_directory: The folder. It is made if it does not exist.
-            max_shard_size: Bytes, or a text such as ``"5GB"``. More weights are written as several files with
-                an index.
-            safe_serialization: False: ``torch.save`` writes ``pytorch_model.bin``, and a warning says that such
-                a file can run code when it is read.
+            max_shard_size: Bytes, or a text such as ``"5GB"``. More weights are written as several files with an
+                index.
+            safe_serialization: False: ``torch.save`` writes ``pytorch_model.bin``, and a warning says that such a
+                file can run code when it is read.
 
         Raises:
             CheckpointError: the files cannot be written. All ranks raise it.
@@ -307,15 +305,13 @@ class FileMethods:
 
         Args:
             output_dir: The directory or URL. None: the next ``checkpoints/checkpoint_<i>`` of the project.
-            safe_serialization: False: ``torch.save`` also writes the weights to ``pytorch_model.bin``, for
-                other readers. A warning says that such a file can run code.
-            blocking: False: return at once. The state of this moment is copied and written while training goes
-                on.
+            safe_serialization: False: ``torch.save`` also writes the weights to ``pytorch_model.bin``, for other
+                readers. A warning says that such a file can run code.
+            blocking: False: return at once. The state of this moment is copied and written while training goes on.
             save_model_func_kwargs: Refused: options of Accelerate that mean nothing here.
 
         Raises:
-            CheckpointError: this save failed, or the one before it in the background. Earlier checkpoints are
-                intact.
+            CheckpointError: this save failed, or the one before it in the background. Earlier checkpoints are intact.
             UsageError: no directory is known, the directory has files that are no checkpoint, or an option is
                 refused.
 
@@ -386,8 +382,7 @@ class FileMethods:
 
         Args:
             input_dir: The directory or URL. None: the newest undamaged checkpoint of the project.
-            load_kwargs: ``map_location`` is accepted and has no effect. Other options of Accelerate are
-                refused.
+            load_kwargs: ``map_location`` is accepted and has no effect. Other options of Accelerate are refused.
             load_model_func_kwargs: The same as ``load_kwargs``.
 
         Raises:
@@ -493,9 +488,9 @@ class FileMethods:
     def check_preemption(self) -> None:
         """Tell Lockstep that a step is complete. Only a loop that reads from no prepared loader needs it.
 
-        Call it on every rank. SIGTERM, SIGUSR1 or SIGUSR2, to the launcher or to any rank, asks the run to
-        stop. All ranks then save at the same call, and the processes end with exit code 75. Prepared loaders do
-        this by themselves, when the loop asks for a batch after an optimizer step.
+        Call it on every rank. SIGTERM, SIGUSR1 or SIGUSR2, to the launcher or to any rank, asks the run to stop. All
+        ranks then save at the same call, and the processes end with exit code 75. Prepared loaders do this by
+        themselves, when the loop asks for a batch after an optimizer step.
 
         Examples:
             ```python

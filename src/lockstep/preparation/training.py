@@ -109,13 +109,13 @@ class TrainingMethods:
     def gather_for_loss(self, tensors: Tree) -> Tree:
         """Concatenate the tensors of all ranks along dim 0. Gradients flow back through the result.
 
-        Use it for a loss over the global batch, such as a contrastive loss. Each rank computes the same loss
-        from it. ``backward(loss)`` then gives the gradients of one process with the global batch. Rows that
-        only pad the last batch are left out. Either all ranks use the result in their loss, or none.
+        Use it for a loss over the global batch, such as a contrastive loss. Each rank computes the same loss from it.
+        ``backward(loss)`` then gives the gradients of one process with the global batch. Rows that only pad the last
+        batch are left out. Either all ranks use the result in their loss, or none.
 
         Args:
-            tensors: Nested tensors of shape [n_r, ...] on rank r, with one row for each row of the batch. They
-                become [sum of n_r, ...]. Tensors without a gradient, such as labels, are returned without one.
+            tensors: Nested tensors of shape [n_r, ...] on rank r, with one row for each row of the batch. They become
+                [sum of n_r, ...]. Tensors without a gradient, such as labels, are returned without one.
 
         Raises:
             UsageError: a batch is padded, and a tensor does not have its number of rows. All ranks raise it.
@@ -190,8 +190,8 @@ class TrainingMethods:
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
         """Put one micro-batch inside of the block: its forward, ``backward`` and optimizer step.
 
-        The optimizer steps only in each ``gradient_accumulation_steps``-th block, and the ranks average the
-        gradients before it.
+        The optimizer steps only in each ``gradient_accumulation_steps``-th block, and the ranks average the gradients
+        before it.
 
         Args:
             models: The prepared models that the block trains.
@@ -364,16 +364,15 @@ class TrainingMethods:
     def clip_grad_norm_(
         self, parameters: clipping.Parameters, max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor:
-        """Scale the gradients so that their total norm is at most ``max_norm``. Call it between ``backward`` and
-        the step.
+        """Scale the gradients so that their total norm is at most ``max_norm``. Call it between ``backward`` and the
+        step.
 
         Before the last micro-batch of an accumulation window, nothing is clipped.
 
         Args:
             parameters: One parameter or an iterable of them, of any shape.
             max_norm: The largest norm that is allowed.
-            norm_type: The p of the p-norm: 2 is the Euclidean norm, ``float("inf")`` the largest absolute
-                value.
+            norm_type: The p of the p-norm: 2 is the Euclidean norm, ``float("inf")`` the largest absolute value.
 
         Returns:
             The norm before clipping, 0-d. It is the norm over all ranks for sharded parameters.
@@ -435,13 +434,13 @@ class TrainingMethods:
     def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> Iterator[None]:
         """Inside of the block, ranks may have different numbers of batches.
 
-        A rank that has no more batches takes part in the averages of the others, until all ranks have none.
-        Gradient accumulation is refused inside.
+        A rank that has no more batches takes part in the averages of the others, until all ranks have none. Gradient
+        accumulation is refused inside.
 
         Args:
             joinables: The prepared models that are trained, replicated by DDP.
-            even_batches: Replaces this setting of prepared loaders that read map-style data on every rank. If
-                there are other prepared loaders, a warning says so. None: it is not changed.
+            even_batches: Replaces this setting of prepared loaders that read map-style data on every rank. If there
+                are other prepared loaders, a warning says so. None: it is not changed.
 
         Raises:
             UsageError: a model is sharded, or ``prepare`` did not return it.
@@ -477,8 +476,7 @@ class TrainingMethods:
         """Return a loader that leaves out the first batches of another loader, in each iteration.
 
         Args:
-            dataloader: A ``DataLoader``, prepared or not. Items of map-style datasets that are left out are not
-                read.
+            dataloader: A ``DataLoader``, prepared or not. Items of map-style datasets that are left out are not read.
             num_batches: The number of batches.
 
         Raises:

@@ -58,8 +58,8 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
 def release_memory(*objects: object) -> list[None]:
     """Free device memory, and return a list with one None for each object.
 
-    Memory is freed only if no variable refers to an object any more. So assign the result to your variables:
-    ``model, optimizer = release_memory(model, optimizer)``.
+    Memory is freed only if no variable refers to an object any more. So assign the result to your variables: ``model,
+    optimizer = release_memory(model, optimizer)``.
 
     Args:
         objects: Models, optimizers, tensors of any shape and so on.
@@ -88,14 +88,14 @@ def find_executable_batch_size(
     """Decorate a function so that it is called with smaller and smaller batch sizes until it no longer runs out of
     memory.
 
-    The decorated function is called without the batch size. A size that failed is not tried again in later
-    calls. ``lockstep.find_batch_size`` finds the largest size that fits on every rank.
+    The decorated function is called without the batch size. A size that failed is not tried again in later calls.
+    ``lockstep.find_batch_size`` finds the largest size that fits on every rank.
 
     Args:
         function: A function whose first argument is the batch size. Without it, the result is a decorator.
         starting_batch_size: The first batch size.
-        reduce_batch_size_fn: A function without arguments that returns the next batch size after a failure.
-            None: the next one is ``int(batch_size * 0.9)``.
+        reduce_batch_size_fn: A function without arguments that returns the next batch size after a failure. None: the
+            next one is ``int(batch_size * 0.9)``.
 
     Raises:
         TypeError: the decorated function was called with the batch size as well.

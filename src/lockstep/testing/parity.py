@@ -78,9 +78,7 @@ class ParityWorkers:
         atexit.unregister(self._pool.close)
 
     def compare_parity(self, make: Callable[[], object], **settings: Unpack[CaseSettings]) -> ParityReport:
-        """Do what the function ``compare_parity`` does, in these processes. ``make`` and ``settings`` are the
-        same.
-        """
+        """Do what the function ``compare_parity`` does, in these processes. ``make`` and ``settings`` are the same."""
         case = ParityCase.of(make, **settings)
         with tempfile.TemporaryDirectory(prefix="lockstep-parity-") as folder:
             request = Request(

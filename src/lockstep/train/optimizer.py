@@ -21,25 +21,22 @@ ParamGroup = StateDict
 class PreparedOptimizer(Optimizer):
     """The optimizer that ``prepare`` returns. The user's own optimizer is ``.optimizer``.
 
-    ``step`` and ``zero_grad`` do nothing before the last micro-batch of an accumulation window. With fp16,
-    ``step`` uses the loss scaler, and ``step_was_skipped`` tells whether gradients were infinite. All other
-    attributes are those of the user's optimizer.
+    ``step`` and ``zero_grad`` do nothing before the last micro-batch of an accumulation window. With fp16, ``step``
+    uses the loss scaler, and ``step_was_skipped`` tells whether gradients were infinite. All other attributes are
+    those of the user's optimizer.
 
     Args:
         optimizer: The user's own optimizer.
         step: The state of the current step.
         scaler: The loss scale of fp16. None: there is none.
         before_first_step: A function that is called with the optimizer before its first step.
-        clip_norm: Before each step, scale the gradients of this optimizer to at most this 2-norm. None: do not
-            clip.
+        clip_norm: Before each step, scale the gradients of this optimizer to at most this 2-norm. None: do not clip.
         after_zero_grad: A function that clears gradients that are not at ``parameter.grad``.
-        other_stages: A function that returns the ranks with other parameters of the same models, for
-            ``clip_norm``.
-        before_step: A function that is called before each step, with the optimizer and whether there is a
-            closure.
+        other_stages: A function that returns the ranks with other parameters of the same models, for ``clip_norm``.
+        before_step: A function that is called before each step, with the optimizer and whether there is a closure.
         after_clip: A function that is called with the norm before clipping, a 0-d tensor.
-        may_step: A function that is asked before each step, with unscaled gradients. If it returns False, the
-            step is skipped.
+        may_step: A function that is asked before each step, with unscaled gradients. If it returns False, the step is
+            skipped.
 
     Raises:
         ConfigError: ``clip_norm`` is not positive.

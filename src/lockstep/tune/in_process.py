@@ -75,30 +75,28 @@ def find_batch_size(
     memory_limit: int | str | None = None,
     steps: int = 3,
 ) -> FoundBatch:
-    """Find the largest micro-batch that fits on every rank, without changing the global batch. Call it on every
-    rank.
+    """Find the largest micro-batch that fits on every rank, without changing the global batch. Call it on every rank.
 
-    For each size, it computes loss and gradients of the first rows of the data ``steps`` times, and one
-    optimizer step. The ranks do not communicate meanwhile, so that no rank waits for one that runs out of
-    memory. Afterwards, parameters, gradients, buffers, optimizer state and random number generators are bit for
-    bit as before. The loader is not iterated.
+    For each size, it computes loss and gradients of the first rows of the data ``steps`` times, and one optimizer
+    step. The ranks do not communicate meanwhile, so that no rank waits for one that runs out of memory. Afterwards,
+    parameters, gradients, buffers, optimizer state and random number generators are bit for bit as before. The loader
+    is not iterated.
 
     Args:
         accelerator: The ``Accelerator`` that has prepared ``model`` and ``optimizer``.
         model: The prepared model. Each rank has the whole model.
         optimizer: The prepared optimizer.
-        loader: A torch ``DataLoader`` that is not prepared, over a map-style dataset whose items can be read at
-            any time.
-        loss_of: A function (model, batch) -> loss, 0-d. The model is not wrapped by DDP, and the batch is on
-            its device. It may not call collectives.
+        loader: A torch ``DataLoader`` that is not prepared, over a map-style dataset whose items can be read at any
+            time.
+        loss_of: A function (model, batch) -> loss, 0-d. The model is not wrapped by DDP, and the batch is on its
+            device. It may not call collectives.
         global_batch: The number of rows in one step over all ranks. None: that of ``loader`` with
             ``accelerator.gradient_accumulation_steps``.
         memory_limit: Bytes of each rank, or a text such as ``"8GiB"``. None: the free memory.
         steps: The number of times that each size is computed, for measuring its speed.
 
     Returns:
-        The micro-batch, the accumulation that goes with it, and each size that was tried. It is equal on all
-        ranks.
+        The micro-batch, the accumulation that goes with it, and each size that was tried. It is equal on all ranks.
 
     Raises:
         UsageError: no size fits, or this model, optimizer or loader cannot be tried. All ranks raise it.

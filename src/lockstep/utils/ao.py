@@ -54,8 +54,8 @@ def convert_model_to_fp8_ao(
     Args:
         model: The model.
         config: A ``torchao.float8.Float8LinearConfig``. None: torchao's default.
-        module_filter_func: A function (module, its name) -> whether it is converted. None: all linear layers
-            with sizes that are divisible by 16, except the first and the last one.
+        module_filter_func: A function (module, its name) -> whether it is converted. None: all linear layers with
+            sizes that are divisible by 16, except the first and the last one.
 
     Raises:
         ImportError: torchao is not installed.

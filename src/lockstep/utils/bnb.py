@@ -48,8 +48,8 @@ def load_and_quantize_model(
 ) -> nn.Module:
     """Return a model whose linear layers are quantised to 8 or 4 bits by the package bitsandbytes.
 
-    A model that has values is quantised when it is moved to the accelerator, and only
-    ``bnb_quantization_config`` counts. The other arguments are for a model on the meta device.
+    A model that has values is quantised when it is moved to the accelerator, and only ``bnb_quantization_config``
+    counts. The other arguments are for a model on the meta device.
 
     Args:
         model: The model, which is changed in place.
@@ -64,8 +64,7 @@ def load_and_quantize_model(
     Raises:
         ImportError: bitsandbytes for 8 bits is not installed.
         ValueError: bitsandbytes for 4 bits is not installed, or layers would be on the CPU or the disk.
-        RuntimeError: there is no accelerator, or the model is on the meta device and ``weights_location`` is
-            None.
+        RuntimeError: there is no accelerator, or the model is on the meta device and ``weights_location`` is None.
     """
     config = bnb_quantization_config
     _check_package(config)
@@ -204,8 +203,7 @@ def replace_with_bnb_layers(
 ) -> nn.Module:
     """Replace the linear layers of a model by bitsandbytes' layers, in place, and return the model.
 
-    The new layers have the values of the old ones. They are quantised when the model is moved to an
-    accelerator.
+    The new layers have the values of the old ones. They are quantised when the model is moved to an accelerator.
 
     Args:
         model: The model.
@@ -304,8 +302,8 @@ def quantize_and_offload_8bit(
         new_dtype: The dtype that it is cast to before. None: its own.
         offload_folder: The folder, which exists.
         offload_index: Name -> entry; entries of the files are added to it.
-        fp16_statistics: The scales [out_features] of a weight that is quantised already. None: it is quantised
-            on the accelerator first.
+        fp16_statistics: The scales [out_features] of a weight that is quantised already. None: it is quantised on the
+            accelerator first.
 
     Raises:
         RuntimeError: ``fp16_statistics`` is None, and there is no accelerator.

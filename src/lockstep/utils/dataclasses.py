@@ -111,8 +111,7 @@ class TorchTensorParallelConfig:
 
 @dataclass
 class TorchTensorParallelPlugin:
-    """Accelerate's former description of tensor parallel. ``Accelerator`` does not take it: pass
-    ``parallel="tp=2"``.
+    """Accelerate's former description of tensor parallel. ``Accelerator`` does not take it: pass ``parallel="tp=2"``.
 
     Args:
         tp_size: The number of ranks over which layers are split.
@@ -128,8 +127,8 @@ class TorchContextParallelConfig:
     """Options of ``ParallelismConfig(cp_size=...)``.
 
     Args:
-        cp_comm_strategy: ``"allgather"`` or ``"alltoall"``, as torch names them. None: ``"allgather"``. It
-            changes nothing: keys and values always travel around the ring, and the numbers are the same.
+        cp_comm_strategy: ``"allgather"`` or ``"alltoall"``, as torch names them. None: ``"allgather"``. It changes
+            nothing: keys and values always travel around the ring, and the numbers are the same.
 
     Raises:
         ConfigError: another strategy.
@@ -233,7 +232,5 @@ class BnbQuantizationConfig:
 
 
 def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:
-    """Return the class with the name ``name`` among the modules of ``module``. None: none of them has such a
-    class.
-    """
+    """Return the class with the name ``name`` among the modules of ``module``. None: none of them has such a class."""
     return next((type(part) for part in module.modules() if type(part).__name__ == name), None)

@@ -83,8 +83,8 @@ def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
     """Return environment variables as lines ``NAME=value``.
 
     Args:
-        current_env: Name -> value. A warning names variables that are left out, because they are empty or have
-            one of the characters ``;``, ``<``, ``>``, a space or the end of a line.
+        current_env: Name -> value. A warning names variables that are left out, because they are empty or have one of
+            the characters ``;``, ``<``, ``>``, a space or the end of a line.
     """
     lines = []
     for name, value in current_env.items():
@@ -114,8 +114,8 @@ def purge_accelerate_environment(func_or_cls: Any) -> Any:
     """Decorate a test so that changes of variables ``ACCELERATE_*`` end with it.
 
     Args:
-        func_or_cls: A test function, or a class of tests. With a class, tests of derived classes are decorated
-            as well.
+        func_or_cls: A test function, or a class of tests. With a class, tests of derived classes are decorated as
+            well.
     """
     if not isinstance(func_or_cls, type):
         return _purged(func_or_cls)

@@ -109,9 +109,9 @@ def save_fsdp_model(
 ) -> None:
     """Write the state of a model to a folder, as Accelerate's FSDP does. Call it on every rank.
 
-    With ``FULL_STATE_DICT``, rank 0 writes ``pytorch_model_fsdp.bin``. With ``SHARDED_STATE_DICT``, all ranks
-    write ``pytorch_model_fsdp_0/``, by ``torch.distributed.checkpoint``. ``accelerator.save_state`` writes a
-    format of its own.
+    With ``FULL_STATE_DICT``, rank 0 writes ``pytorch_model_fsdp.bin``. With ``SHARDED_STATE_DICT``, all ranks write
+    ``pytorch_model_fsdp_0/``, by ``torch.distributed.checkpoint``. ``accelerator.save_state`` writes a format of its
+    own.
 
     Args:
         fsdp_plugin: A ``FullyShardedDataParallelPlugin``, whose ``state_dict_type`` chooses the format.
@@ -151,8 +151,7 @@ def load_fsdp_model(
         use_dcp: Accepted, without effect.
 
     Returns:
-        The names that the files lack, and those that the model lacks, as ``missing_keys`` and
-        ``unexpected_keys``.
+        The names that the files lack, and those that the model lacks, as ``missing_keys`` and ``unexpected_keys``.
 
     Raises:
         CheckpointError: the file or folder does not exist.
@@ -317,15 +316,14 @@ def merge_fsdp_weights(
     """Join the shards of a model into one file of weights. Call it in one process.
 
     Args:
-        checkpoint_dir: A folder that ``save_fsdp_model`` wrote with ``SHARDED_STATE_DICT``, or that
-            ``save_state`` wrote.
+        checkpoint_dir: A folder that ``save_fsdp_model`` wrote with ``SHARDED_STATE_DICT``, or that ``save_state``
+            wrote.
         output_path: The folder of the result. It is made if it does not exist.
         safe_serialization: Write ``model.safetensors``. Otherwise write ``pytorch_model.bin``.
         remove_checkpoint_dir: Remove ``checkpoint_dir`` afterwards.
 
     Raises:
-        ValueError: ``checkpoint_dir`` is not a sharded checkpoint. The message names folders inside of it that
-            are.
+        ValueError: ``checkpoint_dir`` is not a sharded checkpoint. The message names folders inside of it that are.
     """
     from lockstep.checkpoint.format.documents import MANIFEST
 

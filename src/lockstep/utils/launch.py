@@ -43,13 +43,12 @@ def setup_fp8_env(args: Namespace, current_env: dict[str, str]) -> dict[str, str
 
 
 class PrepareForLaunch:
-    """A function for torch.multiprocessing's ``spawn`` or ``start_processes``, which pass the number of the
-    process first.
+    """A function for torch.multiprocessing's ``spawn`` or ``start_processes``, which pass the number of the process
+    first.
 
     Args:
         launcher: The function that it calls, with the other arguments.
-        distributed_type: Unless it is ``"NO"``, the variables ``RANK`` and ``LOCAL_RANK`` are set before the
-            call.
+        distributed_type: Unless it is ``"NO"``, the variables ``RANK`` and ``LOCAL_RANK`` are set before the call.
         debug: True is refused. ``debug_launcher`` starts processes on CPUs.
 
     Raises:

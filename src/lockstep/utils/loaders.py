@@ -49,16 +49,16 @@ def get_sampler(dataloader: Any) -> Any:
 
 
 class DataLoaderStateMixin:
-    """A mixin for classes of loaders. Through it ``gradient_state`` knows which loader runs and whether it is at
-    its end.
+    """A mixin for classes of loaders. Through it ``gradient_state`` knows which loader runs and whether it is at its
+    end.
 
     Call ``begin()`` and ``end()`` around an iteration, and set ``end_of_dataloader`` before the last batch is
     yielded. Then an accumulation window ends with the loader, as with prepared loaders.
 
     Attributes:
         end_of_dataloader: Whether the last batch was yielded.
-        remainder: The number of samples in the last global batch, if it is not complete. 0: it is. -1: it is
-            not known.
+        remainder: The number of samples in the last global batch, if it is not complete. 0: it is. -1: it is not
+            known.
         gradient_state: The state of the latest ``Accelerator``, from ``GradientState()``.
 
     Examples:
@@ -110,8 +110,8 @@ class DataLoaderStateMixin:
 class DataLoaderAdapter:
     """A loader with a ``DataLoader`` inside, ``base_dataloader``.
 
-    Its other attributes are those of ``base_dataloader``, and ``isinstance`` takes it for one. It does not
-    share samples out to ranks: ``accelerator.prepare`` does.
+    Its other attributes are those of ``base_dataloader``, and ``isinstance`` takes it for one. It does not share
+    samples out to ranks: ``accelerator.prepare`` does.
 
     Args:
         dataset: The dataset.
@@ -446,8 +446,7 @@ class DataLoaderDispatcher(_OwnLoader, metaclass=_OrPrepared):
 
     Args:
         dataset: The dataset. Only rank 0 reads it.
-        split_batches: A batch of the loader is shared by all ranks. Otherwise each rank gets a batch of this
-            size.
+        split_batches: A batch of the loader is shared by all ranks. Otherwise each rank gets a batch of this size.
         skip_batches: The number of batches that are read and left out at the beginning of each iteration.
         use_stateful_dataloader: Let torchdata's ``StatefulDataLoader`` read the data. It has a ``state_dict``.
         slice_fn: A function ``f(batch, slice, process_index=..., num_processes=...)`` that cuts a batch. None:

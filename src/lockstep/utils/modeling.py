@@ -88,8 +88,7 @@ def get_module_size_with_ties(
     module_sizes: Mapping[str, int],
     modules_to_treat: Sequence[tuple[str, nn.Module]],
 ) -> tuple[int, list[str], list[nn.Module]]:
-    """Return the bytes of a module together with those modules that share its tied weights. Tied weights count
-    once.
+    """Return the bytes of a module together with those modules that share its tied weights. Tied weights count once.
 
     Args:
         tied_params: Names under which other modules have weights of the module.
@@ -120,8 +119,7 @@ def fallback_allocate(
         module_sizes: Name -> bytes, from ``compute_module_sizes``.
         size_limit: Bytes, or a text such as ``"10GiB"``.
         no_split_module_classes: Names of classes of modules that stay whole.
-        tied_parameters: Groups of names of tied weights, from ``find_tied_parameters``. They count with the
-            module.
+        tied_parameters: Groups of names of tied weights, from ``find_tied_parameters``. They count with the module.
 
     Returns:
         Its name, the module, and the other pairs. If none fits: None, None and ``modules``.
@@ -166,8 +164,8 @@ def dtype_byte_size(dtype: torch.dtype | CustomDtype) -> float:
 
 
 def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
-    """Return the device, the address and the bytes of the memory of a tensor. They are equal for tensors that
-    share memory.
+    """Return the device, the address and the bytes of the memory of a tensor. They are equal for tensors that share
+    memory.
 
     Args:
         tensor: A tensor of any shape.
@@ -394,8 +392,7 @@ def retie_parameters(model: nn.Module, tied_params: Iterable[Iterable[str]]) -> 
 
     Args:
         model: The model.
-        tied_params: Groups of names, from ``find_tied_parameters``. Each group gets the parameter that has
-            values.
+        tied_params: Groups of names, from ``find_tied_parameters``. Each group gets the parameter that has values.
     """
     for names in map(list, tied_params):
         holders = [(model.get_submodule(path), key) for path, _, key in (n.rpartition(".") for n in names)]
@@ -429,8 +426,8 @@ def load_state_dict(
 
     Args:
         checkpoint_file: A ``.safetensors`` file, or a file that ``torch.save`` wrote. No code in it is run.
-        device_map: Name of a module or tensor -> device. Tensors that it does not name, or places on the disk,
-            go to the CPU. None: all do.
+        device_map: Name of a module or tensor -> device. Tensors that it does not name, or places on the disk, go to
+            the CPU. None: all do.
     """
     path = os.fspath(checkpoint_file)
     if not path.endswith(".safetensors"):
@@ -459,8 +456,8 @@ def get_state_dict_from_offload(
 
     Args:
         module: The module. Only its own parameters are replaced.
-        module_name: The name of one of its tensors in the model. The part before the last dot is the name of
-            the module.
+        module_name: The name of one of its tensors in the model. The part before the last dot is the name of the
+            module.
         state_dict: Name -> tensor of any shape.
         device_to_put_offload: The device.
     """

@@ -104,8 +104,8 @@ class PrefixedDataset(Mapping[str, Any]):
 
 
 class OffloadedWeightsLoader(Mapping[str, Any]):
-    """A mapping name -> weight, from memory and from an offload folder. Weights of the folder are mapped when
-    asked for.
+    """A mapping name -> weight, from memory and from an offload folder. Weights of the folder are mapped when asked
+    for.
 
     Args:
         state_dict: Name -> tensor of any shape. They come before those of the folder.

@@ -137,9 +137,7 @@ def get_shape(data: Any) -> Any:
 
 
 def initialize_tensors(data_structure: Any) -> Any:
-    """Return nested data with an uninitialised tensor in place of each ``TensorInformation`` in
-    ``data_structure``.
-    """
+    """Return nested data with an uninitialised tensor in place of each ``TensorInformation`` in ``data_structure``."""
     if is_tensor_information(data_structure):
         return torch.empty(data_structure.shape, dtype=data_structure.dtype)
     parts = children(data_structure)
@@ -178,8 +176,7 @@ def gather_tensor_shape(tensor: torch.Tensor | None) -> tuple[torch.Tensor, int]
         tensor: A tensor of any shape on one rank, and None on the others.
 
     Returns:
-        The shape, as an int32 tensor of shape [dimensions, 1], and the key of the dtype in
-        ``TENSOR_INT_TO_DTYPE``.
+        The shape, as an int32 tensor of shape [dimensions, 1], and the key of the dtype in ``TENSOR_INT_TO_DTYPE``.
 
     Raises:
         UsageError: not exactly one rank has a tensor.
@@ -294,10 +291,9 @@ def GatheredParameters(
     The parameters themselves are whole, not copies. Models must not be called inside.
 
     Args:
-        params: Parameters of prepared models, of any shape: one or many. Those that are not sharded are always
-            whole.
-        modifier_rank: The rank whose changes all ranks get afterwards. Changes by other ranks are lost, and so
-            are all changes if an exception is raised inside. None: no rank changes them.
+        params: Parameters of prepared models, of any shape: one or many. Those that are not sharded are always whole.
+        modifier_rank: The rank whose changes all ranks get afterwards. Changes by other ranks are lost, and so are
+            all changes if an exception is raised inside. None: no rank changes them.
         fwd_module: Ignored.
         enabled: False: nothing happens.
 

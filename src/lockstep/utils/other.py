@@ -74,8 +74,8 @@ TORCH_SAFE_GLOBALS: list[Any] = [
 def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
     """Read a file that ``save`` or ``torch.save`` wrote.
 
-    It is ``torch.load`` with ``weights_only=True``, which runs no code from the file. It reads tensors of any
-    shape, plain values and arrays of NumPy.
+    It is ``torch.load`` with ``weights_only=True``, which runs no code from the file. It reads tensors of any shape,
+    plain values and arrays of NumPy.
 
     Args:
         f: The path, or an open file.

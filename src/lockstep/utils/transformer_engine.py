@@ -29,8 +29,7 @@ def convert_model(
     _convert_linear: bool = True,
     _convert_ln: bool = True,
 ) -> None:
-    """Replace linear layers and layer normalisations by those of NVIDIA's TransformerEngine, in place. Values
-    stay.
+    """Replace linear layers and layer normalisations by those of NVIDIA's TransformerEngine, in place. Values stay.
 
     Args:
         model: The model. Linear layers with a size that is not divisible by 16 stay as they are.

@@ -35,8 +35,7 @@ def save(obj: object, f: object, save_on_each_node: bool = False, safe_serializa
         obj: Any object that can be pickled; with ``safe_serialization`` a mapping name -> tensor of any shape.
         f: The path of the file.
         save_on_each_node: Write on local rank 0 of each machine.
-        safe_serialization: Write safetensors, which cannot run code when it is read. Otherwise ``torch.save``
-            writes.
+        safe_serialization: Write safetensors, which cannot run code when it is read. Otherwise ``torch.save`` writes.
 
     Examples:
         ```python

@@ -46,12 +46,11 @@ class DummyOptim(Placeholder):
     """Stands for the optimizer that a DeepSpeed JSON describes, until ``prepare`` builds that one.
 
     Args:
-        params: Parameters of any shape, or parameter groups, as for any torch optimizer. A group keeps the
-            values that it sets itself.
+        params: Parameters of any shape, or parameter groups, as for any torch optimizer. A group keeps the values
+            that it sets itself.
         lr: The learning rate, if the file has none or ``"auto"``.
         weight_decay: The weight decay, if the file has none or ``"auto"``.
-        kwargs: Other arguments of the optimizer, such as ``betas`` and ``eps``, if the file has none or
-            ``"auto"``.
+        kwargs: Other arguments of the optimizer, such as ``betas`` and ``eps``, if the file has none or ``"auto"``.
 
     Raises:
         ConfigError: ``prepare`` raises it if the file describes no optimizer, or one that torch does not have.
@@ -89,8 +88,7 @@ class DummyScheduler(Placeholder):
         kwargs: Other parameters of the schedule, if the file does not have them.
 
     Raises:
-        ConfigError: ``prepare`` raises it if neither the file nor ``lr_scheduler_callable`` describes a
-            schedule.
+        ConfigError: ``prepare`` raises it if neither the file nor ``lr_scheduler_callable`` describes a schedule.
 
     Examples:
         ```python

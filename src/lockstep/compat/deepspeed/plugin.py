@@ -23,34 +23,30 @@ class DeepSpeedPlugin:
     """A DeepSpeed configuration, or its most used settings one by one.
 
     The engine is torch's ``fully_shard``, not DeepSpeed, so that the package deepspeed is not needed. After
-    construction, ``deepspeed_config`` is the configuration as a mapping. A field and a key of the configuration
-    may not contradict each other. A field that is None asks for nothing.
+    construction, ``deepspeed_config`` is the configuration as a mapping. A field and a key of the configuration may
+    not contradict each other. A field that is None asks for nothing.
 
     Args:
-        hf_ds_config: The path of a JSON file, a mapping, or transformers' ``HfDeepSpeedConfig``. None or
-            ``"none"``: the other fields are the configuration.
+        hf_ds_config: The path of a JSON file, a mapping, or transformers' ``HfDeepSpeedConfig``. None or ``"none"``:
+            the other fields are the configuration.
         gradient_accumulation_steps: The number of micro-batches in one optimizer step.
         gradient_clipping: Gradients are scaled to at most this 2-norm before each step.
-        zero_stage: The stage of ZeRO, 0 to 3. None: that of the configuration, or 2 if there is no
-            configuration.
+        zero_stage: The stage of ZeRO, 0 to 3. None: that of the configuration, or 2 if there is no configuration.
         is_train_batch_min: Accepted, without effect.
-        offload_optimizer_device: ``"cpu"`` or ``"nvme"``: where optimizer state is kept. ``"none"``: on the
-            device.
+        offload_optimizer_device: ``"cpu"`` or ``"nvme"``: where optimizer state is kept. ``"none"``: on the device.
         offload_param_device: The same for parameters and gradients.
         offload_optimizer_nvme_path: The folder that ``offload_optimizer_device="nvme"`` needs.
         offload_param_nvme_path: The folder that ``offload_param_device="nvme"`` needs.
         zero3_init_flag: No effect on models; a warning says so. Build the model on the meta device instead.
         zero3_save_16bit_model: No effect: ``save_model`` always writes whole weights.
-        transformer_moe_cls_names: Class names of mixtures of experts, separated by commas;
-            ``set_moe_leaf_modules`` checks them. They have no other effect: experts are sharded as other blocks
-            are.
+        transformer_moe_cls_names: Class names of mixtures of experts, separated by commas; ``set_moe_leaf_modules``
+            checks them. They have no other effect: experts are sharded as other blocks are.
         enable_msamp: Refused: MS-AMP is not supported.
         msamp_opt_level: Accepted, without effect.
 
     Raises:
-        ConfigError: ``hf_ds_config`` is neither a path nor a mapping, or the file cannot be read.
-            ``Accelerator`` raises it where a field is refused, or where fields and configuration contradict
-            each other.
+        ConfigError: ``hf_ds_config`` is neither a path nor a mapping, or the file cannot be read. ``Accelerator``
+            raises it where a field is refused, or where fields and configuration contradict each other.
 
     Examples:
         ```python
@@ -121,10 +117,9 @@ class DeepSpeedPlugin:
         """Give one key that is ``"auto"`` its value.
 
         Args:
-            ds_key_long: The key, such as ``zero_optimization.stage``. Nothing happens if its section does not
-                exist.
-            mismatches: A list. With ``must_match``, a sentence is added to it if the key has another value than
-                in ``kwargs``.
+            ds_key_long: The key, such as ``zero_optimization.stage``. Nothing happens if its section does not exist.
+            mismatches: A list. With ``must_match``, a sentence is added to it if the key has another value than in
+                ``kwargs``.
             must_match: Whether to compare the value of the key with that in ``kwargs``.
             kwargs: Values by whole names of keys: ``**{"zero_optimization.stage": 3}``.
 

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class HfDeepSpeedConfig:
     """A DeepSpeed configuration that is asked for keys such as ``zero_optimization.stage``.
 
-    It has the interface of DeepSpeed's and transformers' class of this name. ``config`` is the configuration as
-    a mapping.
+    It has the interface of DeepSpeed's and transformers' class of this name. ``config`` is the configuration as a
+    mapping.
 
     Args:
         config_file_or_dict: The path of a JSON file, or a mapping, which is copied.

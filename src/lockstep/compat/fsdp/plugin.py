@@ -20,27 +20,27 @@ from lockstep.errors import ConfigError
 class FullyShardedDataParallelPlugin:
     """How models are sharded, in the words of PyTorch's FSDP and of Accelerate's class of this name.
 
-    ``parallel="zero=3"`` is the short form. The engine is torch's ``fully_shard``, whichever version is named.
-    A field that is None asks for nothing. Where a field has no effect, another value than FSDP's usual one
-    gives a warning.
+    ``parallel="zero=3"`` is the short form. The engine is torch's ``fully_shard``, whichever version is named. A
+    field that is None asks for nothing. Where a field has no effect, another value than FSDP's usual one gives a
+    warning.
 
     Args:
         fsdp_version: 1 or 2. Both shard in the same way.
         sharding_strategy: ``"FULL_SHARD"`` (stage 3 of ZeRO, also the default), ``"SHARD_GRAD_OP"`` (stage 2),
-            ``"NO_SHARD"``, ``"HYBRID_SHARD"`` or ``"HYBRID_SHARD_ZERO2"``. The last two keep a whole model on
-            each machine. torch's ``ShardingStrategy`` and its numbers mean the same.
+            ``"NO_SHARD"``, ``"HYBRID_SHARD"`` or ``"HYBRID_SHARD_ZERO2"``. The last two keep a whole model on each
+            machine. torch's ``ShardingStrategy`` and its numbers mean the same.
         reshard_after_forward: FSDP 2's word for it. True is stage 3, False is stage 2.
         backward_prefetch: No effect: backward always gathers one block ahead.
-        mixed_precision_policy: ``"bf16"`` or ``"fp16"``, a mapping with ``param_dtype`` and ``reduce_dtype``,
-            or torch's ``MixedPrecisionPolicy``. ``param_dtype`` becomes ``mixed_precision``. ``reduce_dtype``
-            is the type in which gradients are averaged.
-        auto_wrap_policy: A policy of ``torch.distributed.fsdp.wrap`` decides which modules are sharded one by
-            one. Names of policies have no effect, because blocks are found by the model's structure.
+        mixed_precision_policy: ``"bf16"`` or ``"fp16"``, a mapping with ``param_dtype`` and ``reduce_dtype``, or
+            torch's ``MixedPrecisionPolicy``. ``param_dtype`` becomes ``mixed_precision``. ``reduce_dtype`` is the
+            type in which gradients are averaged.
+        auto_wrap_policy: A policy of ``torch.distributed.fsdp.wrap`` decides which modules are sharded one by one.
+            Names of policies have no effect, because blocks are found by the model's structure.
         cpu_offload: True, or torch's object for it: parameters, gradients and optimizer state are kept in host
             memory.
         ignored_modules: Refused: all parameters are sharded.
-        state_dict_type: ``"FULL_STATE_DICT"`` or ``"SHARDED_STATE_DICT"``: how ``save_fsdp_model`` writes. It
-            has no effect on ``save_state``, whose files any number of processes can read.
+        state_dict_type: ``"FULL_STATE_DICT"`` or ``"SHARDED_STATE_DICT"``: how ``save_fsdp_model`` writes. It has no
+            effect on ``save_state``, whose files any number of processes can read.
         state_dict_config: No effect; ``set_state_dict_type`` fills it in.
         optim_state_dict_config: No effect; ``set_state_dict_type`` fills it in.
         limit_all_gathers: No effect: torch's engine limits them.
@@ -49,15 +49,13 @@ class FullyShardedDataParallelPlugin:
         sync_module_states: No effect: all ranks always begin with the weights of rank 0.
         forward_prefetch: Gather the next block's parameters before the current block runs.
         activation_checkpointing: Compute the activations of blocks again in backward (``activation=full``).
-        activation_checkpointing_offload: Keep the inputs of these blocks in host memory
-            (``activation=offload``).
+        activation_checkpointing_offload: Keep the inputs of these blocks in host memory (``activation=offload``).
         cpu_ram_efficient_loading: No effect. Build the model on the meta device instead.
         transformer_cls_names_to_wrap: Names of the classes of modules that are sharded one by one (``blocks``).
         min_num_params: No effect on ``prepare``. ``set_auto_wrap_policy`` hands it to torch's policy by size.
 
     Raises:
-        ConfigError: ``Accelerator`` raises it where a field is refused, or where two fields contradict each
-            other.
+        ConfigError: ``Accelerator`` raises it where a field is refused, or where two fields contradict each other.
 
     Examples:
         ```python
@@ -97,8 +95,8 @@ class FullyShardedDataParallelPlugin:
         """Set how states are saved, together with torch's objects that describe it.
 
         Args:
-            state_dict_type: ``"FULL_STATE_DICT"``, ``"SHARDED_STATE_DICT"``, or torch's ``StateDictType``.
-                None: the type that the field has, or else ``"SHARDED_STATE_DICT"``.
+            state_dict_type: ``"FULL_STATE_DICT"``, ``"SHARDED_STATE_DICT"``, or torch's ``StateDictType``. None: the
+                type that the field has, or else ``"SHARDED_STATE_DICT"``.
 
         Raises:
             ValueError: the name is unknown, or it is ``LOCAL_STATE_DICT``, which nothing here can load.
@@ -176,12 +174,10 @@ class FullyShardedDataParallelPlugin:
     def set_mixed_precision(
         self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False
     ) -> None:
-        """Set ``mixed_precision_policy`` to torch's object for a type. A policy that exists already stays as it
-        is.
+        """Set ``mixed_precision_policy`` to torch's object for a type. A policy that exists already stays as it is.
 
         Args:
-            mixed_precision: ``"fp16"``, ``"bf16"``, ``"fp32"`` or such a ``torch.dtype``. ``"fp8"`` means
-                bfloat16.
+            mixed_precision: ``"fp16"``, ``"bf16"``, ``"fp32"`` or such a ``torch.dtype``. ``"fp8"`` means bfloat16.
             buffer_autocast: With ``fsdp_version=1``, keep buffers in float32.
             override: Replace a policy that exists already.
 

@@ -411,8 +411,8 @@ class ClearMLTracker(TableTracker):
     If the script has opened a task itself, that one is used, and it stays open at the end.
 
     Args:
-        run_name: The name of the project and of the task. The variables ``CLEARML_PROJECT`` and
-            ``CLEARML_TASK`` replace it.
+        run_name: The name of the project and of the task. The variables ``CLEARML_PROJECT`` and ``CLEARML_TASK``
+            replace it.
         kwargs: Arguments of ``clearml.Task.init``.
 
     Raises:
@@ -454,8 +454,8 @@ class ClearMLTracker(TableTracker):
         """Log numbers.
 
         Args:
-            values: Name -> number. ``eval_``, ``test_`` or ``train_`` at the beginning of a name chooses the
-                series. Other names belong to the series ``train``.
+            values: Name -> number. ``eval_``, ``test_`` or ``train_`` at the beginning of a name chooses the series.
+                Other names belong to the series ``train``.
             step: The number of the step. None: a single value is reported.
             kwargs: Options of ClearML's logger.
         """

@@ -88,8 +88,7 @@ class TensorBoardTracker(GeneralTracker):
 
     @on_main_process
     def log(self, values: dict[str, object], step: int | None = None, **kwargs: object) -> None:
-        """Log values: numbers as scalars, strings as text, and mappings of numbers as one chart with several
-        lines.
+        """Log values: numbers as scalars, strings as text, and mappings of numbers as one chart with several lines.
 
         Args:
             values: Name -> value. A warning names values that are left out.
@@ -130,12 +129,12 @@ class TensorBoardTracker(GeneralTracker):
 
 
 class JSONLinesTracker(GeneralTracker):
-    """A tracker that writes one JSON object a line to ``logging_dir/run_name/metrics.jsonl``. A resumed run
-    appends to it.
+    """A tracker that writes one JSON object a line to ``logging_dir/run_name/metrics.jsonl``. A resumed run appends
+    to it.
 
-    The configuration is ``{"time": ..., "config": {...}}``. Each call of ``log`` writes ``{"step": ..., "time":
-    ..., "values": {...}}``. ``time`` is in seconds since 1970. JSON has no numbers for NaN and infinity: they
-    are the strings "NaN", "Infinity" and "-Infinity", which ``float`` reads.
+    The configuration is ``{"time": ..., "config": {...}}``. Each call of ``log`` writes ``{"step": ..., "time": ...,
+    "values": {...}}``. ``time`` is in seconds since 1970. JSON has no numbers for NaN and infinity: they are the
+    strings "NaN", "Infinity" and "-Infinity", which ``float`` reads.
 
     Args:
         run_name: The name of the run: a folder in ``logging_dir``.

@@ -15,13 +15,12 @@ class MLflowTracker(HostedTracker):
     """A tracker that logs to a run of an MLflow experiment. It needs the package mlflow.
 
     Args:
-        experiment_name: The name of the experiment. ``init_trackers`` passes the name of the project. The
-            variable ``MLFLOW_EXPERIMENT_NAME`` replaces it.
+        experiment_name: The name of the experiment. ``init_trackers`` passes the name of the project. The variable
+            ``MLFLOW_EXPERIMENT_NAME`` replaces it.
         logging_dir: The place in which a new experiment stores files.
         run_id: The id of a run that is continued. The variable ``MLFLOW_RUN_ID`` replaces it. None: a new run.
         tags: Name -> value, or JSON. The variable ``MLFLOW_TAGS`` replaces it.
-        nested_run: Start the run inside of the run that is active. The variable ``MLFLOW_NESTED_RUN`` replaces
-            it.
+        nested_run: Start the run inside of the run that is active. The variable ``MLFLOW_NESTED_RUN`` replaces it.
         run_name: The name of the run.
         description: A text about the run.
 

@@ -94,15 +94,13 @@ def available_trackers() -> list[LoggerType]:
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
     """Let ``log_with`` name a class of trackers by its ``name``.
 
-    A subclass of ``GeneralTracker`` is known by its ``name`` without this, unless a built-in tracker has that
-    name.
+    A subclass of ``GeneralTracker`` is known by its ``name`` without this, unless a built-in tracker has that name.
 
     Args:
         tracker_class: The class. It replaces another class of this name, and a warning says so.
 
     Raises:
-        ConfigError: it is not a subclass of ``GeneralTracker``, or lacks ``name`` or
-            ``requires_logging_directory``.
+        ConfigError: it is not a subclass of ``GeneralTracker``, or lacks ``name`` or ``requires_logging_directory``.
 
     Examples:
         ```python

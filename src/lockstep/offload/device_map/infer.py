@@ -43,8 +43,8 @@ def infer_auto_device_map(
 ) -> dict[str, DeviceName]:
     """Choose a device for each part of a model: accelerators first, then the CPU, then the disk.
 
-    Parts are taken in the order of the model. A part that does not fit is divided into its children, or else
-    the next device is filled. Room is kept for the largest layer that will be brought in for computing.
+    Parts are taken in the order of the model. A part that does not fit is divided into its children, or else the next
+    device is filled. Room is kept for the largest layer that will be brought in for computing.
 
     Args:
         model: The model. Its tensors may be on the meta device.
@@ -55,10 +55,9 @@ def infer_auto_device_map(
         special_dtypes: Name of a tensor -> the dtype that it gets.
         verbose: Log each decision.
         clean_result: Join the entries of a module whose parts all go to one device into one entry.
-        offload_buffers: Whether buffers are offloaded with the weights beside them. Otherwise a warning tells
-            if the accelerators may be too small for them.
-        fallback_allocation: If the next part is too large for an empty device, place a later one there that
-            fits.
+        offload_buffers: Whether buffers are offloaded with the weights beside them. Otherwise a warning tells if the
+            accelerators may be too small for them.
+        fallback_allocation: If the next part is too large for an empty device, place a later one there that fits.
 
     Returns:
         Name of a module or tensor -> index of an accelerator, ``"mps"``, ``"cpu"`` or ``"disk"``.

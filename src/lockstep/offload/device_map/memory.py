@@ -47,10 +47,9 @@ def compute_module_sizes(
     """Return the bytes of each module, parameter and buffer: name -> bytes. The name ``""`` is the model.
 
     Args:
-        model: The model. Its tensors may be on the meta device. A tensor with several names counts under the
-            first one.
-        dtype: The dtype that floating-point tensors get when they are loaded. A tensor of a smaller dtype keeps
-            that.
+        model: The model. Its tensors may be on the meta device. A tensor with several names counts under the first
+            one.
+        dtype: The dtype that floating-point tensors get when they are loaded. A tensor of a smaller dtype keeps that.
         special_dtypes: Name of a tensor -> the dtype that it gets, whatever its own is.
         buffers_only: Count buffers and no parameters.
 
@@ -182,8 +181,8 @@ def get_max_memory(max_memory: MaxMemory | None = None) -> dict[DeviceName, int]
 
     Args:
         max_memory: Device -> bytes, or a text such as ``"10GiB"`` or ``"500MB"``. A device is the index of an
-            accelerator, ``"mps"``, ``"cpu"`` or ``"disk"``. None: the memory that is free now on each
-            accelerator, and available on the CPU.
+            accelerator, ``"mps"``, ``"cpu"`` or ``"disk"``. None: the memory that is free now on each accelerator,
+            and available on the CPU.
 
     Returns:
         Device -> bytes: accelerators first, then ``"mps"``, ``"cpu"``, ``"disk"``.
@@ -241,8 +240,8 @@ def get_balanced_memory(
 ) -> dict[DeviceName, int]:
     """Lower the limits of memory so that ``infer_auto_device_map`` uses all accelerators about equally.
 
-    The last accelerator keeps all its memory, for the parts for which the others have no room. With one
-    accelerator and no ``max_memory``, a tenth of its free memory is left to activations.
+    The last accelerator keeps all its memory, for the parts for which the others have no room. With one accelerator
+    and no ``max_memory``, a tenth of its free memory is left to activations.
 
     Args:
         model: The model. Its tensors may be on the meta device.
@@ -250,8 +249,7 @@ def get_balanced_memory(
         no_split_module_classes: Names of classes of modules that stay whole.
         dtype: The dtype that floating-point tensors get when they are loaded.
         special_dtypes: Name of a tensor -> the dtype that it gets.
-        low_zero: Leave as little as possible on accelerator 0, which then has room for generating text, for
-            instance.
+        low_zero: Leave as little as possible on accelerator 0, which then has room for generating text, for instance.
 
     Returns:
         Device -> bytes, as from ``get_max_memory``.

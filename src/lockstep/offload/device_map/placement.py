@@ -146,8 +146,8 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, object]) -> None
         device_map: Name of a module or tensor -> index of an accelerator, a device, ``"cpu"`` or ``"disk"``.
 
     Raises:
-        ConfigError: the model does not have a name, a tensor has no device or several, or this machine does not
-            have a device.
+        ConfigError: the model does not have a name, a tensor has no device or several, or this machine does not have
+            a device.
 
     Examples:
         ```python

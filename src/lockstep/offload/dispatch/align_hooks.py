@@ -32,11 +32,11 @@ class AlignDevicesHook(ModelHook):
 
     Args:
         execution_device: The device. None: inputs and weights stay where they are.
-        offload: Bring weights to the device for the forward only. Between forwards, the module has tensors on
-            the meta device, and ``weights_map`` has the values.
+        offload: Bring weights to the device for the forward only. Between forwards, the module has tensors on the
+            meta device, and ``weights_map`` has the values.
         io_same_device: Bring outputs to the device of the first tensor among the inputs.
-        weights_map: Name of a tensor -> its value, of the same shape. None: the values that the module has, on
-            the CPU.
+        weights_map: Name of a tensor -> its value, of the same shape. None: the values that the module has, on the
+            CPU.
         offload_buffers: Offload buffers as well as parameters.
         place_submodules: Do all of this for the modules below it, too.
         skip_keys: Names of keyword arguments and of entries of outputs that stay on their device.

@@ -75,33 +75,30 @@ def dispatch_model(
 ) -> nn.Module:
     """Place a model's weights as a device map tells, and bring them to where they are used when the model runs.
 
-    Weights on the disk, and with an accelerator also those on the CPU, are streamed: they are read ahead of
-    their use, block by block, within a budget. The device map is kept as ``model.hf_device_map``.
+    Weights on the disk, and with an accelerator also those on the CPU, are streamed: they are read ahead of their
+    use, block by block, within a budget. The device map is kept as ``model.hf_device_map``.
 
     Args:
         model: The model, which is changed in place. After an error it is as it was before.
         device_map: Name of a module or tensor -> index of an accelerator, a device, ``"cpu"`` or ``"disk"``. Or
-            ``"auto"`` or ``"balanced"`` (use all accelerators about equally), ``"balanced_low_0"`` (leave room
-            on accelerator 0), or ``"sequential"`` (fill one after the other).
-        main_device: The device on which streamed weights are used. None: the first accelerator of the map, or
-            the CPU.
+            ``"auto"`` or ``"balanced"`` (use all accelerators about equally), ``"balanced_low_0"`` (leave room on
+            accelerator 0), or ``"sequential"`` (fill one after the other).
+        main_device: The device on which streamed weights are used. None: the first accelerator of the map, or the
+            CPU.
         state_dict: Name -> tensor of the shape of the model's: values that replace those of the model.
-        offload_dir: The folder to which tensors for the disk are written. Tensors that are mapped from a
-            checkpoint (``load_checkpoint_in_model``) stay in its file. Tensors without values are read from the
-            folder.
-        offload_index: Name -> entry with ``safetensors_file`` and ``weight_name``: files that have tensors for
-            the disk. None: the index of ``offload_dir``.
+        offload_dir: The folder to which tensors for the disk are written. Tensors that are mapped from a checkpoint
+            (``load_checkpoint_in_model``) stay in its file. Tensors without values are read from the folder.
+        offload_index: Name -> entry with ``safetensors_file`` and ``weight_name``: files that have tensors for the
+            disk. None: the index of ``offload_dir``.
         offload_buffers: Whether buffers are offloaded with the parameters beside them.
         skip_keys: Names of arguments and of entries of outputs that stay on their device. None: those that a
             transformers model asks for.
-        preload_module_classes: Names of classes of modules whose weights are all needed when the module is
-            called.
+        preload_module_classes: Names of classes of modules whose weights are all needed when the module is called.
         force_hooks: Move inputs and outputs between devices even if the whole model is on one device.
-        max_memory: Device -> bytes, as in ``get_max_memory``, for a device map by name. The bytes of the main
-            device are the budget.
+        max_memory: Device -> bytes, as in ``get_max_memory``, for a device map by name. The bytes of the main device
+            are the budget.
         no_split_module_classes: Names of classes of modules that stay whole, and are streamed as a whole.
-        memory_budget: The most bytes of weights in the main device's memory at once, or a text such as
-            ``"2GiB"``.
+        memory_budget: The most bytes of weights in the main device's memory at once, or a text such as ``"2GiB"``.
 
     Returns:
         ``model``.
@@ -316,8 +313,8 @@ def disk_offload(
 
     Args:
         model: The model, which is changed in place.
-        offload_dir: The folder to which parameters are written. Parameters that are mapped from a file already
-            stay there. Parameters without values are read from the folder.
+        offload_dir: The folder to which parameters are written. Parameters that are mapped from a file already stay
+            there. Parameters without values are read from the folder.
         execution_device: The device on which the model runs. None: that of its first parameter.
         offload_buffers: As in ``dispatch_model``.
         preload_module_classes: As in ``dispatch_model``.

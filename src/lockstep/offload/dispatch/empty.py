@@ -20,7 +20,7 @@ def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
     """Inside of the block, new modules have parameters with a shape and a dtype, but without values and memory.
 
     Their parameters are on the meta device. Fill them with ``load_checkpoint_and_dispatch``, or let ``prepare``
-    fill them.
+    initialise them.
 
     Args:
         include_buffers: Make buffers without values too. Some buffers are in no checkpoint, such as rotary

@@ -144,15 +144,15 @@ def load_checkpoint_in_model(
 ) -> None:
     """Load a checkpoint into a model, each tensor to the device that a device map tells.
 
-    Tensors for the CPU and the disk are mapped from safetensors files. They take memory only when they are
-    used. Changes of their values do not reach the file. Other tensors are read one at a time. Everything is
-    checked before the model is changed. Call ``dispatch_model`` afterwards if the map has several devices.
+    Tensors for the CPU and the disk are mapped from safetensors files. They take memory only when they are used.
+    Changes of their values do not reach the file. Other tensors are read one at a time. Everything is checked before
+    the model is changed. Call ``dispatch_model`` afterwards if the map has several devices.
 
     Args:
         model: The model. Its tensors may be on the meta device.
         checkpoint: A ``.safetensors`` or ``.bin`` file, the index of shards, or a folder with either.
-        device_map: Name of a module or tensor -> device. None: parameters stay on their devices, and those
-            without values come to the CPU.
+        device_map: Name of a module or tensor -> device. None: parameters stay on their devices, and those without
+            values come to the CPU.
         offload_folder: The folder to which tensors for the disk are written that cannot be mapped from the
             checkpoint, because their dtype differs or because they are not in a safetensors file.
         dtype: The dtype that floating-point tensors get. None: that of the model.

@@ -190,8 +190,7 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
     Args:
         module: The module.
         hook: The hook.
-        append: Keep the hook that the module has, and call the new one after it. Otherwise the new one replaces
-            it.
+        append: Keep the hook that the module has, and call the new one after it. Otherwise the new one replaces it.
 
     Examples:
         ```python
@@ -285,8 +284,8 @@ class CpuOffload(ModelHook):
 
     Args:
         execution_device: The device. None: the first accelerator, or the CPU.
-        prev_module_hook: The hook of a module that is used before this one. When this module is called, that
-            one goes back to the CPU.
+        prev_module_hook: The hook of a module that is used before this one. When this module is called, that one goes
+            back to the CPU.
 
     Examples:
         ```python
@@ -369,12 +368,11 @@ def cpu_offload_with_hook(
     Args:
         model: The model, which is changed in place.
         execution_device: The device. None: the first accelerator, or the CPU.
-        prev_module_hook: The hook that this function returned for the model that is used before. That model
-            goes back to the CPU when this one is called.
+        prev_module_hook: The hook that this function returned for the model that is used before. That model goes back
+            to the CPU when this one is called.
 
     Returns:
-        The model, and a hook whose ``offload()`` brings the model to the CPU and whose ``remove()`` removes the
-        hook.
+        The model, and a hook whose ``offload()`` brings the model to the CPU and whose ``remove()`` removes the hook.
 
     Examples:
         ```python
@@ -444,8 +442,8 @@ def attach_layerwise_casting_hooks(
         module: The model, which is changed in place.
         storage_dtype: The dtype in which weights are stored, such as ``torch.float8_e4m3fn``.
         compute_dtype: The dtype that they have during the forward.
-        skip_modules_pattern: Regular expressions. Modules whose name has a match stay as they are, with all
-            below them.
+        skip_modules_pattern: Regular expressions. Modules whose name has a match stay as they are, with all below
+            them.
         skip_modules_classes: Classes of modules that stay as they are, with all below them.
         non_blocking: Cast asynchronously.
 

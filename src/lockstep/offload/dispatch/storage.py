@@ -228,8 +228,7 @@ def has_offloaded_params(module: nn.Module) -> bool:
 def align_module_device(
     module: nn.Module, execution_device: torch.device | str | int | None = None
 ) -> Iterator[None]:
-    """Inside of the block, the parameters of a module are on a device. Changes of their values are kept
-    afterwards.
+    """Inside of the block, the parameters of a module are on a device. Changes of their values are kept afterwards.
 
     Args:
         module: The module. Modules below it are left alone.

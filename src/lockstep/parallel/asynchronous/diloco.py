@@ -27,31 +27,30 @@ class DiLoCo(LocalRounds):
     """Lets each rank train by itself for many steps, and then steps an outer optimizer on the mean of the results
     (DiLoCo).
 
-    A round is ``steps`` optimizer steps of each rank. Its outer gradient is the parameters at its beginning
-    minus the mean over the ranks of those at its end. The outer optimizer applies it to the parameters at the
-    beginning, and the next round begins there on all ranks. The end of the block ends a round, too.
-    Floating-point buffers are averaged. The state of the inner optimizer stays different on each rank. With
-    ``SGD(lr=1)`` as outer optimizer it is local SGD.
+    A round is ``steps`` optimizer steps of each rank. Its outer gradient is the parameters at its beginning minus the
+    mean over the ranks of those at its end. The outer optimizer applies it to the parameters at the beginning, and
+    the next round begins there on all ranks. The end of the block ends a round, too. Floating-point buffers are
+    averaged. The state of the inner optimizer stays different on each rank. With ``SGD(lr=1)`` as outer optimizer it
+    is local SGD.
 
     Reference: Douillard et al., DiLoCo: Distributed Low-Communication Training of Language Models, 2023.
 
     Args:
         accelerator: The ``Accelerator`` that has prepared the model.
-        model: The model that ``prepare`` returned. Each rank has the whole model, and all ranks make the same
-            number of steps.
+        model: The model that ``prepare`` returned. Each rank has the whole model, and all ranks make the same number
+            of steps.
         steps: The number of steps of the inner optimizer in a round. The paper takes 500.
-        outer_optimizer: A function that builds the outer optimizer from a list of tensors: a copy of the
-            parameters, of their shapes, in float32 or a wider dtype. None: SGD with a learning rate of 0.7 and
-            Nesterov momentum of 0.9.
-        optimizer: The inner optimizer. It is only needed to continue exactly from a checkpoint; see
-            ``state_dict``.
+        outer_optimizer: A function that builds the outer optimizer from a list of tensors: a copy of the parameters,
+            of their shapes, in float32 or a wider dtype. None: SGD with a learning rate of 0.7 and Nesterov momentum
+            of 0.9.
+        optimizer: The inner optimizer. It is only needed to continue exactly from a checkpoint; see ``state_dict``.
         offload: Keep that copy and the state of the outer optimizer in host memory.
         enabled: False: gradients are averaged at each step, as without the block.
 
     Raises:
         ConfigError: ``steps`` is below 1. All ranks raise it.
-        UsageError: the model is sharded, split or not prepared, or ``outer_optimizer`` builds no optimizer. All
-            ranks raise it.
+        UsageError: the model is sharded, split or not prepared, or ``outer_optimizer`` builds no optimizer. All ranks
+            raise it.
 
     Examples:
         ```python
@@ -122,8 +121,8 @@ class DiLoCo(LocalRounds):
     def state_dict(self) -> StateDict:
         """Return the state of this rank, for ``load_state_dict``: name -> tensor, number, mapping or list.
 
-        It has the position in the round, the parameters at the beginning of the round (equal on all ranks), and
-        the state of the outer optimizer. Inside of a round, it also has this rank's own parameters.
+        It has the position in the round, the parameters at the beginning of the round (equal on all ranks), and the
+        state of the outer optimizer. Inside of a round, it also has this rank's own parameters.
 
         Examples:
             ```python
@@ -150,8 +149,8 @@ class DiLoCo(LocalRounds):
             state: The state of this rank.
 
         Raises:
-            CheckpointError: it is the state of another model, or it was saved inside of a round by another
-                number of ranks. Nothing was changed.
+            CheckpointError: it is the state of another model, or it was saved inside of a round by another number of
+                ranks. Nothing was changed.
 
         Examples:
             ```python

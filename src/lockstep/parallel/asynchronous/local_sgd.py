@@ -113,8 +113,8 @@ class LocalRounds(TrainingBlock):
     def state_dict(self) -> StateDict:
         """Return the state of this rank, for ``load_state_dict``: name -> tensor, number, mapping or list.
 
-        It has the position in the round, and the state of the optimizer if that was passed. Inside of a round,
-        it also has this rank's own parameters and buffers. The tensors share memory with the model.
+        It has the position in the round, and the state of the optimizer if that was passed. Inside of a round, it
+        also has this rank's own parameters and buffers. The tensors share memory with the model.
 
         Examples:
             ```python
@@ -148,8 +148,8 @@ class LocalRounds(TrainingBlock):
             state: The state of this rank.
 
         Raises:
-            CheckpointError: it is the state of another model, or it was saved inside of a round by another
-                number of ranks. Nothing was changed.
+            CheckpointError: it is the state of another model, or it was saved inside of a round by another number of
+                ranks. Nothing was changed.
 
         Examples:
             ```python
@@ -211,15 +211,15 @@ class LocalSGD(LocalRounds):
     """Lets each rank train by itself, and averages the parameters of all ranks every ``local_sgd_steps`` optimizer
     steps.
 
-    The end of the block averages them, too. Gradients are not averaged inside of the block. Floating-point
-    buffers are averaged with the parameters. The state of the optimizer stays different on each rank.
+    The end of the block averages them, too. Gradients are not averaged inside of the block. Floating-point buffers
+    are averaged with the parameters. The state of the optimizer stays different on each rank.
 
     Reference: Stich, Local SGD Converges Fast and Communicates Little, ICLR 2019.
 
     Args:
         accelerator: The ``Accelerator`` that has prepared the model.
-        model: The model that ``prepare`` returned. Each rank has the whole model, and all ranks make the same
-            number of steps.
+        model: The model that ``prepare`` returned. Each rank has the whole model, and all ranks make the same number
+            of steps.
         local_sgd_steps: The number of optimizer steps from one mean to the next.
         enabled: False: gradients are averaged at each step, as without the block.
         optimizer: The optimizer. It is only needed to continue exactly from a checkpoint; see ``state_dict``.

@@ -94,20 +94,19 @@ FAREWELL_S = 5.0
 class BoundedStaleness(TrainingBlock):
     """Trains without waiting for other ranks' gradients: they may arrive late, but at most by ``staleness`` steps.
 
-    Update t is one step of the optimizer with the mean of all ranks' gradients of their step t. Ranks take
-    turns as the server that adds these up: rank t mod N. Each rank applies the same updates in the same order,
-    as soon as they arrive. A rank waits only if its next gradient would be computed on parameters that lack
-    more than ``staleness`` of the updates before it. So a rank is never more than ``staleness`` steps ahead of
-    the slowest one. Every gradient is applied exactly once, and at the end all ranks have the same parameters
-    and the same optimizer state.
+    Update t is one step of the optimizer with the mean of all ranks' gradients of their step t. Ranks take turns as
+    the server that adds these up: rank t mod N. Each rank applies the same updates in the same order, as soon as they
+    arrive. A rank waits only if its next gradient would be computed on parameters that lack more than ``staleness``
+    of the updates before it. So a rank is never more than ``staleness`` steps ahead of the slowest one. Every
+    gradient is applied exactly once, and at the end all ranks have the same parameters and the same optimizer state.
 
-    References: Ho et al., More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server, NIPS
-    2013; Lian et al., Asynchronous Parallel Stochastic Gradient for Nonconvex Optimization, NIPS 2015.
+    References: Ho et al., More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server, NIPS 2013;
+    Lian et al., Asynchronous Parallel Stochastic Gradient for Nonconvex Optimization, NIPS 2015.
 
     Args:
         accelerator: The ``Accelerator`` that has prepared the model.
-        model: The model that ``prepare`` returned. Each rank has the whole model, and all ranks make the same
-            number of steps.
+        model: The model that ``prepare`` returned. Each rank has the whole model, and all ranks make the same number
+            of steps.
         optimizer: The optimizer that ``prepare`` returned. All its parameters belong to ``model``.
         staleness: The bound, in optimizer steps. 0 is synchronous training.
         max_norm: Clip the mean gradient of each update to this 2-norm. None: it is not clipped.
@@ -116,8 +115,8 @@ class BoundedStaleness(TrainingBlock):
 
     Raises:
         ConfigError: ``staleness`` is negative, or ``max_norm`` is not above 0. All ranks raise it.
-        UsageError: the model is sharded, split or not prepared, the optimizer trains another model, or the
-            precision is fp16, whose loss scale would be that of another step. All ranks raise it.
+        UsageError: the model is sharded, split or not prepared, the optimizer trains another model, or the precision
+            is fp16, whose loss scale would be that of another step. All ranks raise it.
 
     Examples:
         ```python

@@ -280,8 +280,7 @@ def layers(model: nn.Module) -> Iterator[tuple[str, MixtureOfExperts]]:
 
 
 def load_balance_loss(model: nn.Module) -> torch.Tensor:
-    """Return the sum of the load-balance losses of all layers of ``model`` in the last forward; 0-d, with
-    gradients.
+    """Return the sum of the load-balance losses of all layers of ``model`` in the last forward; 0-d, with gradients.
 
     Each of them is 1 if all experts get equally many tokens, and the number of experts if one gets all of them.
 

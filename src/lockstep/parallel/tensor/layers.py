@@ -58,8 +58,8 @@ class ParallelLayer(nn.Module):
 class ColumnParallelLinear(ParallelLayer):
     """A linear layer of which each rank computes a part of the output features: ``y_r = x W_r^T + b_r`` on rank r.
 
-    The input has the shape [..., in_features] and is the same on all ranks. With N ranks, the output has the
-    shape [..., out_features / N]. The weight [out_features, in_features] is split by rows.
+    The input has the shape [..., in_features] and is the same on all ranks. With N ranks, the output has the shape
+    [..., out_features / N]. The weight [out_features, in_features] is split by rows.
 
     Args:
         in_features: The number of input features.
@@ -67,8 +67,8 @@ class ColumnParallelLinear(ParallelLayer):
         bias: Whether there is a bias b, [out_features].
         mesh: A 1-D mesh of the ranks. None: it is a plain linear layer.
         gather_output: Return all features, [..., out_features], on all ranks.
-        sequence_parallel: The input is this rank's chunk of the sequence, [batch, sequence / N, in_features].
-            The layer gathers the whole sequence first.
+        sequence_parallel: The input is this rank's chunk of the sequence, [batch, sequence / N, in_features]. The
+            layer gathers the whole sequence first.
         device: The device of the weight. None: torch's default device.
         dtype: The dtype of the weight. None: torch's default dtype.
 
@@ -113,8 +113,8 @@ class ColumnParallelLinear(ParallelLayer):
         )
 
     def send(self, x: Tensor) -> Tensor:
-        """Send the input ``x``, [..., in_features], and return the argument of ``part``. Layers with the same
-        input can share it.
+        """Send the input ``x``, [..., in_features], and return the argument of ``part``. Layers with the same input
+        can share it.
         """
         if self.mesh is None:
             return x
@@ -144,8 +144,8 @@ class RowParallelLinear(ParallelLayer):
         out_features: The number of output features.
         bias: Whether there is a bias b, [out_features].
         mesh: A 1-D mesh of the ranks. None: it is a plain linear layer.
-        input_is_parallel: The input is this rank's part of the features. With False, it is [..., in_features],
-            the same on all ranks.
+        input_is_parallel: The input is this rank's part of the features. With False, it is [..., in_features], the
+            same on all ranks.
         sequence_parallel: Return this rank's chunk of the sequence, [batch, sequence / N, out_features]. The
             gradients of the bias are summed over the ranks.
         device: The device of the weight. None: torch's default device.
@@ -211,8 +211,8 @@ class RowParallelLinear(ParallelLayer):
 class VocabParallelEmbedding(ParallelLayer):
     """An embedding of which each rank holds a part of the rows.
 
-    The input are integers of any shape [...], the same on all ranks. The output has the shape [...,
-    embedding_dim]. The weight is [num_embeddings, embedding_dim].
+    The input are integers of any shape [...], the same on all ranks. The output has the shape [..., embedding_dim].
+    The weight is [num_embeddings, embedding_dim].
 
     Args:
         num_embeddings: The size of the vocabulary. It need not be divisible by the number of ranks.
@@ -278,9 +278,9 @@ class VocabParallelEmbedding(ParallelLayer):
 class ParallelMLP(nn.Module):
     """A feed-forward block whose hidden features are split over the ranks.
 
-    It computes ``down(activation(up(x)))``, or ``down(activation(gate(x)) * up(x))`` if ``gated``. Input and
-    output have the shape [batch, sequence, width]. With ``sequence_parallel`` on N ranks, it is [batch,
-    sequence / N, width]. Forward and backward each make one all-reduce of a tensor [batch, sequence, width].
+    It computes ``down(activation(up(x)))``, or ``down(activation(gate(x)) * up(x))`` if ``gated``. Input and output
+    have the shape [batch, sequence, width]. With ``sequence_parallel`` on N ranks, it is [batch, sequence / N,
+    width]. Forward and backward each make one all-reduce of a tensor [batch, sequence, width].
 
     Args:
         width: The number of input and output features.
@@ -341,9 +341,8 @@ class ParallelMLP(nn.Module):
 class ParallelAttention(nn.Module):
     """Multi-head attention of which each rank computes a part of the heads, by ``scaled_dot_product_attention``.
 
-    Input and output have the shape [batch, sequence, width]. With ``sequence_parallel`` on N ranks, it is
-    [batch, sequence / N, width]. Forward and backward each make one all-reduce of a tensor [batch, sequence,
-    width].
+    Input and output have the shape [batch, sequence, width]. With ``sequence_parallel`` on N ranks, it is [batch,
+    sequence / N, width]. Forward and backward each make one all-reduce of a tensor [batch, sequence, width].
 
     Args:
         width: The number of input and output features.
@@ -351,15 +350,13 @@ class ParallelAttention(nn.Module):
         kv_heads: The number of heads of keys and values, by default ``heads``. Each of them serves ``heads /
             kv_heads`` heads of queries.
         causal: No position attends to later positions.
-        dropout: The probability with which attention weights are dropped in training. Each rank draws its own
-            masks.
+        dropout: The probability with which attention weights are dropped in training. Each rank draws its own masks.
         bias: Whether the linear layers have biases.
         mesh: A 1-D mesh of the ranks. None: it is a plain layer.
         sequence_parallel: Input and output are this rank's chunk of the sequence.
 
     Raises:
-        UsageError: ``heads`` or ``kv_heads`` is not divisible by the number of ranks, or ``width`` not by
-            ``heads``.
+        UsageError: ``heads`` or ``kv_heads`` is not divisible by the number of ranks, or ``width`` not by ``heads``.
 
     Examples:
         ```python

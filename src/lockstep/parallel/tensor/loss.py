@@ -43,8 +43,8 @@ def vocab_parallel_cross_entropy(
     Reference: Shoeybi et al., Megatron-LM, 2019, section 3.
 
     Args:
-        logits: A DTensor [..., classes] on a 1-D mesh, split along its last dimension. It may have any
-            floating-point dtype; the loss is computed in fp32 or more.
+        logits: A DTensor [..., classes] on a 1-D mesh, split along its last dimension. It may have any floating-point
+            dtype; the loss is computed in fp32 or more.
         target: Indices of classes, [...]: a plain tensor with the same values on all ranks.
         ignore_index: Positions with this target do not count.
         reduction: ``"mean"`` (over targets other than ``ignore_index``), ``"sum"`` or ``"none"``.
