@@ -398,7 +398,9 @@ def fsdp2_load_full_state_dict(
         full_sd: Name -> tensor of the shape of the whole weight. Only that of rank 0 is used.
         cpu_offload: Whether the shards of the model are on the CPU.
     """
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=cpu_offload)
+    options = StateDictOptions(
+        full_state_dict=True, broadcast_from_rank0=_has_group(), cpu_offload=cpu_offload
+    )
     set_model_state_dict(unwrap(model, keep_compile=False), dict(full_sd), options=options)
 
 

@@ -21,6 +21,7 @@ from lockstep.inference import build_pipeline, pippy_forward
 from lockstep.parallelism_config import ParallelismConfig
 from lockstep.utils import FullyShardedDataParallelPlugin
 from lockstep.utils.fsdp_utils import (
+    fsdp2_load_full_state_dict,
     fsdp2_prepare_model,
     load_fsdp_model,
     load_fsdp_optimizer,
@@ -51,7 +52,7 @@ def all_of_them(folder: str) -> dict[str, Any]:
     rank = Accelerator(cpu=True, watch=False).process_index
     return {
         case.__name__: case(rank, Path(folder))
-        for case in (gathered, states_in_files, loaders, stages, meshes, pickled)
+        for case in (gathered, filled, states_in_files, loaders, stages, meshes, pickled)
     }
 
 
@@ -93,6 +94,16 @@ def gathered(rank: int, folder: Path) -> Any:
         "lost": "modifier_rank" in lost,
         "again": fsdp2_prepare_model(accelerator, model) is model,
     }
+
+
+def filled(rank: int, folder: Path) -> bool:
+    """Whether a sharded model has the values of a state dict that rank 0 alone has."""
+    accelerator = Accelerator(cpu=True, parallel="zero=3", watch=False)
+    model = fsdp2_prepare_model(accelerator, tower())
+    whole = {name: torch.full_like(value, 3.0) for name, value in tower().state_dict().items()}
+    fsdp2_load_full_state_dict(accelerator, model, whole if rank == 0 else {})
+    state = accelerator.get_state_dict(model)
+    return state.keys() == whole.keys() and all(bool((value == 3).all()) for value in state.values())
 
 
 def states_in_files(rank: int, folder: Path) -> Any:
@@ -213,6 +224,7 @@ def test_on_two_ranks(run_distributed: Callable[..., list[Any]], tmp_path: Path)
         with torch.no_grad():
             wanted = model(torch.arange(20.0).reshape(4, 5))
         torch.testing.assert_close(torch.tensor(found["stages"]), wanted)
+        assert found["filled"]
         assert found["meshes"] == ((rank, 0, ("tp",)), (rank, 0, 2), (2.0, rank, 0), rank)
         assert found["pickled"]["same"] == [True] * 4
         assert found["pickled"]["files"] == "pytorch_model.bin.index.json"
@@ -224,6 +236,10 @@ def test_on_two_ranks(run_distributed: Callable[..., list[Any]], tmp_path: Path)
     assert second["loaders"]["split"] == [([2, 3], False), ([6, 7], False), ([10, 0], True)]
     assert first["loaders"]["drop"] == [([0, 1, 2, 3], True)]
     assert second["loaders"]["drop"] == [([4, 5, 6, 7], True)]
+
+
+def test_one_process_is_filled_from_a_whole_state_dict_too(tmp_path: Path) -> None:
+    assert filled(0, tmp_path)
 
 
 def test_pickled_weights_do_not_lie_beside_others(tmp_path: Path) -> None:
