@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep import Accelerator
+from lockstep.compat.accelerate import interface
 from tests.site import names
 
 NOT_RUN = {
@@ -27,6 +28,15 @@ NOT_RUN = {
     "lockstep.tracking.TrackioTracker": "needs the package trackio",
     "lockstep.tracking.WandBTracker": "needs the package wandb",
     "lockstep.utils.DeepSpeedPlugin.set_deepspeed_weakref": "needs the package deepspeed",
+    "lockstep.utils.FP8RecipeKwargs": "needs the package transformer_engine",
+    "lockstep.utils.TERecipeKwargs": "needs the package transformer_engine",
+    "lockstep.utils.apply_fp8_autowrap": "needs the package transformer_engine and a GPU",
+    "lockstep.utils.contextual_fp8_autocast": "needs the package transformer_engine and a GPU",
+    "lockstep.utils.convert_model": "needs the package transformer_engine and a GPU",
+    "lockstep.utils.get_driver_version": "needs a GPU of NVIDIA",
+    "lockstep.utils.load_and_quantize_model": "needs the package bitsandbytes and a GPU",
+    "lockstep.utils.map_pytorch_optim_to_deepspeed": "needs the package deepspeed",
+    "lockstep.utils.replace_with_bnb_layers": "needs the package bitsandbytes",
 }
 """Examples that are only compiled, each with the reason."""
 
@@ -49,8 +59,10 @@ def public_values() -> dict[str, Any]:
     ]
     errors = importlib.import_module("lockstep.errors")
     paths += [f"lockstep.errors.{name}" for name in names.public(errors) if name.endswith("Error")]
+    further = [f"lockstep.utils.{name}" for name in sorted(interface.names(interface.GATHERING))]
     found: dict[str, Any] = {}
-    for path in [*paths, *names.ALSO_WHOLE, *(path for paths in names.BEHIND.values() for path in paths)]:
+    behind = [path for paths in names.BEHIND.values() for path in paths]
+    for path in [*paths, *names.ALSO_WHOLE, *behind, *further]:
         module, _, name = path.rpartition(".")
         value = getattr(importlib.import_module(module), name)
         is_ours = str(getattr(value, "__module__", "")).startswith("lockstep")

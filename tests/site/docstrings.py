@@ -12,8 +12,6 @@ from enum import Enum
 from functools import cached_property
 from typing import Any
 
-import lockstep.utils
-from lockstep.compat.accelerate.interface import GATHERING, names
 from tests.docstring_examples import EXAMPLE, methods_of, public_values
 from tests.site.plain_english import riddles, sentences, words
 
@@ -28,15 +26,9 @@ SECTION = re.compile(r"^(?:Args|Attributes|Raises|Returns|Yields):$", re.MULTILI
 
 
 def everything() -> dict[str, Any]:
-    """Address -> value: public functions and classes, all of ``lockstep.utils`` too, their methods and properties."""
-    values = dict(public_values())
-    for name in sorted(names(GATHERING)):
-        value = getattr(lockstep.utils, name)
-        is_ours = str(getattr(value, "__module__", "")).startswith("lockstep")
-        if callable(value) and is_ours and not any(value is known for known in values.values()):
-            values[f"lockstep.utils.{name}"] = value
+    """Address -> value of public functions and classes, with their methods and properties."""
     found = {}
-    for path, value in values.items():
+    for path, value in public_values().items():
         found[path] = value
         if inspect.isclass(value):
             found |= {

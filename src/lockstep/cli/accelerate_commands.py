@@ -72,6 +72,16 @@ def write_basic_config(mixed_precision: str = "no", save_location: str = default
 
     Raises:
         ConfigError: ``mixed_precision`` is unknown.
+
+    Examples:
+        ```python
+        from pathlib import Path
+        from lockstep.utils import write_basic_config
+
+        Path("basic.yaml").unlink(missing_ok=True)
+        assert write_basic_config("bf16", save_location="basic.yaml") == Path("basic.yaml")
+        assert write_basic_config("bf16", save_location="basic.yaml") is False  # it exists
+        ```
     """
     path = Path(save_location)
     if path.exists():

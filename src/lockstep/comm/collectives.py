@@ -63,7 +63,21 @@ CAUGHT = {kind.__name__: kind for kind in (CheckpointError, NoCheckpointError, C
 
 
 class CannotPadNestedTensorWarning(UserWarning):
-    """``pad_across_processes`` warns with it that it left a nested tensor (``torch.nested``) as it was."""
+    """``pad_across_processes`` warns with it that it left a nested tensor (``torch.nested``) as it was.
+
+    Examples:
+        ```python
+        import warnings
+        import torch
+        from lockstep.utils import CannotPadNestedTensorWarning, pad_across_processes
+
+        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            pad_across_processes(nested)
+        assert any(one.category is CannotPadNestedTensorWarning for one in caught)
+        ```
+    """
 
 
 class Communicator:

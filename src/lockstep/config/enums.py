@@ -7,7 +7,19 @@ from typing import Any
 
 
 class EnumWithContains(EnumMeta):
-    """A metaclass of enums: ``"bf16" in PrecisionType`` is True for values too, as on Python 3.12."""
+    """A metaclass of enums: ``"bf16" in PrecisionType`` is True for values too, as on Python 3.12.
+
+    Examples:
+        ```python
+        from enum import Enum
+        from lockstep.utils import EnumWithContains
+
+        class Colour(Enum, metaclass=EnumWithContains):
+            RED = "red"
+
+        assert "red" in Colour and "blue" not in Colour
+        ```
+    """
 
     def __contains__(cls, item: object) -> bool:
         members: list[Any] = list(cls.__members__.values())
@@ -15,7 +27,18 @@ class EnumWithContains(EnumMeta):
 
 
 class StringEnum(str, Enum, metaclass=EnumWithContains):
-    """An enum of texts: each member is equal to its value, and prints as its value."""
+    """An enum of texts: each member is equal to its value, and prints as its value.
+
+    Examples:
+        ```python
+        from lockstep.utils import BaseEnum
+
+        class Colour(BaseEnum):
+            RED = "red"
+
+        assert str(Colour.RED) == "red" and Colour.list() == ["red"]
+        ```
+    """
 
     def __str__(self) -> str:
         return str(self.value)

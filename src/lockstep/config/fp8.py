@@ -22,6 +22,14 @@ PREFIX = "ACCELERATE_FP8_"
 class FP8BackendType(StringEnum):
     """The packages that compute in 8-bit floating point, as Accelerate names them. Here ``AO`` (torchao) trains
     models.
+
+    Examples:
+        ```python
+        from lockstep import Accelerator
+        from lockstep.utils import FP8BackendType
+
+        assert Accelerator().fp8_backend == FP8BackendType.NO  # without mixed_precision="fp8"
+        ```
     """
 
     NO = "NO"
@@ -124,6 +132,14 @@ class TERecipeKwargs(KwargsHandler):
     Raises:
         ImportError: transformer_engine is not installed.
         ValueError: ``fp8_format`` or ``amax_compute_algo`` is unknown.
+
+    Examples:
+        ```python
+        from lockstep.utils import TERecipeKwargs
+
+        recipe = TERecipeKwargs(fp8_format="HYBRID", amax_history_len=16)
+        assert recipe.fp8_format == "HYBRID"
+        ```
     """
 
     use_autocast_during_eval: bool | None = None
@@ -177,6 +193,14 @@ class FP8RecipeKwargs(TERecipeKwargs, _OptLevel):
     Raises:
         ImportError: transformer_engine is not installed.
         ValueError: ``backend`` is another one, or ``opt_level`` is given.
+
+    Examples:
+        ```python
+        from lockstep.utils import FP8RecipeKwargs
+
+        recipe = FP8RecipeKwargs(backend="TE", fp8_format="E4M3")
+        assert recipe.backend == "TE"
+        ```
     """
 
     backend: str | None = None

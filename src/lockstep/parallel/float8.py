@@ -55,6 +55,15 @@ def check_float8(recipe: AORecipeKwargs | None, parallel: Parallel, device: torc
 def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | None]:
     """Return the names of the first and the last linear layer of ``model``, in the order of its modules. None: it has
     none.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.utils import find_first_last_linear_layers
+
+        model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.GELU(), torch.nn.Linear(16, 16))
+        assert find_first_last_linear_layers(model) == ("0", "2")
+        ```
     """
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     return (names[0], names[-1]) if names else (None, None)
@@ -67,6 +76,15 @@ def filter_linear_layers(module: nn.Module, fqn: str, layers_to_filter: list[str
         module: The module.
         fqn: Its name in the model.
         layers_to_filter: Names of modules that are not converted.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.utils import filter_linear_layers
+
+        assert filter_linear_layers(torch.nn.Linear(16, 32), "body", layers_to_filter=["head"])
+        assert not filter_linear_layers(torch.nn.Linear(16, 32), "head", layers_to_filter=["head"])
+        ```
     """
     if not isinstance(module, nn.Linear):
         return False

@@ -23,7 +23,16 @@ _OUT_OF_MEMORY = (
 
 
 def is_out_of_memory(exception: BaseException) -> bool:
-    """Return whether ``exception`` says that a device or the CPU had no memory left."""
+    """Return whether ``exception`` says that a device or the CPU had no memory left.
+
+    Examples:
+        ```python
+        from lockstep.utils import should_reduce_batch_size
+
+        assert should_reduce_batch_size(RuntimeError("CUDA out of memory."))
+        assert not should_reduce_batch_size(RuntimeError("a wrong shape"))
+        ```
+    """
     if isinstance(exception, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(exception, RuntimeError) and any(text in str(exception) for text in _OUT_OF_MEMORY)

@@ -26,6 +26,14 @@ def filter_first_and_last_linear_layers(module: nn.Module, fqn: str) -> bool:
     Args:
         module: The module, in which the names of the first and the last linear layer are looked for.
         fqn: Its name in the model.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.utils import filter_first_and_last_linear_layers
+
+        assert not filter_first_and_last_linear_layers(torch.nn.Linear(16, 8), "head")  # 8 is not divisible by 16
+        ```
     """
     first, last = find_first_last_linear_layers(module)
     return filter_linear_layers(module, fqn, [name for name in (first, last) if name is not None])
@@ -37,6 +45,14 @@ def has_ao_layers(model: nn.Module) -> bool:
 
     Raises:
         ImportError: torchao is not installed.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.utils import has_ao_layers
+
+        assert not has_ao_layers(torch.nn.Linear(16, 16))
+        ```
     """
     from torchao.float8.float8_linear import Float8Linear
 
@@ -59,6 +75,17 @@ def convert_model_to_fp8_ao(
 
     Raises:
         ImportError: torchao is not installed.
+
+    Examples:
+        ```python
+        import torch
+        from torchao.float8 import Float8LinearConfig
+        from lockstep.utils import convert_model_to_fp8_ao, has_ao_layers
+
+        model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(3)))
+        convert_model_to_fp8_ao(model, Float8LinearConfig(emulate=True))  # the layer in the middle
+        assert has_ao_layers(model)
+        ```
     """
     from torchao.float8 import convert_to_float8_training
 

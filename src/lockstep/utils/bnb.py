@@ -65,6 +65,15 @@ def load_and_quantize_model(
         ImportError: bitsandbytes for 8 bits is not installed.
         ValueError: bitsandbytes for 4 bits is not installed, or layers would be on the CPU or the disk.
         RuntimeError: there is no accelerator, or the model is on the meta device and ``weights_location`` is None.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.utils import BnbQuantizationConfig, load_and_quantize_model
+
+        model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8))
+        model = load_and_quantize_model(model, BnbQuantizationConfig(load_in_8bit=True))  # on a GPU
+        ```
     """
     config = bnb_quantization_config
     _check_package(config)
@@ -159,6 +168,17 @@ def get_quantized_model_device_map(
     Raises:
         RuntimeError: ``device_map`` is None, and there is no accelerator.
         ValueError: ``device_map`` is another word, or layers of 4 bits would be on the CPU or the disk.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.utils import BnbQuantizationConfig, get_quantized_model_device_map
+
+        model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8))
+        config = BnbQuantizationConfig(load_in_8bit=True)
+        placed = get_quantized_model_device_map(model, config, "auto", max_memory={0: "1GB", "cpu": "1GB"})
+        assert placed == {"": 0}
+        ```
     """
     config = bnb_quantization_config
     if device_map is None:
@@ -210,6 +230,15 @@ def replace_with_bnb_layers(
         bnb_quantization_config: How layers are quantised.
         modules_to_not_convert: Names of modules that stay as they are, with all below them.
         current_key_name: Names of the modules around ``model``, outermost first. None: it is the whole model.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.utils import BnbQuantizationConfig, replace_with_bnb_layers
+
+        model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8))
+        model = replace_with_bnb_layers(model, BnbQuantizationConfig(load_in_8bit=True), modules_to_not_convert=["1"])
+        ```
     """
     import bitsandbytes
 
@@ -261,6 +290,15 @@ def get_keys_to_not_convert(model: nn.Module) -> list[str]:
     """Return the names of the modules of ``model`` that should not be quantised.
 
     These are modules with tied weights, and the last module, which mostly is the head.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.utils import get_keys_to_not_convert
+
+        model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8))
+        assert get_keys_to_not_convert(model) == ["1"]
+        ```
     """
     tied = {name for group in find_tied_parameters(model) for name in group}
     base = getattr(model, "base_model_prefix", None)
@@ -271,7 +309,16 @@ def get_keys_to_not_convert(model: nn.Module) -> list[str]:
 
 
 def has_4bit_bnb_layers(model: nn.Module) -> bool:
-    """Return whether ``model`` has layers that bitsandbytes has quantised to 4 bits."""
+    """Return whether ``model`` has layers that bitsandbytes has quantised to 4 bits.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.utils import has_4bit_bnb_layers
+
+        assert not has_4bit_bnb_layers(torch.nn.Linear(64, 64))
+        ```
+    """
     return any(
         type(module).__name__ == "Linear4bit" and type(module).__module__.startswith("bitsandbytes")
         for module in model.modules()
@@ -279,7 +326,16 @@ def has_4bit_bnb_layers(model: nn.Module) -> bool:
 
 
 def get_parameter_device(parameter: nn.Module) -> torch.device:
-    """Return the device of the first parameter of a module. ``parameter`` is the module, as in Accelerate."""
+    """Return the device of the first parameter of a module. ``parameter`` is the module, as in Accelerate.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.utils import get_parameter_device
+
+        assert get_parameter_device(torch.nn.Linear(4, 1)) == torch.device("cpu")
+        ```
+    """
     return next(parameter.parameters()).device
 
 
@@ -307,6 +363,19 @@ def quantize_and_offload_8bit(
 
     Raises:
         RuntimeError: ``fp16_statistics`` is None, and there is no accelerator.
+
+    Examples:
+        ```python
+        import os
+        import torch
+        from lockstep.utils import quantize_and_offload_8bit
+
+        os.makedirs("of_8_bits", exist_ok=True)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 2, bias=False))
+        weight, scales, index = torch.ones(2, 4, dtype=torch.int8), torch.ones(2), {}
+        quantize_and_offload_8bit(model, weight, "0.weight", torch.float16, "of_8_bits", index, scales)
+        assert sorted(index) == ["0.SCB", "0.weight"] and model[0].weight.is_meta
+        ```
     """
     scales_name = param_name.replace("weight", "SCB")
     if fp16_statistics is None:

@@ -71,7 +71,15 @@ __all__ = [
 
 
 class CustomDtype(BaseEnum):
-    """Types of weights that torch has no dtype for, for computing sizes: ``FP8``, ``INT4`` and ``INT2``."""
+    """Types of weights that torch has no dtype for, for computing sizes: ``FP8``, ``INT4`` and ``INT2``.
+
+    Examples:
+        ```python
+        from lockstep.utils import CustomDtype, dtype_byte_size
+
+        assert dtype_byte_size(CustomDtype.INT4) == 0.5
+        ```
+    """
 
     FP8 = "fp8"
     INT4 = "int4"
@@ -85,6 +93,15 @@ class TensorInformation:
     Args:
         shape: The shape, such as ``torch.Size([8, 4])``.
         dtype: The dtype, such as ``torch.float32``.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.utils import TensorInformation, get_data_structure
+
+        known = get_data_structure(torch.zeros(8, 4))
+        assert known == TensorInformation(torch.Size([8, 4]), torch.float32)
+        ```
     """
 
     shape: torch.Size
@@ -100,6 +117,15 @@ class TorchTensorParallelConfig:
 
     Raises:
         ConfigError: ``enable_async_tp`` is True.
+
+    Examples:
+        ```python
+        from lockstep.parallelism_config import ParallelismConfig
+        from lockstep.utils import TorchTensorParallelConfig
+
+        config = ParallelismConfig(tp_size=2, tp_handler=TorchTensorParallelConfig())
+        assert config.tp_enabled
+        ```
     """
 
     enable_async_tp: bool = False
@@ -116,6 +142,13 @@ class TorchTensorParallelPlugin:
     Args:
         tp_size: The number of ranks over which layers are split.
         torch_device_mesh: A mesh of torch.
+
+    Examples:
+        ```python
+        from lockstep.utils import TorchTensorParallelPlugin
+
+        assert TorchTensorParallelPlugin(tp_size=2).tp_size == 2  # Accelerator takes parallel="tp=2"
+        ```
     """
 
     tp_size: int = 1
@@ -132,6 +165,15 @@ class TorchContextParallelConfig:
 
     Raises:
         ConfigError: another strategy.
+
+    Examples:
+        ```python
+        from lockstep.parallelism_config import ParallelismConfig
+        from lockstep.utils import TorchContextParallelConfig
+
+        config = ParallelismConfig(cp_size=2, cp_handler=TorchContextParallelConfig("alltoall"))
+        assert config.cp_enabled
+        ```
     """
 
     cp_comm_strategy: str | None = None
@@ -156,6 +198,15 @@ class DeepSpeedSequenceParallelConfig:
 
     Raises:
         ConfigError: ``sp_seq_length_is_variable`` is False, and there is no length.
+
+    Examples:
+        ```python
+        from lockstep.parallelism_config import ParallelismConfig
+        from lockstep.utils import DeepSpeedSequenceParallelConfig
+
+        config = ParallelismConfig(sp_size=2, sp_handler=DeepSpeedSequenceParallelConfig())
+        assert config.sp_handler.sp_attn_implementation == "sdpa"
+        ```
     """
 
     sp_seq_length: int | None = None
@@ -191,6 +242,15 @@ class BnbQuantizationConfig:
         ValueError: both or none of ``load_in_8bit`` and ``load_in_4bit`` are on, or a value is not allowed.
 
     References: Dettmers et al., LLM.int8(), NeurIPS 2022; Dettmers et al., QLoRA, NeurIPS 2023.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.utils import BnbQuantizationConfig
+
+        config = BnbQuantizationConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype="bf16")
+        assert config.bnb_4bit_compute_dtype == torch.bfloat16
+        ```
     """
 
     load_in_8bit: bool = False
@@ -232,5 +292,16 @@ class BnbQuantizationConfig:
 
 
 def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:
-    """Return the class with the name ``name`` among the modules of ``module``. None: none of them has such a class."""
+    """Return the class with the name ``name`` among the modules of ``module``. None: none of them has such a class.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.utils import get_module_class_from_name
+
+        model = torch.nn.Sequential(torch.nn.Linear(4, 1))
+        assert get_module_class_from_name(model, "Linear") is torch.nn.Linear
+        assert get_module_class_from_name(model, "Conv2d") is None
+        ```
+    """
     return next((type(part) for part in module.modules() if type(part).__name__ == name), None)

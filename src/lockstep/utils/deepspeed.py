@@ -31,6 +31,16 @@ def get_active_deepspeed_plugin(state: Any) -> Any:
 
     Raises:
         ValueError: the run has no DeepSpeed plugin.
+
+    Examples:
+        ```python
+        from lockstep import Accelerator
+        from lockstep.utils import DeepSpeedPlugin, get_active_deepspeed_plugin
+
+        plugin = DeepSpeedPlugin(zero_stage=2)
+        accelerator = Accelerator(deepspeed_plugin=plugin)
+        assert get_active_deepspeed_plugin(accelerator.state) is plugin
+        ```
     """
     plugin = getattr(state, "deepspeed_plugin", None)
     if plugin is None:
@@ -49,6 +59,15 @@ def map_pytorch_optim_to_deepspeed(optimizer: torch.optim.Optimizer) -> Any:
 
     Raises:
         ImportError: deepspeed is not installed.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.utils import map_pytorch_optim_to_deepspeed
+
+        optimizer = torch.optim.AdamW(torch.nn.Linear(4, 1).parameters(), lr=0.01)
+        assert type(map_pytorch_optim_to_deepspeed(optimizer)).__name__ == "DeepSpeedCPUAdam"
+        ```
     """
     options = {name: value for name, value in optimizer.defaults.items() if name in ("lr", "weight_decay")}
     name = type(optimizer).__name__.removesuffix("32bit")
@@ -79,6 +98,16 @@ class DeepSpeedEngineWrapper(_OfDeepSpeedsEngine):
 
     Raises:
         UsageError: when one is made.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep import Accelerator
+        from lockstep.utils import DeepSpeedEngineWrapper
+
+        model = Accelerator().prepare(torch.nn.Linear(4, 1))
+        assert not isinstance(model, DeepSpeedEngineWrapper)
+        ```
     """
 
 
@@ -88,6 +117,16 @@ class DeepSpeedOptimizerWrapper(_OfDeepSpeedsEngine):
 
     Raises:
         UsageError: when one is made.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep import Accelerator
+        from lockstep.utils import DeepSpeedOptimizerWrapper
+
+        optimizer = Accelerator().prepare(torch.optim.SGD(torch.nn.Linear(4, 1).parameters(), lr=0.1))
+        assert not isinstance(optimizer, DeepSpeedOptimizerWrapper)
+        ```
     """
 
 
@@ -97,4 +136,15 @@ class DeepSpeedSchedulerWrapper(_OfDeepSpeedsEngine):
 
     Raises:
         UsageError: when one is made.
+
+    Examples:
+        ```python
+        from lockstep.utils import DeepSpeedSchedulerWrapper
+
+        try:
+            DeepSpeedSchedulerWrapper()
+            raise AssertionError("one was made")
+        except RuntimeError as error:
+            print(error)  # use what accelerator.prepare() returns
+        ```
     """

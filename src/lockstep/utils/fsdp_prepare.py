@@ -32,6 +32,19 @@ def fsdp2_prepare_auto_wrap_policy(fsdp2_plugin: Any, model: nn.Module) -> Calla
 
     Raises:
         ValueError: ``model`` has no module of a class in ``transformer_cls_names_to_wrap``.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.utils import FullyShardedDataParallelPlugin, fsdp2_prepare_auto_wrap_policy
+
+        plugin = FullyShardedDataParallelPlugin(
+            auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["TransformerEncoderLayer"]
+        )
+        model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(8, 2), num_layers=2)
+        is_block = fsdp2_prepare_auto_wrap_policy(plugin, model)
+        assert is_block(model.layers[0]) and not is_block(model.layers[0].linear1)
+        ```
     """
     from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
@@ -63,6 +76,18 @@ def fsdp2_apply_ac(accelerator: Any, model: nn.Module) -> nn.Module:
     Args:
         accelerator: The ``Accelerator``, whose FSDP plugin chooses the blocks. Without a policy they are found.
         model: The model.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep import Accelerator
+        from lockstep.utils import fsdp2_apply_ac
+
+        accelerator = Accelerator(parallel="zero=3")
+        model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(8, 2, batch_first=True), num_layers=2)
+        fsdp2_apply_ac(accelerator, model)
+        model(torch.randn(2, 3, 8)).sum().backward()  # computes activations of blocks again
+        ```
     """
     plugin = accelerator.state.fsdp_plugin
     policy = None if plugin is None else fsdp2_prepare_auto_wrap_policy(plugin, model)
@@ -83,6 +108,17 @@ def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:
 
     Raises:
         UsageError: the run does not shard models.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep import Accelerator
+        from lockstep.utils import fsdp2_prepare_model, model_has_dtensor
+
+        accelerator = Accelerator(parallel="zero=3")
+        model = fsdp2_prepare_model(accelerator, torch.nn.Linear(4, 1))
+        assert model_has_dtensor(model) == (accelerator.num_processes > 1)
+        ```
     """
     if isinstance(unwrap(model, keep_compile=False), FSDPModule):
         return model
@@ -104,6 +140,17 @@ def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping:
 
     Raises:
         KeyError: ``mapping`` lacks a parameter of the optimizer. Nothing was changed.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.utils import fsdp2_switch_optimizer_parameters
+
+        old, new = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.zeros(2))
+        optimizer = torch.optim.SGD([old], lr=0.1)
+        fsdp2_switch_optimizer_parameters(optimizer, {old.data_ptr(): new})
+        assert optimizer.param_groups[0]["params"][0] is new
+        ```
     """
     switched = []
     for group in optimizer.param_groups:
@@ -124,6 +171,20 @@ def ensure_weights_retied(param_init_fn: Any, model: nn.Module, device: torch.de
         param_init_fn: A function that fills the parameters of one module.
         model: The model with the tied weights.
         device: Ignored: weights stay where ``param_init_fn`` puts them.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep import init_empty_weights
+        from lockstep.utils import ensure_weights_retied
+
+        with init_empty_weights():
+            model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(10, 4), "head": torch.nn.Linear(4, 10)})
+            model["head"].weight = model["embed"].weight
+        init = ensure_weights_retied(lambda module: module.to_empty(device="cpu"), model, torch.device("cpu"))
+        init(model["embed"]), init(model["head"])
+        assert model["head"].weight is model["embed"].weight
+        ```
     """
     from lockstep.offload.device_map.placement import find_tied_parameters
 
@@ -151,6 +212,13 @@ def fsdp2_canonicalize_names(named_params: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         named_params: Name -> parameter.
+
+    Examples:
+        ```python
+        from lockstep.utils import fsdp2_canonicalize_names
+
+        assert fsdp2_canonicalize_names({"_orig_mod.layers.0.weight": 1}) == {"layers.0.weight": 1}
+        ```
     """
     words = r"_orig_mod\.|_checkpoint_wrapped_module\.|_fsdp_wrapped_module\."
     return {re.sub(words, "", name): value for name, value in named_params.items()}
@@ -165,6 +233,15 @@ def get_parameters_from_modules(
         modules: The modules, or a regular expression that matches their whole names. None: there are none.
         model: The model in which names are looked for.
         device: The device.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.utils import get_parameters_from_modules
+
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+        assert get_parameters_from_modules("1", model, "cpu") == set(model[1].parameters())
+        ```
     """
     if modules is None:
         return set()

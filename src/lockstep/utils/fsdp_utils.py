@@ -124,6 +124,20 @@ def save_fsdp_model(
 
     Raises:
         UsageError: ``state_dict_type`` is ``LOCAL_STATE_DICT``.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep import Accelerator
+        from lockstep.utils import FullyShardedDataParallelPlugin, load_fsdp_model, save_fsdp_model
+
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="FULL_STATE_DICT")
+        accelerator = Accelerator(fsdp_plugin=plugin)
+        model = torch.nn.Linear(4, 1)
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        save_fsdp_model(plugin, accelerator, model, "fsdp_model")  # fsdp_model/pytorch_model_fsdp.bin
+        load_fsdp_model(plugin, accelerator, model, "fsdp_model")
+        ```
     """
     whole = _is_whole(fsdp_plugin)
     state = _model_state(model, whole, adapter_only)
@@ -156,6 +170,20 @@ def load_fsdp_model(
     Raises:
         CheckpointError: the file or folder does not exist.
         UsageError: ``state_dict_type`` is ``LOCAL_STATE_DICT``.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep import Accelerator
+        from lockstep.utils import FullyShardedDataParallelPlugin, load_fsdp_model, save_fsdp_model
+
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
+        accelerator = Accelerator(fsdp_plugin=plugin)
+        model = torch.nn.Linear(4, 1)
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        save_fsdp_model(plugin, accelerator, model, "fsdp_shards")  # fsdp_shards/pytorch_model_fsdp_0/
+        assert load_fsdp_model(plugin, accelerator, model, "fsdp_shards").missing_keys == []
+        ```
     """
     plain = unwrap(model, keep_compile=False)
     adapters = adapter_only and is_peft_model(plain)
@@ -194,6 +222,20 @@ def save_fsdp_optimizer(
 
     Raises:
         UsageError: ``state_dict_type`` is ``LOCAL_STATE_DICT``.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep import Accelerator
+        from lockstep.utils import FullyShardedDataParallelPlugin, load_fsdp_optimizer, save_fsdp_optimizer
+
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="FULL_STATE_DICT")
+        accelerator = Accelerator(fsdp_plugin=plugin)
+        model = torch.nn.Linear(4, 1)
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        save_fsdp_optimizer(plugin, accelerator, optimizer, model, "fsdp_optimizer")  # fsdp_optimizer/optimizer.bin
+        load_fsdp_optimizer(plugin, accelerator, optimizer, model, "fsdp_optimizer")
+        ```
     """
     whole = _is_whole(fsdp_plugin)
     plain, inner = unwrap(model, keep_compile=False), getattr(optimizer, "optimizer", optimizer)
@@ -227,6 +269,20 @@ def load_fsdp_optimizer(
     Raises:
         CheckpointError: the file or folder does not exist.
         UsageError: ``state_dict_type`` is ``LOCAL_STATE_DICT``.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep import Accelerator
+        from lockstep.utils import FullyShardedDataParallelPlugin, load_fsdp_optimizer, save_fsdp_optimizer
+
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
+        accelerator = Accelerator(fsdp_plugin=plugin)
+        model = torch.nn.Linear(4, 1)
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        save_fsdp_optimizer(plugin, accelerator, optimizer, model, "optimizer_shards")  # optimizer_shards/optimizer_0/
+        load_fsdp_optimizer(plugin, accelerator, optimizer, model, "optimizer_shards")
+        ```
     """
     plain, inner = unwrap(model, keep_compile=False), getattr(optimizer, "optimizer", optimizer)
     files = _Files(accelerator, input_dir, "optimizer", OPTIMIZER_NAME, optimizer_index)
@@ -324,6 +380,22 @@ def merge_fsdp_weights(
 
     Raises:
         ValueError: ``checkpoint_dir`` is not a sharded checkpoint. The message names folders inside of it that are.
+
+    Examples:
+        ```python
+        import torch
+        from safetensors.torch import load_file
+        from lockstep import Accelerator
+        from lockstep.utils import merge_fsdp_weights
+
+        accelerator = Accelerator(parallel="zero=3")
+        model = torch.nn.Linear(4, 1)
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        folder = accelerator.save_state("shards_to_merge")
+        if accelerator.is_main_process:
+            merge_fsdp_weights(folder, "merged_weights")
+            assert load_file("merged_weights/model.safetensors")["weight"].shape == (1, 4)
+        ```
     """
     from lockstep.checkpoint.format.documents import MANIFEST
 
@@ -378,12 +450,34 @@ def _joined_shards(folder: Path, output: Path) -> dict[str, torch.Tensor]:
 
 
 def enable_fsdp_ram_efficient_loading() -> None:
-    """Let transformers load weights on rank 0 only: set ``FSDP_CPU_RAM_EFFICIENT_LOADING`` in this process."""
+    """Let transformers load weights on rank 0 only: set ``FSDP_CPU_RAM_EFFICIENT_LOADING`` in this process.
+
+    Examples:
+        ```python
+        import os
+        from lockstep.utils import clear_environment, enable_fsdp_ram_efficient_loading
+
+        with clear_environment():
+            enable_fsdp_ram_efficient_loading()
+            assert os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "True"
+        ```
+    """
     export_environment({"ACCELERATE_USE_FSDP": "True", RAM_VARIABLE: "True"})
 
 
 def disable_fsdp_ram_efficient_loading() -> None:
-    """Let transformers load weights on every rank again, after ``enable_fsdp_ram_efficient_loading``."""
+    """Let transformers load weights on every rank again, after ``enable_fsdp_ram_efficient_loading``.
+
+    Examples:
+        ```python
+        import os
+        from lockstep.utils import clear_environment, disable_fsdp_ram_efficient_loading
+
+        with clear_environment():
+            disable_fsdp_ram_efficient_loading()
+            assert os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "False"
+        ```
+    """
     export_environment({RAM_VARIABLE: "False"})
 
 
@@ -397,6 +491,20 @@ def fsdp2_load_full_state_dict(
         model: The sharded model.
         full_sd: Name -> tensor of the shape of the whole weight. Only that of rank 0 is used.
         cpu_offload: Whether the shards of the model are on the CPU.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep import Accelerator
+        from lockstep.utils import fsdp2_load_full_state_dict
+
+        accelerator = Accelerator(parallel="zero=3")
+        model = torch.nn.Linear(4, 1)
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        whole = {"weight": torch.ones(1, 4), "bias": torch.zeros(1)}
+        fsdp2_load_full_state_dict(accelerator, model, whole)
+        assert model(torch.ones(1, 4)).item() == 4
+        ```
     """
     options = StateDictOptions(
         full_state_dict=True, broadcast_from_rank0=_has_group(), cpu_offload=cpu_offload
@@ -405,5 +513,13 @@ def fsdp2_load_full_state_dict(
 
 
 def get_fsdp2_grad_scaler(**kwargs: Any) -> torch.amp.GradScaler:
-    """Return a ``torch.amp.GradScaler`` for this process's device. ``kwargs`` are its arguments."""
+    """Return a ``torch.amp.GradScaler`` for this process's device. ``kwargs`` are its arguments.
+
+    Examples:
+        ```python
+        from lockstep.utils import get_fsdp2_grad_scaler
+
+        assert get_fsdp2_grad_scaler(init_scale=1024.0).get_scale() == 1024.0
+        ```
+    """
     return get_grad_scaler(**kwargs)

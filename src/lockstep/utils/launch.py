@@ -19,6 +19,16 @@ def env_var_path_add(env_var_name: str, path_to_add: Any) -> str:
     Args:
         env_var_name: The name of the variable.
         path_to_add: The folder.
+
+    Examples:
+        ```python
+        import os
+        from lockstep.utils import env_var_path_add, patch_environment
+
+        with patch_environment(pythonpath="first"):
+            assert env_var_path_add("PYTHONPATH", "second") == "first:second"
+            assert os.environ["PYTHONPATH"] == "first"
+        ```
     """
     folders = inherited_environment().get(env_var_name, "").split(":")
     return ":".join([*filter(None, folders), str(path_to_add)])
@@ -30,6 +40,15 @@ def setup_fp8_env(args: Namespace, current_env: dict[str, str]) -> dict[str, str
     Args:
         args: The parsed options.
         current_env: Name -> value; changed in place.
+
+    Examples:
+        ```python
+        from argparse import Namespace
+        from lockstep.utils import setup_fp8_env
+
+        environment = setup_fp8_env(Namespace(fp8_format="HYBRID", num_processes=2), {})
+        assert environment == {"ACCELERATE_FP8_FORMAT": "HYBRID"}
+        ```
     """
     for name, value in vars(args).items():
         if not name.startswith("fp8_") or value is None:
@@ -53,6 +72,17 @@ class PrepareForLaunch:
 
     Raises:
         ValueError: ``debug`` is True.
+
+    Examples:
+        ```python
+        from torch.multiprocessing import start_processes
+        from lockstep.utils import PrepareForLaunch
+
+        def show(text: str) -> None:
+            print(text)
+
+        start_processes(PrepareForLaunch(show), args=("hello",), nprocs=2, start_method="fork")
+        ```
     """
 
     def __init__(

@@ -98,6 +98,19 @@ def get_module_size_with_ties(
 
     Returns:
         The bytes, the names of the other modules, and these modules.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.utils import compute_module_sizes, get_module_size_with_ties
+
+        model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(10, 4), "head": torch.nn.Linear(4, 10)})
+        model["head"].weight = model["embed"].weight
+        sizes = compute_module_sizes(model)  # a tied weight counts under its first name
+        others = [("head", model["head"])]
+        size, names, _ = get_module_size_with_ties(["head.weight"], sizes["embed"], sizes, others)
+        assert size == 160 + 40 and names == ["head"]  # with the bias of the head
+        ```
     """
     found = partners(tied_params, list(modules_to_treat))
     extra = sum(module_sizes[holder] - module_sizes[name] for name, (holder, _) in found)
@@ -123,6 +136,17 @@ def fallback_allocate(
 
     Returns:
         Its name, the module, and the other pairs. If none fits: None, None and ``modules``.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.utils import compute_module_sizes, fallback_allocate
+
+        model = torch.nn.Sequential(torch.nn.Linear(100, 100), torch.nn.Linear(10, 1))
+        parts = list(model.named_children())
+        name, module, others = fallback_allocate(parts, compute_module_sizes(model), size_limit="1KB")
+        assert name == "1" and module is model[1] and len(others) == 1
+        ```
     """
     try:
         room = convert_file_size_to_int(size_limit)
@@ -142,6 +166,13 @@ def convert_file_size_to_int(size: int | str) -> int:
 
     Raises:
         ValueError: the text is not a size.
+
+    Examples:
+        ```python
+        from lockstep.utils import convert_file_size_to_int
+
+        assert convert_file_size_to_int("1KB") == 1000 and convert_file_size_to_int("1KiB") == 1024
+        ```
     """
     return bytes_of(size, "size")
 
@@ -155,6 +186,14 @@ def dtype_byte_size(dtype: torch.dtype | CustomDtype) -> float:
 
     Raises:
         ValueError: ``dtype`` is something else.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.utils import dtype_byte_size
+
+        assert dtype_byte_size(torch.bfloat16) == 2
+        ```
     """
     if dtype == torch.bool:
         return 1 / 8
@@ -169,6 +208,16 @@ def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
 
     Args:
         tensor: A tensor of any shape.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.utils import id_tensor_storage
+
+        x = torch.zeros(8, 4)
+        assert id_tensor_storage(x) == id_tensor_storage(x[2:])  # one memory
+        assert id_tensor_storage(x) != id_tensor_storage(x.clone())
+        ```
     """
     storage = tensor.untyped_storage()
     address = tensor.data_ptr() if tensor.device.type == "xla" else storage.data_ptr()
@@ -181,6 +230,14 @@ def check_device_same(first_device: torch.device, second_device: torch.device) -
     Args:
         first_device: A device.
         second_device: Another device.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.utils import check_device_same
+
+        assert check_device_same(torch.device("cuda"), torch.device("cuda:0"))
+        ```
     """
     first, second = torch.device(first_device), torch.device(second_device)
     if first.type in ("cpu", "meta"):
@@ -195,6 +252,16 @@ def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: b
         module: The module.
         recurse: Look in all modules below it, too.
         fqns: Return names from ``module`` on, such as ``"encoder.mask"``, and not only their last part.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.utils import get_non_persistent_buffers
+
+        layer = torch.nn.Linear(4, 1)
+        layer.register_buffer("mask", torch.ones(4), persistent=False)
+        assert get_non_persistent_buffers(layer) == {"mask"}
+        ```
     """
     found = set()
     for path, part in module.named_modules() if recurse else [("", module)]:
@@ -217,6 +284,15 @@ def named_module_tensors(
         include_buffers: Whether buffers are yielded.
         recurse: Whether tensors of the modules below it are yielded.
         remove_non_persistent: Leave out buffers that a state dict leaves out.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.utils import named_module_tensors
+
+        names = [name for name, _ in named_module_tensors(torch.nn.BatchNorm1d(4))]
+        assert names[:3] == ["weight", "bias", "running_mean"]
+        ```
     """
     yield from module.named_parameters(recurse=recurse)
     if include_buffers:
@@ -252,6 +328,18 @@ def set_module_tensor_to_device(
     Raises:
         AttributeError: ``module`` has no module of this name.
         ValueError: there is no such tensor, it has no value, or ``value`` has another shape.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep import init_empty_weights
+        from lockstep.utils import set_module_tensor_to_device
+
+        with init_empty_weights():
+            layer = torch.nn.Linear(4, 1, bias=False)
+        set_module_tensor_to_device(layer, "weight", "cpu", value=torch.ones(1, 4))
+        assert layer(torch.ones(1, 4)).item() == 4
+        ```
     """
     path, _, key = tensor_name.rpartition(".")
     try:
@@ -313,7 +401,16 @@ def _type_for(
 
 
 def check_tied_parameters_in_config(model: nn.Module) -> bool:
-    """Return whether the configuration of a transformers ``model`` ties weights, such as embeddings and the head."""
+    """Return whether the configuration of a transformers ``model`` ties weights, such as embeddings and the head.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.utils import check_tied_parameters_in_config
+
+        assert not check_tied_parameters_in_config(torch.nn.Linear(4, 1))  # not one of transformers
+        ```
+    """
     config = getattr(model, "config", None)
     if config is None:
         return False
@@ -334,6 +431,15 @@ def check_tied_parameters_on_same_device(
     Args:
         tied_params: Groups of names, from ``find_tied_parameters``.
         device_map: Name of a module or tensor -> device.
+
+    Examples:
+        ```python
+        from lockstep.utils import check_tied_parameters_on_same_device
+
+        ties = [["embed.weight", "head.weight"]]
+        check_tied_parameters_on_same_device(ties, {"embed": 0, "head": 0})  # no warning
+        check_tied_parameters_on_same_device(ties, {"embed": 0, "head": "cpu"})  # warns
+        ```
     """
     for names in tied_params:
         places = {name: _place_of(name, device_map) for name in names}
@@ -356,6 +462,14 @@ def clean_device_map(device_map: MutableMapping[str, Any], module_name: str = ""
     Args:
         device_map: Name of a module or tensor -> device.
         module_name: The module whose entries are joined. ``""``: the whole model.
+
+    Examples:
+        ```python
+        from lockstep.utils import clean_device_map
+
+        device_map = clean_device_map({"layers.0": 0, "layers.1": 0, "head": "cpu"})
+        assert device_map == {"layers": 0, "head": "cpu"}
+        ```
     """
     prefix = f"{module_name}." if module_name else ""
     below = [name for name in device_map if name.startswith(prefix)]
@@ -374,6 +488,15 @@ def clean_device_map(device_map: MutableMapping[str, Any], module_name: str = ""
 def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
     """Return the bytes of ``model``, and a pair: the bytes of its largest layer, and the names of layers of that
     size.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.utils import calculate_maximum_sizes
+
+        model = torch.nn.Sequential(torch.nn.Linear(10, 10, bias=False), torch.nn.Linear(10, 1, bias=False))
+        assert calculate_maximum_sizes(model) == (440, (400, ["0"]))
+        ```
     """
     sizes = compute_module_sizes(model)
     undivided = getattr(model, "_no_split_modules", None) or []
@@ -382,7 +505,17 @@ def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]
 
 
 def get_module_leaves(module_sizes: Mapping[str, int]) -> list[str]:
-    """Return the names in ``module_sizes`` (name -> bytes) that have no parts: single parameters and buffers."""
+    """Return the names in ``module_sizes`` (name -> bytes) that have no parts: single parameters and buffers.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.utils import compute_module_sizes, get_module_leaves
+
+        sizes = compute_module_sizes(torch.nn.Sequential(torch.nn.Linear(4, 1)))
+        assert get_module_leaves(sizes) == ["0.weight", "0.bias"]
+        ```
+    """
     parents = {name.rpartition(".")[0] for name in module_sizes if name}
     return [name for name in module_sizes if name not in parents]
 
@@ -393,6 +526,16 @@ def retie_parameters(model: nn.Module, tied_params: Iterable[Iterable[str]]) -> 
     Args:
         model: The model.
         tied_params: Groups of names, from ``find_tied_parameters``. Each group gets the parameter that has values.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.utils import find_tied_parameters, retie_parameters
+
+        model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(10, 4), "head": torch.nn.Linear(4, 10)})
+        retie_parameters(model, [["embed.weight", "head.weight"]])
+        assert find_tied_parameters(model) == [["embed.weight", "head.weight"]]
+        ```
     """
     for names in map(list, tied_params):
         holders = [(model.get_submodule(path), key) for path, _, key in (n.rpartition(".") for n in names)]
@@ -411,6 +554,21 @@ def load_offloaded_weights(
         model: The model, which is changed in place.
         index: Name of a weight -> its entry in the folder's ``index.json``. Empty or None: nothing happens.
         offload_folder: The folder.
+
+    Examples:
+        ```python
+        import json
+        import torch
+        from lockstep import init_empty_weights
+        from lockstep.utils import load_offloaded_weights, offload_state_dict
+
+        offload_state_dict("stored_layer", {"weight": torch.ones(1, 4), "bias": torch.zeros(1)})
+        with init_empty_weights():
+            layer = torch.nn.Linear(4, 1)
+        with open("stored_layer/index.json") as file:
+            load_offloaded_weights(layer, json.load(file), "stored_layer")
+        assert layer(torch.ones(1, 4)).item() == 4
+        ```
     """
     if not index:
         return
@@ -428,6 +586,16 @@ def load_state_dict(
         checkpoint_file: A ``.safetensors`` file, or a file that ``torch.save`` wrote. No code in it is run.
         device_map: Name of a module or tensor -> device. Tensors that it does not name, or places on the disk, go to
             the CPU. None: all do.
+
+    Examples:
+        ```python
+        import torch
+        from safetensors.torch import save_file
+        from lockstep.utils import load_state_dict
+
+        save_file({"weight": torch.ones(2)}, "two_weights.safetensors")
+        assert load_state_dict("two_weights.safetensors")["weight"].tolist() == [1, 1]
+        ```
     """
     path = os.fspath(checkpoint_file)
     if not path.endswith(".safetensors"):
@@ -460,6 +628,18 @@ def get_state_dict_from_offload(
             module.
         state_dict: Name -> tensor of any shape.
         device_to_put_offload: The device.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep import disk_offload
+        from lockstep.utils import get_state_dict_from_offload
+
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+        disk_offload(model, "state_of_modules", execution_device="cpu")
+        state = get_state_dict_from_offload(model[0], "0.weight", {"0.weight": None})
+        assert state["0.weight"].shape == (8, 4)
+        ```
     """
     prefix = module_name.rpartition(".")[0]
     with align_module_device(module, device_to_put_offload):
@@ -471,7 +651,16 @@ def get_state_dict_from_offload(
 
 
 def is_peft_model(model: Any) -> bool:
-    """Return whether ``model``, or the model inside of its wrappers, is one of the package peft."""
+    """Return whether ``model``, or the model inside of its wrappers, is one of the package peft.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.utils import is_peft_model
+
+        assert not is_peft_model(torch.nn.Linear(4, 1))
+        ```
+    """
     if not is_peft_available():
         return False
     from peft import PeftModel
@@ -485,6 +674,13 @@ def get_grad_scaler(distributed_type: DistributedType | None = None, **kwargs: A
     Args:
         distributed_type: Ignored: sharded models need no other class here.
         kwargs: Arguments of ``torch.amp.GradScaler``.
+
+    Examples:
+        ```python
+        from lockstep.utils import get_grad_scaler
+
+        assert get_grad_scaler(init_scale=1024.0).get_scale() == 1024.0
+        ```
     """
     return torch.amp.GradScaler(process.start().device.type, **kwargs)
 
@@ -497,6 +693,18 @@ def get_mixed_precision_context_manager(
     Args:
         native_amp: False: the context manager does nothing.
         autocast_kwargs: Options of autocast.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep import Accelerator
+        from lockstep.utils import get_mixed_precision_context_manager
+
+        accelerator = Accelerator(mixed_precision="bf16")
+        x = torch.ones(2, 2, device=accelerator.device)
+        with get_mixed_precision_context_manager(native_amp=True):
+            assert (x @ x).dtype == torch.bfloat16
+        ```
     """
     from lockstep.accelerator import Accelerator
 

@@ -41,6 +41,18 @@ def offload_weight(
         weight_name: The name of the file.
         offload_folder: The folder, which exists.
         index: An entry with dtype and shape is added to it. None: none is.
+
+    Examples:
+        ```python
+        import os
+        import torch
+        from lockstep.utils import load_offloaded_weight, offload_weight, save_offload_index
+
+        os.makedirs("raw_weights", exist_ok=True)
+        index = offload_weight(torch.arange(4.0), "weight", "raw_weights", index={})
+        save_offload_index(index, "raw_weights")
+        assert load_offloaded_weight("raw_weights/weight.dat", index["weight"]).tolist() == [0, 1, 2, 3]
+        ```
     """
     data = weight.detach().to("cpu").contiguous()
     if index is not None:
@@ -55,6 +67,17 @@ def load_offloaded_weight(weight_file: Folder, weight_info: Mapping[str, Any]) -
     Args:
         weight_file: The path of the file.
         weight_info: Its entry of the index: ``{"dtype": "float32", "shape": [4, 8]}``.
+
+    Examples:
+        ```python
+        import os
+        import torch
+        from lockstep.utils import load_offloaded_weight, offload_weight
+
+        os.makedirs("mapped_weights", exist_ok=True)
+        index = offload_weight(torch.ones(2, 3), "weight", "mapped_weights", index={})
+        assert load_offloaded_weight("mapped_weights/weight.dat", index["weight"]).shape == (2, 3)
+        ```
     """
     dtype = getattr(torch, str(weight_info["dtype"]))
     region = FileRegion(os.fspath(weight_file), 0, dtype, torch.Size(weight_info["shape"]))
@@ -74,6 +97,19 @@ def save_offload_index(index: Mapping[str, Any] | None, offload_folder: Folder) 
     Args:
         index: Name -> entry, from ``offload_weight``. Empty or None: nothing happens.
         offload_folder: The folder.
+
+    Examples:
+        ```python
+        import json
+        import os
+        import torch
+        from lockstep.utils import offload_weight, save_offload_index
+
+        os.makedirs("indexed_weights", exist_ok=True)
+        save_offload_index(offload_weight(torch.ones(2, 3), "weight", "indexed_weights", index={}), "indexed_weights")
+        with open("indexed_weights/index.json") as file:
+            assert json.load(file) == {"weight": {"dtype": "float32", "shape": [2, 3]}}
+        ```
     """
     if not index:
         return
@@ -87,6 +123,15 @@ class PrefixedDataset(Mapping[str, Any]):
     Args:
         dataset: Name -> value.
         prefix: The prefix, such as ``"encoder."``.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.utils import PrefixedDataset
+
+        encoder = PrefixedDataset({"encoder.weight": torch.ones(2), "decoder.weight": torch.zeros(2)}, "encoder.")
+        assert list(encoder) == ["encoder.weight"] and encoder["weight"].sum() == 2
+        ```
     """
 
     def __init__(self, dataset: Mapping[str, Any], prefix: str) -> None:
@@ -115,6 +160,17 @@ class OffloadedWeightsLoader(Mapping[str, Any]):
 
     Raises:
         ValueError: neither ``state_dict`` nor ``save_folder`` nor ``index`` is given.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.utils import OffloadedWeightsLoader, offload_state_dict
+
+        offload_state_dict("kept_weights", {"weight": torch.ones(2)})
+        weights = OffloadedWeightsLoader({"bias": torch.zeros(2)}, save_folder="kept_weights")
+        assert sorted(weights) == ["bias", "weight"]
+        assert weights["weight"].tolist() == [1, 1]
+        ```
     """
 
     def __init__(
@@ -157,6 +213,15 @@ def extract_submodules_state_dict(
     Args:
         state_dict: Name -> tensor of any shape.
         submodule_names: Names of modules.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.utils import extract_submodules_state_dict
+
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+        assert sorted(extract_submodules_state_dict(model.state_dict(), ["1"])) == ["1.bias", "1.weight"]
+        ```
     """
     names = list(submodule_names)
     return {

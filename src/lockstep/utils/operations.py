@@ -92,33 +92,90 @@ TENSOR_TYPE_TO_INT = {dtype: number for number, dtype in TENSOR_INT_TO_DTYPE.ite
 
 
 def is_tensor_information(tensor_info: Any) -> bool:
-    """Return whether ``tensor_info`` is a ``TensorInformation``."""
+    """Return whether ``tensor_info`` is a ``TensorInformation``.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.utils import get_data_structure, is_tensor_information
+
+        assert is_tensor_information(get_data_structure(torch.zeros(2)))
+        ```
+    """
     return isinstance(tensor_info, TensorInformation)
 
 
 def is_torch_xpu_tensor(tensor: Any) -> bool:
-    """Return whether ``tensor`` is a tensor of any shape on a GPU of Intel."""
+    """Return whether ``tensor`` is a tensor of any shape on a GPU of Intel.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.utils import is_torch_xpu_tensor
+
+        assert not is_torch_xpu_tensor(torch.zeros(2, device="cpu"))
+        ```
+    """
     return is_torch_tensor(tensor) and tensor.device.type == "xpu"
 
 
 def is_namedtuple(data: Any) -> bool:
-    """Return whether ``data`` is a named tuple."""
+    """Return whether ``data`` is a named tuple.
+
+    Examples:
+        ```python
+        from collections import namedtuple
+        from lockstep.utils import is_namedtuple
+
+        assert is_namedtuple(namedtuple("Batch", "x y")(1, 2))
+        assert not is_namedtuple((1, 2))
+        ```
+    """
     return isinstance(data, tuple) and hasattr(data, "_fields")
 
 
 def honor_type(obj: Any, generator: Iterator[Any]) -> Any:
-    """Return the items of ``generator`` as a list, tuple or named tuple of the type of ``obj``."""
+    """Return the items of ``generator`` as a list, tuple or named tuple of the type of ``obj``.
+
+    Examples:
+        ```python
+        from collections import namedtuple
+        from lockstep.utils import honor_type
+
+        Batch = namedtuple("Batch", "x y")
+        assert honor_type(Batch(1, 2), (2 * value for value in (1, 2))) == Batch(2, 4)
+        ```
+    """
     return rebuild(obj, generator) if is_namedtuple(obj) else type(obj)(generator)
 
 
 def find_device(data: Any) -> torch.device | None:
-    """Return the device of the first tensor in nested ``data``. None: there is no tensor."""
+    """Return the device of the first tensor in nested ``data``. None: there is no tensor.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.utils import find_device
+
+        assert find_device({"name": "a", "x": torch.zeros(2)}) == torch.device("cpu")
+        assert find_device(["a"]) is None
+        ```
+    """
     return next((leaf.device for leaf in leaves(data).values() if is_torch_tensor(leaf)), None)
 
 
 def ignorant_find_batch_size(data: Any) -> int | None:
     """Return the batch size: n of the first tensor of shape [n, ...] in nested ``data``. None: there is no such
     tensor.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.utils import ignorant_find_batch_size
+
+        assert ignorant_find_batch_size({"x": torch.zeros(8, 4)}) == 8
+        assert ignorant_find_batch_size("a") is None
+        ```
     """
     try:
         return find_batch_size(data)
@@ -127,17 +184,45 @@ def ignorant_find_batch_size(data: Any) -> int | None:
 
 
 def get_data_structure(data: Any) -> Any:
-    """Return nested ``data`` with a ``TensorInformation`` in place of each tensor."""
+    """Return nested ``data`` with a ``TensorInformation`` in place of each tensor.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.utils import get_data_structure
+
+        assert get_data_structure({"x": torch.zeros(8, 4)})["x"].shape == (8, 4)
+        ```
+    """
     return recursively_apply(lambda tensor: TensorInformation(tensor.shape, tensor.dtype), data)
 
 
 def get_shape(data: Any) -> Any:
-    """Return nested ``data`` with the shape, as a list, in place of each tensor."""
+    """Return nested ``data`` with the shape, as a list, in place of each tensor.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.utils import get_shape
+
+        assert get_shape({"x": torch.zeros(8, 4)}) == {"x": [8, 4]}
+        ```
+    """
     return recursively_apply(lambda tensor: list(tensor.shape), data)
 
 
 def initialize_tensors(data_structure: Any) -> Any:
-    """Return nested data with an uninitialised tensor in place of each ``TensorInformation`` in ``data_structure``."""
+    """Return nested data with an uninitialised tensor in place of each ``TensorInformation`` in ``data_structure``.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.utils import get_data_structure, initialize_tensors
+
+        empty = initialize_tensors(get_data_structure({"x": torch.zeros(8, 4)}))
+        assert empty["x"].shape == (8, 4)
+        ```
+    """
     if is_tensor_information(data_structure):
         return torch.empty(data_structure.shape, dtype=data_structure.dtype)
     parts = children(data_structure)
@@ -157,6 +242,15 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
 
     Raises:
         TypeError: ``tensor`` has something that is not a tensor.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.utils import pad_input_tensors
+
+        batch = pad_input_tensors({"x": torch.ones(3, 2)}, batch_size=3, num_processes=2)
+        assert batch["x"].shape == (4, 2) and batch["x"][3].sum() == 0
+        ```
     """
 
     def padded(one: torch.Tensor) -> torch.Tensor:
@@ -180,6 +274,17 @@ def gather_tensor_shape(tensor: torch.Tensor | None) -> tuple[torch.Tensor, int]
 
     Raises:
         UsageError: not exactly one rank has a tensor.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep import Accelerator
+        from lockstep.utils import TENSOR_INT_TO_DTYPE, gather_tensor_shape
+
+        accelerator = Accelerator()
+        shape, kind = gather_tensor_shape(torch.zeros(8, 4) if accelerator.is_main_process else None)
+        assert shape.flatten().tolist() == [8, 4] and TENSOR_INT_TO_DTYPE[kind] == torch.float32
+        ```
     """
     known = _of_one_rank(tensor, "gather_tensor_shape")
     shape = torch.tensor(known.shape, dtype=torch.int32, device=process.start().device)
@@ -202,6 +307,17 @@ def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
 
     Raises:
         UsageError: not exactly one rank has a tensor.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep import Accelerator
+        from lockstep.utils import copy_tensor_to_devices
+
+        accelerator = Accelerator()
+        copied = copy_tensor_to_devices(torch.ones(2) if accelerator.is_main_process else None)
+        assert copied.tolist() == [1, 1]  # on every rank
+        ```
     """
     found = _of_one_rank(tensor, "copy_tensor_to_devices")
     known = tensor if tensor is not None else torch.zeros(found.shape, dtype=found.dtype)
@@ -214,6 +330,15 @@ class ConvertOutputsToFp32:
 
     Args:
         model_forward: The function, such as the forward of a model under autocast.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.utils import ConvertOutputsToFp32
+
+        double = ConvertOutputsToFp32(lambda x: 2 * x)
+        assert double(torch.ones(2, dtype=torch.bfloat16)).dtype == torch.float32
+        ```
     """
 
     def __init__(self, model_forward: Callable[..., Any]) -> None:
@@ -231,7 +356,17 @@ class ConvertOutputsToFp32:
 
 
 def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a plain function like ``model_forward``, whose float16 and bfloat16 results become float32."""
+    """Return a plain function like ``model_forward``, whose float16 and bfloat16 results become float32.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.utils import convert_outputs_to_fp32
+
+        double = convert_outputs_to_fp32(lambda x: 2 * x)
+        assert double(torch.ones(2, dtype=torch.bfloat16)).dtype == torch.float32
+        ```
+    """
     converted = ConvertOutputsToFp32(model_forward)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -249,6 +384,24 @@ def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
     Args:
         function: A function whose first argument, ``tensor``, is nested tensors. If shapes differ, calls of the
             decorated function raise ``DistributedOperationException`` on every rank.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep import PartialState
+        from lockstep.utils import DistributedOperationException, verify_operation
+
+        @verify_operation
+        def add_up(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.sum()
+
+        state = PartialState()
+        try:
+            add_up(torch.ones(2 + state.process_index))  # another shape on each rank
+            assert state.num_processes == 1
+        except DistributedOperationException as error:
+            print(error)
+        ```
     """
 
     @functools.wraps(function)
@@ -270,6 +423,20 @@ def chained_operation(function: Callable[..., Any]) -> Callable[..., Any]:
 
     Args:
         function: The function.
+
+    Examples:
+        ```python
+        from lockstep.utils import DistributedOperationException, chained_operation
+
+        @chained_operation
+        def add_up() -> None:
+            raise DistributedOperationException("The shapes differ.")
+
+        try:
+            add_up()
+        except DistributedOperationException as error:
+            assert str(error) == "In add_up: The shapes differ."
+        ```
     """
 
     @functools.wraps(function)

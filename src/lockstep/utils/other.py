@@ -102,14 +102,34 @@ def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
 
 
 def is_repeated_blocks(module: nn.Module) -> bool:
-    """Return whether ``module`` is a ``ModuleList`` of at least two modules of one class."""
+    """Return whether ``module`` is a ``ModuleList`` of at least two modules of one class.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.utils import is_repeated_blocks
+
+        assert is_repeated_blocks(torch.nn.ModuleList([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)]))
+        assert not is_repeated_blocks(torch.nn.Linear(4, 4))
+        ```
+    """
     return (
         isinstance(module, nn.ModuleList) and len(module) > 1 and len({type(block) for block in module}) == 1
     )
 
 
 def has_repeated_blocks(module: nn.Module) -> bool:
-    """Return whether ``module`` has such a list of repeated blocks, at any depth."""
+    """Return whether ``module`` has such a list of repeated blocks, at any depth.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.utils import has_repeated_blocks
+
+        encoder = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(8, 2), num_layers=2)
+        assert has_repeated_blocks(encoder)
+        ```
+    """
     return any(is_repeated_blocks(part) for part in module.modules())
 
 
@@ -122,6 +142,16 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
     Args:
         module: The model, which stays as it is.
         compile_kwargs: Arguments of ``torch.compile``.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.utils import compile_regions, has_compiled_regions
+
+        model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(8, 2), num_layers=2)
+        compiled = compile_regions(model, backend="eager")
+        assert has_compiled_regions(compiled) and not has_compiled_regions(model)
+        ```
     """
     compiled = _with_compiled_blocks(module, compile_kwargs)
     if not is_compiled_module(compiled):
@@ -151,6 +181,15 @@ def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> nn.Module
     Args:
         module: The model. Without repeated blocks it is compiled as a whole.
         compile_kwargs: Arguments of ``torch.nn.Module.compile``.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.utils import compile_regions_fsdp2
+
+        model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(8, 2), num_layers=2)
+        assert compile_regions_fsdp2(model, backend="eager") is model
+        ```
     """
     if not has_repeated_blocks(module):
         module.compile(**compile_kwargs)
@@ -168,12 +207,31 @@ def compile_regions_deepspeed(module: nn.Module, **compile_kwargs: Any) -> None:
     Args:
         module: The model. Without repeated blocks it is compiled as a whole.
         compile_kwargs: Arguments of ``torch.nn.Module.compile``.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.utils import compile_regions_deepspeed
+
+        model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(8, 2), num_layers=2)
+        compile_regions_deepspeed(model, backend="eager")
+        ```
     """
     compile_regions_fsdp2(module, **compile_kwargs)
 
 
 def has_compiled_regions(module: nn.Module) -> bool:
-    """Return whether a module inside of ``module`` is compiled by itself."""
+    """Return whether a module inside of ``module`` is compiled by itself.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.utils import has_compiled_regions
+
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.compile(torch.nn.Linear(4, 4)))
+        assert has_compiled_regions(model)
+        ```
+    """
     return any(is_compiled_module(part) for part in module.modules() if part is not module)
 
 
@@ -186,6 +244,16 @@ def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -
     Args:
         model: The model, which is the last entry.
         return_fqns: Return pairs (name, module).
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.utils import get_module_children_bottom_up
+
+        model = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(4, 1)))
+        names = [name for name, _ in get_module_children_bottom_up(model, return_fqns=True)]
+        assert names == ["0.0", "0", ""]
+        ```
     """
     found: list[tuple[str, nn.Module]] = []
 
@@ -199,12 +267,34 @@ def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -
 
 
 def model_has_dtensor(model: nn.Module) -> bool:
-    """Return whether a parameter of ``model`` is a ``DTensor``, as those of sharded models are."""
+    """Return whether a parameter of ``model`` is a ``DTensor``, as those of sharded models are.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep import Accelerator
+        from lockstep.utils import model_has_dtensor
+
+        accelerator = Accelerator(parallel="zero=3")
+        model = torch.nn.Linear(4, 1)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        assert model_has_dtensor(model) == (accelerator.num_processes > 1)
+        ```
+    """
     return any(is_dtensor(parameter) for parameter in model.parameters())
 
 
 def get_model_tp_size(model: nn.Module) -> int | None:
-    """Return the number of ranks over which transformers split ``model`` when it loaded it. None: it did not."""
+    """Return the number of ranks over which transformers split ``model`` when it loaded it. None: it did not.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.utils import get_model_tp_size
+
+        assert get_model_tp_size(torch.nn.Linear(4, 1)) is None
+        ```
+    """
     size = getattr(model, "tp_size", None)
     return size if isinstance(size, int) else None
 
@@ -216,6 +306,16 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, torch.Tensor]) -> 
 
     Args:
         state_dict: Name -> tensor of any shape.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.utils import clean_state_dict_for_safetensors
+
+        weight = torch.ones(2, 3)
+        state = clean_state_dict_for_safetensors({"embedding": weight, "head": weight, "other": torch.ones(3, 2).T})
+        assert list(state) == ["embedding", "other"] and state["other"].is_contiguous()
+        ```
     """
     names: dict[tuple[Any, ...], list[str]] = {}
     for name, tensor in state_dict.items():
@@ -236,7 +336,15 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, torch.Tensor]) -> 
 
 
 def convert_bytes(size: float) -> str:
-    """Return a number of bytes as a text such as ``"1.5 KB"``, in powers of 1024. ``size`` is the number."""
+    """Return a number of bytes as a text such as ``"1.5 KB"``, in powers of 1024. ``size`` is the number.
+
+    Examples:
+        ```python
+        from lockstep.utils import convert_bytes
+
+        assert convert_bytes(1536) == "1.5 KB"
+        ```
+    """
     for unit in ("bytes", "KB", "MB", "GB", "TB"):
         if size < 1024.0:
             return f"{round(size, 2)} {unit}"
@@ -245,7 +353,16 @@ def convert_bytes(size: float) -> str:
 
 
 def get_pretty_name(obj: Any) -> str:
-    """Return the name of ``obj`` if it is a class or a function, and otherwise the name of its class."""
+    """Return the name of ``obj`` if it is a class or a function, and otherwise the name of its class.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.utils import get_pretty_name
+
+        assert get_pretty_name(torch.nn.Linear(4, 1)) == "Linear"
+        ```
+    """
     named = obj if hasattr(obj, "__qualname__") or hasattr(obj, "__name__") else type(obj)
     return str(getattr(named, "__qualname__", None) or named.__name__)
 
@@ -256,6 +373,14 @@ def merge_dicts(source: Mapping[str, Any], destination: MutableMapping[str, Any]
     Args:
         source: The mapping whose values are copied.
         destination: The mapping that is changed. Its other values stay.
+
+    Examples:
+        ```python
+        from lockstep.utils import merge_dicts
+
+        merged = merge_dicts({"zero": {"stage": 3}}, {"zero": {"stage": 2, "offload": "cpu"}})
+        assert merged == {"zero": {"stage": 3, "offload": "cpu"}}
+        ```
     """
     for key, value in source.items():
         if isinstance(value, Mapping):
@@ -270,6 +395,15 @@ def recursive_getattr(obj: Any, attr: str) -> Any:
 
     Raises:
         AttributeError: an attribute on the path does not exist.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.utils import recursive_getattr
+
+        model = torch.nn.TransformerEncoderLayer(8, 2)
+        assert recursive_getattr(model, "self_attn.out_proj") is model.self_attn.out_proj
+        ```
     """
     return reduce(getattr, attr.split("."), obj)
 
@@ -282,6 +416,15 @@ def is_port_in_use(port: int | str | None = None) -> bool:
 
     Raises:
         ConfigError: ``port`` is not between 0 and 65535.
+
+    Examples:
+        ```python
+        import socket
+        from lockstep.utils import is_port_in_use
+
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            assert is_port_in_use(server.getsockname()[1])
+        ```
     """
     number = 29500 if port is None else int(port)
     if not 0 <= number < 65536:
@@ -291,7 +434,15 @@ def is_port_in_use(port: int | str | None = None) -> bool:
 
 
 def get_free_port() -> int:
-    """Return the number of a TCP port on which no program of this machine listens now."""
+    """Return the number of a TCP port on which no program of this machine listens now.
+
+    Examples:
+        ```python
+        from lockstep.utils import get_free_port
+
+        assert 0 < get_free_port() < 65536
+        ```
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind(("", 0))
         number: int = probe.getsockname()[1]
@@ -299,7 +450,15 @@ def get_free_port() -> int:
 
 
 def check_os_kernel() -> None:
-    """Log a warning if this is a Linux kernel before 5.5, with which processes can hang."""
+    """Log a warning if this is a Linux kernel before 5.5, with which processes can hang.
+
+    Examples:
+        ```python
+        from lockstep.utils import check_os_kernel
+
+        check_os_kernel()  # logs a warning for an old Linux
+        ```
+    """
     if platform.system() != "Linux":
         return
     release = platform.release()

@@ -23,5 +23,18 @@ def synchronize_rng_state(
     Raises:
         ConfigError: the name is unknown, or this machine does not have the device.
         UsageError: ``rng_type`` is ``"generator"``, but no ``generator`` was passed.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep import Accelerator
+        from lockstep.utils import gather, synchronize_rng_state
+
+        accelerator = Accelerator()
+        torch.manual_seed(accelerator.process_index)
+        synchronize_rng_state("torch")
+        drawn = gather(torch.rand(1))
+        assert (drawn == drawn[0]).all()
+        ```
     """
     synchronize_rng_states([] if rng_type is None else [rng_type], generator)

@@ -18,7 +18,16 @@ __all__ = ["apply_fp8_autowrap", "contextual_fp8_autocast", "convert_model", "ha
 
 
 def has_transformer_engine_layers(model: nn.Module) -> bool:
-    """Return whether ``model`` has layers of NVIDIA's TransformerEngine."""
+    """Return whether ``model`` has layers of NVIDIA's TransformerEngine.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.utils import has_transformer_engine_layers
+
+        assert not has_transformer_engine_layers(torch.nn.Linear(16, 16))
+        ```
+    """
     return any(type(module).__module__.startswith("transformer_engine") for module in model.modules())
 
 
@@ -37,6 +46,16 @@ def convert_model(
 
     Raises:
         ImportError: transformer_engine is not installed.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.utils import convert_model, has_transformer_engine_layers
+
+        model = torch.nn.Sequential(torch.nn.Linear(16, 16))
+        convert_model(model)
+        assert has_transformer_engine_layers(model)
+        ```
     """
     for module in list(model.modules()):
         for name, child in module.named_children():
@@ -90,6 +109,18 @@ def contextual_fp8_autocast(
 
     Raises:
         ImportError: transformer_engine is not installed.
+
+    Examples:
+        ```python
+        from types import MethodType
+        import torch
+        from transformer_engine.common.recipe import DelayedScaling
+        from lockstep.utils import contextual_fp8_autocast, convert_model
+
+        model = torch.nn.Sequential(torch.nn.Linear(16, 16))
+        convert_model(model)
+        model.forward = MethodType(contextual_fp8_autocast(model.forward, DelayedScaling()), model)
+        ```
     """
     from transformer_engine.pytorch import fp8_autocast
 
@@ -112,6 +143,16 @@ def apply_fp8_autowrap(model: nn.Module, fp8_recipe_handler: Any) -> nn.Module:
     Raises:
         ImportError: transformer_engine is not installed.
         ValueError: this GPU cannot scale blocks (MXFP8), or the recipe has options that do not go with it.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.utils import TERecipeKwargs, apply_fp8_autowrap, convert_model
+
+        model = torch.nn.Sequential(torch.nn.Linear(16, 16))
+        convert_model(model)
+        model = apply_fp8_autowrap(model, TERecipeKwargs())
+        ```
     """
     import transformer_engine.common.recipe as recipes
     from transformer_engine.pytorch.fp8 import check_mxfp8_support

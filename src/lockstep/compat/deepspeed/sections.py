@@ -24,6 +24,25 @@ class HfDeepSpeedConfig:
 
     Raises:
         ValueError: it is neither, or the file cannot be read.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.utils import HfDeepSpeedConfig
+
+        offload = {"device": "cpu"}
+        config = HfDeepSpeedConfig(
+            {"zero_optimization": {"stage": 3, "offload_param": offload}, "bf16": {"enabled": True}}
+        )
+        assert config.is_zero3() and not config.is_zero2() and config.is_offload()
+        assert config.dtype() == torch.bfloat16
+        assert config.is_true("bf16.enabled") and not config.is_false("bf16.enabled")
+        assert config.get_value("zero_optimization.stage") == 3
+        assert config.find_config_node("zero_optimization.stage")[1] == "stage"
+        config.del_config_sub_tree("zero_optimization.offload_param")
+        config.set_stage_and_offload()  # after a change
+        assert not config.is_offload()
+        ```
     """
 
     def __init__(self, config_file_or_dict: Any) -> None:
