@@ -115,11 +115,12 @@ class _Recorder(dispatch.TorchDispatchMode):
 
 
 class CommunicationLedger:
-    """A context manager that lists the collectives of this rank inside of the block, in their order, in ``records``.
+    """A context manager that records the collectives of this rank inside of the block, in their order, in
+    ``records``.
 
-    It sees calls of ``torch.distributed``, of this library and of torch's engines that the thread that entered it
-    makes, or that are made on its behalf, and calls of communication hooks. It costs a Python call for each operator.
-    Use it for tests and measurements, not in every step.
+    It records calls of ``torch.distributed``, of this library, of torch's engines and of communication hooks. It
+    records those of the thread that entered the block, and those that torch makes for it in other threads. It costs a
+    Python call for each operator. Use it for tests and measurements, not in every step.
 
     Examples:
         ```python

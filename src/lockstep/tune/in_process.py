@@ -34,14 +34,14 @@ COMMAND = "Run `lockstep tune` on the script instead, which tries each size in p
 
 @dataclass(frozen=True)
 class FoundBatch:
-    """What ``find_batch_size`` has found; equal on all ranks.
+    """The result of ``find_batch_size``. It is equal on all ranks.
 
     Attributes:
-        micro_batch: Rows of a rank's micro-batch: the largest that fits on every rank.
-        accumulation: Micro-batches of a step.
-        quickest: The micro-batch with the most samples a second; ``global_batch`` is the same with it.
-        global_batch: Rows of a step over all ranks.
-        trials: One for each size that was tried or ruled out, ascending.
+        micro_batch: The largest number of rows of a micro-batch that fits on every rank.
+        accumulation: The number of micro-batches in one step, with ``micro_batch``.
+        quickest: The number of rows of a micro-batch with the most samples a second, for the same global batch.
+        global_batch: The number of rows in one step over all ranks.
+        trials: One ``SizeTrial`` for each size that was tried or ruled out, in ascending order.
 
     Examples:
         ```python
