@@ -169,6 +169,8 @@ class FileMethods:
         Raises:
             CheckpointError: the files cannot be written. All ranks raise it.
             ConfigError: ``max_shard_size`` is not a size.
+            UsageError: an entry of the state dict is not a tensor, or has no values; or with
+                ``safe_serialization=False``, the folder has safetensors files of a model. All ranks raise it.
 
         Examples:
             ```python
