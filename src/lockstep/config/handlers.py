@@ -20,7 +20,7 @@ from lockstep.errors import ConfigError
 class KwargsHandler:
     """Base class of the options that ``Accelerator(kwargs_handlers=[...])`` takes.
 
-    Its subclasses have the names, fields and defaults of Accelerate's.
+    Those subclasses that Accelerate also has have the same fields and defaults there.
 
     Examples:
         ```python

@@ -139,7 +139,7 @@ def _any_of(*packages: str) -> Callable[[], bool]:
     which = (
         f"the package {packages[0]}" if len(packages) == 1 else f"one of the packages {', '.join(packages)}"
     )
-    check.__doc__ = f"Return whether {which} is installed. It is not imported."
+    check.__doc__ = f"Return whether {which} is installed."
     return check
 
 
