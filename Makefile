@@ -81,6 +81,8 @@ site: $(VENV)/.test  ## the documentation of this version beside that of others,
 bench: $(VENV)/.benchmark  ## measure against bare torch, Accelerate, Lightning Fabric and DeepSpeed
 	$(BIN)/python benchmarks/step_time.py
 	$(BIN)/python benchmarks/zero_step_time.py
+	$(BIN)/python benchmarks/strategies.py
+	$(BIN)/python benchmarks/compile_blocks.py
 	$(BIN)/python benchmarks/launch_time.py
 
 clean:  ## remove the environment and everything that was built
