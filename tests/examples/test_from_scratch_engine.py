@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import sys
+from mmap import PAGESIZE
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,6 +21,8 @@ from lockstep import Accelerator, BoundedStaleness
 from lockstep.big_modeling import disk_offload
 from lockstep.comm.ledger import CommunicationLedger
 from lockstep.nn import ColumnParallelLinear, MixtureOfExperts, ParallelMLP, VocabParallelEmbedding
+from lockstep.offload.files import pages
+from lockstep.offload.weights.attach import streamer_of
 from lockstep.parallel.context.layout import SequenceLayout
 from lockstep.parallel.context.ring import ring_attention
 from lockstep.parallel.expert.apply import expert_parallel
@@ -29,6 +32,7 @@ from lockstep.plan.schedule import simulate
 from lockstep.plan.schedule_case import action_lists
 from lockstep.testing.pool import WorkerPool
 from lockstep.utils import GradScalerKwargs
+from tests.marks import again
 
 LESSONS = Path(__file__).parents[2] / "examples" / "from_scratch"
 
@@ -103,9 +107,16 @@ def test_the_engine_has_the_numbers_and_the_bytes_of_the_lesson(worker_pool: Wor
 
 
 def test_the_engine_without_a_server_has_the_numbers_of_the_parameter_server(worker_pool: WorkerPool) -> None:
-    (server, _), *_ = worker_pool.run(train_from_scratch, 4, "parameter_server")
-    for weights, _ in worker_pool.run(train_with_engine, 3, "ddp", 1, "sgd"):  # 3 workers
+    workers, model_bytes = 3, 4 * 484
+    (server, sent_by_server), *others = worker_pool.run(train_from_scratch, 1 + workers, "parameter_server")
+    engine = worker_pool.run(train_with_engine, workers, "ddp", 1, "sgd")
+    assert sent_by_server == workers * model_bytes
+    assert [sent for _, sent in others] == [model_bytes] * workers
+    ring = 2 * (workers - 1) / workers * model_bytes
+    for weights, sent in engine:
         assert_close(weights, server)
+        # Beside the gradients, ranks of the engine compare a few numbers, as many for any model.
+        assert ring <= sent <= ring + 300 < sent_by_server
 
 
 def all_reduce_by_both() -> None:
@@ -326,57 +337,94 @@ def test_the_engines_experts_are_those_of_the_lesson(worker_pool: WorkerPool) ->
     worker_pool.run(experts_by_both, 4)
 
 
-def test_the_engines_checkpointing_has_the_gradients_of_the_lesson(worker_pool: WorkerPool) -> None:
-    worker_pool.run(checkpointing_by_both, 1)
-
-
-def checkpointing_by_both() -> None:
+def checkpointing_by_both(parallel: str) -> None:
+    """On one process with the lesson's gradients; on several, with the bytes of each rank's rows."""
     module = lesson("gradient_checkpointing")
     inputs = torch.randn(32, module.WIDTH, generator=torch.Generator().manual_seed(2))
-    expected, _, _ = module.gradients(True, inputs)
-    accelerator = Accelerator(cpu=True, parallel="activation=full")
-    model = accelerator.prepare(module.Model(checkpointing=False))
+    expected, kept_by_lesson, calls = module.gradients("full" in parallel, inputs)
+    accelerator = Accelerator(cpu=True, parallel=parallel)
+    plain = module.Model(checkpointing=False)
+    model, _ = accelerator.prepare(plain, torch.optim.SGD(plain.parameters()))
+    rows = inputs.chunk(accelerator.num_processes)[accelerator.process_index]
     torch.manual_seed(1)
-    accelerator.backward(model(inputs).square().mean())
-    assert_close([parameter.grad for parameter in model.parameters()], expected, within=0)
-    assert sum(block.calls for block in model.blocks) == 2 * module.BLOCKS
+    with module.kept_bytes(model) as kept:
+        outputs = model(rows)
+    accelerator.backward(outputs.square().mean())
+    a_block = 1 if "full" in parallel else 10  # as on the lesson's page
+    assert kept_by_lesson == module.BLOCKS * a_block * inputs.nbytes
+    assert sum(kept.values()) == module.BLOCKS * a_block * rows.nbytes
+    assert sum(block.calls for block in plain.blocks) == calls
+    if accelerator.num_processes == 1:
+        assert_close([parameter.grad for parameter in model.parameters()], expected, within=0)
+
+
+@pytest.mark.parametrize(
+    ("processes", "parallel"),
+    [(1, "activation=none"), (1, "activation=full"), (2, "activation=full"), (2, "zero=3 activation=full")],
+)
+def test_the_engines_checkpointing_has_the_gradients_and_keeps_the_bytes_of_the_lesson(
+    worker_pool: WorkerPool, processes: int, parallel: str
+) -> None:
+    worker_pool.run(checkpointing_by_both, processes, parallel)
+
+
+def kept_in_float16(rows: int) -> int:
+    """What layers of 8, 16, 16 and 4 keep in float16, and the loss in float32: the formula of the lesson's table."""
+    return 2 * (rows * (8 + 16 + 16) + 16 * 16 + 16 * 4) + 4 * 2 * rows * 4
 
 
 def loss_scale_by_engine(
     steps: int, tiny: float, start: float, grow_every: int
-) -> tuple[list[Tensor], float]:
-    """Parameters and the loss scale after training in float16."""
+) -> tuple[list[Tensor], list[tuple[float, bool]], int, float]:
+    """After training in float16: parameters, the scales of the steps and which were skipped, bytes kept and sent."""
     world = lesson("world")
     scaler = GradScalerKwargs(init_scale=start, growth_interval=grow_every)
     accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[scaler])
     rank, size = accelerator.process_index, accelerator.num_processes
     plain = world.small_model()
     model, optimizer = accelerator.prepare(plain, world.sgd(plain.parameters(), lr=0.1 / tiny))
+    scales = []
     for step in range(steps):
         inputs, targets = (world.share(tensor, rank, size) for tensor in world.batch(step))
-        accelerator.backward(tiny * world.mean_loss(model, inputs, targets))
-        optimizer.step()
+        with lesson("gradient_checkpointing").kept_bytes(model) as kept:
+            loss = tiny * world.mean_loss(model, inputs, targets)
+        scale = accelerator.scaler.get_scale()
+        with CommunicationLedger() as ledger:
+            accelerator.backward(loss)
+            optimizer.step()
+        scales.append((scale, accelerator.optimizer_step_was_skipped))
         optimizer.zero_grad()
     trained = [parameter.detach() for parameter in accelerator.unwrap_model(model).parameters()]
-    return trained, accelerator.scaler.get_scale()
+    return trained, scales, sum(kept.values()), ledger.wire_bytes()
 
 
-def loss_scale_from_scratch(steps: int) -> tuple[list[Tensor], float]:
+def loss_scale_from_scratch(steps: int) -> tuple[list[Tensor], list[tuple[float, bool]], int, float]:
     dist.init_process_group("gloo")
-    trained, scale = lesson("loss_scaling").train(steps)
-    return trained, scale.value
+    module, world = lesson("loss_scaling"), lesson("world")
+    with CommunicationLedger() as ledger:
+        trained, scale = module.train(steps)
+    with lesson("gradient_checkpointing").kept_bytes(model := world.small_model()) as kept:
+        module.half_loss(model, *(world.share(tensor, 0, dist.get_world_size()) for tensor in world.batch(0)))
+    return trained, scale.steps, sum(kept.values()), ledger.wire_bytes() / steps
 
 
-def test_the_engines_loss_scale_goes_the_way_of_the_lesson(worker_pool: WorkerPool) -> None:
-    module, steps = lesson("loss_scaling"), 12
+@pytest.mark.parametrize("processes", [2, again(4)])
+def test_the_engines_loss_scale_goes_the_way_of_the_lesson(worker_pool: WorkerPool, processes: int) -> None:
+    module, world, steps = lesson("loss_scaling"), lesson("world"), 16
     scale = module.LossScale()
     # The engine divides gradients by N after backward, the lesson before: its scale is N times the engine's.
-    arguments = (steps, module.TINY, scale.value / 2, scale.grow_every)
-    engine = worker_pool.run(loss_scale_by_engine, 2, *arguments)
-    scratch = worker_pool.run(loss_scale_from_scratch, 2, steps)
-    for (trained, value), (expected, expected_value) in zip(engine, scratch, strict=True):
-        assert value == expected_value / 2
+    arguments = (steps, module.TINY, scale.value / processes, scale.grow_every)
+    engine = worker_pool.run(loss_scale_by_engine, processes, *arguments)
+    scratch = worker_pool.run(loss_scale_from_scratch, processes, steps)
+    formula = 2 * (processes - 1) / processes * 4 * 484
+    for (trained, scales, kept, sent), (expected, expected_scales, kept_by_lesson, sent_by_lesson) in zip(
+        engine, scratch, strict=True
+    ):
+        assert [(processes * value, skipped) for value, skipped in scales] == expected_scales
+        assert {skipped for _, skipped in scales} == {True, False}
         assert_close(trained, expected, within=1e-5)
+        assert kept == kept_by_lesson == kept_in_float16(world.ROWS // processes)
+        assert sent_by_lesson == formula <= sent <= formula + 300
 
 
 def int8_by_both() -> None:
@@ -398,13 +446,48 @@ def test_the_engines_8_bit_gradients_are_those_of_the_lesson(worker_pool: Worker
     worker_pool.run(int8_by_both, 4)
 
 
-def test_the_engines_streamed_model_has_the_outputs_of_the_lesson(tmp_path: Path) -> None:
+def bytes_that_are_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by the size of each range of pages that the system is asked to read from a mapped file."""
+    found, advise = [], pages._advise
+
+    def counting(start: int, nbytes: int, advice: int) -> int:
+        if advice == pages._POPULATE_READ:
+            found.append(nbytes)
+        return advise(start, nbytes, advice)
+
+    monkeypatch.setattr(pages, "_advise", counting)
+    return found
+
+
+def test_the_engines_streamed_model_has_the_outputs_and_reads_the_bytes_of_the_lesson(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     module = lesson("streaming")
     torch.manual_seed(0)
     model = nn.Sequential(*(module.new_block() for _ in range(module.BLOCKS)))
     module.write(model, tmp_path)
-    batch = torch.randn(8, module.WIDTH)
-    (ours,) = module.StreamedModel(tmp_path)([batch])
-    streamed = disk_offload(copy.deepcopy(model), tmp_path / "engine")
+    batches = [torch.randn(8, module.WIDTH) for _ in range(3)]
+    scratch = module.StreamedModel(tmp_path)
+    ours = scratch(batches)
+
+    a_block = module.size_of(model[0].state_dict())
+    room = 2 * (a_block + 2 * PAGESIZE)  # for two blocks, as the lesson has; files are read in whole pages
+    read = bytes_that_are_read(monkeypatch)
+    streamed = disk_offload(copy.deepcopy(model), tmp_path / "engine", memory_budget=room)
+    streamer = streamer_of(streamed)
+    assert streamer is not None
     with torch.no_grad():
-        assert_close([ours, streamed(batch)], [model(batch)] * 2, within=0)
+        theirs = list(streamed(torch.cat(batches)).split(8))
+        streamer.finish()
+        assert_close([*ours, *theirs], [model(batch) for batch in batches] * 2, within=0)
+
+        # Both read the model once for three batches; the engine also the first block of the next forward.
+        assert scratch.reader.read_bytes == module.BLOCKS * a_block
+        assert len(read) == module.BLOCKS + 1
+        # One after another, three batches are three times the model.
+        for batch in batches[1:]:
+            streamed(batch)
+            streamer.finish()
+    assert len(read) == 3 * module.BLOCKS + 1
+    assert all(a_block <= nbytes < a_block + 2 * PAGESIZE for nbytes in read)
+    assert scratch.reader.most_held == 2 and a_block < streamer.counters.peak_bytes <= room
