@@ -72,6 +72,11 @@ def run_here(
     return printed.getvalue()
 
 
+def matches(pattern: str, text: str) -> list[str]:
+    """What the pattern finds in the text, in order; NUMBER in it stands for a number."""
+    return [found.group() for found in re.finditer(pattern.replace("NUMBER", NUMBER), text)]
+
+
 def numbers(pattern: str, text: str) -> list[float]:
     """All values of the pattern's NUMBER in the text, in order."""
     return [float(value) for value in re.findall(pattern.replace("NUMBER", NUMBER), text)]
