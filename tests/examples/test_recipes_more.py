@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from lockstep import Accelerator
 from lockstep.testing.pool import DistributedTestError, WorkerPool
 from tests.examples.oracles import batch_inference, slow_links
 from tests.examples.scripts import EXAMPLES, Run, beside, numbers, run_here
@@ -131,19 +132,74 @@ def test_each_process_has_its_part_of_the_experts_and_the_loads_of_one(run: Run)
 # Going on --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("script", ["gan.py", again("distillation.py"), "ema.py"])
+def tensors_in(folder: Path) -> dict[str, bytes]:
+    """The bytes of the files with tensors."""
+    found = {path.name: path.read_bytes() for path in folder.rglob("*.safetensors")}
+    assert found
+    return found
+
+
+@pytest.mark.parametrize(
+    ("script", "options"),
+    [
+        ("gan.py", ()),
+        again("gan.py", ("--batch-size", 32, "--accumulation", 2, "--parallel", "zero=2")),
+        again("gan.py", ("--batch-size", 32, "--accumulation", 2, "--parallel", "zero=3")),
+        again("distillation.py", ()),
+        again("distillation.py", ("--teacher", "zero=2", "--student", "zero=3")),
+        ("ema.py", ()),
+        again("ema.py", ("--batch-size", 32, "--accumulation", 2, "--parallel", "ddp")),
+        again("lora.py", ("--windows", 325, "--resume")),
+        again("lora.py", ("--windows", 325, "--resume", "--parallel", "ddp")),
+    ],
+)
 def test_a_recipe_goes_on_from_its_checkpoint_as_if_it_had_not_stopped(
-    run: Run, tmp_path: Path, script: str
+    run: Run, tmp_path: Path, script: str, options: tuple[object, ...]
 ) -> None:
-    once = run(2, f"recipes/{script}", "--epochs", 2, "--out", tmp_path / "once")
-    run(2, f"recipes/{script}", "--epochs", 1, "--out", tmp_path / "twice")
-    rest = run(2, f"recipes/{script}", "--epochs", 2, "--out", tmp_path / "twice")
-    assert rest.startswith("epoch 2: ")
+    once = run(2, f"recipes/{script}", "--epochs", 2, "--out", tmp_path / "once", *options)
+    run(2, f"recipes/{script}", "--epochs", 1, "--out", tmp_path / "twice", *options)
+    rest = run(2, f"recipes/{script}", "--epochs", 2, "--out", tmp_path / "twice", *options)
+    assert "epoch 1: " in once and "epoch 1: " not in rest and "epoch 2: " in rest
     found = numbers("(?:loss|weights) NUMBER", rest)
     assert found == numbers("(?:loss|weights) NUMBER", once)[-len(found) :]
     newest = [tmp_path / name / "checkpoints" / "checkpoint_1" for name in ("once", "twice")]
-    tensors = [{p.name: p.read_bytes() for p in folder.rglob("*.safetensors")} for folder in newest]
-    assert tensors[0] == tensors[1] and tensors[0]
+    assert tensors_in(newest[0]) == tensors_in(newest[1])
+
+
+class InterruptedHere(Exception):
+    """A run ends after its first checkpoint."""
+
+
+def interrupted(script: str, words: list[str]) -> None:
+    """Runs a script until it has saved a checkpoint."""
+
+    def save_and_end(accelerator: Accelerator, **how: object) -> None:
+        saved(accelerator, **{**how, "blocking": True})
+        raise InterruptedHere
+
+    saved, Accelerator.save_state = Accelerator.save_state, save_and_end
+    try:
+        with pytest.raises(InterruptedHere):
+            run_here(script, words, True)
+    finally:
+        Accelerator.save_state = saved
+
+
+@pytest.mark.parametrize("processes", [2, again(1), again(4)])
+def test_a_gpt_goes_on_in_the_middle_of_an_epoch_as_if_it_had_not_stopped(
+    run: Run, worker_pool: WorkerPool, tmp_path: Path, processes: int
+) -> None:
+    words = ("--steps", 4, "--save-every", 2, "--validation-windows", 150, "--batch-size", 8)
+    once, twice = (["gpt/train.py", *words, "--out", tmp_path / name] for name in ("once", "twice"))
+    straight = run(processes, *once)
+    worker_pool.run(interrupted, processes, twice[0], list(map(str, twice[1:])), timeout_s=150)
+    rest = run(processes, *twice, "--resume")
+    assert "at step 2" in rest
+    pattern = "validation loss NUMBER nats ="
+    assert numbers(pattern, rest) == numbers(pattern, straight) and numbers(pattern, rest)
+    assert (tmp_path / "once/model.safetensors").read_bytes() == (
+        tmp_path / "twice/model.safetensors"
+    ).read_bytes()
 
 
 def test_an_average_that_two_ranks_saved_in_shards_goes_on_on_one(run: Run, tmp_path: Path) -> None:
