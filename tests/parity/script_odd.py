@@ -28,6 +28,11 @@ if which == "short":
 data = torch.utils.data.TensorDataset(x, torch.arange(len(x)) % 4)
 loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+if which == "saves":
+    accelerator.save_state(sys.argv[2])
+    sys.exit(0)
+if which == "loads":
+    accelerator.load_state(sys.argv[2])
 if which == "two":
     Accelerator().prepare(nn.Linear(8, 4).requires_grad_(False))
 if which == "alone":

@@ -79,7 +79,8 @@ def test_weights_of_slices_of_a_global_batch_agree(check_in_forks: Check) -> Non
     code, said, errors = check_in_forks("--steps", "5", script("weighted"))
     assert code == 0, said + errors
     assert said.startswith("2 ranks with ddp compute what one process computes")
-    assert "4 steps agree" in said  # the fifth batch, of 2 rows, is short
+    assert "4 steps agree" in said
+    assert "Steps end after 4: an epoch ends there with a batch of 1 row for a rank, not 4." in said
 
 
 def test_a_gradient_that_is_doubled_is_named(check_in_forks: Check, tmp_path: Path) -> None:
@@ -117,6 +118,17 @@ def test_a_trace_is_kept_and_compared_with(check_in_forks: Check, tmp_path: Path
         assert f"was recorded with {flag} {asked}, but this check has {flag} 5" in errors
 
 
+def test_a_checkpoint_that_a_script_loads_is_named_and_the_end_of_the_script(tmp_path: Path) -> None:
+    folder = str(tmp_path / "saved")
+    subprocess.run([sys.executable, script("odd"), "saves", folder], check=True, timeout=120)
+    code, said, errors = check("--steps", "8", script("odd"), "loads", folder)
+    assert code == 0, said + errors
+    assert (
+        f"The script loads the checkpoint {folder} before step 1: what is compared goes on from there" in said
+    )
+    assert "The script itself makes no more than 6 steps." in said
+
+
 def test_a_rate_by_the_number_of_processes_is_told(check_in_forks: Check) -> None:
     code, said, errors = check_in_forks("--parallel", "zero=1", script("odd"), "told")
     assert code == 0, said + errors
@@ -130,7 +142,7 @@ def test_a_rate_by_the_number_of_processes_is_told(check_in_forks: Check) -> Non
         pytest.param("raises", "ValueError: there is no data", marks=pytest.mark.exhaustive),
         ("unseeded", "numpy.random.default_rng() without a seed (script_odd.py:22)"),
         pytest.param("time", "It uses time.time() (script_odd.py:25)", marks=pytest.mark.exhaustive),
-        pytest.param("short", "batches that do not go round all ranks", marks=pytest.mark.exhaustive),
+        pytest.param("short", "an epoch ends there with 1 batch for 2 ranks.", marks=pytest.mark.exhaustive),
         ("twice", "then trains again on the same batch"),
         ("two", "The script makes two Accelerators that prepare objects"),
         ("alone", "The ranks take steps of their own (LocalSGD, DiLoCo or BoundedStaleness)"),

@@ -12,6 +12,7 @@ from lockstep.parity.judge.decide import judge, judge_repeat
 from lockstep.parity.judge.facts import RankFacts, RunFacts
 from lockstep.parity.judge.tolerance import tolerance
 from lockstep.parity.judge.verdict import Fault, Mismatch, ParityVerdict
+from lockstep.parity.judge.words import count
 from lockstep.parity.reference import ReferenceRun, keep, kept_in, refuse_other_run
 from lockstep.parity.report.text import sentence_of_repeat
 from lockstep.parity.runs import (
@@ -33,6 +34,9 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 TOLD = "The script computes its {what} from the number of processes: the reference told it of {count} ({by})."
 TOLD_PREPARED = "accelerator.num_processes, and len() of loaders"
 TOLD_WRAPPED = "torch.distributed.get_world_size() and WORLD_SIZE"
+FILLED_UP = (
+    "Several ranks fill such a round up with rows of the epoch's beginning, which one process does not read."
+)
 COMPUTED_FROM_BATCH = {ItemKind.BATCH, ItemKind.OUTPUT, ItemKind.LOSS}
 DRAWN = {ItemKind.BATCH, ItemKind.WEIGHT, ItemKind.OUTPUT, ItemKind.LOSS, ItemKind.RATE}
 
@@ -269,8 +273,8 @@ class ParityCheck:
         request, first = self._request, left.facts[0]
         ranks = tuple(RankFacts(one.rank, one.data_rank, one.coordinates) for one in left.facts)
         notes = dict.fromkeys((*reference.facts.notes, *first.notes, *further))
-        if reference.facts.made < request.steps and reference.facts.ended:
-            notes[f"Steps end after {reference.facts.made}: {reference.facts.ended}."] = None
+        if reference.facts.made < request.steps:
+            notes[_that_ended(reference.facts)] = None
         return RunFacts(
             reference=request.reference or "",
             candidate=first.parallel if first.parallel != "auto" else "ddp",
@@ -313,11 +317,18 @@ def _that_failed(left: Left) -> str:
     return f"The candidate failed on rank {failed.rank}; what it had computed until then was compared. {failed.failed}"
 
 
+def _that_ended(facts: ProcessFacts) -> str:
+    """A note on a reference that made fewer steps than were asked for."""
+    if facts.ended:
+        return f"Steps end after {facts.made}: {facts.ended}. {FILLED_UP}"
+    return f"The script itself makes no more than {count(facts.made, 'step')}."
+
+
 def _without_steps(facts: ProcessFacts, request: Request) -> str:
     if facts.ended:
         return (
-            f"No step could be compared: {facts.ended}. Give the script more data than {facts.data_ranks} batches for "
-            "each epoch, or check with fewer processes."
+            f"No step could be compared: {facts.ended}. {FILLED_UP} Give the script at least {facts.data_ranks} whole "
+            "batches for each epoch, or check with fewer processes."
         )
     script = request.program.words[0]
     seen = "when accelerator.prepare() gets them; of a script that spreads its models itself with --wrapped"

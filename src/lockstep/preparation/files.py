@@ -24,6 +24,7 @@ from lockstep.comm.collectives import Communicator, raise_on_all_ranks
 from lockstep.comm.dtensor import is_dtensor, whole
 from lockstep.config.options import Options
 from lockstep.parallel.parallel_model import unwrap as unwrap_module
+from lockstep.preparation.observers import RunObserver
 from lockstep.runtime.process import Runtime
 from lockstep.runtime.step import StepState
 
@@ -416,6 +417,8 @@ class FileMethods:
         if self._preparation.spikes is not None:
             self._preparation.spikes.loaded(path)
         self.measures.loaded(path, self._window.loaded_steps, time.perf_counter() - began)
+        for observer in RunObserver.registered:
+            observer.checkpoint_loaded(path)
         return path
 
     def _goes_back(self) -> Rollback:

@@ -61,6 +61,9 @@ class RunObserver:
     def optimizer_prepared(self, optimizer: Optimizer) -> None:
         """An optimizer was prepared; this is the user's own."""
 
+    def checkpoint_loaded(self, path: str) -> None:
+        """The script has loaded a checkpoint by ``load_state``; ``path``: its directory, or URL."""
+
     def gathers_for_loss(self) -> None:
         """The script's loss is to depend on the batches of all ranks."""
 

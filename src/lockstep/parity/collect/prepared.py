@@ -40,6 +40,10 @@ NO_DROPOUT = (
     "Dropout was off in both runs: ranks that share a model's layers draw masks of their own under {words}."
 )
 
+LOADED = (
+    "The script loads the checkpoint {path} before step {step}: what is compared goes on from there, and not from the "
+    "script's own first weights."
+)
 
 TWO = "The script makes two Accelerators that prepare objects, and steps are counted of one alone."
 ONE = "Check it with all models prepared by one."
@@ -121,6 +125,9 @@ class PreparedRun(ProcessRun):
         if isinstance(self.place, SequentialRanks):
             self._share_buffers(model, self.place)
         super().model_prepared(model)
+
+    def checkpoint_loaded(self, path: str) -> None:
+        self.note(LOADED.format(path=path, step=self.step))
 
     def gathers_for_loss(self) -> None:
         if self.place.has_all_ranks:

@@ -86,11 +86,8 @@ class ProcessRun(RunCollector):
         if sentence not in self._facts.notes:
             self._facts = replace(self._facts, notes=(*self._facts.notes, sentence))
 
-    def _data_ended(self) -> NoReturn:
-        self._facts = replace(
-            self._facts,
-            ended="an epoch ends there with batches that do not go round all ranks",
-        )
+    def _data_ended(self, how: str) -> NoReturn:
+        self._facts = replace(self._facts, ended=f"an epoch ends there with {how}")
         self.end()
 
     def refuse(self, why: str, instead: str | None = None) -> NoReturn:

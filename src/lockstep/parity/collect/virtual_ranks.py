@@ -14,6 +14,7 @@ from lockstep.data.loader import PreparedLoader
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parity.collect.place import BatchPlace
 from lockstep.parity.collect.rank_buffers import RankBuffers
+from lockstep.parity.judge.words import count
 from lockstep.runtime.seed import rng_state, set_rng_state
 from lockstep.runtime.step import BatchCounts, StepState
 
@@ -28,7 +29,8 @@ class RanksInTurn:
         models: The prepared ones: a list that grows.
         seed: Of the run.
         splits_batches: Loaders give global batches, of which each rank has a slice.
-        data_ended: Called where some ranks would have a batch that others do not have, or a shorter one.
+        data_ended: Called where some ranks would have a batch that others do not have, or a shorter one; gets a few
+            words on what the epoch ends with.
         refuse: Ends the run, with a sentence on why one process cannot stand for several ranks.
     """
 
@@ -37,8 +39,13 @@ class RanksInTurn:
     models: Sequence[ParallelModel]
     seed: int
     splits_batches: bool
-    data_ended: Callable[[], None]
+    data_ended: Callable[[str], None]
     refuse: Callable[[str], None]
+
+
+def batches_for(batches: int, ranks: int) -> str:
+    """What an epoch ends with."""
+    return f"{count(batches, 'batch', 'batches')} for {ranks} ranks"
 
 
 class SequentialRanks(BatchPlace):
@@ -123,9 +130,11 @@ class SequentialRanks(BatchPlace):
         if size is not None and self._turns.splits_batches:
             size //= self.ranks
         is_short = counts is not None and size is not None and counts.rows[0] < size
-        is_last = self._handed % self.ranks == self.ranks - 1
-        if is_short or not (is_last or self._turns.splits_batches):
-            self._turns.data_ended()
+        number = self._handed % self.ranks + 1
+        if counts is not None and is_short:
+            self._turns.data_ended(f"a batch of {count(counts.rows[0], 'row')} for a rank, not {size}")
+        elif number < self.ranks and not self._turns.splits_batches:
+            self._turns.data_ended(batches_for(number, self.ranks))
 
     def _begin(self, number: int, of_all: int) -> None:
         self._turn_to(number % self.ranks)

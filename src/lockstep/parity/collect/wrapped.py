@@ -32,7 +32,7 @@ from lockstep.parity.collect.process import ProcessRun
 from lockstep.parity.collect.rank_buffers import BufferBroadcast, Sharing
 from lockstep.parity.collect.spanning import refuse_synchronised_statistics
 from lockstep.parity.collect.told import tell_of_world
-from lockstep.parity.collect.virtual_ranks import RanksInTurn, VirtualRanks
+from lockstep.parity.collect.virtual_ranks import RanksInTurn, VirtualRanks, batches_for
 from lockstep.parity.collect.watch_sources import SourceWatch
 from lockstep.parity.spec import Role, RunSpec
 from lockstep.runtime.step import StepState
@@ -273,7 +273,7 @@ class WrappedRun(ProcessRun):
             if self.place.has_all_ranks and self._is_training() and length is not None:
                 ranks = self._spec.ranks
                 if number % ranks == 0 and length - number < ranks:
-                    self._data_ended()
+                    self._data_ended(batches_for(length - number, ranks))
             yield batch
 
     def _is_training(self) -> bool:
