@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
@@ -10,6 +11,16 @@ from torch import nn
 from lockstep import Accelerator, LocalSGD
 
 which = sys.argv[1]
+
+
+def first_of(loader: Iterable[object]) -> Iterator[tuple[int, object]]:
+    """Batches with their numbers; of each epoch the first 3 alone, if they are to be left."""
+    for pair in enumerate(loader):
+        yield pair
+        if which == "leaves" and pair[0] == 2:
+            break
+
+
 accelerator = Accelerator(gradient_accumulation_steps=2 if which in ("told", "by_hand") else 1)
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
@@ -28,6 +39,8 @@ if which == "short":
 data = torch.utils.data.TensorDataset(x, torch.arange(len(x)) % 4)
 loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+validation = accelerator.prepare(torch.utils.data.DataLoader(data, batch_size=6))
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)
 if which == "saves":
     accelerator.save_state(sys.argv[2])
     sys.exit(0)
@@ -39,13 +52,23 @@ if which == "alone":
     block = LocalSGD(accelerator, model, local_sgd_steps=2).__enter__()
 if which == "hangs":
     time.sleep(600)
-for number, (rows, classes) in enumerate(loader):
+epochs = 3 if which == "leaves" else 1
+for number, (rows, classes) in (pair for _ in range(epochs) for pair in first_of(loader)):
     if which == "by_hand":
         optimizer.param_groups[0]["lr"] = 0.1 / (1 + number)
     with accelerator.accumulate(model):
         accelerator.backward(nn.functional.cross_entropy(model(rows), classes))
         optimizer.step()
         optimizer.zero_grad()
+    if "validates" in which and number % 3 == 2:
+        if which == "validates":
+            model.eval()
+        with torch.no_grad():
+            for rows, _ in validation:
+                accelerator.gather_for_metrics(model(rows))
+        model.train()
+    if "validates" in which:
+        scheduler.step()
     if which == "twice":
         accelerator.backward(nn.functional.cross_entropy(model(rows), classes))
         optimizer.step()

@@ -129,6 +129,21 @@ def test_a_checkpoint_that_a_script_loads_is_named_and_the_end_of_the_script(tmp
     assert "The script itself makes no more than 6 steps." in said
 
 
+@pytest.mark.parametrize(
+    "which", ["validates", pytest.param("validates_in_training", marks=pytest.mark.exhaustive)]
+)
+def test_a_script_that_validates_after_so_many_batches_agrees(check_in_forks: Check, which: str) -> None:
+    code, said, errors = check_in_forks("--steps", "5", script("odd"), which)
+    assert code == 0, said + errors
+    assert "of 5 steps agree" in said
+
+
+def test_batches_that_each_rank_pads_to_its_own_longest_row_agree(check_in_forks: Check) -> None:
+    code, said, errors = check_in_forks(script("padded"))
+    assert code == 0, said + errors
+    assert "of 3 steps agree" in said
+
+
 def test_a_rate_by_the_number_of_processes_is_told(check_in_forks: Check) -> None:
     code, said, errors = check_in_forks("--parallel", "zero=1", script("odd"), "told")
     assert code == 0, said + errors
@@ -140,11 +155,12 @@ def test_a_rate_by_the_number_of_processes_is_told(check_in_forks: Check) -> Non
     [
         ("no_step", "ended before its first optimizer step"),
         pytest.param("raises", "ValueError: there is no data", marks=pytest.mark.exhaustive),
-        ("unseeded", "numpy.random.default_rng() without a seed (script_odd.py:22)"),
-        pytest.param("time", "It uses time.time() (script_odd.py:25)", marks=pytest.mark.exhaustive),
+        ("unseeded", "numpy.random.default_rng() without a seed (script_odd.py:33)"),
+        pytest.param("time", "It uses time.time() (script_odd.py:36)", marks=pytest.mark.exhaustive),
         pytest.param("short", "an epoch ends there with 1 batch for 2 ranks.", marks=pytest.mark.exhaustive),
         ("twice", "then trains again on the same batch"),
         ("two", "The script makes two Accelerators that prepare objects"),
+        ("leaves", "The script leaves its loop over a loader after 3 batches, before the epoch ends"),
         ("alone", "The ranks take steps of their own (LocalSGD, DiLoCo or BoundedStaleness)"),
         pytest.param("by_hand", "sets its learning rate without a scheduler", marks=pytest.mark.exhaustive),
     ],

@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lockstep.data.loader import PreparedLoader
@@ -112,8 +113,10 @@ class BatchPlace:
         self._seed_for(self._all_handed, -1)  # an epoch may be drawn next, which all ranks draw alike
 
     def _is_trained_on(self) -> bool:
-        """Whether batches that come now are for training, as far as models say."""
-        return not self._models or any(model.module.training for model in self._models)
+        """Whether batches that come now are for training, as far as models and torch say."""
+        return torch.is_grad_enabled() and (
+            not self._models or any(model.module.training for model in self._models)
+        )
 
     def _hand_out(self, batch: object) -> None:
         self._begin(self._handed, self._all_handed)

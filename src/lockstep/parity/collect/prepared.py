@@ -18,6 +18,7 @@ from lockstep.parity.collect.chance import switch_dropout_off
 from lockstep.parity.collect.place import BatchPlace
 from lockstep.parity.collect.plain_calls import step_schedulers_when
 from lockstep.parity.collect.process import ProcessRun
+from lockstep.parity.collect.rank_batches import collate_for_ranks
 from lockstep.parity.collect.rank_buffers import BufferBroadcast, Sharing
 from lockstep.parity.collect.spanning import (
     ALONE,
@@ -114,6 +115,8 @@ class PreparedRun(ProcessRun):
         super().loader_prepared(loader)
         if self._spec.tells_ranks:
             tell_length(loader, self._facts.data_ranks)
+        if self.place.has_all_ranks and self._splits_batches:
+            collate_for_ranks(loader, self._facts.data_ranks)
 
     def model_prepared(self, model: ParallelModel) -> None:
         if not self._facts.drops_out:

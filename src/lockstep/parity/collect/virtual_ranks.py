@@ -13,6 +13,7 @@ from lockstep.comm.tree import map_tensors
 from lockstep.data.loader import PreparedLoader
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parity.collect.place import BatchPlace
+from lockstep.parity.collect.rank_batches import RankBatches
 from lockstep.parity.collect.rank_buffers import RankBuffers
 from lockstep.parity.judge.words import count
 from lockstep.runtime.seed import rng_state, set_rng_state
@@ -43,6 +44,12 @@ class RanksInTurn:
     refuse: Callable[[str], None]
 
 
+LEFT = (
+    "The script leaves its loop over a loader after {batches} batches, before the epoch ends, and begins another. "
+    "One process has the batches of {ranks} ranks in this loop, so that it leaves it earlier than each of them."
+)
+
+
 def batches_for(batches: int, ranks: int) -> str:
     """What an epoch ends with."""
     return f"{count(batches, 'batch', 'batches')} for {ranks} ranks"
@@ -64,6 +71,7 @@ class SequentialRanks(BatchPlace):
         self._state = turns.step
         self._turns = turns
         self._is_in_loop = False
+        self._left = 0  # the number of batches after which the script left its loop
         self.buffers = RankBuffers(turns.ranks)
 
     @property
@@ -95,20 +103,29 @@ class SequentialRanks(BatchPlace):
             yield batch
 
     def batches(self, batches: Iterator[Any]) -> Iterator[Any]:
+        # A script may validate inside of its loop for training.
+        outer, handed, trained = self._is_in_loop, self._all_handed, self._all_trained
         self._handed, self._is_in_loop = self._trained, True
         try:
             for batch in batches:
                 if self._is_trained_on():
+                    if self._left:
+                        self._turns.refuse(LEFT.format(batches=self._left, ranks=self.ranks))
                     self._hand_out(batch)
                 yield batch
+        except GeneratorExit:
+            if self._all_trained > trained:  # it was no look at a first batch
+                self._left = self._all_handed - handed
+            raise
         finally:
-            self._is_in_loop = False
+            self._is_in_loop = outer
         self._seed_for(self._all_handed // self.ranks, -1)
 
     def _parts(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
+            whole, of_ranks = batch if isinstance(batch, RankBatches) else (batch, ())
             if not self._turns.splits_batches or not self._is_trained_on():
-                yield batch
+                yield whole
                 continue
             active, counts = self._state.active, self._state.counts
             for rank in range(self.ranks):
@@ -117,7 +134,7 @@ class SequentialRanks(BatchPlace):
                 ):  # of the whole batch; a short one is not handed out
                     rows = counts.rows[0] // self.ranks
                     active.counts = BatchCounts((rows,), (rows,))
-                yield map_tensors(partial(self._slice, rank), batch)
+                yield of_ranks[rank] if of_ranks else map_tensors(partial(self._slice, rank), whole)
 
     def _slice(self, rank: int, tensor: Tensor) -> Tensor:
         return tensor.chunk(self.ranks)[rank]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import os
 import shutil
@@ -93,7 +94,9 @@ class Trace:
 
     @cached_property
     def _items(self) -> list[TraceItem]:
-        return [item for item in map(TraceItem.of, self._places) if item.is_compared]
+        # A script may end between the batches of two ranks: what it began of another step, no other run makes.
+        made = self.facts.get("made", math.inf)
+        return [item for item in map(TraceItem.of, self._places) if item.is_compared and item.step <= made]
 
     def __contains__(self, item: TraceItem) -> bool:
         return item.key in self._places
