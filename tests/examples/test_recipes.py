@@ -90,6 +90,7 @@ class Recipe:
 
 AGREES = "compute what one process computes"
 SPANNING = "which one process has only one after another"
+TWO = "makes two Accelerators that prepare objects"
 RECIPES = [
     Recipe(
         "../gpt/train.py",
@@ -163,6 +164,7 @@ RECIPES = [
         "gan.py",
         ("--epochs", 2, "--accumulation", 2, "--batch-size", 32),
         partial(gan.losses, epochs=2),
+        check=AGREES,
         bf16=(5e-4, 5e-4),
     ),
     *(
@@ -171,6 +173,7 @@ RECIPES = [
             ("--epochs", 2, "--accumulation", 2, "--batch-size", 32, "--parallel", parallel),
             partial(gan.losses, epochs=2),
             quick=(),
+            check=AGREES,
             bf16=(5e-4, 5e-4),
         )
         for parallel in ("zero=2", "zero=3")
@@ -180,6 +183,7 @@ RECIPES = [
         ("--epochs", 2),
         partial(distillation.losses_and_accuracies, epochs=2),
         "(?:loss|right on) NUMBER",
+        check=TWO,
         bf16=(6e-5, 5e-3),
     ),
     Recipe(
@@ -187,6 +191,7 @@ RECIPES = [
         ("--epochs", 2, "--teacher", "zero=2", "--student", "zero=3"),
         partial(distillation.losses_and_accuracies, epochs=2),
         "(?:loss|right on) NUMBER",
+        check=TWO,
         bf16=(6e-5, 5e-3),
         quick=(),
     ),
@@ -204,6 +209,7 @@ RECIPES = [
         partial(ema.losses, epochs=2),
         "(?:loss|weights) NUMBER",
         quick=(),
+        check=AGREES,
         bf16=(4e-3, 4e-3),
     ),
     Recipe(
