@@ -194,7 +194,7 @@ def _load_model(
 
 def _read(path: Path, **options: Any) -> Any:
     if not path.exists():
-        raise CheckpointError(f"{path} is not there. Name the folder that save_accelerator_state wrote.")
+        raise CheckpointError(f"{path} does not exist. Name the folder that save_accelerator_state wrote.")
     return load(path, **options)
 
 

@@ -68,7 +68,9 @@ def prepare_pippy(
     runtime = process.start()
     mesh = DeviceMeshes(runtime, Parallel(pp=runtime.world_size)).axis("pp")
     if mesh is None:
-        raise UsageError("prepare_pippy spreads a model over processes, but there is one. Start several.")
+        raise UsageError(
+            "prepare_pippy spreads a model over processes, but this run has only one. Start several."
+        )
     model = model.to(runtime.device).eval()
     options = PipelineOptions(
         micro_batches=num_chunks or 0,

@@ -75,7 +75,7 @@ def save_and_load(directory: str, parallel: str | None) -> list[str]:
     accelerator.load_state(directory)
     after = whole(accelerator, model)
     with pytest.raises(
-        UsageError, match=r"named '__metadata__', which safetensors files keep for themselves"
+        UsageError, match=r"named '__metadata__', which safetensors files use for their own data"
     ):
         accelerator.save_model(model, f"{directory}-weights")
     assert not list(Path(f"{directory}-weights").glob("*.safetensors*"))

@@ -196,7 +196,7 @@ def test_a_loader_that_one_rank_refuses_is_refused_by_all(run_distributed):
 
 def test_loaders_of_different_length_are_refused_by_all(run_distributed):
     for text in run_distributed(refused, 2, 6):
-        assert "rank 1 has 8 batches of 8 samples, that of rank 0 has 6 of 6" in text
+        assert "rank 1 has 8 batches of 8 samples, but rank 0 has 6 of 6" in text
 
 
 def own_batches() -> list[Any]:

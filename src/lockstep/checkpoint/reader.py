@@ -260,7 +260,7 @@ def _check_ranks(manifest: Manifest, path: str) -> None:
     rising = all(one < other for one, other in zip(saved.ranks, saved.ranks[1:], strict=False))
     if not rising or saved.ranks[-1] >= saved.world_size or len(saved.ranks) > len(manifest.files):
         raise CheckpointError(
-            f"{path} tells of ranks {str(saved.ranks)[:40]} of {saved.world_size}, which no run can have. Load another "
+            f"{path} was saved by ranks {str(saved.ranks)[:40]} of {saved.world_size}, which cannot be. Load another "
             "checkpoint."
         )
     absent = next((rank for rank in saved.ranks if rank_file(rank) not in manifest.files), None)

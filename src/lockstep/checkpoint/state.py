@@ -76,7 +76,7 @@ def collect(contents: CheckpointContents, rank: int) -> RankState:
         found.common[name] = encode_optimizer(optimizer, names.of(optimizer), found.tensors, name)
         if contents.whole and not found.common[name]["by_name"]:
             raise UsageError(
-                f"{name} is a {type(optimizer).__name__}, whose state does not tell the parameters apart, so that the "
+                f"{name} is a {type(optimizer).__name__}, whose state does not name its parameters, so the "
                 "states of a pipeline's ranks cannot be joined. Use an optimizer with torch's form of state_dict()."
             )
     for name, item in contents.stateful(*COMMON):

@@ -144,7 +144,7 @@ class Writer:
             verify(self.store, self.directory, self.group.share)
         except CheckpointError as error:
             raise CheckpointError(
-                f"Rank {self.group.rank} has read back {self.directory} after it was written, and it is not whole: "
+                f"Rank {self.group.rank} read {self.directory} back after it was written, and it is damaged: "
                 f"{error} Nothing older was removed; save again, elsewhere if this recurs."
             ) from error
 

@@ -142,8 +142,8 @@ def concatenate(data: Sequence[Tree], dim: int = 0) -> Tree:
     parts = [leaves(tree) for tree in data]
     if any(part.keys() != parts[0].keys() for part in parts):
         raise ValueError(
-            f"Only trees of one structure can be concatenated, but their leaves are "
-            f"{' and '.join(str(sorted(part)) for part in parts)}. Make them alike."
+            f"Nested tensors can be concatenated only if all have one structure, but their leaves are "
+            f"{' and '.join(str(sorted(part)) for part in parts)}. Give all the same structure."
         )
 
     def join(path: str, first: object) -> Any:

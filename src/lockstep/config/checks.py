@@ -82,7 +82,7 @@ def check_topology(settings: Mapping[str, Any]) -> None:
             if not settings.get(name):
                 raise ConfigError(
                     f"num_machines is {machines}, so every machine must know where to meet, but {name} is not set. "
-                    f"Set {name} to that of the machine with rank 0, the same on all machines."
+                    f"On all machines, set {name} to the one of the machine with rank 0."
                 )
         if processes is None and not any(settings.get(name) for name in HOST_LISTS):  # they may say slots
             raise ConfigError(

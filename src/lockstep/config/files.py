@@ -198,7 +198,7 @@ def _constant(word: str) -> NoReturn:
 def check_depth(data: object, where: str, depth: int = 0) -> None:
     """Raise ConfigError when mappings and lists are nested too deep, as one that contains itself is."""
     if depth > MAX_DEPTH:
-        raise ConfigError(f"{where}: nested deeper than {MAX_DEPTH}. Give a flat configuration.")
+        raise ConfigError(f"{where}: nested deeper than {MAX_DEPTH} levels. Write a flat configuration.")
     if isinstance(data, Mapping):
         for value in data.values():
             check_depth(value, where, depth + 1)

@@ -156,7 +156,7 @@ def _host(environ: Environ) -> str | None:
         parse_host(address.partition("%")[0])  # after % is the interface of a link-local address
     except ConfigError:
         raise ConfigError(
-            f"MASTER_ADDR={plain(address)} is not a host name or IP address. Set that of the machine with rank 0."
+            f"MASTER_ADDR={plain(address)} is not a host name or IP address. Set it to the machine with rank 0."
         ) from None
     return address
 

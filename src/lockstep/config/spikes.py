@@ -75,7 +75,9 @@ class SpikePolicy(KwargsHandler):
             value = getattr(self, name)
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if value is not None and not (is_number and math.isfinite(value) and value > 0):
-                raise ConfigError(f"{name} is {value!r}, but must be a number above 0. Pass one, or None.")
+                raise ConfigError(
+                    f"{name} is {value!r}, but must be a number above 0. Pass such a number, or None."
+                )
         _check_between("window", self.window, 4, LARGEST_WINDOW)
         _check_between("warmup", self.warmup, 4, self.window)
         _check_between("max_skips", self.max_skips, 0, 2**31)

@@ -136,6 +136,6 @@ def check_lengths(own: Lengths, main: Lengths, rank: int, dispatch: bool) -> Non
     """Raise UsageError where a rank that reads for itself has other data than rank 0."""
     if own != main and not dispatch:
         raise UsageError(
-            f"The loader of rank {rank} has {own[0]} batches of {own[1]} samples, that of rank 0 has {main[0]} of "
+            f"The loader of rank {rank} has {own[0]} batches of {own[1]} samples, but rank 0 has {main[0]} of "
             f"{main[1]}. Give every rank the whole data: prepare() takes each one's part of it."
         )

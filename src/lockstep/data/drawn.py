@@ -268,8 +268,8 @@ class SavedDraws:
         if is_midway and self.seedable != seedable:
             raise CheckpointError(
                 f"The position was saved with use_seedable_sampler={self.seedable}, but this loader has "
-                f"use_seedable_sampler={seedable}, which is another order. Use that of the saved run until the epoch "
-                "is over."
+                f"use_seedable_sampler={seedable}, which gives another order. Use the setting of the saved run until "
+                "the epoch is over."
             )
         if is_midway and reads and self.start is None:
             raise CheckpointError(

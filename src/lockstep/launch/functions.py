@@ -87,7 +87,7 @@ def notebook_launcher(
     )
     if nodes > 1 and (master_addr is None or use_port is None):
         raise ConfigError(
-            f"num_nodes is {nodes} but master_addr or use_port is missing. Give those of node 0."
+            f"num_nodes is {nodes} but master_addr or use_port is missing. Pass the address and the port of node 0."
         )
     environment = {} if precision == "no" else {"LOCKSTEP_MIXED_PRECISION": str(precision)}
     if nproc * nodes == 1:

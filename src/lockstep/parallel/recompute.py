@@ -69,7 +69,7 @@ def recompute(model: nn.Module, mode: Activation, blocks: dict[str, nn.Module]) 
     for name, block in blocks.items():
         if "forward" in vars(block):
             raise UsageError(
-                f"The block '{name}' has a forward of its own that hides the one of its class "
+                f"The block '{name}' has a forward as an attribute, which hides the one of its class "
                 f"{type(block).__name__}, so activation={mode} would not reach it. Change forward in a subclass, "
                 "or set it after prepare()."
             )

@@ -117,8 +117,8 @@ class ParityCheck:
                 )
         if not reference.facts.knows_rows and _has_unknown_rows(verdict):
             raise CouldNotRun(
-                "The script picks the rows of each process itself, so that one process does not know those of the "
-                "others. Let torch's DistributedSampler deal them out: sampler=DistributedSampler(data)."
+                "The script picks the rows of each process itself, so one process does not know the rows of the "
+                "others. Let torch's DistributedSampler pick them: sampler=DistributedSampler(data)."
             )
         if (
             reference.facts.drawn

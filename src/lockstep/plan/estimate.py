@@ -130,7 +130,7 @@ def training_rows(
     """
     if not facts.count:
         raise ConfigError(
-            f"{facts.name} has no parameters, so there is nothing to train or to place. Name another."
+            f"{facts.name} has no parameters, so there is nothing to train or to place. Name another model."
         )
     state_bytes(facts.count, 1, Parallel(), precisions[0], optimizer, facts.trainable)  # wrong for every row
     return [

@@ -105,7 +105,7 @@ def check_trained(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> N
         shapes = ", ".join(str(tuple(p.shape)) for p in strangers[:3])
         raise UsageError(
             f"{type(optimizer).__name__} holds {len(strangers)} parameters (shapes {shapes}"
-            f"{', ...' if len(strangers) > 3 else ''}) of no prepared model: their gradients are not averaged, so "
+            f"{', ...' if len(strangers) > 3 else ''}) of no prepared model. Their gradients are not averaged, so "
             "the ranks would drift apart. Pass their model to accelerator.prepare(), and make the optimizer from "
             "that model's parameters."
         )

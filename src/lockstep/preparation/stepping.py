@@ -163,7 +163,7 @@ class DrawsAlike:
         if len(set(digests)) > 1:
             raise UsageError(
                 f"{type(optimizer).__name__} ({place_of(optimizer)}) draws random numbers in its step, and the ranks' "
-                "generators differ, so that their copies of the model would part. Seed all ranks alike before the "
+                "generators differ, so their copies of the model would drift apart. Seed all ranks alike before the "
                 "step, as set_seed(seed) does, or draw from a torch.Generator of the optimizer's own."
             )
 

@@ -520,8 +520,8 @@ class TrainingMethods:
         if not getattr(config, "sp_enabled", False) or self._preparation.is_dealt_out(dataloader):
             return dataloader
         raise ConfigError(
-            "The loader was prepared apart from the model, but with sp_size scripts that do so, such as Trainer, count "
-            "its batches once for each rank. Pass both to one prepare, or use cp_size."
+            "The loader was not prepared in the same call as the model. With sp_size, scripts that do so, such as "
+            "Trainer, count its batches once for each rank. Pass both to one prepare, or use cp_size."
         )
 
     def maybe_context_parallel(

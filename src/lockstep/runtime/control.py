@@ -473,7 +473,8 @@ class RunState(PartialState):
             return self.deepspeed_plugin
         if name not in self._plugins:
             raise ArgumentError(
-                f"There is no DeepSpeed plugin named {name!r}, but {', '.join(self._plugins)}. Use one of these names."
+                f"There is no DeepSpeed plugin named {name!r}. The plugins are {', '.join(self._plugins)}. Use one of "
+                "these names."
             )
         return self._plugins[name]
 

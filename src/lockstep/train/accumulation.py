@@ -148,7 +148,7 @@ class Accumulation:
         if weighted and self._step.window_length > 1 and self._step.backward_calls > 1 and not last:
             raise UsageError(
                 "backward was called twice with a weight in one micro-batch of an accumulation window. Each loss has a "
-                "mean of its own, and their gradients cannot be told apart afterwards. Add the losses up and call "
+                "mean of its own, and their gradients cannot be separated afterwards. Add up the losses and call "
                 "backward once, or accumulate several losses without weights."
             )
         if self._window_is_weighted not in (None, weighted):

@@ -73,7 +73,7 @@ class PreparedOptimizer(Optimizer):
     ) -> None:
         if clip_norm is not None and not clip_norm > 0:
             raise ConfigError(
-                f"gradient_clipping is {clip_norm}, but a norm to clip at is above 0. Set one, or None for no clipping."
+                f"gradient_clipping is {clip_norm}, but must be above 0. Set such a norm, or None for no clipping."
             )
         # Optimizer.__init__ is not called: there is one set of groups and state, the user's.
         self.optimizer = optimizer

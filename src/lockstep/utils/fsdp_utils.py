@@ -324,7 +324,7 @@ class _Files:
         if shards is None:
             if not self._whole.is_file():
                 raise CheckpointError(
-                    f"{self._whole} is not there. Name the directory that save_fsdp_{self.key} wrote."
+                    f"There is no file or folder {self._whole}. Name the directory that save_fsdp_{self.key} wrote."
                 )
             state: dict[str, Any] = torch.load(self._whole, map_location="cpu", weights_only=True)
             return state

@@ -102,7 +102,9 @@ def test_names_are_those_that_were_given() -> None:
     run = Accelerator(cpu=True, deepspeed_plugins=several)
     run.state.select_deepspeed_plugin("plugin_1")
     assert run.deepspeed_plugin is several[1] and run.parallel.zero == 3
-    with pytest.raises(ValueError, match=r"no DeepSpeed plugin named 'teacher', but plugin_0, plugin_1"):
+    with pytest.raises(
+        ValueError, match=r"no DeepSpeed plugin named 'teacher'. The plugins are plugin_0, plugin_1"
+    ):
         run.state.select_deepspeed_plugin("teacher")
     assert Accelerator(cpu=True).state.deepspeed_plugins == run.state.deepspeed_plugins
     with pytest.raises(ValueError, match=r"'first' was to be selected, but this Accelerator has none"):

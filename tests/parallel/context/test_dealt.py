@@ -114,7 +114,7 @@ def test_a_loop_over_chunks_trains_as_one_process_does(
 def apart() -> None:
     run = Accelerator(cpu=True, parallelism_config=ParallelismConfig(sp_size=2))
     model, loader = run.prepare(make_llama(1)), run.prepare(DataLoader(rows(0), batch_size=BATCH))
-    with pytest.raises(ConfigError, match=r"prepared apart from the model, but with sp_size"):
+    with pytest.raises(ConfigError, match=r"not prepared in the same call as the model. With sp_size"):
         run.deepspeed_ulysses_dl_adapter(loader, model)
     plain = DataLoader(torch.arange(8), batch_size=2)
     *_, plain = run.prepare(make_llama(1), plain)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 UNDER_CP: dict[str, tuple[str, ...]] = {
-    "has a forward of its own that hides": ("structure: a block's forward around the one before",),
+    "has a forward as an attribute, which hides": ("structure: a block's forward around the one before",),
     "along dim 1, the sequence": (
         "state: running mean",
         "layer: mean over positions",
@@ -174,7 +174,7 @@ UNDER_CP: dict[str, tuple[str, ...]] = {
         "structure: scaled by depth",
         "structure: blocks without a sum",
     ),
-    "form one chain": ("structure: half as long",),
+    "run one after the other": ("structure: half as long",),
     "Call the blocks in their order": ("structure: blocks in reverse",),
     "was given without any": ("structure: attributes",),
 }

@@ -73,7 +73,7 @@ class CapsuleFacts:
             found: dict[str, Any] = json.loads((folder / FACTS).read_text("utf-8"))
             if found.pop("format") != FORMAT:
                 raise ConfigError(
-                    f"{folder} is a capsule of another version of Lockstep. Replay it with that one."
+                    f"{folder} is a capsule of another version of Lockstep. Replay it with that version."
                 )
             history = {kind: (float(one[0]), float(one[1])) for kind, one in found.pop("history").items()}
             return cls(**{**found, "history": history, "data_ranks": tuple(found["data_ranks"])})

@@ -88,7 +88,7 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         return _decode_tagged(value[_TAG], value, tensors)
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
         raise CheckpointError(
-            f"The checkpoint holds {str(value)[:80]}, which stands for nothing ({type(error).__name__}: {error}). "
+            f"The checkpoint holds {str(value)[:80]}, which is not a value ({type(error).__name__}: {error}). "
             "Load another checkpoint."
         ) from error
 

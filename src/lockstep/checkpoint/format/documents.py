@@ -93,13 +93,13 @@ def canonical(document: object) -> bytes:
     text = json.dumps(document, separators=(",", ":"), allow_nan=False)
     if _values(text) > MOST_JSON_VALUES:
         raise UsageError(
-            f"What a state holds beside its tensors is {_values(text)} values, but a checkpoint holds at most "
-            f"{MOST_JSON_VALUES}. Let state_dict() return tensors in place of long lists."
+            f"A state has {_values(text)} values beside its tensors, but a checkpoint holds at most "
+            f"{MOST_JSON_VALUES} of them. Let state_dict() return tensors in place of long lists."
         )
     if len(text) >= LARGEST_JSON_BYTES:
         raise UsageError(
-            f"What a state holds beside its tensors is {len(text)} bytes of JSON, but a checkpoint holds fewer than "
-            f"{LARGEST_JSON_BYTES}. Let state_dict() return tensors in place of long lists."
+            f"A state has {len(text)} bytes of JSON beside its tensors, but a checkpoint holds fewer than "
+            f"{LARGEST_JSON_BYTES} of them. Let state_dict() return tensors in place of long lists."
         )
     return text.encode("ascii") + b"\n"
 
@@ -249,7 +249,9 @@ class Manifest(BaseModel):
                 f"{path} is damaged: its BLAKE3 digest is another. Load another checkpoint."
             )
         if canonical({"blake3": document["blake3"], "manifest": body}) != content:
-            raise CheckpointError(f"{path} is damaged: it was written otherwise. Load another checkpoint.")
+            raise CheckpointError(
+                f"{path} is damaged: it is not in the form in which it was written. Load another checkpoint."
+            )
         if type(body.get("version")) is not int or body["version"] != VERSION:
             raise CheckpointError(
                 f"{path} is of format version {body.get('version')}, but this is version {VERSION}. "

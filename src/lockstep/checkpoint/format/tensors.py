@@ -243,7 +243,7 @@ def check_key(name: str) -> None:
     if name == METADATA or not _is_unicode(name):
         raise UsageError(
             f"A tensor is named {name[:80]!r}, which safetensors files "
-            f"{'keep for themselves' if name == METADATA else 'cannot hold, as it is no text in Unicode'}. Give the "
+            f"{'use for their own data' if name == METADATA else 'cannot hold, because it is not Unicode'}. Give the "
             "parameter or buffer another name."
         )
 

@@ -107,7 +107,7 @@ class LocalStore:
     def files(self, root: str) -> dict[str, int | None]:
         if os.path.islink(root):
             raise CheckpointError(
-                f"{root} is a link, but a checkpoint holds plain files. Replace it by what it stands for."
+                f"{root} is a link, but a checkpoint holds plain files. Replace it by a copy of its target."
             )
         found: dict[str, int | None] = {}
         pending = [""]
@@ -220,13 +220,13 @@ def _opened(path: str) -> io.FileIO:
     """A plain file, open for reading. Raises CheckpointError for anything else, for which opening could wait."""
     if stat.S_ISLNK(os.lstat(path).st_mode):
         raise CheckpointError(
-            f"{path} is a link, but a checkpoint holds plain files. Replace it by what it stands for."
+            f"{path} is a link, but a checkpoint holds plain files. Replace it by a copy of its target."
         )
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         raise CheckpointError(
-            f"{path} is no plain file, as those of a checkpoint are. Replace it by what it stands for."
+            f"{path} is no plain file, but a checkpoint holds plain files. Replace it by a copy of its content."
         )
     return io.FileIO(handle, "rb")
 

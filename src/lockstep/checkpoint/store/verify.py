@@ -120,8 +120,8 @@ def check_names(store: Store, root: str, manifest: Manifest) -> None:
     for name, entry in sorted(manifest.files.items()):
         if found[name] is None:
             raise CheckpointError(
-                f"{root}/{name} is a link or a special file, but a checkpoint holds plain files. Replace it by what it "
-                "stands for."
+                f"{root}/{name} is a link or a special file, but a checkpoint holds plain files. Replace it by a copy "
+                "of its target, or remove it."
             )
         if found[name] != entry.size:
             raise CheckpointError(

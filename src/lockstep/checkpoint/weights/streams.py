@@ -73,7 +73,7 @@ def write_tensor_file(
         record = store.write(path, content())
         if verified and record_of(store.blocks(path)) != record:
             raise CheckpointError(
-                f"{path} reads otherwise than it was written. Save to another disk; weights that were there before "
+                f"{path} has other bytes than were written to it. Save to another disk; weights that were there before "
                 "are untouched."
             )
     except LockstepError:

@@ -102,7 +102,7 @@ def _of_installed_tests(fullname: str) -> ModuleSpec:
     folder = _installed()
     if folder is None:
         raise ModuleNotFoundError(
-            f"{fullname} is Accelerate's own, and Accelerate is not installed. Install it beside Lockstep.",
+            f"{fullname} is a module of Accelerate, and Accelerate is not installed. Install it beside Lockstep.",
             name=fullname,
         )
     place = folder.joinpath(*fullname.split(".")[1:])

@@ -95,7 +95,9 @@ def read_foreign(src: str | os.PathLike[str], skip: Iterable[str] = ()) -> Impor
 def _pickled_file(source: CheckpointSource) -> str:
     name = source.path.name
     if name.endswith(".safetensors"):
-        raise CheckpointError(f"{source.path} is a safetensors file already. There is nothing to convert.")
+        raise CheckpointError(
+            f"{source.path} is a safetensors file already. Load it as it is, without converting."
+        )
     if not name.endswith(SUFFIXES):
         raise CheckpointError(
             f"{source.path} has none of the endings {', '.join(SUFFIXES)} of pickled checkpoints. Rename it if it is "

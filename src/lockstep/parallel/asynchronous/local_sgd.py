@@ -190,7 +190,7 @@ class LocalRounds(TrainingBlock):
         if state["world_size"] != self._communicator.world_size:
             raise CheckpointError(
                 f"{self._name} was saved {state['in_round']} steps into a round by {state['world_size']} ranks, each "
-                f"with parameters of its own, but here are {self._communicator.world_size}. Start as many, or save "
+                f"with parameters of its own, but this run has {self._communicator.world_size}. Start as many, or save "
                 "when ranks_agree."
             )
         self._check_tensors(state["parameters"], self._trained)

@@ -165,7 +165,7 @@ class BoundedStaleness(TrainingBlock):
         check_count(self._name, "staleness", self.staleness, least=0)
         if self._max_norm is not None and not self._max_norm > 0:
             raise ConfigError(
-                f"BoundedStaleness got max_norm={self._max_norm}, but a norm to clip at is above 0. Set one, or None."
+                f"BoundedStaleness got max_norm={self._max_norm}, but it must be above 0, or None."
             )
         check_replicas(self._name, self._trainer, self.model)
         _check_optimizer(self._optimizer, self.model)

@@ -92,8 +92,8 @@ def _around(model: nn.Module, name: str) -> str:
 def _check_block(name: str, block: nn.Module, size: int, has_another: bool) -> None:
     if "forward" in vars(block):
         raise UsageError(
-            f"The block '{name}' has a forward of its own that hides the one of its class {type(block).__name__}, so "
-            f"cp={size} would not reach it. Change forward in a subclass, or set it after prepare()."
+            f"The block '{name}' has a forward as an attribute, which hides that of its class {type(block).__name__}. "
+            f"So cp={size} would not reach it. Change forward in a subclass, or set it after prepare()."
         )
     for inner, module in block.named_modules():
         full = joined_name(name, inner)

@@ -304,7 +304,7 @@ def _enter(region: ContextRegion, block: str, hidden: Tensor, named: dict[str, o
             )
         raise UsageError(
             f"Block '{block}' got {length} positions, but after '{region.chain.first}' each rank has "
-            f"{region.local_length}. Blocks must keep the length, and form one chain: name those of one chain with "
+            f"{region.local_length}. Blocks must keep the length, and run one after the other: name such blocks with "
             "blocks=..."
         )
     if not repeated and block == chain.first:

@@ -107,7 +107,7 @@ def _check_buffers(
         lengths.append(buffer.shape[dim])
     if len(set(lengths)) > 1:
         raise UsageError(
-            f"The buffers have sequences of {lengths} positions. Split those of one length together."
+            f"The buffers have sequences of {lengths} positions. Pass only buffers of one length in one call."
         )
     for length in lengths[:1]:
         region.layout.check(length)

@@ -133,6 +133,6 @@ def begin_at(split: Sequence[str], blocks: Sequence[str], stages: int) -> list[i
     if any(first >= second for first, second in pairwise(starts)):
         raise UsageError(
             f"split={','.join(split)} is not in the order of the model, or begins a stage with its first block "
-            f"'{blocks[0]}'. Name blocks behind the first, in their order."
+            f"'{blocks[0]}'. Name blocks after the first one, in the order of the model."
         )
     return starts

@@ -60,8 +60,8 @@ def said(given: tuple[str, ...], names: Mapping[str, str], call: Call) -> BatchD
             found[path] = None if dim == "none" else int(dim)
             if dim != "none" and int(dim) >= tensors[path].ndim:
                 raise UsageError(
-                    f"batch_dims says {entry}, but '{names[path]}' has shape {tuple(tensors[path].shape)}. Name a "
-                    "dimension that it has, or none."
+                    f"batch_dims has {entry}, but '{names[path]}' has shape {tuple(tensors[path].shape)}. Name a "
+                    "dimension of this tensor, or write none."
                 )
     return found
 

@@ -156,7 +156,7 @@ def check_plan(model: nn.Module, plan: TensorPlan, ranks: int) -> None:
         check_fits(name, module, style, plan.source or "tp_plan")
         if "forward" in vars(module) and style not in ("replicate", "sequence_parallel"):
             raise UsageError(
-                f"'{name}' has a forward of its own that hides the one of its class {type(module).__name__}, so that "
+                f"'{name}' has a forward as an attribute, which hides the one of its class {type(module).__name__}, so "
                 "it cannot be split. Change forward in a subclass, or leave it out of tp_plan."
             )
         if style in (*COLUMN_STYLES, *ROW_STYLES):

@@ -103,8 +103,8 @@ def check_blocks(model: nn.Module, blocks: Mapping[str, nn.Module], plan: Tensor
     for block_name, block in blocks.items():
         if block_name in attention:
             raise UsageError(
-                f"sequence_parallel gathers the sequence where an attention module is entered, and '{block_name}' is "
-                "both block and attention. Put the attention into a module of its own, or turn it off."
+                f"sequence_parallel gathers the sequence at the input of an attention module, but '{block_name}' is "
+                "both block and attention. Put the attention into a module of its own, or turn sequence_parallel off."
             )
         for inner_name, module in block.named_modules():
             name = joined_name(block_name, inner_name)

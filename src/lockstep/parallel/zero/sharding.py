@@ -167,8 +167,8 @@ class Sharding:
         """
         if self._is_broken:
             raise UsageError(
-                "A forward or backward of this sharded model raised an exception before, after which torch 2.13 or "
-                f"newer goes on, but this is {torch.__version__}. Build and prepare the model again, or use "
+                "A forward or backward of this sharded model raised an exception before. Only torch 2.13 or newer can "
+                f"go on after that, but this is {torch.__version__}. Build and prepare the model again, or use "
                 "parallel='ddp'."
             )
         if torch.is_grad_enabled():
