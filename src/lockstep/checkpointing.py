@@ -171,7 +171,7 @@ def load_accelerator_state(
         scaler.load_state_dict(_read(folder / SCALER_NAME))
     states = folder / f"{RNG_STATE_NAME}_{process_index}.pkl"
     if not states.exists():
-        logger.warning("%s is not there: random numbers go on as they are.", states)
+        logger.warning("%s does not exist, so the states of random number generators are not loaded.", states)
         return {}
     found = _read(states)
     _set_random_states(found)

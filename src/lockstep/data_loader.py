@@ -86,7 +86,8 @@ class BatchSamplerShard(BatchSampler):
         if split_batches and self.batch_size is None:
             raise ConfigError(
                 f"split_batches=True cuts each batch into {num_processes} equal slices, but "
-                f"{type(batch_sampler).__name__} has no batch_size. Give it one, or use split_batches=False."
+                f"{type(batch_sampler).__name__} has no batch_size. Give it the attribute batch_size, or use "
+                "split_batches=False."
             )
         self._plan()
 
@@ -148,8 +149,8 @@ class IterableDatasetShard(IterableDataset[Any]):
     ) -> None:
         if split_batches and batch_size > 1 and batch_size % num_processes:
             raise ConfigError(
-                f"split_batches=True cuts batches of {batch_size} into {num_processes} equal slices, which is not "
-                f"possible. Use a multiple of {num_processes}."
+                f"split_batches=True cuts batches of {batch_size} into {num_processes} equal slices, but "
+                f"{batch_size} is not a multiple of {num_processes}. Use a multiple of {num_processes}."
             )
         self.dataset = dataset
         self.batch_size = batch_size

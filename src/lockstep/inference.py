@@ -216,7 +216,9 @@ def pippy_forward(
     elif runtime.is_main:
         rows = find_pippy_batch_size(args, kwargs)
         if rows is None:
-            raise ConfigError("None of the arguments has rows to cut into chunks. Pass a tensor.")
+            raise ConfigError(
+                "None of the arguments is a tensor, so there are no rows to cut into chunks. Pass a tensor."
+            )
         if rows % num_chunks:
             args = pad_input_tensors(args, rows, num_chunks)
             kwargs = pad_input_tensors(kwargs, rows, num_chunks)

@@ -87,7 +87,9 @@ class ParallelismConfig:
         self.sp_backend = self.sp_backend or environ.get("PARALLELISM_CONFIG_SP_BACKEND") or "deepspeed"
         for name, known in (("cp_backend", "torch"), ("sp_backend", "deepspeed")):
             if getattr(self, name) != known:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}, but must be {known!r}. Leave it out.")
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)!r}, but must be {known!r}. Leave it out to use that."
+                )
         if self.tp_size > 1 and self.tp_handler is None:  # type: ignore[operator]
             self.tp_handler = TorchTensorParallelConfig()
         if self.cp_size > 1 and self.cp_handler is None:  # type: ignore[operator]
@@ -96,7 +98,8 @@ class ParallelismConfig:
             self.sp_handler = DeepSpeedSequenceParallelConfig()
         if self.cp_enabled and self.sp_enabled:
             raise ConfigError(
-                f"cp_size={self.cp_size} and sp_size={self.sp_size} both split the sequence. Set one of them to 1."
+                f"cp_size={self.cp_size} and sp_size={self.sp_size} both split the sequence, but only one can. "
+                "Set one of them to 1."
             )
 
     def to_json(self) -> dict[str, Any]:

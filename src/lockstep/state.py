@@ -106,8 +106,8 @@ class AcceleratorState(RunState, metaclass=_OfRuns):
         state = latest.state
         if mixed_precision is not None and mixed_precision != state.mixed_precision:
             raise ArgumentError(
-                f"AcceleratorState(mixed_precision={mixed_precision!r}) was asked for, but the Accelerator computes "
-                f"with {state.mixed_precision!r}. Pass it to Accelerator, or leave it out here."
+                f"AcceleratorState(mixed_precision={mixed_precision!r}) was requested, but the Accelerator was "
+                f"made with {state.mixed_precision!r}. Pass mixed_precision to Accelerator, or leave it out here."
             )
         self.__dict__.update(vars(state))
 

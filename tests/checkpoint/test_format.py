@@ -262,7 +262,7 @@ def test_an_index_survives() -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"[]", "holds no tensors by name"),
+        (b"[]", "its tensors are not a dict of names"),
         (index_of(piece(offsets=(1, 0))), "lies outside"),
         (index_of(piece(shape=(2, 4))), "lies outside"),
         (index_of(piece(offsets=(0,), shape=(6,))), "lies outside"),

@@ -521,7 +521,7 @@ def test_an_upload_and_a_download_hold_some_megabytes_at_a_time(
         (Path("s3://bucket/state"), "pathlib"),
         ("zip://x::memory://y.zip", "'zip' before '::'"),
         ("memory://x?key=secret", "query"),
-        ("ftp://***@host/x", "shown without its credentials"),
+        ("ftp://***@host/x", "as messages show it, without its credentials"),
         ("ftp://user:pa/secret@host/x", "%2F"),
     ],
 )

@@ -270,7 +270,7 @@ def test_a_number_that_is_none_is_refused(iteration: Any) -> None:
 
 def differing_saves(folder: str) -> None:
     accelerator = Accelerator(cpu=True)
-    with pytest.raises(UsageError, match="ranks differ in blocking"):
+    with pytest.raises(UsageError, match="ranks called save_state with different values of blocking"):
         accelerator.save_state(folder, blocking=accelerator.is_main_process)
     if not accelerator.is_main_process:
         accelerator.register_for_checkpointing(torch.optim.SGD([torch.zeros(1)], 0.1))

@@ -76,7 +76,10 @@ KINDS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a link to a file of the system": (a_link("/proc/self/mem"), "a file that the system makes"),
     "a link to nothing": (a_link("nothing"), "No such file|is missing|cannot be read"),
 }
-AS_SHARD = {**KINDS, "a link out of the folder": (a_link("/etc/passwd"), "is a link out of its folder")}
+AS_SHARD = {
+    **KINDS,
+    "a link out of the folder": (a_link("/etc/passwd"), "is a link to .*, outside its folder"),
+}
 
 
 def merged(folder: Path) -> None:
@@ -153,7 +156,7 @@ def test_an_offload_folder_with_pipes_is_refused(tmp_path: Path) -> None:
             regions_of(entries, str(tmp_path))
     (tmp_path / "c.dat").write_bytes(bytes(8))
     for shape in ([-2], [2.0], "2", None, [2**70], [[2]]):
-        with pytest.raises(LockstepError, match="does not have 'c' as its index says"):
+        with pytest.raises(LockstepError, match="does not have 'c', which is in its index"):
             regions_of({"c": {**entry, "shape": shape}}, str(tmp_path))
 
 

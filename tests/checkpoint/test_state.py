@@ -223,7 +223,7 @@ def hooked(directory: str) -> list[Any]:
     try:
         accelerator.load_state(directory)
     except CheckpointError as error:
-        seen.append("a hook took the weights of model 1 out" in str(error))
+        seen.append("a hook removed the weights of model 1" in str(error))
     accelerator.save_state(directory)
     accelerator.wait_for_everyone()
     seen.append(sorted(saved_files.tensors(directory)))

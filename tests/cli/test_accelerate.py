@@ -272,7 +272,7 @@ def test_models_that_cannot_be_counted_are_refused(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    check_refused(capsys, ["estimate-memory", "no-such/model"], "is no file, no folder and no module:Class")
+    check_refused(capsys, ["estimate-memory", "no-such/model"], "is not a file, a folder or module:Class")
     check_refused(
         capsys, ["estimate-memory", "x", "--trust_remote_code"], "--trust-remote-code asks to run code"
     )

@@ -302,7 +302,7 @@ def test_import_pickle_prints_what_each_part_became_and_writes_a_checkpoint(
     assert place == str(tmp_path / "new")
     assert torch.equal(state.models[0]["weight"], torch.ones(2, 3))
     assert "1 tensors (1 float32), 24 bytes" in out
-    assert "notes.pt: left out, as skip says" in out
+    assert "notes.pt: left out, because skip names it" in out
     assert f"Wrote {tmp_path}/new: weights, as save_model writes them." in out
     code, _, err = call(capsys, "import-pickle", tmp_path / "none", tmp_path / "new")
     assert code == 2

@@ -149,7 +149,7 @@ def test_activations_are_counted_when_a_batch_is_given(
         (["MODEL", "--args", '{"wdith": 3}'], "unexpected keyword argument 'wdith'"),
         (["MODEL", "--args", '{"width": 100000000}'], "is not an integer from 1 to 1000000000000000"),
         (["MODEL", "--batch", "2"], "Give both"),
-        (["MODEL", "--cpu", "--host-memory", "1GB"], "Give it as --memory"),
+        (["MODEL", "--cpu", "--host-memory", "1GB"], "as --memory"),
         (["FAILS"], "Trouble: xxx"),
     ],
 )

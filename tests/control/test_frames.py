@@ -97,7 +97,7 @@ def test_frames_that_are_repeated_reordered_left_out_or_sent_back_are_refused() 
 
 
 def test_an_oversize_frame_is_refused_before_its_payload_is_there() -> None:
-    with pytest.raises(ControlError, match=r"1048577 bytes was announced, more than 1048576"):
+    with pytest.raises(ControlError, match=r"announced a message of 1048577 bytes, more than 1048576"):
         list(reader().messages(struct.pack(">I", 2**20 + 1) + bytes(32)))
     largest = {"a": "x" * (2**20 - len('{"a":""}'))}
     assert list(reader().messages(frame(KEY, 0, encode(largest)))) == [largest]

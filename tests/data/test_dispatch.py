@@ -191,7 +191,10 @@ def refused(samples_of_main: int, drop_last: bool = False) -> str:
 
 def test_a_loader_that_one_rank_refuses_is_refused_by_all(run_distributed):
     for text in run_distributed(refused, 2, 1, True):
-        assert "drop_last=True 1 batches make no full round for 2 processes" in text
+        assert (
+            "drop_last=True the loader has 1 full batches, which is less than one for each of 2 processes"
+            in text
+        )
 
 
 def test_loaders_of_different_length_are_refused_by_all(run_distributed):

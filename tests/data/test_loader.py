@@ -236,7 +236,10 @@ def test_an_empty_loader_is_refused():
         prepare(DataLoader(Numbers(0), batch_size=2))
     with pytest.raises(UsageError, match="length 0: 3 samples, batch size 4, drop_last=True"):
         prepare(DataLoader(Numbers(3), batch_size=4, drop_last=True))
-    with pytest.raises(UsageError, match="drop_last=True 3 batches make no full round for 4 processes"):
+    with pytest.raises(
+        UsageError,
+        match="drop_last=True the loader has 3 full batches, which is less than one for each of 4 processes",
+    ):
         prepare(DataLoader(Numbers(6), batch_size=2, drop_last=True), world=4)
 
 

@@ -34,7 +34,7 @@ def test_a_dataset_of_another_length_is_refused(make):
 
 def test_a_dataset_of_another_kind_is_refused():
     state = saved(prepare(DataLoader(SizedStream(8), batch_size=2)))
-    with pytest.raises(CheckpointError, match="of a iterable dataset, but this loader has a map-style one"):
+    with pytest.raises(CheckpointError, match="for a iterable dataset, but this loader has a map-style one"):
         prepare(DataLoader(Numbers(8), batch_size=2)).load_state_dict(state)
 
 
@@ -80,13 +80,13 @@ def test_a_batch_sampler_without_a_boundary_at_the_position_is_refused_when_read
     other = prepare(DataLoader(Numbers(30), batch_sampler=Batches(30, 5)))
     other.load_state_dict(state)
     with pytest.raises(
-        CheckpointError, match="behind 12 samples, .*one ends behind 10 and the next behind 15"
+        CheckpointError, match="after 12 samples, .*one ends after 10 samples and the next after 15"
     ):
         next(iter(other))
     assert other.state_dict()["samples"] == [12]
     shorter = prepare(DataLoader(Numbers(30), batch_sampler=Batches(8, 4)))
     shorter.load_state_dict(state)
-    with pytest.raises(CheckpointError, match="behind 12 samples, but Batches gives only 8"):
+    with pytest.raises(CheckpointError, match="after 12 samples, but Batches gives only 8"):
         next(iter(shorter))
 
 

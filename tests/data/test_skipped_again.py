@@ -209,4 +209,4 @@ def test_a_skipping_loop_is_told_once(caplog: Any) -> None:
     with caplog.at_level(logging.WARNING):
         skips_again(script)
     [record] = caplog.records
-    assert "goes on by itself behind 3 batches" in record.getMessage()
+    assert "continues after 3 batches by itself" in record.getMessage()

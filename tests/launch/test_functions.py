@@ -65,7 +65,7 @@ def test_an_error_in_a_process_is_raised_with_its_traceback() -> None:
         ({"mixed_precision": "bf61"}, "Did you mean 'bf16'"),
         ({"num_processes": 2, "num_nodes": 2}, "master_addr or use_port is missing"),
         ({"num_processes": 2, "node_rank": 1}, "node_rank=1 is not an integer from 0 to 0"),
-        ({"max_restarts": 2}, "max_restarts=2 needs an agent"),
+        ({"max_restarts": 2}, "max_restarts=2 is an option of `lockstep launch` only"),
     ],
 )
 def test_bad_arguments_are_refused(arguments: dict[str, object], sentence: str) -> None:

@@ -94,7 +94,7 @@ def test_a_hostfile_of_deepspeed_is_read(tmp_path: Path) -> None:
     for include, exclude, sentence in (
         ("worker-9", None, "names worker-9, which is not among the 4"),
         ("worker-1:0,1", None, "slots of a host"),
-        (None, "worker-1@worker-2@worker-3@worker-4", "leaves none"),
+        (None, "worker-1@worker-2@worker-3@worker-4", "excludes all"),
     ):
         with pytest.raises(ConfigError, match=sentence):
             chosen(expected, include, exclude)
@@ -155,7 +155,8 @@ def test_arguments_and_environment_reach_the_far_end_byte_for_byte_and_never_a_s
 
 def test_several_machines_cannot_meet_at_a_name_that_each_has_for_itself() -> None:
     with pytest.raises(
-        ConfigError, match="begins with localhost, which the other 1 would take for themselves"
+        ConfigError,
+        match="begins with localhost, but on each of the other 1 machines this name means that machine itself",
     ):
         hosts.meeting_point(plan_for(["x"], "localhost,hostb"))
 

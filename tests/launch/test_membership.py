@@ -152,7 +152,7 @@ def test_a_round_is_complete_when_the_workers_of_all_machines_ended_well() -> No
         ),
         (request("c", rank=0), "machine_rank 0 is taken by host-a", True),
         (request("c", rank=2), "too large for 2 machines", False),
-        (request("c"), "all 2 machines are there already", True),
+        (request("c"), "all 2 machines have joined already", True),
     ],
 )
 def test_who_does_not_belong_here_is_refused_with_the_reason(

@@ -63,7 +63,7 @@ def test_hosts_take_the_processes_of_a_machine_each_and_meet_at_the_first() -> N
     [
         (replace(TWO, min_machines=1), "min_machines asks for restarts"),
         (replace(PLAN, survival=FaultPolicy(max_restarts=2)), "max_restarts 2 asks for restarts"),
-        (replace(TWO, reach=Transport("mpi")), "mpirun does not know which. Set --hosts"),
+        (replace(TWO, reach=Transport("mpi")), "mpirun does not know which machines to use. Set --hosts"),
         (replace(PLAN, log_dir="logs"), "--log-dir is not available with --mpi"),
     ],
 )

@@ -88,7 +88,7 @@ def test_machines_that_may_leave_give_restarts_and_sizes_that_must_all_fit() -> 
     assert elastic.survival.max_restarts == 1000
     assert plan({"nproc": 1}).survival.max_restarts == 0
     assert plan({"nproc": 1, "max_restarts": 3}).survival.max_restarts == 3
-    with pytest.raises(ConfigError, match="with 2 processes leaves groups"):
+    with pytest.raises(ConfigError, match="with 2 processes makes groups"):
         plan(
             {"num_machines": 4, "min_machines": 2, "nproc": 1, "parallel": "zero=3 replicate=2"},
             main_process_ip="a",

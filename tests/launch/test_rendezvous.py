@@ -348,7 +348,7 @@ def test_the_host_says_once_whom_it_turns_away() -> None:
             Rendezvous(server.address, new_secret(), LauncherIdentity("train.py", 1, None, LOOPBACK), Told())
     server.close()
     assert told.lines == [
-        "lockstep launch: 127.0.0.1 was turned away: it has another secret. Give every machine the same --secret-file "
+        "lockstep launch: 127.0.0.1 was refused: it has another secret. Give every machine the same --secret-file "
         "or LOCKSTEP_SECRET."
     ]
 

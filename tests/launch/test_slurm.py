@@ -102,7 +102,7 @@ def test_a_batch_job_is_submitted_by_the_users_options_and_the_defaults_that_the
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"nodes": "3"}, "slurm_options has nodes, which follows from the launch"),
+        ({"nodes": "3"}, "slurm_options has nodes, which the launch sets itself"),
         ({"export": "ALL"}, "slurm_options has export"),
         ({"p": "gpu"}, "slurm_options has p"),
         ({"after_stop": "restart"}, "after-stop=restart is not known. Use after-stop=requeue"),
@@ -119,7 +119,7 @@ def test_options_that_are_not_the_users_are_refused(options: dict[str, str], sen
 
 def test_a_secret_does_not_get_into_slurms_files() -> None:
     plan = replace(PLAN, reach=Transport("slurm", forward_env=("HF_TOKEN",)))
-    with pytest.raises(ConfigError, match="forward_env names HF_TOKEN, which sbatch would keep"):
+    with pytest.raises(ConfigError, match="forward_env names HF_TOKEN, which sbatch would store"):
         slurm.sbatch_arguments(plan, {"HF_TOKEN": "x"})
     assert parse(slurm.srun(plan, "ab" * 32, {**INSIDE, "HF_TOKEN": "x"}, "/").stdin or "").environment[
         "HF_TOKEN"

@@ -65,7 +65,7 @@ class Job:
         while True:
             for message in self.link.news(START_LIMIT_S):
                 sentence = str(message.get("sentence", ""))
-                assert not sentence.startswith("That is not done"), sentence
+                assert not sentence.startswith("The request was refused"), sentence
                 if found := re.search(pattern, sentence):
                     return found
 

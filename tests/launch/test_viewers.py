@@ -90,13 +90,13 @@ def test_a_viewer_is_told_how_the_launch_stands_and_all_hear_what_is_asked_for(l
     first.ask("stop")
     first.ask("stop")
     asked = ["All ranks save at the next step boundary.", "All ranks stop at the next step boundary."]
-    assert sentences(first, 3) == [*asked, "That is not done: the run is about to stop already."]
+    assert sentences(first, 3) == [*asked, "The request was refused: the run is about to stop already."]
     assert sentences(second, 2) == asked
     assert launch.watch.asked == ["save because of a request of lockstep top"]
     assert [one["sentence"] for one in first.look()["sentences"]] == asked
     launch.watch.why_not = "no rank has made a step yet, so there is nothing to save"
     second.ask("save")
-    assert sentences(second, 1) == [f"That is not done: {launch.watch.why_not}."]
+    assert sentences(second, 1) == [f"The request was refused: {launch.watch.why_not}."]
     launch.server.call(lambda: launch.watch.at_save("After 7 steps: the state is in x."))
     assert sentences(first, 1) == sentences(second, 1) == ["After 7 steps: the state is in x."]
 
@@ -130,7 +130,7 @@ def test_there_are_only_so_many_viewers_and_sentences(launch: Launch) -> None:
     links = [JobLink(launch.server.address, SECRET) for _ in range(MOST_VIEWERS + 1)]
     for link in links[:-1]:
         link.look()
-    with pytest.raises(ConfigError, match="look on already"):
+    with pytest.raises(ConfigError, match="are connected already"):
         links[-1].look()
     for number in range(3 * MOST_SENTENCES):
         launch.server.call(lambda number=number: launch.viewers.say(f"sentence {number}"))
@@ -173,7 +173,7 @@ def test_the_secret_comes_from_a_file_a_launch_here_a_variable_or_the_users_own(
     launch: Launch, folders: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     address = launch.server.address
-    with pytest.raises(ConfigError, match="No secret is known for 127"):
+    with pytest.raises(ConfigError, match="The secret of 127"):
         link_to(address, None)
     shared = Server(derived(SECRET, "launch"), "127.0.0.1", 0, {"top": launch.viewers})
     with shared:

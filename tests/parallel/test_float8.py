@@ -211,7 +211,7 @@ def what_is_converted() -> None:
     assert layers(again) == {"first"} | CONVERTED
     with pytest.raises(UsageError, match=r"converts no layer of Sequential.*module_filter_func"):
         prepare(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)))
-    with pytest.raises(UsageError, match=r"is a linear layer itself.*torch.nn.Sequential"):
+    with pytest.raises(UsageError, match=r"is itself a linear layer.*torch.nn.Sequential"):
         prepare(nn.Linear(16, 16), module_filter_func=lambda *_: True)
 
 
@@ -264,7 +264,7 @@ def test_other_packages_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("words", "emulate", "message"),
     [
-        ("tp=2", True, r"not available with tp=2 .*Drop that"),
+        ("tp=2", True, r"not available with tp=2 .*Drop these options"),
         ("zero=1 pp=2", True, r"not available with pp=2 "),
         ("cp=2", True, r"not available with cp=2 "),
         ("ep=2", True, r"not available with ep=2 "),

@@ -14,16 +14,16 @@ from parallel.loops import IN_WINDOWS, LOOPS, Plain, Prepared
 EQUAL = "equal"
 TOLERANCE = 1e-5
 
-REPLACED = "is another parameter than when the model was prepared"
+REPLACED = "was replaced by another parameter after the model was prepared"
 HOOK = "has a hook by register_"
 CHANGED = "changed this rank's own gradient"
 LEFT_OUT = "without a gradient, which parallel='ddp' averages"
 DIVIDE = "loss.backward(), which does not divide"
 MIXED = "was to be changed by a plain tensor"
 PARTED = "is no longer equal on all ranks"
-OWN = "this rank's own: each backward since the last step ran inside of no_sync"
-CHANGED_APART = "was changed by hand in this step while it was gathered"
-OWN_IN_WINDOW = "was changed inside of an accumulation window, where it is this rank's own"
+OWN = "this rank only, because each backward since the last step ran inside no_sync"
+CHANGED_APART = "was changed by the script in this step while it was gathered"
+OWN_IN_WINDOW = "was changed inside an accumulation window, where it is the gradient of this rank only"
 NOT_AVERAGED = "has a gradient that was not averaged over the ranks"
 
 OWN_GRADIENTS = {
@@ -47,7 +47,7 @@ OF_DDP = {
     "blocks_skipped_on_all_ranks": LEFT_OUT,
     "heads_in_windows": LEFT_OUT,
     "nothing_trained_at_prepare": "had no trainable parameters when it was prepared",
-    "gradients_set_by_hand": "gradients that no backward has made",
+    "gradients_set_by_hand": "gradients that no backward computed",
     "weights_tied_after_prepare": "of no prepared model",
     "a_hook_set_after_prepare": CHANGED,
     "a_post_accumulate_hook": CHANGED,
@@ -57,12 +57,12 @@ OF_DDP = {
     "plain_backward_in_every_second_micro_batch": DIVIDE,
 }
 OF_ZERO = {
-    "a_critic_with_a_penalty": "were given up after an earlier backward through the same graph",
+    "a_critic_with_a_penalty": "were freed after an earlier backward through the same graph",
     "weights_that_follow_the_ranks_rows": CHANGED_APART,
     "averaged_by_hand": "that was not averaged over the ranks",
     "stepped_without_a_last_backward": NOT_AVERAGED,
     "features_of_the_root_alone": NOT_AVERAGED,
-    "parts_changed_in_place": "was changed in place, as by w[0].zero_(), but was a copy",
+    "parts_changed_in_place": "was changed in place, as by w[0].zero_(), but the part is a copy",
     "curvature_by_autograd_grad": "appears to not have been used in the graph",
     "a_head_replaced_after_prepare": REPLACED,
     "a_module_added_after_prepare": REPLACED,
@@ -75,7 +75,7 @@ OF_ZERO = {
     "a_post_accumulate_hook": HOOK,
     "a_post_accumulate_hook_after_prepare": HOOK,
     "an_optimizer_in_backward": HOOK,
-    "parameters_captured_and_clamped": "A parameter was used that a model had before",
+    "parameters_captured_and_clamped": "The script used a parameter that a model had before",
     "average_in_a_deepcopy": "cannot be copied with copy.deepcopy",
     "torch_averaged_model": "cannot be copied with copy.deepcopy",
     "plain_backward_in_windows": DIVIDE,
@@ -209,7 +209,7 @@ def test_changes_by_hand_of_rounded_weights_are_refused(run_distributed) -> None
     names = ["weights_clamped_in_forward", "weights_decayed_in_windows"]
     for found in run_distributed(in_bf16, 2, names):
         assert all(
-            "in bfloat16, which is too coarse for the stored float32" in said for said in found.values()
+            "in bfloat16, which has too few bits for the stored float32" in said for said in found.values()
         ), found
 
 

@@ -204,7 +204,10 @@ def test_what_nothing_initialises_is_named_on_all_ranks(
     for message in run_distributed(refused, world_size, parallel, Bare):
         assert "Bare '1' (gain)" in message and "init_weights=function" in message
     for message in run_distributed(refused, world_size, parallel, Forgetful, 6, 6):
-        assert "Forgetful.bias of shape (6,)" in message and "Let it fill every parameter" in message
+        assert (
+            "Forgetful.bias of shape (6,)" in message
+            and "Let the initialiser fill every parameter" in message
+        )
 
 
 # -- models of transformers -------------------------------------------------------------------------------

@@ -43,6 +43,6 @@ def test_parts_are_refused_and_whole_weights_saved(run_distributed: Any, tmp_pat
     for number, parallel in enumerate(("tp=2", "zero=3")):
         folder = tmp_path / str(number)
         (refusal, is_whole), _ = run_distributed(saved, 2, parallel, str(folder))  # rank 0 writes
-        assert "LlamaForCausalLM.save_pretrained() would save shards" in refusal
+        assert "LlamaForCausalLM.save_pretrained() would save the shards of one rank" in refusal
         assert "state_dict=accelerator.get_state_dict(model)" in refusal
         assert is_whole

@@ -407,7 +407,7 @@ def test_what_is_not_there_is_refused(text: str, sentence: str) -> None:
     [
         ({"model_type": "lama"}, "Did you mean 'llama'?"),
         ({"model_type": "new", "auto_map": {"AutoModel": "code.Model"}}, "code of its own, which is not run"),
-        ({"model_type": None}, "is none that transformers"),
+        ({"model_type": None}, "is not a model of transformers"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000 is more than"),
         ({"hidden_size": 10**30}, "hidden_size="),
         ({"hidden_size": -4}, "transformers cannot build this llama"),

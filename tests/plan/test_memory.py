@@ -276,7 +276,10 @@ def test_torch_keeps_as_much_state_as_the_table_says(name: str) -> None:
         ({"text": "zero=3 replicate=3"}, "Set replicate to a divisor of 4"),
         ({"text": "zero=3 hpz=3"}, "hpz=3 must divide the 4 ranks"),
         ({"text": "dataparallel"}, "is one process, but there are 4"),
-        ({"text": "offload"}, "offloads whole parameters, which 4 processes would each hold"),
+        (
+            {"text": "offload"},
+            "offloads whole parameters, and each of the 4 processes would hold all of them",
+        ),
     ],
 )
 def test_bad_numbers_are_refused(options: dict[str, Any], message: str) -> None:

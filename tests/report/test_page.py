@@ -92,7 +92,7 @@ def test_sections_without_data_say_what_would_fill_them(tmp_path: Path) -> None:
         "Bytes that were sent were not counted.",
         "Memory was not measured in this run.",
         "No event and no time was written: events.jsonl is not there.",
-        "None was written: a run that stops begins anew. accelerator.save_state() writes one.",
+        "None was written: a run that stops has to start from the beginning. accelerator.save_state() writes one.",
         "Samples were not counted: pass the DataLoader to accelerator.prepare.",
         "How the run was started is not known: events.jsonl has no such line.",
         "No setting was written when the run started.",

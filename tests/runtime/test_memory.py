@@ -82,7 +82,9 @@ def test_passing_the_batch_size_oneself_is_explained() -> None:
     @find_executable_batch_size
     def train(batch_size: int, model: str) -> None: ...
 
-    with pytest.raises(TypeError, match=r"passes the batch size as the first itself.*train\(model='gpt'\)"):
+    with pytest.raises(
+        TypeError, match=r"itself passes the batch size as the first argument.*train\(model='gpt'\)"
+    ):
         train(64, "gpt")
 
 

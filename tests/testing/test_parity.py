@@ -180,7 +180,7 @@ REFUSED: list[tuple[object, dict[str, object], type[LockstepError], str]] = [
         defects.tuples_without_loss,
         {},
         UsageError,
-        r"model\(\*\*batch\).loss is meant, but a batch is a (tuple|list)",
+        r"model\(\*\*batch\).loss, but a batch is a (tuple|list)",
     ),
     (defects.short_stream, {}, UsageError, "end after 1 of 3 steps on 2 ranks"),
 ]

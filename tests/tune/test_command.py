@@ -63,7 +63,7 @@ def test_where_none_fits_the_exit_code_is_1() -> None:
 def test_without_an_answer_the_exit_code_is_2() -> None:
     code, said, errors = tune("--cpu", "--json", "-", SCRIPT, "--is", "no_loader")
     assert code == 2
-    assert "come from no loader which accelerator.prepare() got" in errors
+    assert "do not come from a loader of accelerator.prepare()" in errors
     assert json.loads(said)["largest"] is None
 
 

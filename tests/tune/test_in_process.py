@@ -179,4 +179,6 @@ def test_ranks_that_talk_inside_of_a_forward_are_refused(
     run_distributed: RunDistributed, parallel: str
 ) -> None:
     for said in run_distributed(refused_under, 2, parallel):
-        assert f"With parallel='{parallel}' ranks talk to each other" in said and "lockstep tune" in said
+        assert (
+            f"With parallel='{parallel}' ranks communicate inside forward" in said and "lockstep tune" in said
+        )

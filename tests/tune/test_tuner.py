@@ -105,7 +105,7 @@ def test_another_global_batch_is_tuned(forks: Forks) -> None:
     with pytest.raises(CouldNotTune, match="--global-batch 25 does not divide by the 2 ranks"):
         forks.tune(["--batch-size", 8], 2, global_batch=25)
     with pytest.raises(
-        CouldNotTune, match="no step had its 8 batches, but 2 at most: an epoch has fewer than 32"
+        CouldNotTune, match="no step had 8 batches, but 2 at most: an epoch has fewer than 32"
     ):
         forks.tune(["--batch-size", 4, "--samples", 8], global_batch=32)
 
@@ -133,7 +133,7 @@ def test_a_rank_ends_itself_at_the_limit(forks: Forks) -> None:
 @pytest.mark.parametrize(
     ("words", "ranks", "said"),
     [
-        ("--is no_loader", 1, "come from no loader which accelerator.prepare"),
+        ("--is no_loader", 1, "do not come from a loader of accelerator.prepare"),
         ("--is no_step", 1, "ended before it trained on a batch"),
         ("--accumulate 4 --is counts", 2, "makes a step of 4 batches, but asks for 1 accumulation steps"),
         ("--accumulate 4 --is plain", 1, "makes a step of 1 batches, but asks for 4"),

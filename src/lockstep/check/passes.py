@@ -152,7 +152,10 @@ class Chunks:
         """After ``whole``."""
         if self._dims:
             return ""
-        return "no argument of the model is one of the buffers of maybe_context_parallel, so its whole is not known."
+        return (
+            "no argument of the model is one of the buffers of maybe_context_parallel, so the whole batch is not "
+            "known."
+        )
 
     @contextmanager
     def split(self, batch: ComparedBatch) -> Iterator[ComparedBatch]:

@@ -62,8 +62,8 @@ class Reference:
             self.model: nn.Module = copy_of(model, memo)
         except Exception as error:  # whatever a user's module raises
             raise UsageError(
-                f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}). Give what cannot be "
-                "copied a __deepcopy__ method."
+                f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}). Give the object "
+                "that cannot be copied a __deepcopy__ method."
             ) from error
         self._numbers = numbers(self.model)  # a script may change one, and change it back
 
@@ -77,8 +77,9 @@ class Reference:
             free = torch.cuda.mem_get_info(device)[0]
         if COPIES * self.nbytes > free:
             raise UsageError(
-                f"a whole copy with gradients needs {COPIES * self.nbytes / 2**30:.1f} GiB, but {free / 2**30:.1f} GiB "
-                f"are free on {device}. Make sure with a smaller configuration of the same model."
+                f"a whole copy with gradients needs {COPIES * self.nbytes / 2**30:.1f} GiB, but "
+                f"{free / 2**30:.1f} GiB are free on {device}. Verify a smaller configuration of the same model "
+                "instead."
             )
 
     @contextmanager

@@ -11,46 +11,53 @@ from torch import nn
 from lockstep.check.compare import STATE, Comparison, Difference
 
 REMEDIES: Mapping[str, str] = {
-    "tp": "Leave it whole with a tp_plan of your own that names what is split (docs: tensor parallel)",
-    "cp": "Leave blocks that mix positions out with blocks=..., or do that before or after the blocks",
+    "tp": "Keep this module whole: pass a tp_plan that names only the layers to split (docs: tensor parallel)",
+    "cp": "Name with blocks=... only blocks that do not mix positions, or mix positions before or after the blocks",
     "chunks": (
-        "Inside maybe_context_parallel everything that has positions belongs into buffers, and a mean over labels of "
-        "which some are left out needs num_items_in_batch, the whole sequence's number divided by cp"
+        "Inside maybe_context_parallel, pass every tensor that has positions in buffers. If the loss leaves out "
+        "some labels, pass num_items_in_batch: the number of labels of the whole sequence, divided by cp"
     ),
-    "pp": "Say with loss=mean, sum or whole what the loss is over the batch, or with batch_dims=NAME=0 what is cut",
-    "ep": "Spread only layers of lockstep.nn.MixtureOfExperts, and keep other layers the same on all ranks",
+    "pp": (
+        "Set loss=mean, sum or whole, as the model's loss is taken over the batch, or name the arguments to cut "
+        "with batch_dims=NAME=0"
+    ),
+    "ep": "Spread only layers of lockstep.nn.MixtureOfExperts, and keep all other layers the same on all ranks",
 }
 RUN_REMEDIES: Mapping[str, str] = {
     "tp": REMEDIES["tp"],
     "cp": REMEDIES["cp"],
-    "pp": "Pass on what blocks share as their arguments and results, or name with split=NAME where stages begin",
+    "pp": (
+        "Pass what blocks share as arguments and results of the blocks, or name with split=NAME the blocks at which "
+        "stages begin"
+    ),
     "ep": REMEDIES["ep"],
 }
 _OF_MIXED = (
-    "it computes with weights from parameters(), which are DTensors, beside plain tensors. Read them as "
-    "p.full_tensor(), or add a penalty of weights to the loss in the training loop"
+    "it computes with weights from parameters(), which are DTensors, and with plain tensors together. Read the "
+    "weights as p.full_tensor(), or add a penalty on weights to the loss in the training loop"
 )
 EXPLAINED: Mapping[str, str] = {
     "got mixed torch.Tensor and DTensor": _OF_MIXED,
     "'Tensor' object has no attribute 'placements'": _OF_MIXED,
     "In order to use an autograd.Function with functorch transforms": (
-        "it calls layers of which each rank has a part inside of torch.func (vmap, grad, ...), which cannot see the "
-        "communication in them. Compute it with a dimension more in place of vmap"
+        "inside torch.func (vmap, grad, ...) it calls layers that are split over ranks, and torch.func cannot "
+        "see their communication. Use one more dimension instead of vmap"
     ),
-    "differentiate twice": "it differentiates through layers of which each rank has a part, and that a second time",
+    "differentiate twice": "it differentiates twice through layers that are split over ranks, which is not possible",
     "is a view and its base or another view of its base has been modified inplace": (
-        "it changes a weight in place, which is a part of a DTensor (an embedding with max_norm does so too). Do it in "
-        "the training loop"
+        "it changes a weight in place, but the weight is a part of a DTensor (an embedding with max_norm does "
+        "so too). Change weights in the training loop"
     ),
 }
 """Piece of what torch says -> what it means here."""
 IN_A_BLOCK = (
-    "A pipeline shows a module some rows of the batch at a time, so that it must treat each row apart from the others, "
-    "forward and backward. Say with batch_dims=NAME=1 which dimension of an argument has the rows if it is not the one "
-    "that is cut; do what looks at several rows in the loss, or in the training loop"
+    "A pipeline gives a module only some rows of the batch at a time, so the module must compute each row "
+    "without the others. If the rows of an argument are in another dimension, name it with batch_dims=NAME=1. "
+    "Compute what needs several rows in the loss, or in the training loop"
 )
 STATE_REMEDY = (
-    "A split forward may run several times a step, and on parts: change this once a step, in the loop"
+    "A split forward may run several times in a step, on parts of the batch. Change this state once a step, in "
+    "the training loop"
 )
 
 
@@ -66,8 +73,8 @@ def verified(model: str, parallel: object, when: str, comparison: Comparison) ->
 def not_verified(model: str, parallel: object, reason: str) -> str:
     """The line where nothing can be compared."""
     return (
-        f"{model} with parallel='{parallel}' could not be verified on the first batch: {reason} "
-        "verify='off' drops this message."
+        f"{model} with parallel='{parallel}' could not be verified on the first batch: {reason} To turn this "
+        "message off, pass verify='off'."
     )
 
 
@@ -83,7 +90,7 @@ def different(model: str, parallel: object, when: str, axes: list[str], comparis
         remedies = IN_A_BLOCK
     return (
         f"{model} with parallel='{parallel}' does not compute what the whole model does: {when} "
-        f"{_said(first)}{_others(comparison)}.{where} {remedies}. To train all the same, say verify='off'."
+        f"{_said(first)}{_others(comparison)}.{where} {remedies}. To train anyway, pass verify='off'."
     )
 
 
@@ -117,7 +124,7 @@ def _said(difference: Difference) -> str:
         return f"the gradient of '{name}', of which ranks hold copies, differs between ranks"
     if difference.kind == "buffer":
         change = "" if found is None else f" ({_number(found)} instead of {_number(expected)})"
-        return f"the buffer '{name}' changes otherwise{change}"
+        return f"the buffer '{name}' changes differently{change}"
     return f"the attribute '{name}' becomes {_number(found)} instead of {_number(expected)}"
 
 

@@ -39,8 +39,8 @@ def check_scheduler(saved: object, scheduler: object, what: str) -> None:
         replaced = sorted(str(key) for key in saved if key not in own and hasattr(scheduler, str(key)))
         if replaced:
             raise CheckpointError(
-                f"{what} would replace {', '.join(replaced[:3])} of a {type(scheduler).__name__}, which is no part of "
-                "its state. Load another checkpoint."
+                f"{what} would replace {', '.join(replaced[:3])} of a {type(scheduler).__name__}, which are not "
+                "part of its state. Load another checkpoint."
             )
 
 
@@ -59,7 +59,9 @@ def check_scaler(saved: Document, scaler: Stateful, what: str) -> None:
 def check_kinds(saved: object, present: Mapping[str, object], needed: Set[str], what: str) -> None:
     """Raise CheckpointError unless ``saved`` has the ``needed`` keys, and values of the kinds of ``present``."""
     if not isinstance(saved, Mapping):
-        raise CheckpointError(f"{what} is saved as a {type(saved).__name__}. Load another checkpoint.")
+        raise CheckpointError(
+            f"{what} is saved as a {type(saved).__name__} instead of a dict. Load another checkpoint."
+        )
     missing = sorted(needed - saved.keys())
     if missing:
         raise CheckpointError(
@@ -94,12 +96,15 @@ def check_kind(saved: Any, present: object, what: str) -> None:
 def check_buffers(buffers: object, present: Mapping[str, torch.Tensor], what: str) -> None:
     """Raise CheckpointError unless ``buffers`` are tensors of the shapes that those of the same names have."""
     if not isinstance(buffers, Mapping):
-        raise CheckpointError(f"{what} has no buffers by name. Load another checkpoint.")
+        raise CheckpointError(
+            f"{what} should have a dict of buffers by name, but has a {type(buffers).__name__}. Load another "
+            "checkpoint."
+        )
     for name in buffers.keys() & present.keys():
         if not isinstance(buffers[name], torch.Tensor) or buffers[name].shape != present[name].shape:
             raise CheckpointError(
-                f"{what} has {str(buffers[name])[:80]!r} for {name} of shape {tuple(present[name].shape)}. Load "
-                "another checkpoint."
+                f"{what} has {str(buffers[name])[:80]!r} for the buffer {name}, whose shape is "
+                f"{tuple(present[name].shape)}. Load another checkpoint."
             )
 
 
@@ -109,10 +114,10 @@ def check_rng(state: Document, what: str) -> None:
         words = state["numpy.words"].numpy()
         position = state["numpy.position"]
         if type(position) is not int or type(state["numpy.has_gauss"]) is not int:
-            raise TypeError("NumPy counts in whole numbers")
+            raise TypeError("NumPy's position and has_gauss must be whole numbers")
         if not 0 <= position <= NUMPY_WORDS or words.shape != (NUMPY_WORDS,):
             # NumPy would read outside of its words.
-            raise ValueError(f"NumPy's words are {words.shape[0]}, of which the next is number {position}")
+            raise ValueError(f"NumPy has {words.shape[0]} words and position {position}")
         for key in ("numpy.gauss", "python.gauss"):
             if state[key] is not None and not isinstance(state[key], float):
                 raise TypeError(f"{key} is no number")
@@ -138,8 +143,8 @@ def check_rng(state: Document, what: str) -> None:
         RuntimeError,
     ) as error:
         raise CheckpointError(
-            f"{what} has states of random number generators that none can have ({type(error).__name__}: {error}). Load "
-            "another checkpoint."
+            f"{what} has states of random number generators that are not valid ({type(error).__name__}: "
+            f"{error}). Load another checkpoint."
         ) from error
 
 
@@ -218,8 +223,8 @@ def try_optimizer(optimizer: torch.optim.Optimizer, groups: list[CheckedGroup], 
     for name, parameter in zip(names, flat, strict=True):
         if not bool(torch.isfinite(parameter).all()):
             raise CheckpointError(
-                f"{what}: steps with the saved state of {name} and its group's options give no number. Load another "
-                "checkpoint."
+                f"{what}: a step with the saved state of {name} and the options of its group gives NaN or "
+                "infinity. Load another checkpoint."
             )
 
 
@@ -283,7 +288,10 @@ def try_scheduler(scheduler: object, saved: Document, what: str) -> None:
         ) from error
     rates = [group["lr"] for group in stand_in.param_groups]
     if not all(_is_finite(rate) for rate in rates):
-        raise CheckpointError(f"{what} gives the learning rates {str(rates)[:80]}. Load another checkpoint.")
+        raise CheckpointError(
+            f"{what} gives the learning rates {str(rates)[:80]}, which are not all finite numbers. Load another "
+            "checkpoint."
+        )
 
 
 def _is_finite(value: Any) -> bool:

@@ -149,8 +149,8 @@ def checked_stateful(objects: Iterable[object]) -> list[object]:
     ]
     if refused:
         raise ArgumentError(
-            f"register_for_checkpointing needs objects with state_dict() and load_state_dict(). {', '.join(refused)}. "
-            "Give them both, or leave them out."
+            "register_for_checkpointing needs objects with state_dict() and load_state_dict(). "
+            f"{', '.join(refused)}. Give these objects both methods, or do not register them."
         )
     return objects
 
@@ -160,6 +160,6 @@ def refuse_options(method: str, options: Mapping[str, object], known: Collection
     unknown = sorted(options.keys() - set(known))
     if unknown:
         raise UsageError(
-            f"{method} got {', '.join(unknown)}, which it has no use for: states are saved and loaded as they are. "
-            "Leave that out."
+            f"{method} got {', '.join(unknown)}, which it does not use: states are saved and loaded as they are. "
+            "Remove these arguments."
         )

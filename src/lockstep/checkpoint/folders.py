@@ -94,8 +94,8 @@ class Folders:
         store, place = self._stores[text]
         if not store.is_local and len(self._group.ranks) < self._world_size:
             raise UsageError(
-                f"save_on_each_node=True saves one checkpoint on each machine, but {place} is one place for all of "
-                "them. Leave it out."
+                f"save_on_each_node=True saves one checkpoint on each machine, but {place} is one place for all "
+                "of them. Leave save_on_each_node out."
             )
         return store, place
 
@@ -127,9 +127,10 @@ def next_directory(output_dir: str | None, project: ProjectConfiguration, store:
     there = numbers(folder, store)
     if there and there[-1] >= project.iteration:
         raise UsageError(
-            f"{folder}/checkpoint_{there[-1]} exists already, and this run would save checkpoint_{project.iteration} "
-            "behind it. Call load_state first to go on with that run, or save to a project_dir of its own, or set "
-            f"ProjectConfiguration.iteration to {there[-1] + 1} or more."
+            f"{folder}/checkpoint_{there[-1]} exists already, and this run would save "
+            f"checkpoint_{project.iteration} next, which is not a higher number. Call load_state first to go on "
+            "with that run, or save to a project_dir of its own, or set ProjectConfiguration.iteration to "
+            f"{there[-1] + 1} or more."
         )
     return f"{folder}/checkpoint_{project.iteration}"
 

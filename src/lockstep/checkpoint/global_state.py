@@ -80,8 +80,9 @@ def merge_states(everywhere: list[Document], ranks: list[int], contents: Checkpo
     """
     if contents.whole and len(ranks) < len(everywhere):
         raise UsageError(
-            f"save_on_each_node=True saves what the {len(ranks)} ranks of a machine have, but the stages of a "
-            "pipeline may be on other machines. Leave it out, and save to a file system that all of them share."
+            f"save_on_each_node=True saves what the {len(ranks)} ranks of a machine have, but other machines may "
+            "hold other stages of the pipeline. Leave save_on_each_node out, and save to a file system that all "
+            "machines share."
         )
     documents = [everywhere[rank] for rank in ranks]
     state = documents[0]
@@ -110,8 +111,8 @@ def refuse_missing_tensors(contents: CheckpointContents, state: Document, names:
             first = told["ties"].get(name, whole.ties.get(name, name))
             if f"model.{number}.{first}" not in names and name not in told["extra"]:
                 raise CheckpointError(
-                    f"No rank holds {name} of model {number}, so that the checkpoint would lack it. Split the model "
-                    "such that each of its modules belongs to a stage."
+                    f"No rank holds {name} of model {number}, so the checkpoint would not have it. Split the "
+                    "model so that each of its modules belongs to a stage."
                 )
 
 
@@ -161,7 +162,8 @@ def _join_optimizer(what: str, mine: Document, other: Document, order: Mapping[s
     if len(mine["param_groups"]) != len(other["param_groups"]):
         raise UsageError(
             f"{what} has {len(mine['param_groups'])} groups of parameters on one rank and "
-            f"{len(other['param_groups'])} on another. Keep all groups on every rank, those without parameters too."
+            f"{len(other['param_groups'])} on another. Keep all groups on every rank, also those without "
+            "parameters."
         )
     for group, others in zip(mine["param_groups"], other["param_groups"], strict=True):
         there = set(group["params"])
@@ -171,8 +173,8 @@ def _join_optimizer(what: str, mine: Document, other: Document, order: Mapping[s
         unnamed = [name for name in (*group["params"], *others["params"]) if name.startswith("#")]
         if unnamed:
             raise UsageError(
-                f"{what} has parameters on some ranks only, and {len(unnamed)} that no prepared model has, so that "
-                "they cannot be told apart. Put all parameters into the models."
+                f"{what} has parameters on some ranks only, and {len(unnamed)} of its parameters are in no "
+                "prepared model, so they have no names to save them under. Put all parameters into the models."
             )
         numbers = list(range(len(group["params"]) + len(more)))
         joined = {

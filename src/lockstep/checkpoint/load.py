@@ -163,7 +163,11 @@ def _restore(checkpointer: Checkpointer, folder: str, contents: CheckpointConten
     # the parameters, as torch puts such gradients on whole ones.
     plan.open_window()
     if plan.left and group.is_coordinator:
-        logger.warning("%s was imported and holds no %s: left as is.", folder, " and ".join(plan.left))
+        logger.warning(
+            "%s was imported and holds no %s. This part of the run is left as it is.",
+            folder,
+            " and ".join(plan.left),
+        )
 
 
 def _tell(checkpointer: Checkpointer, store: Store, directory: str, is_second_choice: bool) -> None:
@@ -175,7 +179,8 @@ def _tell(checkpointer: Checkpointer, store: Store, directory: str, is_second_ch
     if names:
         checkpointer.has_told_of_added = True
         logger.warning(
-            "%s holds %s, which was added after it was saved: passed over. All that was saved is there, unchanged.",
+            "%s holds %s, which was added after the checkpoint was saved and is not loaded. All saved files are "
+            "there, unchanged.",
             directory,
             join_names(names),
         )

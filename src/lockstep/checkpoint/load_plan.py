@@ -118,8 +118,8 @@ def create_load_plan(
             plan.window = plan_window(checkpoint, item, name, sources, set(contents.whole))
         except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
             raise CheckpointError(
-                f"{checkpoint.root} has an accumulation window that none can be ({type(error).__name__}: {error}). "
-                "Load another checkpoint."
+                f"{checkpoint.root} has an accumulation window that is not valid ({type(error).__name__}: "
+                f"{error}). Load another checkpoint."
             ) from error
     if sources.same_world and ("imported" not in state or "rng" in own):
         plan.rng = decoded(checkpoint, _part(checkpoint, own, "rng"))
@@ -182,8 +182,8 @@ def _plan_model(
     document = saved_models.get(str(number))
     if document is None:
         raise CheckpointError(
-            f"{what}: a hook took the weights of model {number} out when it was saved. Register the hook that loads "
-            "them."
+            f"{what}: when it was saved, a hook removed the weights of model {number} from it. Register the hook "
+            "that loads them."
         )
     prefix = f"model.{number}."
     saved = {name.removeprefix(prefix) for name in plan.checkpoint.index if name.startswith(prefix)}

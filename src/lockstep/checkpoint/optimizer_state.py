@@ -35,7 +35,7 @@ def _check_form(document: Document, what: str) -> None:
     elif fits:
         fits = document["by_name"] is False and not is_standard(document["value"])
     if not fits:
-        raise CheckpointError(f"{what} has a form in which no optimizer is saved. Load another checkpoint.")
+        raise CheckpointError(f"{what} is not in the form of an optimizer's state. Load another checkpoint.")
 
 
 def _is_group(group: object) -> bool:
@@ -157,8 +157,8 @@ class OptimizerPlaces:
             if not same_names and len(group) != len(of_all):
                 other = sorted(set(saved_group) - set(of_all))
                 raise CheckpointError(
-                    f"{what} was saved with parameters {other[:3]} in a group where no rank has them, so that those "
-                    "of a pipeline's ranks cannot be found. Build it as the run that saved it did."
+                    f"{what} was saved with parameters {other[:3]} in a group in which no rank has them now. "
+                    "Build the optimizer as the run that saved it did."
                 )
             for name in saved_group:
                 if same_names and name not in place_of:  # another rank's
@@ -191,8 +191,8 @@ class OptimizerPlaces:
             return torch.empty(entry.shape, dtype=entry.torch_dtype, device=owner.device)
         if is_of_another_shape and (is_spread or (has_shapes and math.prod(entry.shape) != 1)):
             raise CheckpointError(
-                f"{what} holds {name} of shape {entry.shape}, whose parameter has shape {tuple(owner.shape)} here. "
-                "Give it its parameters in the order of the run that saved it."
+                f"{what} holds {name} of shape {entry.shape}, whose parameter has shape {tuple(owner.shape)} "
+                "here. Give the optimizer its parameters in the order of the run that saved it."
             )
         # Memory that the optimizer has already is filled in place.
         present = self._optimizer.state.get(owner, {}).get(key)

@@ -250,7 +250,7 @@ class Checkpoint:
     def _document(self, name: str) -> Document:
         document = parse_json(self._content(name), f"{self.root}/{name}")
         if not isinstance(document, dict):
-            raise CheckpointError(f"{self.root}/{name} is no JSON object. Load another checkpoint.")
+            raise CheckpointError(f"{self.root}/{name} is not a JSON object. Load another checkpoint.")
         return document
 
 
@@ -260,8 +260,8 @@ def _check_ranks(manifest: Manifest, path: str) -> None:
     rising = all(one < other for one, other in zip(saved.ranks, saved.ranks[1:], strict=False))
     if not rising or saved.ranks[-1] >= saved.world_size or len(saved.ranks) > len(manifest.files):
         raise CheckpointError(
-            f"{path} was saved by ranks {str(saved.ranks)[:40]} of {saved.world_size}, which cannot be. Load another "
-            "checkpoint."
+            f"{path} was saved by ranks {str(saved.ranks)[:40]} of {saved.world_size}, which is not possible. "
+            "Load another checkpoint."
         )
     absent = next((rank for rank in saved.ranks if rank_file(rank) not in manifest.files), None)
     if absent is not None:

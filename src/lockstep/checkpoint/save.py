@@ -99,7 +99,9 @@ def save(
         if copies is not None:
             undo.callback(copies.close)
         if len({blocks for blocks, _, _ in called}) > 1:
-            raise UsageError("The ranks differ in blocking. Pass the same to save_state on every rank.")
+            raise UsageError(
+                "The ranks called save_state with different values of blocking. Pass the same value on every rank."
+            )
         refuse_other_contents([contents for _, _, contents in called])
         undo.callback(folders.unlock, directory)
 

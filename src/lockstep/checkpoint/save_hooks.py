@@ -44,6 +44,6 @@ def _show(gathered: dict[str, object], _: object, state: dict[str, object], pref
 def refuse_url(writer: Writer) -> None:
     if not writer.store.is_local:
         raise UsageError(
-            f"A hook is registered that runs before save_state, and would write files into {writer.directory}, "
-            "which is a URL. Save to a local directory, or remove the hook."
+            f"A hook that runs before save_state would write files into {writer.directory}, but that is a URL. "
+            "Save to a local directory, or remove the hook."
         )

@@ -86,8 +86,8 @@ class Sources:
                 place.gradient_size,
             ):
                 raise CheckpointError(
-                    f"{self._checkpoint.root} tells of other places of ranks {first} and {rank} than one run can have. "
-                    "Load another checkpoint."
+                    f"{self._checkpoint.root} gives ranks {first} and {rank} different numbers of data ranks, "
+                    "which is not possible in one run. Load another checkpoint."
                 )
             places[rank] = found
         return places
@@ -112,7 +112,10 @@ def _read(document: Document, what: str) -> DataCoordinates | None:
         place = DataCoordinates(**found)
         if place.data_rank < place.data_size and place.gradient_rank < place.gradient_size:
             return place
-    raise CheckpointError(f"{what} has {str(found)[:80]} as a rank's place. Load another checkpoint.")
+    raise CheckpointError(
+        f"{what} has {str(found)[:80]} as the place of a rank among the data ranks, which is not valid. Load another "
+        "checkpoint."
+    )
 
 
 FoundValue = TypeVar("FoundValue")
@@ -180,7 +183,7 @@ def _checked(state: Document, checkpoint: Checkpoint) -> Document:
         _check_form(state)
     except (TypeError, ValueError, KeyError) as error:
         raise CheckpointError(
-            f"{checkpoint.root} has an accumulation window that none can be ({error}). Load another checkpoint."
+            f"{checkpoint.root} has an accumulation window that is not valid ({error}). Load another checkpoint."
         ) from error
     return state
 
@@ -208,7 +211,7 @@ def _check_form(state: Document) -> None:
     if not 0 <= window["micro_batch"] < 2**48 or not 1 <= window["accumulation_steps"] < 2**48:
         raise ValueError(f"micro-batch {window['micro_batch']} of {window['accumulation_steps']}")
     if (window["window_weight"] is None) != (window["divisor"] is None):
-        raise ValueError("it has one of window_weight and divisor")
+        raise ValueError("it has only one of window_weight and divisor")
     for key in ("window_weight", "divisor"):
         number = window[key]
         if number is None:
@@ -220,7 +223,7 @@ def _check_form(state: Document) -> None:
         if key == "divisor" and not number.is_meta and float(number) <= 0:
             raise ValueError(f"window.{key} is {float(number)}")
     if len(state["layouts"]) != len(state["models"]) or not all(isinstance(t, str) for t in state["layouts"]):
-        raise ValueError("layouts are not one text for each model")
+        raise ValueError("layouts does not have one text for each model")
     for i, model in enumerate(state["models"]):
         _has(
             model,
@@ -228,7 +231,7 @@ def _check_form(state: Document) -> None:
             {"local": dict, "reduced": dict, "partial": dict, "spent": list, "takes_buffers": bool},
         )
         if not all(isinstance(name, str) for name in model["spent"]):
-            raise ValueError(f"models.{i}.spent holds no names")
+            raise ValueError(f"models.{i}.spent holds something other than names")
         for name, gradient in model["local"].items():
             if isinstance(gradient, dict):
                 _check_sparse(f"models.{i}.local.{name}", gradient)
@@ -244,16 +247,16 @@ def _check_partial(what: str, group: Document) -> None:
     _has(group, what, {"sum": torch.Tensor, "rows": list, "factor": (int, float), "replicas": int})
     _check_gradient(f"{what}.sum", group["sum"])
     if group["sum"].dim() != 1 or group["replicas"] < 1 or not math.isfinite(group["factor"]):
-        raise ValueError(f"{what} is no sum over replicas")
+        raise ValueError(f"{what} is not a sum over replicas")
     for row in group["rows"]:
         _has(row, f"{what}.rows", {"name": str, "offset": int, "start": int, "count": int})
         if not all(0 <= row[key] <= group["sum"].numel() for key in ("offset", "start", "count")):
-            raise ValueError(f"{what} has rows outside of its sum")
+            raise ValueError(f"{what} has rows that are not in its sum")
 
 
 def _check_gradient(what: str, gradient: object) -> None:
     if not isinstance(gradient, torch.Tensor) or not (gradient.is_floating_point() or gradient.is_complex()):
-        raise TypeError(f"{what} is no gradient")
+        raise TypeError(f"{what} is not a gradient")
 
 
 def _check_sparse(what: str, parts: Document) -> None:
@@ -268,13 +271,13 @@ def _check_sparse(what: str, parts: Document) -> None:
         bounds = torch.tensor(size[: indices.shape[0]]).unsqueeze(1)
         fits = bool(((indices >= 0) & (indices < bounds)).all())
     if not fits:
-        raise ValueError(f"{what} is no sparse gradient")
+        raise ValueError(f"{what} is not a sparse gradient")
 
 
 def _has(value: object, what: str, fields: Mapping[str, type | tuple[type, ...]]) -> None:
     """Raise TypeError unless ``value`` is a dict of exactly these fields, of these types."""
     if not isinstance(value, dict) or value.keys() != fields.keys():
-        raise TypeError(f"{what} has not the fields {', '.join(fields)}")
+        raise TypeError(f"{what} does not have exactly the fields {', '.join(fields)}")
     for key, kind in fields.items():
         is_bool = isinstance(value[key], bool) and kind in (int, (int, float))
         if is_bool or not isinstance(value[key], kind):
@@ -299,9 +302,9 @@ def _refuse_gradients(states: list[Document], checkpoint: Checkpoint) -> None:
     """Raise CheckpointError if there are gradients in a window that only the same ranks can go on in."""
     if any(model[kind] for state in states for model in state["models"] for kind in GRADIENTS):
         raise CheckpointError(
-            f"{checkpoint.root} was saved inside an accumulation window: its gradients cannot be moved to or from "
-            "ranks with other parts of the model. Load it with as many ranks and the same 'parallel', or load a "
-            "checkpoint from the end of a window."
+            f"{checkpoint.root} was saved inside an accumulation window: its gradients cannot be moved to ranks "
+            "that hold other parts of the model. Load it with the same number of ranks and the same 'parallel', "
+            "or load a checkpoint from the end of a window."
         )
 
 

@@ -92,7 +92,7 @@ def collect(contents: CheckpointContents, rank: int) -> RankState:
         dtype_name(tensor, name)
         if tensor.is_meta:
             raise UsageError(
-                f"{name} is on the meta device and has no elements. Give it some before it is saved."
+                f"{name} is on the meta device, so it has no values. Give it values before you save."
             )
     return found
 

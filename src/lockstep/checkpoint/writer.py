@@ -56,8 +56,8 @@ class CheckpointGroup:
         mine, first = directories[self.rank], directories[self.coordinator]
         if mine != first:
             raise UsageError(
-                f"Rank {self.rank} saves to {mine}, but rank {self.coordinator} to {first}. Pass the same directory on "
-                "every rank: all of them write it together."
+                f"Rank {self.rank} saves to {mine}, but rank {self.coordinator} to {first}. Pass the same "
+                "directory on every rank: all ranks write one checkpoint together."
             )
 
 
@@ -145,7 +145,8 @@ class Writer:
         except CheckpointError as error:
             raise CheckpointError(
                 f"Rank {self.group.rank} read {self.directory} back after it was written, and it is damaged: "
-                f"{error} Nothing older was removed; save again, elsewhere if this recurs."
+                f"{error} No older checkpoint was removed. Save again, and to another place if this happens "
+                "again."
             ) from error
 
     def abandon(self) -> None:

@@ -70,7 +70,7 @@ def merge_weights(
     inside = sorted(path.parent.name for path in source.glob("*/.metadata"))
     if inside and not (source / ".metadata").is_file():
         raise UsageError(
-            f"{source} is no folder of sharded weights, but has {', '.join(inside[:3])}. Name one of them."
+            f"{source} is not a folder of sharded weights, but has {', '.join(inside[:3])}. Name one of them."
         )
     if remove_checkpoint_dir and out.resolve().is_relative_to(source.resolve()):
         raise UsageError(f"{out} is in {source}, which --remove-checkpoint-dir deletes. Name another folder.")
@@ -158,8 +158,8 @@ def estimate_memory(
 
     if trust_remote_code:
         raise UsageError(
-            "--trust-remote-code asks to run code that a model brings along, which is not done here. Name its class as "
-            "path/to/file.py:Class."
+            "--trust-remote-code asks to run code that comes with a model, which this command never does. Name "
+            "the model's class as path/to/file.py:Class."
         )
     facts = _facts(model_name, library_name)
     elements = facts.count + sum(facts.buffers.values())
@@ -195,8 +195,8 @@ def _facts(name: str, library: str | None) -> Any:
     except (OSError, ValueError) as error:
         first = (str(error).splitlines() or [""])[0]
         raise UsageError(
-            f"{name[:100]!r} is no file, no folder and no module:Class, and the Hub does not give its configuration: "
-            f"{first[:200]} Name a folder with its config.json."
+            f"{name[:100]!r} is not a file, a folder or module:Class, and its configuration cannot be read from "
+            f"the Hub: {first[:200]} Name a folder with its config.json."
         ) from None
     return facts_of(str(found))
 

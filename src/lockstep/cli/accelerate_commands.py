@@ -148,7 +148,7 @@ def launch_command_parser(subparsers: Any = None) -> LaunchParser:
     """What reads the words that ``launch_command`` gets."""
     if subparsers is not None:
         raise ConfigError(
-            "The options of `lockstep launch` are no part of another command. Call it by its name."
+            "The options of `lockstep launch` cannot be added to another command. Call `lockstep launch` itself."
         )
     return LaunchParser()
 
@@ -164,8 +164,8 @@ def launch_command(args: argparse.Namespace) -> None:
         now = getattr(args, name, value)
         if now != value:
             raise ConfigError(
-                f"args.{name} was changed from {value!r} to {now!r} after the words were read, which has no effect. "
-                "Put it among the words that the parser gets."
+                f"args.{name} was changed from {value!r} to {now!r} after the arguments were parsed, which has "
+                "no effect. Pass it among the arguments that are parsed."
             )
     words = ["launch", "--as-accelerate", *args.words]
     with redirect_stdout(io.StringIO()):  # raises here what is wrong with them

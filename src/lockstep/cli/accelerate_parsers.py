@@ -240,7 +240,7 @@ def to_fsdp2_command(args: argparse.Namespace) -> None:
         ValueError: neither ``output_file`` nor ``overwrite``, or a file that cannot be converted.
     """
     if not Path(args.config_file).exists():
-        raise FileNotFoundError(f"{args.config_file} is not there. Name a configuration file.")
+        raise FileNotFoundError(f"{args.config_file} does not exist. Name a configuration file.")
     if not (args.output_file or args.overwrite):
         raise ConfigError("There is no output_file. Name one, or replace the file itself by overwrite.")
     if args.output_file and not args.overwrite and Path(args.output_file).exists():

@@ -131,8 +131,8 @@ def command(
         raise click.UsageError("--reference and --against both say what to compare with. Give one of them.")
     if wrapped and (reference, parallel, mixed_precision, as_accelerate) != (None, None, None, False):
         raise click.UsageError(
-            "--wrapped is for scripts that spread their models themselves: --parallel, --reference, --mixed-precision "
-            "and --as-accelerate do nothing for them. Drop these."
+            "--wrapped is for scripts that spread their models themselves, so --parallel, --reference, "
+            "--mixed-precision and --as-accelerate have no effect. Drop these options."
         )
     Program(script, arguments, module).command()  # refuses what is not there
     axes_of(_parallel(parallel), nproc)

@@ -99,7 +99,7 @@ class BaseConfig:
         unknown = cls.unknown(said)
         if unknown:
             raise ConfigError(
-                f"{path} has {', '.join(unknown)}, which {cls.__name__} has no field for. Read it with "
+                f"{path} has {', '.join(unknown)}, but {cls.__name__} has no such field. Read the file with "
                 "load_config_from_file."
             )
         return cls.of(said)

@@ -71,7 +71,9 @@ def command(ctx: click.Context, config_file: str | None, yes: bool, force: bool,
     given = {name: value for name, value in flags.items() if value is not None}
     if ctx.invoked_subcommand is not None:
         if given or config_file or yes or force:
-            raise click.UsageError(f"options of `lockstep config` do not go before {ctx.invoked_subcommand}.")
+            raise click.UsageError(
+                f"options of `lockstep config` do not go before {ctx.invoked_subcommand}. Write them after it."
+            )
         return
     if config_file is not None and not config_file.strip():
         raise click.UsageError(f"--config-file {config_file!r} is not a path. Name a file, or drop it.")

@@ -61,7 +61,9 @@ def command(model: str, arguments: str | None, optimizer: str, as_json: bool, **
     precisions = [str(parse_precision(part, "--precision")) for part in options["precision"].split(",")[:4]]
     batch, sequence = options["batch"], options["sequence"]
     if (batch is None) != (sequence is None):
-        raise click.UsageError("--batch and --sequence say together how large a micro-batch is. Give both.")
+        raise click.UsageError(
+            "--batch and --sequence together are the size of a micro-batch, but one of them is missing. Give both."
+        )
     size = (0, 0) if batch is None else (
         parse_integer(batch, "--batch", 1, 2**20), parse_integer(sequence, "--sequence", 1, 2**24)
     )  # fmt: skip
@@ -115,7 +117,10 @@ def _limits(options: dict[str, Any]) -> Limits:
         for name in ("memory", "host_memory", "disk")
     }
     if options["cpu"] and sizes["host_memory"] is not None:
-        raise click.UsageError("With --cpu the host's memory is the device's. Give it as --memory.")
+        raise click.UsageError(
+            "With --cpu the device is the host, so --host-memory cannot differ from --memory. Give the memory of "
+            "the machine as --memory, and drop --host-memory."
+        )
     together = parse_integer(options["ranks_per_machine"], "--ranks-per-machine", 1, 1024)
     return Limits(sizes["memory"], sizes["host_memory"], sizes["disk"], together, options["cpu"])
 

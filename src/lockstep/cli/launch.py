@@ -164,7 +164,7 @@ def _of_several_machines(given: dict[str, SettingValue]) -> dict[str, SettingVal
     if "rdzv" in given:
         for name, value in zip(("main_process_ip", "main_process_port"), given["rdzv"].value, strict=True):
             if name in given:
-                raise ConfigError(f"--rdzv and --{dashes(name)} say the same. Give one of them.")
+                raise ConfigError(f"--rdzv and --{dashes(name)} both set the same address. Give one of them.")
             found[name] = SettingValue(value, "flag --rdzv")
     for name, flag in (("slurm_options", "--slurm-option"), ("k8s_options", "--k8s-option")):
         if name in given:
@@ -203,8 +203,8 @@ def _without_effect(
     target = program.target
     for flag in misplaced(ctx, program.arguments, target):
         yield (
-            f"{flag} stands after {target}, so the script gets it. If it is meant for the launch, write it before "
-            f"{target}."
+            f"{flag} comes after {target}, so it is passed to the script. If it is meant for the launch, write "
+            f"it before {target}."
         )
     said = "--multi-gpu" if options["multi_gpu"] else loaded.gpus if loaded is not None else ""
     if said and plan.reach.backend == LOCAL and not plan.settings["use_cpu"].value:

@@ -109,7 +109,9 @@ def joined_tee(words: Sequence[str], taking_values: Collection[str]) -> list[str
             if following is None or is_value:
                 continue
             if equals:
-                raise click.UsageError(f"--tee {following!r} is not 0, 1, 2, 3 or a list such as 0:3,1:1.")
+                raise click.UsageError(
+                    f"--tee {following!r} is not 0, 1, 2, 3 or a list such as 0:3,1:1. Use one of these."
+                )
             return [*found, *joined_tee([following, *rest], taking_values)]
         found.append(word)
         if not word.startswith("-") or word in ("-", "--"):

@@ -70,7 +70,7 @@ def command(
 
     if compare == (name is not None):
         what = f"--compare is for all schedules, not {name!r} alone" if name else "No schedule is named"
-        raise click.UsageError(f"{what}. Give either a name, such as 1f1b, or --compare.")
+        raise click.UsageError(f"{what}. Give a schedule, such as 1f1b, or --compare, but not both.")
     if compare and output:
         raise click.UsageError("-o draws one schedule, but --compare shows all. Name one, or drop -o.")
     if compare and stages_per_rank != "0":

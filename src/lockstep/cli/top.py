@@ -77,7 +77,8 @@ def _screen(run: str | None, secret_file: str | None) -> TopScreen:
         link = link_here()
         if link is None:
             raise ConfigError(
-                "No launch of yours runs on this machine. Name a run's folder, or HOST:PORT of a launch elsewhere."
+                "No launch of yours runs on this machine. Name a run's folder, or HOST:PORT of a launch on "
+                "another machine."
             )
         return TopScreen(None, link)
     if ":" in run and not os.path.lexists(run):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 LAUNCH_ID = "LOCKSTEP_LAUNCH_ID"
 STOP_ASKED = "Stop the run at its next step boundary? y: yes, any other key: no."
-UNREACHED = "The keys need the job's launch, which is not one of yours that runs on this machine."
+UNREACHED = "The keys work only with a launch of this user that runs on this machine."
 
 
 class TopScreen:
@@ -51,8 +51,9 @@ class TopScreen:
         self.look()
         if self.is_over:
             raise ConfigError(
-                f"{self.notice} The launch has just ended, or it is not watched (--no-watch), or of another version of "
-                "Lockstep."
+                f"{self.notice} The launch has just ended, or it is not watched (--no-watch), or it runs another "
+                "version of Lockstep. Look at a launch that runs now, with the version of Lockstep that started "
+                "it."
             )
 
     def find_link(self) -> None:

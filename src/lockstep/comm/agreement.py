@@ -64,8 +64,8 @@ def tensors_only(operation: str, found: dict[str, object], instead: str) -> Type
     for path, leaf in found.items():
         if not isinstance(leaf, torch.Tensor):
             return TypeError(
-                f"{operation} takes tensors, but {path or 'its argument'} is a {type(leaf).__name__}. "
-                f"Make it a tensor, or pass Python objects to {instead}."
+                f"{operation} takes tensors, but {path or 'its argument'} is a {type(leaf).__name__}. Make it a "
+                f"tensor, or pass Python objects to {instead}."
             )
         if leaf.layout is not torch.strided:
             return TypeError(

@@ -159,10 +159,10 @@ def boxes_of(tensor: torch.Tensor) -> list[ShardRegion]:
     expected = local_shape(tensor.shape, mesh.shape, placements, coordinate)
     if expected != tuple(local(tensor).shape):
         raise UsageError(
-            f"A tensor of shape {tuple(tensor.shape)} is spread as {placements} over a mesh of shape "
-            f"{tuple(mesh.shape)}, so that this rank would hold {expected} of it, but it holds "
-            f"{tuple(local(tensor).shape)}. Spread it with distribute_tensor or fully_shard, or choose dimensions that "
-            "divide evenly."
+            f"A tensor of shape {tuple(tensor.shape)} is laid out as {placements} over a mesh of shape "
+            f"{tuple(mesh.shape)}: this rank should hold a part of shape {expected}, but its part has shape "
+            f"{tuple(local(tensor).shape)}. Make the tensor with distribute_tensor or fully_shard, or choose "
+            "dimensions that divide evenly."
         )
     return boxes(tensor.shape, mesh.shape, placements, coordinate)
 
@@ -170,8 +170,8 @@ def boxes_of(tensor: torch.Tensor) -> list[ShardRegion]:
 def _refuse_partial(placements: Iterable[Placement]) -> None:
     if any(is_partial(placement) for placement in placements):
         raise UsageError(
-            f"A tensor is spread as {tuple(placements)}: its ranks hold addends, whose sum is not taken yet. "
-            "Redistribute it to Shard or Replicate first."
+            f"A tensor is laid out as {tuple(placements)}: each rank holds a term of a sum that is not computed "
+            "yet. Redistribute it to Shard or Replicate first."
         )
 
 

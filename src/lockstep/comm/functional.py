@@ -240,8 +240,8 @@ def recursively_apply(
             return func(leaf, *args, **kwargs)
         if error_on_other_type:
             raise TypeError(
-                f"{path or 'data'} is a {type(leaf).__name__}, which {getattr(func, '__name__', func)} does not take. "
-                "Pass nested lists, tuples and dicts of tensors."
+                f"{path or 'data'} is a {type(leaf).__name__}, which {getattr(func, '__name__', func)} does not "
+                "take. Pass nested lists, tuples or dicts of tensors."
             )
         return leaf
 

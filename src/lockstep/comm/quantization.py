@@ -111,8 +111,9 @@ def dequantize(
     )
     if sizes != expected:
         raise UsageError(
-            f"{count} values of {bits} bits in blocks of {block} are {expected[0]} bytes and {expected[1]} scales, "
-            f"but {sizes[0]} and {sizes[1]} were given. Pass what quantize returned, with the same arguments."
+            f"{count} values of {bits} bits in blocks of {block} are {expected[0]} bytes and {expected[1]} "
+            f"scales, but {sizes[0]} and {sizes[1]} were given. Pass the tensors that quantize returned, with "
+            "the same arguments."
         )
     integers = _unpacked(packed, count, bits)
     if out is None:
@@ -162,8 +163,6 @@ def _ceil_div(dividend: int, divisor: int) -> int:
 
 def _check(block: int, bits: int) -> None:
     if bits not in LEVELS:
-        raise ConfigError(f"bits is {bits}, but values are quantised to 8 or 4 bits. Pass one of these.")
+        raise ConfigError(f"bits is {bits}, but must be 8 or 4. Pass one of these.")
     if block < 1:
-        raise ConfigError(
-            f"block is {block}, but a block has at least one value. Pass {BLOCK}, for instance."
-        )
+        raise ConfigError(f"block is {block}, but must be at least 1. Pass {BLOCK}, for instance.")

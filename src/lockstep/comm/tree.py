@@ -138,7 +138,7 @@ def concatenate(data: Sequence[Tree], dim: int = 0) -> Tree:
         ```
     """
     if not data:
-        raise ValueError("There is nothing to concatenate. Pass at least one tree.")
+        raise ValueError("The list of batches to concatenate is empty. Pass at least one batch.")
     parts = [leaves(tree) for tree in data]
     if any(part.keys() != parts[0].keys() for part in parts):
         raise ValueError(
@@ -152,8 +152,8 @@ def concatenate(data: Sequence[Tree], dim: int = 0) -> Tree:
             return torch.cat([value.reshape(1) if value.ndim == 0 else value for value in values], dim=dim)
         if any(isinstance(value, torch.Tensor) or value != first for value in values):
             raise TypeError(
-                f"{path or 'The tree'} holds {type(first).__name__}s that differ; only tensors can be "
-                "concatenated. Convert them to tensors or leave them out."
+                f"{path or 'The tree'} holds different values of type {type(first).__name__}, but only tensors "
+                "can be concatenated. Convert them to tensors or leave them out."
             )
         return first
 

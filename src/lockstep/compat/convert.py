@@ -127,12 +127,15 @@ def _settings(
     settings: dict[str, object] = {}
     processes = given.get("num_processes")
     if ranks is not None and processes is not None and ranks != processes:
-        raise ConfigError(f"--ranks is {ranks}, but num_processes is {processes}. Leave out --ranks.")
+        raise ConfigError(
+            f"--ranks is {ranks}, but the file has num_processes {processes}. Leave out --ranks."
+        )
     batch = BatchSizes.of(asked)
     processes = ranks or processes or _implied(batch)
     if batch.train is not None and processes is None:
         raise ConfigError(
-            f"train_batch_size={batch.train} is over all processes, and their number is not known. Give --ranks N."
+            f"train_batch_size={batch.train} counts the rows of all processes, but the number of processes is "
+            "not known. Give --ranks N."
         )
     if processes is not None:
         batch = fitted(parallel_of(asked), batch, processes)

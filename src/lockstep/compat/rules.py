@@ -110,7 +110,7 @@ def walk(table: Table, data: object, prefix: str = "") -> Iterator[Row]:
             prefix.rstrip("."),
             data,
             Outcome.REFUSED,
-            f"{repr_short(data)} is not a section of keys. Write one.",
+            f"{repr_short(data)} is not a section of keys. Write keys and values below it.",
         )
         return
     for key, value in data.items():

@@ -53,7 +53,8 @@ def external_settings(
         found.append(from_deepspeed_plugin(plugin))
     if len(found) == 2:
         raise ConfigError(
-            f"fsdp_plugin ({_stage(found[0])}) and deepspeed_plugin ({_stage(found[1])}) were both given. Pass one."
+            f"fsdp_plugin ({_stage(found[0])}) and deepspeed_plugin ({_stage(found[1])}) were both given. Pass "
+            "one of them."
         )
     if parallelism_config is not None:
         found.append(from_parallelism_config(parallelism_config, alone=not found))
@@ -89,8 +90,8 @@ def from_parallelism_config(config: Any, alone: bool = True) -> Translation:
     if (1 if ranks is None else ranks.value) not in (1, here):
         assert ranks is not None
         raise ConfigError(
-            f"parallelism_config describes {ranks.value} ranks ({ranks.source}), but there are {here} processes. Start "
-            f"{ranks.value}, or change the sizes."
+            f"parallelism_config describes {ranks.value} ranks ({ranks.source}), but this run has {here} "
+            f"processes. Start {ranks.value} processes, or change the sizes."
         )
     return Translation(settings, found.warnings, found.rows)
 
@@ -212,7 +213,7 @@ def _fsdp(section: Mapping[str, tuple[str, str]], machines: int) -> Translation:
     )
     names = [f"FSDP_{key.upper()}" for key in FSDP_KEYS]
     vain = tuple(
-        f"{WHERE}: {plain(name, 80)} has no effect: it is not a setting of FSDP that is known.{suggestion(name, names)}"
+        f"{WHERE}: {plain(name, 80)} has no effect: it is not a known setting of FSDP.{suggestion(name, names)}"
         for name in section
         if name not in known
     )

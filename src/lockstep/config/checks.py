@@ -39,7 +39,7 @@ def backend_of(settings: Mapping[str, object]) -> str:
     asked = [name for name in SWITCHES if settings.get(name)]
     lists = [name for name in HOST_LISTS if settings.get(name)]
     if len(lists) > 1:
-        raise ConfigError("hosts and hostfile both name the machines. Give one of them.")
+        raise ConfigError("hosts and hostfile both name the machines. Give only one of them.")
     if lists and asked != ["mpi"]:  # mpirun takes a list of hosts, too
         asked += lists
     if len(asked) > 1:
@@ -53,7 +53,9 @@ def backend_of(settings: Mapping[str, object]) -> str:
             backend not in backends or (backends[0] == "hosts" and not lists and "host" in name)
         ):
             with_what = ", ".join({"hosts": "--hosts or --hostfile"}.get(way, f"--{way}") for way in backends)
-            raise ConfigError(f"{name} has a meaning only with {with_what}. Add that, or remove {name}.")
+            raise ConfigError(
+                f"{name} has a meaning only with {with_what}. Add {with_what}, or remove {name}."
+            )
     return backend
 
 
@@ -66,7 +68,8 @@ def check_topology(settings: Mapping[str, Any]) -> None:
     processes = settings.get("num_processes")
     if least > machines:
         raise ConfigError(
-            f"min_machines is {least} with num_machines {machines}, which is the most. Correct one of the two."
+            f"min_machines is {least} with num_machines {machines}, but the least cannot be above the most. Correct "
+            "one of the two."
         )
     if rank is not None and rank >= machines:
         raise ConfigError(
@@ -75,7 +78,8 @@ def check_topology(settings: Mapping[str, Any]) -> None:
         )
     if rank and backend != LOCAL:
         raise ConfigError(
-            f"machine_rank is {rank}, but one launch starts all machines here, and numbers them. Remove machine_rank."
+            f"machine_rank is {rank}, but one launch starts all machines here, and numbers them. Remove "
+            "machine_rank."
         )
     if machines > 1:
         for name in ("main_process_ip", "main_process_port") if backend == LOCAL else ():
@@ -104,6 +108,6 @@ def check_gpus(settings: Mapping[str, Any], machines: int) -> None:
     local, named = processes // machines, len(str(gpus).split(","))
     if local > named:
         raise ConfigError(
-            f"gpu_ids names {named} GPUs ({gpus}) for {local} processes on this machine; each needs its own. "
-            f"Name {local} GPUs or run {named} processes."
+            f"gpu_ids names {named} GPUs ({gpus}) for {local} processes on this machine, but each process needs "
+            f"a GPU of its own. Name {local} GPUs, or run {named} processes."
         )

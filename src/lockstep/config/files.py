@@ -53,7 +53,8 @@ def read_text(path: str | Path, most_bytes: int, language: str) -> str:
         raise ConfigError(f"{path}: cannot read the configuration file: {reason}. Check its path.") from None
     if len(content) > most_bytes:
         raise ConfigError(
-            f"{path}: larger than {most_bytes} bytes, so not a configuration file. Check its path."
+            f"{path}: the file is larger than {most_bytes} bytes, so it cannot be a configuration file. Check "
+            "its path."
         )
     try:
         return content.decode("utf-8-sig")
@@ -76,7 +77,7 @@ def check_readable(path: str, origin: str) -> None:
 def _check(mode: int, path: str | Path) -> None:
     if not stat.S_ISREG(mode):
         kind = KINDS.get(stat.S_IFMT(mode), "something else")
-        raise OSError(errno.EINVAL, f"it is {kind}, and not a plain file", str(path))
+        raise OSError(errno.EINVAL, f"it is {kind}, but must be a plain file", str(path))
 
 
 _OF_THE_SYSTEM = ("/proc/", "/sys/")
@@ -112,8 +113,8 @@ def check_shard(folder: str, name: str) -> None:
         inside.append(os.path.join(os.path.dirname(os.path.dirname(here)), "blobs"))
     if not any(os.path.commonpath([place, there]) == place for place in inside):
         raise CheckpointError(
-            f"{path} is a link out of its folder, to {there}. Replace it by the file itself (cp -L), or name that "
-            "file directly."
+            f"{path} is a link to {there}, outside its folder. Replace the link by a copy of the file (cp -L), "
+            "or name the file directly."
         )
 
 
@@ -134,7 +135,7 @@ def read_plain_file(path: str, limit: int) -> bytes:
     if found.st_size > limit or len(content) > limit:
         size = max(found.st_size, len(content))
         raise CheckpointError(
-            f"{path} has {size} bytes, but at most {limit} are read. Check that it is the file that is meant."
+            f"{path} has {size} bytes, but at most {limit} are read. Check that this is the right file."
         )
     return content
 
@@ -170,7 +171,9 @@ def parse_json(text: str, name: str) -> dict[str, object]:
             f"{name}:{error.lineno}: not valid JSON: {error.msg}. Correct this line (comments are not allowed)."
         ) from None
     except RecursionError:
-        raise ConfigError(f"{name}: nested too deep. Give a flat configuration.") from None
+        raise ConfigError(
+            f"{name}: the configuration is nested too deep. Write a flat configuration."
+        ) from None
     except ValueError as error:  # ours, from the hooks; and that of int() on thousands of digits
         reason = str(error) if isinstance(error, ConfigError) else "a number has too many digits"
         raise ConfigError(f"{name}: {reason.rstrip('.')}. Correct it.") from None
@@ -198,7 +201,9 @@ def _constant(word: str) -> NoReturn:
 def check_depth(data: object, where: str, depth: int = 0) -> None:
     """Raise ConfigError when mappings and lists are nested too deep, as one that contains itself is."""
     if depth > MAX_DEPTH:
-        raise ConfigError(f"{where}: nested deeper than {MAX_DEPTH} levels. Write a flat configuration.")
+        raise ConfigError(
+            f"{where}: the configuration is nested deeper than {MAX_DEPTH} levels. Write a flat configuration."
+        )
     if isinstance(data, Mapping):
         for value in data.values():
             check_depth(value, where, depth + 1)

@@ -93,8 +93,8 @@ class AORecipeKwargs(KwargsHandler):
         _needs("AORecipeKwargs", "torchao")
         if self.enable_fsdp_float8_all_gather or getattr(self.config, "enable_fsdp_float8_all_gather", False):
             warnings.warn(
-                "enable_fsdp_float8_all_gather=True has no effect: sharded weights are gathered in bfloat16, and cast "
-                "then. Leave it out.",
+                "enable_fsdp_float8_all_gather=True has no effect: sharded weights are gathered in bfloat16, "
+                "and cast to fp8 afterwards. Leave it out.",
                 stacklevel=3,
             )
         if self.config is not None:
@@ -207,7 +207,9 @@ class FP8RecipeKwargs(TERecipeKwargs, _OptLevel):
 
     def __post_init__(self) -> None:
         warnings.warn(
-            "FP8RecipeKwargs is the old name of TERecipeKwargs. Use that.", FutureWarning, stacklevel=3
+            "FP8RecipeKwargs is the old name of TERecipeKwargs. Use the new name.",
+            FutureWarning,
+            stacklevel=3,
         )
         self.backend = _one_of((self.backend or _said("BACKEND", "te")).upper(), "backend", ("TE",))
         if self.opt_level is not None:
@@ -236,7 +238,7 @@ def recipe_of(given: KwargsHandler | None, precision: str) -> AORecipeKwargs | N
         given is None and _said("BACKEND", "AO").upper() not in ("AO", "TORCHAO", "NO")
     ):
         raise ConfigError(
-            f"{asked} asks for another package than torchao, by which mixed_precision='fp8' trains here. Install "
+            f"{asked} asks for another package than torchao, but mixed_precision='fp8' uses torchao. Install "
             "torchao, and pass AORecipeKwargs() in kwargs_handlers."
         )
     if find_spec("torchao") is None:

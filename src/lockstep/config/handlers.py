@@ -472,7 +472,8 @@ class ProjectConfiguration:
             check_positive("total_limit", self.total_limit)
         if not isinstance(self.iteration, int) or isinstance(self.iteration, bool) or self.iteration < 0:
             raise ConfigError(
-                f"iteration is {self.iteration!r}, but must be an integer of at least 0. Pass the next number."
+                f"iteration is {self.iteration!r}, but must be an integer of at least 0. Pass the number of the "
+                "next checkpoint."
             )
 
     def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:

@@ -78,7 +78,9 @@ def read_hostfile(path: str | Path) -> tuple[Host, ...]:
         text = read_regular_file(path, MAX_FILE_BYTES + 1).decode("utf-8")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise ConfigError(f"hostfile {path}: cannot be read: {reason}. Name a file that can be.") from None
+        raise ConfigError(
+            f"hostfile {path}: cannot be read: {reason}. Check the path and its permissions, or name another file."
+        ) from None
     if len(text) > MAX_FILE_BYTES:
         raise ConfigError(f"hostfile {path}: is larger than {MAX_FILE_BYTES} bytes. Name a list of hosts.")
     hosts: list[Host] = []
@@ -131,8 +133,8 @@ def parse_filter(value: object) -> tuple[str, ...]:
     for part in parts:
         if ":" in part:
             raise ConfigError(
-                f"{repr_short(part)} chooses slots of a host, which is not available; name whole hosts, and GPUs by "
-                "gpu_ids"
+                f"{repr_short(part)} chooses slots of a host, which is not available; name whole hosts, and "
+                "choose GPUs by gpu_ids"
             )
         parse_host(part.strip())
     return tuple(part.strip() for part in parts)
@@ -158,5 +160,5 @@ def chosen(hosts: Sequence[Host], include: str | None, exclude: str | None) -> t
         dropped = list(parse_filter(exclude))
     left = tuple(host for host in hosts if host.name in wanted and host.name not in dropped)
     if not left:
-        raise ConfigError(f"exclude_hosts leaves none of the {len(names)} hosts. Leave at least one.")
+        raise ConfigError(f"exclude_hosts excludes all {len(names)} hosts. Leave at least one host.")
     return left

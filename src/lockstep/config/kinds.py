@@ -202,8 +202,11 @@ def _backend(value: object, origin: str) -> object:
         known = [name.lower() for name in DynamoBackend.list()]
         said = f"{origin}={plain(word)}" if origin else repr_short(word)
         raise ConfigError(
-            f"{said} is no backend of torch.compile.{suggestion(word, known)} Use one of "
-            f"{', '.join(sorted({*known, *registered}))}" + ("." if origin else "")
+            (
+                f"{said} is no backend of torch.compile.{suggestion(word, known)} Use one of "
+                f"{', '.join(sorted({*known, *registered}))}"
+            )
+            + ("." if origin else "")
         )
     return word
 

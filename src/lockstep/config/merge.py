@@ -99,6 +99,6 @@ def merge_settings(*parts: Mapping[str, SettingValue]) -> dict[str, SettingValue
             first = together.setdefault(name, said)
             if first.value != said.value:
                 raise ConfigError(
-                    f"{first.source} contradicts {said.source}. Make them say the same, or remove one of them."
+                    f"{first.source} contradicts {said.source}. Give both the same value, or remove one of them."
                 )
     return together

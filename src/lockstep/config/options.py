@@ -63,7 +63,7 @@ WITHOUT_DEFAULTS = (*RECIPES, SpikePolicy)
 NOT_OPTIONS = {
     "fp8_recipe_handler": (
         "fp8 training",
-        "is said by mixed_precision='fp8'. Remove it, and pass AORecipeKwargs() in kwargs_handlers",
+        "is set by mixed_precision='fp8'. Remove it, and pass AORecipeKwargs() in kwargs_handlers",
     ),
     "megatron_lm_plugin": (
         "Megatron-LM",
@@ -71,7 +71,7 @@ NOT_OPTIONS = {
     ),
     "torch_tp_plugin": (
         "tensor parallelism",
-        "is a word here. Remove it, and write parallel='tp=2', for instance",
+        "is set by parallel=. Remove it, and write parallel='tp=2', for instance",
     ),
 }
 

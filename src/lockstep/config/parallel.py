@@ -185,7 +185,7 @@ class Parallel:
             if mine != getattr(Parallel, name) and mine != value:
                 raise ConfigError(
                     f"{name} is {text_of(mine)} in parallel='{self}' but {name}={text_of(value)} was given too. "
-                    "Say it in one place."
+                    "Give it in one place only."
                 )
         return replace(self, **given)
 
@@ -271,13 +271,13 @@ class Parallel:
         size = ranks // self.replicate
         if size == 1 and self.replicate > 1:
             raise ConfigError(
-                f"parallel='{self}' with {ranks} processes leaves groups of {ranks} / {self.replicate} = 1, "
-                "in which nothing is sharded. Use a smaller replicate, or parallel='ddp'."
+                f"parallel='{self}' with {ranks} processes makes groups of {ranks} / {self.replicate} = 1 "
+                "process, in which nothing is sharded. Use a smaller replicate, or parallel='ddp'."
             )
         if size % self.cp:
             raise ConfigError(
-                f"parallel='{self}' leaves groups of {ranks} / {self.replicate} = {size} ranks, which cp={self.cp} "
-                "does not divide. Use a smaller replicate."
+                f"parallel='{self}' makes groups of {ranks} / {self.replicate} = {size} ranks, but {size} is not "
+                f"a multiple of cp={self.cp}. Use a smaller replicate."
             )
         if self.hpz and (size % self.hpz or not 1 < self.hpz < size):
             raise ConfigError(
@@ -294,14 +294,15 @@ class Parallel:
         """
         if self.offloads_params and world_size > 1 and not self.shards:
             raise ConfigError(
-                f"parallel='{self}' offloads whole parameters, which {world_size} processes would each hold. Add "
-                "zero=1, zero=2 or zero=3, or use offload=optimizer."
+                f"parallel='{self}' offloads whole parameters, and each of the {world_size} processes would hold "
+                "all of them. Add zero=1, zero=2 or zero=3, or use offload=optimizer."
             )
 
     def _check_together(self) -> None:
         if self.shards and self.strategy is not Strategy.AUTO:
             raise ConfigError(
-                f"parallel has both '{self.strategy}' and zero={self.zero}, which exclude each other. Drop one of them."
+                f"parallel has both '{self.strategy}' and zero={self.zero}, which exclude each other. Remove one "
+                "of them."
             )
         for name in _NEED_ZERO:
             if not self.shards and getattr(self, name) != getattr(Parallel, name):
@@ -316,14 +317,14 @@ class Parallel:
         if self.sync_batchnorm and (self.pp > 1 or self.strategy is Strategy.DATA_PARALLEL):
             other = "pp" if self.pp > 1 else "dataparallel"
             raise ConfigError(
-                f"parallel='{self}': with {other}, batch normalisation sees one part of a batch after the other, so "
-                f"that it cannot take its statistics over all ranks. Drop sync_batchnorm, or {other}."
+                f"parallel='{self}': with {other}, batch normalisation gets one part of the batch at a time, so "
+                f"it cannot compute statistics over all ranks. Drop sync_batchnorm, or {other}."
             )
         works_on_blocks = self.activation is not Activation.NONE or self.compile is Compile.BLOCKS
         if self.blocks != () and not (works_on_blocks or self.shards or self.pp * self.cp > 1):
             raise ConfigError(
-                "parallel: blocks are named, but nothing uses them. Add zero=..., activation=... or compile=blocks, or "
-                "drop blocks."
+                "parallel: blocks= is given, but no other option uses blocks. Add zero=..., activation=... or "
+                "compile=blocks, or drop blocks."
             )
 
     def _check_offloaded(self) -> None:
@@ -337,18 +338,18 @@ class Parallel:
             return
         if self.delayed_update and self.offload is not Offload.OPTIMIZER:
             raise ConfigError(
-                f"parallel='{self}': delayed_update needs parameters on the device, which offload={self.offload} "
-                "takes away. Use offload=optimizer, or drop delayed_update."
+                f"parallel='{self}': delayed_update needs parameters on the device, but offload={self.offload} "
+                "moves them away. Use offload=optimizer, or drop delayed_update."
             )
         if self.offload_budget and not self.offloads_params:
             raise ConfigError(
-                f"parallel='{self}': offload_budget is for parameters that rest outside of the device, which "
-                f"offload={self.offload} keeps there. Use offload=params or all, or drop offload_budget."
+                f"parallel='{self}': offload_budget is for offloaded parameters, but offload={self.offload} "
+                "keeps parameters on the device. Use offload=params or all, or drop offload_budget."
             )
         if self.strategy is Strategy.DATA_PARALLEL:
             raise ConfigError(
-                "parallel='dataparallel' copies whole models within one process, and offloads nothing. Drop offload, "
-                "or dataparallel."
+                "parallel='dataparallel' copies whole models within one process, and offloads nothing. Drop "
+                "offload, or dataparallel."
             )
         axis = next((axis for axis in ("tp", "pp", "cp", "ep") if getattr(self, axis) > 1), None)
         if axis is None:
@@ -370,7 +371,8 @@ class Parallel:
             axis = next((axis for axis in axes if getattr(self, axis) > 1), None)
             if getattr(self, word) and axis is not None:
                 raise ConfigError(
-                    f"parallel='{self}': {word} keeps tensors split in tp, but {axis} needs them whole. Drop {word}."
+                    f"parallel='{self}': {word} leaves tensors split over the ranks of tp, but {axis} needs "
+                    f"whole tensors. Drop {word}."
                 )
 
     def _check_stages(self) -> None:
@@ -382,14 +384,15 @@ class Parallel:
             raise ConfigError(f"parallel='{self}': {error}") from None
         if self.split and len(self.split) != stages - 1:
             raise ConfigError(
-                f"parallel='{self}': split names {len(self.split)} blocks, but {stages} stages begin at "
-                f"{stages - 1} blocks after the first. Name {stages - 1}, or drop split."
+                f"parallel='{self}': split names {len(self.split)} blocks, but {stages} stages need {stages - 1} "
+                f"names: the first block of each stage after the first. Name {stages - 1} blocks, or drop split."
             )
 
     def _check_split(self) -> None:
         if self.strategy is Strategy.DATA_PARALLEL and self.splits_model:
             raise ConfigError(
-                "parallel='dataparallel' copies whole models within one process, and cannot be split further. Drop it."
+                "parallel='dataparallel' copies whole models within one process, so it cannot be combined with "
+                "tp, pp, cp or ep. Drop dataparallel."
             )
         for axis, names in _NEED_AXIS.items():
             for name in names:
@@ -399,7 +402,8 @@ class Parallel:
         self._check_whole_between_stages()
         if self.ep > 1 and (self.splits_model or self.shards):
             raise ConfigError(
-                f"parallel='{self}': ep goes with replicated data parallel training only. Drop ep, or the other words."
+                f"parallel='{self}': ep goes with replicated data parallel training only. Drop ep, or the other "
+                "options."
             )
 
 

@@ -67,7 +67,7 @@ def _weights_type(value: object, origin: str) -> QuantizedType | None:
         value = QuantizedType.INT8 if value else None
     kind = _optional(_word(QuantizedType))(value, origin)
     if kind is QuantizedType.INT4 and origin.endswith("quantized_weights"):
-        raise ConfigError(f"{origin}=int4 is too coarse for weights. Use int8.")
+        raise ConfigError(f"{origin}=int4 has too few bits for weights. Use int8.")
     return kind
 
 
@@ -102,8 +102,8 @@ def _batch_dims(value: object, origin: str) -> tuple[str, ...]:
         name, _, dim = entry.rpartition("=") if isinstance(entry, str) else ("", "", "")
         if not name or not (dim == "none" or dim.isdecimal()) or any(c.isspace() for c in entry):
             raise ConfigError(
-                f"{origin}={repr_short(value)} must say for arguments of the model which dimension is the batch, or "
-                "none. Write batch_dims=ids=0,pos=none."
+                f"{origin}={repr_short(value)} must give arguments of the model and the dimension of the batch "
+                "in each, or none. Write it like batch_dims=ids=0,pos=none."
             )
         if found.setdefault(name, dim) != dim:
             raise ConfigError(f"{origin}={repr_short(value)} says {name} twice. Say it once.")
@@ -113,8 +113,8 @@ def _batch_dims(value: object, origin: str) -> tuple[str, ...]:
 def _loss(value: object, origin: str) -> str:
     if str(value) not in LOSSES:
         raise ConfigError(
-            f"{origin}={repr_short(value)} is not known.{suggestion(str(value), LOSSES)} Say mean or sum: what the "
-            "loss is over the batch; whole: compute it on the whole batch at once; or auto."
+            f"{origin}={repr_short(value)} is not known.{suggestion(str(value), LOSSES)} Use mean or sum (of the "
+            "losses of the batch), whole (compute the loss on the whole batch at once), or auto."
         )
     return str(value)
 
@@ -142,8 +142,8 @@ def _offload_to(value: object, origin: str) -> str:
         )
     if not text.isprintable() or any(character.isspace() for character in text):
         raise ConfigError(
-            f"{origin}={repr_short(value)} has spaces or control characters, which end a word. Use a folder (or a link "
-            "to one) whose path has none."
+            f"{origin}={repr_short(value)} has spaces or control characters, which are not allowed here. Use a "
+            "folder (or a link to one) whose path has none."
         )
     return HOST if text.lower() == HOST else text
 
@@ -256,13 +256,13 @@ def stages_per_rank(schedule: Schedule, asked: int) -> int:
     if schedule in LOOPED:
         if asked == 1 and schedule is Schedule.INTERLEAVED:
             raise ConfigError(
-                "schedule=interleaved needs several stages on each rank, but stages_per_rank=1. "
-                "Take stages_per_rank=2 or schedule=1f1b."
+                "schedule=interleaved needs several stages on each rank, but stages_per_rank=1. Use "
+                "stages_per_rank=2 or schedule=1f1b."
             )
         return asked or (2 if schedule is Schedule.INTERLEAVED else 1)
     if asked > 1:
         raise ConfigError(
-            f"schedule={schedule} has one stage on each rank, but stages_per_rank={asked}. "
-            "Take schedule=interleaved for several."
+            f"schedule={schedule} has one stage on each rank, but stages_per_rank={asked}. Use "
+            "schedule=interleaved, which has several."
         )
     return 1

@@ -94,8 +94,8 @@ def place_in(environ: Environ, need_rendezvous: bool = True) -> ProcessEnvironme
     if world_size is None or (rank is None and world_size > 1):
         have, lack = (launcher.rank, launcher.world_size) if world_size is None else launcher[2:0:-1]
         raise ConfigError(
-            f"{have}={environ[have]} is set but {lack} is missing, so this process does not know its place. "
-            f"Start the script with `lockstep launch`, or set both, or unset {have}."
+            f"{have}={environ[have]} is set but {lack} is missing, so this process does not know its rank among "
+            f"the others. Start the script with `lockstep launch`, or set both, or unset {have}."
         )
     rank = rank or 0
     if rank >= world_size:

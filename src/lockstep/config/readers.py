@@ -46,7 +46,7 @@ def number(value: object, key: str) -> float:
     """A finite number of at least 0."""
     result = decimal_number(value)
     if not 0 <= result < math.inf:
-        raise ConfigError(f"{key}={repr_short(value)} is not a number of at least 0. Set one.")
+        raise ConfigError(f"{key}={repr_short(value)} is not a number of at least 0. Set such a number.")
     return result
 
 
@@ -202,5 +202,7 @@ def _described(value: object, key: str, off: tuple[str, ...] = ()) -> tuple[str,
     if params is None:
         params = {}
     if not isinstance(params, Mapping) or not all(isinstance(name, str) for name in params):
-        raise ConfigError(f"{key}.params={repr_short(params)} is not a section of named values. Write one.")
+        raise ConfigError(
+            f"{key}.params={repr_short(params)} is not a section of named values. Write lines such as lr: 0.001."
+        )
     return kind, dict(params)

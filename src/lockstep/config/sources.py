@@ -52,13 +52,15 @@ def control_endpoint(environ: Environ | None = None) -> ControlEndpoint | None:
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
             raise ConfigError(
-                f"LOCKSTEP_CONTROL_FILE={path} cannot be read: {reason}. It is set by `lockstep launch` and goes with "
-                f"it: unset it and LOCKSTEP_CONTROL."
+                f"LOCKSTEP_CONTROL_FILE={path} cannot be read: {reason}. Only `lockstep launch` sets it, for its "
+                "own processes. Unset it and LOCKSTEP_CONTROL."
             ) from None
     try:
         host, port = parse_endpoint(address)
     except ConfigError as error:
-        raise ConfigError(f"LOCKSTEP_CONTROL={error}. It is set by `lockstep launch`: unset it.") from None
+        raise ConfigError(
+            f"LOCKSTEP_CONTROL={error}. Only `lockstep launch` sets it, for its own processes. Unset it."
+        ) from None
     return ControlEndpoint(
         host,
         port,
@@ -136,7 +138,8 @@ def unknown_variables(environ: Environ | None = None) -> tuple[str, ...]:
     environ = os.environ if environ is None else environ
     known = {*OTHER_VARIABLES, *(name for setting in OF_WORKERS.values() for name in setting.variables)}
     return tuple(
-        f"{plain(name, 80)} has no effect: it is not a variable that Lockstep reads.{suggestion(name, known)}"
+        f"{plain(name, 80)} has no effect: Lockstep does not read a variable of this "
+        f"name.{suggestion(name, known)}"
         for name in sorted(environ)
         if name.startswith("LOCKSTEP_") and name not in known
     )

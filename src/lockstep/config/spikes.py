@@ -84,12 +84,14 @@ class SpikePolicy(KwargsHandler):
         _check_between("skip_batches", self.skip_batches, 0, 2**31)
         if self.skip_batches and self.action != "rollback":
             raise ConfigError(
-                f"skip_batches is {self.skip_batches}, but action {self.action!r} leaves out the batches of the spike "
-                "alone. Remove it, or pass action='rollback'."
+                f"skip_batches is {self.skip_batches}, but action {self.action!r} already leaves out the batches "
+                "of the spike. Remove skip_batches, or pass action='rollback'."
             )
         _check_between("capsules", self.capsules, 0, 10_000)
         if not isinstance(self.capsule_weights, bool):
-            raise ConfigError(f"capsule_weights is {self.capsule_weights!r}, but must be True or False.")
+            raise ConfigError(
+                f"capsule_weights is {self.capsule_weights!r}, but must be True or False. Pass one of them."
+            )
 
 
 def _check_between(name: str, value: object, low: int, high: int) -> None:
@@ -101,7 +103,8 @@ def checked_policy(given: SpikePolicy | None, damage: DamageChecks) -> SpikePoli
     """The policy, if this run can follow one. Raises ConfigError where others decide about the same steps."""
     if given is not None and damage.bad_gradients != "ignore":
         raise ConfigError(
-            f"DamageChecks(bad_gradients={damage.bad_gradients!r}) and SpikePolicy both decide about steps whose "
-            "gradients are not finite. Leave bad_gradients at 'ignore': they are spikes, too."
+            f"DamageChecks(bad_gradients={damage.bad_gradients!r}) and SpikePolicy both decide what to do with "
+            "gradients that are not finite. Leave bad_gradients at 'ignore': SpikePolicy treats such steps as "
+            "spikes."
         )
     return given

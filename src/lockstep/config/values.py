@@ -266,7 +266,8 @@ def parse_rendezvous(value: object) -> dict[str, float]:
         seconds = parse_seconds(text)
         if found.setdefault(name, seconds) != seconds:
             raise ConfigError(
-                f"timeout and join_timeout are one time, but {found[name]:g} and {seconds:g} are given"
+                f"timeout and join_timeout are two names of the same time, but {found[name]:g} and {seconds:g} "
+                "are given"
             )
     return found
 

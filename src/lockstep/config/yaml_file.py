@@ -76,7 +76,9 @@ def parse_yaml(text: str, name: str) -> YamlFile:
         problem = str(error).splitlines()[0]
         raise ConfigError(f"{name}: not valid YAML: {_short(problem)}. Give a YAML text file.") from None
     except ValueError:  # PyYAML on escapes beyond Unicode
-        raise ConfigError(f"{name}: not valid YAML: an escape is not a character. Correct it.") from None
+        raise ConfigError(
+            f"{name}: not valid YAML: an escape sequence does not stand for a character. Correct it."
+        ) from None
     if root is None:
         raise ConfigError(f"{name}: the file is empty. Write one with `lockstep config`.")
     if not isinstance(root, MappingNode):

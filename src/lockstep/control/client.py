@@ -54,13 +54,13 @@ class Client:
         except (_Ended, ConnectionError):
             self.close()
             raise ControlError(
-                f"{name_of(address)} ended the connection before it was authenticated: it has another secret, or is "
-                f"not a Lockstep launcher. Give both ends the same secret."
+                f"{name_of(address)} ended the connection before it was authenticated: it has another secret, or "
+                "is not a Lockstep launcher. Give both ends the same secret."
             ) from None
         except ControlError as error:
             self.close()
             raise ControlError(
-                f"Cannot use {name_of(address)}: {error}. Check the address and the secret."
+                f"Cannot connect to {name_of(address)}: {error}. Check the address and the secret."
             ) from None
         except BaseException:
             self.close()
@@ -166,14 +166,15 @@ class Client:
         if self._lost is not None:
             raise self._lost
         if self._socket.fileno() < 0:
-            raise ControlError(f"The link to {name_of(self.address)} is closed. Make a new client.")
+            raise ControlError(f"The connection to {name_of(self.address)} is closed. Make a new client.")
 
     def _give_up(self, error: Exception) -> ControlError:
         if self._socket.fileno() < 0:  # closed by close(), while this thread waited
             error = ControlError("it was closed here")
         self.close()
         self._lost = ControlError(
-            f"The link to {name_of(self.address)} is lost: {reason_of(error)}. See what the launcher there reported."
+            f"The connection to {name_of(self.address)} is lost: {reason_of(error)}. Read what the launcher "
+            "there reported."
         )
         return self._lost
 

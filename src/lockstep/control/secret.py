@@ -67,7 +67,7 @@ class Secret:
         return self
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("A secret is not pickled. Hand its hex() to the process that needs it.")
+        raise TypeError("A secret cannot be pickled. Pass its hex() to the process that needs it.")
 
 
 def new_secret() -> Secret:
@@ -90,7 +90,8 @@ def user_secret(path: Path | None = None) -> Secret:
         path = user_config_folder() / "secret"
         if not path.is_absolute():
             raise ConfigError(
-                "This user has no home in which a secret could be kept. Set HOME, or name a file with --secret-file."
+                "This user has no home directory in which the secret can be kept. Set HOME, or name a file with "
+                "--secret-file."
             )
     if not os.path.exists(path):  # unlike Path.exists, never raises
         _make(path)
@@ -114,12 +115,13 @@ def read_secret(path: Path) -> Secret:
             raise ConfigError(f"{path} is not a file, so it holds no secret. Name another one.")
         if status.st_uid not in (os.geteuid(), 0):
             raise ConfigError(
-                f"{path} belongs to user {status.st_uid}, who could know this secret. Use a file of your own."
+                f"{path} belongs to user {status.st_uid}, who may know the secret. Use a file that belongs to "
+                "you."
             )
         if status.st_mode & 0o077:
             raise ConfigError(
-                f"{path} can be used by others than its owner (mode {stat.S_IMODE(status.st_mode):03o}), so it "
-                f"keeps no secret. Delete it, or if nobody has read it: chmod 600 {path}"
+                f"{path} can be read or changed by other users (mode {stat.S_IMODE(status.st_mode):03o}), so its "
+                f"content is not secret. Delete it, or if no other user has read it: chmod 600 {path}"
             )
         content = os.read(descriptor, 2 * MAX_BYTES + 2)
     finally:

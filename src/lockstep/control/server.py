@@ -93,15 +93,13 @@ class Server:
         if threading.current_thread() is self._thread:
             return function()
         if self._thread.ident is None:
-            raise ControlError(
-                "The server was not started, so nothing runs in its thread. Call start() first."
-            )
+            raise ControlError("The server was not started, so it cannot run anything. Call start() first.")
         future: Future[Result] = Future()
 
         def run() -> None:
             if self._ended.is_set():
                 future.set_exception(
-                    ControlError("The server is closed, so nothing runs in its thread any more.")
+                    ControlError("The server is closed, so it cannot run anything. Start a new server.")
                 )
                 return
             try:
@@ -309,6 +307,6 @@ def _guarded(function: Callable[..., None], *arguments: object) -> bool:
     except Exception as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         file = os.path.basename(place.filename)
-        log.error("A handler of the link failed: %s at %s:%s", type(error).__name__, file, place.lineno)
+        log.error("A handler of messages failed: %s at %s:%s", type(error).__name__, file, place.lineno)
         return False
     return True

@@ -46,7 +46,9 @@ def listening_socket(host: str, port: int) -> socket.socket:
     """
     where = name_of((host, port))
     if not host:
-        raise ConfigError("No address to listen on was named, and every address is too many. Name one.")
+        raise ConfigError(
+            "The address to listen on is empty, which would mean all addresses. Name one address."
+        )
     if not 0 <= port <= 65535:  # the system would take the remainder
         raise ConfigError(f"Cannot listen on {where}: ports are 0 to 65535. Correct the port.")
     try:
@@ -128,7 +130,8 @@ def encode(message: Mapping[str, object]) -> bytes:
         payload = json.dumps(dict(message), allow_nan=False, separators=(",", ":")).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise ControlError(
-            f"The message is not made of JSON values: {type(error).__name__}. Change it."
+            f"The message has values that JSON cannot hold: {type(error).__name__}. Send numbers, text, lists "
+            "and mappings only."
         ) from None
     if len(payload) > MAX_PAYLOAD_BYTES:
         raise ControlError(
@@ -148,7 +151,10 @@ def decode(payload: bytes) -> dict[str, object]:
     except (ValueError, RecursionError):  # not JSON, not UTF-8, thousands of digits, nested too deep
         message = None
     if not isinstance(message, dict):
-        raise ControlError("A frame does not hold a JSON object. Use one version of Lockstep everywhere.")
+        raise ControlError(
+            "A message from the other process is not a JSON object. Use the same version of Lockstep on all "
+            "machines."
+        )
     return message
 
 
@@ -192,7 +198,8 @@ class FrameReader:
             # The length is not authentic yet: without a bound, someone in between could have this side wait for 4 GiB.
             if length > MAX_PAYLOAD_BYTES:
                 raise ControlError(
-                    f"A frame of {length} bytes was announced, more than {MAX_PAYLOAD_BYTES}. Reconnect."
+                    f"The other process announced a message of {length} bytes, more than {MAX_PAYLOAD_BYTES}. "
+                    "Connect again."
                 )
             end = HEADER_BYTES + length
             if len(self._received) < end:
@@ -202,7 +209,7 @@ class FrameReader:
             del self._received[:end]
             # In constant time, and before the payload is parsed: JSON of strangers is never read.
             if not hmac.compare_digest(mac, self._key.sign(NUMBER.pack(self._number) + payload)):
-                raise ControlError("A frame was changed, repeated or reordered on its way. Reconnect.")
+                raise ControlError("A message was changed, repeated or reordered on its way. Connect again.")
             self._number += 1
             yield decode(payload)
 

@@ -39,9 +39,12 @@ class ShardPlan:
         if self.split_batches and self.batch_size is not None and self.batch_size % self.world_size:
             lower = self.batch_size - self.batch_size % self.world_size
             raise ConfigError(
-                f"split_batches=True cuts each batch into {self.world_size} equal slices, but the batch size "
-                f"{self.batch_size} is not a round multiple of {self.world_size}. "
-                f"Use a batch size of {lower + self.world_size}" + (f" or {lower}." if lower else ".")
+                (
+                    f"split_batches=True cuts each batch into {self.world_size} equal slices, but the batch size "
+                    f"{self.batch_size} is not a round multiple of {self.world_size}. Use a batch size of "
+                    f"{lower + self.world_size}"
+                )
+                + (f" or {lower}." if lower else ".")
             )
 
     @property

@@ -57,8 +57,8 @@ def plan_for(
     elif loader.batch_size is None:
         if config.split_batches and world_size > 1:
             raise ConfigError(
-                "split_batches=True cuts batches by rows, but this loader has batch_size=None: its dataset makes "
-                "whole batches. Use split_batches=False."
+                "split_batches=True cuts each batch into rows, but this loader has batch_size=None, so its "
+                "dataset returns whole batches. Use split_batches=False."
             )
         # Whatever the dataset yields is dealt as one piece.
         return replace(plan, batch_size=1)
@@ -94,11 +94,11 @@ def lengths(loader: DataLoader[object]) -> tuple[int | None, int | None]:
 def check_loader(loader: object, world_size: int) -> None:
     if isinstance(loader, PreparedLoader):
         raise UsageError(
-            "This loader has been prepared already. Pass the torch DataLoader, and pass it once."
+            "This loader has been prepared already. Pass the torch DataLoader to prepare(), and only once."
         )
     if not isinstance(loader, DataLoader):
         raise UsageError(
-            f"A torch DataLoader is needed, but this is a {type(loader).__name__}. Wrap it in one."
+            f"A torch DataLoader is needed, but this is a {type(loader).__name__}. Wrap it in a torch DataLoader."
         )
     batches, samples = lengths(loader)
     if batches == 0:
@@ -115,8 +115,8 @@ def check_loader(loader: object, world_size: int) -> None:
         )
     if loader.num_workers > 0 and not getattr(loader, "in_order", True):
         raise ConfigError(
-            f"in_order=False with {loader.num_workers} workers lets batches overtake each other, so that "
-            f"{world_size} processes do not form one global batch. Use in_order=True."
+            f"in_order=False with {loader.num_workers} workers gives batches in changing order, so the batches "
+            f"of {world_size} processes do not form one global batch. Use in_order=True."
         )
 
 
@@ -124,8 +124,9 @@ def check_plan(loader: DataLoader[object], plan: ShardPlan) -> None:
     batches, _ = lengths(loader)
     if batches is not None and plan.length(batches, 0) == 0:
         raise UsageError(
-            f"With drop_last=True {batches} batches make no full round for {plan.world_size} processes. "
-            f"Use drop_last=False, a smaller batch size than {plan.batch_size}, or fewer processes."
+            f"With drop_last=True the loader has {batches} full batches, which is less than one for each of "
+            f"{plan.world_size} processes. Use drop_last=False, a smaller batch size than {plan.batch_size}, or "
+            "fewer processes."
         )
 
 
@@ -137,5 +138,5 @@ def check_lengths(own: Lengths, main: Lengths, rank: int, dispatch: bool) -> Non
     if own != main and not dispatch:
         raise UsageError(
             f"The loader of rank {rank} has {own[0]} batches of {own[1]} samples, but rank 0 has {main[0]} of "
-            f"{main[1]}. Give every rank the whole data: prepare() takes each one's part of it."
+            f"{main[1]}. Give every rank the whole data: prepare() chooses the part of each rank."
         )

@@ -51,9 +51,9 @@ def until_used(batch: object, behind: int, clock: StepClock, rank: int) -> Itera
             use.end()
         if number == 0 and rank == 0:
             logger.warning(
-                "The script skips the first batch after load_state, as if the loader began anew. It goes on by itself "
-                "behind %d batches, so it hands out the next one again, at most %d times, until the script uses it. "
-                "Remove the script's own skip.",
+                "The script skips the first batch after load_state, as if the loader began at its first batch. "
+                "But the loader continues after %d batches by itself, so it returns its next batch again, at "
+                "most %d times, until the script uses it. Remove the skip from the script.",
                 behind,
                 behind,
             )

@@ -45,8 +45,8 @@ def dispatched(
             raise failure
         if announcement.error:
             raise LockstepError(
-                f"Rank 0, which reads the data for all ranks, failed with {announcement.error}. "
-                "See the traceback of rank 0; dispatch_batches=False lets every rank read for itself."
+                f"Rank 0, which reads the data for all ranks, failed with {announcement.error}. Look at the "
+                "traceback of rank 0, or use dispatch_batches=False so that every rank reads its own data."
             )
         dealt = announcement.dealt
         if dealt is None:

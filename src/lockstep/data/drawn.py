@@ -230,7 +230,7 @@ class SavedDraws:
             "workers": dict,
         }
         if not isinstance(plain, dict) or plain.keys() != kinds.keys():
-            raise CheckpointError(f"'draws' in the state of a loader is not what it can be. {_UNCHANGED}")
+            raise CheckpointError(f"'draws' in the state of a loader is not valid. {_UNCHANGED}")
         for name, kind in kinds.items():
             value = plain[name]
             if type(value) is not kind and not (
@@ -243,8 +243,9 @@ class SavedDraws:
         read = {name: None if states is None else states_of(states) for name, states in named.items()}
         if len({len(states) for states in read.values() if states is not None}) > 1:
             raise CheckpointError(
-                "The state of a loader has now more, now fewer generators of the loader's own: "
-                f"{ {name: len(states) - 3 for name, states in read.items() if states is not None} }. {_UNCHANGED}"
+                "The numbers of generators in the state of a loader contradict each other: "
+                f"{ {name: len(states) - 3 for name, states in read.items() if states is not None} }. "
+                f"{_UNCHANGED}"
             )
         assert read["now"] is not None
         workers = None if plain["workers"] is None else WorkerStates.read(plain["workers"])
@@ -262,8 +263,8 @@ class SavedDraws:
         """Raise CheckpointError if a loader with so many generators of its own cannot continue here."""
         if len(self.now) - 3 != own:
             raise CheckpointError(
-                f"The position was saved of a loader that, with samplers and dataset, holds {len(self.now) - 3} "
-                f"generators, but this one holds {own}. Give it the generators of the saved run."
+                f"The position was saved by a loader with {len(self.now) - 3} random generators (also in its "
+                f"samplers and dataset), but this loader has {own}. Give it the generators of the saved run."
             )
         if is_midway and self.seedable != seedable:
             raise CheckpointError(
@@ -273,8 +274,8 @@ class SavedDraws:
             )
         if is_midway and reads and self.start is None:
             raise CheckpointError(
-                "The position was saved by a rank that got its batches from rank 0, but here this rank reads for "
-                "itself. Use dispatch_batches=True until the epoch is over."
+                "The position was saved by a rank that got its batches from rank 0, but in this run each rank "
+                "reads its own batches. Use dispatch_batches=True until the epoch is over."
             )
 
 
@@ -324,10 +325,10 @@ class DrawnOrder:
         expected = self.drawing.digest
         if samples and expected is not None and self.digest not in (None, expected):
             raise CheckpointError(
-                f"{type(self.sampler).__name__} does not give the same first {samples} samples again: something else "
-                "draws from its generators between its samples, or it is another sampler. Begin the epoch anew with "
-                "loader.set_epoch(loader.epoch + 1), or train with DataLoaderConfiguration(data_seed=...), where the "
-                "order is a function of seed and epoch."
+                f"{type(self.sampler).__name__} does not give the same first {samples} samples again: other code "
+                "draws from its generators between its samples, or it is another sampler. Start a new epoch "
+                "with loader.set_epoch(loader.epoch + 1), or train with DataLoaderConfiguration(data_seed=...), "
+                "in which seed and epoch alone determine the order."
             )
         return found
 

@@ -184,8 +184,8 @@ class PreparedLoader(DataLoader[Any]):
         reader = self._parts.reader
         if not isinstance(reader, MapReader) or self._parts.dispatch is not None:
             raise UsageError(
-                f"even_batches={even} was set on a prepared loader of {type(self.dataset).__name__}, but only loaders "
-                "that read map-style data on every rank can be changed after prepare. Set it in "
+                f"even_batches={even} was set on a prepared loader of {type(self.dataset).__name__}, but after "
+                "prepare() it can be changed only if every rank reads map-style data. Set it in "
                 "DataLoaderConfiguration instead."
             )
         self._parts = replace(self._parts, plan=replace(self._parts.plan, even_batches=even))
@@ -217,7 +217,7 @@ class PreparedLoader(DataLoader[Any]):
     def __len__(self) -> int:
         """Number of batches on this rank. Raises TypeError where the data has no length."""
         if self._parts.batches is None:
-            raise TypeError(f"{type(self.dataset).__name__} has no length, so its loader has none.")
+            raise TypeError(f"{type(self.dataset).__name__} has no length, so its loader has no length.")
         batches = self._parts.plan.length(self._parts.batches, self._parts.rank, self._parts.samples)
         return batches - self._skip
 
@@ -297,8 +297,8 @@ class PreparedLoader(DataLoader[Any]):
         position = self._epochs.position(setup.streams)
         if position.is_midway and not self._parts.reader.has_position:
             raise UsageError(
-                "in_order=False lets batches of several workers overtake each other, so that this loader has no exact "
-                "position in the middle of an epoch. Use in_order=True, or save between epochs."
+                "in_order=False gives the batches of several workers in changing order, so this loader has no "
+                "exact position inside an epoch. Use in_order=True, or save between epochs."
             )
         return state_of(position, self._epochs.seed, setup, self._draws(position))
 
@@ -431,9 +431,10 @@ class PreparedLoader(DataLoader[Any]):
         step = self._parts.step
         if step.accumulation_steps > 1 and step.sync_with_dataloader:
             raise UsageError(
-                f"The loader gave {given} batches in this iteration, which is not what len() of its "
-                f"{type(self.original.batch_sampler or self.sampler).__name__} says, so that gradients were not "
-                "accumulated up to its last batch. Give the sampler a __len__ that is exact, or none."
+                f"The loader gave {given} batches in this iteration, but len() of its "
+                f"{type(self.original.batch_sampler or self.sampler).__name__} gives another number, so the "
+                "gradients of the last batches were not used as they should be. Give the sampler an exact "
+                "__len__, or none."
             )
 
     def _source(self, begin: Position, iteration: Iteration) -> GlobalBatches:
@@ -490,9 +491,11 @@ def size_of(dataset: Any) -> int | None:
 def check_skip(num_batches: int, length: int | None) -> None:
     """Raise UsageError unless ``num_batches`` of a loader with ``length`` batches can be skipped."""
     if isinstance(num_batches, bool) or not isinstance(num_batches, int) or num_batches < 0:
-        raise ConfigError(f"num_batches is {num_batches!r}, but only 0 or more batches can be skipped.")
+        raise ConfigError(
+            f"num_batches is {num_batches!r}, but must be 0 or more. Pass the number of batches to skip."
+        )
     if length is not None and num_batches > length:
         raise UsageError(
-            f"{num_batches} batches cannot be skipped: the loader has {length}. "
-            "Count batches within the epoch, on one process."
+            f"{num_batches} batches cannot be skipped: the loader has {length}. Pass a number below that: the "
+            "batches of one process, within one epoch."
         )

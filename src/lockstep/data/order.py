@@ -93,16 +93,16 @@ def skip_batches(batches: Iterator[IndexBatch], behind: int, name: str, kept: in
         batch = next(batches, None)
         if batch is None:
             raise CheckpointError(
-                f"The position is behind {behind} samples, but {name} gives only {passed}. "
-                "Use the sampler of the saved run."
+                f"The position is after {behind} samples, but {name} gives only {passed} samples. Use the "
+                "sampler of the saved run."
             )
         passed += len(batch)
         skipped.append(batch)
     if passed > behind:
         raise CheckpointError(
-            f"The position is behind {behind} samples, but of the batches of {name} one ends "
-            f"behind {passed - len(skipped[-1])} and the next behind {passed}. Use the batch sampler of the saved run "
-            "until the epoch is over."
+            f"The position is after {behind} samples, but no batch of {name} ends there: one ends after "
+            f"{passed - len(skipped[-1])} samples and the next after {passed}. Use the batch sampler of the "
+            "saved run until the epoch is over."
         )
     return skipped
 

@@ -236,8 +236,8 @@ def _check_fields(state: object) -> None:
     for name, kinds in FIELDS.items():
         if not any(_is_a(state[name], kind) for kind in kinds):
             raise CheckpointError(
-                f"'{name}' in the state of a loader is {state[name]!r}, which it cannot be. "
-                "Pass what state_dict() returned, unchanged."
+                f"'{name}' in the state of a loader is {state[name]!r}, which is not valid. Pass what "
+                "state_dict() returned, unchanged."
             )
 
 
@@ -271,20 +271,20 @@ def _check_consistent(behind: Progress, saved: LoaderSetup) -> None:
 def _check_fits(behind: Progress, saved: LoaderSetup, here: LoaderSetup) -> None:
     if saved.kind != here.kind:
         raise CheckpointError(
-            f"The position was saved of a {_KINDS[saved.kind]} dataset, but this loader has a {_KINDS[here.kind]} one. "
-            "Prepare the loaders of the saved run, in the same order."
+            f"The position was saved for a {_KINDS[saved.kind]} dataset, but this loader has a "
+            f"{_KINDS[here.kind]} one. Prepare the loaders of the saved run, in the same order."
         )
     if None not in (saved.dataset_size, here.dataset_size) and saved.dataset_size != here.dataset_size:
         raise CheckpointError(
-            f"The position was saved in a dataset of {saved.dataset_size} samples, but this loader has one of "
-            f"{here.dataset_size}. Give it the dataset of the saved run; to go on with other data, prepare that loader "
-            "after load_state."
+            f"The position was saved for a dataset of {saved.dataset_size} samples, but this loader has one of "
+            f"{here.dataset_size}. Give it the dataset of the saved run, or, to continue with other data, "
+            "prepare its loader after load_state."
         )
     if here.kind == "stream" and any(behind.samples) and saved.num_workers != here.num_workers:
         raise CheckpointError(
-            f"The position was saved in an iterable dataset with num_workers={saved.num_workers}, each with its "
-            f"own stream, but this loader has num_workers={here.num_workers}. Use num_workers={saved.num_workers} "
-            "until the epoch is over."
+            f"The position was saved for an iterable dataset with num_workers={saved.num_workers}, where "
+            f"each worker has a stream of its own, but this loader has num_workers={here.num_workers}. Use "
+            f"num_workers={saved.num_workers} until the epoch is over."
         )
 
 

@@ -67,8 +67,8 @@ def prepare_loader(
         kinds = [kind for kind in check_rng_types(rng_types or ()) if kind is not RNGType.GENERATOR]
         if dispatch and stands_in:
             raise UsageError(
-                f"dispatch_batches=True needs {world_size} running processes, but this one is alone. "
-                "Pass dispatch_batches=False to look at one rank's part."
+                f"dispatch_batches=True needs {world_size} running processes, but this is the only one. Pass "
+                "dispatch_batches=False to see the part of one rank."
             )
     # Ranks that stand in for others cannot ask rank 0 what it draws.
     draws = not stands_in and draws_order(loader, config)
@@ -171,12 +171,13 @@ def prepare_data_loader(
     """
     if slice_fn_for_dispatch is not None:
         raise ConfigError(
-            "slice_fn_for_dispatch has no effect here: rank 0 collates each rank's batch by itself. Leave it out."
+            "slice_fn_for_dispatch has no effect here: rank 0 collates the batch of each rank separately. Leave "
+            "it out."
         )
     if torch_device_mesh is not None:
         raise ConfigError(
-            "torch_device_mesh says which ranks share a model, which Accelerator is told here. Leave it out, and call "
-            "accelerator.prepare() with parallel='tp=2', for instance."
+            "torch_device_mesh is not used: parallel= of the Accelerator sets which ranks share a model. Leave "
+            "it out, and prepare the loader with Accelerator(parallel='tp=2'), for instance."
         )
     runtime = start()
     config = DataLoaderConfiguration(

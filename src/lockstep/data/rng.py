@@ -219,8 +219,8 @@ def states_of(plain: Mapping[str, Any]) -> States:
         OverflowError,
     ) as error:
         raise CheckpointError(
-            f"The state of a loader holds a state of random number generators that is none ({error}). "
-            "Pass what state_dict() returned, unchanged."
+            f"The state of a loader holds a state of random number generators that is not valid ({error}). Pass "
+            "what state_dict() returned, unchanged."
         ) from error
     return [*states, *own]
 

@@ -105,8 +105,8 @@ class WorkerStates:
                 raise ValueError(f"turn {turn!r} of {len(known)} workers")
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
-                f"The state of a loader says of its workers what it cannot ({error}). "
-                "Pass what state_dict() returned, unchanged."
+                f"The state of a loader has states of its workers that are not valid ({error}). Pass what "
+                "state_dict() returned, unchanged."
             ) from error
         return cls(known, turn, None if born is None else states_of(born))
 

@@ -259,7 +259,7 @@ class LaunchCoordinator:
 
     def _admit(self, request: m.JoinRequest) -> None:
         """Let a newcomer in: at a step boundary where workers can stop at one, else at once."""
-        self._say(f"lockstep launch: machine {request.name} joins; the round is formed anew.")
+        self._say(f"lockstep launch: machine {request.name} joins; all workers start again in a new round.")
         if self._stop is not None or self._reform is not None:
             return
         if self._watch is not None and self._watch.steps:
@@ -372,7 +372,9 @@ def offer_of(message: Mapping[str, object]) -> m.JoinRequest:
         epoch=_text(message, "epoch"),
     )
     if not request.machine or request.nproc < 1:
-        raise ControlError("A launcher's offer is not complete. Use one version of Lockstep on all machines.")
+        raise ControlError(
+            "A launcher's message is not complete. Use one version of Lockstep on all machines."
+        )
     return request
 
 

@@ -94,7 +94,7 @@ class CoordinatorServer:
         if address not in self._strangers and len(self._strangers) < MOST_NAMED:
             self._strangers.add(address)
             self._say(
-                f"lockstep launch: {address} was turned away: it has another secret. Give every machine the same "
+                f"lockstep launch: {address} was refused: it has another secret. Give every machine the same "
                 "--secret-file or LOCKSTEP_SECRET."
             )
 

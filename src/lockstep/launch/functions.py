@@ -74,7 +74,8 @@ def notebook_launcher(
     for name, default in UNUSED_BY_DEFAULT.items():
         if given[name] != default and given[name] is not None:
             raise ConfigError(
-                f"{name}={given[name]!r} needs an agent. Put the function in a script and use `lockstep launch`."
+                f"{name}={given[name]!r} is an option of `lockstep launch` only. Put the function in a script "
+                "and use `lockstep launch`."
             )
     if not callable(function):
         kind = type(function).__name__

@@ -102,8 +102,9 @@ def meeting_point(plan: LaunchPlan) -> tuple[str | None, int | None]:
     first = plan.reach.hosts[0]
     if plan.address is None and first.name in LOOPBACK_NAMES:
         raise ConfigError(
-            f"hosts begins with {first.name}, which the other {plan.num_machines - 1} would take for themselves. "
-            f"Write the name or address that they know this machine by, or set --rdzv."
+            f"hosts begins with {first.name}, but on each of the other {plan.num_machines - 1} machines this "
+            "name means that machine itself. Write the name or address by which they reach this machine, or set "
+            "--rdzv."
         )
     return plan.address or first.name, plan.port or PORT
 

@@ -51,11 +51,14 @@ class JobLink:
                 return message
             if kind == "top.refused" and message is not None:
                 raise ConfigError(
-                    f"{name_of(self.address)} does not let `lockstep top` look: {str(message.get('sentence'))[:300]}. "
-                    "Use the same version of Lockstep, or look later."
+                    f"{name_of(self.address)} refused `lockstep top`: {str(message.get('sentence'))[:300]}. Use "
+                    "the same version of Lockstep, or try again later."
                 )
             if message is None:
-                raise ControlError(f"{name_of(self.address)} does not answer within {ANSWER_S:.0f} s.")
+                raise ControlError(
+                    f"{name_of(self.address)} does not answer within {ANSWER_S:.0f} s. Check that the launch still "
+                    "runs there."
+                )
             self._others.append(message)
 
     def ask(self, verb: str) -> None:
@@ -103,8 +106,9 @@ def link_to(address: tuple[str, int], secret_file: str | None) -> JobLink:
     own = user_config_folder() / "secret"
     if not os.path.exists(own):
         raise ConfigError(
-            f"No secret is known for {name_of(address)}: no launch of this user on this machine listens there. Give "
-            "the launch's --secret-file, or look from one of its machines as the user who started it."
+            f"The secret of {name_of(address)} is not known here, because no launch of this user on this machine "
+            "listens there. Give the --secret-file of the launch, or run this command on one of its machines as "
+            "the user who started it."
         )
     return JobLink(address, derived(read_secret(own), "launch"))
 

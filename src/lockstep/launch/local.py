@@ -126,8 +126,8 @@ def _host(
     if not meeting.here or plan.machine_rank:
         if plan.machine_rank == 0 and plan.num_machines > 1:
             raise ConfigError(
-                f"main_process_ip {plan.address} is not an address of this machine, which has machine_rank 0. Give "
-                f"the address of this machine on all of them, or correct machine_rank."
+                f"main_process_ip {plan.address} is not an address of this machine, which has machine_rank 0. On "
+                "all machines, set main_process_ip to the address of this machine, or correct machine_rank."
             )
         return None
     from lockstep.launch.coordinator_server import CoordinatorServer

@@ -104,8 +104,8 @@ def _listed(
         found["num_processes"] = SettingValue(slots.pop() * len(hosts), f"slots of {where.source}")
     elif slots:
         raise ConfigError(
-            f"{where.value} gives its hosts different numbers of slots ({where.source}), but every machine takes as "
-            f"many processes as the others. Set --nproc, or equal slots."
+            f"{where.value} gives its hosts different numbers of slots ({where.source}), but every machine must "
+            "run the same number of processes. Set --nproc, or write equal slots."
         )
     return found
 
@@ -116,6 +116,6 @@ def check_counted(settings: SettingValues) -> None:
     backend = backend_of(value)
     if backend != LOCAL and value["num_processes"] is None:
         raise ConfigError(
-            "num_processes is not set, and this machine does not know what the others have. Set --nproc for each "
-            "machine, or num_processes for all."
+            "num_processes is not set, and this machine does not know how many GPUs the others have. Set "
+            "--nproc for each machine, or num_processes for all."
         )

@@ -255,24 +255,27 @@ class Membership:
             return refused("this machine belongs to an earlier launch. Start `lockstep launch` here again.")
         if request.run != self._run:
             return refused(
-                f"the launch there is {self._run}, but here it is {request.run}. Start the same on all "
-                f"machines, or give one of the launches another main_process_port."
+                f"the launch there is {self._run}, but here it is {request.run}. Start the same script on all "
+                "machines, or give one of the launches another main_process_port."
             )
         others = [m for name, m in self.members.items() if name != request.machine]
         if request.rank is not None:
             if request.rank >= self._most:
                 return refused(
-                    f"machine_rank {request.rank} is too large for {self._most} machines. Correct it."
+                    f"machine_rank {request.rank} is too large for {self._most} machines, whose ranks are 0 to "
+                    f"{self._most - 1}. Correct it."
                 )
             for other in others:
                 if other.request.rank == request.rank:
                     return refused(
-                        f"machine_rank {request.rank} is taken by {other.request.name}. Give each machine its own.",
+                        f"machine_rank {request.rank} is taken by {other.request.name}. Give each machine a "
+                        "machine_rank of its own.",
                         later=True,
                     )
         if len(others) >= self._most:
             return refused(
-                f"all {self._most} machines are there already. Raise num_machines, or do not start this one.",
+                f"all {self._most} machines have joined already. Raise num_machines, or do not start this "
+                "machine.",
                 later=True,
             )
         return None

@@ -108,11 +108,12 @@ def _check(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
     if plan.num_machines > 1 and not plan.reach.hosts:
         if "SLURM_JOB_ID" not in environ:
             raise ConfigError(
-                f"num_machines is {plan.num_machines}, but mpirun does not know which. Set --hosts or --hostfile."
+                f"num_machines is {plan.num_machines}, but mpirun does not know which machines to use. Set "
+                "--hosts or --hostfile."
             )
         if plan.address is None:
             raise ConfigError(
-                "main_process_ip is not set, and mpirun chooses the machines. Set --rdzv to the first of them."
+                "main_process_ip is not set, and mpirun chooses the machines. Set --rdzv to the first machine."
             )
 
 

@@ -37,8 +37,8 @@ def find_meeting(host: str, port: int, interface: str | None) -> Meeting:
     )
     if here and ipaddress.ip_address(master).is_loopback and not _says_loopback(host):
         raise ConfigError(
-            f"main_process_ip {host} is {master} here, which other machines cannot reach. Give the address that they "
-            f"know this machine by."
+            f"main_process_ip {host} is {master} on this machine, which other machines cannot reach. Give the "
+            "address by which they reach this machine."
         )
     if interface is None:
         own = master if here else _source_address(family, master, port, host)
@@ -48,8 +48,8 @@ def find_meeting(host: str, port: int, interface: str | None) -> Meeting:
     mine = [address for (name, _), address in addresses.items() if name == interface]
     if not mine:
         raise ConfigError(
-            f"interface {interface} has no address of main_process_ip's kind here. There are: {', '.join(known)}. "
-            f"Name one of them."
+            f"interface {interface} has no address of the kind that main_process_ip has. Name one of these "
+            f"interfaces: {', '.join(known)}."
         )
     if here and master not in mine and not ipaddress.ip_address(master).is_loopback:
         raise ConfigError(
@@ -110,8 +110,8 @@ def listening_socket(address: str, port: int = 0) -> socket.socket:
                 f"Cannot listen on {address}: {error.strerror}. Name another --interface."
             ) from None
         raise ConfigError(
-            f"main_process_port {port} cannot be used: {error.strerror}, by {holder_of(port)}. Leave it out to get a "
-            f"free one."
+            f"main_process_port {port} cannot be used: {error.strerror}, by {holder_of(port)}. Leave it out to "
+            "get a free port."
         ) from None
     return listener
 
@@ -157,6 +157,7 @@ def _source_address(family: socket.AddressFamily, master: str, port: int, host: 
             probe.connect((master, port))
         except OSError as error:
             raise ConfigError(
-                f"main_process_ip {host} cannot be reached from here: {error.strerror}. Correct it, or the network."
+                f"main_process_ip {host} cannot be reached from here: {error.strerror}. Correct it, or repair "
+                "the network."
             ) from None
         return str(probe.getsockname()[0])

@@ -56,7 +56,8 @@ def plan_from_data(data: Any) -> LaunchPlan:
         return LaunchPlan(command=command, survival=survival, reach=where, **values)
     except (TypeError, ValueError, KeyError, AttributeError):
         raise ConfigError(
-            "The plan that arrived is not one of this version of Lockstep. Install the same version everywhere."
+            "The plan that this machine received is of another version of Lockstep. Install the same version on "
+            "all machines."
         ) from None
 
 
@@ -72,7 +73,7 @@ def from_line(line: bytes | str) -> dict[str, object]:
     except (ValueError, RecursionError):
         data = None
     if not isinstance(data, dict):
-        raise ConfigError("What arrived is not a plan. Start this program by `lockstep launch`.")
+        raise ConfigError("The input of this program is not a plan. Start this program by `lockstep launch`.")
     return data
 
 
@@ -132,7 +133,7 @@ def parse(line: bytes | str) -> Node:
         texts += [*environment, *environment.values()]
     if not isinstance(environment, dict) or not all(isinstance(text, str) for text in texts):
         raise ConfigError(
-            "The document of this machine is not complete. Install the same version everywhere."
+            "The plan of this machine is not complete. Install the same version of Lockstep on all machines."
         )
     return Node(plan, str(secret), environment, str(directory), str(numbered_by))
 
@@ -180,8 +181,8 @@ def main() -> int:
             os.chdir(node.directory)
         except OSError as error:
             raise ConfigError(
-                f"The working directory {node.directory} cannot be used here: {error.strerror}. Start the launch in "
-                f"one that all machines have."
+                f"The working directory {node.directory} cannot be used here: {error.strerror}. Start the launch "
+                "in a directory that all machines have."
             ) from None
         export_environment({**node.environment, "LOCKSTEP_SECRET": node.secret})
         plan = local_plan(node, inherited_environment(), available_cores())

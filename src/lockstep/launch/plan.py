@@ -56,7 +56,9 @@ class Program:
         if self.module and self.no_python:
             raise ConfigError("--module and --no-python exclude each other. Drop one of them.")
         if not self.target.strip():
-            raise ConfigError(f"The script is {self.target[:40]!r}. Name a script, a module or a program.")
+            raise ConfigError(
+                f"{self.target[:40]!r} is not the name of a script. Name a script, a module or a program."
+            )
         if self.as_accelerate and self.no_python:
             raise ConfigError("--as-accelerate and --no-python exclude each other. Drop one of them.")
         if self.no_python:
@@ -217,11 +219,16 @@ def make_plan(
     if described:
         shown |= described_settings(asked, nproc * machines)
     if tee and log_dir is None:
-        raise ConfigError("--tee shows what goes to log files, but there is no --log-dir. Give one.")
+        raise ConfigError(
+            "--tee also shows the output that goes to log files, but there is no --log-dir. Give --log-dir."
+        )
     if log_dir is not None and reach.backend == LOCAL:
         _check_folder(log_dir)
     if output is not None and reach.backend != "k8s":
-        raise ConfigError("--output is for the manifests of --k8s. Add --k8s, or remove --output.")
+        raise ConfigError(
+            "--output names the file for the manifests of --k8s, but --k8s is missing. Add --k8s, or remove "
+            "--output."
+        )
     threads = value["num_cpu_threads_per_process"]
     if threads is None and reach.backend == LOCAL:  # other machines count their own cores
         threads = max(1, cores // nproc)

@@ -204,7 +204,7 @@ def _started(program: Command) -> subprocess.Popen[bytes]:
         raise ConfigError(NOT_FOUND.format(program=program.arguments[0])) from None
     except OSError as error:
         raise ConfigError(
-            f"{program.arguments[0]} cannot be started: {error.strerror}. Try it by hand."
+            f"{program.arguments[0]} cannot be started: {error.strerror}. Run it in a shell to see why."
         ) from None
 
 

@@ -143,8 +143,8 @@ class Rendezvous:
             except ControlError:
                 if time.monotonic() > deadline:
                     raise CoordinatorLost(
-                        f"the machine that hosts this launch, {name_of(self._address)}, did not come back within "
-                        f"{REJOIN_LIMIT_S:.0f} s."
+                        f"the machine that hosts this launch, {name_of(self._address)}, could not be reached "
+                        f"again within {REJOIN_LIMIT_S:.0f} s. Read its output."
                     ) from None
                 self._pause(check)
                 continue
@@ -171,7 +171,8 @@ class Rendezvous:
                 self._client.close()
                 host, limit_s = name_of(self._address), LOST_COORDINATOR_S
                 raise CoordinatorLost(
-                    f"the machine that hosts this launch, {host}, was silent for {limit_s:.0f} s."
+                    f"the machine that hosts this launch, {host}, was silent for {limit_s:.0f} s. Look at that "
+                    "machine and the network to it."
                 )
             if now >= deadline:
                 return None
@@ -203,8 +204,9 @@ class Rendezvous:
                     return Client(self._address, self._secret, CONNECT_S)
                 except ControlError as error:
                     raise ConfigError(
-                        f"{error} Every machine takes it from --secret-file or LOCKSTEP_SECRET; main_process_ip and "
-                        "main_process_port say who hosts the launch."
+                        f"{error} Every machine reads the secret from --secret-file or LOCKSTEP_SECRET; "
+                        "main_process_ip and main_process_port are the address of the machine that hosts the "
+                        "launch."
                     ) from None
             waited_s = time.monotonic() - started
             if waited_s > limit_s:

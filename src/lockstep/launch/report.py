@@ -109,12 +109,13 @@ def describe_failure(failure: Failure, num_processes: int, num_alike: int = 1) -
         lines.append(f"lockstep launch: rank {failure.rank} failed first ({failure.summary}){others}.")
     if failure.own.get("consequence"):
         lines.append(
-            "It only lost contact with another rank, which has left no error here; see how that one ended, on another "
-            "machine if there are several."
+            "It only lost the connection to another rank, which has left no error here. Look how that rank "
+            "ended, on another machine if there are several."
         )
     if failure.exit_code == -signal.SIGKILL:
         lines.append(
-            "SIGKILL without an error is usually the system's lack of memory (see dmesg) or a person."
+            "SIGKILL without an error usually means that the system ran out of memory (see dmesg), or that a "
+            "person ended the process."
         )
     if failure.stderr_file is not None:
         lines.append(f"Its output is in {failure.stderr_file}.")

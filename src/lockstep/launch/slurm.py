@@ -96,8 +96,8 @@ def sbatch_arguments(plan: LaunchPlan, environ: Mapping[str, str]) -> tuple[str,
     kept = [name for name in plan.reach.forward_env if is_secret(name)]
     if kept:
         raise ConfigError(
-            f"forward_env names {kept[0]}, which sbatch would keep in Slurm's files. Have the script read it from a "
-            f"file of yours, or launch inside an allocation (salloc)."
+            f"forward_env names {kept[0]}, which sbatch would store in Slurm's files. Let the script read it "
+            "from a file that only you can read, or launch inside an allocation (salloc)."
         )
     names = sorted({*forwarded(environ, plan.reach.forward_env), *ALWAYS_EXPORTED} & set(environ))
     nodes = f"{plan.min_machines}-{plan.num_machines}" if plan.elastic else str(plan.num_machines)
@@ -136,8 +136,8 @@ def _options(plan: LaunchPlan) -> list[str]:
             continue
         if key in OWN_OPTIONS or len(key) == 1:
             raise ConfigError(
-                f"slurm_options has {key}, which follows from the launch, or is no long option. Use --nnodes, --nproc "
-                f"and --forward-env, and long options without their dashes."
+                f"slurm_options has {key}, which the launch sets itself, or which is not a long option. Use "
+                "--nnodes, --nproc and --forward-env, and long options without their dashes."
             )
         words.append(f"--{key}={value}" if value else f"--{key}")
     return words

@@ -79,7 +79,9 @@ class RunViewers:
         if verb == "look":
             self._look(peer, message)
         elif peer not in self._viewers:
-            raise ControlError("A viewer asks before it has looked. Use one version of Lockstep everywhere.")
+            raise ControlError(
+                "A viewer sent a request before it had connected. Use the same version of Lockstep on all machines."
+            )
         elif verb == "stacks":
             self._ask_for_stacks(peer)
         elif verb == "save":
@@ -111,7 +113,7 @@ class RunViewers:
                 f"it runs Lockstep {lockstep.__version__}, and this is {str(message.get('version'))[:40]}"
             )
         elif peer not in self._viewers and len(self._viewers) >= MOST_VIEWERS:
-            why_not = f"{MOST_VIEWERS} others look on already"
+            why_not = f"{MOST_VIEWERS} others are connected already"
         if why_not:
             peer.send({"kind": "top.refused", "sentence": why_not})
             peer.close()
@@ -131,7 +133,7 @@ class RunViewers:
 
     def _answer(self, peer: ViewerConnection, why_not: str, done: str) -> None:
         if why_not:
-            peer.send({"kind": "top.said", "sentence": f"That is not done: {why_not}."})
+            peer.send({"kind": "top.said", "sentence": f"The request was refused: {why_not}."})
         else:
             self.say(done)
 
@@ -142,7 +144,9 @@ class RunViewers:
         if now - self._asked_stacks >= STACKS_EVERY_S:  # the answers to a question just before are for both
             self._asked_stacks = now
             if not self._watch.ask_for_people():
-                peer.send({"kind": "top.said", "sentence": "No rank is there that could be asked."})
+                peer.send(
+                    {"kind": "top.said", "sentence": "No rank is running, so the request cannot be sent."}
+                )
 
     def _stack(self, evidence: Evidence) -> None:
         message = {

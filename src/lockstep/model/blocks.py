@@ -110,7 +110,7 @@ def _checked(blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
     for name, module in blocks.items():
         if not _is_called(module):
             raise UsageError(
-                f"The block '{name}' is a {_class(module)}, which is not called: its members are. "
+                f"The block '{name}' is a {_class(module)}, which is not called itself: only its members are. "
                 f"Use '{name}.*'."
             )
     return blocks
@@ -129,7 +129,7 @@ def _what_there_is(model: nn.Module, limit: int = 6) -> str:
     lists = [f"{name}.*" for name, module in model.named_modules() if name and isinstance(module, _LISTS)]
     names = [name for name, _ in classes.most_common(limit)]
     if not names and not lists:
-        return "It has no nested modules: leave blocks out."
+        return "It has no nested modules, so leave blocks out."
     return f"Name a class ({', '.join(names) or 'none here'}) or members of a list ({_first_names(lists, limit)})."
 
 

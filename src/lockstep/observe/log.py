@@ -146,8 +146,8 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> object:
 
     if args and isinstance(args[0], bool):
         raise ConfigError(
-            f"The first argument of tqdm is {args[0]}, but must be the iterable. "
-            f"Write tqdm(..., main_process_only={args[0]})."
+            f"The first argument of tqdm is {args[0]}, but must be the iterable to go through. Write tqdm(..., "
+            f"main_process_only={args[0]})."
         )
     runtime = process.current()
     if main_process_only and runtime is not None and not runtime.is_local_main:

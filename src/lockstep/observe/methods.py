@@ -72,8 +72,8 @@ def _write_trace(profiler: torch.profiler.profile, folder: Path, rank: int) -> N
         if "already saved" not in str(error):
             raise
         warnings.warn(
-            f"on_trace_ready has already exported the trace, so none was written to {folder}. "
-            "Drop one of the two.",
+            f"on_trace_ready has already exported the trace, so no trace was written to {folder}. Drop "
+            "on_trace_ready or the folder.",
             stacklevel=4,
         )
 

@@ -30,10 +30,9 @@ def refuse_hooks(model: nn.Module, parallel: object, world_size: int) -> None:
 
 def _hooked(model: str, name: str, kind: str, parallel: object) -> UsageError:
     return UsageError(
-        f"'{name}' of {model} has a hook by {kind}, which parallel='{parallel}' cannot keep: its "
-        "gradients are in parts there, and no rank has the whole that the hook would see in plain torch. Change "
-        "gradients between accelerator.backward() and optimizer.step(), use a hook of a module "
-        "(register_full_backward_hook), or use parallel='ddp'."
+        f"'{name}' of {model} has a hook by {kind}, which parallel='{parallel}' cannot keep: each rank has only "
+        "a part of the gradient, but the hook needs the whole. Change gradients between accelerator.backward() "
+        "and optimizer.step(), use a hook of a module (register_full_backward_hook), or use parallel='ddp'."
     )
 
 
@@ -68,9 +67,9 @@ class SameParameters:
         for name, parameter in _slots(self._model):
             if self._known.get(id(parameter)) != next(expected, None):
                 raise UsageError(
-                    f"'{name}' of {self._kind} is another parameter than when the model was prepared: "
-                    f"parallel='{self._parallel}' shards the parameters that a model has in accelerator.prepare(), and "
-                    "would train neither new ones nor ties. Change the model before prepare, or use parallel='ddp'."
+                    f"'{name}' of {self._kind} was replaced by another parameter after the model was prepared. "
+                    f"parallel='{self._parallel}' trains only the parameters that a model has in "
+                    "accelerator.prepare(). Change the model before prepare, or use parallel='ddp'."
                 )
         if next(expected, None) is not None:
             raise UsageError(

@@ -36,8 +36,8 @@ def check_float8(recipe: AORecipeKwargs | None, parallel: Parallel, device: torc
     others += ["dataparallel"] if parallel.strategy == "dataparallel" else []
     if others:
         raise ConfigError(
-            f"mixed_precision='fp8' is not available with {' '.join(others)} (parallel='{parallel}'). Drop "
-            "that, or use mixed_precision='bf16'."
+            f"mixed_precision='fp8' is not available with {' '.join(others)} (parallel='{parallel}'). Drop these "
+            "options, or use mixed_precision='bf16'."
         )
     if recipe.config.emulate:
         return
@@ -114,14 +114,14 @@ def convert(model: nn.Module, recipe: AORecipeKwargs) -> None:
     }
     if "" in chosen:
         raise UsageError(
-            f"The {type(model).__name__} that prepare got is a linear layer itself, which mixed_precision='fp8' "
-            "replaces by another. Put it into a module, such as torch.nn.Sequential(layer)."
+            f"The {type(model).__name__} that prepare got is itself a linear layer, but mixed_precision='fp8' "
+            "replaces linear layers inside a module. Put it into a module, such as torch.nn.Sequential(layer)."
         )
     if not chosen and not any(isinstance(module, Float8Linear) for module in model.modules()):
         raise UsageError(
-            f"mixed_precision='fp8' converts no layer of {type(model).__name__}: its linear layers are the first, the "
-            "last, or of sizes that 16 does not divide. Use mixed_precision='bf16', or choose layers with "
-            "AORecipeKwargs(module_filter_func=...)."
+            f"mixed_precision='fp8' converts no layer of {type(model).__name__}: its linear layers are the "
+            "first, the last, or have sizes that are not multiples of 16. Use mixed_precision='bf16', or choose "
+            "layers with AORecipeKwargs(module_filter_func=...)."
         )
     config: Any = recipe.config
     if config.enable_fsdp_float8_all_gather:

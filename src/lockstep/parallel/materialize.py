@@ -48,9 +48,9 @@ def initialisers(model: nn.Module, init_weights: InitWeights | None = None) -> d
             homeless.append(f"{type(module).__name__} '{name}' ({', '.join(own[:3])})")
     if homeless:
         raise UsageError(
-            f"{type(model).__name__} is on the meta device, and nothing says how to initialise {len(homeless)} of its "
-            f"modules: {'; '.join(homeless[:3])}{'; ...' if len(homeless) > 3 else ''}. Give them reset_parameters(), "
-            "or call accelerator.prepare_model(model, init_weights=function)."
+            f"{type(model).__name__} is on the meta device, but {len(homeless)} of its modules have no function "
+            f"that initialises them: {'; '.join(homeless[:3])}{'; ...' if len(homeless) > 3 else ''}. Give them "
+            "reset_parameters(), or call accelerator.prepare_model(model, init_weights=function)."
         )
     return found
 
@@ -219,7 +219,7 @@ def _check_filled(module: nn.Module) -> None:
         if bool(unset.any()):
             raise UsageError(
                 f"{type(module).__name__}.{name} of shape {tuple(tensor.shape)} was on the meta device, and its "
-                "initialiser left values unset. Let it fill every parameter and buffer."
+                "initialiser did not set its values. Let the initialiser fill every parameter and buffer."
             )
 
 

@@ -147,7 +147,9 @@ def _convert_to_float8(model: nn.Module, recipe: AORecipeKwargs) -> None:
 def _synchronize_batchnorm(model: nn.Module, runtime: Runtime, options: ModelOptions) -> None:
     changed = synchronize_batchnorm(model, options.meshes.gradient_group)
     if not changed and runtime.is_main:
-        logger.warning("sync_batchnorm changes nothing: %s has no batch normalisation.", type(model).__name__)
+        logger.warning(
+            "sync_batchnorm has no effect, because %s has no batch normalisation.", type(model).__name__
+        )
 
 
 def _offload(model: nn.Module, runtime: Runtime, options: ModelOptions) -> None:
@@ -166,8 +168,8 @@ def _offload(model: nn.Module, runtime: Runtime, options: ModelOptions) -> None:
 def _refuse_hook(options: ModelOptions) -> None:
     if options.ddp.comm_hook != DDPCommunicationHookType.NO:
         raise UsageError(
-            f"comm_hook={options.ddp.comm_hook} compresses what DistributedDataParallel averages, but parallel='"
-            f"{options.parallel}' averages gradients by itself. Drop the hook, or tp, pp and ep."
+            f"comm_hook={options.ddp.comm_hook} compresses what DistributedDataParallel averages, but "
+            f"parallel='{options.parallel}' averages gradients without it. Drop the hook, or drop tp, pp and ep."
         )
 
 
@@ -285,7 +287,7 @@ def _pipeline(
 
         plan = make_plan(model, meshes.axes.tp, _tensor_options(blocks, options, runtime), blocks)
     if not evaluation_mode:
-        disable_cache(model, "every stage would keep keys and values, and send them with what it returns")
+        disable_cache(model, "every stage would keep keys and values, and send them with its outputs")
     pipeline = split_model(
         model,
         blocks,
@@ -334,8 +336,9 @@ def _gathered_dtype(options: ModelOptions) -> torch.dtype | None:
 def _refuse_shared(names: list[str], parallel: Parallel) -> None:
     if names:
         raise UsageError(
-            f"{len(names)} parameters ('{names[0]}', ...) are used by several stages of one rank, which zero="
-            f"{parallel.zero} shards stage by stage. Use schedule=1f1b or gpipe, untie these weights, or drop zero."
+            f"{len(names)} parameters ('{names[0]}', ...) are used by several stages of one rank, but "
+            f"zero={parallel.zero} shards each stage separately. Use schedule=1f1b or gpipe, untie these "
+            "weights, or drop zero."
         )
 
 

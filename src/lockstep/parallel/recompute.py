@@ -56,15 +56,15 @@ def recompute(model: nn.Module, mode: Activation, blocks: dict[str, nn.Module]) 
         return model
     if not blocks:
         raise UsageError(
-            f"activation={mode} works on blocks, but {type(model).__name__} was given without any. "
-            "Name them with blocks=..., as a class or as a pattern such as 'layers.*'."
+            f"activation={mode} works on blocks, but no blocks of {type(model).__name__} were found. Name them "
+            "with blocks=..., as a class or as a pattern such as 'layers.*'."
         )
     for name, module in model.named_modules():
         if isinstance(module, RecomputedForward) or getattr(module, "gradient_checkpointing", False) is True:
             raise UsageError(
                 f"activation={mode}, but {type(model).__name__} recomputes activations already (in "
-                f"'{name or 'the model itself'}'). Ask for it once: here, or with the model's own "
-                "gradient_checkpointing_enable()."
+                f"'{name or 'the model itself'}'). Use only one of the two: activation={mode}, or the model's "
+                "own gradient_checkpointing_enable()."
             )
     for name, block in blocks.items():
         if "forward" in vars(block):
@@ -73,7 +73,7 @@ def recompute(model: nn.Module, mode: Activation, blocks: dict[str, nn.Module]) 
                 f"{type(block).__name__}, so activation={mode} would not reach it. Change forward in a subclass, "
                 "or set it after prepare()."
             )
-    disable_cache(model, "activations are recomputed, which would append keys and values again")
+    disable_cache(model, "recomputing activations would append keys and values again")
     if mode is Activation.FULL and _checkpoints_itself(model, blocks):
         enable = (
             getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable

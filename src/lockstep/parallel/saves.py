@@ -41,6 +41,6 @@ def saved(
         if "invalid python storage" not in str(error):  # safetensors' way of saying that
             raise
         raise UsageError(
-            f"{kind}.{name}() would save shards. Pass it the whole weights, which all ranks gather together: "
-            "state_dict=accelerator.get_state_dict(model)."
+            f"{kind}.{name}() would save the shards of one rank. Pass it the whole weights, which all ranks "
+            "gather together: state_dict=accelerator.get_state_dict(model)."
         ) from error

@@ -31,7 +31,9 @@ from lockstep.parity.trace.items import ItemKind
 from lockstep.parity.trace.joined import join_traces
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
-TOLD = "The script computes its {what} from the number of processes: the reference told it of {count} ({by})."
+TOLD = (
+    "The script computes its {what} from the number of processes, which was {count} in the reference ({by})."
+)
 TOLD_PREPARED = "accelerator.num_processes, and len() of loaders"
 TOLD_WRAPPED = "torch.distributed.get_world_size() and WORLD_SIZE"
 FILLED_UP = (
@@ -111,9 +113,9 @@ class ParityCheck:
                 reference, verdict = told, second
             elif what == "learning rate" and reference.facts.sets_rate:
                 raise CouldNotRun(
-                    "The script sets its learning rate without a scheduler, by what it counts: on one process there "
-                    f"are {reference.facts.data_ranks} times as many batches. Compare with several processes instead: "
-                    "--reference ddp."
+                    "The script sets its learning rate without a scheduler, from a count of its own, but one "
+                    f"process has {reference.facts.data_ranks} times as many batches. Compare with several "
+                    "processes instead: --reference ddp."
                 )
         if not reference.facts.knows_rows and _has_unknown_rows(verdict):
             raise CouldNotRun(
@@ -142,10 +144,10 @@ class ParityCheck:
             "" if self._request.program.wrapped else " Or compare with several processes: --reference ddp."
         )
         return (
-            f"The script draws from a generator of its own with each batch, {own}: one process draws for all ranks "
-            "from one sequence, but each of several ranks has a sequence of its own, and so other numbers. Seed it "
-            "with each batch by the number of that batch among those of all ranks, or draw from the global generator."
-            f"{others}"
+            f"The script draws from a generator of its own with each batch, {own}: one process draws the numbers "
+            "of all ranks from one sequence, but on several ranks each rank draws from a sequence of its own. "
+            "Seed the generator before each batch with the number of that batch over all ranks, or draw from "
+            f"the global generator.{others}"
         )
 
     def _compared(self, reference: ReferenceRun, notes: tuple[str, ...] = ()) -> ParityVerdict:
@@ -313,8 +315,8 @@ def _that_failed(left: Left) -> str:
     """A note on a candidate that came to no end, which a difference before that may explain."""
     failed = next((one for one in left.facts if one.failed), None)
     if failed is None:
-        return "The candidate came to no end: what it had computed until then was compared."
-    return f"The candidate failed on rank {failed.rank}; what it had computed until then was compared. {failed.failed}"
+        return "The candidate did not end in time, so only the steps that it had computed were compared."
+    return f"The candidate failed on rank {failed.rank}; the steps that it had computed were compared. {failed.failed}"
 
 
 def _that_ended(facts: ProcessFacts) -> str:
@@ -335,6 +337,6 @@ def _without_steps(facts: ProcessFacts, request: Request) -> str:
     if request.program.wrapped:
         seen = "when a model with parameters of an optimizer is called"
     return (
-        f"{script} ended before its first optimizer step. Check a script, with arguments with which it trains; models "
-        f"and optimizers are seen {seen}."
+        f"{script} ended before its first optimizer step. Check a script that trains, with arguments with which "
+        f"it trains. Models and optimizers are found {seen}."
     )

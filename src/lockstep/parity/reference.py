@@ -30,7 +30,9 @@ def keep(reference: ReferenceRun, path: Path) -> None:
     try:
         reference.trace.copy(path, {"tolerance": reference.tolerance.to_json()})
     except OSError as error:
-        raise ConfigError(f"--record {path} cannot be written: {error.strerror or error}.") from None
+        raise ConfigError(
+            f"--record {path} cannot be written: {error.strerror or error}. Name another file."
+        ) from None
 
 
 def kept_in(path: Path, seed: int, steps: int) -> ReferenceRun:
@@ -42,7 +44,9 @@ def kept_in(path: Path, seed: int, steps: int) -> ReferenceRun:
     """
     trace = Trace(path)
     if "tolerance" not in trace.facts:
-        raise ConfigError(f"{path} was not written by `lockstep check --record`. Record one.")
+        raise ConfigError(
+            f"{path} was not written by `lockstep check --record`. Write one with that command."
+        )
     fields = dict(trace.facts)
     limits = Tolerance.from_json(fields.pop("tolerance"))
     fields.pop("parts", None)
@@ -50,8 +54,8 @@ def kept_in(path: Path, seed: int, steps: int) -> ReferenceRun:
     for name, then, now in (("seed", facts.seed, seed), ("steps", facts.steps_asked, steps)):
         if then != now:
             raise CouldNotRun(
-                f"{path} was recorded with --{name} {then}, but this check has --{name} {now}: other "
-                f"{'numbers are drawn' if name == 'seed' else 'steps are made'}. Check with --{name} {then}, or "
+                f"{path} was recorded with --{name} {then}, but this check has --{name} {now}, so the "
+                f"{'random numbers' if name == 'seed' else 'steps'} would differ. Check with --{name} {then}, or "
                 "record again."
             )
     return ReferenceRun(trace, limits, facts)
@@ -67,8 +71,8 @@ def refuse_other_run(
     if reference.data_ranks != candidate.data_ranks:
         raise CouldNotRun(
             f"{against} was recorded for {reference.data_ranks} ranks with batches of their own, but the "
-            f"candidate has {candidate.data_ranks}. Record again with --nproc {nproc}, or check with as many "
-            "ranks as then."
+            f"candidate has {candidate.data_ranks}. Record again with --nproc {nproc}, or check with the same "
+            "number of ranks."
         )
     if reference.mixed_precision != candidate.mixed_precision:
         raise CouldNotRun(
@@ -79,6 +83,6 @@ def refuse_other_run(
         was, are = ("on", "off") if reference.drops_out else ("off", "on")
         raise CouldNotRun(
             f"{against} was recorded with dropout {was}, but with {candidate.parallel or 'one process'} it is "
-            f"{are}: ranks that share a model's layers (tp, pp, cp) drop nothing. Record again with the strategy to "
-            "check."
+            f"{are}: with tp, pp or cp a check turns dropout off. Record again with the strategy that you want "
+            "to check."
         )

@@ -128,8 +128,8 @@ class ScriptRun:
         code = self._process.wait()
         if code is None:
             raise self._could_not(
-                f"{self.title} has not made {self.spec.steps} steps in {self._timeout_s:g} s. Give it more with "
-                f"--timeout, or ask for fewer with --steps.{self._process.tail()}"
+                f"{self.title} has not made {self.spec.steps} steps in {self._timeout_s:g} s. Give it more time "
+                f"with --timeout, or ask for fewer steps with --steps.{self._process.tail()}"
             )
         facts = ProcessFacts.read_all(self.folder)
         if code or not facts:

@@ -40,7 +40,7 @@ def count_activations(
     names = inspect.signature(type(model).forward).parameters
     if "input_ids" not in names:
         raise UsageError(
-            f"{type(model).__name__}.forward takes no input_ids, so that its activations cannot be counted. Drop "
+            f"{type(model).__name__}.forward takes no input_ids, so its activations cannot be counted. Drop "
             "--batch and --sequence."
         )
     counted: dict[str, Activations] = {}
@@ -52,8 +52,8 @@ def count_activations(
             failure = error
     if failure is not None and not counted:
         raise UsageError(
-            f"A forward of {type(model).__name__} with {batch} rows of {sequence} tokens failed: {last_line(failure)} "
-            "Give others, or drop --batch and --sequence."
+            f"A forward of {type(model).__name__} with {batch} rows of {sequence} tokens failed: "
+            f"{last_line(failure)} Give other sizes, or drop --batch and --sequence."
         ) from failure
     return counted
 

@@ -129,9 +129,7 @@ def _hint(error: BaseException) -> str:
 
 
 MOST_MODULES = 100_000  # of layers, or of experts in one: each is an object here
-QUANTIZED = (
-    "Its weights are quantised, which a configuration alone does not show here: name its files of weights."
-)
+QUANTIZED = "Its weights are quantised, and the configuration does not show how. Name its files of weights."
 LARGEST = 2**40  # of any other number
 
 
@@ -143,9 +141,9 @@ def configuration(path: Path) -> Path:
     """
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file() or file.suffix != ".json":
-        what = "has no config.json" if path.is_dir() else "is no .json file"
+        what = "has no config.json" if path.is_dir() else "is not a .json file"
         raise UsageError(
-            f"{path} {what}, which would say what its model is. Name a folder or file of weights (without --batch), a "
+            f"{path} {what}, so the model is not known. Name a folder or file of weights (without --batch), a "
             "config.json, or module:Class (path/to/file.py:Class)."
         )
     return file
@@ -169,11 +167,11 @@ def built_from_config(path: Path) -> tuple[nn.Module, tuple[str, ...]]:
         raise MissingExtraError("Building a model from its config.json", "transformers", "examples") from None
     kind = data.get("model_type")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
-        own = " It comes with code of its own, which is not run." if "auto_map" in data else ""
+        own = " The model comes with code of its own, which is not run." if "auto_map" in data else ""
         near = suggestion(str(kind), CONFIG_MAPPING)
         raise UsageError(
-            f"{path}: model_type={repr_short(kind)} is none that transformers {transformers.__version__} "
-            f"has.{own}{near} Name its class as module:Class, or its files of weights."
+            f"{path}: model_type={repr_short(kind)} is not a model of transformers "
+            f"{transformers.__version__}.{own}{near} Name its class as module:Class, or its files of weights."
         )
     with contextlib.redirect_stdout(sys.stderr):
         try:

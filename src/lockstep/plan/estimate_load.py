@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 
 NUMBER = re.compile(r"[0-9]+")
 
-BUFFERS = "Which tensors of a file are buffers or frozen is not in it: all are counted as parameters that are trained."
-INTEGERS = "Weights in integers or in 8 bits are counted for training as frozen and float32."
+BUFFERS = (
+    "The file does not say which tensors are buffers or frozen, so all are counted as trained parameters."
+)
+INTEGERS = "For training, weights in integers or in 8 bits are counted as frozen and in float32."
 
 
 def facts_of_files(path: Path) -> ModelFacts:
@@ -101,8 +103,8 @@ def facts_of(
         return replace(facts, notes=(*facts.notes, *notes))
     if not all(text.rpartition(":")):
         raise UsageError(
-            f"{repr_short(text, 100)} is no file or folder, and no module:Class. Name one of these; a model of a hub "
-            "is downloaded first."
+            f"{repr_short(text, 100)} is no file or folder, and no module:Class. Name one of these. Download a "
+            "model of a hub first."
         )
     return _facts(_module(text, arguments or {}), text, "module", batch, sequence)
 
@@ -136,8 +138,8 @@ def _facts(model: nn.Module, name: str, kind: str, batch: int, sequence: int) ->
 
     if any(nn.parameter.is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
         raise UsageError(
-            f"{repr_short(name, 100)} has lazy modules, whose sizes are known after a first forward only. Give them "
-            "sizes."
+            f"{repr_short(name, 100)} has lazy modules, whose sizes are not known before a first forward. Give "
+            "these modules their sizes."
         )
     blocks = find_blocks(model)
     shared = {block for names in shared_parameters(model, blocks).values() for block in names}

@@ -209,7 +209,8 @@ def state_bytes(
     unit = parse_integer(unit, "unit", 0, parameters) or max(block, root)
     if parallel.strategy is Strategy.DATA_PARALLEL and ranks > 1:
         raise ConfigError(
-            f"parallel='dataparallel' is one process, but there are {ranks}. Use parallel='ddp' or a stage of ZeRO."
+            f"parallel='dataparallel' is one process, but there are {ranks}. Use parallel='ddp' or a stage of "
+            "ZeRO."
         )
     if parallel.splits_model or parallel.ep > 1:
         raise ConfigError(

@@ -119,7 +119,7 @@ def checked(name: str, ranks: int, micro_batches: int, stages_per_rank: int = 0)
         )
     if ranks > MOST_RANKS or ranks * stages * micro_batches > MOST_ACTIONS:
         raise ConfigError(
-            f"{ranks} ranks x {stages} stages x {micro_batches} micro-batches are more than a picture holds. Use at "
+            f"{ranks} ranks x {stages} stages x {micro_batches} micro-batches are too many for a picture. Use at "
             f"most {MOST_RANKS} ranks, and {MOST_ACTIONS:,} for the product."
         )
     _check_micro_batches(schedule, ranks, micro_batches)
@@ -138,8 +138,8 @@ def _check_micro_batches(schedule: Schedule, ranks: int, micro_batches: int) -> 
         if micro_batches % rounds:
             below, above = micro_batches // ranks * ranks, -(-micro_batches // ranks) * ranks
             raise ConfigError(
-                f"{schedule} works in {micro_batches} // {ranks} = {rounds} rounds of equally many micro-batches, but "
-                f"{micro_batches} / {rounds} is not whole. Use {below} or {above} micro-batches."
+                f"{schedule} divides the micro-batches equally into {micro_batches} // {ranks} = {rounds} "
+                f"rounds, but {micro_batches} / {rounds} is not whole. Use {below} or {above} micro-batches."
             )
 
 

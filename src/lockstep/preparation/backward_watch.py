@@ -131,14 +131,15 @@ class BackwardWatch:
         if self._plain_in_window:
             count, self._plain_in_window = self._plain_in_window, 0
             raise UsageError(
-                f"{count} of this accumulation window's gradients came by loss.backward(), which does not divide by "
-                f"gradient_accumulation_steps={self._step.accumulation_steps}. Call accelerator.backward(loss)."
+                f"{count} of the gradients of this accumulation window were computed by loss.backward(), which "
+                f"does not divide by gradient_accumulation_steps={self._step.accumulation_steps}. Call "
+                "accelerator.backward(loss)."
             )
         if self._scales_loss and not has_closure and (self._plain_unscaled or not self._ours):
             self._plain_unscaled = 0
             raise UsageError(
-                "With mixed_precision='fp16' losses are scaled, but gradients of this step came by loss.backward(), "
-                "which does not do that. Call accelerator.backward(loss)."
+                "With mixed_precision='fp16' losses are scaled, but gradients of this step were computed by "
+                "loss.backward(), which does not scale the loss. Call accelerator.backward(loss)."
             )
         if self._world_size > 1 and not has_closure and self._together():
             self._check_set_by_hand(optimizer)
@@ -163,9 +164,10 @@ class BackwardWatch:
         most, least = both.chunk(2)
         if not torch.equal(most, -least):
             raise UsageError(
-                f"{type(optimizer).__name__}.step() was called with gradients that no backward has made, and that "
-                "differ between the ranks: p.grad was set by hand and is no average. Call accelerator.backward(loss), "
-                "or average what you set: p.grad = accelerator.reduce(gradient, 'mean')."
+                f"{type(optimizer).__name__}.step() was called with gradients that no backward computed and "
+                "that differ between the ranks: the script set p.grad to values that are not an average. "
+                "Call accelerator.backward(loss), or average the values: p.grad = "
+                "accelerator.reduce(gradient, 'mean')."
             )
 
 

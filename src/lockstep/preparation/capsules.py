@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("lockstep.spikes")
 
 CAPSULES = "capsules"
-CHANGED = "The script changed its batches in place: what is kept is what they became."
+CHANGED = "The script changed its batches in place, so the changed batches were kept."
 
 
 class StepKeeper:
@@ -147,7 +147,7 @@ class StepKeeper:
             return str(self._write(Path(folder) / CAPSULES, bad))
         except Exception as error:  # all ranks have agreed that one of them has failed
             if self._communicator.runtime.is_main:
-                logger.warning("Of step %d no capsule was kept: %s", bad.step, error)
+                logger.warning("No capsule of step %d was kept: %s", bad.step, error)
             return None
 
     def _write(self, root: Path, bad: BadStep) -> Path:
@@ -167,7 +167,7 @@ class StepKeeper:
         with raise_on_all_ranks(communicator):
             inexact = CHANGED if self._were_changed() else ""
             if not self._batches:
-                inexact = "No prepared loader handed out what was trained on."
+                inexact = "The batches of this step do not come from a prepared loader."
             # Those that had changed: the others are what the script makes.
             buffers = {key: copy for key, (_, version, copy) in self._buffers.items() if version}
             RankCapsule(self._batches, bad.losses, buffers, inexact).write(staging, rank)

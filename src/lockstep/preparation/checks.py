@@ -54,8 +54,9 @@ def check_backend(backend: object) -> None:
     known = sorted(torch.compiler.list_backends(exclude_tags=()))
     if backend not in known:
         raise ConfigError(
-            f"dynamo_backend={plain(backend)} is no backend of torch.compile in torch {torch.__version__}."
-            f"{suggestion(str(backend), known)} Use one of {', '.join(known)}, or register it first."
+            f"dynamo_backend={plain(backend)} is no backend of torch.compile in torch "
+            f"{torch.__version__}.{suggestion(str(backend), known)} Use one of {', '.join(known)}, or register "
+            "it first."
         )
 
 
@@ -63,8 +64,8 @@ def refuse_replicas(model: nn.Module) -> None:
     """Raise UsageError for models that others have spread."""
     if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         raise UsageError(
-            f"prepare got a {type(model).__name__}, but it spreads models itself. Pass the model inside it, and "
-            "DDP's options as DistributedDataParallelKwargs."
+            f"prepare got a {type(model).__name__}, but prepare() itself wraps models. Pass the model inside it, "
+            "and pass options of DDP as DistributedDataParallelKwargs."
         )
 
 
@@ -90,9 +91,9 @@ def refuse_lookalike(item: object) -> None:
         return
     if callable(getattr(item, "step", None)) and callable(getattr(item, "zero_grad", None)):
         raise UsageError(
-            f"prepare got a {type(item).__name__}, which steps parameters but is no torch.optim.Optimizer, so that it "
-            "cannot get those that take the place of the model's. Derive it from torch.optim.Optimizer, or pass the "
-            "optimizer inside it to prepare and wrap what that returns."
+            f"prepare got a {type(item).__name__}, which has a step() but is not a torch.optim.Optimizer, so it "
+            "cannot get the parameters of the prepared model. Derive its class from torch.optim.Optimizer, or "
+            "pass the optimizer inside it to prepare() and wrap the optimizer that prepare() returns."
         )
 
 
@@ -119,13 +120,14 @@ def refuse_offloaded_quantized(model: nn.Module) -> None:
     if is_quantized and places & {"cpu", "disk"}:
         raise ConfigError(
             f"{type(model).__name__} has weights of 4 or 8 bits, and its device map places some on "
-            f"{' and '.join(sorted(places & {'cpu', 'disk'}))}. It cannot be trained with CPU or disk offload: load it "
-            "whole on the accelerator."
+            f"{' and '.join(sorted(places & {'cpu', 'disk'}))}. It cannot be trained with CPU or disk offload. "
+            "Load all of it on the accelerator."
         )
     if is_quantized and len(places) > 1:
         raise ConfigError(
-            f"{type(model).__name__} has weights of 4 or 8 bits on several devices ({', '.join(sorted(places))}), and "
-            "cannot be trained so. Load it on the device of each process: device_map={'': accelerator.device}."
+            f"{type(model).__name__} has weights of 4 or 8 bits on several devices "
+            f"({', '.join(sorted(places))}), but can be trained on one device only. Load it on the device of "
+            f"each process: device_map={{'': accelerator.device}}."
         )
 
 
@@ -146,14 +148,15 @@ def check_called(
     prepared = {id(parameter) for model in models for parameter in model.module.parameters()}
     if not any(id(leaf) in prepared for leaf in autograd.leaves_of(loss)):
         warnings.warn(
-            f"backward got the loss of a model that was not prepared: its gradients are not averaged over the "
-            f"{world_size} ranks. Pass it to accelerator.prepare() if ranks are to train it together.",
+            "backward got the loss of a model that was not prepared: its gradients are not averaged over the "
+            f"{world_size} ranks. Pass that model to accelerator.prepare() if all ranks train it together.",
             stacklevel=4,
         )
         return
     raise UsageError(
-        "backward was called, but no prepared model has been called yet: the loss comes from another object with its "
-        "parameters, whose gradients would not be averaged. Call the model that accelerator.prepare() returned."
+        "backward was called, but no prepared model has been called yet: the loss comes from another object "
+        "with the same parameters, so the gradients would not be averaged. Call the model that "
+        "accelerator.prepare() returned."
     )
 
 
@@ -161,6 +164,6 @@ def refuse_inside(models: Iterable[ParallelModel], what: str) -> None:
     """Raise UsageError for what changes weights or sends gradients, while a model's weights are summoned."""
     if any(model.is_summoned for model in models):
         raise UsageError(
-            f"{what} inside of summon_full_params, where weights are whole on each rank and nothing is sent. "
-            "Leave the block first."
+            f"{what} inside summon_full_params, where weights are whole on each rank and the ranks do not "
+            "communicate. Move this call after the block."
         )

@@ -92,11 +92,11 @@ class Gradients:
             self._shards.recover()
             if isinstance(error, RuntimeError) and "for storage of size 0" in str(error):
                 raise UsageError(
-                    f"This backward needs weights of a sharded model (parallel='{self._shards.parallel}') that were "
-                    "given up after an earlier backward through the same graph: a gradient of a gradient "
-                    "(create_graph=True), or a second backward with retain_graph=True that begins inside of the "
-                    "model. Add up the losses and call backward once, compute the inner gradient inside of the "
-                    "model's forward, or use parallel='ddp'."
+                    f"This backward needs weights of a sharded model (parallel='{self._shards.parallel}') that "
+                    "were freed after an earlier backward through the same graph. This happens with a gradient "
+                    "of a gradient (create_graph=True), or a second backward with retain_graph=True that begins "
+                    "inside the model. Add up the losses and call backward once, compute the inner gradient "
+                    "inside of the model's forward, or use parallel='ddp'."
                 ) from error
             raise
         finally:
@@ -227,10 +227,10 @@ class OwnGradients:
                 continue
             self.forget()
             raise UsageError(
-                f"The gradient of '{name}' was changed inside of an accumulation window, where it is this rank's own: "
-                "one process would change the sum over all ranks' rows. Change gradients where "
-                "accelerator.sync_gradients is true, after the window's last backward; accelerator.clip_grad_norm_() "
-                "and clip_grad_value_() wait for that."
+                f"The gradient of '{name}' was changed inside an accumulation window, where it is the gradient "
+                "of this rank only. One process would change the sum over the rows of all ranks. Change "
+                "gradients where accelerator.sync_gradients is true, after the last backward of the window. "
+                "accelerator.clip_grad_norm_() and clip_grad_value_() do so."
             )
 
 

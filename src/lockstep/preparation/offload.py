@@ -55,8 +55,8 @@ class OffloadManager:
         if largest is not None and largest.nbytes > budget * ranks:
             needed = -(-largest.nbytes // ranks)
             raise OffloadError(
-                f"offload_budget={budget} bytes is less than '{largest.name}' needs, {needed} bytes. Give at least "
-                "that, or three times as much, so that reading overlaps with computing."
+                f"offload_budget={budget} bytes is less than '{largest.name}' needs, {needed} bytes. Give at "
+                "least that, or better three times as much, so that reading overlaps with computing."
             )
 
     def add_model(self, prepared: ParallelModel) -> None:

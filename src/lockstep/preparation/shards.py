@@ -119,8 +119,8 @@ class ParameterRegistry:
         names = [name for name, parameter in model.named_parameters() if parameter in self._replaced]
         if names:
             raise UsageError(
-                f"{type(model).__name__} shares {len(names)} parameters ('{names[0]}', ...) with a model that was "
-                "sharded before. Put both into one module and prepare that."
+                f"{type(model).__name__} shares {len(names)} parameters ('{names[0]}', ...) with a model that "
+                "was sharded before. Put both models into one module, and prepare that module."
             )
 
     def reshard(self) -> None:
@@ -169,10 +169,10 @@ class ParameterRegistry:
         self._noted.add(id(optimizer))
         nbytes = sum(parameter.numel() * parameter.element_size() for parameter in sharded)
         logger.warning(
-            "%s is not known to step every element by itself, so each of its steps gathers whole parameters, gradients "
-            "and state on every rank: %.1f MiB for each of these. So its numbers are those of one process. If it does "
-            "treat every element by itself, give its class 'elementwise = True': it then steps on shards and is "
-            "checked.",
+            "%s is not known to update each element separately. To give the numbers of one process, each of its "
+            "steps gathers whole parameters, gradients and state on every rank: %.1f MiB for each of these. If "
+            "it updates each element separately, set 'elementwise = True' in its class: it then steps on "
+            "shards, and is checked.",
             type(optimizer).__name__,
             nbytes / 2**20,
         )

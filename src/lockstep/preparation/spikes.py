@@ -38,8 +38,8 @@ def watch_spikes(
 def refuse_second_optimizer(optimizer: Optimizer) -> None:
     """Losses cannot be told apart by the optimizers that step on their gradients."""
     raise UsageError(
-        f"SpikePolicy follows the steps of one optimizer, but a second one ({type(optimizer).__name__}) was prepared. "
-        "Give one optimizer all parameters, in groups, or remove the policy."
+        f"SpikePolicy follows the steps of one optimizer, but a second one ({type(optimizer).__name__}) was "
+        "prepared. Give all parameters to one optimizer, in groups, or remove the policy."
     )
 
 

@@ -103,16 +103,17 @@ class StepChecks:
         ]
         if replaced:
             raise UsageError(
-                f"{type(optimizer).__name__} ({place_of(optimizer)}) holds {len(replaced)} parameters that a model had "
-                "before it was prepared. Others took their place, so this step would train nothing. Pass the optimizer "
-                "to accelerator.prepare() too, and step what that returns."
+                f"{type(optimizer).__name__} ({place_of(optimizer)}) holds {len(replaced)} parameters that a "
+                "model had before it was prepared. prepare() replaced these parameters, so this step would "
+                "train nothing. Pass the optimizer to accelerator.prepare() too, and call step() of the "
+                "optimizer that it returns."
             )
         ours = [parameter for parameter in held if id(parameter) in known]
         if ours and self._replaces:
             raise UsageError(
-                f"{type(optimizer).__name__} ({place_of(optimizer)}) holds {len(ours)} parameters of a prepared model, "
-                "of which each rank has a part, but was not passed to accelerator.prepare(). Pass it, and step what "
-                "that returns."
+                f"{type(optimizer).__name__} ({place_of(optimizer)}) holds {len(ours)} parameters of a prepared "
+                "model, of which each rank has a part, but was not passed to accelerator.prepare(). Pass it, "
+                "and call step() of the optimizer that prepare() returns."
             )
         return bool(ours)
 
@@ -127,7 +128,7 @@ class StepChecks:
         if wrong is not None:
             raise UsageError(
                 f"The step of {type(optimizer).__name__} ({place_of(optimizer)}) was {how}, {wrong}. Pass the "
-                "optimizer to accelerator.prepare(), and call step on what that returns."
+                "optimizer to accelerator.prepare(), and call step() of the optimizer that it returns."
             )
 
 

@@ -35,12 +35,13 @@ def _prepared(models: Iterable[ParallelModel], splits: list[str], model: nn.Modu
     if splits:
         raise UsageError(
             f"summon_full_params gathers whole weights, but under {splits[0]} no rank computes with the whole "
-            f"{kind}: its forwards send. Call the model on all ranks alike, or train with ddp or zero."
+            f"{kind}, because its forwards communicate. Call the model on all ranks, or train with ddp or zero."
         )
     found = next((known for known in models if model in (known.module, known.plain)), None)
     if found is None:
         elsewhere = " by this Accelerator" if fsdp2.is_sharded(model) else ""
         raise UsageError(
-            f"summon_full_params got {kind}, which was not prepared{elsewhere}. Pass what its prepare returned."
+            f"summon_full_params got {kind}, which was not prepared{elsewhere}. Pass the model that prepare() "
+            "returned."
         )
     return found

@@ -85,8 +85,8 @@ class AccumulationState:
         found = [accumulated(model, spent) for model in self._models]
         if self._meshes.axes.divides_weights and any(each.names() for each in found):
             raise UsageError(
-                "save_state was called inside an accumulation window, where gradients wait for a step, but weights are "
-                "divided by tp, pp or ep. Save after optimizer.step()."
+                "save_state was called inside an accumulation window, where gradients are not used yet, and "
+                "with tp, pp or ep these cannot be saved. Save after optimizer.step()."
             )
         return {
             "window": self._accumulation.state_dict(),
@@ -112,7 +112,7 @@ class AccumulationState:
         """
         if not states:
             raise CheckpointError(
-                "The checkpoint has no rank's accumulation window. Load another checkpoint."
+                "The checkpoint has no state of an accumulation window. Load another checkpoint."
             )
         for rank, state in enumerate(states):
             if "spikes" in state:
@@ -197,7 +197,7 @@ def _check_spikes(state: object) -> None:
         check_form(state)
     except (TypeError, ValueError) as error:
         raise CheckpointError(
-            f"The checkpoint has spikes of a run that none can be ({error}). Load another checkpoint."
+            f"The state of SpikePolicy in the checkpoint is not valid ({error}). Load another checkpoint."
         ) from error
 
 
@@ -209,8 +209,8 @@ def _check_names(saved: Accumulated, shapes: dict[str, tuple[int, ...]], model: 
     for name, shape in saved.shapes():
         if name not in shapes:
             raise CheckpointError(
-                f"The checkpoint has a gradient of '{name}', which {model} has no parameter of. Prepare the model "
-                "that was saved."
+                f"The checkpoint has a gradient of '{name}', but {model} has no parameter of this name. Prepare "
+                "the model that was saved."
             )
         if shape not in (None, shapes[name]):
             raise CheckpointError(

@@ -34,7 +34,8 @@ def replay(
         started.end()
     if code is None:
         raise CouldNotRun(
-            f"{program[0]} has not made its first step in {timeout_s:g} s. Give it more with --timeout.{started.tail()}"
+            f"{program[0]} has not made its first step in {timeout_s:g} s. Give it more time with "
+            f"--timeout.{started.tail()}"
         )
     if code or not Path(spec.output).exists():
         raise CouldNotRun(f"{program[0]} failed: {started.how_it_failed(code)}{started.tail()}")

@@ -87,7 +87,8 @@ class ReplayedRun(RunObserver):
         for _, found in self._ranks:
             if not found.batches:
                 raise UsageError(
-                    f"{folder} has no batches: {found.inexact} Prepare the loader that training reads."
+                    f"{folder} has no batches: {found.inexact} Pass the loader that training reads to "
+                    "accelerator.prepare()."
                 )
         self._notes = list(dict.fromkeys(found.inexact for _, found in self._ranks if found.inexact))
         self._run: ObservedRun | None = None
@@ -281,7 +282,8 @@ class ReplayedRun(RunObserver):
         """What was found. Raises UsageError: the script ended before it had made the step."""
         if not self._is_ordinary:
             raise UsageError(
-                "The script ended before its first optimizer step. Replay with arguments with which it trains."
+                "The script ended before its first optimizer step. Replay it with arguments with which it "
+                "trains."
             )
         facts = self.facts
         finding = not_finite(self._traces)

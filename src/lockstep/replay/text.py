@@ -54,8 +54,9 @@ def remarks(verdict: ReplayVerdict) -> list[str]:
     found = list(verdict.notes)
     if not verdict.has_same_bits:
         found.append(
-            "The replay has other numbers than the run: it is not the same step to the last bit. Replay with the same "
-            "script, arguments, torch and machine; several ranks of one model, and compiled ones, round in other ways."
+            "The replay has other numbers than the run, so it is not the same step to the last bit. Replay with "
+            "the same script, arguments, torch and machine. A model that was split over ranks or compiled "
+            "rounds differently in the replay."
         )
     return found
 

@@ -55,7 +55,9 @@ class NumbersPart:
 def check_count(runs: Sequence[object]) -> None:
     """Raise ConfigError for more runs than a chart can show."""
     if len(runs) > MOST_RUNS:
-        raise ConfigError(f"{len(runs)} runs do not fit into one chart. Compare at most {MOST_RUNS} at once.")
+        raise ConfigError(
+            f"{len(runs)} runs do not fit into one chart. Compare at most {MOST_RUNS} runs at once."
+        )
 
 
 def settings_that_differ(runs: Sequence[RunHistory]) -> list[SettingDifference]:

@@ -500,8 +500,8 @@ class RunState(PartialState):
         """
         if self.deepspeed_plugin is None and not self._plugins:
             raise ArgumentError(
-                f"The DeepSpeed plugin {name!r} was to be selected, but this Accelerator has none. Pass it the same "
-                "deepspeed_plugins."
+                f"The DeepSpeed plugin {name!r} cannot be selected, because this Accelerator has no DeepSpeed "
+                "plugins. Pass the same deepspeed_plugins to it."
             )
         if self._plugins:
             self.deepspeed_plugin = self.get_deepspeed_plugin(str(name))
@@ -519,8 +519,8 @@ def split_between(inputs: Any, rank: int, world_size: int, apply_padding: bool =
         lengths = {key: len(value) for key, value in inputs.items()}
         if len(set(lengths.values())) > 1:
             raise UsageError(
-                f"split_between_processes got a mapping whose values have different lengths: {lengths}. "
-                "Pass values of one length."
+                f"split_between_processes got a mapping whose values have different lengths: {lengths}. Pass "
+                "values of the same length."
             )
         parts = {key: split_between(value, rank, world_size, apply_padding) for key, value in inputs.items()}
         return parts if type(inputs) is dict else type(inputs)(parts)  # type: ignore[call-arg]

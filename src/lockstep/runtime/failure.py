@@ -191,8 +191,8 @@ def ended_without(ranks: Sequence[int], call: str, line: str) -> str:
     verb = "has" if len(ranks) == 1 else "have"
     reason = f" ({EVERY_PROCESS[call]})" if call in EVERY_PROCESS else ""
     return (
-        f"{call} must be called by every process{reason}, but {who} {verb} ended without entering the call{line}. "
-        f"Call it on every rank, not on some of them, before any of them ends."
+        f"{call} must be called by every process{reason}, but {who} {verb} ended without entering the "
+        f"call{line}. Call it on every rank, not on some of them, before any of them ends."
     )
 
 

@@ -168,6 +168,6 @@ def _check_arguments(function: Callable[..., object], args: tuple[object, ...]) 
     if len(positional) < len(args) + 1:
         call = ", ".join(f"{key}={value!r}" for key, value in zip(positional[1:], args[1:], strict=False))
         raise TypeError(
-            f"{name}() was called with {len(args)} positional arguments, but find_executable_batch_size "
-            f"passes the batch size as the first itself. Call it without: {name}({call})"
+            f"{name}() was called with {len(args)} positional arguments, but find_executable_batch_size itself "
+            f"passes the batch size as the first argument. Call it without the batch size: {name}({call})"
         )

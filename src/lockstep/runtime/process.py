@@ -66,14 +66,14 @@ def device_named(name: str, local_rank: int, local_world_size: int) -> torch.dev
     count = 0 if accelerator is None or accelerator.type != asked.type else torch.accelerator.device_count()
     if asked.index is not None and local_world_size > 1:
         raise ConfigError(
-            f"{said} is one device for the {local_world_size} processes of this machine. Write {asked.type}, or unset "
-            "it."
+            f"{said} is one device for the {local_world_size} processes of this machine. Write {asked.type}, or "
+            "unset it."
         )
     index = local_rank if asked.index is None else asked.index
     if index >= count:
         raise ConfigError(
-            f"{said} asks for {asked.type}:{index}, but this machine shows {count} {asked.type} device(s). Name one "
-            "that is here, or unset it."
+            f"{said} asks for {asked.type}:{index}, but this machine shows {count} {asked.type} device(s). Name "
+            "a device of this machine, or unset it."
         )
     return torch.device(asked.type) if asked.type == "mps" else torch.device(asked.type, index)
 
@@ -352,7 +352,7 @@ def apply_affinity(runtime: Runtime) -> None:
     done = runtime.device.type == "cuda" and bool(run_beside_gpu(runtime.device.index or 0))
     if not done and runtime.is_main:
         warnings.warn(
-            f"enable_cpu_affinity has no effect: this process computes on {runtime.device}, and the system names no "
-            "cores beside it.",
+            f"enable_cpu_affinity has no effect: this process computes on {runtime.device}, and the system does "
+            "not say which cores are near it.",
             stacklevel=3,
         )

@@ -112,7 +112,8 @@ def check_rng_types(rng_types: Iterable[str | RNGType]) -> list[RNGType]:
     foreign = [kind for kind in kinds if kind not in _DRIVEN]
     if foreign:
         raise ConfigError(
-            f"rng_types has '{foreign[0]}', but Lockstep does not drive {foreign[0].upper()} devices. Remove it."
+            f"rng_types has '{foreign[0]}', but Lockstep does not support {foreign[0].upper()} devices. Remove "
+            "it."
         )
     if RNGType.CUDA in kinds and not torch.cuda.is_available():
         raise ConfigError("rng_types has 'cuda', but this process sees no CUDA device. Remove it.")
@@ -197,8 +198,8 @@ def generators_kept() -> Iterator[None]:
 def _read(state: Mapping[str, object], key: str) -> Any:
     if key not in state:
         raise UsageError(
-            f"The state of the random number generators lacks '{key}'; it has {', '.join(sorted(state))}. "
-            "Pass the whole dict that rng_state() returned."
+            f"The state of the random number generators has no '{key}'; it has {', '.join(sorted(state))}. Pass "
+            "the whole dict that rng_state() returned."
         )
     return state[key]
 

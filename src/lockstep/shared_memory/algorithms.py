@@ -90,12 +90,15 @@ def check_reduction(kind: object, dtype: torch.dtype) -> None:
     """Raise UsageError if values of the dtype cannot be combined so."""
     name = getattr(kind, "name", str(kind))
     if kind == dist.ReduceOp.AVG and not (dtype.is_floating_point or dtype.is_complex):
-        raise UsageError(f"The mean of {dtype} tensors is not one of {dtype}. Sum them, and divide by hand.")
+        raise UsageError(
+            f"The mean of {dtype} tensors cannot be stored as {dtype}. Use the sum, and divide it in the script."
+        )
     try:
         COMBINE[kind](torch.ones(1, dtype=dtype), torch.ones(1, dtype=dtype), out=torch.ones(1, dtype=dtype))
     except (KeyError, RuntimeError, TypeError) as error:
         raise UsageError(
-            f"{dtype} tensors cannot be reduced with {name}. Convert them to a dtype that can, such as float32."
+            f"{dtype} tensors cannot be reduced with {name}. Convert them to a dtype that can be reduced, such "
+            "as float32."
         ) from error
 
 

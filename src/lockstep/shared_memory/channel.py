@@ -152,7 +152,7 @@ class Channels:
             self.peers.check(-1)
             if time.monotonic() > deadline:
                 raise RuntimeError(
-                    f"Timed out: no rank has sent a message with tag {tag}. Look at who should have."
+                    f"Timed out: no rank has sent a message with tag {tag}. Look at the rank that should send it."
                 )
 
     def _has(self, source: int, tag: int) -> bool:

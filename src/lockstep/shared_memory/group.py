@@ -99,7 +99,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def _get_backend(self, device: torch.device) -> SharedMemoryGroup:
         if torch.device(device).type != "cpu":
             raise RuntimeError(
-                f"Group {self._name} shares memory: it carries tensors on the CPU, not on {device}."
+                f"Group {self._name} uses shared memory, which carries tensors on the CPU only, not on {device}. "
+                "Move the tensors to the CPU, or use the backend of that device."
             )
         return self
 
@@ -483,7 +484,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         """Each rank's entries to all, which add them up in the order of the ranks."""
         kind, _ = c10d.reduction_of(opts.reduceOp)
         if kind not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
-            raise ValueError("all_reduce of a sparse tensor sums or averages only. Make it dense first.")
+            raise ValueError("all_reduce of a sparse tensor can only sum or average. Make it dense first.")
         tensor = tensors[0]
         with unseen_by_modes():
             mine = tensor.detach().coalesce()

@@ -229,8 +229,8 @@ class GlooMessages:
 
     def source_with(self, tag: int) -> int:
         raise UsageError(
-            f"Group {self._name} is on several hosts, where a message cannot be received from any rank. Name the rank "
-            "that sends it (src=)."
+            f"Group {self._name} is on several hosts, so a message can only be received from a rank that is "
+            "named. Name the rank that sends it (src=)."
         )
 
     def close(self) -> None:

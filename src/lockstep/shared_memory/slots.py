@@ -88,8 +88,8 @@ class Peers:
                 self.check(rank)
                 if now > deadline:
                     raise RuntimeError(
-                        f"Timed out after {now - started:.0f} s in {self.doing()}: rank {self.names[rank]} did not "
-                        "come to it. Look at what that rank does, or raise the timeout of the process group."
+                        f"Timed out after {now - started:.0f} s in {self.doing()}: rank {self.names[rank]} did "
+                        "not call it. Look at what that rank does, or raise the timeout of the process group."
                     )
 
     def check(self, awaited: int) -> None:

@@ -79,15 +79,15 @@ class ParityCase:
             other = axes_of(reference, nproc).data
             if other != data_ranks:
                 raise ConfigError(
-                    f"parallel='{words}' trains on {data_ranks} batches at a time, but reference='{reference}' on "
-                    f"{other}. Compare ways to spread a model that have as many ranks with batches of their own."
+                    f"parallel='{words}' trains on {data_ranks} batches at a time, but reference='{reference}' "
+                    f"on {other}. Compare strategies with the same number of data ranks."
                 )
         if max_grad_norm is not None and not (
             isinstance(max_grad_norm, (int, float)) and 0 < max_grad_norm < math.inf
         ):
             raise ConfigError(
-                f"max_grad_norm is {repr_short(max_grad_norm)}, but must be a positive number. Pass one, or None to "
-                "leave gradients as they are."
+                f"max_grad_norm is {repr_short(max_grad_norm)}, but must be a positive number. Pass such a "
+                "number, or None to leave gradients as they are."
             )
         return cls(
             make,
@@ -143,6 +143,6 @@ def _check_importable(make: object) -> None:
         except Exception as error:
             what = f"not to be pickled ({type(error).__name__}: {error})"
     raise UsageError(
-        f"make is {what}, but the processes of the ranks import it by its name. Define it with def at the top level of "
-        "a module; functools.partial gives it arguments."
+        f"make is {what}, but the processes of the ranks must import it by its name. Define it with def at the "
+        "top level of a module, and pass arguments to it with functools.partial."
     )

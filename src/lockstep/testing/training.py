@@ -107,7 +107,7 @@ def _made(case: ParityCase) -> tuple[nn.Module, Optimizer, DataLoader[Any], Loss
     if loss is not None and not callable(loss):
         raise RefusedCase(
             f"The loss of make() ({case.name}) is a {_type_of(loss)}, but must be a function of model and batch. "
-            "Return one, or None where model(**batch).loss is meant."
+            "Return a function, or None to use model(**batch).loss."
         )
     _check_count(case, batches)
     loader = batches if isinstance(batches, DataLoader) else DataLoader(batches, None, collate_fn=_as_it_is)
@@ -150,15 +150,15 @@ def _check_loss(case: ParityCase, value: object) -> None:
 def _loss_of_output(model: nn.Module, batch: Any) -> Tensor:
     if not isinstance(batch, dict) and not hasattr(batch, "keys"):
         raise RefusedCase(
-            f"Without a loss, model(**batch).loss is meant, but a batch is a {_type_of(batch)}. Make batches that are "
-            "dicts, or return a loss(model, batch)."
+            f"Without a loss function the loss is model(**batch).loss, but a batch is a {_type_of(batch)}. Make "
+            "batches that are dicts, or return a function loss(model, batch)."
         )
     output = model(**batch)
     found = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if found is None:
         raise RefusedCase(
-            f"Without a loss, model(**batch).loss is meant, but what {type(model).__name__} returns has none. Give it "
-            "labels, or return a loss(model, batch)."
+            f"Without a loss function the loss is model(**batch).loss, but the output of {type(model).__name__} "
+            "has no loss. Pass labels in the batches, or return a function loss(model, batch)."
         )
     return found
 

@@ -79,8 +79,9 @@ class WithoutCollectives(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
             raise UsageError(
-                f"its forward or backward calls the collective {operation_name(func).partition('::')[2]}, which one "
-                "rank alone cannot do (a function or a global name may lead to a part of the split model)"
+                f"its forward or backward calls the collective {operation_name(func).partition('::')[2]}, but "
+                "only one rank runs this computation (a function or a global name may hold a part of the split "
+                "model)"
             )
         return func(*args, **(kwargs or {}))
 

@@ -193,10 +193,10 @@ class _PlainOperators:
         for other in others:
             if isinstance(other, torch.Tensor) and not _is_dtensor(other) and other.numel() > 1:
                 raise UsageError(
-                    f"{op} got mixed torch.Tensor and DTensor: a shard of a tensor of shape {tuple(target.shape)} was "
-                    f"to be changed by a plain tensor of shape {tuple(other.shape)}. Make the other one a shard too, "
-                    "as torch.zeros_like(p) and torch.randn_like(p) do, or change the whole on all ranks and assign "
-                    "it: p.data = p.full_tensor() + other."
+                    f"{op} got mixed torch.Tensor and DTensor: a shard of a tensor of shape "
+                    f"{tuple(target.shape)} was to be changed by a plain tensor of shape {tuple(other.shape)}. "
+                    "Make the other tensor a shard too, as torch.zeros_like(p) and torch.randn_like(p) do, or "
+                    "change the whole tensor on all ranks and assign it: p.data = p.full_tensor() + other."
                 )
         self.lost.changes(target)
         return self._as_torch(op, (target, *others), kwargs)
@@ -216,10 +216,10 @@ class _PlainOperators:
         # as the cause, so that who knows which method was called says more
         torchs = RuntimeError(f"{op} got mixed torch.Tensor and DTensor")
         raise UsageError(
-            f"A weight of shape {tuple(shard.shape)}, of which each rank has a part, met a plain tensor of shape "
-            f"{tuple(whole.shape)}: a module inside of a block was called by itself, or its weight was used, so that "
-            "it was not gathered. Call the block or the model; where no gradient is needed, gather it: with "
-            "lockstep.utils.GatheredParameters(module.parameters())."
+            f"A weight of shape {tuple(shard.shape)}, of which each rank has a part, was combined with a plain "
+            f"tensor of shape {tuple(whole.shape)}. A module inside a block was called without its block, or its "
+            "weight was used there, so the weight was not gathered. Call the block or the model. If you need no "
+            "gradient, gather the weight: with lockstep.utils.GatheredParameters(module.parameters())."
         ) from torchs
 
     def _as_torch(self, op: OpOverload, args: OperatorArguments, kwargs: dict[str, object]) -> object:

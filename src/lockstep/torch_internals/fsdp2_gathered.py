@@ -283,9 +283,9 @@ class Watched:
         """What has been reduced to the shards of all ranks, a DTensor."""
         if getattr(self._group, "_partial_reduce_output", None) is not None:
             raise UsageError(
-                "Inside of an accumulation window the gradients of a sharded model with replicas are sums over some "
-                "of the ranks, which p.grad cannot show. Read and change gradients where accelerator.sync_gradients "
-                "is true."
+                "Inside an accumulation window each gradient of a sharded model with replicas is a sum over "
+                "some of the ranks, so p.grad does not have it yet. Read and change gradients where "
+                "accelerator.sync_gradients is true."
             )
         gradient: torch.Tensor | None = self.param.sharded_param.grad
         return gradient
@@ -306,8 +306,8 @@ class Watched:
             return True
         if shard.grad is not None:
             raise UsageError(
-                f"p.grad of a sharded parameter of shape {tuple(shard.shape)} was set to a plain tensor inside of an "
-                "accumulation window, where it is a shard of what the ranks have averaged. Change it in place "
+                f"p.grad of a sharded parameter of shape {tuple(shard.shape)} was set to a plain tensor inside "
+                "an accumulation window, where it is a shard of the averaged gradient. Change it in place "
                 "(p.grad.mul_(2)), or where accelerator.sync_gradients is true."
             )
         return False

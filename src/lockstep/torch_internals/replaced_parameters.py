@@ -43,9 +43,10 @@ class ReplacedParameter(nn.Parameter):
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **(kwargs or {}))
         raise UsageError(
-            "A parameter was used that a model had before accelerator.prepare() sharded it; its values are gone. Take "
-            "parameters from the prepared model (model.parameters()), in a forward from its modules (self.scale, not "
-            "what a function or a list has kept), and pass optimizers to prepare together with it."
+            "The script used a parameter that a model had before accelerator.prepare() sharded it, and the "
+            "values of that parameter are gone. Take parameters from the prepared model (model.parameters()), "
+            "and pass optimizers to prepare() together with the model. In a forward, read parameters from "
+            "modules (self.scale), not from a function or a list that has kept them."
         )
 
 

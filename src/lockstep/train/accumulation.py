@@ -82,9 +82,9 @@ class Accumulation:
         step = self._step
         if self._inputs_are_uneven and step.accumulation_steps > 1 and self._runtime.world_size > 1:
             raise UsageError(
-                f"accumulate with {step.accumulation_steps} steps was used inside join_uneven_inputs, where ranks that "
-                "end earlier would average while the others are in the middle of a window. Set "
-                "gradient_accumulation_steps to 1, or use even batches and accelerator.sample_weights()."
+                f"accumulate with {step.accumulation_steps} steps was used inside join_uneven_inputs, where "
+                "ranks that end earlier would average gradients while the others are in the middle of a window. "
+                "Set gradient_accumulation_steps to 1, or use even batches and accelerator.sample_weights()."
             )
         self._step.backward_calls = 0
         # The last batch of an epoch ends its window, full or not, and the next window counts from zero.
@@ -147,9 +147,9 @@ class Accumulation:
         self._backwards += 1
         if weighted and self._step.window_length > 1 and self._step.backward_calls > 1 and not last:
             raise UsageError(
-                "backward was called twice with a weight in one micro-batch of an accumulation window. Each loss has a "
-                "mean of its own, and their gradients cannot be separated afterwards. Add up the losses and call "
-                "backward once, or accumulate several losses without weights."
+                "backward was called twice with a weight in one micro-batch of an accumulation window. Each "
+                "loss is a mean with its own weight, and their gradients cannot be separated afterwards. Add up "
+                "the losses and call backward once, or accumulate several losses without weights."
             )
         if self._window_is_weighted not in (None, weighted):
             raise UsageError(
@@ -196,8 +196,8 @@ class Accumulation:
         position, steps = _position(state), self._step.accumulation_steps
         if steps != state["accumulation_steps"] and position >= steps:
             raise CheckpointError(
-                f"The checkpoint was saved after micro-batch {position} of {state['accumulation_steps']}, but here "
-                f"gradient_accumulation_steps is {steps}, so that its window should have ended. Set it to "
+                f"The checkpoint was saved after micro-batch {position} of {state['accumulation_steps']}, but "
+                f"here gradient_accumulation_steps is {steps}, so its window should have ended. Set it to "
                 f"{state['accumulation_steps']}, or load a checkpoint that was saved at the end of a window."
             )
 

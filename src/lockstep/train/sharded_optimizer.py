@@ -27,18 +27,19 @@ def check_optimizer(optimizer: Optimizer, parallel: Parallel) -> None:
         )
     if parallel.pp > 1 and not is_separable(optimizer):
         raise UsageError(
-            f"{name} ({place_of(optimizer)}) is not known to step each parameter by itself, but with pp={parallel.pp} "
-            "each rank steps the parameters of its own stages alone: a norm, a line search or any other number taken "
-            "of several parameters would be of a part of the model. If it treats every element by itself, give its "
-            "class 'elementwise = True', which is checked. Or use zero or tp without pp, where such a step gets whole "
-            "parameters."
+            f"{name} ({place_of(optimizer)}) is not known to update each parameter separately, but with "
+            f"pp={parallel.pp} each rank updates only the parameters of its own stages. A norm, a line search or "
+            "any other number over several parameters would cover only a part of the model. If it updates each "
+            "element separately, set 'elementwise = True' in its class, which is checked. Or use zero or tp "
+            "without pp, where such a step gets whole parameters."
         )
     if parallel.ep > 1 and not is_elementwise(optimizer):
         raise UsageError(
-            f"{name} ({place_of(optimizer)}) is not known to step each element by itself, but with ep={parallel.ep} "
-            "each rank steps the experts that it holds alone: a norm or any other number taken of several elements "
-            "would be of a part of them. If it does, give its class 'elementwise = True', which is checked. Or use an "
-            "optimizer of torch.optim such as AdamW, or zero without ep."
+            f"{name} ({place_of(optimizer)}) is not known to update each element separately, but with "
+            f"ep={parallel.ep} each rank updates only the experts that it holds. A norm or any other number over "
+            "several elements would cover only a part of them. If it updates each element separately, set "
+            "'elementwise = True' in its class, which is checked. Or use an optimizer of torch.optim such as "
+            "AdamW, or zero without ep."
         )
 
 

@@ -140,14 +140,15 @@ def _as_weights(loss: torch.Tensor, weight: torch.Tensor | float) -> torch.Tenso
     if weights.dim() == 0:
         if loss.numel() != 1:
             raise UsageError(
-                f"backward got a loss of shape {tuple(loss.shape)} and one number as its weight. Pass the mean of the "
-                "losses with the number of them, or as many weights as losses."
+                f"backward got a loss of shape {tuple(loss.shape)} and one number as its weight. Pass the mean "
+                "of the losses with the number of losses as weight, or pass one weight for each loss."
             )
         return weights.expand(loss.shape)
     if weights.shape != loss.shape:
         raise UsageError(
-            f"backward got a loss of shape {tuple(loss.shape)} and weights of shape {tuple(weights.shape)}. "
-            "Pass one number for the micro-batch, or unreduced losses (reduction='none') and as many weights."
+            f"backward got a loss of shape {tuple(loss.shape)} and weights of shape {tuple(weights.shape)}. Pass "
+            "one number for the micro-batch, or unreduced losses (reduction='none') and a weight for each of "
+            "them."
         )
     return weights
 

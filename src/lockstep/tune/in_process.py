@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from lockstep.accelerator import Accelerator
 
 LossOfRows = Callable[[Any, Any], Tensor]
-COMMAND = "Run `lockstep tune` on the script instead, which tries each size in processes of their own."
+COMMAND = "Run `lockstep tune` on the script instead, which tries each size in new processes."
 
 
 @dataclass(frozen=True)
@@ -267,29 +267,30 @@ def _refuse(
     axes = accelerator.meshes.axes
     if parallel.shards or axes.splits_model or axes.ep > 1:
         raise UsageError(
-            f"With parallel='{parallel}' ranks talk to each other inside of forward and backward, where one that runs "
-            f"out of memory leaves the others waiting. {COMMAND}"
+            f"With parallel='{parallel}' ranks communicate inside forward and backward, so if one runs out of "
+            f"memory, the others hang. {COMMAND}"
         )
     if not isinstance(optimizer, PreparedOptimizer):
         raise UsageError(
-            f"find_batch_size got an optimizer that was not prepared ({type(optimizer).__name__}). Pass what "
-            "accelerator.prepare() returns, so that parameters are where they are trained."
+            f"find_batch_size got an optimizer that was not prepared ({type(optimizer).__name__}). Pass the "
+            "optimizer that accelerator.prepare() returns, so that parameters are on the device on which they "
+            "are trained."
         )
     spanning = [name for name, part in model.named_modules() if isinstance(part, nn.SyncBatchNorm)]
     if spanning:
         raise UsageError(
-            f"The model's SyncBatchNorm `{spanning[0]}` talks to other ranks inside of forward, where one that runs "
-            f"out of memory leaves the others waiting. {COMMAND}"
+            f"The model's SyncBatchNorm `{spanning[0]}` communicates with other ranks inside forward, so if one "
+            f"runs out of memory, the others hang. {COMMAND}"
         )
     if type(loader).__module__.partition(".")[0] == "lockstep":
         raise UsageError(
-            "find_batch_size got a loader that was prepared, whose batch size is fixed. Pass the torch DataLoader, and "
-            "prepare one with the size that was found."
+            "find_batch_size got a loader that was prepared, whose batch size is fixed. Pass the torch "
+            "DataLoader, and afterwards prepare a loader with the size that was found."
         )
     if isinstance(loader.dataset, IterableDataset):
         raise UsageError(
-            f"find_batch_size reads the first rows of the data, but {type(loader.dataset).__name__} is iterable, so "
-            f"that they would be gone. {COMMAND}"
+            f"find_batch_size reads the first rows of the data, but {type(loader.dataset).__name__} is iterable, "
+            f"so training would not get these rows. {COMMAND}"
         )
     refuse_own_batches(loader)
 

@@ -36,6 +36,6 @@ def refuse_own_batches(loader: DataLoader[Any]) -> None:
     else:
         return
     raise UsageError(
-        f"The batches of the loader that is trained on are made by {what}, so that their size cannot be changed from "
-        "outside. Use a torch DataLoader with batch_size=..."
+        f"The batches of the training loader are made by {what}, so their size cannot be changed from outside. "
+        "Use a torch DataLoader with batch_size=..."
     )

@@ -72,7 +72,9 @@ class TrialObserver(RunObserver):
 
     def begins(self, run: ObservedRun) -> None:
         if self._step is not None:
-            self.refuse("The script makes two Accelerators that prepare objects. Tune a script with one.")
+            self.refuse(
+                "The script makes two Accelerators that prepare objects. Tune a script with one Accelerator."
+            )
         runtime, spec = run.meshes.data_runtime, self._spec
         self._step, self._device = run.step, runtime.device
         self.facts.data_rank, self.facts.data_ranks = run.meshes.data_rank, run.meshes.data_size
@@ -101,8 +103,8 @@ class TrialObserver(RunObserver):
     def backward_begins(self, loss: Tensor, factor: Tensor | float) -> None:
         if self.facts.loader is None:
             self.refuse(
-                "The script trains on batches that come from no loader which accelerator.prepare() got. Prepare a "
-                "torch DataLoader: its batch size is what is tuned."
+                "The script trains on batches that do not come from a loader of accelerator.prepare(). Pass a "
+                "torch DataLoader to it, because its batch size is tuned."
             )
         self.facts.weighted = self.facts.weighted or isinstance(factor, Tensor)
         if not self.facts.made and loss.numel() == 1:
@@ -132,8 +134,8 @@ class TrialObserver(RunObserver):
             return
         if facts.loader is not None:
             self.refuse(
-                "The script trains on the batches of two loaders, so that there is no one micro-batch. Tune a script "
-                "that trains on one."
+                "The script trains on the batches of two loaders, so it has no single micro-batch size. Tune a "
+                "script that trains on one loader."
             )
         try:
             refuse_own_batches(loader.original)

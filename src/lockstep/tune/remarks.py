@@ -15,9 +15,10 @@ def refuse_sums(result: TuneResult) -> None:
     for size, ratio, expected in _ratios(result):
         if abs(expected - 1) > 0.1 and abs(ratio / expected - 1) < 0.02:
             raise CouldNotTune(
-                f"The loss is a sum over the rows of a micro-batch: with {size} rows the first step has {ratio:.4g} "
-                "times the loss, although it trains on the same rows. Another size would be another learning rate. "
-                "Divide the loss by the rows of the micro-batch, or pass backward(loss, weight=...)."
+                f"The loss is a sum over the rows of a micro-batch: with {size} rows the first step has "
+                f"{ratio:.4g} times the loss, although it trains on the same rows. So another size would have "
+                "the effect of another learning rate. Divide the loss by the rows of the micro-batch, or pass "
+                "backward(loss, weight=...)."
             )
 
 
@@ -30,15 +31,16 @@ def remarks(result: TuneResult) -> list[str]:
         names = ", ".join(f"`{name}`" for name in facts.norms[:SHOWN])
         more = f" and {len(facts.norms) - SHOWN} more" if len(facts.norms) > SHOWN else ""
         said.append(
-            f"{names}{more} take the statistics of one micro-batch: another size trains another model, although the "
-            "global batch is the same. Keep the script's own size to keep its numbers, or use GroupNorm or LayerNorm."
+            f"{names}{more} take the statistics of one micro-batch: with another size the model trains "
+            "differently, although the global batch is the same. Keep the script's own size to keep its "
+            "numbers, or use GroupNorm or LayerNorm."
         )
     furthest = max((abs(ratio - 1) for _, ratio, _ in ratios), default=0.0)
     if furthest > SAME:
         said.append(
-            f"The loss of the first step, on the same rows, differs by up to {furthest:.2%} between the sizes. Dropout "
-            "does that, and so do statistics of a micro-batch, and a mean over tokens where rows have different "
-            "numbers of them: weigh these with backward(loss, weight=number_of_tokens)."
+            f"The loss of the first step, on the same rows, differs by up to {furthest:.2%} between the sizes. "
+            "Dropout causes this, and so do statistics of a micro-batch, and a mean over tokens if rows have "
+            "different numbers of tokens. For such a mean, call backward(loss, weight=number_of_tokens)."
         )
     elif ratios:
         said.append(
@@ -48,20 +50,20 @@ def remarks(result: TuneResult) -> list[str]:
         left = facts.samples % rows
         if facts.drop_last:
             said.append(
-                f"An epoch of {facts.samples} samples is {facts.samples // rows} steps of {rows} and {left} more. With "
-                "drop_last=True how many of these are left out depends on the micro-batch."
+                f"An epoch of {facts.samples} samples is {facts.samples // rows} steps of {rows} and {left} "
+                "more. With drop_last=True the micro-batch determines how many of these are left out."
             )
         elif not facts.weighted:
             said.append(
-                f"The last step of an epoch has {left} of {rows} rows, and losses have no weights: how much its "
-                "micro-batches count depends on their size. For the mean over its rows whatever their size, pass "
+                f"The last step of an epoch has {left} of {rows} rows, and losses have no weights, so how much "
+                "these micro-batches count depends on their size. For an exact mean over the rows, pass "
                 "unreduced losses and backward(loss, weight=accelerator.sample_weights())."
             )
     best = result.quickest or result.largest
     if not facts.uses_accumulate and best is not None and best.accumulation > 1:
         said.append(
-            "The script does not say where its micro-batches are: put the loop's body into "
-            "`with accelerator.accumulate(model):`."
+            "The script does not mark its micro-batches. Put the body of the training loop into `with "
+            "accelerator.accumulate(model):`."
         )
     return said
 

@@ -187,24 +187,28 @@ class Tuner:
             raise CouldNotTune(f"{script} failed as it is: {trial.why}{ended.tail}")
         if trial.fits and not facts.made:
             raise CouldNotTune(
-                f"{script} ended before its first optimizer step. Tune a script, with arguments with which it trains."
+                f"{script} ended before its first optimizer step. Tune a script that trains, with arguments with "
+                "which it trains."
             )
         _refuse_own_counting(facts)
         return facts
 
     def _without_batches(self, ended: TrialEnd, script: str) -> str:
         if ended.code is None:
-            return f"{script} has not asked for a batch in {self.request.timeout_s:g} s. Give it more with --timeout."
+            return (
+                f"{script} has not asked for a batch in {self.request.timeout_s:g} s. Give it more time with "
+                "--timeout."
+            )
         if ended.says_out_of_memory or ended.is_killed or any(one.over for one in ended.facts):
             return (
-                f"{script} ran out of memory before its first batch, so that no micro-batch fits. Shard the model "
+                f"{script} ran out of memory before its first batch, so no micro-batch fits. Shard the model "
                 f"(--parallel zero=3), or give it more memory.{ended.tail}"
             )
         if ended.code:
             return f"{script} failed as it is: {ended.how}{ended.tail}"
         return (
-            f"{script} ended before it trained on a batch of a loader that accelerator.prepare() got. Tune a script, "
-            "with arguments with which it trains, that prepares its loader."
+            f"{script} ended before it trained on a batch of a prepared loader. Tune a script that passes its "
+            "loader to accelerator.prepare(), with arguments with which it trains."
         )
 
     def _refuse(self, ranks: Sequence[RankReport]) -> None:
@@ -220,8 +224,8 @@ class Tuner:
         if asked % facts.data_ranks:
             lower = asked - asked % facts.data_ranks
             raise CouldNotTune(
-                f"--global-batch {asked} does not divide by the {facts.data_ranks} ranks with batches of their own. "
-                f"Ask for {lower or facts.data_ranks} or {lower + facts.data_ranks}."
+                f"--global-batch {asked} does not divide by the {facts.data_ranks} ranks that have batches of "
+                f"their own. Ask for {lower or facts.data_ranks} or {lower + facts.data_ranks}."
             )
         return asked // facts.data_ranks
 
@@ -231,20 +235,20 @@ class Tuner:
             most = max(one.batches, default=0)
             if most > trial.accumulation:
                 raise CouldNotTune(
-                    f"With micro-batch {trial.micro_batch} the script made steps of {most} batches in place of "
+                    f"With micro-batch {trial.micro_batch} the script made steps of {most} batches instead of "
                     f"{trial.accumulation}, because it counts them itself. {COUNT_BY_ACCUMULATE}"
                 )
             if most < trial.accumulation:
                 raise CouldNotTune(
-                    f"With micro-batch {trial.micro_batch} no step had its {trial.accumulation} batches, but {most} at "
-                    f"most: an epoch has fewer than {global_batch} rows, or the script counts batches itself. Ask for "
-                    f"a smaller global batch. {COUNT_BY_ACCUMULATE}"
+                    f"With micro-batch {trial.micro_batch} no step had {trial.accumulation} batches, but {most} "
+                    f"at most: an epoch has fewer than {global_batch} rows, or the script counts batches itself. "
+                    f"Ask for a smaller global batch. {COUNT_BY_ACCUMULATE}"
                 )
             wrong = next((rows for rows in one.rows if rows > global_batch), None)
             if wrong is not None:
                 raise CouldNotTune(
-                    f"With micro-batch {trial.micro_batch} a step had {wrong} rows in place of {global_batch}. Tune a "
-                    "script whose steps all have as many batches."
+                    f"With micro-batch {trial.micro_batch} a step had {wrong} rows instead of {global_batch}. "
+                    "Tune a script in which all steps have the same number of batches."
                 )
 
 
@@ -261,11 +265,11 @@ def _refuse_own_counting(facts: RankReport) -> None:
     made, asked = max(facts.batches), facts.accumulation
     if made > asked or (made < asked and not facts.uses_accumulate):
         raise CouldNotTune(
-            f"The script makes a step of {made} batches, but asks for {asked} accumulation steps: it counts them "
-            f"itself, so that another micro-batch would change its global batch. {COUNT_BY_ACCUMULATE}"
+            f"The script makes a step of {made} batches, but asks for {asked} accumulation steps: it counts "
+            f"batches itself, so another micro-batch would change its global batch. {COUNT_BY_ACCUMULATE}"
         )
     if made < asked:
         raise CouldNotTune(
-            f"No step of the script has the {asked} batches that it accumulates: an epoch has only {made}. Give it "
-            "more data, or ask for fewer with gradient_accumulation_steps."
+            f"No step of the script has the {asked} batches that it accumulates: an epoch has only {made}. Give "
+            "the script more data, or set a smaller gradient_accumulation_steps."
         )

@@ -95,8 +95,8 @@ def load_and_quantize_model(
         return model.to(device)
     if weights_location is None:
         raise UsageError(
-            "The model is on the meta device, and there is no weights_location to read its weights from. Pass the "
-            "file or folder of its checkpoint."
+            "The model is on the meta device, but weights_location is missing. Pass the file or folder of its "
+            "checkpoint."
         )
     with init_empty_weights():
         model = replace_with_bnb_layers(model, config, whole)
@@ -104,8 +104,8 @@ def load_and_quantize_model(
     away = [name for name, device in placed.items() if device in ("cpu", "disk")]
     if away and config.load_in_8bit and torch.accelerator.is_available():
         raise ConfigError(
-            f"{', '.join(away[:3])} would be on the CPU or the disk, and layers of 8 bits are not offloaded here. Give "
-            "the accelerators more memory."
+            f"{', '.join(away[:3])} would be on the CPU or the disk, but layers of 8 bits cannot be offloaded. "
+            "Give the accelerators more memory."
         )
     load_checkpoint_in_model(
         model, weights_location, dtype=config.torch_dtype, keep_in_fp32_modules=config.keep_in_fp32_modules
@@ -139,8 +139,8 @@ def _accelerator() -> torch.device:
     found = torch.accelerator.current_accelerator(check_available=True)
     if found is None:
         raise UsageError(
-            "Quantised layers compute on an accelerator, and there is none. Use a machine with a GPU, or load the "
-            "model as it is."
+            "Quantised layers need an accelerator, but this machine has none. Use a machine with a GPU, or load "
+            "the model as it is."
         )
     return torch.device(found.type, torch.accelerator.current_device_index())
 
@@ -187,7 +187,8 @@ def get_quantized_model_device_map(
     if isinstance(device_map, str):
         if device_map not in WORDS:
             raise ConfigError(
-                f"device_map is {device_map!r}, but must be one of {', '.join(WORDS)}, or a mapping."
+                f"device_map is {device_map!r}, but must be one of {', '.join(WORDS)}, or a mapping. Pass one of "
+                "these."
             )
         names = [name for name, _ in model.named_parameters()]
         special = {name: config.torch_dtype for name in names if any(part in name for part in whole)}
@@ -276,7 +277,10 @@ def replace_with_bnb_layers(
             made.bias.data = module.bias.data
         model.set_submodule(name, made.requires_grad_(False))
     if not linear:
-        warnings.warn(f"{type(model).__name__} has no linear layer to quantise.", stacklevel=2)
+        warnings.warn(
+            f"{type(model).__name__} has no linear layer to quantise, so it is loaded unchanged.",
+            stacklevel=2,
+        )
     return model
 
 

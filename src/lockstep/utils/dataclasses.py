@@ -217,7 +217,9 @@ class DeepSpeedSequenceParallelConfig:
         if self.sp_seq_length_is_variable is None:
             self.sp_seq_length_is_variable = True
         if not self.sp_seq_length_is_variable and self.sp_seq_length is None:
-            raise ConfigError("sp_seq_length_is_variable=False needs the length. Pass sp_seq_length.")
+            raise ConfigError(
+                "sp_seq_length_is_variable=False needs sp_seq_length, which is missing. Pass sp_seq_length."
+            )
         if self.sp_attn_implementation is None:
             self.sp_attn_implementation = "sdpa"
 

@@ -88,8 +88,8 @@ class _OfDeepSpeedsEngine:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise UsageError(
-            f"{type(self).__name__} wraps a part of DeepSpeed's engine, which is not used here. Use what "
-            "accelerator.prepare() returns."
+            f"{type(self).__name__} wraps a part of DeepSpeed's engine, which is not used here. Use the objects "
+            "that accelerator.prepare() returns."
         )
 
 

@@ -134,7 +134,9 @@ def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
         if value and not set(";\n<> ").intersection(name + value):
             lines.append(f"{name}={value}\n")
         else:
-            warnings.warn(f"{name} is left out: it has no value, or a forbidden character.", stacklevel=2)
+            warnings.warn(
+                f"{name} is left out, because it has no value or has a forbidden character.", stacklevel=2
+            )
     return lines
 
 

@@ -157,7 +157,8 @@ def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping:
         keys = [one.data_ptr() if callable(one.data_ptr) else one.data_ptr for one in group["params"]]
         if any(key not in mapping for key in keys):
             raise KeyError(
-                "mapping has no sharded parameter for one of the optimizer's parameters. Pass one for each of them."
+                "mapping has no sharded parameter for one of the parameters of the optimizer. Pass a sharded "
+                "parameter for each of them."
             )
         switched.append([mapping[key] for key in keys])
     for group, parameters in zip(optimizer.param_groups, switched, strict=True):

@@ -93,7 +93,7 @@ def _is_whole(fsdp_plugin: Any) -> bool:
     word = str(getattr(kind, "name", kind) or "FULL_STATE_DICT").upper()
     if word not in ("FULL_STATE_DICT", "SHARDED_STATE_DICT"):
         raise UsageError(
-            f"state_dict_type={word} cannot be saved. Use FULL_STATE_DICT or SHARDED_STATE_DICT."
+            f"state_dict_type={word} is not supported for saving. Use FULL_STATE_DICT or SHARDED_STATE_DICT."
         )
     return word == "FULL_STATE_DICT"
 
@@ -331,7 +331,7 @@ class _Files:
         folder = self._shards if self._shards.is_dir() else Path(self.folder)
         if not (folder / ".metadata").is_file():
             raise CheckpointError(
-                f"{folder} is no sharded checkpoint (it has no .metadata). Name the one that was saved."
+                f"{folder} is no sharded checkpoint (it has no .metadata). Name the folder that was saved."
             )
         state_dict_loader.load({self.key: shards}, checkpoint_id=folder, no_dist=not _has_group())
         return shards

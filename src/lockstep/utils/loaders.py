@@ -179,8 +179,8 @@ class DataLoaderAdapter:
         """
         if not hasattr(self, "dl_state_dict"):
             raise UsageError(
-                "This loader keeps no position: it is torch's own. Make it with use_stateful_dataloader=True, or pass "
-                "a DataLoader to accelerator.prepare()."
+                "This loader has no position to save, because it is a torch DataLoader. Make it with "
+                "use_stateful_dataloader=True, or pass a DataLoader to accelerator.prepare()."
             )
         return self.dl_state_dict
 
@@ -488,8 +488,8 @@ class DataLoaderDispatcher(_OwnLoader, metaclass=_OrPrepared):
         check_skip(skip_batches, None)
         if torch_device_mesh is not None:
             raise ConfigError(
-                "torch_device_mesh says which ranks share a model. Pass a plain DataLoader to accelerator.prepare(), "
-                "which knows them."
+                "torch_device_mesh says which ranks share a model. Leave it out, and pass a plain DataLoader to "
+                "accelerator.prepare(), which knows these ranks."
             )
         super().__init__(dataset, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
         self.split_batches = split_batches

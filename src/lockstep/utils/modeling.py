@@ -352,7 +352,9 @@ def set_module_tensor_to_device(
             f"{type(holder).__name__} does not have a parameter or a buffer named {key}. Check the name."
         )
     if fp16_statistics is not None:
-        raise ValueError("fp16_statistics belongs to 8-bit weights of bitsandbytes. Leave it out for others.")
+        raise ValueError(
+            "fp16_statistics belongs to 8-bit weights of bitsandbytes. Leave it out for other weights."
+        )
     registered = parameters if key in parameters else buffers
     old = registered[key]
     target = torch.device(device) if not isinstance(device, int) else _indexed(device)
@@ -360,7 +362,7 @@ def set_module_tensor_to_device(
         return
     if value is None and old.is_meta and target.type != "meta":
         raise ValueError(
-            f"{tensor_name} is on the meta device, so there is nothing to put on {target}. Pass its value."
+            f"{tensor_name} is on the meta device, so it has no value to move to {target}. Pass its value."
         )
     if value is not None and old is not None and old.shape != value.shape:
         raise ValueError(
@@ -445,7 +447,7 @@ def check_tied_parameters_on_same_device(
         places = {name: _place_of(name, device_map) for name in names}
         if len(set(map(str, places.values()))) > 1:
             warnings.warn(
-                f"Tied parameters are on different devices: {places}. Place them on one, in the device map.",
+                f"Tied parameters are on different devices: {places}. Place them on one device in the device map.",
                 stacklevel=2,
             )
 

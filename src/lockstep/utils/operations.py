@@ -294,7 +294,10 @@ def gather_tensor_shape(tensor: torch.Tensor | None) -> tuple[torch.Tensor, int]
 def _of_one_rank(tensor: torch.Tensor | None, name: str) -> TensorInformation:
     found = [one for one in gather_object([None if tensor is None else get_data_structure(tensor)]) if one]
     if len(found) != 1:
-        raise UsageError(f"{name} needs one rank with a tensor, but {len(found)} have one.")
+        raise UsageError(
+            f"{name} needs exactly one rank with a tensor, but {len(found)} have one. Pass a tensor on one rank, and "
+            "None on the others."
+        )
     known: TensorInformation = found[0]
     return known
 
@@ -490,8 +493,9 @@ def GatheredParameters(
         changed = [bits_digest(whole) != digest for whole, digest in zip(wholes, before, strict=True)]
         if any(changed):
             raise UsageError(
-                f"Rank {process.start().rank} changed {sum(changed)} of the {len(sharded)} parameters inside of "
-                "GatheredParameters, which is lost. Pass modifier_rank, the rank whose changes hold."
+                f"Rank {process.start().rank} changed {sum(changed)} of the {len(sharded)} parameters inside "
+                "GatheredParameters, but these changes are lost. Pass modifier_rank: the rank whose changes are "
+                "kept."
             )
         return
     with torch.no_grad():

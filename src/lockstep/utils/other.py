@@ -324,7 +324,10 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, torch.Tensor]) -> 
             names.setdefault(place, []).append(name)
     others = {name for group in names.values() for name in group[1:]}
     if others:
-        warnings.warn(f"{sorted(others)} are stored under other names of the same tensors.", stacklevel=2)
+        warnings.warn(
+            f"{sorted(others)} share memory with other tensors and are saved once, under the names of those.",
+            stacklevel=2,
+        )
     return {
         name: value.contiguous() if isinstance(value, torch.Tensor) else value
         for name, value in state_dict.items()
@@ -428,7 +431,7 @@ def is_port_in_use(port: int | str | None = None) -> bool:
     """
     number = 29500 if port is None else int(port)
     if not 0 <= number < 65536:
-        raise ConfigError(f"port is {port}, but must be from 0 to 65535. Pass such a number.")
+        raise ConfigError(f"port is {port}, but must be from 0 to 65535. Pass a number in this range.")
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         return probe.connect_ex(("127.0.0.1", number)) == 0
 

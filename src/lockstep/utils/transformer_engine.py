@@ -170,7 +170,9 @@ def apply_fp8_autowrap(model: nn.Module, fp8_recipe_handler: Any) -> nn.Module:
             )
         for name in ("amax_compute_algo", "amax_history_len"):
             if name in options:
-                raise ConfigError(f"{name} is not for use_mxfp8_block_scaling=True. Leave one of them out.")
+                raise ConfigError(
+                    f"{name} cannot be combined with use_mxfp8_block_scaling=True. Leave one of them out."
+                )
         kind = recipes.MXFP8BlockScaling
     model.forward = MethodType(contextual_fp8_autocast(model.forward, kind(**options), during_eval), model)
     return model

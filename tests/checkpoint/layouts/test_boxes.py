@@ -143,10 +143,12 @@ def test_a_fused_projection_is_cut_within_each_of_its_parts() -> None:
 def test_a_part_that_is_not_what_its_placements_say_is_refused() -> None:
     assert local_shape((5, 2), (2,), [Shard(0)], (1,)) == (2, 2)
     wrong: Any = Spread(numbered((3, 2)), (5, 2), (2,), [Shard(0)], (1,))
-    with pytest.raises(UsageError, match=r"would hold \(2, 2\) of it, but it holds \(3, 2\)"):
+    with pytest.raises(
+        UsageError, match=r"should hold a part of shape \(2, 2\), but its part has shape \(3, 2\)"
+    ):
         boxes_of(wrong)
     addend: Any = Spread(numbered((5, 2)), (5, 2), (2,), [Partial()], (1,))
-    with pytest.raises(UsageError, match="hold addends"):
+    with pytest.raises(UsageError, match="holds a term of a sum"):
         boxes_of(addend)
 
 

@@ -84,4 +84,4 @@ def norm_of_addends() -> str:
 
 def test_a_gradient_that_is_not_summed_up_has_no_norm(run_distributed: Any) -> None:
     for message in run_distributed(norm_of_addends, 2):
-        assert "its ranks hold addends" in message
+        assert "each rank holds a term of a sum" in message

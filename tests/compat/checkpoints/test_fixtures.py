@@ -163,7 +163,7 @@ def test_weights_alone_are_written_as_safetensors(case: str, tmp_path: Path) -> 
 def test_a_part_can_be_left_out_and_is_named() -> None:
     state = read_foreign(source("accelerate"), skip=["custom_checkpoint_0.pkl", "optimizer_1.bin"])
     assert state.objects == [] and len(state.optimizers) == 1
-    assert "custom_checkpoint_0.pkl: left out, as skip says" in state.notes
+    assert "custom_checkpoint_0.pkl: left out, because skip names it" in state.notes
 
 
 def test_what_is_to_be_left_out_must_be_there() -> None:

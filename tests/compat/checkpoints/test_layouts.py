@@ -63,7 +63,7 @@ def test_files_that_are_no_part_of_the_format_are_named(tmp_path: Path) -> None:
     saved(tmp_path / "pytorch_model.bin", WEIGHTS)
     saved(tmp_path / "scheduler.bin", {"last_epoch": 1})
     (tmp_path / "extra.json").write_text("{}")
-    assert "extra.json: left out, as it is no part of what save_state writes" in read_foreign(tmp_path).notes
+    assert "extra.json: left out, because save_state does not write it" in read_foreign(tmp_path).notes
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_unknown_sources_are_refused_with_what_was_seen(tmp_path: Path) -> None:
     (tmp_path / "model.onnx").write_bytes(b"x")
     with pytest.raises(CheckpointError, match=r"it has model\.onnx\. Known are"):
         read_foreign(tmp_path)
-    with pytest.raises(CheckpointError, match=r"none of the endings \.bin, \.pt"):
+    with pytest.raises(CheckpointError, match=r"does not end in \.bin, \.pt"):
         read_foreign(tmp_path / "model.onnx")
     (tmp_path / "model.safetensors").write_bytes(b"x")
     with pytest.raises(CheckpointError, match="safetensors file already"):

@@ -248,7 +248,7 @@ def test_without_zero_the_optimizer_is_plain(tmp_path: Path) -> None:
 def test_a_flat_optimizer_without_names_is_refused(tmp_path: Path) -> None:
     saved = {"module": {"a": torch.ones(1)}, "optimizer": {"fp32_groups_flat": [torch.ones(1)]}}
     torch.save(saved, tmp_path / "mp_rank_00_model_states.pt")
-    with pytest.raises(CheckpointError, match="flat groups have no names"):
+    with pytest.raises(CheckpointError, match="parameters have no names"):
         read_foreign(tmp_path)
 
 

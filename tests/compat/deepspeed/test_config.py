@@ -131,7 +131,7 @@ def test_what_has_no_effect_is_said_by_name_when_it_asks_for_something(config: A
         ({"communication_data_type": "bf16"}, ["communication_data_type='bf16'", "needs ZeRO"]),
         ({"optimizer": {"type": "AdamW", "parms": {}}}, ["'parms'", "Did you mean 'params'?"]),
         ({"optimizer": {"params": {"lr": 1}}}, ["optimizer.type=None is not a name"]),
-        ({"torch_autocast": {"enabled": True, "dtype": "fp32"}}, ["casts nothing"]),
+        ({"torch_autocast": {"enabled": True, "dtype": "fp32"}}, ["has no effect"]),
         ([1], ["list"]),
         (3, ["int"]),
     ],

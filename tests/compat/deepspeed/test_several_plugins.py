@@ -107,7 +107,9 @@ def test_names_are_those_that_were_given() -> None:
     ):
         run.state.select_deepspeed_plugin("teacher")
     assert Accelerator(cpu=True).state.deepspeed_plugins == run.state.deepspeed_plugins
-    with pytest.raises(ValueError, match=r"'first' was to be selected, but this Accelerator has none"):
+    with pytest.raises(
+        ValueError, match=r"'first' cannot be selected, because this Accelerator has no DeepSpeed plugins"
+    ):
         Accelerator(cpu=True, parallel={}).state.select_deepspeed_plugin("first")
 
 
@@ -115,7 +117,10 @@ def test_names_are_those_that_were_given() -> None:
     ("options", "message"),
     [
         ({"gradient_clipping": 0.5}, r"deepspeed_plugins\['b'\] says .*0.5.*, but 'a' does not"),
-        ({"offload_param_device": "cpu"}, r"deepspeed_plugins\['b'\] says .*differ in their stage alone"),
+        (
+            {"offload_param_device": "cpu"},
+            r"deepspeed_plugins\['b'\] says .*same settings, apart from their stage",
+        ),
         ({"zero_stage": 0}, r"deepspeed_plugins\['b'\] has stage 0"),
     ],
 )

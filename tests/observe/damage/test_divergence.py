@@ -158,7 +158,7 @@ def heal_two() -> str:
 
 def test_two_ranks_have_no_majority_to_heal_by(run_distributed: Any) -> None:
     for message in run_distributed(heal_two, 2):
-        assert "ranks 0, 1 from each other, so that no majority says which is right" in message
+        assert "ranks 0, 1 from each other, so no majority shows which value is right" in message
 
 
 class Tiny(torch.nn.Module):

@@ -416,7 +416,7 @@ def test_a_rank_that_starts_slowly_is_not_named_before_the_limit_of_a_start() ->
     assert run.said == []
     run.wait(3.0, ticks=1, boundaries=0)
     assert len(run.said) == 1
-    assert "Nothing has got done for 6" in run.said[0]
+    assert "No rank has made progress for 6" in run.said[0]
 
 
 def test_a_rank_that_comes_while_the_others_are_asked_is_progress() -> None:
@@ -449,7 +449,7 @@ def test_ranks_that_come_at_once_in_a_later_round_have_not_been_idle_since_the_c
     run.wait(59.0, ticks=0, boundaries=0)
     assert run.said == []
     run.wait(3.0, ticks=0, boundaries=0)
-    assert "Nothing has got done for 6" in run.said[0]
+    assert "No rank has made progress for 6" in run.said[0]
 
 
 def test_ranks_that_never_come_together_are_named_before_the_first_step() -> None:

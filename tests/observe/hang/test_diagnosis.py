@@ -210,7 +210,7 @@ CASES: dict[str, tuple[list[Evidence | Silent], int, str, tuple[int, ...], str]]
         2,
         "spinning",
         (1,),
-        "rank 1 computes without answering: code that never lets go of Python's lock (the GIL; pid 101 on node; ",
+        "rank 1 computes without answering: code that never releases Python's lock (the GIL; pid 101 on node; ",
     ), "asleep with the lock": ([silent(0, "sleeping")], 1, "silent", (0,), "rank 0 sleeps without answering"),
     "disk": ([silent(0, "uninterruptible")], 1, "silent", (0,), "rank 0 waits in the kernel for a disk"),
     "gone": (

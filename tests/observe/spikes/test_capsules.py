@@ -149,7 +149,7 @@ def test_what_is_no_capsule_is_refused(tmp_path: Path) -> None:
     (tmp_path / "capsule.json").write_text(json.dumps({"format": "lockstep capsule 99"}))
     with pytest.raises(ConfigError, match="of another version"):
         CapsuleFacts.read(tmp_path)
-    with pytest.raises(ConfigError, match="has no whole files of rank 0"):
+    with pytest.raises(ConfigError, match="has no complete files of rank 0"):
         RankCapsule.read(tmp_path, 0)
     with pytest.raises(ConfigError, match="capsules is -1"):
         SpikePolicy(capsules=-1)

@@ -106,7 +106,7 @@ def test_all_ranks_stop_before_the_step(run_distributed: Any, tmp_path: Path, ki
     assert ranks[0] == ranks[1]
     sentence, steps, is_untouched = ranks[0]
     assert sentence.startswith(begins)
-    assert " in step 11. No rank made it" in sentence
+    assert " in step 11. No rank made this step" in sentence
     assert (steps, is_untouched) == (10, True)
     (event,) = events_of(tmp_path)
     assert (event["action"], event["step"], event.get("skipped")) == ("stop", 11, None)
@@ -238,7 +238,7 @@ def not_together() -> str:
 def test_ranks_that_step_apart_are_refused(run_distributed: Any) -> None:
     for message in run_distributed(not_together, 2):
         assert message.startswith(
-            "SpikePolicy decides for all 2 ranks alike, but here they do not step together"
+            "SpikePolicy decides for all 2 ranks alike, but in this run they take separate steps"
         )
 
 

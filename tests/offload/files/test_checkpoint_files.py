@@ -92,7 +92,7 @@ def _header(path: Path) -> tuple[dict[str, Any], bytes]:
         (lambda h: h["b"].update(dtype="I63"), "the entry of 'b'"),
         (lambda h: h["b"].pop("shape"), "the entry of 'b'"),
         (lambda h: h.update(b=[]), "the entry of 'b'"),
-        (lambda h: h.pop("scalar"), "have a gap|by its header"),
+        (lambda h: h.pop("scalar"), "have a gap|its header describes"),
         (lambda h: h.update(__metadata__={"format": "tf"}), "saved for 'tf'"),
     ],
 )

@@ -47,7 +47,7 @@ def test_a_mapped_file_holds_the_files_bytes_and_is_written_to_only_where_asked(
 
 def test_files_that_cannot_be_mapped_are_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
-    with pytest.raises(OffloadError, match=r"empty is empty.*Write it anew"):
+    with pytest.raises(OffloadError, match=r"empty is empty.*Write it again"):
         map_file(tmp_path / "empty")
     with pytest.raises(OffloadError, match=r"missing cannot be mapped: .*No such file"):
         map_file(tmp_path / "missing")
@@ -189,7 +189,7 @@ def test_a_mover_moves_what_is_mapped_and_finds_what_has_changed(tmp_path: Path)
     mover.check()
     with torch.no_grad():
         weight.add_(1)
-    with pytest.raises(UsageError, match=r"'blocks.0.1.weight' was written to, but it is mapped.*only read"):
+    with pytest.raises(UsageError, match=r"'blocks.0.1.weight' was written to, but it is mapped.*read-only"):
         mover.check()
     mover.release(block)
     assert torch.equal(weight, expected["blocks.0.1.weight"] + 1)

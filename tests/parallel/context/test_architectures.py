@@ -32,7 +32,9 @@ REFUSED = {
     "T5ForConditionalGeneration": OF_A_CHUNK,
     "MT5ForConditionalGeneration": OF_A_CHUNK,
 }
-REFUSED_BY_RING = {"BeitForImageClassification": r"a mask, but with cp_method=ring .* or cp_method=ulysses"}
+REFUSED_BY_RING = {
+    "BeitForImageClassification": r"a mask, but with cp_method=ring .* or use cp_method=ulysses"
+}
 FAST = (
     "BartForConditionalGeneration",
     "DeepseekV3ForCausalLM",

@@ -220,7 +220,7 @@ def messages_of_models_and_calls() -> dict[str, str]:
 
 
 MESSAGES = {
-    "length": r"'layers\.0' gets has 5 positions, which do not divide into cp = 2 .* Pad it to 6",
+    "length": r"'layers\.0' gets has 5 positions, which cannot be divided into cp = 2 .* Pad it to 6",
     "two dims": r"'layers\.0' gets is torch\.float32 \[8, 12\], .* \[batch, sequence, width\]",
     "twice": "context parallel already",
     "order": r"'layers\.1' was called before 'layers\.0'",
@@ -228,7 +228,7 @@ MESSAGES = {
     "first length": r"'layers\.1' got 8 positions, but after 'layers\.0' each rank has 4",
     "batches": r"shapes \[\(2, 8, 12\), \(2, 12, 12\)\]",
     "eager": r"attn_implementation='eager'.*attn_implementation=\"sdpa\"",
-    "recurrent": r"Block 'layers\.0' has a recurrent layer, which would begin anew",
+    "recurrent": r"Block 'layers\.0' has a recurrent layer, which would start again",
     "batch norm": r"\(BatchNorm1d\) in block 'layers\.0' takes statistics",
     "sequence first": "batch_first=True",
     "cache": "use_cache=False",
@@ -237,7 +237,7 @@ MESSAGES = {
     "own positions": r"GPT calls torch\.arange\(8\), which looks like positions",
     "not parallel": "No model here is context parallel",
     "two lengths": r"sequences of \[8, 4\] positions",
-    "no blocks": "cp=2 splits the sequence between blocks, but Linear was given without any",
+    "no blocks": "cp=2 splits the sequence between blocks, but no blocks of Linear were found",
     "late": "modified by an inplace operation",
 }
 

@@ -387,7 +387,7 @@ CELLS: dict[str, Cell] = {
     "own router": Cell(own_router, loss=balanced),
     "lora beside": Cell(lambda: {"moe": Lora()}, change=add_lora),
     "lora in experts": Cell(
-        lora_in_experts, refused="'parts.moe.experts.lora_in' .* a rank holds one row for each"
+        lora_in_experts, refused="'parts.moe.experts.lora_in' .* must have one row for each"
     ),
     "balance": Cell(loss=balanced),
     "balance in forward": Cell(forward=balance_inside),
@@ -428,8 +428,10 @@ CELLS: dict[str, Cell] = {
     "accumulated, clipped": Cell(accumulation=2, clip=0.1, loss=balanced),
     "adam": Cell(optimizer=lambda p: torch.optim.Adam(p, 1e-3, eps=1e-3)),
     "momentum, decay": Cell(optimizer=lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.1)),
-    "adafactor": Cell(optimizer=lambda p: torch.optim.Adafactor(p, 1e-2), refused="not known to step each"),
-    "whole tensors": Cell(optimizer=lambda p: NotOnParts(p), refused="NotOnParts .* not known to step each"),
+    "adafactor": Cell(optimizer=lambda p: torch.optim.Adafactor(p, 1e-2), refused="not known to update each"),
+    "whole tensors": Cell(
+        optimizer=lambda p: NotOnParts(p), refused="NotOnParts .* not known to update each"
+    ),
     "unused on a rank": Cell(lambda: {"moe": mixture(), "side": nn.Linear(WIDTH, WIDTH)}, uses_one_half),
     "batch norm": Cell(
         lambda: {"moe": mixture(), "norm": nn.BatchNorm1d(LENGTH)},
@@ -437,7 +439,9 @@ CELLS: dict[str, Cell] = {
         words="sync_batchnorm",
     ),
     "own experts": Cell(own_experts, refused="experts of 'parts.moe' are a OwnExperts"),
-    "weight used elsewhere": Cell(used_elsewhere, refused="'parts.side.weight' is a weight of the experts"),
+    "weight used elsewhere": Cell(
+        used_elsewhere, refused="'parts.side.weight' is also a weight of the experts"
+    ),
     "on one rank": Cell(forward=rarely, refused="Rank 0 of the group calls .* while rank 1 ends its forward"),
     "in another order": Cell(two, in_another_order, refused="'parts.a' while rank 1 calls .* 'parts.b'"),
     "zero=1": Cell(words="zero=1", refused="replicated data parallel training only"),

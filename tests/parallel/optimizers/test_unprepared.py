@@ -82,7 +82,7 @@ REFUSED: dict[str, tuple[Callable[..., tuple[Any, Any]], list[str], str]] = {
         ["zero=2", "zero=3"],
         "AveragesModel uses a sharded .*written.py, line",
     ),
-    "inside": (inside_of_another, ["zero=1", "zero=3"], "its values are gone"),
+    "inside": (inside_of_another, ["zero=1", "zero=3"], "the values of that parameter are gone"),
     "bare": (
         of_a_bare_parameter,
         ["ddp", "zero=1", "zero=3"],
@@ -164,7 +164,7 @@ def test_what_would_train_nothing_or_one_ranks_part_is_refused(run_distributed) 
         assert "not passed to prepare, inside an accumulation window" in messages["window unprepared"]
         pattern = "NotElementwise says elementwise=True, but aten.*norm.*written.py, line"
         assert re.search(pattern, messages["not elementwise"]), messages["not elementwise"]
-        assert "LookAlike, which steps parameters but is no torch.optim.Optimizer" in messages["look-alike"]
+        assert "LookAlike, which has a step() but is not a torch.optim.Optimizer" in messages["look-alike"]
         assert "called directly" in messages["window direct"]
         assert re.search("^LBFGS .*lbfgs.py.*pp=2", messages["pp LBFGS"])
         assert re.search("^LARS .*written.py, line .*pp=2", messages["pp LARS"])

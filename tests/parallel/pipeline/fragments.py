@@ -389,7 +389,7 @@ FRAGMENTS: dict[str, Fragment] = {
     "counter of the model": Fragment(root_count, root=attribute("calls", 0)),
     "counter of the model, padded": Fragment(root_count, root=attribute("calls", 0), padded=True),
     "collected by hooks": Fragment(
-        forward=collected_by_hook, says=("neither returns nor keeps", "output_router_logits"), fast=True
+        forward=collected_by_hook, says=("neither returns it nor keeps", "output_router_logits"), fast=True
     ),
     "a note": Fragment(block=attribute("noted", None), hook=notes),
     "batch norm": Fragment(

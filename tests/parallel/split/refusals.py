@@ -176,19 +176,19 @@ UNDER_CP: dict[str, tuple[str, ...]] = {
     ),
     "run one after the other": ("structure: half as long",),
     "Call the blocks in their order": ("structure: blocks in reverse",),
-    "was given without any": ("structure: attributes",),
+    "were found. Name them": ("structure: attributes",),
 }
 """By both methods of context parallel."""
 
 REFUSED: dict[str, dict[str, tuple[str, ...]]] = {
     "tp": {
         "takes 16 of 32 features": ("mlp: functional call",),
-        "and that a second time": ("mlp: gradient inside",),
+        "differentiates twice": ("mlp: gradient inside",),
         "cannot be divided among tp=2 ranks": ("attention: multi-query",),
         "weights from parameters()": ("loss: l2 of all parameters",),
         "does not compute what the whole model does": ("state: inner features by hooks",),
         "max_norm does so too": ("structure: largest norm",),
-        "inside of torch.func": ("mlp: in vmap",),
+        "inside torch.func": ("mlp: in vmap",),
         "that a model had before accelerator.prepare()": (
             "structure: a parameter in a closure",
             "structure: a parameter in a list",

@@ -255,7 +255,7 @@ def test_features_that_do_not_divide_stay_whole() -> None:
         (problem.GPT, {"plan": {"norm": "colwise"}}, 2, "'norm' is a LayerNorm, but 'colwise'"),
         (problem.GPT, {"plan": {}}, 2, "tp_plan is empty"),
         (problem.GPT, {"plan": "inferr"}, 2, "not a plan. Did you mean 'infer'"),
-        (problem.GPT, {"plan": "transformers"}, 2, "brings no tensor-parallel plan"),
+        (problem.GPT, {"plan": "transformers"}, 2, "has no tensor-parallel plan of its own"),
         (problem.GPT, {}, 8, "The 4 attention heads .* tp=8 .* Use tp=1 or 2 or 4"),
         (lambda: problem.GPT(vocabulary=5), {}, 4, "The 5 rows of 'token' are too few for tp=4"),
         (
@@ -279,7 +279,7 @@ def test_features_that_do_not_divide_stay_whole() -> None:
             lambda: Gates(),
             {"sequence_parallel": True},
             2,
-            "what 'blocks.0.up' computes meets other tensors, which would be chunks",
+            "the output of 'blocks.0.up' is combined with other tensors, which would be chunks",
         ),
         (
             lambda: nn.Sequential(Separate(), Separate()),

@@ -34,5 +34,7 @@ def test_a_part_of_a_block_that_is_used_by_itself_is_refused_with_what_to_do(run
     for said in run_distributed(calls.inside_of_a_block, 2):
         assert len(said) == 3
         for sentence in said:
-            assert "of which each rank has a part, met a plain tensor of shape (2, 8)" in sentence
+            assert (
+                "of which each rank has a part, was combined with a plain tensor of shape (2, 8)" in sentence
+            )
             assert "Call the block or the model" in sentence and "GatheredParameters" in sentence

@@ -479,7 +479,7 @@ def test_a_module_that_is_not_sharded_is_refused_before_anything_changes(run_dis
 def test_a_model_without_shards_and_coarse_weights_are_refused() -> None:
     with pytest.raises(UsageError, match="no module under fully_shard"):
         quantize_collectives(plain_model(), INT8, None)
-    with pytest.raises(ConfigError, match="weights=int4 is too coarse"):
+    with pytest.raises(ConfigError, match="weights=int4 has too few bits"):
         quantize_collectives(plain_model(), INT4, None)
     quantize_collectives(plain_model(), None, None)
 

@@ -52,19 +52,19 @@ def test_what_would_shard_or_send_inside_is_refused(run_distributed, parallel: s
     for backward, step, state_dict, save, nested in run_distributed(
         summon.refusals, 2, parallel, str(tmp_path / "saved")
     ):
-        assert backward.startswith("backward was called inside of summon_full_params")
+        assert backward.startswith("backward was called inside summon_full_params")
         if parallel == "ddp":  # weights may be saved
-            assert step.startswith("An optimizer steps inside of summon_full_params")
+            assert step.startswith("An optimizer steps inside summon_full_params")
             assert (state_dict, save) == ("", "")
         else:
             for said in (step, state_dict, save):
-                assert "stay whole inside of summon_full_params" in said
+                assert "stay whole inside summon_full_params" in said
         assert nested == "True"
 
 
 def test_a_model_of_another_accelerator_is_refused(run_distributed) -> None:
     for unprepared, elsewhere in run_distributed(summon.strangers, 2):
-        assert "GPT2LMHeadModel, which was not prepared. Pass what" in unprepared
+        assert "GPT2LMHeadModel, which was not prepared. Pass the model" in unprepared
         assert "GPT2LMHeadModel, which was not prepared by this Accelerator" in elsewhere
 
 

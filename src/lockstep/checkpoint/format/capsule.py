@@ -140,5 +140,6 @@ class RankCapsule:
             )
         except (OSError, ValueError, KeyError, TypeError, SafetensorError, CheckpointError) as error:
             raise ConfigError(
-                f"{folder} has no whole files of rank {rank} ({type(error).__name__}: {error}). Replay another capsule."
+                f"{folder} has no complete files of rank {rank} ({type(error).__name__}: {error}). Replay "
+                "another capsule."
             ) from error

@@ -88,7 +88,7 @@ def canonical(document: object) -> bytes:
     if _is_deep(document):
         raise UsageError(
             f"A state holds containers nested more than {DEEPEST_JSON} deep, which a checkpoint cannot hold. Let "
-            "state_dict() return a flatter one."
+            "state_dict() return a flatter state."
         )
     text = json.dumps(document, separators=(",", ":"), allow_nan=False)
     if _values(text) > MOST_JSON_VALUES:
@@ -129,8 +129,8 @@ def parse_json(content: bytes, path: str) -> object:
     """
     if len(content) > LARGEST_JSON_BYTES or _values(content) > MOST_JSON_VALUES:
         raise CheckpointError(
-            f"{path} has {len(content)} bytes and {_values(content)} values, but at most {LARGEST_JSON_BYTES} and "
-            f"{MOST_JSON_VALUES} are read. Load another checkpoint."
+            f"{path} has {len(content)} bytes and {_values(content)} values, but at most {LARGEST_JSON_BYTES} "
+            f"and {MOST_JSON_VALUES} are read. Load another checkpoint."
         )
     try:
         document = json.loads(
@@ -146,7 +146,7 @@ def parse_json(content: bytes, path: str) -> object:
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     document = dict(pairs)
     if len(document) < len(pairs):
-        raise ValueError("a key is there twice")
+        raise ValueError("it has the same key twice")
     return document
 
 
@@ -246,7 +246,7 @@ class Manifest(BaseModel):
         body = document.get("manifest") if isinstance(document, dict) else None
         if not isinstance(body, dict) or document != {"blake3": digest_of(canonical(body)), "manifest": body}:
             raise CheckpointError(
-                f"{path} is damaged: its BLAKE3 digest is another. Load another checkpoint."
+                f"{path} is damaged: its BLAKE3 digest is not the one that was saved. Load another checkpoint."
             )
         if canonical({"blake3": document["blake3"], "manifest": body}) != content:
             raise CheckpointError(
@@ -260,7 +260,9 @@ class Manifest(BaseModel):
         manifest = checked(Manifest, body, path)
         for name in manifest.files:
             if check_name(name) == MANIFEST:
-                raise CheckpointError(f"{path} lists itself. Load another checkpoint.")
+                raise CheckpointError(
+                    f"{path} is damaged: it lists itself among its files. Load another checkpoint."
+                )
         return manifest
 
 

@@ -101,7 +101,9 @@ def index_from_bytes(content: bytes, manifest: Manifest, path: str) -> Index:
     """
     document = parse_json(content, path)
     if not isinstance(document, dict):
-        raise CheckpointError(f"{path} holds no tensors by name. Load another checkpoint.")
+        raise CheckpointError(
+            f"{path} is damaged: its tensors are not a dict of names. Load another checkpoint."
+        )
     index = {name: checked(TensorEntry, entry, path) for name, entry in document.items()}
     used: dict[str, int] = {}
     places: set[tuple[str, str]] = set()
@@ -142,8 +144,8 @@ def _check_pieces(name: str, entry: TensorEntry, path: str) -> None:
         )
         if not inside:
             raise CheckpointError(
-                f"{path}: a piece of {name} at {piece.offsets} of shape {piece.shape} lies outside of the tensor's "
-                f"{entry.shape}. Load another checkpoint."
+                f"{path}: a piece of {name} at {piece.offsets} of shape {piece.shape} lies outside the tensor's "
+                f"shape {entry.shape}. Load another checkpoint."
             )
         filled += math.prod(piece.shape)
     if filled != math.prod(entry.shape):

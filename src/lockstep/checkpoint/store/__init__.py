@@ -19,7 +19,7 @@ def store_for(path: str | os.PathLike[str]) -> tuple[Store, str]:
     """
     text = os.fspath(path)
     if "\0" in text:
-        raise ConfigError(f"{text!r} holds a NUL character, so it is no path. Correct it.")
+        raise ConfigError(f"{text!r} holds a NUL character, so it is not a path. Correct it.")
     if "://" in text:
         # What a URL needs, it alone imports.
         from lockstep.checkpoint.store.url import local_path, without_caches
@@ -33,7 +33,8 @@ def store_for(path: str | os.PathLike[str]) -> tuple[Store, str]:
         text = local
     elif re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", text) and not os.path.isdir(text.split("/")[0]):
         raise ConfigError(
-            f"{text} is no URL, as one of its slashes is missing; pathlib.Path drops it. Pass URLs as str."
+            f"{text} looks like a URL, but one of its slashes is missing, because pathlib.Path removes it. Pass "
+            "URLs as str."
         )
     place = os.path.abspath(os.path.expanduser(text))
     # What a link stands for is replaced, not the link.

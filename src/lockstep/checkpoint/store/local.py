@@ -177,8 +177,8 @@ class LocalStore:
         if names is None or (names and MANIFEST not in names):
             found = "a file" if names is None else f"a folder with {', '.join(names[:3])}"
             raise UsageError(
-                f"{directory} is no checkpoint but {found}, which save_state would replace as a whole. Pass a "
-                "directory that does not exist yet."
+                f"{directory} is no checkpoint but {found}, and save_state would delete it. Pass a directory "
+                "that does not exist yet."
             )
 
     def _make_folder(self, path: str) -> None:

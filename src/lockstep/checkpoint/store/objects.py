@@ -94,8 +94,8 @@ class Objects:
                 block = bytes(file_system.cat_file(place, start=start, end=end))
             if len(block) != end - start:
                 raise CheckpointError(
-                    f"{path} gave {len(block)} bytes instead of {end - start} from byte {start} on: it was changed "
-                    "meanwhile. Load another checkpoint."
+                    f"{path} gave {len(block)} bytes instead of {end - start} from byte {start} on: it was "
+                    "changed while it was read. Load another checkpoint."
                 )
             yield block
 
@@ -253,8 +253,8 @@ class Ownership:
         run, described = self._read()
         if run != self._run:
             raise CheckpointError(
-                f"{self.what} was taken over by {described}, and the run that came last is the one that writes there. "
-                "End one of the two, or save elsewhere."
+                f"{self.what} was taken over by {described}, and only the run that came last writes there. End "
+                "one of the two runs, or save to another directory."
             )
 
     def release(self) -> None:

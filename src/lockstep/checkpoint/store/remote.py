@@ -67,8 +67,8 @@ class RemoteStore:
         self._objects.put(path, manifest)
         if self._objects.get(path) != manifest:
             raise CheckpointError(
-                f"{path} is not what was just put there: another run writes it, too, or it was damaged on its way. "
-                "End the other run, or save again."
+                f"{path} is not what this run has just written there. Another run writes to it too, or it was "
+                "damaged on the way. End the other run, or save again."
             )
 
     def settle(self, directory: str) -> None:
@@ -232,8 +232,8 @@ class RemoteStore:
             others = [directory.rpartition("/")[2]]
         if others:
             raise UsageError(
-                f"{directory} holds {', '.join(sorted(others)[:3])}, which save_state did not write there. Pass a "
-                "directory that does not exist yet."
+                f"{directory} holds {', '.join(sorted(others)[:3])}, which save_state did not write there. Pass "
+                "a directory that does not exist yet."
             )
 
 

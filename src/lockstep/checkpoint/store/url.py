@@ -52,12 +52,13 @@ def parse_url(text: str) -> Url:
     userinfo, at, host = authority.rpartition("@")
     if "?" in rest:
         raise ConfigError(
-            f"A {protocol}:// URL has a query after {HIDDEN}?, but a directory has none. Pass such options in fsspec's "
-            "configuration."
+            f"A {protocol}:// URL has a query after {HIDDEN}?, but the URL of a directory has no query. Pass "
+            "such options in fsspec's configuration."
         )
     if userinfo == HIDDEN:
         raise ConfigError(
-            f"{protocol}://{authority}{slash}{path} was shown without its credentials. Pass the URL that has them."
+            f"{protocol}://{authority}{slash}{path} is a URL as messages show it, without its credentials. Pass "
+            "the URL with its credentials."
         )
     # A password with a slash would end up in the path, for all to see. Names of S3 may have colons.
     if not at and "@" in path and re.search(r":(?!\d+$)", authority) and protocol not in ("s3", "s3a"):
@@ -81,8 +82,9 @@ def without_caches(text: str) -> str:
         protocol = first.partition("://")[0]
         if protocol not in CACHES:
             raise ConfigError(
-                f"A URL has {protocol!r} before '::', where only fsspec's caches may stand: checkpoints need files "
-                "that can be replaced one by one. Pass the URL behind it, or a name without '::'."
+                f"A URL has {protocol!r} before '::', where only fsspec's caches are possible, because the files "
+                "of a checkpoint must be replaceable one by one. Pass only the part after '::', or a name "
+                "without '::'."
             )
         text = rest
     return text

@@ -48,7 +48,7 @@ def read_manifest(store: Store, directory: str) -> Manifest:
     except FileNotFoundError as error:
         if store.exists(directory):
             raise NoManifestError(
-                f"{directory} is no checkpoint, or a damaged one: {MANIFEST} is missing. Pass a directory that "
+                f"{directory} is no checkpoint, or is damaged: {MANIFEST} is missing. Pass a directory that "
                 "save_state wrote."
             ) from error
         raise NoCheckpointError(
@@ -114,8 +114,8 @@ def check_names(store: Store, root: str, manifest: Manifest) -> None:
     missing = sorted(manifest.files.keys() - found.keys())
     if missing:
         raise CheckpointError(
-            f"{root} lacks {join_names(missing)}, which the manifest lists."
-            f"{_inside(store, root, manifest, missing[0])} Load another checkpoint."
+            f"{root} lacks {join_names(missing)}, which the manifest "
+            f"lists.{_inside(store, root, manifest, missing[0])} Load another checkpoint."
         )
     for name, entry in sorted(manifest.files.items()):
         if found[name] is None:
@@ -238,7 +238,7 @@ def download(store: Store, directory: str, manifest: Manifest, names: list[str],
         try:
             record = _copy(store, f"{root}/{name}", f"{folder}/{name}")
         except FileNotFoundError as error:
-            raise CheckpointError(f"{root}/{name} is gone: {error}. Load another checkpoint.") from error
+            raise CheckpointError(f"{root}/{name} is missing: {error}. Load another checkpoint.") from error
         except OSError as error:
             raise CheckpointError(
                 f"{root}/{name} could not be copied to {folder}: {error}. Make room there, or set TMPDIR to another "

@@ -85,7 +85,7 @@ def _of_checkpoint(directory: str, number: int | None, dtype: torch.dtype | None
         number = _only_one(directory, _in_order(models), checkpoint.index)
     if str(number) not in models:
         there = ", ".join(_in_order(models)) or "none"
-        raise UsageError(f"{directory} holds no weights of model {number}. Name another one; it has {there}.")
+        raise UsageError(f"{directory} holds no weights of model {number}. Name one of its models: {there}.")
     prefix = f"model.{number}."
     index = {
         name.removeprefix(prefix): entry
@@ -149,8 +149,8 @@ def _of_folder(folder: str, dtype: torch.dtype | None) -> Weights:
         index = _of_files(f"{folder}/{WEIGHTS if WEIGHTS in files else files[0]}")
     else:
         raise UsageError(
-            f"{folder} has neither {MANIFEST} nor {WEIGHTS} nor {INDEX}, but {', '.join(names[:5]) or 'nothing'}. Name "
-            "a checkpoint, a folder of weights or a safetensors file."
+            f"{folder} has neither {MANIFEST} nor {WEIGHTS} nor {INDEX}, but "
+            f"{', '.join(names[:5]) or 'nothing'}. Name a checkpoint, a folder of weights or a safetensors file."
         )
     return Weights(PiecedTensors(folder, index, dtype), _documents(folder, dtype))
 
@@ -170,7 +170,7 @@ def _of_index(folder: str, name: str) -> Index:
             check_shard(folder, check_name(file))
         except OSError as error:
             raise CheckpointError(
-                f"{folder}/{file} cannot be read, which {name} names: {error}. Copy it again."
+                f"{folder}/{file} is named in {name}, but cannot be read: {error}. Copy it again."
             ) from error
         there = _of_files(f"{folder}/{file}", file)
         named = {tensor for tensor, other in places.items() if other == file}
@@ -178,7 +178,7 @@ def _of_index(folder: str, name: str) -> Index:
             lacks = join_names(sorted(named - there.keys()), none="nothing")
             has = join_names(sorted(there.keys() - named), none="nothing")
             raise CheckpointError(
-                f"{folder}/{file} lacks {lacks}, and has {has} beside what {name} says. Copy both again."
+                f"{folder}/{file} does not match {name}: it lacks {lacks}, and has {has} in addition. Copy both again."
             )
         found.update(there)
     return found
@@ -195,7 +195,8 @@ def _of_files(path: str, file: str | None = None) -> Index:
                 dtype, shape = str(piece.get_dtype()), tuple(piece.get_shape())
                 if dtype not in DTYPES:
                     raise CheckpointError(
-                        f"{path}: {key} has the dtype {dtype}, which is not known here. Leave the file as it is."
+                        f"{path}: {key} has the dtype {dtype}, which this version of torch does not know. Use "
+                        "the file without converting it."
                     )
                 own = ChunkMetadata(
                     file=file or os.path.basename(path), key=key, offsets=(0,) * len(shape), shape=shape
@@ -285,7 +286,7 @@ def _refuse_checkpoint(folder: str) -> None:
     while True:
         if os.path.isfile(os.path.join(at, MANIFEST)):
             raise UsageError(
-                f"{folder} is in the checkpoint {at}, which would be damaged. Name another folder."
+                f"{folder} is in the checkpoint {at}, and writing there would damage it. Name another folder."
             )
         if at == os.path.dirname(at):
             return

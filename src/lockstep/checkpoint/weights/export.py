@@ -254,8 +254,8 @@ def _described(
 
 def warn_of_pickles(method: str) -> None:
     warnings.warn(
-        f"{method} got safe_serialization=False, so that weights are pickled. Files that others made should only be "
-        "read by torch.load with weights_only=True. Leave it out to write safetensors.",
+        f"{method} got safe_serialization=False, so weights are saved as a pickle. Read pickles from other "
+        "people only by torch.load with weights_only=True. Leave safe_serialization out to write safetensors.",
         stacklevel=3,
     )
 
@@ -265,7 +265,8 @@ def check_folder(directory: str) -> None:
     others = sorted(path.name for path in Path(directory).glob("model*.safetensors*"))
     if others:
         raise UsageError(
-            f"{directory} has {others[0]}, which is read in place of pickled weights. Name another folder."
+            f"{directory} has {others[0]}, which would be loaded instead of the pickled weights. Name another "
+            "folder."
         )
 
 

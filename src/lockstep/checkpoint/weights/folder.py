@@ -193,8 +193,8 @@ class WeightsFolder:
                 os.unlink(self._path(name))
             except OSError as error:
                 raise CheckpointError(
-                    f"{self._path(name)} of an earlier save could not be removed: {error}. The new weights are in the "
-                    "folder; remove it yourself, or it may be loaded in their place."
+                    f"{self._path(name)} of an earlier save could not be removed: {error}. The new weights are "
+                    "in the folder. Remove the old file yourself, because it may be loaded instead of them."
                 ) from error
         if present:
             sync(self.directory)
@@ -229,11 +229,12 @@ def local_directory(path: str | os.PathLike[str]) -> str:
     text = os.fspath(path)
     if "://" in text and not text.startswith("file://"):
         raise UsageError(
-            f"{text} is a URL, but weights are written to a local folder. Pass one, and copy it from there."
+            f"{text} is a URL, but weights are written to a local folder. Pass a local folder, and copy it to "
+            "the URL afterwards."
         )
     text = os.path.normpath(os.path.expanduser(text.removeprefix("file://")))
     if os.path.lexists(text) and not os.path.isdir(text):
-        raise UsageError(f"{text} exists, but is a file. Pass the name of a folder.")
+        raise UsageError(f"{text} is a file, but weights are written to a folder. Pass the name of a folder.")
     return text
 
 

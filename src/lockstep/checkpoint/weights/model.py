@@ -87,6 +87,7 @@ def _without_ties(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Ten
         kept[name] = tensor.clone() if is_view else tensor
     if left_out:
         logger.warning(
-            f"Removed shared tensors from the file, as their memory is there already: {', '.join(left_out)}."
+            "Removed shared tensors from the file, because the file has their memory under another name: "
+            f"{', '.join(left_out)}."
         )
     return kept

@@ -65,8 +65,8 @@ def write_tensor_file(
                 yield chunk
             if written != tensor.nbytes:
                 raise CheckpointError(
-                    f"{path}: {current} gave {written} bytes instead of {tensor.nbytes}. Don't change weights while "
-                    "they are saved."
+                    f"{path}: {current} gave {written} bytes instead of {tensor.nbytes}. Do not change weights "
+                    "while they are saved."
                 )
 
     try:
@@ -217,7 +217,8 @@ def _cast(slab: torch.Tensor, cast: torch.Tensor, name: str) -> None:
     if narrower and (cast.isinf() & ~slab.isinf()).any():
         largest = slab[cast.isinf() & ~slab.isinf()][0].item()
         raise CheckpointError(
-            f"{name} holds {largest:g}, which {DTYPE_NAMES[cast.dtype]} cannot. Convert to another dtype."
+            f"{name} holds {largest:g}, which is too large for {DTYPE_NAMES[cast.dtype]}. Convert to another "
+            "dtype."
         )
 
 

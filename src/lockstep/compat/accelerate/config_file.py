@@ -208,7 +208,9 @@ def _check_section(file: YamlFile, key: str, value: object) -> None:
     if is_off(value):
         return
     if not isinstance(value, dict):
-        raise ConfigError(f"{file.at(key)} is {repr_short(value)}, but must be a section of keys. Write one.")
+        raise ConfigError(
+            f"{file.at(key)} is {repr_short(value)}, but must be a section of keys. Write keys and values below it."
+        )
     what, own = SECTIONS[key]
     kind = file.data.get("distributed_type")
     if own is not None and kind not in (None, own):

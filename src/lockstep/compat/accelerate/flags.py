@@ -48,7 +48,7 @@ _REFUSED: dict[tuple[str, str], str] = {
     ("training on TPUs", "Drop it."): """
         tpu_cluster tpu_use_sudo vm env main_training_function=main downcast_bf16
     """,
-    ("Amazon SageMaker", "Drop it, and start the script on the machines themselves."): """
+    ("Amazon SageMaker", "Drop it, and start the script on each machine."): """
         aws_access_key_id aws_secret_access_key
     """,
 }

@@ -15,7 +15,9 @@ from lockstep.errors import ConfigError
 MPI_SECTION = "mpirun_config"
 MPI_KEYS: Table = {
     "mpirun_hostfile": Used("hostfile", file_name),
-    "mpirun_ccl": NoEffect("workers of oneCCL are its own; export CCL_WORKER_COUNT and forward it", ("1", 1)),
+    "mpirun_ccl": NoEffect(
+        "only oneCCL reads it; export CCL_WORKER_COUNT and forward that variable", ("1", 1)
+    ),
 }
 
 
@@ -120,7 +122,8 @@ def from_layout(section: Mapping[str, object], where: str, alone: bool = True) -
     if ulysses is not None:
         if "cp" in settings:
             raise ConfigError(
-                f"{settings['cp'].source} and {ulysses.source} both split the sequence. Set one of them to 1."
+                f"{settings['cp'].source} and {ulysses.source} both split the sequence, but only one can. Set "
+                "one of them to 1."
             )
         settings |= {"cp": ulysses, "cp_method": SettingValue("ulysses", ulysses.source)}
     if shards is not None and shards.value > 1:

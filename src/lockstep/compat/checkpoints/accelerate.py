@@ -52,12 +52,12 @@ def read_accelerate(reader: ForeignReader) -> ImportedState:
     for read in (_read_schedulers, _read_scaler, _read_objects, _read_generators, _read_loaders):
         used |= read(reader, state)
     left = [name for name in source.names if name not in used]
-    state.notes += [f"{name}: left out, as it is no part of what save_state writes" for name in left]
-    state.notes += [f"{name}: left out, as skip says" for name in source.skipped]
+    state.notes += [f"{name}: left out, because save_state does not write it" for name in left]
+    state.notes += [f"{name}: left out, because skip names it" for name in source.skipped]
     if not state.models:
         raise CheckpointError(
-            f"{source.path} has no weights: neither model.safetensors, pytorch_model.bin, pytorch_model_fsdp.bin nor "
-            f"pytorch_model_fsdp_0/, but {source.names[:5]}. Copy the whole folder."
+            f"{source.path} has no weights: neither model.safetensors, pytorch_model.bin, pytorch_model_fsdp.bin "
+            f"nor pytorch_model_fsdp_0/, only {source.names[:5]}. Copy the whole folder."
         )
     return state
 
@@ -72,8 +72,8 @@ def _read_models(reader: ForeignReader, state: ImportedState) -> set[str]:
     by_rank = source.matching(r"(pytorch_model_fsdp(?:_\d+)?_rank\d+\.bin)")
     if by_rank:
         raise CheckpointError(
-            f"{reader.path(next(iter(by_rank.values())))} is one rank's shard without the others' layout. Save with "
-            "SHARDED_STATE_DICT through DCP, or with FULL_STATE_DICT."
+            f"{reader.path(next(iter(by_rank.values())))} is one rank's shard, and no file says how the shards "
+            "belong together. Save with SHARDED_STATE_DICT, or with FULL_STATE_DICT."
         )
     files = source.numbered(r"model(_\d+)?\.safetensors") or source.numbered(r"pytorch_model(_\d+)?\.bin")
     files = files or source.numbered(r"pytorch_model_fsdp(_\d+)?\.bin")
@@ -111,7 +111,7 @@ def _inside(source: CheckpointSource, folders: list[str]) -> set[str]:
 def _read_schedulers(reader: ForeignReader, state: ImportedState) -> set[str]:
     files = reader.source.numbered(r"scheduler(_\d+)?\.bin")
     if files and state.schedulers:  # DeepSpeed's copy is of the same object
-        state.notes += [f"{name}: left out, as DeepSpeed's file has the scheduler too" for name in files]
+        state.notes += [f"{name}: left out, because DeepSpeed's file has the scheduler too" for name in files]
         return set(files)
     for name, value in zip(files, reader.read_all(files), strict=True):
         state.schedulers.append(_plain_dict(reader, name, value))
@@ -165,7 +165,7 @@ def _read_loaders(reader: ForeignReader, state: ImportedState) -> set[str]:
             found.setdefault(number, {}).update(about)
             kept = ", ".join(f"{key} {item}" for key, item in about.items()) or "nothing"
             state.notes.append(
-                f"{name}: of loader {number}, {kept}; the rest is that library's own and was left out"
+                f"{name}: of loader {number}, {kept}; the rest is for that library alone and was left out"
             )
     if found:
         state.loaders = [found.get(number) for number in range(max(found) + 1)]

@@ -44,7 +44,8 @@ def read_sharded(reader: ForeignReader) -> ImportedState:
         if not is_weights(value) or value.keys() != expected:
             held = len(value) if isinstance(value, dict) else 0
             raise reader.broken(
-                file, f"{PICKLED_INDEX} puts {len(expected)} tensors into it, but it has {held} others"
+                file,
+                f"{PICKLED_INDEX} says that it holds {len(expected)} tensors, but it holds {held} other tensors",
             )
         model.update(value)
     ordered = {name: model[name] for name in places}
@@ -88,7 +89,7 @@ def read_foreign(src: str | os.PathLike[str], skip: Iterable[str] = ()) -> Impor
         state = read_sharded(reader)
     else:
         state = read_single(reader, _only_file(source))
-    state.notes += [f"{name}: left out, as skip says" for name in source.skipped]
+    state.notes += [f"{name}: left out, because skip names it" for name in source.skipped]
     return state
 
 
@@ -100,8 +101,8 @@ def _pickled_file(source: CheckpointSource) -> str:
         )
     if not name.endswith(SUFFIXES):
         raise CheckpointError(
-            f"{source.path} has none of the endings {', '.join(SUFFIXES)} of pickled checkpoints. Rename it if it is "
-            "one."
+            f"{source.path} does not end in {', '.join(SUFFIXES)}, as pickled checkpoints do. Rename it if it is "
+            "a pickled checkpoint."
         )
     return name
 
@@ -114,7 +115,7 @@ def _only_file(source: CheckpointSource) -> str:
     if len(files) != 1:
         seen = (", ".join(source.names[:8]) or "nothing") + (" and more" if len(source.names) > 8 else "")
         raise CheckpointError(
-            f"{source.path} is no checkpoint that is known; it has {seen}. Known are folders of "
-            "Accelerate, FSDP, torch.distributed.checkpoint and DeepSpeed, and single pickled files."
+            f"{source.path} is not a checkpoint of a known kind: it has {seen}. Known are folders of Accelerate, "
+            "FSDP, torch.distributed.checkpoint and DeepSpeed, and single pickled files."
         )
     return files[0]

@@ -59,7 +59,7 @@ def read_dcp(reader: ForeignReader, folder: str) -> dict[str, object]:
         parts = [next(values) for _ in entry.chunks]
         value = parts[0] if entry.shape is None else _whole(reader, name, key, entry, parts)
         if not _put(nested, entry.path, value):
-            raise reader.broken(name, f"{key!r} has no place in the dict that was saved")
+            raise reader.broken(name, f"{key!r} is not in the dict that was saved")
     try:
         whole: dict[str, Any] = _lists(nested)
     except ValueError as error:
@@ -81,7 +81,7 @@ def _entries(reader: ForeignReader, name: str, prefix: str) -> dict[str, DcpEntr
         (key, chunk.offsets) for key, entry in entries.items() for chunk in entry.chunks
     }
     if unused - {(key, None) for key in entries}:
-        raise reader.broken(name, f"{len(unused)} of its chunks belong to no tensor")
+        raise reader.broken(name, f"{len(unused)} of its chunks do not belong to any tensor")
     return entries
 
 
@@ -159,7 +159,7 @@ def _whole(reader: ForeignReader, name: str, key: str, entry: DcpEntry, parts: l
     if covered != count:
         raise reader.broken(name, f"the chunks of {key!r} have {covered} elements, but it has {count}")
     if _overlap(entry.chunks):
-        raise reader.broken(name, f"two chunks of {key!r} lie over each other")
+        raise reader.broken(name, f"two chunks of {key!r} overlap")
     if len(parts) == 1:
         only: torch.Tensor = parts[0]
         return only

@@ -73,8 +73,8 @@ def tag_folder(reader: ForeignReader, folder: str = "") -> str | None:
     inner = f"{folder}/{tag}" if folder else tag
     if not is_deepspeed(reader.source.below(inner)):
         raise CheckpointError(
-            f"{reader.path(latest)} names {tag!r}, which has no model states here. Copy the whole folder, or pass the "
-            "folder of another tag."
+            f"{reader.path(latest)} names the tag {tag!r}, but this folder has no model states of it. Copy the "
+            "whole folder, or pass the folder of another tag."
         )
     return inner
 
@@ -111,15 +111,16 @@ def _files(reader: ForeignReader, folder: str) -> tuple[list[str], list[str]]:
     cut += [name for files in found for (_, tensor_rank), name in files.items() if int(tensor_rank)]
     if cut:
         raise CheckpointError(
-            f"{reader.path(folder)} has {cut[0]}: DeepSpeed cut this model over tensor, pipeline or expert ranks, "
-            "which is not read. Put it together with DeepSpeed first (ds_to_universal.py, or save_16bit_model)."
+            f"{reader.path(folder)} has {cut[0]}: DeepSpeed divided this model over tensor, pipeline or expert "
+            "ranks, and such checkpoints cannot be imported. Join it with DeepSpeed first (ds_to_universal.py, "
+            "or save_16bit_model)."
         )
     by_rank = [{int(rank or 0): name for (rank, _), name in files.items()} for files in found]
     for kind, files in zip(("model", "optimizer"), by_rank, strict=True):
         if sorted(files) != list(range(len(files))):
             raise CheckpointError(
-                f"{reader.path(folder)} has the {kind} states of ranks {sorted(files)}, so others are missing. Copy "
-                "the whole folder."
+                f"{reader.path(folder)} has the {kind} states of ranks {sorted(files)} only, so some are "
+                "missing. Copy the whole folder."
             )
     models, optims = ([files[rank] for rank in sorted(files)] for files in by_rank)
     return models, optims
@@ -137,8 +138,8 @@ def _read_zero(
     world = max(counts) if isinstance(counts, list) and counts else counts
     if world != len(saved):
         raise CheckpointError(
-            f"{reader.path(name)} was saved by {world} ranks, but {len(saved)} of their optimizer states are here. "
-            "Copy the whole folder."
+            f"{reader.path(name)} was saved by {world} ranks, but {len(saved)} files of optimizer states are "
+            "here. Copy the whole folder."
         )
     try:
         partitions = _partitions(models[0], saved, reader)
@@ -233,7 +234,7 @@ def _weights(models: list[dict[str, Any]], partitions: Partitions) -> dict[str, 
         weights = first["module"] | weights
     ordered = {name: weights[name] for name in first["module"] if name in weights} | weights
     if not is_weights(ordered):
-        raise ValueError("it has other things than tensors under names")
+        raise ValueError("it should be a dict of tensors, but holds other values")
     return ordered
 
 
@@ -303,7 +304,7 @@ def _scaler(reader: ForeignReader, file: str, saved: Any) -> dict[str, object] |
 def _read_plain(reader: ForeignReader, first: dict[str, Any], name: str, state: ImportedState) -> None:
     """Without ZeRO everything is in one file."""
     if not is_weights(first["module"]):
-        raise reader.broken(name, "its 'module' holds other things than tensors")
+        raise reader.broken(name, "its 'module' should hold tensors only, but holds other values")
     state.models.append(first["module"])
     state.notes.append(f"{name}: weights")
     saved = first.get("optimizer")
@@ -311,8 +312,8 @@ def _read_plain(reader: ForeignReader, first: dict[str, Any], name: str, state: 
         return
     if not is_optimizer(saved):
         raise CheckpointError(
-            f"{reader.path(name)} has the optimizer of DeepSpeed's fp16 or bf16 mode without ZeRO, whose flat groups "
-            "have no names. Save it under ZeRO stage 1, or import its 'module' only."
+            f"{reader.path(name)} has the optimizer of DeepSpeed's fp16 or bf16 mode without ZeRO, in which the "
+            "parameters have no names. Save it under ZeRO stage 1, or import its 'module' only."
         )
     state.optimizers.append(optimizer(saved, f"{name}['optimizer']"))
 
@@ -326,7 +327,7 @@ def _read_rest(first: dict[str, Any], name: str, state: ImportedState) -> None:
         state.notes.append(f"{name}['lr_scheduler']: state of scheduler 0")
     for key in ("data_sampler", "random_ltd"):
         if first.get(key) is not None:
-            state.notes.append(f"{name}['{key}']: left out, as Lockstep has nothing like it")
+            state.notes.append(f"{name}['{key}']: left out, because Lockstep has no such state")
     if "ds_config" in first:
         state.notes.append(
             f"{name}['ds_config']: left out; `lockstep config convert` reads the file it came from"

@@ -88,7 +88,8 @@ def _converse(process: subprocess.Popen[bytes], request: bytes, wall_s: float) -
         ready, _, _ = select.select(list(is_open), [], [], max(0.0, deadline - time.monotonic()))
         if not ready:
             raise CheckpointError(
-                f"Reading the pickled files took more than {wall_s:.0f} s and was ended. Import a smaller part."
+                f"Reading the pickled files took more than {wall_s:.0f} s and was stopped. Import a smaller part "
+                "of the checkpoint, with skip."
             )
         for descriptor in ready:
             chunk = os.read(descriptor, 2**20)
@@ -98,7 +99,8 @@ def _converse(process: subprocess.Popen[bytes], request: bytes, wall_s: float) -
                 is_open.remove(descriptor)
         if total > MAX_ANSWER_BYTES:
             raise CheckpointError(
-                f"The pickled files hold more than {MAX_ANSWER_BYTES} bytes of plain values."
+                f"The pickled files hold more than {MAX_ANSWER_BYTES} bytes of values other than tensors. Leave "
+                "files out with skip."
             )
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(END_S)
@@ -119,7 +121,7 @@ def _values(answer: bytes, error: bytes, code: int, count: int) -> list[object]:
         raise RefusedError(len(answers) - 1, escape(str(answers[-1]["refused"])), damaged)
     said = escape(error.decode("utf-8", "replace").strip().splitlines()[-1] if error.strip() else "nothing")
     how = f"signal {-code}" if code < 0 else f"exit code {code}"
-    raise RefusedError(len(values), f"the process that read it was ended ({how}; it said: {said})")
+    raise RefusedError(len(values), f"the process that read it ended ({how}; it said: {said})")
 
 
 def escape(text: str) -> str:

@@ -53,7 +53,9 @@ class ForeignReader:
             sizes = {name: os.fstat(descriptor).st_size for name, descriptor in descriptors.items()}
             for name, start, length in pieces:
                 if start < 0 or start + max(length, 0) > sizes[name]:
-                    raise self.broken(name, f"{length} bytes at {start} of its {sizes[name]} are asked for")
+                    raise self.broken(
+                        name, f"{length} bytes are read from position {start}, but it has {sizes[name]} bytes"
+                    )
             parts = [
                 (descriptors[name], start, sizes[name] - start if length < 0 else length)
                 for name, start, length in pieces
@@ -77,7 +79,7 @@ class ForeignReader:
         try:
             return decode(answer, file)
         except MalformedError as error:
-            raise self.broken(name, f"it describes {error}") from None
+            raise self.broken(name, f"it describes something impossible: {error}") from None
 
     def read_safetensors(self, name: str) -> dict[str, torch.Tensor]:
         """The tensors of a safetensors file. Raises CheckpointError if it is none."""
@@ -94,15 +96,15 @@ class ForeignReader:
     def refused(self, name: str, reason: str) -> CheckpointError:
         """The error for a file that the restricted process refused."""
         way_out = (
-            f"Leave it out with skip ({name!r}) if the run can do without it, or load it where you trust it and save "
-            "tensors and plain values only."
+            f"Leave it out with skip ({name!r}) if the run does not need it. Otherwise load it on a machine "
+            "where you trust it, and save only tensors and plain values."
             if self.source.is_folder
-            else "Load it where you trust it and save the model's state_dict() only."
+            else "Load it on a machine where you trust it, and save only the model's state_dict()."
         )
         return CheckpointError(f"{self.path(name)} was refused: {reason}. {way_out}")
 
     def broken(self, name: str, reason: str) -> CheckpointError:
         """The error for a file whose content contradicts itself."""
         return CheckpointError(
-            f"{self.path(name)} is damaged or not what its name says: {reason}. Copy it again."
+            f"{self.path(name)} is damaged, or is not of the kind that its name says: {reason}. Copy it again."
         )

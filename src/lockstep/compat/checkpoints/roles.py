@@ -52,7 +52,7 @@ def sort_entries(value: Any, where: str, state: ImportedState) -> None:
             value = inner  # an application's state as a whole under one name
     weights = [key for key in MODEL_KEYS if isinstance(value, dict) and is_weights(value.get(key))]
     if not weights:
-        raise CheckpointError(f"{where} is not a checkpoint that is known: {_seen(value)}. {_KNOWN}")
+        raise CheckpointError(f"{where} is not a checkpoint of a known form: {_seen(value)}. {_KNOWN}")
     rest = dict(value)
     state.models.append(rest.pop(weights[0]))
     state.notes.append(f"{where}[{weights[0]!r}]: weights")
@@ -66,7 +66,9 @@ def sort_entries(value: Any, where: str, state: ImportedState) -> None:
             state.scaler = rest[key] or None
         else:
             state.other[key] = rest[key]
-            state.notes.append(f"{where}[{key!r}]: kept beside the rest, as Lockstep has no place for it")
+            state.notes.append(
+                f"{where}[{key!r}]: kept separately, because Lockstep has no state of this name"
+            )
             continue
         state.notes.append(f"{where}[{key!r}]: state of {len(entries)} of that kind")
     for name, part in (("schedulers", state.schedulers), ("scaler", state.scaler), ("other", state.other)):
@@ -95,7 +97,8 @@ def optimizer(saved: Any, where: str) -> dict[str, Any]:
     stray = [key for key in states if key not in names]
     if stray or any(not isinstance(entry, dict) for entry in states.values()):
         raise CheckpointError(
-            f"{where} has a state for {stray[:3]}, which are in none of its groups. Copy it again."
+            f"{where} has state of the parameters {stray[:3]}, which are in none of its groups. Copy the file "
+            "again."
         )
     kept = {key: value for key, value in saved.items() if key not in ("state", "param_groups")}
     return kept | {
@@ -118,6 +121,6 @@ def _seen(value: object) -> str:
 
 
 _KNOWN = (
-    "Known are a dict of tensors, or a dict with one under 'model_state_dict', 'state_dict', 'model', 'module', "
+    "Pass a dict of tensors, or a dict that has one under 'model_state_dict', 'state_dict', 'model', 'module', "
     "'model_state' or 'net'."
 )

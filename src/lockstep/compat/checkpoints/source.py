@@ -75,8 +75,8 @@ class CheckpointSource:
         missing = sorted(set(range(max(by_number, default=-1))) - by_number.keys() - gone)
         if missing:
             raise CheckpointError(
-                f"{self.path} has {sorted(by_number.values())}, but number {missing[0]} of them is missing. Copy "
-                "the whole folder again."
+                f"{self.path} has {sorted(by_number.values())}, but the file with number {missing[0]} is "
+                "missing. Copy the whole folder again."
             )
         return [by_number[number] for number in sorted(by_number)]
 
@@ -99,10 +99,12 @@ class CheckpointSource:
         except OSError as error:
             if (self.root / name).is_symlink():
                 raise CheckpointError(
-                    f"{self.root / name} is a link, which could lead anywhere. Copy the checkpoint with its "
-                    "files (cp -L)."
+                    f"{self.root / name} is a link, which may point outside the checkpoint. Copy the checkpoint "
+                    "with its files (cp -L)."
                 ) from None
-            raise CheckpointError(f"{self.root / name} cannot be opened: {error.strerror}.") from error
+            raise CheckpointError(
+                f"{self.root / name} cannot be opened: {error.strerror}. Check its permissions."
+            ) from error
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
             raise CheckpointError(f"{self.root / name} is not a regular file. Copy the checkpoint again.")

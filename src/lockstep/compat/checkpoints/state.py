@@ -88,8 +88,8 @@ def require_plain(value: object, where: str) -> None:
         item, place = waiting.pop()
         if isinstance(item, StoredTensor):
             raise CheckpointError(
-                f"{place} is an object of {item.name}, which only its own library understands. Save its values in a "
-                "dict, or leave the part out with skip."
+                f"{place} is an object of {item.name}, which only its own library can read. Save its values in a "
+                "dict, or leave this part out with skip."
             )
         if isinstance(item, dict):
             waiting += [(entry, f"{place}[{key!r}]") for key, entry in item.items()]
@@ -117,12 +117,15 @@ def generator_states(saved: Any, where: str, notes: list[str]) -> dict[str, obje
         devices = {f"cuda.{i}": _rng_bytes(s) for i, s in enumerate(saved.get("torch_cuda_manual_seed", ()))}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         notes.append(
-            f"{where}: its random generators were left out, as it is not complete ({type(error).__name__})"
+            f"{where}: its random generators were left out, because its state is not complete "
+            f"({type(error).__name__})"
         )
         return None
     known = {"step", "random_state", "numpy_random_seed", "torch_manual_seed", "torch_cuda_manual_seed"}
     notes.extend(
-        f"{where}: {key} was left out, as it is of another device" for key in saved if key not in known
+        f"{where}: {key} was left out, because it belongs to another device"
+        for key in saved
+        if key not in known
     )
     return state | devices
 

@@ -71,8 +71,8 @@ def _offload(settings: dict[str, SettingValue]) -> None:
         _say_offload(settings, "params", *param)  # with parameters in a folder, the rest is in host memory
     else:
         raise ConfigError(
-            f"{optimizer[1]} and {param[1]} name two places, but what is offloaded to a disk has one folder. Offload "
-            "both to it, or only one of them to disk and the optimizer to cpu."
+            f"{optimizer[1]} and {param[1]} name two places, but everything that is offloaded goes to one place. "
+            "Name the same folder in both, or offload the optimizer to cpu."
         )
 
 
@@ -84,7 +84,7 @@ def _offloaded(settings: dict[str, SettingValue], part: str) -> tuple[str, str] 
     if device.value == HOST:
         return HOST, device.source
     if folder is None:
-        raise ConfigError(f"{device.source} has no folder. Set nvme_path beside it.")
+        raise ConfigError(f"{device.source} has no folder. Set nvme_path in the same section.")
     return folder.value, f"{device.source} in {folder.value}"
 
 
@@ -101,7 +101,7 @@ def _precision(settings: dict[str, SettingValue]) -> None:
         name = dtype.value if dtype is not None else "bf16"
         if name == "fp32":
             raise ConfigError(
-                f"{autocast.source} with dtype fp32 casts nothing. Set bf16 or fp16, or remove it."
+                f"{autocast.source} with dtype fp32 has no effect. Set bf16 or fp16, or remove it."
             )
         if name in settings and not settings[name].value:
             del settings[name]  # DeepSpeed wants its own engine off beside autocast

@@ -27,8 +27,8 @@ def build_described(objects: tuple[object, ...], options: Options, world_size: i
         found = [type(item).__name__ for item in objects if isinstance(item, kind)]
         if described is not None and found and not getattr(described, "replaces", False):
             raise UsageError(
-                f"prepare got {found[0]}, but the DeepSpeed configuration describes a {described.type} as {name} too. "
-                f"Pass {dummy}, or drop the section '{name}'."
+                f"prepare got {found[0]}, but the DeepSpeed configuration describes a {described.type} as {name} "
+                f"too. Pass a {dummy} to prepare, or drop the section '{name}'."
             )
     placeholders = {id(item): item for item in objects if isinstance(item, DummyOptim)}
     if options.optimizer is not None and options.optimizer.replaces:

@@ -83,7 +83,7 @@ def _integer(at_least: int) -> Parser:
 
 def _warmup_type(value: object, origin: str) -> str:
     if value not in ("log", "linear"):
-        raise ConfigError(f"{origin} is {repr_short(value)}, which is not known. Use 'log' or 'linear'.")
+        raise ConfigError(f"{origin} is {repr_short(value)}, but must be 'log' or 'linear'. Use one of them.")
     return str(value)
 
 

@@ -172,7 +172,7 @@ def filled(
         is_auto = isinstance(value, str) and value == AUTO
         if is_auto and name not in auto:
             raise ConfigError(
-                f"{section}.params.{name} is 'auto', but {placeholder} gives no {name}. Pass {placeholder}(..., "
+                f"{section}.params.{name} is 'auto', but {placeholder} has no {name}. Pass {placeholder}(..., "
                 f"{name}=...), or write a value into the file."
             )
         values[name] = auto[name] if is_auto else value
@@ -213,8 +213,8 @@ def _adam(config: OptimizerConfig) -> tuple[type[Optimizer], dict[str, Any]]:
     decoupled = parse_bool(params.pop("adam_w_mode", True), "optimizer.params.adam_w_mode")
     if config.type.lower() == "adamw" and not decoupled:
         raise ConfigError(
-            "The optimizer of type AdamW has adam_w_mode=false, which contradicts its name. Write the type Adam, or "
-            "remove adam_w_mode."
+            "The optimizer of type AdamW has adam_w_mode=false, which contradicts its name. Write the type "
+            "Adam, or remove adam_w_mode."
         )
     return torch.optim.AdamW if decoupled else torch.optim.Adam, params
 

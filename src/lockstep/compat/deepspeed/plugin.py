@@ -142,7 +142,8 @@ class DeepSpeedPlugin:
         if said == "auto":
             if ds_key_long not in kwargs:
                 raise ConfigError(
-                    f"{ds_key_long} is 'auto', and nothing says its value. Pass it, or write it down."
+                    f"{ds_key_long} is 'auto', but no argument gives its value. Pass the value, or write it into "
+                    "the configuration."
                 )
             section[key] = kwargs[ds_key_long]
         elif (
@@ -249,7 +250,7 @@ class DeepSpeedPlugin:
         """
         if not _from_accelerator_state:
             raise ConfigError(
-                "A plugin is selected by the state. Call accelerator.state.select_deepspeed_plugin()."
+                "A DeepSpeed plugin cannot select itself. Call accelerator.state.select_deepspeed_plugin(name)."
             )
 
     def is_zero3_init_enabled(self) -> bool:
@@ -394,7 +395,7 @@ def named_plugins(plugin: object, plugins: object) -> dict[str, Any]:
         several = {f"plugin_{number}": one for number, one in enumerate(several)}
     found = dict(several) if isinstance(several, Mapping) else {"default": several}
     if not found:
-        raise ConfigError("deepspeed_plugins has 0 plugins. Pass one or several.")
+        raise ConfigError("deepspeed_plugins has 0 plugins. Pass one or several plugins.")
     for one in found.values():
         if not hasattr(one, "hf_ds_config"):
             raise ConfigError(f"deepspeed_plugin is of type {type(one).__name__}. Pass a DeepSpeedPlugin.")
@@ -420,12 +421,13 @@ def stages_of(plugins: Mapping[str, Any]) -> dict[str, tuple[Any, int]]:
             if key != "zero" and (known is None or known.value != said.value):
                 raise ConfigError(
                     f"deepspeed_plugins['{name}'] says {said.source}, but '{first}' "
-                    f"{'does not' if known is None else f'says {known.source}'}. Let plugins of one run differ in "
-                    "their stage alone."
+                    f"{'does not' if known is None else f'says {known.source}'}. Give all plugins of one run the "
+                    "same settings, apart from their stage."
                 )
     for name, (_, stage) in found.items():
         if stage == 0:
             raise ConfigError(
-                f"deepspeed_plugins['{name}'] has stage 0 beside others, which shard. Give each a stage from 1 to 3."
+                f"deepspeed_plugins['{name}'] has stage 0, but the other plugins shard the model. Give each "
+                "plugin a stage from 1 to 3."
             )
     return found

@@ -58,8 +58,8 @@ def build_scheduler(
     if (config is None) == (make is None):
         given = "neither" if config is None else "both"
         raise ConfigError(
-            f"The schedule comes from the section 'scheduler' of the configuration or from DummyScheduler(..., "
-            f"lr_scheduler_callable=...), but {given} of them is there. Give exactly one."
+            "The schedule comes from the section 'scheduler' of the configuration or from DummyScheduler(..., "
+            f"lr_scheduler_callable=...), but {given} of them was given. Give exactly one."
         )
     scheduler = (
         _called(make, optimizer) if config is None else _from_config(config, dummy, optimizer, steps_per_call)
@@ -104,8 +104,8 @@ def _from_config(
     if isinstance(schedule, OneCycle) and schedule.cycle_momentum and "betas" not in optimizer.defaults:
         if "cycle_momentum" in params:
             raise ConfigError(
-                f"scheduler.params.cycle_momentum is true, but {type(optimizer).__name__} has no betas to change. Set "
-                "cycle_momentum to false, or use Adam."
+                f"scheduler.params.cycle_momentum is true, but {type(optimizer).__name__} has no betas to "
+                "change. Set cycle_momentum to false, or use Adam."
             )
         schedule = replace(schedule, cycle_momentum=False)
     return ScheduledLR(optimizer, schedule)
@@ -130,8 +130,9 @@ def _torch_scheduler(config: SchedulerConfig, dummy: DummyScheduler, optimizer: 
     if config.type not in classes:
         names = [*SCHEDULES, *sorted(name for name in classes if not name.startswith("_"))]
         raise ConfigError(
-            f"The schedule {repr_short(config.type)} is not available from a file.{suggestion(config.type, names)} Use "
-            f"one of {', '.join(names)}, or pass lr_scheduler_callable to DummyScheduler."
+            f"The schedule {repr_short(config.type)} is not available from a "
+            f"file.{suggestion(config.type, names)} Use one of {', '.join(names)}, or pass lr_scheduler_callable "
+            "to DummyScheduler."
         )
     kind = classes[config.type]
     params = filled(config.params, dummy.kwargs, dummy.kwargs, "scheduler", "DummyScheduler")

@@ -201,7 +201,8 @@ class FullyShardedDataParallelPlugin:
         dtype = types.get(mixed_precision, mixed_precision)
         if not isinstance(mixed_precision, Mapping) and dtype not in types.values():
             raise ConfigError(
-                f"mixed_precision is {mixed_precision!r}, but must be one of {', '.join(types)}, or such a torch.dtype."
+                f"mixed_precision is {mixed_precision!r}, but must be one of {', '.join(types)}, or one of these "
+                "as a torch.dtype. Use one of them."
             )
         kind, last = _policy_kind(self.fsdp_version)
         fields = ("param_dtype", "reduce_dtype", last)
@@ -212,8 +213,8 @@ class FullyShardedDataParallelPlugin:
         elif isinstance(said, Mapping):
             if set(said) < set(fields) or any(value not in types.values() for value in said.values()):
                 raise ConfigError(
-                    f"mixed_precision_policy is {dict(said)}, but must have {', '.join(fields)}, each a torch.dtype "
-                    f"of {', '.join(types)}."
+                    f"mixed_precision_policy is {dict(said)}, but must have {', '.join(fields)}, each a "
+                    f"torch.dtype of {', '.join(types)}. Pass these keys."
                 )
             self.mixed_precision_policy = kind(**said)
 
@@ -280,8 +281,8 @@ class FullyShardedDataParallelPlugin:
         kind: Any = fsdp.CPUOffload if self.fsdp_version == 1 else fsdp.OffloadPolicy
         if not isinstance(self.cpu_offload, kind):
             raise ConfigError(
-                f"cpu_offload is {self.cpu_offload!r}. Pass a torch.distributed.fsdp.{kind.__name__}, or a truth value "
-                "and call set_cpu_offload."
+                f"cpu_offload is {self.cpu_offload!r}. Pass a torch.distributed.fsdp.{kind.__name__}, or pass "
+                "True or False and call set_cpu_offload."
             )
 
 

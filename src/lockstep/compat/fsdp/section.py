@@ -44,7 +44,7 @@ def _reshard(value: object, key: str) -> dict[str, object]:
     except ConfigError:
         known = ", ".join(STRATEGIES)
         raise ConfigError(
-            f"{key}={repr_short(value)} is not true, false or one of {known}. Use one of them."
+            f"{key}={repr_short(value)} must be true, false or one of {known}. Use one of them."
         ) from None
 
 

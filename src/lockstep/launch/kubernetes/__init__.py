@@ -66,13 +66,13 @@ def _check(plan: LaunchPlan) -> None:
     """Raise ConfigError when something of this machine is said that the pods could not have."""
     if plan.address is not None:
         raise ConfigError(
-            f"main_process_ip is {plan.address}, but the pods meet at the first of them, whose name comes from the "
-            f"job's. Remove main_process_ip."
+            f"main_process_ip is {plan.address}, but pods meet at the first pod, whose name follows from the "
+            "name of the job. Remove main_process_ip."
         )
     if plan.secret_file is not None:
         raise ConfigError(
-            f"secret_file is {plan.secret_file}, a file of this machine. Remove it: the pods read the secret from a "
-            f"Secret of Kubernetes, which the manifests' first lines make."
+            f"secret_file is {plan.secret_file}, a file of this machine, which pods cannot read. Remove it: the "
+            "first lines of the manifests make a Secret of Kubernetes, from which the pods read it."
         )
 
 
@@ -82,8 +82,8 @@ def _named(plan: LaunchPlan) -> dict[str, str]:
     for name in plan.reach.forward_env:
         if is_secret(name):
             raise ConfigError(
-                f"forward_env names {name}, whose value would be readable in the manifest. Remove it, and give it "
-                f"to the containers by a Secret of Kubernetes."
+                f"forward_env names {name}, whose value would be readable in the manifest. Remove it, and pass "
+                "it to the containers by a Secret of Kubernetes."
             )
     known = {name: environ[name] for name in plan.reach.forward_env if name in environ}
     return forwarded(known, plan.reach.forward_env)

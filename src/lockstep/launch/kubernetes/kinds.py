@@ -44,8 +44,8 @@ def trainjob(
     arguments = pod.arguments(plan, machine)
     if len(arguments) > TRAINER_ARGUMENTS:
         raise ConfigError(
-            f"the container of a TrainJob takes {TRAINER_ARGUMENTS} arguments, and these are {len(arguments)}. Put "
-            f"those of the script into a file, or use --k8s jobset."
+            f"the container of a TrainJob takes {TRAINER_ARGUMENTS} arguments, but there are {len(arguments)}. "
+            "Put the arguments of the script into a file, or use --k8s jobset."
         )
     trainer: KubernetesObject = {
         "image": options.image,
@@ -148,7 +148,7 @@ def _indexed_machine(plan: LaunchPlan, options: KubernetesOptions) -> PodMachine
 def _refuse_runtime(options: KubernetesOptions, kind: str) -> None:
     if options.runtime is not None:
         raise ConfigError(
-            f"--k8s-option runtime={options.runtime} is for TrainJobs, and this is a {kind}. Remove it."
+            f"--k8s-option runtime={options.runtime} is for TrainJobs, but this is a {kind}. Remove it."
         )
 
 

@@ -135,13 +135,13 @@ def check_length(name: str, suffix: str) -> None:
     longest = MAX_LABEL - len(suffix)
     if len(name) > longest:
         raise ConfigError(
-            f"--k8s-option name={name} has {len(name)} characters, and pods would be called {name}{suffix}, where "
-            f"Kubernetes allows {MAX_LABEL}. Choose a name of at most {longest}."
+            f"--k8s-option name={name} has {len(name)} characters, so pods would be called {name}{suffix}, but "
+            f"Kubernetes allows {MAX_LABEL} characters. Choose a name of at most {longest}."
         )
 
 
 def _refused(key: str, value: str, what: str) -> ConfigError:
-    return ConfigError(f"--k8s-option {key}={repr_short(value)} is not {what}.")
+    return ConfigError(f"--k8s-option {key}={repr_short(value)} is not {what}. Correct it.")
 
 
 def _claim(value: str) -> Claim:

@@ -204,6 +204,6 @@ def check_claim(options: KubernetesOptions) -> None:
     """Raise ConfigError when a volume is asked for that only the cluster's own runtime could have."""
     if options.runtime is not None and options.claim is not None:
         raise ConfigError(
-            f"--k8s-option claim={options.claim.name} belongs to the pods, which the runtime {options.runtime} "
-            f"describes. Put the volume there, or remove runtime."
+            f"--k8s-option claim={options.claim.name} adds a volume to the pods, but the runtime "
+            f"{options.runtime} describes the pods. Put the volume into that runtime, or remove runtime."
         )

@@ -72,13 +72,13 @@ def check(plan: LaunchPlan) -> None:
     """Raise ConfigError when the plan asks for something that Ray cannot do."""
     if plan.elastic:
         raise ConfigError(
-            f"--nnodes {plan.min_machines}:{plan.num_machines} is elastic, and --ray starts a fixed number of "
-            f"processes. Say --nnodes {plan.num_machines}; --max-restarts starts them again after a failure."
+            f"--nnodes {plan.min_machines}:{plan.num_machines} is elastic, but --ray starts a fixed number of "
+            f"processes. Write --nnodes {plan.num_machines}; --max-restarts starts them again after a failure."
         )
     if "CUDA_VISIBLE_DEVICES" in plan.environment and plan.num_machines > 1:
         raise ConfigError(
-            f"gpu_ids {plan.environment['CUDA_VISIBLE_DEVICES']} names GPUs of one machine, and Ray chooses those "
-            f"of a cluster. Remove gpu_ids."
+            f"gpu_ids {plan.environment['CUDA_VISIBLE_DEVICES']} names GPUs of one machine, but Ray chooses the "
+            "GPUs of a cluster. Remove gpu_ids."
         )
     theirs = {
         "main_process_ip": plan.address,
@@ -89,7 +89,8 @@ def check(plan: LaunchPlan) -> None:
     for name, value in theirs.items():
         if value is not None:
             raise ConfigError(
-                f"{name} is {value}, but Ray says where its workers run, and they find each other. Remove {name}."
+                f"{name} is {value}, but Ray chooses where its workers run, and they find each other. Remove "
+                f"{name}."
             )
     if plan.survival.hang_timeout_s != FaultPolicy().hang_timeout_s:
         raise ConfigError(

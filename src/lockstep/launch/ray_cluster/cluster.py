@@ -75,11 +75,12 @@ def connect(plan: LaunchPlan) -> Any:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
         if where == LOCAL:
             raise ConfigError(
-                f"Ray cannot start on this machine: {first} Look into {SESSION_LOGS}, or launch without --ray."
+                f"Ray cannot start on this machine: {first} Read the logs in {SESSION_LOGS}, or launch without "
+                "--ray."
             ) from None
         raise ConfigError(
-            f"cannot join the Ray cluster at {where}: {first} Start one with `ray start --head`, set "
-            f"RAY_ADDRESS to that of yours, or leave out --nnodes for a cluster on this machine."
+            f"cannot join the Ray cluster at {where}: {first} Start one with `ray start --head`, set RAY_ADDRESS "
+            "to that of yours, or leave out --nnodes to start a cluster on this machine."
         ) from None
     return ray
 

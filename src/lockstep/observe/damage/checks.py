@@ -119,8 +119,8 @@ class DamageWatch:
         self._tell(said)
         if self._options.bad_gradients == "stop":
             raise DamageError(
-                f"{said}. No rank made the step; look at the batches of that rank and at what its model computes from "
-                "them, or pass DamageChecks(bad_gradients='skip')."
+                f"{said}. No rank made the step. Look at the batches of that rank and at what its model computes "
+                "from them, or pass DamageChecks(bad_gradients='skip')."
             )
         self._skips[optimizer] += 1
         if self._skips[optimizer] > self._options.max_skips:

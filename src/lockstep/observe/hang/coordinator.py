@@ -359,7 +359,7 @@ class Coordinator:
             self._confirm(finding, now)
         elif self._is_to_be_named(finding, running, now - progressed):
             self._hang = _Hang(finding, progressed)
-            sentence = f"{finding.sentence} Nothing has got done for {now - progressed:.0f} s."
+            sentence = f"{finding.sentence} No rank has made progress for {now - progressed:.0f} s."
             self._say(sentence)
             self._tell_first("news", event="hang", sentence=sentence, rank=next(iter(finding.ranks), None))
         else:
@@ -433,10 +433,10 @@ class Coordinator:
         for straggler in found:
             if straggler.rank not in self._named_stragglers:
                 sentence = (
-                    f"Rank {straggler.rank} on {running[straggler.rank].host} is a straggler: its batches and forward "
-                    f"passes take {straggler.ratio:.1f} times as long as those of the other ranks "
-                    f"({1000 * running[straggler.rank].local_s:.0f} ms of a step), which wait for it. Look at what "
-                    "else runs there, and at its data."
+                    f"Rank {straggler.rank} on {running[straggler.rank].host} is a straggler: its batches and "
+                    f"forward passes take {straggler.ratio:.1f} times as long as those of the other ranks "
+                    f"({1000 * running[straggler.rank].local_s:.0f} ms of a step), which wait for it. Look at "
+                    "what else runs on that machine, and at the data of this rank."
                 )
                 self._say(sentence)
                 self._tell_first("news", event="slow", sentence=sentence, rank=straggler.rank)

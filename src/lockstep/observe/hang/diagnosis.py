@@ -97,7 +97,7 @@ SILENCE = {  # state -> cause, what it means, what to do; where ranks differ, th
     "stopped": ("stopped", "is stopped (SIGSTOP or a debugger", "Let it go on with `kill -CONT`, or end it."),
     "running": (
         "spinning",
-        "computes without answering: code that never lets go of Python's lock (the GIL",
+        "computes without answering: code that never releases Python's lock (the GIL",
         "Look there for a long regular expression or a call into a C library; `py-spy dump` shows it.",
     ),
     "uninterruptible": (
@@ -113,7 +113,7 @@ SILENCE = {  # state -> cause, what it means, what to do; where ranks differ, th
     "unknown": (
         "silent",
         "does not answer (its machine or its network may be down",
-        "See whether its machine can be reached.",
+        "Check whether its machine can be reached.",
     ),
     "absent": (
         "silent",
@@ -246,10 +246,13 @@ def of_absence(waits: Waits, seen: dict[int, Evidence]) -> Finding | None:
         return finding("data", slow_data, fact, data_advice(seen[slow_data[0]].place))
     if alone := call_for_every_rank([wait.rank for wait in same], seen):
         return finding(
-            "missing", ranks, fact, f"Call {alone} on every rank, if {named(ranks)} will not come to it."
+            "missing", ranks, fact, f"Call {alone} on every rank, if {named(ranks)} will not call it."
         )
     return finding(
-        "missing", ranks, fact, f"Mend what holds {named(ranks)} there, or give the step more time."
+        "missing",
+        ranks,
+        fact,
+        f"Mend what holds {named(ranks)} there, or give the step more time.",
     )
 
 
@@ -295,7 +298,12 @@ def of_slowness(seen: dict[int, Evidence]) -> Finding:
         fact = f"{named(loading)} {verb('gets', loading)} no data: {whereabouts(loading, seen)}"
         return finding("data", loading, fact, data_advice(seen[loading[0]].place))
     fact = f"no rank is in a collective and none ends its step: {whereabouts(sorted(seen), seen)}"
-    return finding("slow", sorted(seen), fact, "See the ranks' stacks; a step may just take longer here.")
+    return finding(
+        "slow",
+        sorted(seen),
+        fact,
+        "Look at the stacks of the ranks. If a step only takes longer here, raise hang_timeout.",
+    )
 
 
 def is_loading(one: Evidence) -> bool:

@@ -96,7 +96,7 @@ class ProcessWatch:
                 probe()
             except UsageError as error:  # nobody's numbers depend on it: stacks still tell where a rank is
                 if runtime.is_main:
-                    sys.stderr.write(f"lockstep: a hang will be explained less well: {error}\n")
+                    sys.stderr.write(f"lockstep: the explanation of a hang will have less detail: {error}\n")
         self._speaks = runtime.is_main and control_endpoint() is None
         self._worker = WorkerWatch(
             runtime.rank,
@@ -143,7 +143,7 @@ class ProcessWatch:
                 text = f"{host} {port} {secret.hex()}".encode()
                 invitation[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
             except (ControlError, OSError, ValueError) as error:  # the ranks still hear that there is none
-                _say(f"this run is not watched: {error}")
+                _say(f"hangs of this run will not be found: {error}")
         invitation = invitation.to(runtime.control_device)
         dist.broadcast(invitation, src=0)
         words = bytes(invitation.cpu().tolist()).rstrip(b"\0").decode().split(" ")

@@ -149,13 +149,13 @@ def _collective(value: Message) -> PendingCollective:
 
 def _integer(value: object, least: int = 0) -> int:
     if type(value) is not int or not least <= value < 2**63:
-        raise ValueError(f"{str(value)[:40]!r} is no whole number from {least}")
+        raise ValueError(f"{str(value)[:40]!r} is not a whole number of at least {least}")
     return value
 
 
 def _seconds(value: Any) -> float:
     if type(value) not in (int, float) or not 0 <= value < float("inf"):
-        raise ValueError(f"{str(value)[:40]!r} is no time in seconds")
+        raise ValueError(f"{str(value)[:40]!r} is not a time in seconds")
     return float(value)
 
 

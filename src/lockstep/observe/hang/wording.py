@@ -84,8 +84,8 @@ def data_advice(place: SourceLine | None) -> str:
     if "stopped" in doing:
         return "Let the stopped worker go on with `kill -CONT`, or end it."
     if "dead" in doing:
-        return "See the kernel's log for the reason (OOM), and give the workers less to hold."
-    return "Make the data set's __getitem__ faster or use more workers; py-spy shows what they do."
+        return "See the kernel's log for the reason (OOM), and let the workers use less memory."
+    return "Make the dataset's __getitem__ faster or use more workers; py-spy shows what they do."
 
 
 def named(ranks: Iterable[int]) -> str:

@@ -96,7 +96,7 @@ class FlopCounts:
     def is_compiled(self) -> None:
         """Operations of compiled code cannot be seen, and looking on would run it in other ways."""
         self.unknown_because = (
-            "Code was compiled by torch.compile, whose operations cannot be seen. Say them by "
+            "Code was compiled by torch.compile, so its operations cannot be counted. Pass their number to "
             "measures.count_flops(...)."
         )
 
@@ -159,7 +159,7 @@ class FlopCounts:
         known[key] = counts
         if counts.unknown:
             self.unknown_because = (
-                f"Nobody knows how much {', '.join(sorted(counts.unknown))} computes. Register a formula by "
+                f"The FLOPs of {', '.join(sorted(counts.unknown))} are not known. Register a formula by "
                 "torch.utils.flop_counter.register_flop_formula."
             )
 

@@ -100,8 +100,8 @@ class Journal:
         if not self._has_failed:
             self._has_failed = True
             logger.warning(
-                "Measures of this run cannot be written to %s: %s. Training goes on without; choose another folder by "
-                "run_dir.",
+                "Measures of this run cannot be written to %s: %s. Training goes on without them. Choose "
+                "another folder by run_dir.",
                 self.folder,
                 error.strerror or error,
             )

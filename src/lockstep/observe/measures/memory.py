@@ -65,7 +65,7 @@ class MemoryOfSteps:
         try:
             counted = count_state(self._models, self._optimizers())
         except Exception as error:  # of tensors of another library, on which no run may depend
-            logger.debug("State of optimizers cannot be counted: %s", error)
+            logger.debug("The memory of optimizer states cannot be counted: %s", error)
             self._may_look = False
             return
         self._state = {

@@ -111,7 +111,9 @@ class StepRecorder:
     @step.setter
     def step(self, steps: int) -> None:
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
-            raise UsageError(f"measures.step is {steps!r}. Set it to a number of steps, 0 or more.")
+            raise UsageError(
+                f"measures.step is {steps!r}, which is not a number of steps. Set it to a number of steps, 0 or more."
+            )
         self._step = steps - (self._clock.steps > self._steps_before)
         self._writer.begin(continues=True)
 
@@ -124,7 +126,10 @@ class StepRecorder:
     @total_steps.setter
     def total_steps(self, steps: int) -> None:
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-            raise UsageError(f"measures.total_steps is {steps!r}. Set it to a number of steps, 1 or more.")
+            raise UsageError(
+                f"measures.total_steps is {steps!r}, which is not a number of steps. Set it to a number of steps, 1 "
+                "or more."
+            )
         self._total_steps = steps
         self._writer.event("total", steps=steps)
 

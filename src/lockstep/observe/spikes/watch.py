@@ -193,9 +193,9 @@ class SpikeWatch:
         ranks = self._communicator.world_size
         if ranks > 1 and not self._together():
             raise UsageError(
-                f"SpikePolicy decides for all {ranks} ranks alike, but here they do not step together (LocalSGD, "
-                "DiLoCo, BoundedStaleness, accelerator.alone or join_uneven_inputs). Remove the policy, or step "
-                "together."
+                f"SpikePolicy decides for all {ranks} ranks alike, but in this run they take separate steps "
+                "(LocalSGD, DiLoCo, BoundedStaleness, accelerator.alone or join_uneven_inputs). Remove the "
+                "policy, or let all ranks step together."
             )
         if self._norm is None and self._thresholds["gradient_norm"] is not None:
             self._norm = norm()
@@ -276,8 +276,8 @@ class SpikeWatch:
     def _why_stopped(self, said: str) -> str:
         if self.policy.action == "stop":
             return (
-                f"{said}. No rank made it; look at its batches, or load the last checkpoint and go on with "
-                "SpikePolicy(action='skip')."
+                f"{said}. No rank made this step. Look at its batches, or load the last checkpoint and go on "
+                "with SpikePolicy(action='skip')."
             )
         return (
             f"{said}, after {self.policy.max_skips} steps in a row that were skipped for the same reason. Load "
@@ -304,8 +304,10 @@ class SpikeWatch:
         if not path or self.goes_back is None:
             return {
                 "action": "stop",
-                "reason": f"{said}, and this run has neither saved nor loaded a checkpoint to go back to. No rank made "
-                "it; call save_state regularly, or pass SpikePolicy(action='skip').",
+                "reason": (
+                    f"{said}, and this run has neither saved nor loaded a checkpoint to go back to. No rank made "
+                    "this step. Call save_state regularly, or pass SpikePolicy(action='skip')."
+                ),
             }
         if times > self.policy.max_skips:
             return {
@@ -324,7 +326,7 @@ class SpikeWatch:
         self.steps, self.batches, self.samples = steps, batches, all_samples
         self._gone_back, self._checkpoint = (path, times, batches), (path, steps)
         if self._communicator.runtime.is_main:
-            logger.warning("%s: all ranks go back to %s, and on behind these batches.", said, path)
+            logger.warning("%s: all ranks go back to %s, and then skip these batches.", said, path)
         return {
             "action": "rollback",
             "skipped": list(range(first, batches + 1)),
@@ -382,14 +384,14 @@ def check_form(state: object) -> None:
     """Raise ValueError or TypeError unless ``state`` is what ``SpikeWatch.state_dict`` returns."""
     counts = (*COUNTS, "in_a_row", "first_batch")
     if not isinstance(state, dict) or state.keys() != {*counts, *VALUES, "open"}:
-        raise TypeError("spikes have other fields")
+        raise TypeError("spikes does not have the expected fields")
     for name in counts:
         if type(state[name]) is not int or not 0 <= state[name] < 2**48:
             raise ValueError(f"spikes.{name} is {str(state[name])[:60]!r}")
     for name in (*VALUES, "open"):
         values = state[name]
         if not isinstance(values, list) or any(type(value) not in (int, float) for value in values):
-            raise TypeError(f"spikes.{name} is no list of numbers")
+            raise TypeError(f"spikes.{name} is not a list of numbers")
         if len(values) > LARGEST_WINDOW or (name == "open" and len(values) != 2):
             raise ValueError(f"spikes.{name} has {len(values)} numbers")
         if name != "open" and not all(map(math.isfinite, values)):

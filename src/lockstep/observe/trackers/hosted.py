@@ -59,7 +59,7 @@ class HostedTracker(GeneralTracker):
         if key not in self._unfit:
             self._unfit.add(key)
             warnings.warn(
-                f"{self.name} leaves out '{key}', a {type(value).__name__}: it takes only {takes}.",
+                f"{self.name} leaves out '{key}', a {type(value).__name__}: it accepts only {takes}.",
                 stacklevel=4,
             )
 

@@ -105,8 +105,8 @@ class TensorBoardTracker(GeneralTracker):
             elif key not in self._unfit:
                 self._unfit.add(key)
                 warnings.warn(
-                    f"TensorBoard has no place for '{key}', a {type(value).__name__}, and leaves it out. "
-                    "Log numbers, strings or dicts of numbers.",
+                    f"TensorBoard cannot show '{key}', a {type(value).__name__}, so it is left out. Log numbers, "
+                    "strings or dicts of numbers.",
                     stacklevel=3,
                 )
         self.writer.flush()

@@ -121,13 +121,15 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
     name = getattr(tracker_class, "name", None)
     if not isinstance(name, str) or not name or not hasattr(tracker_class, "requires_logging_directory"):
         raise ConfigError(
-            f"{tracker_class.__name__} lacks the class attribute name (a word) or "
+            f"{tracker_class.__name__} does not have both class attributes name (a text) and "
             "requires_logging_directory (True or False). Define both in the class."
         )
     before = LOGGER_TYPE_TO_CLASS.get(name, tracker_class)
     if before is not tracker_class:
         warnings.warn(
-            f"The tracker '{name}' was {before.__name__}, and is {tracker_class.__name__} now.", stacklevel=2
+            f"The tracker '{name}' was {before.__name__}, and {tracker_class.__name__} has replaced it. Give the "
+            "class another name to keep both.",
+            stacklevel=2,
         )
     LOGGER_TYPE_TO_CLASS[name] = tracker_class
 

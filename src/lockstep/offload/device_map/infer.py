@@ -320,7 +320,7 @@ def _warn_of_buffers(
     )
     if accelerators and needed and all(limits[device] < needed + used[device] for device in accelerators):
         warnings.warn(
-            f"Modules on the CPU and the disk have {needed} bytes of buffers, for which no accelerator has room. Pass "
-            "offload_buffers=True if memory runs out.",
+            f"Modules on the CPU and the disk have {needed} bytes of buffers, which do not fit on any "
+            "accelerator. Pass offload_buffers=True if memory runs out.",
             stacklevel=3,
         )

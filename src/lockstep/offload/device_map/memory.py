@@ -345,8 +345,8 @@ def for_streaming(
     )
     if staying > budget or (streamed and staying == budget):
         raise OffloadError(
-            f"The budget of {budget} bytes on {main} is less than the {staying} bytes of weights that stay there. "
-            "Raise it, or place more on the disk."
+            f"The budget of {budget} bytes on {main} is less than the {staying} bytes of weights that stay "
+            "there. Raise the budget, or place more weights on the disk."
         )
     return budget - staying
 

@@ -72,7 +72,8 @@ def tensor_refs(model: nn.Module) -> list[TensorRef]:
                 name = f"{module_name}.{key}" if module_name else key
                 if torch.nn.parameter.is_lazy(tensor):
                     raise UsageError(
-                        f"{name} has no shape yet: {type(module).__name__} is lazy. Run the model once, then place it."
+                        f"{name} has no shape yet, because {type(module).__name__} is a lazy module. Run the "
+                        "model once before it is placed."
                     )
                 persistent = is_parameter or torch_modules.is_persistent(module, key)
                 ref = refs.setdefault(id(tensor), TensorRef(tensor, is_parameter, persistent))
@@ -177,8 +178,8 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, object]) -> None
         for outer in _outer_names(name)[1:]:
             if outer in devices and devices[outer] != device:
                 raise ConfigError(
-                    f"device_map places '{name}' twice: on {device}, and as a part of '{outer}' on {devices[outer]}. "
-                    "Name the other parts of that instead of the whole."
+                    f"device_map places '{name}' twice: on {device}, and as a part of '{outer}' on "
+                    f"{devices[outer]}. Name the other parts of '{outer}' instead of the whole."
                 )
     missed = [
         name
@@ -188,7 +189,7 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, object]) -> None
     ]
     if missed:
         raise ConfigError(
-            f"device_map gives no device to {_quoted_names(missed)}. Add them, or the modules that they are in."
+            f"device_map gives no device to {_quoted_names(missed)}. Add them, or the modules that contain them."
         )
 
 
@@ -211,7 +212,8 @@ def as_device(device: object, module: str) -> torch.device | str:
             found = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ConfigError(
-            f"device_map places '{module}' on {repr_short(device)}, which is no device. Use one of {_devices(count)}."
+            f"device_map places '{module}' on {repr_short(device)}, which is no device. Use one of "
+            f"{_devices(count)}."
         ) from error
     if found.type == "cpu":
         return CPU
@@ -265,7 +267,8 @@ def _placement(
     if len(set(used_on.values())) > 1:
         where = ", ".join(f"'{name}' on {device}" for name, device in used_on.items())
         raise ConfigError(
-            f"One tensor with several names is placed on several devices: {where}. Place all on one."
+            f"One tensor with several names is placed on several devices: {where}. Place all of them on one "
+            "device."
         )
     entry, execution = entries[ref.name], used_on[ref.name]
     stays = not ref.is_parameter and not (offload_buffers and ref.is_persistent)

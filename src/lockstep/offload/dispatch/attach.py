@@ -38,8 +38,9 @@ def _apply_or_refuse(
     if all(_changes_nothing(fn, device, dtype) for device, dtype in {(t.device, t.dtype) for t in tensors}):
         return model
     raise UsageError(
-        f"{type(model).__name__} is dispatched by a device map and streamed, so that it cannot be moved or converted. "
-        "Pass device_map and dtype when loading it, or call remove_hook_from_submodules(model) before."
+        f"{type(model).__name__} was placed by a device map and its weights are streamed, so it cannot be "
+        "moved or converted. Pass device_map and dtype when loading it, or first call "
+        "remove_hook_from_submodules(model)."
     )
 
 

@@ -396,6 +396,6 @@ def _read_what_stays(model: nn.Module) -> None:
 def _refuse_dispatched(model: nn.Module) -> None:
     if is_dispatched(model):
         raise UsageError(
-            f"{type(model).__name__} is dispatched already. Call remove_hook_from_submodules(model) before doing so "
-            "again."
+            f"{type(model).__name__} was placed by a device map already. Call remove_hook_from_submodules(model) "
+            "before it is placed again."
         )

@@ -66,21 +66,21 @@ def match(
     empty = [ref.name for ref in refs if ref.name not in found and ref.tensor.is_meta]
     if empty:
         raise CheckpointError(
-            f"{origin} does not have {_quoted_names(empty)}, which have no values in the model either. Load another "
-            "checkpoint, tie weights before (model.tie_weights()), or build the model with values for buffers "
-            "(include_buffers=False)."
+            f"{origin} does not have {_quoted_names(empty)}, which have no values in the model either. Load "
+            "another checkpoint, tie weights first (model.tie_weights()), or build the model with values for "
+            "buffers (include_buffers=False)."
         )
     _check_shapes(model, refs, found, origin)
     if unexpected:
         logger.warning(
-            "%s has weights that were not used when %s was loaded, which has none of these names: %s.",
+            "%s has weights that were not loaded, because %s has no weights of these names: %s.",
             origin,
             type(model).__name__,
             _quoted_names(unexpected, 20),
         )
     if missing:
         names = _quoted_names((ref.name for ref in missing), 20)
-        logger.warning("%s does not have %s: they keep the values they have.", origin, names)
+        logger.warning("%s does not have %s, so these weights keep the values that they have.", origin, names)
     return found
 
 
@@ -264,8 +264,8 @@ def _rewritten(loads: list[_Load], folder: Path | None, files: MappedFiles) -> d
             else "is not in a safetensors file, or not aligned there"
         )
         raise ConfigError(
-            f"device_map places '{load.placement.name}' on the disk, but it {why}, so that it has to be written anew. "
-            "Pass offload_folder, or the checkpoint's own dtype."
+            f"device_map places '{load.placement.name}' on the disk, but it {why}, so it has to be written to "
+            "another file. Pass offload_folder, or the dtype of the checkpoint."
         )
     kept = [
         TensorToWrite(
@@ -300,5 +300,5 @@ def _refuse(offload_8bit_bnb: bool, full_state_dict: bool, broadcast_from_rank0:
     if broadcast_from_rank0 or not full_state_dict:
         raise ConfigError(
             "broadcast_from_rank0=True and full_state_dict=False are not supported: each process maps the files "
-            "itself, and those of one machine share the memory. Leave them out."
+            "itself, and the processes of one machine share the memory. Leave both arguments out."
         )

@@ -70,7 +70,7 @@ def _given(
         value = state_dict[name].detach()
         if value.shape != placement.ref.tensor.shape:
             raise ConfigError(
-                f"state_dict has {repr_short(name)} of shape {tuple(value.shape)}, the model of "
+                f"state_dict has {repr_short(name)} of shape {tuple(value.shape)}, but in the model its shape is "
                 f"{tuple(placement.ref.tensor.shape)}. Pass weights of this model."
             )
         given[placement.name] = value.to(placement.device)
@@ -137,8 +137,8 @@ def _written(
             len(new) > 5
         )
         raise ConfigError(
-            f"{names} are placed on the disk, but no file has them. Pass offload_dir (offload_folder), a folder to "
-            "write them to."
+            f"{names} are placed on the disk, but no file has them. Pass offload_dir (offload_folder), the "
+            "folder to write them to."
         )
     kept = [
         TensorToWrite(placement.name, tensor.dtype, tensor.shape, partial(pieces_on_cpu, tensor))

@@ -55,9 +55,7 @@ def stored_tensors(checkpoint: str | os.PathLike[str]) -> Mapping[str, Stored]:
         if indices
         else f"no index and none of {', '.join(SINGLE_FILES)}"
     )
-    raise NoCheckpointError(
-        f"The folder {path} has {what}. Pass the path of the file or index that is meant."
-    )
+    raise NoCheckpointError(f"The folder {path} has {what}. Pass the path of one file or index.")
 
 
 def _indexed(index_path: str) -> Mapping[str, Stored]:
@@ -78,15 +76,15 @@ def _indexed(index_path: str) -> Mapping[str, Stored]:
     for file in sorted(set(places.values())):
         if os.path.basename(file) != file or file in ("", ".", ".."):
             raise CheckpointError(
-                f"The index {index_path} names the file {repr_short(file)}, which is not in its folder. Move shards "
-                "there."
+                f"The index {index_path} names the file {repr_short(file)}, which is not in its folder. Move the "
+                "files of weights into the folder of the index."
             )
         path = os.path.join(folder, file)
         try:
             check_shard(folder, file)
         except OSError as error:
             raise CheckpointError(
-                f"{path} is missing, which {index_path} names. Copy or download it again."
+                f"{path} is missing, but {index_path} names it. Copy or download it again."
             ) from error
         for name, tensor in _tensors_of(path).items():
             if name in found:
@@ -97,8 +95,8 @@ def _indexed(index_path: str) -> Mapping[str, Stored]:
     absent = [name for name in places if name not in found]
     if absent:
         raise CheckpointError(
-            f"{os.path.join(folder, places[absent[0]])} does not have {repr_short(absent[0])}, which {index_path} "
-            "promises. Copy or download it again."
+            f"{os.path.join(folder, places[absent[0]])} does not have {repr_short(absent[0])}, although "
+            f"{index_path} says so. Copy or download it again."
         )
     return found
 
@@ -190,9 +188,9 @@ def read_header(path: str) -> dict[str, FileRegion]:
     try:
         header = json.loads(text, object_pairs_hook=lambda pairs: _unique(path, pairs))
     except (ValueError, RecursionError) as error:
-        raise _damaged(path, f"its header is no JSON ({error})") from error
+        raise _damaged(path, f"its header is not JSON ({error})") from error
     if not isinstance(header, dict):
-        raise _damaged(path, "its header is no mapping")
+        raise _damaged(path, "its header is not a mapping")
     metadata = header.pop(METADATA, None)
     if isinstance(metadata, dict) and metadata.get("format", "pt") != "pt":
         raise CheckpointError(
@@ -241,7 +239,7 @@ def _check_layout(path: str, regions: dict[str, FileRegion], begin: int, size: i
             raise _damaged(path, f"{before} and {repr_short(name)} {how}")
         position, before = region.offset + region.nbytes, repr_short(name)
     if position != size:
-        raise _damaged(path, f"it has {size} bytes, but by its header {position}")
+        raise _damaged(path, f"it has {size} bytes, but its header describes {position} bytes")
 
 
 def _unique(path: str, pairs: list[tuple[str, object]]) -> dict[str, object]:

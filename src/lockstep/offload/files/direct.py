@@ -95,8 +95,9 @@ class OffloadFile:
             offset = self._placed
             if offset + aligned(nbytes) > self.nbytes:
                 raise OffloadError(
-                    f"An offload file of {self.nbytes} bytes in {self.folder} has {self.nbytes - offset} left, but "
-                    f"{nbytes} are to be placed in it. Make it larger: each region takes a multiple of {ALIGNMENT}."
+                    f"An offload file of {self.nbytes} bytes in {self.folder} has {self.nbytes - offset} left, "
+                    f"but {nbytes} are to be placed in it. Make it larger: the size of each region is a multiple "
+                    f"of {ALIGNMENT}."
                 )
             self._placed = offset + aligned(nbytes)
             return offset
@@ -169,8 +170,8 @@ def _check_aligned(offset: int, buffer: torch.Tensor) -> None:
     )
     if odd or buffer.dtype != torch.uint8 or not buffer.is_contiguous():
         raise ValueError(
-            f"offset {offset} and {buffer.numel()} elements of {buffer.dtype}: must be aligned bytes, as those of "
-            "aligned_buffer"
+            f"offset {offset} and {buffer.numel()} elements of {buffer.dtype}: the buffer must be one of "
+            "aligned_buffer, at an aligned offset"
         )
 
 
@@ -212,8 +213,8 @@ def _reserve(fd: int, folder: Path, nbytes: int) -> None:
                 f"Cannot reserve {nbytes} bytes in {folder}: {why}. Name a folder on another local disk."
             ) from error
         raise OffloadError(
-            f"Offloading needs {nbytes} bytes in {folder}, where {free} are free. "
-            "Free some, or name a folder on a larger disk."
+            f"Offloading needs {nbytes} bytes in {folder}, where {free} are free. Free some space, or name a "
+            "folder on a larger disk."
         ) from error
 
 

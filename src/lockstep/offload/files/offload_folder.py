@@ -64,7 +64,7 @@ def index_of(folder: str) -> dict[str, dict[str, object]]:
     except (OSError, ValueError, RecursionError) as error:
         raise _unfit(folder, f"its index cannot be read ({error})") from error
     if not isinstance(index, dict) or not all(isinstance(entry, dict) for entry in index.values()):
-        raise _unfit(folder, "its index is no mapping of weights")
+        raise _unfit(folder, "its index is not a mapping of weights")
     return index
 
 
@@ -91,7 +91,7 @@ def regions_of(index: Mapping[str, Mapping[str, object]], folder: str | None) ->
             raise OffloadError(str(error)) from error
         except (KeyError, TypeError, ValueError, OSError) as error:
             raise _unfit(
-                folder or "", f"it does not have {repr_short(name)} as its index says ({error})"
+                folder or "", f"it does not have {repr_short(name)}, which is in its index ({error})"
             ) from error
     return found
 
@@ -249,8 +249,8 @@ def _unwritten(folder: str, needed: int, error: OSError) -> OffloadError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         free = shutil.disk_usage(folder).free
         return OffloadError(
-            f"Offloading needs {needed} bytes in {folder}, where {free} are free ({error.strerror}). "
-            "Free some, or name a folder on a larger disk."
+            f"Offloading needs {needed} bytes in {folder}, where {free} are free ({error.strerror}). Free some "
+            "space, or name a folder on a larger disk."
         )
     return OffloadError(
         f"Nothing can be offloaded to {folder}: {error.strerror or error}. Name a folder on a local disk that this "

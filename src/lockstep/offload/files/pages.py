@@ -50,8 +50,9 @@ class FileMapping:
         needed = self.offset + end - self.start
         if (status.st_dev, status.st_ino) == self.identity and status.st_size < needed:
             raise OffloadError(
-                f"{self.path} has been truncated to {status.st_size} bytes while weights are mapped from its first "
-                f"{needed}. Load the model again from a whole file; replace files by renaming, never in place."
+                f"{self.path} has been truncated to {status.st_size} bytes while weights are mapped from its "
+                f"first {needed}. Load the model again from a complete file. Replace such a file by renaming, "
+                "and never write into it."
             )
 
 
@@ -132,7 +133,8 @@ class _Span:
             mapping.check(self.end)  # it may have been truncated since the check before
             raise OffloadError(
                 f"{nbytes} bytes at {mapping.offset + start - mapping.start} of {mapping.path} cannot be read: "
-                f"{os.strerror(code)}. The file may have been truncated, or its disk have failed: load the model again."
+                f"{os.strerror(code)}. The file may have been truncated, or its disk may have failed. Load the "
+                "model again."
             )
 
 
@@ -257,7 +259,7 @@ def map_file(path: str | PathLike[str], writable: bool = False) -> torch.Tensor:
             f"The file {path} cannot be mapped: {error}. Check that it is there and that this user may "
             f"{'write' if writable else 'read'} it."
         ) from error
-    raise OffloadError(f"The file {path} is empty, so that there is nothing to map. Write it anew.")
+    raise OffloadError(f"The file {path} is empty, so it holds no weights. Write it again.")
 
 
 def read_ahead(*tensors: torch.Tensor) -> None:

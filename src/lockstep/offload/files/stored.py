@@ -136,7 +136,9 @@ class FileRegion:
             file.seek(self.offset)
             data = bytearray(file.read(self.nbytes))
         if len(data) < self.nbytes:
-            raise CheckpointError(f"{self.path} has become shorter. Copy or download it again.")
+            raise CheckpointError(
+                f"{self.path} has become shorter since it was opened. Copy or download it again."
+            )
         yield torch.frombuffer(data, dtype=self.dtype)
 
 

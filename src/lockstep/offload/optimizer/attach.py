@@ -69,8 +69,8 @@ def _refuse_replaced_step(optimizer: Optimizer) -> None:
     replaced = vars(optimizer).get("step")
     if replaced is not None and not torch_optim.is_wrapped_by_scheduler(replaced):
         raise UsageError(
-            f"The step of this {type(optimizer).__name__} was replaced by {replaced}, which an offloaded step would "
-            "not call. Use optimizer.register_step_pre_hook or register_step_post_hook in its place."
+            f"The step of this {type(optimizer).__name__} was replaced by {replaced}, which an offloaded step "
+            "would not call. Use optimizer.register_step_pre_hook or register_step_post_hook instead."
         )
 
 
@@ -124,8 +124,8 @@ class _Offloaded(Optimizer):
 
     def __reduce_ex__(self, protocol: object) -> Any:
         raise UsageError(
-            f"A {type(self).__name__} whose step is offloaded cannot be copied or pickled: its state may lie in files "
-            "of this process. Save optimizer.state_dict() in its place."
+            f"A {type(self).__name__} whose step is offloaded cannot be copied or pickled: its state may be in "
+            "files of this process. Save optimizer.state_dict() instead."
         )
 
 

@@ -74,8 +74,8 @@ class HostSide:
         for parameter in parameters:
             if is_dtensor(parameter):
                 raise UsageError(
-                    f"A parameter of shape {tuple(parameter.shape)} is sharded over devices, and cannot be stepped in "
-                    "host memory by itself. Offload parameters, too, or leave offload out."
+                    f"A parameter of shape {tuple(parameter.shape)} is sharded over devices, so its step alone "
+                    "cannot be moved to host memory. Offload parameters too, or leave offload out."
                 )
         self.files: list[OffloadFile] = []
         if folder is not None:

@@ -72,12 +72,12 @@ def why_not_separable(optimizer_class: type[Optimizer], groups: Iterable[GroupSe
     """Why parameters cannot be stepped a few at a time, as the end of a sentence; None if they can."""
     separable = SEPARABLE.get(optimizer_class)
     if separable is None:
-        return f"{optimizer_class.__name__} is not known to treat every parameter by itself"
+        return f"{optimizer_class.__name__} is not known to update each parameter separately"
     groups = list(groups)
     if any(group.get("differentiable") for group in groups):
         return "differentiable=True keeps the graph of the whole step"
     if not separable.elementwise and any(is_dtensor(p) for group in groups for p in group["params"]):
-        return f"{optimizer_class.__name__} looks at whole parameters, of which each rank has a shard"
+        return f"{optimizer_class.__name__} needs whole parameters, but each rank has a shard"
     return None
 
 
@@ -162,8 +162,9 @@ def step_some(
     for entry in entries:
         if torch_tensors.version(entry.watched) != entry.version:
             raise OffloadError(
-                f"A gradient of shape {tuple(entry.parameter.shape)} was written to while the step that reads it was "
-                "still under way. Zero gradients with optimizer.zero_grad(), which waits, or set them to None."
+                f"A gradient of shape {tuple(entry.parameter.shape)} was written to while the step that reads it "
+                "was still running. Set gradients to zero with optimizer.zero_grad(), which waits, or set them "
+                "to None."
             )
     return [afterwards.get(parameter, {}) for parameter in parameters]
 

@@ -106,8 +106,8 @@ class OffloadedStep:
             )
         if delayed and any(region_of(local(p.detach())) for p in self._parameters()):
             raise UsageError(
-                "delayed_update keeps the parameters of two steps, but these are kept on disk to save memory. "
-                "Offload the optimizer alone, or leave delayed_update out."
+                "delayed_update keeps the parameters of two steps in memory, but these parameters are on disk "
+                "to save memory. Offload only the optimizer, or leave delayed_update out."
             )
 
     def _files(self) -> Iterator[OffloadFile]:

@@ -63,9 +63,9 @@ class StepRun:
         stepped = sum(item.succeeded for item in self.items)
         where = self.failed.name if self.failed is not None else "the worker"
         return OffloadError(
-            f"The optimizer's step is half done: {stepped} of {len(self.items)} parts of the model were stepped, then "
-            f"{where} failed: {self.error} "
-            "Go back to the last checkpoint: load model and optimizer from it, or start the run again."
+            f"The optimizer's step is half done: {stepped} of {len(self.items)} parts of the model were stepped, "
+            f"then {where} failed: {self.error} Load model and optimizer from the last checkpoint, or start the "
+            "run again."
         )
 
 

@@ -47,8 +47,8 @@ class StepWork:
         gradient = local(parameter.grad)
         if gradient.layout != torch.strided:
             raise UsageError(
-                f"A parameter of shape {tuple(parameter.shape)} has a sparse gradient, which an offloaded step does "
-                "not do. Use sparse=False in its embedding, or leave its optimizer without offload."
+                f"A parameter of shape {tuple(parameter.shape)} has a sparse gradient, which an offloaded step "
+                "cannot use. Set sparse=False in its embedding, or do not offload its optimizer."
             )
         # ``data`` has a version counter of its own: the worker's writes are announced here instead, once.
         value = local(parameter.detach()).data

@@ -123,8 +123,9 @@ class _MappedWeight:
             )
         if self._is_read_only and _version(self._parameter) != self._version:
             raise UsageError(
-                f"The parameter '{self._name}' was written to, but it is mapped from a checkpoint that is only read: "
-                "the change would not last. Load the model into memory, or offload it to a folder, to change it."
+                f"The parameter '{self._name}' was written to, but it is mapped from a checkpoint file that is "
+                "read-only, so the change would be lost. Load the model into memory, or offload it to a folder, "
+                "to change it."
             )
 
 

@@ -152,8 +152,8 @@ class Streamer:
         """A copy of the streamed model, by deepcopy or pickle, is not streamed."""
         if not self._in_place:
             raise UsageError(
-                "A model whose weights are streamed to a device cannot be copied or pickled. "
-                "Call stop_streaming(model) before, or save its state_dict()."
+                "A model whose weights are streamed to a device cannot be copied or pickled. First call "
+                "stop_streaming(model), or save its state_dict()."
             )
         return type(None), ()
 
@@ -260,8 +260,8 @@ class Streamer:
     def _no_room(self, unit: WeightGroup) -> OffloadError:
         taken = sorted(one.name for one in self._loaded)
         return OffloadError(
-            f"'{unit.name}' takes {self._sizes[unit]} bytes, for which the budget of {self.budget} bytes has no room "
-            f"while {', '.join(map(repr, taken))} are in use. Raise the budget, or keep no views of weights."
+            f"'{unit.name}' takes {self._sizes[unit]} bytes, for which the budget of {self.budget} bytes has no "
+            f"room while {', '.join(map(repr, taken))} are in use. Raise the budget, or keep no views of weights."
         )
 
     def _is_elsewhere(self) -> bool:

@@ -55,7 +55,9 @@ class TrainingBlock:
 
     def __enter__(self) -> Any:
         if self._entered is not None:
-            raise UsageError(f"{self._name} was entered twice. Use one with block at a time.")
+            raise UsageError(
+                f"{self._name} was entered twice. Leave its with block before you enter it again."
+            )
         entered = self._training()
         entered.__enter__()
         self._entered = entered
@@ -122,7 +124,7 @@ def check_replicas(what: str, trainer: Trainer, model: nn.Module) -> None:
     ]
     if split and world_size > 1:
         raise UsageError(
-            f"{what} needs ranks that train by themselves, but parallel='{' '.join(split)}' makes them share each "
+            f"{what} needs ranks that train separately, but with parallel='{' '.join(split)}' they share each "
             f"step. {instead}"
         )
     if any(parameter.is_complex() for parameter in model.parameters()):
@@ -133,13 +135,13 @@ def check_replicas(what: str, trainer: Trainer, model: nn.Module) -> None:
         return
     if not isinstance(model, nn.parallel.DistributedDataParallel):
         raise UsageError(
-            f"{what} got a {kind} that is no replica of data parallel training. Pass what prepare() returned for it; "
-            "it must have parameters that require gradients."
+            f"{what} got a {kind} that is not a data parallel replica. Pass the model that prepare() returned. "
+            "It must have parameters that require gradients."
         )
     ranks = model.process_group.size()
     if ranks != world_size:
         raise UsageError(
-            f"{what} needs a replica on every rank, but {kind} has {ranks} among {world_size} ranks. {instead}"
+            f"{what} needs a replica on every rank, but {kind} has {ranks} on {world_size} ranks. {instead}"
         )
 
 
@@ -170,8 +172,8 @@ def meet(communicator: Communicator, what: str, step: int, failure: BaseExceptio
             f"rank {rank} {name} after {steps} steps" for rank, (name, steps, _) in enumerate(places)
         )
         raise UsageError(
-            f"Ranks met at different places: {found}. Let every rank make the same number of steps: prepare the "
-            "loader with even_batches=True."
+            f"Ranks exchanged data at different places: {found}. Let every rank make the same number of steps: "
+            "prepare the loader with even_batches=True."
         )
 
 

@@ -90,8 +90,8 @@ class DiLoCo(LocalRounds):
             outer = build(list(self._start.values())) if callable(build) else None
             if not isinstance(outer, Optimizer):
                 raise UsageError(
-                    f"DiLoCo got outer_optimizer={outer_optimizer!r}, which builds no optimizer. Pass a function of a "
-                    "list of tensors, such as functools.partial(torch.optim.SGD, lr=0.7)."
+                    f"DiLoCo got outer_optimizer={outer_optimizer!r}, which does not return an optimizer. Pass a "
+                    "function of a list of tensors, such as functools.partial(torch.optim.SGD, lr=0.7)."
                 )
             self.outer_optimizer = outer
 
@@ -175,5 +175,5 @@ class DiLoCo(LocalRounds):
     def _check_state(self, state: StateDict) -> None:
         super()._check_state(state)
         if not {"start", "outer"} <= state.keys():
-            raise CheckpointError("A state of DiLoCo lacks start or outer. Load a state that DiLoCo saved.")
+            raise CheckpointError("The state of DiLoCo lacks start or outer. Load a state that DiLoCo saved.")
         self._check_tensors(state["start"], self._start)

@@ -183,15 +183,16 @@ class LocalRounds(TrainingBlock):
         missing = STATE_KEYS - state.keys()
         if missing:
             raise CheckpointError(
-                f"A state of {self._name} lacks {', '.join(sorted(missing))}. Load a state that {self._name} saved."
+                f"The state of {self._name} lacks {', '.join(sorted(missing))}. Load a state that {self._name} "
+                "saved."
             )
         if not state["in_round"]:
             return
         if state["world_size"] != self._communicator.world_size:
             raise CheckpointError(
-                f"{self._name} was saved {state['in_round']} steps into a round by {state['world_size']} ranks, each "
-                f"with parameters of its own, but this run has {self._communicator.world_size}. Start as many, or save "
-                "when ranks_agree."
+                f"{self._name} was saved {state['in_round']} steps into a round by {state['world_size']} ranks, "
+                f"each with parameters of its own, but this run has {self._communicator.world_size}. Start as "
+                "many ranks, or save when ranks_agree."
             )
         self._check_tensors(state["parameters"], self._trained)
         buffers = {str(i): buffer for i, buffer in enumerate(floating_buffers(self.model))}
@@ -202,7 +203,7 @@ class LocalRounds(TrainingBlock):
         differ = [name for name in {**shapes[0], **shapes[1]} if shapes[0].get(name) != shapes[1].get(name)]
         if differ:
             raise CheckpointError(
-                f"A state of {self._name} has {shapes[0].get(differ[0])} for '{differ[0]}', but the model has "
+                f"The state of {self._name} has {shapes[0].get(differ[0])} for '{differ[0]}', but the model has "
                 f"{shapes[1].get(differ[0])}. Prepare the model that was saved."
             )
 

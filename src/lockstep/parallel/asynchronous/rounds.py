@@ -89,8 +89,8 @@ class MessageFormat:
                 part.zero_()
             elif gradient.layout is not torch.strided:
                 raise UsageError(
-                    f"A gradient of shape {tuple(gradient.shape)} is sparse, but gradients that come late are sent "
-                    "whole. Build the embedding with sparse=False."
+                    f"A gradient of shape {tuple(gradient.shape)} is sparse, but late gradients are sent as "
+                    "dense tensors. Make the embedding with sparse=False."
                 )
             else:
                 part.copy_(gradient.reshape(-1))

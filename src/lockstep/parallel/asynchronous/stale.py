@@ -165,14 +165,15 @@ class BoundedStaleness(TrainingBlock):
         check_count(self._name, "staleness", self.staleness, least=0)
         if self._max_norm is not None and not self._max_norm > 0:
             raise ConfigError(
-                f"BoundedStaleness got max_norm={self._max_norm}, but it must be above 0, or None."
+                f"BoundedStaleness got max_norm={self._max_norm}, but it must be above 0, or None. Pass one of "
+                "these."
             )
         check_replicas(self._name, self._trainer, self.model)
         _check_optimizer(self._optimizer, self.model)
         if self._trainer.mixed_precision == "fp16":
             raise UsageError(
-                "BoundedStaleness got mixed_precision='fp16', but a gradient that comes late has the loss scale of "
-                "another step. Use 'bf16' or 'no'."
+                "BoundedStaleness got mixed_precision='fp16', but a late gradient has the loss scale of another "
+                "step. Use 'bf16' or 'no'."
             )
 
     @property
@@ -312,7 +313,7 @@ class BoundedStaleness(TrainingBlock):
         if late:
             raise UsageError(
                 f"'{late[0]}' and {len(late) - 1} other parameters got gradients, but required none when "
-                "BoundedStaleness was made. Make it after the last change of requires_grad."
+                "BoundedStaleness was made. Make BoundedStaleness after the last change of requires_grad."
             )
 
     def _check_words(self, rounds: Rounds, total: Total, round_number: int) -> None:
@@ -371,6 +372,6 @@ def _check_optimizer(optimizer: object, model: nn.Module) -> None:
     foreign = sum(id(parameter) not in own for parameter in held)
     if foreign:
         raise UsageError(
-            f"The optimizer trains {foreign} parameters of another model than BoundedStaleness got, whose gradients "
-            "would not be averaged. Pass one module that holds both."
+            f"The optimizer trains {foreign} parameters of another model than BoundedStaleness got, so their "
+            "gradients would not be averaged. Pass one module that holds both models."
         )

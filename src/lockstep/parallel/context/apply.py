@@ -44,8 +44,8 @@ def context_parallel(
         return
     if not blocks:
         raise UsageError(
-            f"cp={mesh.size()} splits the sequence between blocks, but {type(model).__name__} was given without any. "
-            "Name them with blocks=..., as a class or as a pattern such as 'layers.*'."
+            f"cp={mesh.size()} splits the sequence between blocks, but no blocks of {type(model).__name__} were "
+            "found. Name them with blocks=..., as a class or as a pattern such as 'layers.*'."
         )
     if regions_of(model):
         raise UsageError(f"{type(model).__name__} is context parallel already. Prepare it once.")
@@ -66,7 +66,7 @@ def context_parallel(
         changed._argument_names = tuple(inspect.signature(cls.forward).parameters)[1:]
         changed._block_name = name
         block.__class__ = classes[cls]
-    disable_cache(model, "keys and values would be those of one rank's positions")
+    disable_cache(model, "the cache would hold only the keys and values of one rank's positions")
     model.__class__ = subclass(type(model), ContextParallelModel, _region=region)
 
 
@@ -107,8 +107,8 @@ def _check_block(name: str, block: nn.Module, size: int, has_another: bool) -> N
             else "Its class has no attention that can be split: leave cp out."
         )
         raise UsageError(
-            f"'{full}' ({type(module).__name__}) is set to attn_implementation={chosen!r}, which would see only one "
-            f"rank's part of the sequence (cp = {size}). {remedy}"
+            f"'{full}' ({type(module).__name__}) is set to attn_implementation={chosen!r}, but it would get only "
+            f"one rank's part of the sequence (cp = {size}). {remedy}"
         )
 
 
@@ -126,7 +126,7 @@ def _check_module(block: str, name: str, module: nn.Module, size: int) -> None:
     where = f"'{name}' ({type(module).__name__}) in block '{block}'"
     remedy = "Leave its block out with blocks=..., or use another module."
     if isinstance(module, (torch_modules.BatchNorm, torch_modules.InstanceNorm)):
-        what = "takes statistics of all positions, but would see those of one rank"
+        what = "takes statistics of all positions, but would see only those of one rank"
     elif isinstance(module, nn.MultiheadAttention) and not module.batch_first:
         what = "expects [sequence, batch, width]"
         remedy = "Make it with batch_first=True: context parallelism splits [batch, sequence, width]."

@@ -70,9 +70,9 @@ def sequence_dim(block: str, name: str, tensor: Tensor, batch: int, length: int)
     if len(shape) <= 2 and shape[0] == length:
         if batch == length:
             raise UsageError(
-                f"Argument '{name}' of block '{block}' is {list(shape)}, and batch size and sequence length are both "
-                f"{length}, so it cannot be told whether it is to be split. Give it a batch dimension, [1, {length}, "
-                "...], or change the batch size."
+                f"Argument '{name}' of block '{block}' is {list(shape)}, and batch size and sequence length are "
+                f"both {length}, so it is not clear which of them to split. Give it a batch dimension, [1, "
+                f"{length}, ...], or change the batch size."
             )
         return 0
     return None
@@ -101,13 +101,13 @@ def arguments_on_chunks(
     whole = split.get(id(positions))
     if whole is None:
         raise UsageError(
-            f"{name} was called on chunks of the sequence without position_ids, or with some that are not in buffers. "
-            "Add torch.arange(length)[None] to the buffers, and pass it as position_ids."
+            f"{name} was called on chunks of the sequence without position_ids, or with position_ids that are "
+            "not in buffers. Add torch.arange(length)[None] to the buffers, and pass it as position_ids."
         )
     if whole.ndim != 2 or bool((whole.diff(dim=1) != 1).any()):
         raise UsageError(
-            f"The position_ids for {name} do not rise by one, as where several sequences are packed into a row. Call "
-            "it outside of split_sequence, with cp_method=ulysses."
+            f"The position_ids for {name} do not rise by one from position to position, as if several sequences "
+            "were packed into a row. Call the model outside split_sequence, with cp_method=ulysses."
         )
     if mask is None:
         first = next(
@@ -117,8 +117,9 @@ def arguments_on_chunks(
     masked = split.get(id(mask))
     if masked is None or masked.ndim != 2 or not bool(masked.all()):
         raise UsageError(
-            f"The attention_mask for {name} hides positions, or is not in buffers, but no rank sees it whole. Leave it "
-            "out and pad on the right, with labels of -100, or call the model outside of split_sequence."
+            f"The attention_mask for {name} masks positions, or is not in buffers, but no rank has the whole "
+            "mask. Leave the mask out and pad on the right with labels of -100, or call the model outside "
+            "split_sequence."
         )
     return kwargs
 
@@ -127,7 +128,7 @@ class Visible(Enum):
     """The keys that a query sees."""
 
     ALL = "all"
-    UP_TO_QUERY = "those up to itself"
+    UP_TO_QUERY = "those up to its own position"
     OTHER = "others"
 
 

@@ -107,7 +107,7 @@ class InBlock(OnChunks):
 
     def suspect_scores(self, what: str) -> None:
         self.suspect(
-            f"has {what}, which looks like attention computed by hand: it would see only the {self.length} of "
+            f"has {what}, which looks like attention computed by hand. It would use only the {self.length} of "
             f"{self.length * self.layout.size} positions that this rank holds",
             self.no_other or 'Use F.scaled_dot_product_attention (transformers: attn_implementation="sdpa")',
         )
@@ -133,9 +133,10 @@ def _check_arange(mode: OnChunks, *args: object, **kwargs: object) -> None:
     end = kwargs.get("end", numbers[1] if len(numbers) > 1 else numbers[0] if numbers else None)
     if start == 0 and end == mode.length and kwargs.get("step", numbers[2] if len(numbers) > 2 else 1) == 1:
         mode.suspect(
-            f"calls torch.arange({mode.length}), which looks like positions, but this rank holds {mode.length} of "
-            f"{mode.length * mode.layout.size}, and not the first ones",
-            "Make positions before the blocks, and pass them, or what is computed of them, to the blocks as arguments",
+            f"calls torch.arange({mode.length}), which looks like positions, but this rank holds {mode.length} "
+            f"of {mode.length * mode.layout.size} positions, and not the first ones",
+            "Compute position numbers before the blocks, and pass them, or what you compute from them, to the "
+            "blocks as arguments",
         )
 
 
@@ -153,7 +154,7 @@ def _check_table(mode: OnChunks, tensor: Tensor, index: object) -> None:
             mode.suspect(
                 f"takes the first {mode.length} of {tensor.shape[dim]} rows of {list(tensor.shape)}, which looks like "
                 "a table of positions, but this rank holds others",
-                "Take them before the blocks, and pass them to the blocks as arguments",
+                "Select these rows before the blocks, and pass them to the blocks as arguments",
             )
 
 
@@ -179,7 +180,7 @@ def _refuse_along_sequence(mode: InBlock, tensor: Tensor, dims: list[object]) ->
         mode.suspect(
             f"works on {list(tensor.shape)} along dim 1, the sequence, of which this rank holds {mode.length} of "
             f"{mode.length * mode.layout.size} positions",
-            "Leave this module out with blocks=..., or do it before or after the blocks",
+            "Leave this module out with blocks=..., or compute this before or after the blocks",
         )
 
 
@@ -194,7 +195,7 @@ def _check_convolution(mode: InBlock, tensor: Tensor, weight: Tensor, *_: object
 
 def _check_recurrence(mode: InBlock, *_: object, **__: object) -> None:
     mode.suspect(
-        "has a recurrent layer, which would begin anew at each rank's positions",
+        "has a recurrent layer, which would start again at the first position of each rank",
         "Leave this module out with blocks=...",
     )
 

@@ -64,8 +64,9 @@ def _complete(batch: Any) -> dict[str, Any]:
     names = ("input_ids", "labels")
     if not isinstance(batch, Mapping) or not all(isinstance(batch.get(name), Tensor) for name in names):
         raise UsageError(
-            f"ParallelismConfig(sp_size=...) cuts batches along the sequence, but the loader gave a "
-            f"{type(batch).__name__} without tensors input_ids and labels. Let it collate them into a dictionary."
+            "ParallelismConfig(sp_size=...) cuts batches along the sequence, but the loader gave a "
+            f"{type(batch).__name__} without tensors input_ids and labels. Let the loader return a dictionary "
+            "with these tensors."
         )
     tokens, labels = batch["input_ids"], batch["labels"]
     if tokens.ndim != 2 or labels.shape != tokens.shape:

@@ -73,7 +73,8 @@ class SplitSequence(InBlock):
         self._check_attention(query, key, value, enable_gqa, is_causal)
         if attn_mask is not None and is_causal:
             self.refuse(
-                "calls attention with is_causal=True and a mask, of which torch takes one", "Pass one of them"
+                "calls attention with is_causal=True and with a mask, but torch accepts only one of them",
+                "Pass one of them",
             )
         self.attentions += 1
         if key.shape[2] != self.length:
@@ -102,7 +103,7 @@ class SplitSequence(InBlock):
         if attn_mask is not None:
             self.refuse(
                 "calls attention with a mask, but with cp_method=ring no rank sees all keys at once",
-                "Use is_causal=True instead, padding on the right and leaving the mask out, or cp_method=ulysses",
+                "Use is_causal=True without a mask and pad on the right, or use cp_method=ulysses",
             )
         if dropout_p > 0:
             self.refuse(
@@ -196,7 +197,7 @@ class SplitSequence(InBlock):
         if query.ndim != 4 or key.ndim != 4 or value.ndim != 4:
             self.refuse(
                 f"calls attention on queries {list(query.shape)} and keys {list(key.shape)}",
-                "Bring them to [batch, heads, sequence, head dim]",
+                "Reshape them to [batch, heads, sequence, head dim]",
             )
         lengths = [tensor.shape[2] for tensor in (query, key, value)]
         if lengths != [self.length] * 3:
@@ -205,8 +206,8 @@ class SplitSequence(InBlock):
                 f"holds {self.length} positions of the sequence"
             )
             remedy = (
-                "Only attention of the whole sequence to itself or to another one that comes as an argument can be "
-                "split; leave such modules out with blocks=..."
+                "Only attention of the whole sequence to itself, or to another sequence that is an argument, "
+                "can be split; leave other modules out with blocks=..."
             )
             if lengths[0] != self.length or lengths[1] != lengths[2] or is_causal:
                 self.refuse(what, remedy)

@@ -116,7 +116,8 @@ class ContextRegion:
             if torch.is_grad_enabled() or any(_equal(leaf, chunk) for leaf in leaves for chunk in chunks):
                 raise UsageError(
                     f"{model} was called with none of the tensors that the loader gave, which are chunks of the "
-                    f"sequence ({self.layout.size} ranks). Pass them as they are, or evaluate under torch.no_grad()."
+                    f"sequence ({self.layout.size} ranks). Pass these tensors unchanged, or evaluate under "
+                    "torch.no_grad()."
                 )
             yield
             return
@@ -139,9 +140,9 @@ class ContextRegion:
         named = f"blocks={self.around}" if self.around else "blocks=..."
         return (
             f"{model}'s forward raises {type(error).__name__} between its blocks '{self.chain.first}' and "
-            f"'{self.chain.last}' ({first_line(error)}): there each rank has {self.local_length} of {whole} positions "
-            f"(cp = {self.layout.size}), so that nothing from before the first block fits. Name modules that get the "
-            f"hidden states one after the other, residuals included, with {named}."
+            f"'{self.chain.last}' ({first_line(error)}): there each rank has {self.local_length} of {whole} "
+            f"positions (cp = {self.layout.size}), so tensors from before the first block do not fit. Name with "
+            f"{named} modules that run one after the other, with everything that is added between them inside."
         )
 
     def end(self) -> None:
@@ -150,8 +151,8 @@ class ContextRegion:
             assert self.chain is not None
             self.local_length = None
             raise UsageError(
-                f"The model's forward called block '{self.chain.first}' but not '{self.chain.last}', after which the "
-                "ranks' chunks of the sequence are put together. Name the blocks that are always called with blocks=..."
+                f"The model's forward called block '{self.chain.first}' but not '{self.chain.last}', after which "
+                "the chunks of the ranks are joined. Name with blocks=... only blocks that are always called."
             )
 
 
@@ -283,8 +284,8 @@ def _enter(region: ContextRegion, block: str, hidden: Tensor, named: dict[str, o
             return None
         if cached:
             raise UsageError(
-                f"Block '{block}' got '{cached}', but a split sequence leaves only a part of its keys in a cache. Call "
-                "the model with use_cache=False, or under torch.no_grad()."
+                f"Block '{block}' got '{cached}', but with a split sequence a cache would hold only a part of "
+                "the keys. Call the model with use_cache=False, or under torch.no_grad()."
             )
         region.layout.check(length, f"The sequence that block '{block}' gets")
         if not region.compared:
@@ -299,8 +300,8 @@ def _enter(region: ContextRegion, block: str, hidden: Tensor, named: dict[str, o
     if not repeated and region.local_length != length:
         if region.local_length is None or region.chain is None:
             raise UsageError(
-                f"Block '{block}' was called before '{chain.first}', where the sequence is split. Call the blocks in "
-                "their order, or name those that are with blocks=..."
+                f"Block '{block}' was called before '{chain.first}', where the sequence is split. Call the "
+                "blocks in their order, or name with blocks=... those that are called in order."
             )
         raise UsageError(
             f"Block '{block}' got {length} positions, but after '{region.chain.first}' each rank has "
@@ -318,8 +319,9 @@ def _leave(region: ContextRegion, block: str, output: object, batch: int, local_
     if not tensors or tensors[0].shape[:2] != (batch, local_length):
         found = f"{list(tensors[0].shape)}" if tensors else "no tensor"
         raise UsageError(
-            f"Block '{block}' got hidden states of {batch} samples and {local_length} positions, but returned {found}. "
-            "Context parallelism needs blocks that keep batch and length: name those with blocks=..."
+            f"Block '{block}' got hidden states of {batch} samples and {local_length} positions, but returned "
+            f"{found}. Context parallelism needs blocks that keep batch and length. Name such blocks with "
+            "blocks=..."
         )
     chain = region.chain
     if _in_backward():
@@ -333,9 +335,9 @@ def _leave(region: ContextRegion, block: str, output: object, batch: int, local_
         region.end_of.add(block)
         if not region.attentions:
             raise UsageError(
-                f"No block from '{chain.first}' to '{chain.last}' called F.scaled_dot_product_attention, so nothing "
-                f"would see the whole sequence (cp = {region.layout.size}). Use it in the model, name the blocks that "
-                "do with blocks=..., or leave cp out."
+                f"No block from '{chain.first}' to '{chain.last}' called F.scaled_dot_product_attention, so no "
+                f"part of the model would see the whole sequence (cp = {region.layout.size}). Use it in the "
+                "model, name the blocks that use it with blocks=..., or leave cp out."
             )
 
     def gather(tensor: Tensor) -> Tensor:
@@ -353,7 +355,7 @@ def _compare(region: ContextRegion, block: str, hidden: Tensor) -> None:
     if len(set(shapes)) > 1:
         raise UsageError(
             f"The ranks that share a sequence (cp = {region.layout.size}) entered block '{block}' with hidden "
-            f"states of shapes {shapes}. Give all of them the same batch: prepare the loader."
+            f"states of shapes {shapes}. Give all of them the same batch: pass the loader to prepare()."
         )
 
 

@@ -274,9 +274,9 @@ class Judge:
         if verdict.mixing is not None:
             mode.refuse_suspected(verdict.mixing)
             mode.refuse(
-                "mixes positions outside of attention, as running it on some of them shows (it begins with "
-                f"{verdict.mixing}), but each rank holds a part of the sequence",
-                "Leave this block out with blocks=..., or do it before or after the blocks",
+                "mixes positions outside of attention, as a trial run on some positions shows (it begins with "
+                f"{verdict.mixing}), but each rank holds only a part of the sequence",
+                "Leave this block out with blocks=..., or compute this before or after the blocks",
             )
         for function in verdict.suspected if verdict.is_known else [None]:
             mode.refuse_suspected(function)
@@ -312,5 +312,5 @@ def _cannot_run(mode: InBlock, arguments: list[tuple[str, object]], error: Excep
         f"raises {type(error).__name__} ({failure.first_line(error)[:200]}), where this rank has {mode.length} of "
         f"{whole} positions{beside}",
         mode.no_other
-        or "Leave this block out with blocks=..., or do what needs all positions before or after the blocks",
+        or "Leave this block out with blocks=..., or compute what needs all positions before or after the blocks",
     )

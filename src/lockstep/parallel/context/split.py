@@ -32,7 +32,7 @@ def split_sequence(
     """
     regions = _regions(models)
     if any(region.split is not None for region in regions):
-        raise UsageError("The sequence is split already. Leave the inner context out.")
+        raise UsageError("The sequence is split already by an outer context. Leave the inner context out.")
     kept = list(no_restore_buffers)
     _check_buffers(regions[0], buffers, buffer_seq_dims, kept)
     # One that is named twice, as labels that are shift_labels too, is split once.
@@ -72,9 +72,11 @@ def _regions(models: nn.Module | Iterable[nn.Module]) -> list[ContextRegion]:
     models = [models] if isinstance(models, nn.Module) else list(models)
     regions = [region for model in models for region in regions_of(model)]
     if not regions:
-        raise UsageError("No model here is context parallel. Prepare one with parallel='cp=...' first.")
+        raise UsageError("No model here is context parallel. First prepare a model with parallel='cp=...'.")
     if any(region.layout != regions[0].layout for region in regions):
-        raise UsageError("The models split their sequences in different ways. Use one context for each.")
+        raise UsageError(
+            "The models split their sequences in different ways. Use a context of its own for each model."
+        )
     return regions
 
 
@@ -91,18 +93,19 @@ def _check_buffers(
     for index, (buffer, dim) in enumerate(zip(buffers, dims, strict=True)):
         if not isinstance(buffer, Tensor) or buffer.is_nested or not buffer.is_leaf or buffer.requires_grad:
             raise UsageError(
-                f"buffers[{index}] is no plain tensor without gradient, so that it cannot be split in place. Pass "
+                f"buffers[{index}] is not a plain tensor without gradient, so it cannot be split in place. Pass "
                 "inputs, positions and labels."
             )
         if not -buffer.ndim <= dim < buffer.ndim:
             raise UsageError(
-                f"buffers[{index}] is {list(buffer.shape)}, which has no dim {dim}. Correct its dim."
+                f"buffers[{index}] is {list(buffer.shape)}, which has no dim {dim}. Correct its entry of "
+                "buffer_seq_dims."
             )
         before = next((i for i, other in enumerate(buffers[:index]) if other is buffer), None)
         if before is not None and (dim - dims[before]) % buffer.ndim:
             raise UsageError(
-                f"buffers[{index}] is buffers[{before}], and would be split along dims {dims[before]} and {dim}. "
-                "Name it once."
+                f"buffers[{index}] is the same tensor as buffers[{before}], and would be split along dims "
+                f"{dims[before]} and {dim}. Pass it once."
             )
         lengths.append(buffer.shape[dim])
     if len(set(lengths)) > 1:

@@ -46,13 +46,13 @@ def check_heads(heads: int, key_heads: int, size: int) -> None:
     """Raise UsageError if they cannot be dealt out to ``size`` ranks."""
     if heads % size:
         raise UsageError(
-            f"cp_method=ulysses deals out heads, but {heads} heads do not divide by cp = {size}. Use a cp that "
-            "divides them, or cp_method=ring."
+            f"cp_method=ulysses divides heads over ranks, but {heads} heads do not divide by cp = {size}. Use a "
+            "cp that divides them, or cp_method=ring."
         )
     if key_heads % size and size % key_heads:
         raise UsageError(
-            f"cp_method=ulysses deals out heads, but {key_heads} key-value heads and cp = {size} do not divide "
-            "each other. Use a cp that divides them, or cp_method=ring."
+            f"cp_method=ulysses divides heads over ranks, but {key_heads} key-value heads and cp = {size} do not "
+            "divide each other. Use a cp that divides them, or cp_method=ring."
         )
 
 

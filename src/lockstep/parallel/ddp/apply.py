@@ -121,11 +121,12 @@ def data_parallel(model: nn.Module, runtime: Runtime) -> nn.Module:
     count = torch.cuda.device_count() if runtime.device.type == "cuda" else 0
     if count < 2:
         raise UsageError(
-            f"parallel='dataparallel' needs at least 2 GPUs, but this process sees {count}. Drop the option."
+            f"parallel='dataparallel' needs at least 2 GPUs, but this process sees {count}. Drop this option."
         )
     warnings.warn(
         f"torch.nn.DataParallel drives {count} GPUs from one process: it copies the model at every forward and "
-        f"is held back by one Python interpreter. 'lockstep launch --nproc {count}' runs the same script faster.",
+        f"is slowed down by the one Python interpreter. 'lockstep launch --nproc {count}' runs the same script "
+        "faster.",
         stacklevel=2,
     )
     return DataParallel(model)

@@ -64,11 +64,11 @@ class CopiesAlike:
             return
         names: dict[int, str] = {id(p): name for name, p in self._module.named_parameters()}
         raise UsageError(
-            f"'{names.get(id(trained[worst]), '?')}' of {type(self._module).__name__} is no longer equal on all ranks: "
-            f"its sums differ by {off[worst].item():.0e}. It was stepped by gradients or numbers that are a rank's "
-            "own. Call the model that accelerator.prepare() returned, not the one inside of it; let losses go through "
-            "its outputs; and average over the ranks what an optimizer or a hook has of this rank's rows: "
-            "accelerator.reduce(tensor, 'mean')."
+            f"'{names.get(id(trained[worst]), '?')}' of {type(self._module).__name__} is no longer equal on all "
+            f"ranks: its sums differ by {off[worst].item():.0e}. An optimizer step used gradients or numbers of "
+            "one rank only. Call the model that accelerator.prepare() returned, not the module inside it, and "
+            "compute losses from its outputs. If an optimizer or a hook uses numbers of this rank's rows, "
+            "average them first: accelerator.reduce(tensor, 'mean')."
         )
 
 

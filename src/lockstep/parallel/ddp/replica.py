@@ -120,10 +120,11 @@ class DistributedDataParallel(TorchDDP):
         except RuntimeError as error:
             rank = torch.distributed.get_rank(self.process_group)
             raise UsageError(
-                f"Backward on rank {rank} left {self._left_out(str(error))} of {type(self.module).__name__} without a "
-                "gradient, which parallel='ddp' averages over the ranks. Pass DistributedDataParallelKwargs("
-                "find_unused_parameters=True) to the Accelerator, or freeze on all ranks what is not used; several "
-                "losses of one forward belong into one backward call."
+                f"Backward on rank {rank} left {self._left_out(str(error))} of {type(self.module).__name__} "
+                "without a gradient, which parallel='ddp' averages over the ranks. Pass "
+                "DistributedDataParallelKwargs(find_unused_parameters=True) to the Accelerator, or freeze on "
+                "all ranks the parameters that are not used. Add up several losses of one forward, and call "
+                "backward once."
             ) from error
 
     def check_averaged(self, stepped: Callable[[], set[int]]) -> None:
@@ -138,9 +139,9 @@ class DistributedDataParallel(TorchDDP):
         if not found or differences(found, self.process_group).max() <= TOLERANCE:
             return
         raise UsageError(
-            f"A step was to be made with gradients of {type(self.module).__name__} that are this rank's own: each "
-            "backward since the last step ran inside of no_sync. Leave no_sync for the last forward and backward "
-            "before a step, which average what has added up."
+            f"The step would use gradients of {type(self.module).__name__} from this rank only, because each "
+            "backward since the last step ran inside no_sync. Run the last forward and backward before a step "
+            "outside no_sync, which averages the accumulated gradients."
         )
 
     def _notice_own_gradients(self, output: object) -> None:
@@ -179,7 +180,7 @@ class DistributedDataParallel(TorchDDP):
         if self.static_graph:
             raise UsageError(
                 f"Other parameters of {type(self.module).__name__} are trainable than in the step before, but "
-                "static_graph=True says that nothing changes. Drop that option of DDP."
+                "static_graph=True promises that they never change. Drop static_graph."
             )
         known = self._averaged.pop(_key(now), None)
         if not self._is_spent or self.find_unused_parameters:
@@ -258,8 +259,9 @@ def refuse_thawed(module: nn.Module, args: object) -> None:
     """
     if torch.is_grad_enabled() and trained_parameters(module):
         raise UsageError(
-            f"{type(module).__name__} had no trainable parameters when it was prepared, so that no gradients of it are "
-            "averaged over the ranks, but it has some now. Call requires_grad_(True) before accelerator.prepare()."
+            f"{type(module).__name__} had no trainable parameters when it was prepared, so its gradients are not "
+            "averaged over the ranks, but it has trainable parameters now. Call requires_grad_(True) before "
+            "accelerator.prepare()."
         )
 
 

@@ -46,7 +46,8 @@ def expert_parallel(
     """
     if mesh.ndim != 1:
         raise UsageError(
-            f"expert_parallel got a mesh of {mesh.ndim} axes, but experts are spread over one. Pass mesh['ep']."
+            f"expert_parallel got a mesh of {mesh.ndim} axes, but experts are divided over one axis. Pass "
+            "mesh['ep']."
         )
     experts = mesh.get_group()
     data = _all_ranks() if data_group is None else data_group
@@ -154,8 +155,8 @@ def _unfit(model: nn.Module, found: dict[str, MixtureOfExperts]) -> LockstepErro
     if not found:
         others = _of_others(model)
         return UsageError(
-            f"{type(model).__name__} has no MixtureOfExperts whose experts could be spread{others}. Use "
-            "lockstep.nn.MixtureOfExperts in the model, or say zero=3 instead of ep, which splits any weights."
+            f"{type(model).__name__} has no MixtureOfExperts whose experts can be divided{others}. Use "
+            "lockstep.nn.MixtureOfExperts in the model, or use zero=3 instead of ep, which splits any weights."
         )
     for name, layer in found.items():
         unfit = _unfit_part(name, layer) or _used_elsewhere(name, layer, model, found)
@@ -178,7 +179,7 @@ def _of_others(model: nn.Module) -> str:
     """What looks like experts of another library, for a message."""
     for name, module in model.named_modules():
         if "expert" in type(module).__name__.lower() or name.rpartition(".")[2] == "experts":
-            return f" ('{name}', a {type(module).__name__}, is none)"
+            return f" ('{name}' is a {type(module).__name__})"
     return ""
 
 
@@ -186,16 +187,16 @@ def _unfit_part(name: str, layer: MixtureOfExperts) -> UsageError | None:
     """Experts that are not those of ``MixtureOfExperts``, or have something that cannot be dealt out."""
     if not isinstance(layer.experts, Experts):
         return UsageError(
-            f"The experts of '{name}' are a {type(layer.experts).__name__}, of which nobody knows how to deal them "
-            "out. Keep those of MixtureOfExperts, or a subclass of their class."
+            f"The experts of '{name}' are a {type(layer.experts).__name__}, which cannot be divided over ranks. "
+            "Keep the experts of MixtureOfExperts, or use a subclass of their class."
         )
     parts = [*layer.experts.named_parameters(), *layer.experts.named_buffers()]
     for part, tensor in parts:
         if tensor.shape[:1] != (layer.num_experts,) or "." in part or not isinstance(tensor, nn.Parameter):
             return UsageError(
-                f"'{name}.experts.{part}' is {list(tensor.shape)}, but of each parameter of the experts a rank holds "
-                f"one row for each of its experts, of {layer.num_experts}. Keep others in the layer, beside its "
-                "experts."
+                f"'{name}.experts.{part}' is {list(tensor.shape)}, but each parameter of the experts must have "
+                f"one row for each of the {layer.num_experts} experts. Move other parameters from the experts to "
+                "the layer."
             )
     return None
 
@@ -211,8 +212,8 @@ def _used_elsewhere(
             if id(parameter) in stacked and id(module) not in of_experts:
                 full = joined_name(prefix, own)
                 return UsageError(
-                    f"'{full}' is a weight of the experts of '{name}', too, of which each rank holds a part. Give "
-                    "that module a weight of its own."
+                    f"'{full}' is also a weight of the experts of '{name}', and each rank holds only a part of "
+                    f"that. Give '{full}' a weight of its own."
                 )
     return None
 

@@ -60,9 +60,9 @@ class Calls:
             for rank in (0, other)
         ]
         raise CollectiveMismatchError(
-            f"Rank 0 of the group {said[0]} while rank {other} {said[1]}, but the experts are spread over the ranks, "
-            "which serve one another. Call the same layers in the same order on every rank, with no tokens (x[:0]) "
-            "where a rank has none for one."
+            f"Rank 0 of the group {said[0]} while rank {other} {said[1]}, but each rank needs the experts of the "
+            "others. Call the same layers in the same order on every rank. Where a rank has no tokens for a "
+            "layer, call it with none (x[:0])."
         )
 
 

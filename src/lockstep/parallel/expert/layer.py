@@ -336,7 +336,7 @@ def _some_layers(model: nn.Module) -> list[MixtureOfExperts]:
     found = [layer for _, layer in layers(model)]
     if not found:
         raise UsageError(
-            f"{type(model).__name__} has no MixtureOfExperts, so it has no such loss. Do not call this function."
+            f"{type(model).__name__} has no MixtureOfExperts, so it has no such loss. Remove this call."
         )
     return found
 

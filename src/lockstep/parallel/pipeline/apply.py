@@ -53,8 +53,9 @@ def split_model(
     options = options or PipelineOptions()
     if options.schedule in SPLIT_BACKWARD and not splits_backward_exactly():
         raise UsageError(
-            f"schedule='{options.schedule}' takes backwards apart, which torch {torch.__version__} does with wrong "
-            "gradients for a weight that is used twice. Use torch 2.13 or newer, or schedule='1f1b' or 'interleaved'."
+            f"schedule='{options.schedule}' splits each backward in two, but torch {torch.__version__} then "
+            "computes wrong gradients for a weight that is used twice. Use torch 2.13 or newer, or "
+            "schedule='1f1b' or 'interleaved'."
         )
     ranks = mesh.size()
     stages = ranks * stages_per_rank(options.schedule, options.stages_per_rank)
@@ -87,7 +88,7 @@ def _starts(
         if not any(True for name in held for _ in blocks[name].parameters()):
             raise UsageError(
                 f"Stage {stage} of the pipeline would hold {join_names(held, most=4)}, which have no parameters. "
-                "Choose other blocks with blocks=..., or other beginnings with split=..."
+                "Choose other blocks with blocks=..., or begin stages at other blocks with split=..."
             )
     return starts
 
@@ -176,7 +177,8 @@ def measured_split(
     found = find_blocks(model, blocks)
     if len(found) < stages:
         raise UsageError(
-            f"{type(model).__name__} has {len(found)} blocks, which do not make {stages} stages. Ask for fewer stages."
+            f"{type(model).__name__} has {len(found)} blocks, which are too few for {stages} stages. Use fewer "
+            "stages."
         )
     seconds = [block_seconds(model, found, *args, repeats=repeats, **kwargs)]
     Communicator(process.start()).broadcast_object_list(seconds)

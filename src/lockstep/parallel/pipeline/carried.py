@@ -161,8 +161,9 @@ class Values(TorchFunctionMode):
         """
         if torch_tensors.is_view(changed):
             raise UsageError(
-                "The forward writes what blocks return into a view of a tensor that it made before, which a pipeline "
-                "cannot follow. Write with an index (outputs[i] = x), or collect in a list and call torch.stack."
+                "The forward writes what blocks return into a view of a tensor that it made before, which a "
+                "pipeline cannot follow. Write with an index (outputs[i] = x), or collect the tensors in a list "
+                "and call torch.stack."
             )
         instead = self._new(changed)
         self._instead[id(changed)] = (changed, instead)

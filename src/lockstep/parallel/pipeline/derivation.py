@@ -272,10 +272,10 @@ class Derivation:
     def _say(self, reduction: FoundReduction, when: str) -> None:
         if dist.get_rank() == 0 and reduction.word == "whole" and reduction.was_found:
             logger.warning(
-                "%s: on %s the loss is neither the mean nor the sum of those of the micro-batches (as with padded "
-                "tokens), so that it is computed on the whole batch at once, with all forwards before all backwards. "
-                "To keep schedule=%s, return the sum over the batch divided by a number that is passed in (such as "
-                "num_items_in_batch).",
+                "%s: on %s the loss is neither the mean nor the sum of the losses of the micro-batches (for "
+                "example because of padded tokens). So it is computed on the whole batch at once, with all "
+                "forwards before all backwards. To keep schedule=%s, return the sum over the batch divided by a "
+                "number that is passed in (such as num_items_in_batch).",
                 self._title,
                 when,
                 self._options.schedule,

@@ -27,9 +27,9 @@ def batch_norm(modules: Iterable[tuple[str, nn.Module]]) -> str | None:
 def sees_micro_batches(title: str, name: str) -> UsageError:
     """For batch normalisation."""
     return UsageError(
-        f"The module '{name}' of {title} is a batch normalisation, which takes its statistics over the whole batch, "
-        "but a pipeline shows it one micro-batch at a time. Use GroupNorm or LayerNorm in its place, or freeze its "
-        "statistics by calling eval() of this module after model.train()."
+        f"The module '{name}' of {title} is a batch normalisation, which computes statistics over the whole "
+        "batch, but a pipeline gives it one micro-batch at a time. Use GroupNorm or LayerNorm instead, or "
+        "freeze its statistics by calling eval() of this module after model.train()."
     )
 
 
@@ -37,53 +37,56 @@ def follows_rows(title: str, kind: str, name: str) -> UsageError:
     """For a buffer or attribute that micro-batches change differently, or a parameter that they change at all."""
     if kind == "parameter":
         return UsageError(
-            f"The forward of {title} changes the parameter '{name}' in place, which a pipeline would do once for each "
-            "micro-batch. Do it in the training loop, after optimizer.step(), or keep these values in buffers."
+            f"The forward of {title} changes the parameter '{name}' in place, and a pipeline would do that once "
+            "for each micro-batch. Change it in the training loop, after optimizer.step(), or keep these values "
+            "in buffers."
         )
     return UsageError(
-        f"The forward of {title} changes the {kind} '{name}' by what is in the batch, and a pipeline's micro-batches "
-        "leave different values there. Only what changes in the same way whatever the rows are (a count of steps) is "
-        "changed once a step. Return from the model what this one is made of, and change it in the training loop."
+        f"The forward of {title} changes the {kind} '{name}' with values of the batch, so each micro-batch of a "
+        "pipeline leaves another value in it. Only changes that do not depend on the rows, such as a count of "
+        f"steps, are possible. Return these values from the model, and change '{name}' in the training loop."
     )
 
 
 def runs_only_whole(title: str, text: str, micro_batches: int, names: str) -> UsageError:
     """For a forward that raises what ``text`` says of micro-batches, but not of the batch."""
     return UsageError(
-        f"The forward of {title} runs on the whole batch, but raises {text.rstrip('.')} on one of the {micro_batches} "
-        f"micro-batches of a pipeline, each of which gets its rows of {names}. If one of these must not be cut, say "
-        "batch_dims=NAME=none in parallel='pp=...'. If samples depend on each other (nodes of one graph, bags that "
-        "begin at offsets), give the batch a dimension of its own in all arguments, or leave pp out."
+        f"The forward of {title} runs on the whole batch, but raises {text.rstrip('.')} on one of the "
+        f"{micro_batches} micro-batches of a pipeline, each of which gets its rows of {names}. If one of these "
+        "must not be cut, write batch_dims=NAME=none in parallel='pp=...'. If samples depend on each other "
+        "(nodes of one graph, bags that begin at offsets), give the batch a dimension of its own in all "
+        "arguments, or leave pp out."
     )
 
 
 def unknown_result(block: str, where: str, text: str) -> UsageError:
     """For a forward that raises what ``text`` says, after a block whose results are not known without values."""
     return UsageError(
-        f"The forward of the block '{block}' branches on values or asks for one. A pipeline looks at blocks without "
-        "values first, and takes such a block to return its first argument, changed, and to keep nothing; with that "
-        f"the forward of {where} raises {text.rstrip('.')}. Let the block return one tensor only, or choose by masks "
-        "(torch.where, x[mask], index_add) instead of by if, .item() or .tolist()."
+        f"The forward of the block '{block}' branches on values or reads one. A pipeline first runs the blocks "
+        "without values, and assumes that such a block returns one tensor like its first argument and keeps "
+        f"nothing. Then the forward of {where} raises {text.rstrip('.')}. Let the block return one tensor only, "
+        "or choose by masks (torch.where, x[mask], index_add) instead of by if, .item() or .tolist()."
     )
 
 
 def neither_mean_nor_sum(title: str, source: str) -> UsageError:
     """For a tensor without rows that micro-batches make otherwise than the batch; ``source``: where it comes from."""
     return UsageError(
-        f"{title} uses {source} after its last block, which has no rows and is neither the mean nor the sum of what "
-        "the micro-batches of a pipeline give there, so that it cannot be put together. Let the blocks return the rows "
-        "that it is computed from (x, rows = block(x); all_rows.append(rows)), and compute it of all rows after the "
-        "last block (aux = balance(torch.stack(all_rows)))."
+        f"{title} uses {source} after its last block, which has no rows and is neither the mean nor the sum of "
+        "its values for the micro-batches of a pipeline. So the whole value cannot be computed. Let the blocks "
+        "return the rows that it is computed from (x, rows = block(x); all_rows.append(rows)), and compute it "
+        "of all rows after the last block (aux = balance(torch.stack(all_rows)))."
     )
 
 
 def mixes_rows(title: str, name: str) -> UsageError:
     """For what comes out of blocks otherwise for the batch than for its micro-batches."""
     return UsageError(
-        f"The blocks of {title} give other rows for the batch than for its micro-batches, before or in '{name}': they "
-        "mix the rows (such as by subtracting a mean over the batch), look at how many there are, or change from call "
-        "to call (a count in an object), but a pipeline shows them one micro-batch at a time. Let blocks compute each "
-        "row of its own, and do what needs all rows before the first block or after the last one."
+        f"The blocks of {title} compute other rows for the batch than for its micro-batches, before or in "
+        f"'{name}'. They mix the rows (for example subtract a mean over the batch), use the number of rows, or "
+        "change from call to call (a count in an object). But a pipeline gives them one micro-batch at a time. "
+        "Let blocks compute each row without the others, and compute what needs all rows before the first block "
+        "or after the last one."
     )
 
 

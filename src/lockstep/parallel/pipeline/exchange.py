@@ -149,9 +149,10 @@ class Exchange(TorchFunctionMode):
         """Raise UsageError if something that was received was not used where the trace used it."""
         if self._next < len(self._fetches):
             raise UsageError(
-                f"The forward of {self._title} does not use in {self._fetches[self._next].by} what an earlier stage of "
-                "the pipeline sends for it, as it did without values. Collect what later code uses as results of "
-                "blocks (x, aux = block(x)), not by hooks or in containers that blocks share."
+                f"The forward of {self._title} does not use in {self._fetches[self._next].by} a tensor that an "
+                "earlier stage of the pipeline sends to it. It did use this tensor in the trial run without "
+                "values. Return from blocks what later code uses (x, aux = block(x)), instead of collecting it "
+                "by hooks or in containers that blocks share."
             )
 
     def sent(self) -> list[Any]:

@@ -108,7 +108,8 @@ class _Value(torch.autograd.Function):
     def backward(ctx: FunctionContext, gradient: Tensor) -> tuple[None, None, None]:
         if ctx.add is None:
             raise RuntimeError(
-                "Trying to backward through a pipeline's loss a second time: its gradients are used up."
+                "Trying to backward through a pipeline's loss a second time: its gradients were freed by the "
+                "first backward. Call backward once for each loss."
             )
         ctx.add(gradient)
         ctx.add = None

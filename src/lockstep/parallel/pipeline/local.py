@@ -83,9 +83,9 @@ class LocalStages:
         for name, stages in uses.items():
             if stages - holders[name]:
                 raise UsageError(
-                    f"The parameter '{name}' is used by stage {min(stages - holders[name])} of the pipeline, which did "
-                    "not use it in the first forward and so does not have it. Let the first forward use what later "
-                    "ones do."
+                    f"The parameter '{name}' is used by stage {min(stages - holders[name])} of the pipeline, but "
+                    "that stage did not use it in the first forward, so it does not have it. Let the first "
+                    "forward use the same parameters as later forwards."
                 )
 
     def _tied_groups(self) -> dict[str, dist.ProcessGroup]:
@@ -145,7 +145,7 @@ class LocalStages:
             value = torch.empty(like.shape, dtype=like.dtype, device=self.device)
         elif value.shape != like.shape:
             raise UsageError(
-                f"The model returned a tensor of shape {tuple(value.shape)} where its first forward promised "
+                f"The model returned a tensor of shape {tuple(value.shape)} but its first forward returned shape "
                 f"{tuple(like.shape)}. Return tensors whose shape does not depend on values."
             )
         value = value.detach().to(like.dtype).contiguous()  # weights may have been gathered in 16 bits

@@ -42,8 +42,8 @@ def batch_size(call: Call, given: BatchDims | None = None) -> int:
     }
     if len(sizes) > 1:
         raise UsageError(
-            f"The dimensions that batch_dims names have different sizes: {', '.join(map(str, sorted(sizes)))}. Name "
-            "the one of each argument that has as many entries as the batch has samples."
+            f"The dimensions that batch_dims names have different sizes: {', '.join(map(str, sorted(sizes)))}. "
+            "For each argument, name the dimension that has as many entries as the batch has samples."
         )
     if sizes:
         return sizes.pop()
@@ -69,13 +69,13 @@ def count_for_training(asked: int, batch: int, schedule: Schedule, ranks: int) -
         if asked < least or not fits(schedule, asked, ranks):
             rule = f"at least {least}" if asked < least else f"a multiple of {ranks}"
             raise UsageError(
-                f"micro_batches={asked}, but schedule={schedule} on {ranks} ranks needs {rule}. "
-                f"Take micro_batches={4 * ranks}."
+                f"micro_batches={asked}, but schedule={schedule} on {ranks} ranks needs {rule}. Use "
+                f"micro_batches={4 * ranks}."
             )
         if batch % asked:
             raise UsageError(
-                f"A batch of {batch} cannot be cut into micro_batches={asked} of equal size. "
-                f"Make the batch a multiple of {asked}, drop the last incomplete one, or leave micro_batches out."
+                f"A batch of {batch} cannot be cut into micro_batches={asked} of equal size. Make the batch a "
+                f"multiple of {asked}, drop the last incomplete batch, or leave micro_batches out."
             )
         return asked
     for count in range(max(4 * ranks, least), least - 1, -1):

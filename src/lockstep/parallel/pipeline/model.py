@@ -105,7 +105,8 @@ class PipelineModel(ModuleAround):
         """
         if not self.settled:
             raise UsageError(
-                "The stages of a pipeline are known in its first forward. Use on_settled(callback) to be called then."
+                "The stages of a pipeline are not known before its first forward. Pass a function to "
+                "on_settled(callback), which is called then."
             )
         return list(self._local.modules.values())
 
@@ -306,14 +307,14 @@ class PipelineModel(ModuleAround):
     def _check_loss_outside(self) -> None:
         if self._options.outputs == "last":
             raise UsageError(
-                "outputs='last' gives the model's outputs to one rank only, and the others cannot compute the loss. "
-                "Return the loss from the model, use train_step, or take outputs='all'."
+                "outputs='last' gives the model's outputs to one rank only, and the others cannot compute the "
+                "loss. Return the loss from the model, use train_step, or use outputs='all'."
             )
         if not self._said_order and dist.get_rank() == 0:
             self._said_order = True
             warnings.warn(
-                "The loss is computed outside of the model, so that all forwards run before all backwards (GPipe's "
-                f"order), whatever schedule={self._options.schedule} says. Return the loss from the model, or use "
-                "train_step.",
+                "The loss is computed outside the model, so all forwards run before all backwards (GPipe's "
+                f"order), and schedule={self._options.schedule} has no effect. Return the loss from the model, "
+                "or use train_step.",
                 stacklevel=6,
             )

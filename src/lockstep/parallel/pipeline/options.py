@@ -121,13 +121,13 @@ def begin_at(split: Sequence[str], blocks: Sequence[str], stages: int) -> list[i
     for name in split:
         if name not in blocks:
             raise UsageError(
-                f"split names '{name}', which is no block of the model.{suggestion(name, list(blocks))} "
-                f"Blocks are {blocks[0]} to {blocks[-1]}; choose them with blocks=..."
+                f"split names '{name}', which is not a block of the model.{suggestion(name, list(blocks))} "
+                f"The blocks are {blocks[0]} to {blocks[-1]}; choose others with blocks=..."
             )
     if len(split) != stages - 1:
         raise UsageError(
-            f"split names {len(split)} blocks at which stages begin, but {stages} stages have {stages - 1} beginnings "
-            "after the first. Name as many."
+            f"split names {len(split)} blocks at which stages begin, but {stages} stages need {stages - 1} "
+            f"names: the first block of each stage after the first. Name {stages - 1} blocks."
         )
     starts = [0, *(blocks.index(name) for name in split)]
     if any(first >= second for first, second in pairwise(starts)):

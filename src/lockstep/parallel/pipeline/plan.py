@@ -68,8 +68,8 @@ def check_same_batch(call: Call, group: dist.ProcessGroup, device: torch.device)
     dist.all_gather(every, mine, group=group)
     if any(not torch.equal(other, every[0]) for other in every):
         raise UsageError(
-            "The ranks of a pipeline got different batches, but each of them works on a part of the model for the same "
-            "batch. Pass the loader through prepare()."
+            "The ranks of a pipeline got different batches, but each of them computes a part of the model for "
+            "the same batch. Pass the loader to prepare()."
         )
 
 
@@ -212,8 +212,9 @@ class Plan:
         """
         if self.traced.early:
             raise UsageError(
-                f"The model returns at output{self.traced.early[0]} a tensor that another stage than the last of the "
-                "pipeline made. Ask the model not to return it (for transformers: output_hidden_states=False)."
+                f"The model returns at output{self.traced.early[0]} a tensor that was computed before the last "
+                "stage of the pipeline. Tell the model not to return it (for transformers: "
+                "output_hidden_states=False)."
             )
         whole = tensor_leaves(self.whole.output)
         return {

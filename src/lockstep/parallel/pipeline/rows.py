@@ -75,8 +75,9 @@ def check_known(given: tuple[str, ...], names: Mapping[str, str], known: set[str
             full == name or full.startswith(f"{name}.") for full in names.values()
         ):
             raise UsageError(
-                f"batch_dims names '{name}', which is no argument of the model.{suggestion(name, sorted(known))} "
-                f"Arguments are {', '.join(sorted(known)) or 'none'}."
+                f"batch_dims names '{name}', which is not an argument of the "
+                f"model.{suggestion(name, sorted(known))} Its arguments are "
+                f"{', '.join(sorted(known)) or 'none'}."
             )
 
 
@@ -215,9 +216,10 @@ def _ambiguous(
     first = names[paths[0]]
     both = " and ".join(f"'{names[path]}' {tuple(tensors[path].shape)}" for path in paths)
     return UsageError(
-        f"{title} was called with {both}, as long as the batch of {batch}, and its forward runs whether that is cut "
-        f"into micro-batches or not, so what it is cannot be known. Say batch_dims={first}=0 in parallel='pp=...' if "
-        f"its rows belong to the samples of the batch, or batch_dims={first}=none if every micro-batch needs it whole."
+        f"{title} was called with {both}, as long as the batch of {batch}, and its forward runs with and without "
+        f"cutting these into micro-batches. So it is not clear which is right. Write batch_dims={first}=0 in "
+        f"parallel='pp=...' if the rows of {first} belong to the samples of the batch, or "
+        f"batch_dims={first}=none if every micro-batch needs all of it."
     )
 
 

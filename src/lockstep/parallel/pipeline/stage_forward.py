@@ -106,9 +106,9 @@ class StageForward:
             return self._run(micro_batch, received)
         except UNKNOWN_VALUE as error:
             refusal = UsageError(
-                f"The forward of {type(self._forward).__name__} needs a value of a tensor that only another stage of "
-                "the pipeline has, such as a weight of its blocks. Move this into that block, or into the training "
-                "loop."
+                f"The forward of {type(self._forward).__name__} needs a value of a tensor that only another "
+                "stage of the pipeline has, such as a weight of its blocks. Move this code into that block, or "
+                "into the training loop."
             )
             refusal.__cause__ = error
             failed: Exception = refusal
@@ -138,8 +138,9 @@ class StageForward:
                 self._let_go()
             if self._following is not None:
                 raise UsageError(
-                    f"The forward ended without calling the block '{self._following.block}', at which the next stage "
-                    "of the pipeline begins. A pipeline needs every block in each forward: choose them with blocks=..."
+                    f"The forward ended without calling the block '{self._following.block}', at which the next "
+                    "stage of the pipeline begins. A pipeline needs every block in each forward. Choose with "
+                    "blocks=... only blocks that are always called."
                 )
             return self.now.finish(micro_batch, output)
 
@@ -247,8 +248,8 @@ def _sent(value: object, kind: Kind, block: str) -> Tensor:
     """
     if not isinstance(value, Tensor) or is_placeholder(value):
         raise UsageError(
-            f"The block '{block}' begins a stage of the pipeline and was called with other arguments than for the "
-            "first micro-batch. Call it in the same way each time."
+            f"The block '{block}' begins a stage of the pipeline and was called with other arguments than for "
+            "the first micro-batch. Call it with the same arguments each time."
         )
     if isinstance(value, DTensor):
         value = value.full_tensor()

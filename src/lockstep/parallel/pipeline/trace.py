@@ -185,8 +185,8 @@ class Tracer(TorchDispatchMode):
             self.traced.output = map_leaves(lambda _, leaf: self._values.here(leaf, OUTPUT), output)
         except UNKNOWN_VALUE as error:
             raise UsageError(
-                f"The forward of {self._where()} needs the value of a tensor that only another stage of the pipeline "
-                f"has. Branch on inputs instead of on activations, or move this into a block."
+                f"The forward of {self._where()} needs the value of a tensor that only another stage of the "
+                "pipeline has. Branch on inputs instead of on activations, or move this code into a block."
             ) from error
         except Exception as error:  # whatever a user's forward raises
             note_module(error, self._where())
@@ -195,8 +195,8 @@ class Tracer(TorchDispatchMode):
             raise
         if self._called < len(self._order):
             raise UsageError(
-                f"The forward did not call the block '{self._order[self._called]}'. A pipeline needs every block, "
-                "once and in order: choose them with blocks=..."
+                f"The forward did not call the block '{self._order[self._called]}'. A pipeline needs every "
+                "block, once and in order. Choose with blocks=... only blocks that are called so."
             )
         last = len(self._starts) - 1
         self.traced.early = [
@@ -235,8 +235,8 @@ class Tracer(TorchDispatchMode):
         if name != expected:
             behind = f"'{expected}' is next" if expected else "all blocks have been called"
             raise UsageError(
-                f"The forward calls the block '{name}' where {behind} in the order of definition. A pipeline needs "
-                "every block once and in order: choose them with blocks=..."
+                f"The forward calls the block '{name}' where {behind} in the order of definition. A pipeline "
+                "needs every block once and in order. Choose with blocks=... only blocks that are called so."
             )
         self._called += 1
         call = (args, kwargs)
@@ -308,8 +308,8 @@ class Tracer(TorchDispatchMode):
                 sent[path] = leaf
         if not sent:
             raise UsageError(
-                f"No argument of the block '{name}' depends on the blocks before it, so a stage cannot begin there. "
-                "Choose other blocks with blocks=... or other beginnings with split=..."
+                f"No argument of the block '{name}' depends on the blocks before it, so a stage cannot begin "
+                "there. Choose other blocks with blocks=... or begin stages at other blocks with split=..."
             )
         kinds = []
         for path, leaf in sent.items():
@@ -332,17 +332,19 @@ class Tracer(TorchDispatchMode):
 
     def _leak(self, tensor: Tensor) -> UsageError:
         return UsageError(
-            f"The forward of {self._where()} uses a tensor of shape {tuple(tensor.shape)} that was made inside of a "
-            "block of an earlier stage of the pipeline and that this block neither returns nor keeps as an attribute "
-            "(a hook took it, or a container that blocks share). Let the block return it: x, aux = block(x). For "
-            "transformers, set output_router_logits, output_attentions and output_hidden_states to False."
+            f"The forward of {self._where()} uses a tensor of shape {tuple(tensor.shape)} that was made inside a "
+            "block of an earlier stage of the pipeline. That block neither returns it nor keeps it as an "
+            "attribute (a hook took it, or a container that blocks share). Let the block return it: x, aux = "
+            "block(x). For transformers, set output_router_logits, output_attentions and output_hidden_states "
+            "to False."
         )
 
     def _kept_elsewhere(self, name: str) -> UsageError:
         return UsageError(
-            f"The forward of {self._where()} uses the parameter '{name}' without reading it from a module (a function "
-            "or a list has kept it, or its module), so that a pipeline cannot tell which of its stages needs it. Read "
-            "it as an attribute, such as self.scale, or pass it as an argument; hold modules in an nn.ModuleList."
+            f"The forward of {self._where()} uses the parameter '{name}' without reading it from a module (a "
+            "function or a list holds it, or holds its module). So a pipeline cannot know which of its stages "
+            "needs it. Read it as an attribute, such as self.scale, or pass it as an argument; hold modules in "
+            "an nn.ModuleList."
         )
 
     def _attribute(self, tensor: Tensor) -> tuple[str, str] | None:

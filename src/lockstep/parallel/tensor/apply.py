@@ -111,7 +111,7 @@ def make_plan(
     options = options or TensorOptions()
     if any(isinstance(module, TensorParallelForward) for module in model.modules()):
         raise UsageError(
-            f"{type(model).__name__} is tensor-parallel already. Pass the model as it was before."
+            f"{type(model).__name__} is tensor-parallel already. Pass the model to prepare() only once."
         )
     found = dict(find_blocks(model) if blocks is None else blocks)
     is_part = isinstance(options.plan, TensorPlan)  # of a model that was looked at whole
@@ -120,9 +120,9 @@ def make_plan(
         plan = with_meetings(model, plan, ranks)
     if plan.source == BROUGHT and not plan.entries:
         raise UsageError(
-            f"Nothing in {type(model).__name__} can be split over tp={ranks} ranks as {BROUGHT} says: "
-            f"{next(iter(plan.left.values()), 'it names none of its layers')}. Use tp_plan='infer', or give "
-            "{pattern: style}."
+            f"Nothing in {type(model).__name__} can be split over tp={ranks} ranks by {BROUGHT}: "
+            f"{next(iter(plan.left.values()), 'the plan names none of its layers')}. Use tp_plan='infer', or "
+            f"give {{pattern: style}}."
         )
     plan = with_ties(model, plan)
     check_plan(model, plan, ranks)
@@ -147,8 +147,9 @@ def _check_meetings(plan: TensorPlan) -> None:
     met = next((entry.name for entry in plan.entries if entry.meets), None)
     if met is not None:
         raise UsageError(
-            f"sequence_parallel gives each rank a chunk of the sequence, but what '{met}' computes meets other "
-            "tensors, which would be chunks. Turn sequence_parallel off, or leave the layer out of tp_plan."
+            f"sequence_parallel gives each rank a chunk of the sequence, but the output of '{met}' is combined "
+            "with other tensors, which would be chunks. Turn sequence_parallel off, or leave the layer out of "
+            "tp_plan."
         )
 
 
@@ -159,7 +160,9 @@ def _chosen(model: nn.Module, ranks: int, wanted: object, blocks: dict[str, nn.M
         return TensorPlan("the model's own layers")
     if isinstance(wanted, Mapping):
         if not wanted:
-            raise UsageError("tp_plan is empty, so nothing would be split. Leave it out to have one found.")
+            raise UsageError(
+                "tp_plan is empty, so no layer would be split. Leave it out, and a plan is found automatically."
+            )
         return plan_from_patterns(model, wanted, "tp_plan")
     if wanted not in WORDS:
         raise UsageError(
@@ -175,7 +178,8 @@ def _chosen(model: nn.Module, ranks: int, wanted: object, blocks: dict[str, nn.M
             check_styles(patterns, BROUGHT)
     if wanted == "transformers":
         raise UsageError(
-            f"{type(model).__name__} brings no tensor-parallel plan. Use tp_plan='infer', or give {{pattern: style}}."
+            f"{type(model).__name__} has no tensor-parallel plan of its own. Use tp_plan='infer', or give "
+            f"{{pattern: style}}."
         )
     plan = infer_plan(model, ranks, blocks)
     if not plan.entries:

@@ -53,8 +53,8 @@ def complete(model: nn.Module, plan: TensorPlan, ranks: int) -> TensorPlan:
             if len(split) < len(names):
                 missing = ", ".join(repr(n) for n in names if n not in {entry.name for entry in split})
                 raise UsageError(
-                    f"{plan.source} splits '{split[0].name}' but not {missing} of the same attention, which need the "
-                    "same heads. Give all of them the style 'colwise', or none."
+                    f"{plan.source} splits '{split[0].name}' but not {missing} of the same attention, but all of "
+                    "these must have the same heads. Give all of them the style 'colwise', or none."
                 )
             place, prefix, row = output_layer(name, module, columns, modules)
             heads = heads_of(module, query, key)
@@ -131,8 +131,8 @@ def _same_split(name: str, module: nn.Module, dim: int, other: str) -> str:
     if isinstance(module, nn.Linear) and dim in (0, 1):
         return "colwise_gather_output" if dim == 0 else "rowwise_split_input"
     raise UsageError(
-        f"'{name}' shares its weight with '{other}', which the plan splits, but a {type(module).__name__} cannot be "
-        f"split like it. Leave '{other}' out of the plan."
+        f"'{name}' shares its weight with '{other}', which the plan splits, but a {type(module).__name__} cannot "
+        f"be split in the same way. Leave '{other}' out of the plan."
     )
 
 
@@ -148,7 +148,7 @@ def check_plan(model: nn.Module, plan: TensorPlan, ranks: int) -> None:
                 first = aliases[id(model.get_submodule(name))]
             except (AttributeError, KeyError):
                 raise UsageError(
-                    f"The plan names '{name}', but {type(model).__name__} has no such module."
+                    f"The plan names '{name}', but {type(model).__name__} has no such module. Correct the name."
                 ) from None
             raise UsageError(
                 f"'{name}' is the same module as '{first}'. Name it once in tp_plan, as '{first}'."
@@ -192,7 +192,7 @@ def _check_embedding(name: str, module: nn.Embedding, style: str, ranks: int) ->
     if module.max_norm is not None or module.sparse:
         raise UsageError(
             f"'{name}' has {'max_norm' if module.max_norm is not None else 'sparse gradients'}, which a split "
-            "embedding cannot have. Turn it off, or leave the embedding out with a tp_plan of your own."
+            "embedding cannot have. Turn that off, or leave the embedding out with a tp_plan of your own."
         )
     if style == "embedding_rowwise":
         _check_parts(name, rows, "rows", ranks)
@@ -204,8 +204,8 @@ def _check_parts(name: str, number: int, kind: str, ranks: int) -> None:
     """Parts may differ by some elements, but each rank has one."""
     if -(-number // ranks) * (ranks - 1) >= number:
         raise UsageError(
-            f"The {number} {kind} of '{name}' are too few for tp={ranks} ranks: the last would have none. Use "
-            "fewer ranks, or leave the layer out with a tp_plan of your own."
+            f"The {number} {kind} of '{name}' are too few for tp={ranks} ranks: the last rank would have none. "
+            "Use fewer ranks, or leave the layer out with a tp_plan of your own."
         )
 
 

@@ -237,8 +237,8 @@ class RowwiseParallel(SplitLayer):
         if x.shape[-1] != length:
             raise UsageError(
                 f"'{self.name}' is split by rows and takes {length} of {self.features} features, but was given "
-                f"{x.shape[-1]}: what computes its input is not split alike. Split the layer before it as 'colwise', "
-                "or give this one the style 'rowwise_split_input' in tp_plan."
+                f"{x.shape[-1]}: the layer that computes its input is not split to match. Split that layer as "
+                "'colwise', or give this layer the style 'rowwise_split_input' in tp_plan."
             )
         return x
 

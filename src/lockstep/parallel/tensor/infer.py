@@ -268,7 +268,7 @@ def _rehearsed_pair(
         (child for child in (*columns, *rows) if not computes_linear(module.get_submodule(child))), None
     )
     if own is not None:
-        return f"'{own}' has a forward of its own, which is not that of nn.Linear"
+        return f"'{own}' has a forward that is not that of nn.Linear"
     if hidden % findings.ranks:
         return f"{hidden} features do not divide by {findings.ranks} ranks"
     rehearsal = TensorRehearsal(module, columns, rows, findings.ranks)

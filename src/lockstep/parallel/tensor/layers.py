@@ -252,8 +252,8 @@ class VocabParallelEmbedding(ParallelLayer):
         super().__init__(mesh)
         if mesh is not None and -(-num_embeddings // mesh.size()) * (mesh.size() - 1) >= num_embeddings:
             raise UsageError(
-                f"A vocabulary of {num_embeddings} is too small for tp={mesh.size()} ranks: the last would have no "
-                "rows. Use fewer ranks, or nn.Embedding."
+                f"A vocabulary of {num_embeddings} is too small for tp={mesh.size()} ranks: the last rank would "
+                "have no rows. Use fewer ranks, or nn.Embedding."
             )
         plain = nn.Embedding(num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype)
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
@@ -390,8 +390,8 @@ class ParallelAttention(nn.Module):
         kv_heads = kv_heads or heads
         if width % heads or heads % kv_heads:
             raise UsageError(
-                f"ParallelAttention with width={width}, heads={heads}, kv_heads={kv_heads}: the width must be a "
-                "multiple of the heads, and the heads one of kv_heads. Choose others."
+                f"ParallelAttention with width={width}, heads={heads}, kv_heads={kv_heads}: width must be a "
+                "multiple of heads, and heads must be a multiple of kv_heads. Choose other sizes."
             )
         check_divides(heads, "heads of a ParallelAttention", mesh)
         check_divides(kv_heads, "key-value heads of a ParallelAttention", mesh)

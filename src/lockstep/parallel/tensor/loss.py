@@ -76,8 +76,9 @@ def vocab_parallel_cross_entropy(
     split = cast("DTensor", logits)
     if not (is_dtensor(logits) and _is_split(split, logits.dim() - 1)):
         raise UsageError(
-            "vocab_parallel_cross_entropy takes logits that are split over their last dimension, as a model prepared "
-            "with loss_parallel returns them in training. Use torch.nn.functional.cross_entropy for others."
+            "vocab_parallel_cross_entropy needs logits that are split over their last dimension, as a model "
+            "prepared with loss_parallel returns them in training. Use torch.nn.functional.cross_entropy for "
+            "other logits."
         )
     if target.shape != logits.shape[:-1]:
         raise UsageError(
@@ -244,7 +245,7 @@ def _counts(target: Tensor, weight: Tensor | None, ignored: int, like: Tensor) -
 def _on_whole(x: DTensor, dim: int) -> Tensor:
     if any(not (p.is_replicate() or (p.is_shard() and not p.is_shard(dim))) for p in x.placements):
         raise UsageError(
-            f"A softmax over dimension {dim} of a DTensor laid out as {x.placements} is not known. "
+            f"A softmax over dimension {dim} of a DTensor laid out as {x.placements} is not supported. "
             "Redistribute it first."
         )
     return dtensor.local_tensor(x)

@@ -143,9 +143,9 @@ def plan_from_patterns(
         if not matches and must_match:
             generic = sorted({_generic(name) for name in names})
             raise UsageError(
-                f"'{pattern}' in {source} matches no module of {type(model).__name__}."
-                f"{suggestion(pattern, generic)} Each part of a pattern stands for one part of a name, as in "
-                "'layers.*.mlp.up'."
+                f"'{pattern}' in {source} matches no module of "
+                f"{type(model).__name__}.{suggestion(pattern, generic)} Each * in a pattern stands for one part "
+                "of a name between dots, as in 'layers.*.mlp.up'."
             )
         for name in matches:
             check_fits(name, names[name], style, source)
@@ -165,8 +165,8 @@ def check_styles(patterns: Mapping[str, str], source: str) -> None:
     shown = ", ".join(f"'{style}' (of {pattern})" for pattern, style in list(unknown.items())[:4])
     hint = suggestion(str(next(iter(unknown.values()))), [*STYLES, *OTHER_NAMES])
     raise UsageError(
-        f"{source} has styles that are unknown here: {shown}.{hint} Known are {', '.join(STYLES)}. "
-        "Give a plan of your own, tp_plan={pattern: style}, or tp_plan='infer'."
+        f"{source} has styles that are unknown here: {shown}.{hint} Known styles are {', '.join(STYLES)}. Give a "
+        f"plan of your own, tp_plan={{pattern: style}}, or tp_plan='infer'."
     )
 
 
@@ -174,8 +174,9 @@ def check_fits(name: str, module: nn.Module, style: str, source: str) -> None:
     """Raises UsageError where ``module`` cannot have the ``style``."""
     if isinstance(module, nn.MultiheadAttention) and style not in WHOLE_STYLES:
         raise UsageError(
-            f"'{name}' is an nn.MultiheadAttention, which computes with all of its weights at once and cannot be split "
-            f"as '{style}'. Leave it whole, or use lockstep.parallel.tensor.layers.ParallelAttention in its place."
+            f"'{name}' is an nn.MultiheadAttention, which computes with all of its weights at once and cannot be "
+            f"split as '{style}'. Leave it whole, or replace it by "
+            "lockstep.parallel.tensor.layers.ParallelAttention."
         )
     if style in WHOLE_STYLES:
         return
@@ -190,8 +191,8 @@ def check_fits(name: str, module: nn.Module, style: str, source: str) -> None:
         )
     if "weight" not in torch_modules.parameters_of(module):
         raise UsageError(
-            f"The weight of '{name}' is computed from other tensors (a parametrization), so that it cannot be split as "
-            f"'{style}'. Leave it out of {source}."
+            f"The weight of '{name}' is computed from other tensors (a parametrization), so it cannot be split "
+            f"as '{style}'. Leave it out of {source}."
         )
 
 

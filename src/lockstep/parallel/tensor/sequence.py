@@ -88,15 +88,15 @@ def check_blocks(model: nn.Module, blocks: Mapping[str, nn.Module], plan: Tensor
     """
     if not blocks:
         raise UsageError(
-            f"sequence_parallel splits activations between blocks, but {type(model).__name__} has none that were "
+            f"sequence_parallel splits activations between blocks, but no blocks of {type(model).__name__} were "
             "found. Name them with blocks=..., as a class or as a pattern such as 'layers.*'."
         )
     lists = {name.rpartition(".")[0] for name in blocks}
     if len(lists) > 1:
         raise UsageError(
-            f"sequence_parallel needs one list of blocks that run one after the other, but those of "
-            f"{type(model).__name__} are in {', '.join(map(repr, sorted(lists)))}. Turn it off, or name the blocks of "
-            "one list with blocks=..."
+            "sequence_parallel needs one list of blocks that run one after the other, but those of "
+            f"{type(model).__name__} are in {', '.join(map(repr, sorted(lists)))}. Turn sequence_parallel off, "
+            "or name the blocks of one list with blocks=..."
         )
     styles = plan.styles
     attention = {region.name for region in plan.attention}
@@ -118,5 +118,5 @@ def check_blocks(model: nn.Module, blocks: Mapping[str, nn.Module], plan: Tensor
             if not (inside_attention or is_norm or type(module) in _OF_SINGLE_POSITIONS):
                 raise UsageError(
                     f"sequence_parallel gives each rank a chunk of the sequence, but '{name}' is a "
-                    f"{type(module).__name__}, which may need the whole of it. Turn sequence_parallel off."
+                    f"{type(module).__name__}, which may need the whole sequence. Turn sequence_parallel off."
                 )

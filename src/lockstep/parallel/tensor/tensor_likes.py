@@ -193,9 +193,9 @@ class WeightElsewhere:
             and hasattr(Tensor, name)
         ):
             raise UsageError(
-                f"A forward changes a weight of {type(self._owner).__name__} in place ({name}), of which each rank "
-                "holds a part (tensor parallel). Do it in the training loop, or leave that layer out with a tp_plan of "
-                "your own."
+                f"A forward changes a weight of {type(self._owner).__name__} in place ({name}), but each rank "
+                "holds only a part of this weight (tensor parallel). Change it in the training loop, or leave "
+                "that layer out with a tp_plan of your own."
             )
         return getattr(self.whole(), name)
 

@@ -164,8 +164,8 @@ def _refuse_sparse(model: nn.Module, parallel: Parallel) -> None:
 def _refuse_copy(model: nn.Module, _: object) -> object:
     raise UsageError(
         f"{type(model).__name__.removeprefix('FSDP')} is sharded and cannot be copied with copy.deepcopy. For an "
-        "average of weights keep {name: p.detach().clone() for name, p in model.named_parameters()}, which are shards; "
-        "for a whole copy, copy the model before prepare, and load accelerator.get_state_dict(model) into it."
+        "average of weights, keep {name: p.detach().clone() for name, p in model.named_parameters()}, which are "
+        "shards. For a whole copy, copy the model before prepare(), and load accelerator.get_state_dict(model) into it."
     )
 
 
@@ -202,7 +202,8 @@ def _groups(
     merged = {name for names in shared.values() for name in names if name in blocks}
     if merged and is_main:
         logger.info(
-            "%s are gathered with the root of the model, because they share parameters with other modules (%s).",
+            "%s are gathered together with the root group of the model, because they share parameters with "
+            "other modules (%s).",
             ", ".join(sorted(merged)),
             ", ".join(shared),
         )
@@ -228,8 +229,8 @@ def _check_types(groups: dict[nn.Module, list[nn.Module]], may_be_split: bool) -
         types = {p.dtype for p in own if p.requires_grad and not _stays_whole(p)}
         if not may_be_split and any(map(is_dtensor, own)):
             raise UsageError(
-                f"{type(group).__name__} has parameters that are sharded already (DTensors). Pass the model as it was "
-                "before, and leave sharding to prepare."
+                f"{type(group).__name__} has parameters that are sharded already (DTensors). Pass the model "
+                "before it is sharded: prepare() shards it."
             )
         complex_ones = [p for p in own if p.is_complex() and p.requires_grad]
         if complex_ones and len(types) > 1:
@@ -297,9 +298,9 @@ def _check_columns(
         dim = placement(parameter).dim
         if dim > 0 and parameter.shape[dim] % ranks:
             raise UsageError(
-                f"A fused projection of shape {tuple(parameter.shape)}, whose rows tp has divided, is sharded along "
-                f"its {parameter.shape[dim]} input features, which {ranks} ranks do not divide. Use replicate=... for "
-                "groups of another size, or drop zero."
+                f"A fused projection of shape {tuple(parameter.shape)}, whose rows are divided by tp, is sharded "
+                f"along its {parameter.shape[dim]} input features, but {parameter.shape[dim]} is not a multiple "
+                f"of {ranks} ranks. Use replicate=... for groups of another size, or drop zero."
             )
 
 

@@ -149,8 +149,8 @@ class OtherCalls:
             if "mixed torch.Tensor and DTensor" not in str(cause):
                 raise
             raise UsageError(
-                f"{kind}.{name}() computes with weights that are sharded, and was called without a tensor, so that "
-                "they were not gathered for it. Pass it a tensor, or call once after prepare: "
+                f"{kind}.{name}() computes with sharded weights, but was called without a tensor, so these "
+                "weights were not gathered for it. Pass it a tensor, or call once after prepare(): "
                 f"torch.distributed.fsdp.register_fsdp_forward_method(model, '{name}')"
             ) from error
 

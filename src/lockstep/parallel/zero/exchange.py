@@ -168,7 +168,7 @@ def quantize_collectives(
     if weights is None and gradients is None:
         return
     if weights not in (None, QuantizedType.INT8):
-        raise ConfigError(f"weights={weights} is too coarse to compute with. Use int8.")
+        raise ConfigError(f"weights={weights} has too few bits to compute with. Use int8.")
     groups = _shard_groups(model)
     for module, group in groups.items():
         if weights is not None:
@@ -202,8 +202,8 @@ class QuantizedAllGather(ShardCollective):
                 return all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
         if not input_tensor.is_floating_point():
             raise UsageError(
-                f"Weights are gathered as {input_tensor.dtype}, which cannot be quantised: a group of parameters has "
-                "several dtypes, which FSDP2 gathers as bytes, or is quantised already. Set one dtype with "
+                f"Weights are gathered as {input_tensor.dtype}, which cannot be quantised: a group of parameters "
+                "has several dtypes (FSDP2 gathers these as bytes), or is quantised already. Set one dtype with "
                 "MixedPrecisionPolicy(param_dtype=...), or drop quantized_weights."
             )
         count = input_tensor.numel()
@@ -296,13 +296,14 @@ def _shard_groups(model: nn.Module) -> dict[ShardedModule, dist.ProcessGroup]:
         owned = fsdp2.param_groups(module)
         if len(owned) > 1 or any(fsdp2.all_gather_group(group) is None for group in owned):
             raise UsageError(
-                f"The module '{name or type(module).__name__}' has {len(owned)} group(s) of parameters, which must be "
-                "one and sharded. Shard it over one mesh, or drop quantized_weights and quantized_gradients."
+                f"The module '{name or type(module).__name__}' has {len(owned)} group(s) of parameters, but must "
+                "have exactly one, and sharded. Shard it over one mesh, or drop quantized_weights and "
+                "quantized_gradients."
             )
         groups.update((module, fsdp2.all_gather_group(group)) for group in owned)
     if not groups:
         raise UsageError(
-            "Quantised collectives need sharded parameters, but the model has no module under fully_shard. "
-            "Call fully_shard first, or use zero=3."
+            "Quantised collectives need sharded parameters, but the model has no module under fully_shard. Call "
+            "fully_shard first, or use zero=3."
         )
     return groups

@@ -203,9 +203,9 @@ class Sharding:
     def _refuse_to_drop(self) -> None:
         if self.is_summoned:
             raise UsageError(
-                f"The weights of {type(self._root).__name__.removeprefix('FSDP')} stay whole inside of "
-                "summon_full_params, but were about to be sharded again, as by optimizer.step(), state_dict(), "
-                "load_state_dict() or save_state(). Do that after the block."
+                f"The weights of {type(self._root).__name__.removeprefix('FSDP')} must stay whole inside "
+                "summon_full_params, but this call would shard them again, as optimizer.step(), state_dict(), "
+                "load_state_dict() and save_state() do. Call it after the block."
             )
 
     def recover(self) -> None:
@@ -278,17 +278,17 @@ class Sharding:
                 name = name_of_shard(parameter, {id(p): name for name, p in self._root.named_parameters()})
                 raise UsageError(
                     f"'{name}' of {type(self._root).__name__.removeprefix('FSDP')} has a gradient that was not "
-                    "averaged over the ranks, so that the step would leave it out: its backward ran inside of "
-                    "no_sync, or did not come through an output of the model. Leave no_sync for the last backward "
-                    "before a step, and return from forward what the loss is computed from."
+                    "averaged over the ranks, so the step would not use it: its backward ran inside no_sync, or "
+                    "the loss was not computed from an output of the model. Run the last backward before a step "
+                    "outside no_sync, and return from forward what the loss is computed from."
                 )
 
     def _check_changes(self) -> None:
         changed = None if self.lost_changes is None else self.lost_changes.changed()
         if changed is not None:
             raise UsageError(
-                f"A part of a sharded tensor of shape {changed} was changed in place, as by w[0].zero_(), but was a "
-                "copy, so that nothing has come of it. Assign it: w[0] = 0, or w[0] *= 2."
+                f"A part of a sharded tensor of shape {changed} was changed in place, as by w[0].zero_(), but "
+                "the part is a copy, so the weight did not change. Assign to the weight: w[0] = 0, or w[0] *= 2."
             )
 
     def discard_unreduced(self, of: Iterable[torch.Tensor]) -> None:

@@ -101,9 +101,9 @@ def check_partial(partial: Mapping[str, PartialSum]) -> None:
     for first, group in partial.items():
         if not group["rows"]:
             raise CheckpointError(
-                f"In the group of parameters that begins with '{first}' some had no gradient when the checkpoint was "
-                "saved inside an accumulation window of replicated shards, so that it can only be loaded by as many "
-                "ranks with the same 'parallel'. Do that, or load a checkpoint from the end of a window."
+                "The checkpoint was saved inside an accumulation window of replicated shards, and some "
+                f"parameters in the group of '{first}' had no gradient then. Load it with the same number of "
+                "ranks and the same 'parallel', or load a checkpoint from the end of a window."
             )
 
 
@@ -114,9 +114,9 @@ def _put_partial(group: FSDPParamGroup, named: Mapping[str, FSDPParam], given: P
     rows = fsdp2.packed(of)
     if fsdp2.numel_of(rows) != given["sum"].numel() and fsdp2.needs_layout(group):
         raise CheckpointError(
-            f"In the group of parameters that begins with '{next(iter(named))}' some had no gradient when the "
-            "checkpoint was saved inside an accumulation window, with a torch before 2.15, which does not say which. "
-            "Load it with that torch, or load a checkpoint from the end of a window."
+            "The checkpoint was saved inside an accumulation window with a torch before 2.15, which does not "
+            f"store which parameters in the group of '{next(iter(named))}' had no gradient. Load it with that "
+            "torch, or load a checkpoint from the end of a window."
         )
     fsdp2.set_partial_reduce_output(group, given["sum"], rows)
 

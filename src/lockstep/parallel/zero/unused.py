@@ -91,16 +91,16 @@ class ChangesByHand:
         if lost is not None:
             param, why = lost
             raise UsageError(
-                f"'{self._name(param)}' of {self._kind} was changed by hand while it was gathered {why}. Change "
-                "weights after optimizer.step(), before the forward of the next window."
+                f"'{self._name(param)}' of {self._kind} was changed by the script while it was gathered {why}. "
+                "Change weights after optimizer.step(), before the forward of the next window."
             )
         if not are_equal:
             what = "A weight" if changed is None else f"'{self._name(changed)}'"
             raise UsageError(
-                f"{what} of {self._kind} was changed by hand in this step while it was gathered (inside of a forward, "
-                "between forward and backward, or in an accumulation window), and not to the same numbers on all "
-                "ranks, so that rows of different weights were put together. Make the change on all ranks, of numbers "
-                "that are equal on all of them, such as accelerator.reduce(tensor, 'mean')."
+                f"{what} of {self._kind} was changed by the script in this step while it was gathered (inside a "
+                "forward, between forward and backward, or in an accumulation window). The change was not the "
+                "same on all ranks, so rows of different weights were joined. Make the same change on all "
+                "ranks, from numbers that are equal on all of them, such as accelerator.reduce(tensor, 'mean')."
             )
 
     def check_lost(self) -> None:
@@ -119,7 +119,9 @@ class ChangesByHand:
     def _reason(param: FSDPParam, whole: torch.Tensor) -> str:
         shard = fsdp2.sharded_param(param)
         if whole.dtype != shard.dtype:
-            return f"in {whole.dtype}, which is too coarse for the stored {shard.dtype}".replace("torch.", "")
+            return f"in {whole.dtype}, which has too few bits for the stored {shard.dtype}".replace(
+                "torch.", ""
+            )
         if whole.shape != shard.shape:
             return f"and has shape {tuple(whole.shape)} now, not {tuple(shard.shape)}"
         return "in a form from which the stored weights cannot be changed, or at two places at once"
@@ -264,8 +266,8 @@ class UnusedParameters:
             self.forget()
             raise UsageError(
                 "In this step the ranks called different blocks of a sharded model, or called them in different "
-                "orders, so that parts of different weights were put together. Let all ranks call the same blocks in "
-                "the same order, or each rank leave out some of them in the order in which they stand in the model."
+                "orders, so parts of different weights were joined. Let all ranks call the same blocks in the "
+                "order in which they stand in the model. A rank may leave some of them out."
             )
         without = self._without
         if without:  # only then are the numbers read, because on an accelerator reading waits for them

@@ -46,8 +46,8 @@ LOADED = (
     "script's own first weights."
 )
 
-TWO = "The script makes two Accelerators that prepare objects, and steps are counted of one alone."
-ONE = "Check it with all models prepared by one."
+TWO = "The script makes two Accelerators that prepare objects, but the steps of only one can be compared."
+ONE = "Prepare all models with one Accelerator."
 
 
 class PreparedRun(ProcessRun):

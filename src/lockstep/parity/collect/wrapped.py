@@ -43,7 +43,8 @@ class WrappedRun(ProcessRun):
     """One process of it: what torch is asked to do is seen from the construction on, to the end of the process."""
 
     instead = (
-        "Scripts that spread their models themselves have no other reference: check this one without it."
+        "A script that spreads its models itself cannot be compared with another reference. Check it without "
+        "--reference."
     )
 
     def __init__(self, spec: RunSpec, rank: int, sources: SourceWatch) -> None:
@@ -88,8 +89,8 @@ class WrappedRun(ProcessRun):
     def _refuse_own_reductions(self) -> None:
         if self._is_training():
             self.refuse(
-                "The script computes its batch size from the number of processes and reduces gradients itself; one "
-                "process that stands for several can follow the one or the other.",
+                "The script computes its batch size from the number of processes and also reduces gradients "
+                "itself, but the one process of the reference can imitate only one of the two.",
                 "Give it the batch size of one process as an argument, or let DistributedDataParallel reduce.",
             )
 

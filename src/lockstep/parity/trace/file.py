@@ -87,7 +87,7 @@ class Trace:
         self._begin = 8 + length
         if about.get("format") != FORMAT:
             raise ConfigError(
-                f"{path} is no trace of a run ({FORMAT}). Write one with `lockstep check --record`."
+                f"{path} is not a trace of a run ({FORMAT}). Write one with `lockstep check --record`."
             )
         self.facts: dict[str, Any] = json.loads(about["facts"])
         self._places = {key: place for place, key in enumerate(json.loads(about["order"]))}

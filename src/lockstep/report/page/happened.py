@@ -62,7 +62,10 @@ def checkpoints(run: RunHistory, numbers: RunNumbers) -> str:
     if not numbers.checkpoints:
         return section(
             title,
-            paragraph("None was written: a run that stops begins anew. accelerator.save_state() writes one."),
+            paragraph(
+                "None was written: a run that stops has to start from the beginning. accelerator.save_state() "
+                "writes one."
+            ),
         )
     newest = numbers.checkpoints[::-1]
     rows = [

@@ -123,8 +123,8 @@ def _checked(function: Any, optimizer: Optimizer | None = None) -> object:
         this: Any = optimizer if optimizer is not None else args[0]
         if any(map(callable, (*args[1:], *kwargs.values()))):
             raise UsageError(
-                f"{type(this).__name__} says elementwise=True, but its step got a closure, in which a model runs. Call "
-                "it without one, or leave elementwise out: the step then gets whole parameters."
+                f"{type(this).__name__} says elementwise=True, but its step got a closure, which runs the model. "
+                "Call step() without a closure, or leave elementwise out: the step then gets whole parameters."
             )
         with _Elementwise(this):
             return function(*args, **kwargs)
@@ -144,9 +144,9 @@ class _Elementwise(dispatch.TorchDispatchMode):
         if not _is_elementwise(func) and (_draws(func) or _has_elements((args, kwargs))):
             optimizer = self._optimizer
             raise UsageError(
-                f"{type(optimizer).__name__} says elementwise=True, but {func} ({line_of_step(optimizer)}) does more "
-                "than element by element, and each rank has a part of the elements. Leave elementwise out: the step "
-                "then gets whole parameters where it can, and is refused where not."
+                f"{type(optimizer).__name__} says elementwise=True, but {func} ({line_of_step(optimizer)}) "
+                "combines several elements, and each rank has only a part of them. Leave elementwise out: the "
+                "step then gets whole parameters where that is possible, and is refused elsewhere."
             )
         return func(*args, **kwargs)
 

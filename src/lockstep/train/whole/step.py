@@ -149,8 +149,9 @@ class WholeStep:
         if tensor.shape != owner.sharded.shape:
             raise UsageError(
                 f"{self.name} keeps a view of shape {tuple(tensor.shape)} of a sharded parameter of shape "
-                f"{tuple(owner.sharded.shape)} ({place_of(self.optimizer)}), which a step on whole parameters cannot "
-                "follow. Make the optimizer before prepare, or keep the parameter in place of the view."
+                f"{tuple(owner.sharded.shape)} ({place_of(self.optimizer)}), and a step on whole parameters "
+                "cannot update that view. Make the optimizer before prepare(), or keep the parameter instead of "
+                "the view."
             )
         return owner.new_alias()
 
@@ -180,8 +181,8 @@ class WholeStep:
             return method(*args, **kwargs)
         if self._runs:
             raise UsageError(
-                f"The closure that {self.name}.step got calls {self.name}.{getattr(method, '__name__', 'step')}. Let "
-                "the closure compute the loss and its gradients, and nothing else."
+                f"The closure that {self.name}.step got calls {self.name}.{getattr(method, '__name__', 'step')}. "
+                "Let the closure compute only the loss and its gradients."
             )
         args, kwargs = tuple(map(self._suspending, args)), {k: self._suspending(v) for k, v in kwargs.items()}
         self._begin()
@@ -335,9 +336,10 @@ class WholeStep:
         if int(numbers[0]) != -int(numbers[1]):
             without = sum(whole.sharded.grad is None for whole in wholes)
             raise UsageError(
-                f"{self.name} steps on whole parameters, but the ranks do not have gradients and state of the same "
-                f"ones: {without} of {len(wholes)} have no gradient on this rank. Let every rank use the same "
-                "parameters in each step, or pass DistributedDataParallelKwargs(find_unused_parameters=True)."
+                f"{self.name} steps on whole parameters, but the ranks do not have gradients and state of the "
+                f"same parameters: {without} of {len(wholes)} have no gradient on this rank. Let every rank use "
+                "the same parameters in each step, or pass "
+                "DistributedDataParallelKwargs(find_unused_parameters=True)."
             )
 
 
@@ -355,9 +357,10 @@ class _NoShards(TorchFunctionMode):
         if any(map(_has_dtensor, args)) or any(map(_has_dtensor, kwargs.values())):
             optimizer = self._whole.optimizer
             raise UsageError(
-                f"{type(optimizer).__name__} uses a sharded parameter that is not in its param_groups, or a reference "
-                f"to one that it holds elsewhere ({line_of_step(optimizer)}). Its step would take one rank's part for "
-                "the whole. Read parameters from self.param_groups, or make the optimizer before prepare."
+                f"{type(optimizer).__name__} uses a sharded parameter that is not in its param_groups, or a "
+                f"reference to one that it holds elsewhere ({line_of_step(optimizer)}). Its step would use the "
+                "part of one rank as if it were the whole. Read parameters from self.param_groups, or make the "
+                "optimizer before prepare."
             )
         return func(*args, **kwargs)
 
@@ -404,7 +407,8 @@ def _required(optimizer: Optimizer) -> WholeStep:
     whole = whole_step_of(optimizer)
     if whole is None:
         raise UsageError(
-            f"This {type(optimizer).__name__} is a copy of one that steps on whole parameters ({place_of(optimizer)}). "
-            "Build an optimizer of its own from the model's parameters, and pass it to prepare."
+            f"This {type(optimizer).__name__} is a copy of one that steps on whole parameters "
+            f"({place_of(optimizer)}). Make a new optimizer from the parameters of the model, and pass it to "
+            "prepare()."
         )
     return whole

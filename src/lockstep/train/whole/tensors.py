@@ -136,8 +136,9 @@ class WholeParameter:
         sharded, whole = self.sharded, self.whole
         if whole.shape != sharded.shape:
             raise UsageError(
-                f"An optimizer gave a parameter of shape {tuple(sharded.shape)} the shape {tuple(whole.shape)}, which "
-                "a sharded one cannot get. Leave the shapes of parameters as they are, or use parallel='ddp'."
+                f"An optimizer changed the shape of a parameter from {tuple(sharded.shape)} to "
+                f"{tuple(whole.shape)}, but the shape of a sharded parameter cannot change. Leave the shapes of "
+                "parameters as they are, or use parallel='ddp'."
             )
         _copy_part(whole.detach(), sharded.detach())
         gradient, known = whole.grad, self._gradient

@@ -542,7 +542,7 @@ def test_what_cannot_be_streamed_is_refused_and_named() -> None:
     with streamed(model):
         weight = model.layers[2].up.weight
         model.layers[2].up.weight = nn.Parameter(torch.zeros(2 * WIDTH, WIDTH))
-        with pytest.raises(UsageError, match="'layers.2.up.weight' has been replaced"):
+        with pytest.raises(UsageError, match="'layers.2.up.weight' was replaced"):
             model(tokens())
         model.layers[2].up.weight = weight
         loss = loss_of(model, 0)

@@ -21,7 +21,7 @@ class Symbol:
 def needs(name: str, holds: bool) -> None:
     """Raise RefusedFile, with the name that is called, unless ``holds``."""
     if not holds:
-        raise RefusedFile(f"its pickle calls {name} with arguments that torch, NumPy or Python never write")
+        raise RefusedFile(f"its pickle calls {name} with arguments that torch, NumPy and Python never write")
 
 
 def is_size(value: object) -> bool:

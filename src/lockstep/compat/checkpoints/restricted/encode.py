@@ -58,7 +58,7 @@ class Encoder:
             return {"$": "dtype", "value": value.dtype}
         if isinstance(value, Record):
             return {"$": "record", "name": value.name, "state": self.encode(value.state, depth + 1)}
-        raise RefusedFile(f"it holds a {type(value).__name__} in the place of a value")
+        raise RefusedFile(f"it holds a {type(value).__name__} where a plain value is expected")
 
     def _tensor(self, value: Tensor) -> object:
         storage = value.storage
@@ -73,4 +73,4 @@ class Encoder:
     def _spend(self, units: int) -> None:
         self.left -= units
         if self.left < 0:
-            raise RefusedFile(f"its values unfold to more than {self.limit} pieces")
+            raise RefusedFile(f"it holds more than {self.limit} values")

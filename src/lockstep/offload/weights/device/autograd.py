@@ -238,7 +238,8 @@ class HostGradients:
         if gradient.requires_grad:
             raise UsageError(
                 f"backward(create_graph=True) has reached '{working.name}', whose weights are streamed: their "
-                "gradients are moved to host memory without a graph. Train it without offload of parameters."
+                "gradients are moved to host memory without a graph. Train this model without offload of "
+                "parameters."
             )
         self._arrives()
         for hook in torch_tensors.hooks_of_parameter(working.host_tensor, torch_tensors.TENSOR):

@@ -223,10 +223,10 @@ class DeviceMover:
                     return take(copy.slot.buffer)
             if not self._closed:
                 self.request(unit)
-        why = "their streaming has ended" if self._closed else "there is no room for them"
+        why = "their streaming has ended" if self._closed else "they do not fit into the budget"
         raise OffloadError(
-            f"Backward needs the weights of '{unit.name}', but {why}. "
-            "Run backward before stop_streaming(model), and raise the budget if it is not that."
+            f"Backward needs the weights of '{unit.name}', but {why}. Run backward before stop_streaming(model), "
+            "or raise the budget."
         )
 
     # -- steps -------------------------------------------------------------------------------------------

@@ -96,8 +96,8 @@ class Slots:
         if self.allocated_bytes + nbytes > self.budget:
             raise OffloadError(
                 f"{nbytes} bytes of weights are needed on the device, but {self.allocated_bytes} bytes of the "
-                f"budget of {self.budget} are in use. Raise the budget, or let go of tensors that share memory "
-                "with weights."
+                f"budget of {self.budget} are in use. Raise the budget, or delete tensors that share memory with "
+                "weights."
             )
 
     def _drop(self, slot: Slot) -> None:
@@ -116,13 +116,13 @@ class Working:
     def __init__(self, name: str, host_tensor: torch.Tensor, offset: int, device: torch.device) -> None:
         if type(host_tensor) not in (nn.Parameter, torch.Tensor) or host_tensor.layout is not torch.strided:
             raise UsageError(
-                f"'{name}' is a {type(host_tensor).__name__} of layout {host_tensor.layout}, and weights are moved "
-                "to a device as plain tensors only. Leave its module out of what is offloaded."
+                f"'{name}' is a {type(host_tensor).__name__} of layout {host_tensor.layout}, but only plain "
+                "tensors can be offloaded. Leave its module out of offload."
             )
         if host_tensor.device.type != "cpu":
             raise UsageError(
-                f"'{name}' is on {host_tensor.device}, and weights are moved to a device from host memory. "
-                "Move it to the CPU before."
+                f"'{name}' is on {host_tensor.device}, but offloaded weights must begin in host memory. Move it "
+                "to the CPU first."
             )
         self.name = name
         self.host_tensor = host_tensor
@@ -195,8 +195,9 @@ class WorkingWeights:
         """Raises UsageError if a module has other tensors than those that are streamed."""
         for working, _ in self.replaced():
             raise UsageError(
-                f"'{working.name}' has been replaced in the model since its weights are streamed. Write to it in "
-                "place, or call stop_streaming(model) before it is replaced, and stream it anew."
+                f"'{working.name}' was replaced in the model after streaming of its weights had begun. Write to "
+                "it in place, or call stop_streaming(model) before you replace it, and start streaming again "
+                "afterwards."
             )
 
     def put_working(self) -> None:
@@ -245,8 +246,8 @@ def write_back(copies: Copies, written: list[tuple[Working, torch.Tensor]]) -> N
         if tensor.shape != working.host_tensor.shape or tensor.dtype != working.host_tensor.dtype:
             raise UsageError(
                 f"A forward has replaced '{working.name}', {tuple(working.host_tensor.shape)} "
-                f"{working.host_tensor.dtype}, by {tuple(tensor.shape)} {tensor.dtype}. Change it "
-                "outside of forward, or leave it out of what is offloaded."
+                f"{working.host_tensor.dtype}, by {tuple(tensor.shape)} {tensor.dtype}. Change it outside of "
+                "forward, or leave it out of offload."
             )
         copies.copy(working.host_tensor.data, tensor.detach())  # .data: for graphs the weight has not changed
     copies.wait(copies.copied())
