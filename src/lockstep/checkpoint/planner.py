@@ -217,9 +217,9 @@ def _refuse_incomplete(index: Index) -> None:
         total = sum(math.prod(piece.shape) for piece in entry.pieces)
         if total != math.prod(entry.shape) or overlap(entry.pieces):
             raise CheckpointError(
-                f"The ranks hold different tensors under the same name: their parts of {name} have {total} "
-                f"elements, but its shape {entry.shape} has {math.prod(entry.shape)}. Prepare the same objects "
-                "on every rank."
+                f"The ranks hold different tensors under one name: their parts of {name} have {total} elements, "
+                f"but its shape {entry.shape} has {math.prod(entry.shape)}. Prepare the same objects on every "
+                "rank."
             )
 
 

@@ -63,9 +63,9 @@ def gather_for_loss(communicator: Communicator, step: StepState, tree: Tree, ran
     for path, leaf in leaves(tree).items():
         if isinstance(leaf, torch.Tensor) and (leaf.dim() == 0 or len(leaf) != rows):
             problem = UsageError(
-                f"gather_for_loss cannot know which rows of {path or 'a tensor'} {list(leaf.shape)} are padding, "
-                f"because this rank has {rows} rows of the last batch. Pass tensors with one row for each row of "
-                "the batch, or make the loader with drop_last=True."
+                f"gather_for_loss cannot tell which rows of {path or 'a tensor'} {list(leaf.shape)} only pad the "
+                f"last batch, because this rank has {rows} rows of that batch. Pass tensors with one row for "
+                "each row of the batch, or make the loader with drop_last=True."
             )
     return communicator.gather_for_loss(
         tree if problem else map_tensors(lambda tensor: tensor[:real], tree), problem

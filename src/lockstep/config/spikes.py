@@ -84,8 +84,8 @@ class SpikePolicy(KwargsHandler):
         _check_between("skip_batches", self.skip_batches, 0, 2**31)
         if self.skip_batches and self.action != "rollback":
             raise ConfigError(
-                f"skip_batches is {self.skip_batches}, but action {self.action!r} already leaves out the batches "
-                "of the spike. Remove skip_batches, or pass action='rollback'."
+                f"skip_batches is {self.skip_batches}, but action {self.action!r} leaves out the batches of the "
+                "spike alone. Remove skip_batches, or pass action='rollback'."
             )
         _check_between("capsules", self.capsules, 0, 10_000)
         if not isinstance(self.capsule_weights, bool):

@@ -146,7 +146,7 @@ def fitted(parallel: Parallel, batch: BatchSizes, world_size: int) -> BatchSizes
     """
     if parallel.strategy is Strategy.DATA_PARALLEL and world_size > 1:
         raise ConfigError(
-            f"parallel='dataparallel' is for one process, but {world_size} processes were started. Start one "
+            f"parallel='dataparallel' is for one process, but {world_size} were started. Start one "
             "process, or drop dataparallel to train with DistributedDataParallel."
         )
     parallel.check_offload(world_size)

@@ -71,7 +71,7 @@ def _run_folder(path: Path) -> Path:
             return folder
     reason = "is not there" if not os.path.lexists(path) else f"holds neither {MEASURES} nor {EVENTS}"
     raise ConfigError(
-        f"{plain(path, 200)} {reason}, so it is not the folder of a run. Name a folder that a run has written: "
+        f"{plain(path, 200)} {reason}, so it is no run's folder. Name a folder that a run has written: "
         f"<project_dir>/{INNER}, or the run_dir of the run."
     )
 

@@ -220,7 +220,7 @@ def messages_of_models_and_calls() -> dict[str, str]:
 
 
 MESSAGES = {
-    "length": r"'layers\.0' gets has 5 positions, which cannot be divided into cp = 2 .* Pad it to 6",
+    "length": r"'layers\.0' gets has 5 positions, which do not divide into cp = 2 .* Pad it to 6",
     "two dims": r"'layers\.0' gets is torch\.float32 \[8, 12\], .* \[batch, sequence, width\]",
     "twice": "context parallel already",
     "order": r"'layers\.1' was called before 'layers\.0'",

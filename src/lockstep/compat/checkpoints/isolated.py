@@ -88,7 +88,7 @@ def _converse(process: subprocess.Popen[bytes], request: bytes, wall_s: float) -
         ready, _, _ = select.select(list(is_open), [], [], max(0.0, deadline - time.monotonic()))
         if not ready:
             raise CheckpointError(
-                f"Reading the pickled files took more than {wall_s:.0f} s and was stopped. Import a smaller part "
+                f"Reading the pickled files took more than {wall_s:.0f} s and was ended. Import a smaller part "
                 "of the checkpoint, with skip."
             )
         for descriptor in ready:

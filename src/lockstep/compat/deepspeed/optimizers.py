@@ -172,7 +172,7 @@ def filled(
         is_auto = isinstance(value, str) and value == AUTO
         if is_auto and name not in auto:
             raise ConfigError(
-                f"{section}.params.{name} is 'auto', but {placeholder} has no {name}. Pass {placeholder}(..., "
+                f"{section}.params.{name} is 'auto', but {placeholder} gives no {name}. Pass {placeholder}(..., "
                 f"{name}=...), or write a value into the file."
             )
         values[name] = auto[name] if is_auto else value

@@ -59,7 +59,7 @@ def build_scheduler(
         given = "neither" if config is None else "both"
         raise ConfigError(
             "The schedule comes from the section 'scheduler' of the configuration or from DummyScheduler(..., "
-            f"lr_scheduler_callable=...), but {given} of them was given. Give exactly one."
+            f"lr_scheduler_callable=...), but {given} of them is there. Give exactly one."
         )
     scheduler = (
         _called(make, optimizer) if config is None else _from_config(config, dummy, optimizer, steps_per_call)

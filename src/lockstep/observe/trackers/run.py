@@ -127,8 +127,8 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
     before = LOGGER_TYPE_TO_CLASS.get(name, tracker_class)
     if before is not tracker_class:
         warnings.warn(
-            f"The tracker '{name}' was {before.__name__}, and {tracker_class.__name__} has replaced it. Give the "
-            "class another name to keep both.",
+            f"The tracker '{name}' was {before.__name__}, and is {tracker_class.__name__} now. Give the class "
+            "another name to keep both.",
             stacklevel=2,
         )
     LOGGER_TYPE_TO_CLASS[name] = tracker_class

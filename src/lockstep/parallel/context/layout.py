@@ -52,8 +52,8 @@ class SequenceLayout:
             return
         fitting = max(-(-length // self.size) * self.size, self.size * FEWEST_POSITIONS)
         raise UsageError(
-            f"{what} has {length} positions, which cannot be divided into cp = {self.size} equal chunks of at "
-            f"least {FEWEST_POSITIONS} positions for each rank. Pad it to {fitting} positions."
+            f"{what} has {length} positions, which do not divide into cp = {self.size} equal chunks of at least "
+            f"{FEWEST_POSITIONS} positions for each rank. Pad it to {fitting} positions."
         )
 
     def sizes(self, count: int) -> list[int]:

@@ -179,7 +179,7 @@ def _of_others(model: nn.Module) -> str:
     """What looks like experts of another library, for a message."""
     for name, module in model.named_modules():
         if "expert" in type(module).__name__.lower() or name.rpartition(".")[2] == "experts":
-            return f" ('{name}' is a {type(module).__name__})"
+            return f" ('{name}', a {type(module).__name__}, is none)"
     return ""
 
 

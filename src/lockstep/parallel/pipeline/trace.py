@@ -332,8 +332,8 @@ class Tracer(TorchDispatchMode):
 
     def _leak(self, tensor: Tensor) -> UsageError:
         return UsageError(
-            f"The forward of {self._where()} uses a tensor of shape {tuple(tensor.shape)} that was made inside a "
-            "block of an earlier stage of the pipeline. That block neither returns it nor keeps it as an "
+            f"The forward of {self._where()} uses a tensor of shape {tuple(tensor.shape)} that was made inside "
+            "of a block of an earlier stage of the pipeline. That block neither returns it nor keeps it as an "
             "attribute (a hook took it, or a container that blocks share). Let the block return it: x, aux = "
             "block(x). For transformers, set output_router_logits, output_attentions and output_hidden_states "
             "to False."
