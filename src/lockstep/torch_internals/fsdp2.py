@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -197,6 +198,7 @@ def move_shard(param: FSDPParam, keep: Any) -> None:
 # Gradients that are not reduced yet -------------------------------------------------------------------
 
 
+@cache
 def accumulates_in_leaf() -> bool:
     """Whether ``unsharded_accumulated_grad`` is only another name of ``_unsharded_param.grad``, as from 2.15 on."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param as param_file
