@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
@@ -127,3 +129,30 @@ def test_the_command_shows_the_version() -> None:
         [sys.executable, "-m", "lockstep.cli.main", "--version"], capture_output=True, text=True, timeout=60
     )
     assert done.stdout.strip() == f"lockstep, version {PROJECT['version']}"
+
+
+def metadata(root: Path) -> list[str]:
+    """The lines that setuptools writes about the distribution whose source is in ``root``."""
+    program = "from setuptools import build_meta; build_meta.prepare_metadata_for_build_wheel('.')"
+    subprocess.run([sys.executable, "-c", program], cwd=root, check=True, capture_output=True)
+    (folder,) = root.glob("*.dist-info")
+    return (folder / "METADATA").read_text(encoding="utf-8").splitlines()
+
+
+@pytest.mark.parametrize("remote", ["https://example.org/owner/name.git", None])
+def test_the_addresses_are_those_of_the_repository_that_is_built(tmp_path: Path, remote: str | None) -> None:
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "src" / "lockstep").mkdir(parents=True)
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    if remote:
+        subprocess.run(["git", "remote", "add", "origin", remote], cwd=tmp_path, check=True)
+    addresses = [line for line in metadata(tmp_path) if line.startswith("Project-URL: ")]
+    assert ("Project-URL: Source, https://example.org/owner/name" in addresses) == bool(remote)
+    assert len(addresses) == (5 if remote else 0)
+    # a source distribution has no remote, and keeps what it was made with
+    shutil.rmtree(tmp_path / ".git")
+    (made,) = tmp_path.glob("*.dist-info")
+    shutil.move(made / "METADATA", tmp_path / "PKG-INFO")
+    shutil.rmtree(made)
+    assert [line for line in metadata(tmp_path) if line.startswith("Project-URL: ")] == addresses

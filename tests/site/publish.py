@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -17,20 +18,13 @@ from pathlib import Path
 import lockstep
 from tests.site.pages import DOCS, ROOT
 
+ADDRESSES = runpy.run_path(str(ROOT / "setup.py"), run_name="addresses")
 REDIRECT = '<!doctype html><title>Lockstep</title><meta http-equiv="refresh" content="0; url={version}/">\n'
-
-
-def web_address(remote: str) -> str | None:
-    """The page of a repository whose remote is given as https, ssh or ``git@host:path``; None for a local folder."""
-    found = re.fullmatch(
-        r"(?:https?://|ssh://)?(?:[^@/]+@)?([\w.-]+\.\w+)(?::\d+/|[:/])(.+?)(?:\.git)?/?", remote
-    )
-    return f"https://{found[1]}/{found[2]}" if found and not remote.startswith((".", "/")) else None
 
 
 def edit_links(remote: str) -> dict[str, str]:
     """The variables of ``mkdocs.yml`` that give each page its edit link."""
-    address = web_address(remote)
+    address = ADDRESSES["web_address"](remote)
     return {"DOCS_REPOSITORY": address, "DOCS_EDIT_URI": "edit/main/docs"} if address else {}
 
 
@@ -61,8 +55,7 @@ def _as_numbers(version: str) -> tuple[int, ...]:
 
 
 def main(public: Path | None) -> None:
-    git = ["git", "-C", str(ROOT), "remote", "get-url", "origin"]
-    remote = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    remote = ADDRESSES["origin"]()
     variables = {"DOCS_VERSIONS": "mike" if public else "none", **edit_links(remote)}
     build = [str(Path(sys.executable).with_name("zensical")), "build", "--strict", "--clean"]
     subprocess.run(build, cwd=ROOT, env={**variables, **os.environ}, check=True)

@@ -25,7 +25,6 @@ from tests.site.pages import DOCS
     ],
 )
 def test_edit_links_lead_to_the_origin_of_the_clone(remote: str, address: str | None) -> None:
-    assert publish.web_address(remote) == address
     assert publish.edit_links(remote).get("DOCS_REPOSITORY") == address
 
 
