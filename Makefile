@@ -83,6 +83,7 @@ bench: $(VENV)/.benchmark  ## measure against bare torch, Accelerate, Lightning 
 	$(BIN)/python benchmarks/zero_step_time.py
 	$(BIN)/python benchmarks/strategies.py
 	$(BIN)/python benchmarks/compile_blocks.py
+	$(BIN)/python benchmarks/defaults.py
 	$(BIN)/python benchmarks/launch_time.py
 
 clean:  ## remove the environment and everything that was built
