@@ -135,7 +135,7 @@ def test_concatenating_what_is_no_tensor_or_not_alike_is_refused():
         tree.concatenate([{"tag": "a"}, {"tag": "b"}])
     with pytest.raises(ValueError, match="one structure"):
         tree.concatenate([{"a": torch.ones(1)}, {"b": torch.ones(1)}])
-    with pytest.raises(ValueError, match="nothing"):
+    with pytest.raises(ValueError, match="batches to concatenate is empty"):
         tree.concatenate([])
 
 

@@ -95,7 +95,7 @@ def test_an_incomplete_state_is_refused_and_changes_nothing() -> None:
     set_seed(5)
     expected = draw()
     set_seed(5)
-    with pytest.raises(UsageError, match="lacks 'torch'"):
+    with pytest.raises(UsageError, match="has no 'torch'"):
         set_rng_state(state)
     assert draw() == expected
 

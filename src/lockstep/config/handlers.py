@@ -364,7 +364,7 @@ class TorchDynamoPlugin(KwargsHandler):
     """Options of ``torch.compile`` for prepared models.
 
     Of ``backend``, ``mode``, ``fullgraph``, ``dynamic`` and ``use_regional_compilation``, those that are None are
-    read from the environment (``ACCELERATE_DYNAMO_*`` and ``LOCKSTEP_DYNAMO_*``).
+    read from the environment, such as ``ACCELERATE_DYNAMO_MODE`` or ``LOCKSTEP_DYNAMO_MODE``.
 
     Args:
         backend: A backend of ``torch.compile``, such as ``"inductor"``. ``"no"``: models are not compiled.

@@ -253,7 +253,7 @@ def test_pickled_weights_do_not_lie_beside_others(tmp_path: Path) -> None:
 def test_pickled_weights_are_a_part_of_a_checkpoint_that_is_written_in_the_background(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True, watch=False)
     model = accelerator.prepare(tower())
-    with pytest.warns(UserWarning, match="pickled"):
+    with pytest.warns(UserWarning, match="saved as a pickle"):
         accelerator.save_state(tmp_path / "state", safe_serialization=False, blocking=False)
     wanted = {name: value.clone() for name, value in model.state_dict().items()}
     with torch.no_grad():

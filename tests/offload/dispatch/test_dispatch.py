@@ -212,7 +212,7 @@ def test_what_cannot_be_placed_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="main_device='disk'"):
         dispatch_model(made(), {"": "cpu"}, main_device="disk")
     model = disk_offload(made(), tmp_path / "folder")
-    with pytest.raises(UsageError, match="is dispatched already"):
+    with pytest.raises(UsageError, match="was placed by a device map already"):
         dispatch_model(model, {"": "cpu"})
 
 
