@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -47,6 +48,38 @@ def test_blocks_of_torch_itself_are_compiled(parallel: str) -> None:
         type(torch.load(io.BytesIO(file.getvalue()), weights_only=False).layers[0])
         is nn.TransformerEncoderLayer
     )
+
+
+def steps(
+    model: nn.Module, optimizer: torch.optim.Optimizer, backward: Callable[[torch.Tensor], Any]
+) -> list[float]:
+    losses = []
+    for x in torch.randn(3, 4, 5, 16, generator=torch.Generator().manual_seed(1)):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        backward(loss)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def encoder_of_seed() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = encoder()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def trained_in_shards() -> list[float]:
+    torch._dynamo.reset()
+    accelerator = Accelerator(cpu=True, parallel="zero=3 compile=blocks", dynamo_backend="aot_eager")
+    model, optimizer = accelerator.prepare(*encoder_of_seed())
+    return steps(model, optimizer, accelerator.backward)
+
+
+def test_compiled_blocks_of_torch_itself_train_in_shards(run_distributed: Any) -> None:
+    expected = steps(*encoder_of_seed(), torch.Tensor.backward)
+    for losses in run_distributed(trained_in_shards, 2, timeout_s=150):
+        assert losses == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("layers", [2, 6])
