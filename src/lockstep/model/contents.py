@@ -6,7 +6,7 @@ import copy
 import random
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -22,14 +22,16 @@ DEPTH = 4
 _OPAQUE = (type, nn.Module, types.ModuleType, torch.device, torch.dtype, torch.distributed.ProcessGroup)
 
 
-def every_parameter(model: nn.Module) -> Iterator[nn.Parameter]:
+def every_parameter(model: nn.Module) -> list[nn.Parameter]:
     """As often as they stand in the model, quicker than ``nn.Module.parameters``."""
     waiting: list[nn.Module | None] = [model]
+    found: list[nn.Parameter | None] = []
     while waiting:
         module = waiting.pop()
         if module is not None:
-            yield from (p for p in torch_modules.parameters_of(module).values() if p is not None)
+            found.extend(torch_modules.parameters_of(module).values())
             waiting.extend(torch_modules.children_of(module).values())
+    return [parameter for parameter in found if parameter is not None]
 
 
 def is_container(value: object) -> bool:

@@ -51,13 +51,14 @@ class SameParameters:
 
     def check(self) -> None:
         """Raise UsageError if parameters were replaced, added, removed or tied, or if a shard has a hook."""
+        parameters = every_parameter(self._model)
         try:
-            numbers = [self._known[id(p)] for p in every_parameter(self._model)]
+            numbers = [self._known[id(p)] for p in parameters]
         except KeyError:
             numbers = []
         if numbers != self._expected:
             self._look_closely()
-        for parameter in every_parameter(self._model):
+        for parameter in parameters:
             if kind_of_hook(parameter) is not None:
                 self._refuse_hook(parameter)
 

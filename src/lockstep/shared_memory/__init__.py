@@ -6,6 +6,7 @@ group         torch's methods
 pending       calls in their order, and torch's handles for them
 tensors       contiguous memory for the tensors of a call
 algorithms    the collectives, as rows of steps
+buffers       memory for tensors that are made to be gathered or reduced
 hosts         the same for ranks on several hosts: gloo between their first ranks
 channel       messages between two ranks
 slots         two slots for each rank, counters, waiting, ranks that have ended

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lockstep.config.enums import CPUBackend
 from lockstep.shared_memory.algorithms import HostCollectives, Memory, RankReduction, check_reduction
+from lockstep.shared_memory.buffers import GatheredBuffers, ReducedBuffers
 from lockstep.shared_memory.call_code import call_code
 from lockstep.shared_memory.channel import Channels
 from lockstep.shared_memory.history import CallHistory
@@ -54,6 +55,9 @@ class SharedMemoryGroup(dist.ProcessGroup):
     Args:
         peers: The ranks of this host; None where there are no others.
 
+    Attributes:
+        gathered, reduced: Memory for tensors that are made to be gathered or reduced; None: on several hosts.
+
     It takes CPU tensors of any size and dtype, and the reductions of ``algorithms.COMBINE``. Results are equal bit for
     bit on all ranks and from run to run. What the ranks call is compared: calls that do not belong together raise
     CollectiveMismatchError on every rank.
@@ -71,6 +75,11 @@ class SharedMemoryGroup(dist.ProcessGroup):
         super().__init__(rank, ranks)  # type: ignore[call-arg]
         self._me, self._ranks, self._name = rank, ranks, name
         self._peers, self._collectives, self._messages = peers, collectives, messages
+        self.gathered: GatheredBuffers | None = None
+        self.reduced: ReducedBuffers | None = None
+        if isinstance(collectives, HostCollectives):
+            self.gathered = GatheredBuffers(collectives.slots)
+            self.reduced = ReducedBuffers(collectives.slots)
         self._queue = CallQueue(f"lockstep shared memory {name}")
         self.history = CallHistory(name)
         if peers is not None:
@@ -241,9 +250,16 @@ class SharedMemoryGroup(dist.ProcessGroup):
                         f"an output with {self._ranks} times as many elements, of the same dtype."
                     )
                 places = [whole.address + rank * mine.size for rank in range(self._ranks)]
-                call = call_code("all_gather", mine.flat.numel(), mine.flat.dtype)
-                rows.append(self._collectives.all_gather(call, mine, places))
+                rows.append(self._gather_flat(output, mine, places))
         return self._submit("all_gather", rows, inputs, result, staging, opts)
+
+    def _gather_flat(self, output: Tensor, mine: Memory, places: Sequence[int]) -> Steps:
+        gathered, collectives = self.gathered, self._collectives
+        use = None if gathered is None else gathered.use_of(output)
+        if gathered is not None and use is not None:
+            assert isinstance(collectives, HostCollectives)
+            return gathered.all_gather(collectives, mine, places, use)
+        return collectives.all_gather(call_code("all_gather", mine.flat.numel(), mine.flat.dtype), mine, places)
 
     def gather(
         self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: CollectiveOptions
@@ -331,7 +347,13 @@ class SharedMemoryGroup(dist.ProcessGroup):
                         whole.flat.chunk(self._ranks) if out.size else [whole.flat] * self._ranks
                     )
                 ]
-                rows.append(self._reduce_scatter(parts, out, reduction, staging))
+                reduced, collectives = self.reduced, self._collectives
+                use = None if reduced is None else reduced.use_of(tensor)
+                if reduced is not None and use is not None and reduction.factor is None:
+                    assert isinstance(collectives, HostCollectives)
+                    rows.append(reduced.reduce_scatter(collectives, parts, out, reduction, use))
+                else:
+                    rows.append(self._reduce_scatter(parts, out, reduction, staging))
         return self._submit("reduce_scatter", rows, inputs, result, staging, opts)
 
     def _reduce_scatter(

@@ -171,12 +171,21 @@ class RankSlots(Waitable):
         self._wake(self._wake_address)
         return self
 
+    @property
+    def count(self) -> int:
+        """How often this rank has arrived."""
+        return self._count
+
     def is_there(self) -> bool:
         words, count = self._words, self._count
         return all(words[line] >= count for _, line in self._others)
 
     def wait(self, deadline: float) -> None:
-        words, count = self._words, self._count
+        self.await_count(self._count, deadline)
+
+    def await_count(self, count: int, deadline: float = 0.0) -> None:
+        """Wait until all ranks have arrived so often."""
+        words = self._words
         for rank, line in self._others:
             if words[line] < count:
                 self.peers.await_word(words, self.peers.segment.base, line, count, rank, deadline)

@@ -59,6 +59,16 @@ def has_backend_for(group: dist.ProcessGroup, device: torch.device) -> bool:
     return True
 
 
+def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> Any:
+    """What carries a group's (None: the main one's) tensors of the device.
+
+    Relies on: ``_get_backend``, and ``wrapped_pg`` with TORCH_DISTRIBUTED_DEBUG=DETAIL.
+    """
+    asked: Any = group or dist.group.WORLD
+    backend = asked._get_backend(device)
+    return getattr(backend, "wrapped_pg", backend)
+
+
 def broadcast_coalesced(group: Any, tensors: list[torch.Tensor], most_bytes: int, source: int) -> None:
     """In place, in messages of at most so many bytes, from a rank of the group: DDP's own way for buffers.
 

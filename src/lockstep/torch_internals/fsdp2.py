@@ -212,10 +212,13 @@ def unreduced_grads(param: FSDPParam) -> list[torch.Tensor]:
     Relies on: up to 2.14 ``unsharded_accumulated_grad`` (type of the reduction) and ``_unsharded_param.grad`` are two
     tensors, of which both count; from 2.15 on there is only ``_unsharded_param.grad``.
     """
-    found = [] if accumulates_in_leaf() else [param.unsharded_accumulated_grad]
+    found = []
+    if not accumulates_in_leaf() and param.unsharded_accumulated_grad is not None:
+        found.append(param.unsharded_accumulated_grad)
     whole = unsharded_param(param)
-    found.append(None if whole is None else own_grad(whole))
-    return [gradient for gradient in found if gradient is not None]
+    if whole is not None and (gradient := own_grad(whole)) is not None:
+        found.append(gradient)
+    return found
 
 
 def discard_unreduced_grad(param: FSDPParam) -> None:

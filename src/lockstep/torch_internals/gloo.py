@@ -73,11 +73,8 @@ def all_gather_each(inputs: list[Tensor], group_size: int, group_name: object) -
 
 
 def carries(device: torch.device, group: dist.ProcessGroup | None = None) -> bool:
-    """Whether a group (None: the main one) communicates tensors of the device through gloo.
-
-    Relies on: ``_get_backend``.
-    """
-    return isinstance(_backend(device, group), dist.ProcessGroupGloo)
+    """Whether a group (None: the main one) communicates tensors of the device through gloo."""
+    return isinstance(c10d.backend_of(group, device), dist.ProcessGroupGloo)
 
 
 def group_with_one_thread() -> dist.ProcessGroup:
@@ -85,7 +82,7 @@ def group_with_one_thread() -> dist.ProcessGroup:
 
     Relies on: ``new_group`` makes what ``distributed_c10d`` calls ``ProcessGroupGloo``; that takes ``_Options``.
     """
-    main = _backend(CPU).options
+    main = c10d.backend_of(None, CPU).options
 
     class OneThread(dist.ProcessGroupGloo):
         def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, **_: Any) -> None:
@@ -101,12 +98,6 @@ def options_of_gloo() -> Any:
     """Relies on: ``_Options`` with ``_devices``, ``_timeout`` and ``_threads``."""
     gloo: Any = dist.ProcessGroupGloo
     return gloo._Options()
-
-
-def _backend(device: torch.device, group: dist.ProcessGroup | None = None) -> Any:
-    asked: Any = group or dist.group.WORLD
-    backend = asked._get_backend(device)
-    return getattr(backend, "wrapped_pg", backend)  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
 
 
 @probed("gloo", "gathers")

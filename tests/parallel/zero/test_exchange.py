@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from lockstep import Accelerator, InitProcessGroupKwargs
 from lockstep.errors import UsageError
 from lockstep.parallel.zero import exchange
 from lockstep.parallel.zero.exchange import BroadcastAllGather, ExchangeReduceScatter
+from lockstep.shared_memory.slots import RankSlots
 
 LENGTH = 5
 
@@ -100,3 +103,43 @@ def test_larger_groups_and_those_that_share_memory_use_the_backends_own(
         assert both.tolist() == [1, 1]
         assert torch.equal(ours_gathered, gathered)
         torch.testing.assert_close(ours_reduced, reduced)
+
+
+WIDTH = 256
+
+
+def copied_in_a_step(parallel: str) -> tuple[int, list[torch.Tensor]]:
+    """Bytes that this rank copies for or from others in the third step, and the weights after it."""
+    accelerator = Accelerator(cpu=True, parallel=parallel)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    batch = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(accelerator.process_index))
+    copied = 0
+    for _ in range(3):
+        with (
+            mock.patch.object(RankSlots, "put", autospec=True, side_effect=RankSlots.put) as put,
+            mock.patch.object(RankSlots, "take", autospec=True, side_effect=RankSlots.take) as take,
+        ):
+            optimizer.zero_grad()
+            accelerator.backward(model(batch).square().mean())
+            optimizer.step()
+        copied = sum(call.args[2] for call in put.mock_calls) + sum(call.args[3] for call in take.mock_calls)
+    return copied, [p.full_tensor() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_step_copies_no_weights_and_no_gradients_from_rank_to_rank(run_distributed, stage: int) -> None:
+    torch.manual_seed(0)
+    alone = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)))
+    batches = [torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
+    for _ in range(3):
+        alone.zero_grad()
+        (sum(alone(batch).square().mean() for batch in batches) / 2).backward()
+        with torch.no_grad():
+            for parameter in alone.parameters():
+                parameter -= 0.1 * parameter.grad
+    for copied, weights in run_distributed(copied_in_a_step, 2, f"zero={stage}"):
+        assert copied < 4 * WIDTH  # which parameters were used, and the number of the loop's call
+        torch.testing.assert_close(weights, [p.detach() for p in alone.parameters()], rtol=1e-5, atol=1e-7)

@@ -120,7 +120,8 @@ def shard(
         offloaded.close()
     whole = [parameter for parameter in model.parameters() if parameter.ndim == 0]  # frozen ones may thaw
     sharded = [module for module in model.modules() if fsdp2.is_sharded(module)]
-    collectives = exchange_on_cpu(sharded) if options.mesh.device_type == "cpu" else []
+    on_cpu = options.mesh.device_type == "cpu"
+    collectives = exchange_on_cpu(sharded, bool(options.parallel.hpz)) if on_cpu else []
     if options.parallel.quantized_weights or options.parallel.quantized_gradients:
         quantize_collectives(model, options.parallel.quantized_weights, options.parallel.quantized_gradients)
     if options.parallel.forward_prefetch:

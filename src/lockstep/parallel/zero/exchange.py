@@ -20,6 +20,7 @@ The number of bytes is :func:`lockstep.comm.quantization.message_bytes` for each
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -34,7 +35,10 @@ from lockstep.comm.quantization import from_message, to_message
 from lockstep.config.enums import QuantizedType
 from lockstep.errors import ConfigError, UsageError
 from lockstep.runtime.step import waiting_for_ranks
+from lockstep.shared_memory.buffers import GatheredBuffers, ReducedBuffers
+from lockstep.shared_memory.group import SharedMemoryGroup
 from lockstep.torch_internals import c10d, fsdp2, gloo
+from lockstep.torch_internals.dispatch import modes_are_active
 from lockstep.torch_internals.fsdp2_gathered import ShardedModule
 
 MOST_RANKS = 8
@@ -51,7 +55,21 @@ class ShardCollective:
 
 
 class BroadcastAllGather(ShardCollective):
-    """FSDP2's ``AllGather``: each rank broadcasts its part, all at once."""
+    """FSDP2's ``AllGather``: each rank broadcasts its part, all at once.
+
+    Attributes:
+        buffers: Where outputs lie if the group shares memory, so that nothing is copied from rank to rank.
+    """
+
+    def __init__(self) -> None:
+        self.buffers: GatheredBuffers | None = None
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        if self.buffers is None or modes_are_active():
+            return super().allocate(size, dtype=dtype, device=device)
+        return self.buffers.allocate(math.prod(map(int, size)), dtype)
 
     def __call__(
         self,
@@ -80,7 +98,26 @@ class BroadcastAllGather(ShardCollective):
 
 
 class ExchangeReduceScatter(ShardCollective):
-    """FSDP2's ``ReduceScatter``: an all-to-all and a sum in rank order."""
+    """FSDP2's ``ReduceScatter``: an all-to-all and a sum in rank order.
+
+    Attributes:
+        buffers: Where inputs lie if the group shares memory, so that each rank adds up what the others have written.
+    """
+
+    def __init__(self) -> None:
+        self.buffers: ReducedBuffers | None = None
+        self._output_elements = 0  # of the output that belongs to the last input
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """An input, and then its output, which keeps its own memory: gradients are views of it."""
+        elements = math.prod(map(int, size))
+        if self.buffers is None or modes_are_active() or elements == self._output_elements:
+            self._output_elements = 0
+            return super().allocate(size, dtype=dtype, device=device)
+        self._output_elements = elements // self.buffers.slots.ranks
+        return self.buffers.allocate(elements, dtype)
 
     def __call__(
         self,
@@ -129,13 +166,22 @@ def factor_of(op: object, world_size: int) -> Any:
     )
 
 
-def exchange_on_cpu(groups: Sequence[ShardedModule]) -> list[ShardCollective]:
-    """Set these collectives on modules that were sharded over a CPU mesh, if this torch lets them be set; the two."""
-    gather, reduce = BroadcastAllGather(), ExchangeReduceScatter()
+def exchange_on_cpu(groups: Sequence[ShardedModule], gathers_in_parts: bool) -> list[ShardCollective]:
+    """Set these collectives on modules that were sharded over a CPU mesh, if this torch lets them be set; the two.
+
+    Args:
+        groups: The sharded modules.
+        gathers_in_parts: Whether some gathers run over other ranks (hpZ).
+    """
     if not hasattr(FSDPModule, "set_custom_all_gather") or not hasattr(
         FSDPModule, "set_custom_reduce_scatter"
     ):
         return []
+    over = {fsdp2.all_gather_group(owned) for module in groups for owned in fsdp2.param_groups(module)}
+    backend = c10d.backend_of(over.pop(), c10d.CPU) if len(over) == 1 and not gathers_in_parts else None
+    gather, reduce = BroadcastAllGather(), ExchangeReduceScatter()
+    if isinstance(backend, SharedMemoryGroup):
+        gather.buffers, reduce.buffers = backend.gathered, backend.reduced
     for module in groups:
         module.set_custom_all_gather(gather)
         module.set_custom_reduce_scatter(reduce)
