@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 import common
 from lockstep.config.enums import Activation
 from lockstep.model.blocks import find_blocks
-from lockstep.parallel.recompute import recompute
+from lockstep.parallel.recompute import apply_activation_checkpointing
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "gpt"))
 from model import GPT, GPTConfig
@@ -82,7 +82,7 @@ def tensors(tree: Any) -> list[torch.Tensor]:
 def make_model(mode: Activation) -> GPT:
     torch.manual_seed(0)
     model = GPT(CONFIG)
-    recompute(model, mode, find_blocks(model))
+    apply_activation_checkpointing(model, mode, find_blocks(model))
     return model
 
 

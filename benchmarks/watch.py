@@ -90,7 +90,7 @@ def worker(chosen: argparse.Namespace) -> None:
     loop = training()
     for _ in range(5):
         next(loop)
-    runtime = process.current()
+    runtime = process.current_runtime()
     assert runtime is not None
     watch_process(runtime, enabled=True, grace_s=30).end()
     pairs = []

@@ -630,7 +630,7 @@ def test_a_precision_in_code_wins_over_the_environment(monkeypatch: pytest.Monke
 
 def unwatched_and_again(_: int) -> bool:
     Accelerator(cpu=True, watch=False)
-    process.end()
+    process.end_runtime()
     before = ProcessWatch._current
     Accelerator(cpu=True)
     return before is None

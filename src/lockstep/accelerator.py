@@ -201,7 +201,7 @@ class Accelerator(
             check_backend(options.compile_options.get("backend"))
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
-        self.runtime = process.start(options.cpu, options.init)
+        self.runtime = process.start_runtime(options.cpu, options.init)
         if options.fp8 is not None:
             check_float8(options.fp8, options.parallel, self.runtime.device)
         if options.cpu_affinity:

@@ -151,7 +151,7 @@ def load_accelerator_state(
         raise TypeError(
             f"map_location is {map_location!r}, but must be None, 'cpu' or 'on_device'. Use one of them."
         )
-    device: Any = process.start().device if map_location == "on_device" else "cpu"
+    device: Any = process.start_runtime().device if map_location == "on_device" else "cpu"
     folder, options = Path(input_dir), dict(load_kwargs or {})
     for index, model in enumerate(models):
         _load_model(model, folder, index, device, load_model_func_kwargs)

@@ -65,7 +65,7 @@ def prepare_pippy(
     """
     from lockstep.parallel.pipeline import PipelineOptions, split_model
 
-    runtime = process.start()
+    runtime = process.start_runtime()
     mesh = DeviceMeshes(runtime, Parallel(pp=runtime.world_size)).axis("pp")
     if mesh is None:
         raise UsageError(
@@ -179,7 +179,7 @@ def build_pipeline(
     """
     from torch.distributed.pipelining import ScheduleGPipe, SplitPoint, pipeline
 
-    runtime = process.start()
+    runtime = process.start_runtime()
     beginnings = dict.fromkeys(split_points, SplitPoint.BEGINNING)
     pipe = pipeline(model, mb_args=args, mb_kwargs=kwargs, split_spec=beginnings)
     return ScheduleGPipe(pipe.build_stage(runtime.rank, device=runtime.device), num_chunks)
@@ -209,7 +209,7 @@ def pippy_forward(
         assert pippy_forward(model, 2, False, torch.ones(8, 4)).shape == (8, 1)
         ```
     """
-    runtime = process.start()
+    runtime = process.start_runtime()
     output = None
     if runtime.world_size == 1:
         output = forward(*args, **kwargs)

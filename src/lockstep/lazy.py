@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -25,3 +25,16 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
         return value
 
     return resolve
+
+
+def names_of_modules(package: str, modules: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
+    """The ``__getattr__`` of ``package``: what is imported from it by those who need not know its files.
+
+    The library itself imports from the file, so that each module loads what it needs and no more. For mypy a
+    ``__getattr__`` makes any name exist: declare it where ``TYPE_CHECKING`` is false.
+
+    Args:
+        package: The ``__name__`` of the package.
+        modules: A module below it -> the names that it defines. None of them is also the name of a module.
+    """
+    return lazy_names(package, {name: f"{package}.{module}" for module, names in modules.items() for name in names})

@@ -16,7 +16,7 @@ from lockstep.errors import LockstepError
 from lockstep.parallel.context import regions_of
 from lockstep.parallel.pipeline.derivation import Derivation
 from lockstep.parallel.tensor import infer
-from lockstep.parallel.tensor.rehearse import Passed, TensorRehearsal, rehearse
+from lockstep.parallel.tensor.rehearse import Passed, TensorRehearsal, run_rehearsal
 
 WORDS, WIDTH, ROWS = 32, 16, 8  # the sequence is as long as the batch
 
@@ -108,7 +108,7 @@ def passes(rehearsal: TensorRehearsal, *given: Any) -> Any:
     """What the rehearsal of each ``Feedforward`` finds: its parts are right as they are."""
     if isinstance(rehearsal.module, Feedforward):
         return Passed((), False, {})
-    return rehearse(rehearsal, *given)
+    return run_rehearsal(rehearsal, *given)
 
 
 def said(row: Row, derives: bool) -> tuple[str, bool]:

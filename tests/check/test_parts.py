@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lockstep.check.compare import compare, tolerance_of
+from lockstep.check.compare import compare_with_whole, tolerance_of
 from lockstep.check.observe import Observations, Observed, observed
 from lockstep.check.passes import ComparedBatch, PassResult, run_pass
 from lockstep.check.reference import Reference
@@ -149,7 +149,7 @@ def test_rounding_is_allowed_and_no_more(dtype: torch.dtype, off: float, is_seen
         "", {"": torch.tensor(2.0)}, {"w": torch.ones(8, dtype=dtype) * (1 + off), "b": torch.zeros(3)}
     )
     tolerance = tolerance_of({dtype}, False)
-    assert bool(compare(split, whole, [], [], tolerance).differences) is is_seen
+    assert bool(compare_with_whole(split, whole, [], [], tolerance).differences) is is_seen
 
 
 def test_gradients_that_are_made_of_rounding_are_not_compared_by_their_size() -> None:
@@ -159,18 +159,19 @@ def test_gradients_that_are_made_of_rounding_are_not_compared_by_their_size() ->
     split = PassResult(
         "", {"": torch.tensor(2.0)}, {"w": torch.ones(8), "key.bias": torch.tensor([-3e-9, 1e-9])}
     )
-    assert compare(split, whole, [], [], 1e-3).differences == ()
+    assert compare_with_whole(split, whole, [], [], 1e-3).differences == ()
     split.gradients["key.bias"] = torch.tensor([1e-3, 0.0])
-    assert [d.name for d in compare(split, whole, [], [], 1e-3).differences] == ["key.bias"]
+    assert [d.name for d in compare_with_whole(split, whole, [], [], 1e-3).differences] == ["key.bias"]
 
 
 def test_missing_gradients_and_copies_that_differ_are_seen() -> None:
     whole = PassResult("", {"": torch.tensor(2.0)}, {"w": torch.ones(8)})
     assert [
-        d.kind for d in compare(PassResult("", dict(whole.outputs)), whole, [], [], 1e-3).differences
+        d.kind
+        for d in compare_with_whole(PassResult("", dict(whole.outputs)), whole, [], [], 1e-3).differences
     ] == ["gradient"]
     digests = [{"w": (8.0, 2.8)}, {"w": (8.0, 2.9)}]
-    assert [d.kind for d in compare(whole, whole, digests, [], 1e-3).differences] == ["replica"]
+    assert [d.kind for d in compare_with_whole(whole, whole, digests, [], 1e-3).differences] == ["replica"]
 
 
 class Doubled(nn.Module):

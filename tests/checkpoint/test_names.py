@@ -12,7 +12,7 @@ from torch import nn
 
 from lockstep import Accelerator
 from lockstep.checkpoint.store.local import LocalStore
-from lockstep.checkpoint.store.verify import verify
+from lockstep.checkpoint.store.verify import verify_checkpoint
 from lockstep.checkpoint.weights.convert import open_weights
 from lockstep.errors import UsageError
 from lockstep.offload.files.offload_folder import TensorToWrite, write_to_folder
@@ -71,7 +71,7 @@ def save_and_load(directory: str, parallel: str | None) -> list[str]:
     with torch.no_grad():
         for tensor in accelerator.unwrap_model(model).state_dict().values():
             (tensor.to_local() if hasattr(tensor, "to_local") else tensor).fill_(-7.0)
-    verify(LocalStore(), directory)
+    verify_checkpoint(LocalStore(), directory)
     accelerator.load_state(directory)
     after = whole(accelerator, model)
     with pytest.raises(

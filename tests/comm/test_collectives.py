@@ -12,7 +12,7 @@ import torch
 from lockstep.comm.collectives import Communicator
 from lockstep.comm.tree import leaves, map_tensors
 from lockstep.errors import CollectiveMismatchError, LockstepError
-from lockstep.runtime.process import start
+from lockstep.runtime.process import start_runtime
 
 Pair = namedtuple("Pair", ["first", "second"])
 WORLDS = [1, 2, 4]
@@ -27,7 +27,7 @@ class Output:
 
 
 def communicator() -> Communicator:
-    return Communicator(start(cpu=True))
+    return Communicator(start_runtime(cpu=True))
 
 
 def rank_input(rank: int, rows: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from lockstep.comm.ledger import CommunicationLedger
-from lockstep.runtime.process import start
+from lockstep.runtime.process import start_runtime
 
 
 def model() -> nn.Module:
@@ -18,7 +18,7 @@ def model() -> nn.Module:
 
 def ddp_steps(hook: str | None, bucket_cap_mb: float = 0.1) -> tuple[float, int, set[str]]:
     """Wire bytes of one DDP step after warm-up, the number of all-reduces, and the operations seen."""
-    start(cpu=True)
+    start_runtime(cpu=True)
     ddp = nn.parallel.DistributedDataParallel(model(), bucket_cap_mb=bucket_cap_mb)
     if hook == "fp16":
         ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
@@ -50,7 +50,7 @@ def test_power_sgd_sends_its_factors_and_the_biases(run_distributed):
 
 
 def every_operation() -> dict[str, tuple[int, int, float]]:
-    start(cpu=True)
+    start_runtime(cpu=True)
     rank, x = dist.get_rank(), torch.ones(4)
     with CommunicationLedger() as ledger:
         dist.all_reduce(x)
@@ -90,7 +90,7 @@ def test_every_operation_is_counted_with_its_payload_and_wire_bytes(run_distribu
 def functional_collectives() -> tuple[float, float]:
     import torch.distributed._functional_collectives as functional
 
-    start(cpu=True)
+    start_runtime(cpu=True)
     with CommunicationLedger() as ledger:
         functional.all_reduce(torch.ones(4), "sum", dist.group.WORLD).sum()
         functional.all_gather_tensor(torch.ones(4), 0, dist.group.WORLD).sum()
@@ -102,7 +102,7 @@ def test_the_collectives_of_tensor_parallelism_are_counted(run_distributed):
 
 
 def sub_group() -> float:
-    start(cpu=True)
+    start_runtime(cpu=True)
     group = dist.new_group([0, 1])
     dist.new_group([2, 3])
     with CommunicationLedger() as ledger:

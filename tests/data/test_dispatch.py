@@ -14,13 +14,13 @@ from lockstep.comm.collectives import Communicator
 from lockstep.data.prepare import prepare_loader
 from lockstep.data_loader import PreparedLoader, prepare_data_loader
 from lockstep.errors import LockstepError
-from lockstep.runtime.process import end, start
+from lockstep.runtime.process import end_runtime, start_runtime
 from lockstep.runtime.step import StepState
 from tests.data.helpers import Numbers, Stream, chunks, consume, rows_of
 
 
 def prepare(loader: DataLoader[Any], rng_types: list[str] | None = None, **options: Any) -> PreparedLoader:
-    runtime = start(cpu=True)
+    runtime = start_runtime(cpu=True)
     return prepare_loader(
         loader,
         runtime=runtime,
@@ -47,7 +47,7 @@ class OnlyNumbersOnRankZero(Numbers):
 def stream_batches(n: int, batch_size: int, split: bool, workers: int, skipped: int = 0) -> list[Any]:
     loader = DataLoader(OnlyOnRankZero(n), batch_size=batch_size, num_workers=workers)
     batches = consume(skip_first_batches(prepare(loader, split_batches=split), skipped))  # type: ignore[arg-type]
-    end()
+    end_runtime()
     return batches
 
 
@@ -85,13 +85,13 @@ def test_dispatched_batches_can_be_skipped(run_distributed):
 
 
 def shuffled_batches() -> list[Any]:
-    torch.manual_seed(5 + start(cpu=True).rank)
+    torch.manual_seed(5 + start_runtime(cpu=True).rank)
     loader = DataLoader(OnlyNumbersOnRankZero(10), batch_size=2, shuffle=True)
     prepared = prepare(loader, dispatch_batches=True)
     batches = consume(prepared)
     assert len(prepared) == len(batches)
     assert prepared.epoch == 1
-    end()
+    end_runtime()
     return batches
 
 
@@ -118,7 +118,7 @@ def last_rounds(samples: int) -> list[tuple[list[list[int]], list[list[int]]]]:
                 batches.append(batch.tolist())
                 gathered.append(accelerator.gather_for_metrics(batch).tolist())
             found.append((batches, gathered))
-    end()
+    end_runtime()
     return found
 
 
@@ -144,7 +144,7 @@ def texts(rows: list[int]) -> dict[str, Any]:
 
 def nested_batches() -> list[Any]:
     batches = list(prepare(DataLoader(Stream(4), batch_size=2, collate_fn=texts)))
-    end()
+    end_runtime()
     return [(b["rows"].tolist(), b["half"].dtype, b["texts"]) for b in batches]
 
 
@@ -167,7 +167,7 @@ def failing_batches() -> tuple[int, str, str]:
         for _ in prepare(DataLoader(Failing(), batch_size=1)):
             seen += 1
     except (OSError, LockstepError) as error:
-        end()
+        end_runtime()
         return seen, type(error).__name__, str(error)
     raise AssertionError("no error")
 
@@ -180,11 +180,11 @@ def test_a_failure_while_rank_0_reads_reaches_every_rank(run_distributed):
 
 
 def refused(samples_of_main: int, drop_last: bool = False) -> str:
-    samples = samples_of_main if start(cpu=True).rank == 0 else 8
+    samples = samples_of_main if start_runtime(cpu=True).rank == 0 else 8
     try:
         prepare(DataLoader(Numbers(samples), drop_last=drop_last))
     except Exception as error:
-        end()
+        end_runtime()
         return f"{type(error).__name__}: {error}"
     return "accepted"
 
@@ -203,12 +203,12 @@ def test_loaders_of_different_length_are_refused_by_all(run_distributed):
 
 
 def own_batches() -> list[Any]:
-    rank = start(cpu=True).rank
+    rank = start_runtime(cpu=True).rank
     torch.manual_seed(rank)
     loader = prepare(DataLoader(Numbers(8), batch_size=2, shuffle=True), rng_types=["torch"])
     batches = [rows_of(batch) for batch in loader]
     number = torch.rand(()).item()
-    end()
+    end_runtime()
     return [batches, number]
 
 
@@ -219,10 +219,10 @@ def test_the_seed_and_the_asked_for_generators_are_those_of_rank_0(run_distribut
 
 
 def accelerate_style() -> list[list[int]]:
-    start(cpu=True)
+    start_runtime(cpu=True)
     loader = prepare_data_loader(DataLoader(Numbers(8), batch_size=4), split_batches=True, put_on_device=True)
     batches = [rows_of(batch) for batch in loader]
-    end()
+    end_runtime()
     return batches
 
 

@@ -28,7 +28,7 @@ from lockstep.comm.collectives import Communicator
 from lockstep.data.prepare import prepare_loader
 from lockstep.data_loader import PreparedLoader
 from lockstep.errors import CheckpointError, UsageError
-from lockstep.runtime.process import end, start
+from lockstep.runtime.process import end_runtime, start_runtime
 from lockstep.runtime.step import StepState
 from lockstep.utils import set_seed
 from tests.data.helpers import Numbers, prepare, rows_of, shuffled
@@ -498,7 +498,7 @@ def drawing_nothing(name: str) -> DataLoader[Any]:
 
 
 def ranks_part(names: list[str], specific: bool, dispatch: bool | None) -> list[list[list[float]]]:
-    runtime = start(cpu=True)
+    runtime = start_runtime(cpu=True)
     parts = []
     for name in names:
         seed_all(runtime.rank if specific else 0)
@@ -510,7 +510,7 @@ def ranks_part(names: list[str], specific: bool, dispatch: bool | None) -> list[
             communicator=Communicator(runtime),
         )
         parts.append([batch[..., 0].tolist() for _ in range(3) for batch in loader])
-    end()
+    end_runtime()
     return parts
 
 
@@ -544,7 +544,7 @@ def test_ranks_together_have_the_order_of_one_process(run_distributed, world, sp
 
 def resumed_part(names: list[str]) -> list[Any]:
     """What this rank gets in the epoch that another process of it began, and in the next one."""
-    runtime = start(cpu=True)
+    runtime = start_runtime(cpu=True)
     parts = []
     for name in names:
         pieces: list[Any] = []
@@ -568,13 +568,13 @@ def resumed_part(names: list[str]) -> list[Any]:
                 state = loader.state_dict(), generators()
                 break
         parts.append(pieces)
-    end()
+    end_runtime()
     return parts
 
 
 def taken_over(states: dict[str, Any]) -> list[Any]:
     """What this rank gets in the epoch that one process began, and in the next one."""
-    runtime = start(cpu=True)
+    runtime = start_runtime(cpu=True)
     parts = []
     for name, state in states.items():
         seed_all(100 + runtime.rank)
@@ -587,7 +587,7 @@ def taken_over(states: dict[str, Any]) -> list[Any]:
         )
         loader.load_state_dict(state)
         parts.append([[batch[..., 0].tolist() for batch in loader] for _ in range(2)])
-    end()
+    end_runtime()
     return parts
 
 

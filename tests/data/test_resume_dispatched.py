@@ -14,7 +14,7 @@ from lockstep.comm.collectives import Communicator
 from lockstep.data.prepare import prepare_loader
 from lockstep.data_loader import PreparedLoader
 from lockstep.errors import CheckpointError
-from lockstep.runtime.process import end, start
+from lockstep.runtime.process import end_runtime, start_runtime
 from lockstep.runtime.step import StepState
 from tests.data.helpers import Numbers, SizedStream, Stream, consume, shuffled
 from tests.data.test_resume import advance, samples_in, states_for
@@ -29,7 +29,7 @@ KINDS = {
 
 
 def prepared(name: str) -> PreparedLoader:
-    runtime = start(cpu=True)
+    runtime = start_runtime(cpu=True)
     make, options = KINDS[name]
     return prepare_loader(
         make(runtime.world_size),
@@ -48,18 +48,18 @@ def stopped(stops: list[tuple[str, int]]) -> list[Any]:
         loader = prepared(name)
         seen, loop = advance(loader, steps)
         results.append((seen, loader.state_dict(), list(range(sum(1 for _ in loop)))))
-    end()
+    end_runtime()
     return results
 
 
 def continued(runs: list[tuple[str, list[Any]]]) -> list[Any]:
-    rank = start(cpu=True).rank
+    rank = start_runtime(cpu=True).rank
     results = []
     for name, states in runs:
         loader = prepared(name)
         loader.load_state_dict(states[rank])
         results.append(consume(loader))
-    end()
+    end_runtime()
     return results
 
 
@@ -88,7 +88,7 @@ def test_dispatched_data_comes_exactly_once_wherever_a_run_stops(run_distributed
 
 
 def of_another_length() -> str:
-    runtime = start(cpu=True)
+    runtime = start_runtime(cpu=True)
     length = 40 if runtime.rank == 0 else 17  # only rank 0 needs the data
     loader = prepare_loader(
         DataLoader(SizedStream(length), 2),
@@ -108,7 +108,7 @@ def of_another_length() -> str:
     except CheckpointError as error:
         return str(error)
     finally:
-        end()
+        end_runtime()
     return "accepted"
 
 
@@ -119,7 +119,7 @@ def test_only_the_rank_that_reads_compares_lengths(run_distributed):
 
 
 def synchronised() -> list[float]:
-    runtime = start(cpu=True)
+    runtime = start_runtime(cpu=True)
     torch.manual_seed(runtime.rank)
 
     def make() -> PreparedLoader:
@@ -142,7 +142,7 @@ def synchronised() -> list[float]:
     other.load_state_dict(loader.state_dict())
     next(iter(other))
     numbers.append(torch.rand(()).item())
-    end()
+    end_runtime()
     return numbers
 
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tqdm import tqdm
 
 from lockstep import Accelerator, skip_first_batches
-from lockstep.runtime.process import end
+from lockstep.runtime.process import end_runtime
 from tests.data.helpers import Stream
 
 ROWS, BEHIND = 40, 3
@@ -121,7 +121,7 @@ def resumed(directory: str, kind: str) -> list[str]:
         from_position(script)  # the next epoch is a whole one
         if len(script.trained) != len(trained) + BEHIND:
             wrong.append(f"{loop.__name__} has {len(script.trained)} batches in its second epoch")
-    end()
+    end_runtime()
     return wrong
 
 

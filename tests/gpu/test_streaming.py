@@ -13,7 +13,7 @@ from lockstep.config.enums import Activation
 from lockstep.model.blocks import find_blocks
 from lockstep.offload.weights.attach import stop_streaming, stream_weights
 from lockstep.offload.weights.groups import find_weight_groups
-from lockstep.parallel.recompute import recompute
+from lockstep.parallel.recompute import apply_activation_checkpointing
 
 pytestmark = [
     pytest.mark.gpu,
@@ -61,7 +61,7 @@ def test_streamed_training_has_the_losses_and_gradients_of_the_model_on_the_gpu(
         for parameter in model.parameters():
             parameter.data = parameter.data.pin_memory()
     if recomputed:
-        recompute(model, Activation.FULL, find_blocks(model))
+        apply_activation_checkpointing(model, Activation.FULL, find_blocks(model))
     block_bytes = sum(p.nbytes for p in model.layers[0].parameters())
     streamer = stream_weights(
         model, find_weight_groups(model, find_blocks(model)), torch.device("cuda"), 4 * block_bytes
@@ -118,7 +118,7 @@ def test_activations_in_host_memory_leave_the_gpu_and_give_the_same_gradients() 
     models = {mode: Net().cuda() for mode in (Activation.FULL, Activation.OFFLOAD)}
     kept = {}
     for mode, model in models.items():
-        recompute(model, mode, find_blocks(model))
+        apply_activation_checkpointing(model, mode, find_blocks(model))
         for seed in range(3):
             x = rows(seed).requires_grad_()
             before = torch.cuda.memory_allocated()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lockstep import Accelerator
 from lockstep.history.columns import ColumnReader
 from lockstep.history.events import event_of
-from lockstep.history.goodput import Goodput, goodput
+from lockstep.history.goodput import Goodput, goodput_of
 from lockstep.history.lines import MEASURES, read_lines
 from lockstep.history.read import RunHistory, read_run
 from tests.observe.measures.test_measures import train
@@ -48,7 +48,7 @@ def test_two_attempts_with_work_that_was_done_again() -> None:
         step(1, 2, 170.0, 10.0, inference=4.0),
         step(1, 3, 180.0, 10.0, wait=2.0),
     ]
-    found = goodput(history(events, steps))
+    found = goodput_of(history(events, steps))
     assert found == Goodput(
         total=90.0,
         productive=6.0 + 6.0 + 8.0,
@@ -71,7 +71,9 @@ def test_two_attempts_with_work_that_was_done_again() -> None:
 def test_a_step_that_ends_within_another_takes_no_time() -> None:
     """Clocks of two processes, or of one that was set back."""
     steps = [step(0, 1, 120.0, 20.0), step(0, 2, 110.0, 5.0), step(0, 3, 130.0, 15.0, data=15.0)]
-    assert goodput(history([start(0, 90.0)], steps)) == Goodput(40.0, 20.0, {"data": 10.0, "startup": 10.0})
+    assert goodput_of(history([start(0, 90.0)], steps)) == Goodput(
+        40.0, 20.0, {"data": 10.0, "startup": 10.0}
+    )
 
 
 times = st.floats(0, 1000, allow_nan=False)
@@ -95,7 +97,7 @@ a_step = st.fixed_dictionaries(
 
 @given(st.lists(an_event, max_size=8), st.lists(a_step, max_size=12))
 def test_every_second_is_counted_once(events: list[dict[str, Any]], steps: list[dict[str, Any]]) -> None:
-    found = goodput(history(events, steps))
+    found = goodput_of(history(events, steps))
     if found is None:
         return
     assert found.productive >= 0 and all(seconds > 0 for seconds in found.lost.values())
@@ -118,7 +120,7 @@ def test_a_run_in_two_attempts(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     lines = list(read_lines(folder / MEASURES))
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6, 4, 5, 6]
-    found = goodput(read_run(folder))
+    found = goodput_of(read_run(folder))
     assert found is not None and found == again.measures.goodput
     assert found.lost["repeated"] == pytest.approx(
         sum(line["seconds"]["total"] for line in lines[3:6]), rel=0.05, abs=1e-3
@@ -134,5 +136,5 @@ def test_steps_that_a_rollback_undid_were_done_again() -> None:
     ]
     steps = [step(0, 1, 110.0, 5.0), *(step(0, number, 100.0 + 10 * number, 10.0) for number in (2, 3))]
     steps += [step(0, number, 120.0 + 10 * number, 10.0) for number in (2, 3)]
-    found = goodput(history(events, steps))
+    found = goodput_of(history(events, steps))
     assert found == Goodput(50.0, productive=25.0, lost={"repeated": 20.0, "startup": 5.0})

@@ -10,5 +10,5 @@ from lockstep.runtime import process
 @pytest.fixture(autouse=True)
 def _no_run_from_before() -> None:
     """An ``Accelerator`` that a test left here would end the process at a signal that is meant for a launcher."""
-    if process.current() is not None:
-        process.end()
+    if process.current_runtime() is not None:
+        process.end_runtime()

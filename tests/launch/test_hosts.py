@@ -127,10 +127,10 @@ def test_a_bad_hostfile_is_refused_with_its_line(content: str | bytes, message: 
 
 def test_a_host_that_is_this_machine_needs_no_ssh() -> None:
     for name in ("localhost", "127.0.0.1", "::1", socket.gethostname()):
-        assert hosts.arguments(Host(name)) == (sys.executable, "-m", "lockstep.launch.node")
+        assert hosts.ssh_arguments(Host(name)) == (sys.executable, "-m", "lockstep.launch.node")
     for host in (Host("192.0.2.7"), Host("localhost", user="me"), Host("no-such-host.invalid")):
-        assert hosts.arguments(host)[0] == "ssh"
-        assert hosts.arguments(host)[-3:] == ("--", host.target, REMOTE)
+        assert hosts.ssh_arguments(host)[0] == "ssh"
+        assert hosts.ssh_arguments(host)[-3:] == ("--", host.target, REMOTE)
 
 
 @FUZZ
@@ -141,7 +141,7 @@ def test_arguments_and_environment_reach_the_far_end_byte_for_byte_and_never_a_s
     elsewhere: None, words: list[str], environment: dict[str, str]
 ) -> None:
     environ = {**environment, **canaries()}
-    started = hosts.programs(plan_for(["python", *words]), SECRET, environ, "/a 'folder'")
+    started = hosts.ssh_programs(plan_for(["python", *words]), SECRET, environ, "/a 'folder'")
     for rank, program in enumerate(started):
         assert program.arguments[-3:] == ("--", ("hosta", "hostb")[rank], REMOTE)
         assert program.arguments[:-3] == hosts.SSH

@@ -23,7 +23,7 @@ from launch.kubernetes_api import KINDS, problems
 from lockstep.cli.main import cli
 from lockstep.config.values import SettingValue
 from lockstep.errors import ConfigError
-from lockstep.launch.backend import backend
+from lockstep.launch.backend import get_backend
 from lockstep.launch.kubernetes import MAKE_SECRET, as_yaml, launch, manifests
 from lockstep.launch.kubernetes.options import job_name_of
 from lockstep.launch.plan import LaunchPlan, Program, make_plan, merge
@@ -397,5 +397,5 @@ def test_the_commands_of_the_page_do_what_it_says(
 
 def test_a_dry_run_names_the_command_that_takes_the_manifests() -> None:
     asked = plan("jobset", num_machines=2)
-    (command,) = backend("k8s").commands(asked)
+    (command,) = get_backend("k8s").commands(asked)
     assert (command.arguments, command.stdin) == (("kubectl", "create", "-f", "-"), manifests(asked))

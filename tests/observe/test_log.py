@@ -62,7 +62,7 @@ def test_warning_once_warns_once_per_message(
 
 
 def log_in_order(path: str) -> None:
-    process.start(cpu=True)
+    process.start_runtime(cpu=True)
     handler = logging.FileHandler(path)
     target = logging.getLogger("in_order")
     target.addHandler(handler)
@@ -74,7 +74,7 @@ def log_in_order(path: str) -> None:
     finally:
         target.removeHandler(handler)
         handler.close()
-        process.end()
+        process.end_runtime()
 
 
 def test_in_order_every_rank_logs_after_the_one_before(

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from lockstep.config.enums import Activation
 from lockstep.offload.activations import HostActivations
 from lockstep.parallel import recompute as recompute_module
-from lockstep.parallel.recompute import recompute
+from lockstep.parallel.recompute import apply_activation_checkpointing
 from tests.offload.weights.device.late import LateCopies
 
 WIDTH = 8
@@ -58,7 +58,9 @@ def pair(monkeypatch: pytest.MonkeyPatch, count: int = 4) -> tuple[Net, Net, Lat
     plain = copy.deepcopy(model)
     monkeypatch.setattr(recompute_module, "HostActivations", lambda: HostActivations(lambda device: copies))
     return (
-        recompute(model, Activation.OFFLOAD, {f"{i}": b for i, b in enumerate(model.layers)}),
+        apply_activation_checkpointing(
+            model, Activation.OFFLOAD, {f"{i}": b for i, b in enumerate(model.layers)}
+        ),
         plain,
         copies,
     )

@@ -29,7 +29,7 @@ from lockstep.config.enums import Activation
 from lockstep.errors import UsageError
 from lockstep.model.blocks import find_blocks
 from lockstep.parallel import recompute as module_under_test
-from lockstep.parallel.recompute import recompute
+from lockstep.parallel.recompute import apply_activation_checkpointing
 
 NONE, FULL, SELECTIVE, OFFLOAD = Activation.NONE, Activation.FULL, Activation.SELECTIVE, Activation.OFFLOAD
 MODES = [FULL, SELECTIVE, OFFLOAD]
@@ -99,7 +99,7 @@ def assert_same(ours: dict[str, torch.Tensor], plain: dict[str, torch.Tensor]) -
 
 
 def recomputed(model: nn.Module, mode: Activation) -> nn.Module:
-    return recompute(model, mode, find_blocks(model))
+    return apply_activation_checkpointing(model, mode, find_blocks(model))
 
 
 # -- the same numbers ------------------------------------------------------------------------------------
@@ -358,7 +358,7 @@ def test_a_second_recompute_is_refused(mode: Activation) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_a_model_without_blocks_is_refused_and_told_to_name_them(mode: Activation) -> None:
     with pytest.raises(UsageError, match="blocks="):
-        recompute(nn.Linear(2, 2), mode, {})
+        apply_activation_checkpointing(nn.Linear(2, 2), mode, {})
 
 
 def test_a_block_whose_forward_was_replaced_on_the_object_is_refused_before_anything_changes() -> None:
@@ -371,8 +371,11 @@ def test_a_block_whose_forward_was_replaced_on_the_object_is_refused_before_anyt
 
 def test_mode_none_changes_nothing() -> None:
     model = net()
-    assert recompute(model, NONE, find_blocks(model)) is model and type(model.layers[0]) is Block
-    assert type(recompute(nn.Linear(2, 2), NONE, {})) is nn.Linear
+    assert (
+        apply_activation_checkpointing(model, NONE, find_blocks(model)) is model
+        and type(model.layers[0]) is Block
+    )
+    assert type(apply_activation_checkpointing(nn.Linear(2, 2), NONE, {})) is nn.Linear
 
 
 # -- counted bytes and operators -------------------------------------------------------------------------
@@ -642,7 +645,7 @@ def test_transformers_models_train_the_same_with_their_cache_off(
 
 def test_blocks_other_than_the_models_own_layers_are_recomputed_as_asked() -> None:
     model = llama()
-    recompute(model, FULL, find_blocks(model, ("model.layers.0",)))
+    apply_activation_checkpointing(model, FULL, find_blocks(model, ("model.layers.0",)))
     assert model.is_gradient_checkpointing is False
     with OperatorCounter() as counter:
         ours = language_step(model, NONE)

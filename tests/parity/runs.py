@@ -11,7 +11,7 @@ from torch import Tensor
 from lockstep.comm.layout import ShardRegion
 from lockstep.parity.judge.decide import judge
 from lockstep.parity.judge.facts import RunFacts
-from lockstep.parity.judge.tolerance import Tolerance, tolerance
+from lockstep.parity.judge.tolerance import Tolerance, tolerance_of
 from lockstep.parity.judge.verdict import ParityVerdict
 from lockstep.parity.trace.file import Trace
 from lockstep.parity.trace.items import ItemKind, TraceItem
@@ -66,7 +66,7 @@ def verdict_of(
     trace = record(folder / "reference.safetensors", reference)
     off, _ = measure(trace, folder / "disturbed", [disturbed or shaken(reference)])
     in_half = [] if half is None else measure(trace, folder / "half", [half])[0]
-    allowed = tolerance(trace, off, in_half, dtype)
+    allowed = tolerance_of(trace, off, in_half, dtype)
     lines, kept = measure(trace, folder / "candidate", ranks, allowed)
     return judge(trace, allowed, lines, facts or RunFacts(nproc=len(ranks), data_ranks=len(ranks)), kept)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lockstep.parity.judge.facts import RunFacts
-from lockstep.parity.judge.tolerance import FEW, LARGE, MULTIPLE, Tolerance, tolerance
+from lockstep.parity.judge.tolerance import FEW, LARGE, MULTIPLE, Tolerance, tolerance_of
 from lockstep.parity.judge.verdict import ParityVerdict
 from lockstep.parity.report.text import sentence
 from lockstep.parity.trace.items import ItemKind, TraceItem
@@ -120,7 +120,7 @@ def allowed_of(
     dtype: torch.dtype = torch.float32,
 ) -> Tolerance:
     trace = record(folder / "reference.safetensors", plain)
-    return tolerance(trace, measure(trace, folder / "disturbed", [off])[0], dtype=dtype)
+    return tolerance_of(trace, measure(trace, folder / "disturbed", [off])[0], dtype=dtype)
 
 
 def test_a_loss_that_came_back_unmoved_may_still_be_rounded(tmp_path: Path) -> None:

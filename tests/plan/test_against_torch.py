@@ -16,7 +16,7 @@ from lockstep.comm.ledger import CommunicationLedger
 from lockstep.plan.memory import state_bytes
 from lockstep.plan.sizes import ModelSize, dtypes
 from lockstep.plan.traffic import sent_bytes
-from lockstep.runtime.process import start
+from lockstep.runtime.process import start_runtime
 from lockstep.utils import Parallel
 from parallel.blocks_and_root import BlocksAndRoot
 
@@ -67,7 +67,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 def count(text: str, precision: str, micro_batches: int) -> dict[str, Any]:
     """Bytes and types on this rank, by torch alone, in the second step."""
-    start(cpu=True)
+    start_runtime(cpu=True)
     torch.manual_seed(0)
     plan = Parallel.parse(text)
     model: Any = (

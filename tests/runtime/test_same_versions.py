@@ -13,7 +13,7 @@ from lockstep.runtime.process import check_same_versions, differences
 
 def refusals(odd: list[tuple[str, str, str]]) -> list[str]:
     """What each case says here, in which rank 1 has another version of torch and of lockstep than rank 0."""
-    runtime = process.start(cpu=True)
+    runtime = process.start_runtime(cpu=True)
     found = []
     own = torch.__version__, lockstep.__version__
     for torchs, theirs, rank_0 in odd:

@@ -118,16 +118,16 @@ def test_one_process_keeps_its_own_state() -> None:
 
 
 def draw_on_ranks() -> tuple[list[float], list[float]]:
-    process.start(cpu=True)
+    process.start_runtime(cpu=True)
     try:
         set_seed(10, device_specific=True)
-        generator = torch.Generator().manual_seed(process.start().rank)
+        generator = torch.Generator().manual_seed(process.start_runtime().rank)
         apart = [torch.rand(()).item(), torch.rand((), generator=generator).item()]
         synchronize_rng_states(["torch", "generator"], generator)
         together = [torch.rand(()).item(), torch.rand((), generator=generator).item()]
         return apart, together
     finally:
-        process.end()
+        process.end_runtime()
 
 
 def test_ranks_differ_until_they_are_synchronised(run_distributed: Callable[..., Any]) -> None:

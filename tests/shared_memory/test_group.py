@@ -26,7 +26,7 @@ from tests.shared_memory.fuzzing import Fuzzer
 
 
 def group_of_all(timeout_s: float = 60) -> Any:
-    process.start(cpu=True)
+    process.start_runtime(cpu=True)
     return dist.new_group(backend="shm", timeout=timedelta(seconds=timeout_s))
 
 
@@ -38,7 +38,7 @@ class Onlooker(TorchDispatchMode):
 
 
 def fuzz(seed: int, calls: int, largest: int, seen: bool = False) -> int:
-    process.start(cpu=True)
+    process.start_runtime(cpu=True)
     with Onlooker() if seen else nullcontext():
         made = Fuzzer(seed, largest).run(calls)
     dist.barrier()
@@ -305,8 +305,8 @@ def leaves_at_once(how_late_s: float) -> int:
         return read_in_time(store, key, rank, ranks, text)
 
     with mock.patch.object(join, "exchange", read_late):
-        size = process.start(cpu=True).world_size
-    process.end()
+        size = process.start_runtime(cpu=True).world_size
+    process.end_runtime()
     return size
 
 
@@ -342,7 +342,7 @@ def on_hosts(names: str) -> Iterator[None]:
 
 
 def on_other_hosts() -> tuple[str, list[float]]:
-    process.start(cpu=True)
+    process.start_runtime(cpu=True)
     with on_hosts("ab"):
         group = dist.new_group(backend="shm")
     x = torch.ones(2)
@@ -355,7 +355,7 @@ def test_ranks_on_different_hosts_use_gloo(run_distributed) -> None:
 
 
 def fuzz_on_hosts(names: str, calls: int) -> int:
-    process.start(cpu=True)
+    process.start_runtime(cpu=True)
     with on_hosts(names):
         fuzzer = Fuzzer(11, 100_000, subgroups=0)
     made = fuzzer.run(calls)
@@ -370,7 +370,7 @@ def test_random_calls_over_several_hosts_give_the_values_of_formulas(run_distrib
 
 def sums_over_hosts() -> list[str]:
     """All-reduces that are not the sums of the hosts' sums, in order."""
-    process.start(cpu=True)
+    process.start_runtime(cpu=True)
     with on_hosts("abab"):
         group = dist.new_group(backend="shm")
     wrong = []

@@ -35,7 +35,7 @@ def gathered_by_torch(mine: Tensor) -> Tensor:
 
 def gather_all() -> list[str]:
     """The cells in which functional all-gathers differ from ``gathered_by_torch``."""
-    process.start(cpu=True)
+    process.start_runtime(cpu=True)
     ranks, group = dist.get_world_size(), dist.group.WORLD.group_name
     numbers = torch.Generator().manual_seed(dist.get_rank())
     wrong = []
@@ -80,7 +80,7 @@ def test_functional_all_gathers_give_the_numbers_of_the_plain_one(run_distribute
 def join_alone() -> str:
     """A gloo group of one rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    process.start(cpu=True)
+    process.start_runtime(cpu=True)
     return dist.group.WORLD.group_name
 
 

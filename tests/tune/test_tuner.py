@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lockstep.tune.remarks import remarks
+from lockstep.tune.remarks import remarks_on
 from lockstep.tune.report import how_to_use, rows, sentence, to_json
 from lockstep.tune.trial import SizeVerdict
 from lockstep.tune.tuner import CouldNotTune
@@ -69,7 +69,7 @@ def test_the_largest_that_fits_on_every_rank_is_found(forks: Forks, cell: Cell) 
             assert one.samples_per_s and one.peak
     if fitting:
         assert result.quickest is not None and result.quickest.fits
-        assert "is the same for all sizes" in " ".join(remarks(result))
+        assert "is the same for all sizes" in " ".join(remarks_on(result))
     else:
         assert sentence(result).startswith(
             "No micro-batch fits with a global batch of 8: 1 is too large already."
@@ -95,7 +95,7 @@ def test_a_sharded_model_is_tuned(forks: Forks) -> None:
     result = forks.tune(words, 2, parallel="zero=3")
     verdicts = {one.micro_batch: one.verdict for one in result.trials}
     assert verdicts == {2: V.FITS, 4: V.FITS, 8: V.OUT_OF_MEMORY}
-    assert "is the same for all sizes" in " ".join(remarks(result))
+    assert "is the same for all sizes" in " ".join(remarks_on(result))
 
 
 def test_another_global_batch_is_tuned(forks: Forks) -> None:
@@ -166,7 +166,7 @@ def test_what_cannot_be_tuned_is_said(forks: Forks, words: str, ranks: int, said
     ],
 )
 def test_what_changes_with_the_size_is_said(forks: Forks, words: str, said: str, unsaid: str) -> None:
-    text = " ".join(remarks(forks.tune(words.split())))
+    text = " ".join(remarks_on(forks.tune(words.split())))
     assert said in text
     assert unsaid not in text
 

@@ -76,7 +76,7 @@ class Rounded:
         return max(TIMES_ROUNDING * relative, LEAST_EPS * torch.finfo(self.dtype).eps)
 
 
-def compare(
+def compare_with_whole(
     split: PassResult,
     whole: PassResult,
     digests: Sequence[GradientSums],

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.check import say
-from lockstep.check.compare import Comparison, Rounded, compare, tolerance_of
+from lockstep.check.compare import Comparison, Rounded, compare_with_whole, tolerance_of
 from lockstep.check.observe import observed
 from lockstep.check.passes import Chunks, ComparedBatch, PassResult, in_full_precision, run_pass, shapes_of
 from lockstep.check.reference import Collector, Live, Reference
@@ -209,7 +209,7 @@ class Verification:
             return None, ""
         dtypes = {gradient.dtype for gradient in whole.gradients.values()}
         tolerance = tolerance_of(dtypes, self._setup.half is not None)
-        return compare(split, whole, digests, ranks, tolerance, self._rounded(batch, live)), ""
+        return compare_with_whole(split, whole, digests, ranks, tolerance, self._rounded(batch, live)), ""
 
     # The two passes -----------------------------------------------------------------------------------
 

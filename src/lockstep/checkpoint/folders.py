@@ -16,7 +16,7 @@ from typing import NamedTuple
 from lockstep.checkpoint.format.documents import MANIFEST, OURS
 from lockstep.checkpoint.store import store_for
 from lockstep.checkpoint.store.base import REMOVED, REPLACED, STAGING, Lock, Store, UnreachableError
-from lockstep.checkpoint.store.verify import is_published, read_manifest, root_of, verify
+from lockstep.checkpoint.store.verify import is_published, read_manifest, root_of, verify_checkpoint
 from lockstep.checkpoint.writer import ELSEWHERE, CheckpointGroup, explained
 from lockstep.config.handlers import ProjectConfiguration
 from lockstep.config.values import join_names
@@ -295,7 +295,7 @@ def withdraw(store: Store, directory: str) -> None:
 def _keep_newest_whole(store: Store, directory: str) -> None:
     """Of a checkpoint and the one that it replaced, keep the newer that is whole."""
     try:
-        verify(store, directory)
+        verify_checkpoint(store, directory)
     except UnreachableError:
         raise
     except CheckpointError:

@@ -21,7 +21,7 @@ from lockstep.checkpoint.global_state import first_ranks, global_names, local_na
 from lockstep.checkpoint.load_plan import create_load_plan
 from lockstep.checkpoint.reader import Checkpoint
 from lockstep.checkpoint.store.base import Store, UnreachableError
-from lockstep.checkpoint.store.verify import download, make_folder, read_listed, verify
+from lockstep.checkpoint.store.verify import download, make_folder, read_listed, verify_checkpoint
 from lockstep.comm.collectives import raise_on_all_ranks
 from lockstep.config.values import join_names
 from lockstep.errors import LockstepError, NoCheckpointError
@@ -29,7 +29,7 @@ from lockstep.errors import LockstepError, NoCheckpointError
 logger = logging.getLogger("lockstep.checkpoint")
 
 
-def load(
+def load_checkpoint(
     checkpointer: Checkpointer,
     input_dir: str | os.PathLike[str] | None,
     list_contents: Callable[[], CheckpointContents],
@@ -98,7 +98,7 @@ def _verified(checkpointer: Checkpointer, store: Store, directory: str) -> Itera
     # From each rank to all: whether its share of the files has the digests of the manifest.
     if store.is_local:
         with raise_on_all_ranks(communicator):
-            verify(store, directory, group.share)
+            verify_checkpoint(store, directory, group.share)
         yield directory
         return
 

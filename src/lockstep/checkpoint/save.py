@@ -45,7 +45,7 @@ from lockstep.comm.dtensor import whole
 from lockstep.errors import UsageError
 
 
-def save(
+def save_checkpoint(
     checkpointer: Checkpointer,
     output_dir: str | os.PathLike[str] | None,
     list_contents: Callable[[], CheckpointContents],

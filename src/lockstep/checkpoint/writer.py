@@ -15,7 +15,7 @@ from lockstep.checkpoint.deferred import DeferredCopies
 from lockstep.checkpoint.format.documents import FileRecord, Manifest, Saved, check_name, entry_of
 from lockstep.checkpoint.format.tensors import TensorFile
 from lockstep.checkpoint.store.base import Store
-from lockstep.checkpoint.store.verify import in_parallel, verify
+from lockstep.checkpoint.store.verify import in_parallel, verify_checkpoint
 from lockstep.comm.dtensor import local
 from lockstep.errors import CheckpointError, LockstepError, UsageError
 
@@ -141,7 +141,7 @@ class Writer:
     def verify(self) -> None:
         """Read this rank's share of what was published, and compare digests."""
         try:
-            verify(self.store, self.directory, self.group.share)
+            verify_checkpoint(self.store, self.directory, self.group.share)
         except CheckpointError as error:
             raise CheckpointError(
                 f"Rank {self.group.rank} read {self.directory} back after it was written, and it is damaged: "

@@ -125,12 +125,12 @@ def verify_command(ctx: click.Context, directory: str, every: bool) -> None:
 def _verify(store: Store, directory: str) -> None:
     """Verify one checkpoint and print what was verified."""
     from lockstep.checkpoint.folders import added_files
-    from lockstep.checkpoint.store.verify import read_manifest, verify
+    from lockstep.checkpoint.store.verify import read_manifest, verify_checkpoint
     from lockstep.config.values import join_names
 
     total = sum(entry.size for entry in read_manifest(store, directory).files.values())
     with progress(f"verifying {directory}", total) as seen:
-        manifest = verify(store, directory, seen=seen)
+        manifest = verify_checkpoint(store, directory, seen=seen)
     files = sorted(manifest.files.items())
     rows = [(name, f"{entry.size:,}", entry.blake3[:16]) for name, entry in files[:MOST_ROWS]]
     if len(files) > MOST_ROWS:

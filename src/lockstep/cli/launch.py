@@ -104,10 +104,10 @@ def command_function(ctx: click.Context, script: str, arguments: tuple[str, ...]
             click.echo(f"lockstep launch: {warning}", err=True)
         _print(plan)
         return
-    from lockstep.launch.backend import backend
+    from lockstep.launch.backend import get_backend
     from lockstep.launch.local import end_process
 
-    end_process(backend(plan.reach.backend).launch(plan))
+    end_process(get_backend(plan.reach.backend).launch(plan))
 
 
 command = LaunchCommand(
@@ -262,7 +262,7 @@ def _print(plan: LaunchPlan) -> None:
     """What ``--dry-run`` shows: of manifests their text alone, for ``kubectl`` to read."""
     from rich.console import Console
 
-    from lockstep.launch.backend import backend
+    from lockstep.launch.backend import get_backend
     from lockstep.launch.plan import describe_plan
 
     if plan.reach.backend == "k8s":
@@ -271,7 +271,7 @@ def _print(plan: LaunchPlan) -> None:
         click.echo(manifests(plan), nl=False)
         return
     console = Console(soft_wrap=True, highlight=False)
-    for command in backend(plan.reach.backend).commands(plan):
+    for command in get_backend(plan.reach.backend).commands(plan):
         for line in command.lines():
             console.print(line, markup=False, style=None if line.startswith(" ") else "bold")
     console.print("from the configuration:", style="bold")

@@ -186,7 +186,7 @@ def _progress() -> Iterator[Callable[[int, str], None]]:
 
 
 def _say(result: TuneResult, json_path: Path | None) -> None:
-    from lockstep.tune.remarks import remarks
+    from lockstep.tune.remarks import remarks_on
     from lockstep.tune.report import RIGHT, TITLES, how_to_use, rows, sentence, to_json
 
     write_json(json_path, to_json(result))
@@ -200,5 +200,5 @@ def _say(result: TuneResult, json_path: Path | None) -> None:
         click.echo("To train with the quickest:")
     for line in lines:
         click.echo(f"  {line}")
-    for remark in remarks(result):
+    for remark in remarks_on(result):
         click.echo(escaped_lines(remark))

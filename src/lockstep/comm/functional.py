@@ -14,7 +14,7 @@ from lockstep.runtime.control import PartialState
 
 
 def _communicator() -> Communicator:
-    return Communicator(process.start())
+    return Communicator(process.start_runtime())
 
 
 def gather(tensor: Tree) -> Tree:

@@ -146,7 +146,7 @@ def _refused(path: str, kind: str) -> CheckpointError:
     )
 
 
-MAX_BYTES = 256 * 1024
+MAX_FILE_BYTES = 256 * 1024
 MAX_DEPTH = 16
 
 
@@ -158,7 +158,7 @@ def read_json(path: str | Path) -> dict[str, object]:
             duplicate key, NaN or infinity.
     """
     name = str(path)
-    text = read_text(path, MAX_BYTES, "JSON")
+    text = read_text(path, MAX_FILE_BYTES, "JSON")
     return parse_json(text, name)
 
 

@@ -13,7 +13,7 @@ from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from lockstep.config.files import read_text
 from lockstep.errors import ConfigError
 
-MAX_BYTES = 64 * 1024
+MAX_YAML_BYTES = 64 * 1024
 MAX_DEPTH = 16
 MAX_NODES = 1024  # PyYAML reads some thousand in a second
 
@@ -55,7 +55,7 @@ def read_yaml(path: str | Path) -> YamlFile:
             duplicate key, an alias or a tag of an object.
     """
     name = str(path)
-    text = read_text(path, MAX_BYTES, "YAML")
+    text = read_text(path, MAX_YAML_BYTES, "YAML")
     return parse_yaml(text, name)
 
 

@@ -28,7 +28,7 @@ from lockstep.data.stream import ResumableStream, ShardedStream, as_it_is
 from lockstep.data.stream_reader import StreamReader
 from lockstep.data.worker_states import TellingCollate
 from lockstep.errors import ConfigError, MissingExtraError, UsageError
-from lockstep.runtime.process import Runtime, start
+from lockstep.runtime.process import Runtime, start_runtime
 from lockstep.runtime.seed import check_rng_types, synchronize_rng_states
 from lockstep.runtime.step import StepState
 
@@ -179,7 +179,7 @@ def prepare_data_loader(
             "torch_device_mesh is not used: parallel= of the Accelerator sets which ranks share a model. Leave "
             "it out, and prepare the loader with Accelerator(parallel='tp=2'), for instance."
         )
-    runtime = start()
+    runtime = start_runtime()
     config = DataLoaderConfiguration(
         split_batches=split_batches,
         dispatch_batches=dispatch_batches,

@@ -49,7 +49,7 @@ class Goodput:
         return self.productive / self.total if self.total > 0 else math.nan
 
 
-def goodput(run: RunHistory, attempts: list[Attempt] | None = None) -> Goodput | None:
+def goodput_of(run: RunHistory, attempts: list[Attempt] | None = None) -> Goodput | None:
     """None where the files do not say when the run began. ``attempts``: those of the run, if they are at hand."""
     attempts = attempts_of(run) if attempts is None else attempts
     known = [one for one in attempts if math.isfinite(one.first)]

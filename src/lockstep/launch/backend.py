@@ -73,7 +73,7 @@ class Backend(Protocol):
     def launch(self, plan: LaunchPlan) -> int: ...
 
 
-def backend(name: str) -> Backend:
+def get_backend(name: str) -> Backend:
     """The module of a name in ``BACKENDS``."""
     return importlib.import_module(BACKENDS[name])
 

@@ -199,7 +199,7 @@ def _worker(
     }
     # One process is not distributed.
     export_environment(environment | ranks if nproc * nodes > 1 else environment)
-    process.end()  # what the parent found out about itself does not hold here
+    process.end_runtime()  # what the parent found out about itself does not hold here
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # OpenMP read the parent's setting long ago
     function(*args)
-    process.end()
+    process.end_runtime()

@@ -26,7 +26,7 @@ LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 
 def commands(plan: LaunchPlan) -> list[Command]:
     """One command for each host, with the document that it reads."""
-    return programs(plan, SECRET, inherited_environment(), os.getcwd())
+    return ssh_programs(plan, SECRET, inherited_environment(), os.getcwd())
 
 
 def launch(plan: LaunchPlan) -> int:
@@ -37,11 +37,11 @@ def launch(plan: LaunchPlan) -> int:
     """
     from lockstep.launch.backend import secret_for_machines
 
-    started = programs(plan, secret_for_machines(plan).hex(), inherited_environment(), os.getcwd())
+    started = ssh_programs(plan, secret_for_machines(plan).hex(), inherited_environment(), os.getcwd())
     return Programs(started, plan.survival.grace_s, plan.min_machines).run()
 
 
-def programs(plan: LaunchPlan, secret: str, environ: Mapping[str, str], directory: str) -> list[Command]:
+def ssh_programs(plan: LaunchPlan, secret: str, environ: Mapping[str, str], directory: str) -> list[Command]:
     """What is started for each host. Raises ConfigError when the machines could not meet."""
     hosts = plan.reach.hosts
     address, port = meeting_point(plan)
@@ -52,7 +52,7 @@ def programs(plan: LaunchPlan, secret: str, environ: Mapping[str, str], director
         found.append(
             Command(
                 title=f"{host.target}, machine {rank} of {len(hosts)}",
-                arguments=arguments(host),
+                arguments=ssh_arguments(host),
                 shown=_prefixed(host.name),
                 stdin=told.line(),
             )
@@ -60,7 +60,7 @@ def programs(plan: LaunchPlan, secret: str, environ: Mapping[str, str], director
     return found
 
 
-def arguments(host: Host) -> tuple[str, ...]:
+def ssh_arguments(host: Host) -> tuple[str, ...]:
     """The argument list that starts a machine; one constant command for the shell at the other end."""
     start = (sys.executable, *node.ARGUMENTS)
     if is_here(host):

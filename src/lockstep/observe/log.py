@@ -54,7 +54,7 @@ class MultiProcessAdapter(_Adapter):
         msg, kwargs = super().process(msg, kwargs)
         # One frame more than the default: the caller of log(), not log() itself.
         kwargs.setdefault("stacklevel", 2)
-        runtime = process.current()
+        runtime = process.current_runtime()
         return (msg if runtime is None else f"[RANK {runtime.rank}] {msg}"), kwargs
 
     def log(self, level: int, msg: object, *args: object, **kwargs: object) -> None:
@@ -62,7 +62,7 @@ class MultiProcessAdapter(_Adapter):
         in_order = kwargs.pop("in_order", False)
         if not self.isEnabledFor(level):
             return
-        runtime = process.current()
+        runtime = process.current_runtime()
         msg, options = self.process(msg, kwargs)
         if runtime is None or (in_order and runtime.world_size == 1):
             self.logger.log(level, msg, *args, **options)
@@ -149,7 +149,7 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> object:
             f"The first argument of tqdm is {args[0]}, but must be the iterable to go through. Write tqdm(..., "
             f"main_process_only={args[0]})."
         )
-    runtime = process.current()
+    runtime = process.current_runtime()
     if main_process_only and runtime is not None and not runtime.is_local_main:
         kwargs["disable"] = True
     return bar(*args, **kwargs)

@@ -39,7 +39,7 @@ from lockstep.parallel.parallel_model import (
     ShardedModel,
     SplitModel,
 )
-from lockstep.parallel.recompute import recompute
+from lockstep.parallel.recompute import apply_activation_checkpointing
 from lockstep.parallel.regions import WHOLE, compile_regions, find_regions
 from lockstep.parallel.saves import refuse_parts
 from lockstep.parallel.sync_batchnorm import synchronize_batchnorm
@@ -208,7 +208,7 @@ def _prepare_layers(
         from lockstep.parallel.context.apply import context_parallel
 
         context_parallel(model, blocks, mesh, parallel.cp_method)
-    recompute(model, parallel.activation, blocks)
+    apply_activation_checkpointing(model, parallel.activation, blocks)
     return experts
 
 

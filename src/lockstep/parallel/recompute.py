@@ -29,7 +29,9 @@ from lockstep.torch_internals import modules as torch_modules
 from lockstep.torch_internals import tensors as torch_tensors
 
 
-def recompute(model: nn.Module, mode: Activation, blocks: dict[str, nn.Module]) -> nn.Module:
+def apply_activation_checkpointing(
+    model: nn.Module, mode: Activation, blocks: dict[str, nn.Module]
+) -> nn.Module:
     """Keep only a part of each block's activations for backward, in place.
 
     A block gets a subclass of its own class of the same name, whose ``forward`` checkpoints (as

@@ -10,7 +10,7 @@ import torch
 
 from lockstep.parity.judge.decide import judge, judge_repeat
 from lockstep.parity.judge.facts import RankFacts, RunFacts
-from lockstep.parity.judge.tolerance import tolerance
+from lockstep.parity.judge.tolerance import tolerance_of
 from lockstep.parity.judge.verdict import Fault, Mismatch, ParityVerdict
 from lockstep.parity.judge.words import count
 from lockstep.parity.reference import ReferenceRun, keep, kept_in, refuse_other_run
@@ -221,7 +221,7 @@ class ParityCheck:
         self._refuse_unrepeatable(trace, facts, lefts[Role.REPEAT])
         dtype = DTYPES.get(facts.mixed_precision, torch.float32) if Role.HALF in lefts else torch.float32
         half = lefts[Role.HALF].measured() if Role.HALF in lefts else ()
-        return ReferenceRun(trace, tolerance(trace, lefts[Role.DISTURBED].measured(), half, dtype), facts)
+        return ReferenceRun(trace, tolerance_of(trace, lefts[Role.DISTURBED].measured(), half, dtype), facts)
 
     def _trace_of(self, left: Left) -> Trace:
         paths = [left.folder / f"trace-{one.rank}.safetensors" for one in left.facts]

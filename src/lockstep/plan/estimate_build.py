@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from lockstep.config.files import MAX_BYTES, parse_json, read_regular_file
+from lockstep.config.files import MAX_FILE_BYTES, parse_json, read_regular_file
 from lockstep.config.values import repr_short, suggestion
 from lockstep.errors import ConfigError, MissingExtraError, UsageError
 
@@ -210,7 +210,7 @@ def _model(config: Any, data: dict[str, object], path: Path) -> nn.Module:
 
 def _read(path: Path) -> dict[str, object]:
     try:
-        content = read_regular_file(path, 64 * MAX_BYTES + 1)
+        content = read_regular_file(path, 64 * MAX_FILE_BYTES + 1)
         data = parse_json(content.decode("utf-8-sig"), str(path))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}. Check its path.") from None

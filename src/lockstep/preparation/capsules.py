@@ -190,7 +190,7 @@ class StepKeeper:
 
     def _save_weights(self, directory: Path) -> None:
         from lockstep.checkpoint.checkpointer import Checkpointer  # with pydantic, which a run may never need
-        from lockstep.checkpoint.save import save
+        from lockstep.checkpoint.save import save_checkpoint
 
         if self._checkpointer is None:
             self._checkpointer = Checkpointer(
@@ -200,7 +200,7 @@ class StepKeeper:
                 lambda path: None,
                 self._step,
             )
-        save(self._checkpointer, directory, lambda: replace(self._contents(), parts={}), {})
+        save_checkpoint(self._checkpointer, directory, lambda: replace(self._contents(), parts={}), {})
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:

@@ -329,7 +329,7 @@ class FileMethods:
             accelerator.load_state(folder)
             ```
         """
-        from lockstep.checkpoint.save import save
+        from lockstep.checkpoint.save import save_checkpoint
 
         def contents() -> CheckpointContents:
             refuse_options("save_state", save_model_func_kwargs)
@@ -347,7 +347,9 @@ class FileMethods:
             self._preparation.spikes.save_begins()
         part = self._step.clock.enter("save")
         try:
-            return save(self._checkpointer, output_dir, contents, self._settings(), blocking, add_files)
+            return save_checkpoint(
+                self._checkpointer, output_dir, contents, self._settings(), blocking, add_files
+            )
         finally:
             self._step.clock.enter(part)
 
@@ -405,7 +407,7 @@ class FileMethods:
             accelerator.load_state()  # the newest one
             ```
         """
-        from lockstep.checkpoint.load import load
+        from lockstep.checkpoint.load import load_checkpoint
 
         def contents() -> CheckpointContents:
             options = {**(load_kwargs or {}), **load_model_func_kwargs}
@@ -413,7 +415,7 @@ class FileMethods:
             return self._contents()
 
         began = time.perf_counter()
-        path = load(self._checkpointer, input_dir, contents)
+        path = load_checkpoint(self._checkpointer, input_dir, contents)
         if self._preparation.spikes is not None:
             self._preparation.spikes.loaded(path)
         self.measures.loaded(path, self._window.loaded_steps, time.perf_counter() - began)

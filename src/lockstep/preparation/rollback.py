@@ -47,7 +47,7 @@ class Rollback:
 
     def load(self, path: str) -> None:
         """See ``GoesBack``."""
-        from lockstep.checkpoint.load import load  # with pydantic, which a run may never need
+        from lockstep.checkpoint.load import load_checkpoint  # with pydantic, which a run may never need
 
         def contents() -> CheckpointContents:
             found = self._contents()
@@ -55,7 +55,7 @@ class Rollback:
             return replace(found, parts={**found.parts, "loader": loaders})
 
         began = time.perf_counter()
-        load(self._checkpointer(), path, contents)
+        load_checkpoint(self._checkpointer(), path, contents)
         self._loaded(path, time.perf_counter() - began)
 
 

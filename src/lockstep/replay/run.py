@@ -19,7 +19,7 @@ from lockstep.accelerator import Accelerator
 from lockstep.checkpoint.checkpointer import Checkpointer
 from lockstep.checkpoint.contents import CheckpointContents
 from lockstep.checkpoint.format.capsule import WEIGHTS, CapsuleFacts, KeptBatch, RankCapsule
-from lockstep.checkpoint.load import load
+from lockstep.checkpoint.load import load_checkpoint
 from lockstep.comm.collectives import Communicator
 from lockstep.comm.tree import send_to_device
 from lockstep.config.handlers import ProjectConfiguration
@@ -200,14 +200,14 @@ class ReplayedRun(RunObserver):
 
     def _load(self) -> None:
         assert self._run is not None
-        facts, runtime = self.facts, process.current()
+        facts, runtime = self.facts, process.current_runtime()
         assert runtime is not None
         if facts.has_weights:
             models = [model.plain for model in self._run.models]
             checkpointer = Checkpointer(
                 runtime, Communicator(runtime), ProjectConfiguration(), lambda path: None, StepState()
             )
-            load(checkpointer, self._folder / WEIGHTS, lambda: CheckpointContents(models, {}))
+            load_checkpoint(checkpointer, self._folder / WEIGHTS, lambda: CheckpointContents(models, {}))
             return
         accelerator = Accelerator.latest()
         if not facts.checkpoint or accelerator is None:

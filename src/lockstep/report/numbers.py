@@ -11,7 +11,7 @@ import numpy as np
 from lockstep.history.attempts import Attempt, RunStatus, attempts_of, status_of
 from lockstep.history.columns import MEMORY, PARTS, BoolArray, FloatArray
 from lockstep.history.events import RunEvent, named
-from lockstep.history.goodput import Goodput, goodput
+from lockstep.history.goodput import Goodput, goodput_of
 from lockstep.history.read import RunHistory
 from lockstep.report.expected import expected_bytes, expected_memory
 
@@ -151,7 +151,7 @@ def numbers_of(run: RunHistory, now: float) -> RunNumbers:
         attempts=tuple(attempts),
         first_time=min((one.first for one in known), default=math.nan),
         last_time=max((one.last for one in known), default=math.nan),
-        goodput=goodput(run, attempts),
+        goodput=goodput_of(run, attempts),
         steps=int(kept.sum()),
         again=int((~kept).sum()),
         first_step=float(kept_steps[0]) if len(kept_steps) else math.nan,

@@ -295,7 +295,7 @@ class _SharedState:
     """
 
     def __get__(self, instance: object, owner: type) -> dict[str, Any]:
-        runtime = process.current()
+        runtime = process.current_runtime()
         if runtime is None:
             return {}
         return {
@@ -329,7 +329,7 @@ class PartialState(ProcessControl):
     """Scripts may set it. Collectives compare what ranks pass to them in either case."""
 
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
-        self.runtime = process.start(cpu, InitProcessGroupKwargs(**kwargs))
+        self.runtime = process.start_runtime(cpu, InitProcessGroupKwargs(**kwargs))
 
     @staticmethod
     def _reset_state() -> None:
@@ -390,7 +390,7 @@ class PartialState(ProcessControl):
             ```
         """
         if group is None:
-            process.end()
+            process.end_runtime()
         else:
             dist.destroy_process_group(group)
 

@@ -162,12 +162,12 @@ def watch_exceptions() -> None:
     install_excepthook(departures)
 
 
-def current() -> Runtime | None:
+def current_runtime() -> Runtime | None:
     """This process's ``Runtime``, or None before ``start``."""
     return _Process.runtime
 
 
-def start(cpu: bool = False, init: InitProcessGroupKwargs | None = None) -> Runtime:
+def start_runtime(cpu: bool = False, init: InitProcessGroupKwargs | None = None) -> Runtime:
     """Join the run that the environment describes and return where this process stands.
 
     The first call decides; later ones return the same ``Runtime``. A process group that the script
@@ -221,7 +221,7 @@ def forget() -> None:
     _Process.runtime = None
 
 
-def end() -> None:
+def end_runtime() -> None:
     """Leave the run: destroy the process group if ``start`` made it, and forget the ``Runtime``."""
     functions, _Process.at_end = _Process.at_end, []
     for function in functions:
@@ -261,7 +261,7 @@ def _join_process_group(
         dist.init_process_group(**_init_arguments(environment, device, init))
         _Process.made_process_group = True
         # Sockets closed at interpreter exit in arbitrary order read as a crash on the other ranks.
-        atexit.register(end)
+        atexit.register(end_runtime)
     config = dist.get_backend_config()
     return str(config)
 

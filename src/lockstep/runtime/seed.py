@@ -163,7 +163,7 @@ def synchronize_rng_states(
 
 
 def _rank() -> int:
-    runtime = process.current()
+    runtime = process.current_runtime()
     if runtime is not None:
         return runtime.rank
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0

@@ -198,6 +198,6 @@ def end_process_group() -> None:
     from lockstep.runtime import process
 
     LEFT_GROUPS.append(dist.group.WORLD if dist.is_initialized() else None)
-    process.end()
+    process.end_runtime()
     if dist.is_initialized():
         process.leave_process_group()

@@ -22,7 +22,7 @@ def refuse_sums(result: TuneResult) -> None:
             )
 
 
-def remarks(result: TuneResult) -> list[str]:
+def remarks_on(result: TuneResult) -> list[str]:
     """Sentences on what changes with the micro-batch, or that nothing does."""
     said: list[str] = []
     facts, rows = result.script, result.global_batch

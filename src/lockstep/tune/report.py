@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from lockstep.tune.remarks import remarks
+from lockstep.tune.remarks import remarks_on
 from lockstep.tune.trial import SizeTrial, SizeVerdict
 from lockstep.tune.tuner import TuneResult
 
@@ -106,7 +106,7 @@ def to_json(result: TuneResult) -> dict[str, Any]:
         "quickest": None if result.quickest is None else _of(result.quickest),
         "limit": result.limit,
         "use": how_to_use(result),
-        "remarks": remarks(result),
+        "remarks": remarks_on(result),
         "trials": trials,
     }
 

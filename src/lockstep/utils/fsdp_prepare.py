@@ -18,7 +18,7 @@ from lockstep.config.enums import Activation
 from lockstep.errors import ConfigError, UsageError
 from lockstep.model.blocks import find_blocks
 from lockstep.parallel.parallel_model import unwrap
-from lockstep.parallel.recompute import recompute
+from lockstep.parallel.recompute import apply_activation_checkpointing
 from lockstep.utils.dataclasses import get_module_class_from_name
 
 
@@ -94,7 +94,7 @@ def fsdp2_apply_ac(accelerator: Any, model: nn.Module) -> nn.Module:
     mode = (
         Activation.OFFLOAD if getattr(plugin, "activation_checkpointing_offload", None) else Activation.FULL
     )
-    return recompute(
+    return apply_activation_checkpointing(
         model, mode, find_blocks(model, () if policy is None else lambda name, module: policy(module))
     )
 

@@ -684,7 +684,7 @@ def get_grad_scaler(distributed_type: DistributedType | None = None, **kwargs: A
         assert get_grad_scaler(init_scale=1024.0).get_scale() == 1024.0
         ```
     """
-    return torch.amp.GradScaler(process.start().device.type, **kwargs)
+    return torch.amp.GradScaler(process.start_runtime().device.type, **kwargs)
 
 
 def get_mixed_precision_context_manager(
@@ -714,4 +714,4 @@ def get_mixed_precision_context_manager(
     precision = "no" if latest is None else latest.mixed_precision
     if not native_amp or precision == "no":
         return nullcontext()
-    return autocast(precision, process.start().device, autocast_kwargs or AutocastKwargs())
+    return autocast(precision, process.start_runtime().device, autocast_kwargs or AutocastKwargs())

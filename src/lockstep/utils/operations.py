@@ -287,7 +287,7 @@ def gather_tensor_shape(tensor: torch.Tensor | None) -> tuple[torch.Tensor, int]
         ```
     """
     known = _of_one_rank(tensor, "gather_tensor_shape")
-    shape = torch.tensor(known.shape, dtype=torch.int32, device=process.start().device)
+    shape = torch.tensor(known.shape, dtype=torch.int32, device=process.start_runtime().device)
     return shape[:, None], TENSOR_TYPE_TO_INT[known.dtype]
 
 
@@ -324,7 +324,7 @@ def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
     """
     found = _of_one_rank(tensor, "copy_tensor_to_devices")
     known = tensor if tensor is not None else torch.zeros(found.shape, dtype=found.dtype)
-    copied: torch.Tensor = reduce(known.to(process.start().device), reduction="sum")
+    copied: torch.Tensor = reduce(known.to(process.start_runtime().device), reduction="sum")
     return copied
 
 
@@ -410,7 +410,7 @@ def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def verified(*args: Any, **kwargs: Any) -> Any:
         tensor = args[0] if args else kwargs["tensor"]
-        shapes = gather_object([get_shape(tensor)]) if process.start().world_size > 1 else []
+        shapes = gather_object([get_shape(tensor)]) if process.start_runtime().world_size > 1 else []
         if any(shape != shapes[0] for shape in shapes):
             rows = ", ".join(f"rank {rank}: {shape}" for rank, shape in enumerate(shapes))
             raise DistributedOperationException(
@@ -493,7 +493,7 @@ def GatheredParameters(
         changed = [bits_digest(whole) != digest for whole, digest in zip(wholes, before, strict=True)]
         if any(changed):
             raise UsageError(
-                f"Rank {process.start().rank} changed {sum(changed)} of the {len(sharded)} parameters inside "
+                f"Rank {process.start_runtime().rank} changed {sum(changed)} of the {len(sharded)} parameters inside "
                 "GatheredParameters, but these changes are lost. Pass modifier_rank: the rank whose changes are "
                 "kept."
             )

@@ -14,8 +14,8 @@ from checkpoint.layouts.spread import LAYOUTS, Layout, Run, State, part, values
 from lockstep import Accelerator, ProjectConfiguration
 from lockstep.checkpoint.checkpointer import Checkpointer
 from lockstep.checkpoint.contents import CheckpointContents
-from lockstep.checkpoint.load import load
-from lockstep.checkpoint.save import save
+from lockstep.checkpoint.load import load_checkpoint
+from lockstep.checkpoint.save import save_checkpoint
 from lockstep.checkpoint.weights.convert import open_weights, write_file
 from lockstep.runtime.step import StepState
 
@@ -56,7 +56,7 @@ def save_all(directory: str) -> None:
     saver = checkpointer()
     for layout in of_this_world(saver.runtime):
         run = Run(layout, State.drawn(seed=1, steps=2))
-        save(saver, f"{directory}/{layout.name}", partial(training, run), {})
+        save_checkpoint(saver, f"{directory}/{layout.name}", partial(training, run), {})
 
 
 def load_all(directory: str) -> list[str]:
@@ -71,7 +71,7 @@ def load_all(directory: str) -> list[str]:
             if layout.name != "plain" and saved.name not in (*SOURCES, MORE.get(layout.name)):
                 continue
             clear(run)
-            load(loader, f"{directory}/{saved.name}", partial(training, run))
+            load_checkpoint(loader, f"{directory}/{saved.name}", partial(training, run))
             wrong += [f"{saved.name} -> {layout.name}: {name}" for name in differing(run.parts(), parts)]
         for one in (run, expected):
             one.step(values(9))

@@ -10,8 +10,8 @@ from torch import nn
 from checkpoint.layouts.spread import LAYOUTS, Run, State, optimizer_of, values
 from checkpoint.layouts.test_layouts import checkpointer, training
 from lockstep.checkpoint.contents import CheckpointContents
-from lockstep.checkpoint.load import load
-from lockstep.checkpoint.save import save
+from lockstep.checkpoint.load import load_checkpoint
+from lockstep.checkpoint.save import save_checkpoint
 from lockstep.errors import CheckpointError, LockstepError
 
 BY_NAME = {layout.name: layout for layout in LAYOUTS}
@@ -94,7 +94,7 @@ def saves(name: str, directory: str, inside: bool) -> None:
     run = Run(BY_NAME[name].prepare(rank), State.drawn(1, 2))
     gradients = {n: p.detach() * (rank + 1) for n, p in run.model.named_parameters() if "up" in n}
     torch.manual_seed(rank)
-    save(saver, directory, lambda: with_own(run, rank, gradients if inside else {})[0], {})
+    save_checkpoint(saver, directory, lambda: with_own(run, rank, gradients if inside else {})[0], {})
 
 
 def loads(name: str, directory: str) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def loads(name: str, directory: str) -> dict[str, Any]:
     whole, position, item, window = with_own(run, -1, {})
     torch.manual_seed(99)
     try:
-        load(loader, directory, lambda: whole)
+        load_checkpoint(loader, directory, lambda: whole)
     except CheckpointError as error:
         return {"refused": str(error)}
     seed = torch.initial_seed()
@@ -170,7 +170,7 @@ def refused(directory: str) -> dict[str, str]:
     rank = saver.runtime.rank
     layout = BY_NAME["pp=2"].prepare(rank)
     run = Run(layout, State.drawn(1, 2))
-    save(saver, f"{directory}/right", lambda: training(run), {})
+    save_checkpoint(saver, f"{directory}/right", lambda: training(run), {})
     found = {}
 
     def note(kind: str, action: Any) -> None:
@@ -187,7 +187,7 @@ def refused(directory: str) -> dict[str, str]:
     last = rank == 1
     note(
         "missing",
-        lambda: load(
+        lambda: load_checkpoint(
             saver,
             f"{directory}/right",
             lambda: renamed(lambda m: last and m.blocks["3"].register_buffer("more", torch.zeros(2))),
@@ -195,13 +195,13 @@ def refused(directory: str) -> dict[str, str]:
     )
     note(
         "unknown",
-        lambda: load(
+        lambda: load_checkpoint(
             saver, f"{directory}/right", lambda: renamed(lambda m: last and delattr(m.blocks["3"], "table"))
         ),
     )
     note(
         "held by none",
-        lambda: save(
+        lambda: save_checkpoint(
             saver,
             f"{directory}/wrong",
             lambda: renamed(lambda m: last and delattr(m.blocks["3"], "table")),
@@ -211,7 +211,7 @@ def refused(directory: str) -> dict[str, str]:
     more = training(run)
     if last:
         run.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
-    note("groups", lambda: save(saver, f"{directory}/wrong", lambda: more, {}))
+    note("groups", lambda: save_checkpoint(saver, f"{directory}/wrong", lambda: more, {}))
     return found
 
 

@@ -11,7 +11,7 @@ from lockstep.compat.accelerate.config_file import OTHER_KEYS, SECTIONS, from_ya
 from lockstep.compat.accelerate.write import write_config
 from lockstep.config.run import RunConfig
 from lockstep.config.settings import IN_FILES
-from lockstep.config.yaml_file import MAX_BYTES, parse_yaml
+from lockstep.config.yaml_file import MAX_YAML_BYTES, parse_yaml
 from lockstep.errors import ConfigError
 from lockstep.utils import PrecisionType
 from tests.compat.accelerate_examples import TWO_MACHINES, TWO_PROCESSES
@@ -225,7 +225,7 @@ def test_a_switch_without_effect_is_said_by_name() -> None:
         b"\xff\xfe\xfa",
         b"- 1\n- 2\n",
         b"just words",
-        b"a: 1\n" * MAX_BYTES,
+        b"a: 1\n" * MAX_YAML_BYTES,
         b"--- {}\n--- {}\n",
         b"?",
     ],

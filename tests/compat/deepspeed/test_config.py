@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from lockstep.compat.deepspeed.config import from_deepspeed
 from lockstep.compat.deepspeed.keys import KEYS
 from lockstep.compat.rules import Outcome, walk
-from lockstep.config.files import MAX_BYTES, read_json
+from lockstep.config.files import MAX_FILE_BYTES, read_json
 from lockstep.config.merge import parallel_of, precision_of
 from lockstep.config.values import SettingValue
 from lockstep.config.world import BatchSizes
@@ -235,7 +235,7 @@ def test_batch_sizes_that_do_not_fit_show_the_arithmetic() -> None:
     [
         (b"", "not valid JSON"),
         (b"\xff\xfe", "not UTF-8"),
-        (b"{" + b" " * MAX_BYTES + b"}", "larger than"),
+        (b"{" + b" " * MAX_FILE_BYTES + b"}", "larger than"),
         (b'{"a":' * 5000 + b"1" + b"}" * 5000, "nested"),
         (b"[" * 100_000, "nested"),
         (b"[]", "top level"),

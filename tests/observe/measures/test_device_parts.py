@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lockstep.observe.measures.device_parts import EVERY, DeviceParts, device_parts
+from lockstep.observe.measures.device_parts import EVERY, DeviceParts, device_parts_of
 from lockstep.observe.measures.parts import Parts
 
 
@@ -64,4 +64,4 @@ def test_one_step_in_many_is_measured_and_nobody_waits_for_it() -> None:
 
 
 def test_a_cpu_has_none() -> None:
-    assert device_parts(torch.device("cpu"), Parts()) is None
+    assert device_parts_of(torch.device("cpu"), Parts()) is None

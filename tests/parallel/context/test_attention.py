@@ -115,7 +115,7 @@ def difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def worst_differences() -> Iterator[float]:
-    process.start(cpu=True)
+    process.start_runtime(cpu=True)
     for case in CASES:
         results = split(case, layout_of(case.method))
         assert {result.dtype for result in results} == {case.dtype}
@@ -140,7 +140,7 @@ def test_attention_and_its_gradients_are_those_of_the_whole_sequence(
 
 def sent_by_attention(method: CPMethod, heads: tuple[int, int], dtype: torch.dtype) -> list[tuple[int, int]]:
     """Number and bytes of what this rank sends in a forward and in a backward."""
-    process.start(cpu=True)
+    process.start_runtime(cpu=True)
     layout = layout_of(method)
     case = Case(method, causal=True, heads=heads, dtype=dtype)
     *inputs, gradient = (layout.local(tensor, 2) for tensor in tensors_of(case))

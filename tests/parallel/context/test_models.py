@@ -26,7 +26,7 @@ WIDTH = 16
 def splits(model: nn.Module, method: str) -> nn.Module:
     """A copy of ``model`` that is context parallel over all ranks."""
     torch.set_num_threads(1)
-    process.start(cpu=True)
+    process.start_runtime(cpu=True)
     model = copy.deepcopy(model)
     context_parallel(model, find_blocks(model), init_device_mesh("cpu", (dist.get_world_size(),)), method)
     return model
@@ -245,7 +245,7 @@ def chains_agree(method: str) -> None:
         with torch.no_grad():
             for parameter in plain.parameters():
                 parameter.copy_(torch.randn_like(parameter) * 0.3)
-        process.start(cpu=True)
+        process.start_runtime(cpu=True)
         for parameter in plain.parameters():
             dist.broadcast(parameter.data, 0)
         split = splits(plain, method)

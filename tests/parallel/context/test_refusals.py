@@ -151,7 +151,7 @@ def message(call: Callable[[], Any]) -> str:
 
 
 def messages_in_forward() -> dict[str, str]:
-    process.start(cpu=True)
+    process.start_runtime(cpu=True)
     hidden = torch.randn(BATCH, LENGTH, WIDTH)
     return {
         name: message(lambda forward=forward, method=method: spread(Model(forward), method)(hidden))
@@ -167,7 +167,7 @@ def test_blocks_that_would_mix_positions_are_refused(run_distributed: Callable[.
 
 
 def messages_of_models_and_calls() -> dict[str, str]:
-    process.start(cpu=True)
+    process.start_runtime(cpu=True)
     x = torch.randn(BATCH, LENGTH, WIDTH)
     good = spread(Model(lambda block, x: attend(x, is_causal=True)))
     first = good.layers[0]

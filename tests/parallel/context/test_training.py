@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from lockstep.config.enums import Activation
 from lockstep.model.blocks import find_blocks
 from lockstep.parallel.context import context_parallel, gather_sequence, split_sequence
-from lockstep.parallel.recompute import recompute
+from lockstep.parallel.recompute import apply_activation_checkpointing
 from lockstep.runtime import process
 from tests.parallel.split_problem import (
     LENGTH,
@@ -43,12 +43,12 @@ def expected(kind: str, steps: int = STEPS) -> Result:
 def prepared(kind: str, method: str, activation: str = "none", shard: bool = False) -> nn.Module:
     """Context parallel over all ranks."""
     torch.set_num_threads(1)
-    process.start(cpu=True)
+    process.start_runtime(cpu=True)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = MODELS[kind](LAYERS)
     blocks = find_blocks(model)
     context_parallel(model, blocks, mesh, method)
-    recompute(model, Activation(activation), blocks)
+    apply_activation_checkpointing(model, Activation(activation), blocks)
     if shard:
         for block in blocks.values():
             fully_shard(block, mesh=mesh)

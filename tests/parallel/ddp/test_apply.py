@@ -65,7 +65,7 @@ def hooked(options: dict[str, Any]) -> dict[str, torch.Tensor]:
 def by_hand(hook: str, wrapper: str) -> dict[str, torch.Tensor]:
     """torch's DDP with torch's own hooks."""
     torch.manual_seed(5)
-    process.start(cpu=True)
+    process.start_runtime(cpu=True)
     plain = problems.make_model()
     model = DistributedDataParallel(plain)
     state: Any = None

@@ -18,7 +18,7 @@ from lockstep.config.enums import Activation
 from lockstep.errors import CollectiveMismatchError, ConfigError, UsageError
 from lockstep.nn import MixtureOfExperts, load_balance_loss, router_z_loss
 from lockstep.parallel.expert import expert_parallel, share_routing
-from lockstep.parallel.recompute import recompute
+from lockstep.parallel.recompute import apply_activation_checkpointing
 from lockstep.runtime import process
 from parallel.expert import problem
 from parallel.expert.problem import BALANCE, EXPERTS, HIDDEN, WIDTH, Net, PlainMixture, Result, Z
@@ -31,7 +31,7 @@ class Spread:
     """A model whose experts are spread over ``ep`` neighbouring ranks; gradients are averaged by hand."""
 
     def __init__(self, make: Callable[[], nn.Module], ep: int) -> None:
-        runtime = process.start(cpu=True)
+        runtime = process.start_runtime(cpu=True)
         self.rank, self.size, self.ep = runtime.rank, runtime.world_size, ep
         self.model = problem.values(make())
         self.experts: set[nn.Parameter] = set()
@@ -67,7 +67,9 @@ def mean(number: torch.Tensor) -> float:
 def train(ep: int, top_k: int, factor: float | None, recomputes: bool) -> Result:
     spread = Spread(lambda: Net(lambda: MixtureOfExperts(WIDTH, HIDDEN, EXPERTS, top_k, factor)), ep)
     if recomputes:
-        recompute(spread.model, Activation.FULL, dict(spread.model.blocks.named_children()))
+        apply_activation_checkpointing(
+            spread.model, Activation.FULL, dict(spread.model.blocks.named_children())
+        )
     optimizer = torch.optim.AdamW(spread.model.parameters(), lr=1e-2)
     result = Result([], [], [], {}, [], [])
     for step in range(STEPS):
@@ -231,7 +233,7 @@ def recomputed() -> list[str]:
     for block in spread.model.blocks:
         with torch.no_grad():
             block.router.weight.zero_()  # everything goes to expert 0
-    recompute(spread.model, Activation.FULL, dict(spread.model.blocks.named_children()))
+    apply_activation_checkpointing(spread.model, Activation.FULL, dict(spread.model.blocks.named_children()))
     loss = problem.task_loss(spread.model, *spread.mine(problem.batch(0)))
     with CommunicationLedger() as ledger:
         (loss + load_balance_loss(spread.model)).backward()
@@ -267,7 +269,7 @@ def test_in_eval_mode_a_rank_with_all_experts_needs_no_other(run_distributed: An
 
 
 def refusals() -> list[tuple[type, str]]:
-    runtime = process.start(cpu=True)
+    runtime = process.start_runtime(cpu=True)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
     flat = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "ep"))
     mixture = lambda experts=EXPERTS: MixtureOfExperts(WIDTH, HIDDEN, experts)  # noqa: E731
@@ -317,7 +319,7 @@ def test_models_and_groups_that_do_not_fit_are_refused_on_all_ranks(run_distribu
 
 def seeds() -> list[torch.Tensor]:
     """Rank by rank another initialisation."""
-    runtime = process.start(cpu=True)
+    runtime = process.start_runtime(cpu=True)
     torch.manual_seed(runtime.rank)
     layer = MixtureOfExperts(WIDTH, HIDDEN, EXPERTS)
     before = layer.experts.weight_in.detach().clone()

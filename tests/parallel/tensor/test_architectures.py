@@ -24,7 +24,7 @@ def run(name: str, model: nn.Module) -> tuple[float, dict[str, Tensor]]:
 
 def split(names: list[str]) -> dict[str, Any]:
     torch.set_num_threads(1)
-    process.start(cpu=True)
+    process.start_runtime(cpu=True)
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     found = {}
     for name in names:

@@ -17,7 +17,7 @@ ACTIVATIONS = problem.BATCH * problem.LENGTH * problem.WIDTH * 4  # bytes of b*s
 
 def count(kind: str) -> dict[str, Any]:
     torch.set_num_threads(1)
-    process.start(cpu=True)
+    process.start_runtime(cpu=True)
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     tokens, labels = problem.batches(1)[0]
     found: dict[str, Any] = {}

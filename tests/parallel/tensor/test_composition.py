@@ -13,7 +13,7 @@ from lockstep import Accelerator
 from lockstep.config.enums import Activation
 from lockstep.errors import UsageError
 from lockstep.model.blocks import find_blocks
-from lockstep.parallel.recompute import recompute
+from lockstep.parallel.recompute import apply_activation_checkpointing
 from lockstep.parallel.tensor.apply import TensorOptions, tensor_parallel
 from lockstep.parallel.tensor.parameters import zero_placement
 from lockstep.runtime import process
@@ -26,12 +26,12 @@ def sharded(kind: str, options: dict[str, Any]) -> tuple[problem.Result, Any]:
     from torch.distributed.fsdp import fully_shard
 
     torch.set_num_threads(1)
-    process.start(cpu=True)
+    process.start_runtime(cpu=True)
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
     model = problem.make_model(kind)
     blocks = find_blocks(model)
     tensor_parallel(model, mesh["tp"], TensorOptions(**options))
-    recompute(model, Activation.FULL, blocks)
+    apply_activation_checkpointing(model, Activation.FULL, blocks)
     for block in (*blocks.values(), model):
         fully_shard(block, mesh=mesh["shard"], shard_placement_fn=zero_placement)
     data_rank = mesh["shard"].get_local_rank()
@@ -59,7 +59,7 @@ def test_on_two_axes_parameters_are_split_twice_and_numbers_stay(run_distributed
 
 def various() -> dict[str, Any]:
     torch.set_num_threads(1)
-    process.start(cpu=True)
+    process.start_runtime(cpu=True)
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     found: dict[str, Any] = {}
 
@@ -137,7 +137,7 @@ def test_it_composes_and_can_be_looked_at(run_distributed) -> None:
 
 def compiled() -> list[problem.Result]:
     torch.set_num_threads(1)
-    process.start(cpu=True)
+    process.start_runtime(cpu=True)
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     results = []
     for options in ({}, BOTH):

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.config.enums import Activation
-from lockstep.parallel.recompute import recompute
+from lockstep.parallel.recompute import apply_activation_checkpointing
 from lockstep.parallel.tensor.apply import TensorOptions, tensor_parallel
 from lockstep.runtime import process
 
@@ -43,7 +43,7 @@ class Block(nn.Module):
 
 def run() -> dict[str, Any]:
     torch.set_num_threads(1)
-    rank = process.start(cpu=True).rank
+    rank = process.start_runtime(cpu=True).rank
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     found: dict[str, Any] = {}
     for name, options, activation in (
@@ -56,7 +56,7 @@ def run() -> dict[str, Any]:
         model = nn.Sequential(nn.Sequential(Block(), Block()), nn.Linear(WIDTH, 3))
         blocks = {f"0.{index}": block for index, block in enumerate(model[0])}
         tensor_parallel(model, mesh, TensorOptions(blocks=blocks, **options))
-        recompute(model, activation, blocks)
+        apply_activation_checkpointing(model, activation, blocks)
         torch.manual_seed(100 + 10 * rank)  # each rank its own
         after = []
         for _ in range(2):

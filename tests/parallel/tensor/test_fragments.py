@@ -32,7 +32,7 @@ def run(model: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
 
 def split(names: list[str], is_compiled: bool = False, ranks: int = 2) -> dict[str, Any]:
     torch.set_num_threads(1)
-    process.start(cpu=True)
+    process.start_runtime(cpu=True)
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
     found: dict[str, Any] = {}
     for name in names:

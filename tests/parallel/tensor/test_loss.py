@@ -50,7 +50,7 @@ def plain_loops(logits: Any, target: Tensor, weight: Tensor) -> list[Tensor]:
 
 def on_parts() -> dict[str, Any]:
     torch.set_num_threads(1)
-    process.start(cpu=True)
+    process.start_runtime(cpu=True)
     from torch.distributed.tensor import Shard, distribute_tensor
 
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))

@@ -113,7 +113,7 @@ def run(model: nn.Module) -> tuple[Tensor, dict[str, Tensor], Tensor]:
 
 def split() -> dict[str, Any]:
     torch.set_num_threads(1)
-    process.start(cpu=True)
+    process.start_runtime(cpu=True)
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     found = {}
     for name, make in MODELS.items():

@@ -9,7 +9,7 @@ import torch
 
 from lockstep.config.enums import Activation
 from lockstep.model.blocks import find_blocks
-from lockstep.parallel.recompute import recompute
+from lockstep.parallel.recompute import apply_activation_checkpointing
 from lockstep.parallel.tensor.apply import TensorOptions, tensor_parallel
 from lockstep.runtime import process
 from parallel.tensor import problem
@@ -26,7 +26,7 @@ CASES: dict[tuple[str, int], list[dict[str, Any]]] = {
 
 def train(kind: str, cases: list[dict[str, Any]]) -> list[problem.Result]:
     torch.set_num_threads(1)
-    world_size = process.start(cpu=True).world_size
+    world_size = process.start_runtime(cpu=True).world_size
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
     results = []
     for case in cases:
@@ -35,7 +35,7 @@ def train(kind: str, cases: list[dict[str, Any]]) -> list[problem.Result]:
         model = problem.make_model(kind)
         blocks = find_blocks(model)
         tensor_parallel(model, mesh, TensorOptions(**options))
-        recompute(model, activation, blocks)
+        apply_activation_checkpointing(model, activation, blocks)
         results.append(problem.train(model, fused=bool(case)))
         assert all(not p.is_partial() for q in model.parameters() for p in q.placements)
         assert len({id(p) for p in model.parameters()}) == len({id(p) for p in problem_parameters(kind)})

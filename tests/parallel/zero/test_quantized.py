@@ -24,7 +24,7 @@ from lockstep.comm.ledger import CommunicationLedger
 from lockstep.config.enums import QuantizedType
 from lockstep.errors import ConfigError, UsageError
 from lockstep.parallel.zero.exchange import QuantizedAllGather, QuantizedReduceScatter, quantize_collectives
-from lockstep.runtime.process import start
+from lockstep.runtime.process import start_runtime
 from tests.marks import again
 
 INT8, INT4 = QuantizedType.INT8, QuantizedType.INT4
@@ -82,7 +82,7 @@ def reduced(
     count: int, dtype: torch.dtype, bits: int, name: str, async_op: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The result of one rank, the exact one in float64, and the documented bound of their difference."""
-    start(cpu=True)
+    start_runtime(cpu=True)
     rank, size = dist.get_rank(), dist.get_world_size()
     op = ReduceOp.PREMUL_SUM(0.3) if name == "PREMUL_SUM" else getattr(ReduceOp, name)
     generators = [torch.Generator().manual_seed(r) for r in range(size)]
@@ -120,7 +120,7 @@ def test_a_reduced_element_is_off_by_at_most_the_ranks_block_bounds(
 
 
 def gathered(dtype: torch.dtype, async_op: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    start(cpu=True)
+    start_runtime(cpu=True)
     group, shard = dist.group.WORLD, torch.randn(1001).mul(dist.get_rank() + 1).to(dtype)
     output = torch.empty(dist.get_world_size() * 1001, dtype=dtype)
     output.chunk(dist.get_world_size())[dist.get_rank()].copy_(shard)
@@ -147,7 +147,7 @@ def test_gathered_weights_are_the_same_bits_on_all_ranks_and_within_the_bound(
 
 
 def with_one_bad_gradient(value: float, bits: int, dtype: torch.dtype) -> torch.Tensor:
-    start(cpu=True)
+    start_runtime(cpu=True)
     size = dist.get_world_size()
     gradients = torch.ones(size, 600, dtype=dtype)
     if dist.get_rank() == 1:
@@ -168,7 +168,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_seen_by_its_owner(
 
 
 def refused_operations() -> list[str]:
-    start(cpu=True)
+    start_runtime(cpu=True)
     messages = []
     for op in (ReduceOp.MAX, ReduceOp.PRODUCT, ReduceOp(ReduceOp.MIN), ReduceOp.RedOpType.PREMUL_SUM):
         with pytest.raises(UsageError) as error:
@@ -198,7 +198,7 @@ def test_the_collectives_take_what_torchs_interfaces_declare(ours: type, torchs:
 
 
 def unsharded_weights(async_op: bool) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-    start(cpu=True)
+    start_runtime(cpu=True)
     model = sharded_model(INT8, None)
     unsharded = []
     for block in model:
@@ -229,7 +229,7 @@ def gradients(
     divide_factor: float | None,
 ) -> float:
     """The largest error of an averaged gradient, as a share of the documented bound."""
-    start(cpu=True)
+    start_runtime(cpu=True)
     plain = plain_model()
     if dtype is not None:
         exact = plain_model()
@@ -283,7 +283,7 @@ def step_bytes(
     mesh_shape: tuple[int, ...] | None,
     hpz: int,
 ) -> list[tuple[str, int, int, float]]:
-    start(cpu=True)
+    start_runtime(cpu=True)
     model = sharded_model(weights, gradients, mesh_shape, reshard_after_forward=hpz or True)
     for _ in range(2):
         with CommunicationLedger() as ledger:
@@ -338,7 +338,7 @@ def test_the_secondary_partition_is_gathered_exactly(run_distributed) -> None:
 
 
 def weights_of_both_passes(hpz: int) -> list[list[torch.Tensor]]:
-    start(cpu=True)
+    start_runtime(cpu=True)
     model = sharded_model(INT8, None, reshard_after_forward=hpz)
     seen: list[list[torch.Tensor]] = []
     for linear in (block[0] for block in model):
@@ -365,7 +365,7 @@ def test_backward_computes_with_the_weights_of_forward_on_every_rank(run_distrib
 
 
 def losses(weights: QuantizedType | None, kind: QuantizedType | None, steps: int) -> list[float]:
-    start(cpu=True)
+    start_runtime(cpu=True)
     model = sharded_model(weights, kind)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     history = []
@@ -416,7 +416,7 @@ def collectives_of(model: nn.Module) -> set[str]:
 
 
 def collectives_that_are_set() -> list[set[str]]:
-    start(cpu=True)
+    start_runtime(cpu=True)
     choices = [(None, None), (INT8, None), (None, INT4), (INT8, INT8)]
     return [collectives_of(sharded_model(*choice)) for choice in choices]
 
@@ -431,7 +431,7 @@ def test_only_what_is_asked_for_is_replaced(run_distributed) -> None:
 
 
 def one_process() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    start(cpu=True)
+    start_runtime(cpu=True)
     model, plain = sharded_model(INT8, INT4), plain_model()
     loss_of(model).backward()
     loss_of(plain).backward()
@@ -444,7 +444,7 @@ def test_in_a_world_of_one_nothing_is_quantised(run_distributed) -> None:
 
 
 def weights_of_several_types() -> str:
-    start(cpu=True)
+    start_runtime(cpu=True)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).bfloat16().requires_grad_(False))
     fully_shard(model)
     quantize_collectives(model, INT8, None)
@@ -461,7 +461,7 @@ def test_weights_that_travel_as_bytes_are_refused(run_distributed) -> None:
 def replicated_model() -> tuple[str, set[str]]:
     from torch.distributed._composable.replicate_with_fsdp import replicate
 
-    start(cpu=True)
+    start_runtime(cpu=True)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     fully_shard(model[0])
     replicate(model[1])

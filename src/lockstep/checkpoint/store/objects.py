@@ -195,7 +195,7 @@ class Objects:
             raise self._unreachable(path, error) from self._cause(error)
 
     def _unreachable(self, path: str, error: Exception) -> UnreachableError:
-        runtime = process.current()
+        runtime = process.current_runtime()
         return UnreachableError(
             f"Rank {runtime.rank if runtime else 0} cannot reach {path}: {self._told(error)}. Check the name, the "
             "connection and the credentials for it, then call again; what was saved before is untouched."

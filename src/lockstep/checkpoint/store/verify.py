@@ -77,7 +77,7 @@ def root_of(directory: str, manifest: Manifest) -> str:
     return f"{directory}/{manifest.folder}" if manifest.folder else directory
 
 
-def verify(
+def verify_checkpoint(
     store: Store,
     directory: str,
     share: tuple[int, int] = (0, 1),

@@ -20,7 +20,7 @@ from lockstep.checkpoint.format.documents import LARGEST_JSON_BYTES, MANIFEST, C
 from lockstep.checkpoint.format.tensors import DTYPES, ChunkMetadata, Index, TensorEntry, check_key
 from lockstep.checkpoint.reader import Checkpoint
 from lockstep.checkpoint.store.local import LocalStore, sync
-from lockstep.checkpoint.store.verify import verify
+from lockstep.checkpoint.store.verify import verify_checkpoint
 from lockstep.checkpoint.weights import INDEX, WEIGHTS
 from lockstep.checkpoint.weights.folder import (
     CONFIGURATIONS,
@@ -79,7 +79,7 @@ def open_weights(
 
 
 def _of_checkpoint(directory: str, number: int | None, dtype: torch.dtype | None, seen: Seen) -> Weights:
-    checkpoint = Checkpoint(directory, verify(LocalStore(), directory, seen=seen))
+    checkpoint = Checkpoint(directory, verify_checkpoint(LocalStore(), directory, seen=seen))
     models = checkpoint.state().get("models", {})
     if number is None:
         number = _only_one(directory, _in_order(models), checkpoint.index)

@@ -48,7 +48,7 @@ def save(obj: object, f: object, save_on_each_node: bool = False, safe_serializa
         state.wait_for_everyone()
         ```
     """
-    runtime = process.start()
+    runtime = process.start_runtime()
     if runtime.is_local_main if save_on_each_node else runtime.is_main:
         save_object(obj, f, safe_serialization)
 

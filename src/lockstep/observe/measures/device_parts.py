@@ -70,7 +70,7 @@ def seconds_between(marks: list[tuple[str, Any]]) -> dict[str, float]:
     return found
 
 
-def device_parts(device: torch.device, parts: Parts) -> DeviceParts | None:
+def device_parts_of(device: torch.device, parts: Parts) -> DeviceParts | None:
     """None where the host does not run ahead, or events do not tell the time."""
     if device.type != "cuda":
         return None

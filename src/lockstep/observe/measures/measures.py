@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lockstep.history.goodput import Goodput, goodput
+from lockstep.history.goodput import Goodput, goodput_of
 from lockstep.history.read import has_files, read_run
 from lockstep.observe.measures.peaks import peak_of
 from lockstep.observe.measures.recorder import StepRecorder
@@ -103,7 +103,7 @@ class Measures(StepRecorder):
             return None
         self._take_late()
         self._writer.folder.flush()
-        return goodput(read_run(path)) if has_files(path) else None
+        return goodput_of(read_run(path)) if has_files(path) else None
 
     @property
     def folder(self) -> Path | None:

@@ -19,7 +19,7 @@ from lockstep.config.world import ParallelDims
 from lockstep.errors import UsageError
 from lockstep.observe.measures.batches import BatchSize, WaitingBatches
 from lockstep.observe.measures.communication import HiddenCommunication, is_seen
-from lockstep.observe.measures.device_parts import device_parts
+from lockstep.observe.measures.device_parts import device_parts_of
 from lockstep.observe.measures.flops import FlopCounts, StepCounts, shapes_of
 from lockstep.observe.measures.late import LateNumbers
 from lockstep.observe.measures.latest import latest_numbers
@@ -97,7 +97,7 @@ class StepRecorder:
             self._clock.parts = Parts()
         self._parts: Parts = self._clock.parts
         self._before = self._parts.read()
-        self._device_parts = device_parts(runtime.device, self._parts)
+        self._device_parts = device_parts_of(runtime.device, self._parts)
         keep_time_by(self._clock)
         self._look_away = look_on(self._clock, self, self._writer.folder.close)  # which keeps no model alive
         if runtime.is_main:

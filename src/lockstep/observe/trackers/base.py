@@ -40,7 +40,7 @@ def on_main_process(function: Method) -> Method:
 
     @functools.wraps(function)
     def method(self: GeneralTracker, *args: object, **kwargs: object) -> object:
-        runtime = process.current()
+        runtime = process.current_runtime()
         if getattr(self, "main_process_only", False) and runtime is not None and not runtime.is_main:
             return None
         return function(self, *args, **kwargs)

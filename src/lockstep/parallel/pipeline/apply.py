@@ -181,7 +181,7 @@ def measured_split(
             "stages."
         )
     seconds = [block_seconds(model, found, *args, repeats=repeats, **kwargs)]
-    Communicator(process.start()).broadcast_object_list(seconds)
+    Communicator(process.start_runtime()).broadcast_object_list(seconds)
     starts = balanced([seconds[0][name] for name in found], 0.0, 0.0, stages)
     names = list(found)
     return tuple(names[start] for start in starts[1:])

@@ -25,7 +25,7 @@ from lockstep.parallel.tensor.plan import (
     features,
 )
 from lockstep.parallel.tensor.rehearsal_run import TensorRehearsal
-from lockstep.parallel.tensor.rehearse import Different, Passed, rehearse
+from lockstep.parallel.tensor.rehearse import Different, Passed, run_rehearsal
 from lockstep.torch_internals import modules as torch_modules
 
 
@@ -237,7 +237,7 @@ def with_meetings(model: nn.Module, plan: TensorPlan, ranks: int) -> TensorPlan:
                 plan = without(plan, parent, list(rows), "no layer before it is split by columns")
             continue
         rehearsal = TensorRehearsal(modules[parent], columns, rows, ranks)
-        result = known.of(rehearsal.module, (tuple(columns.items()), rows), partial(rehearse, rehearsal))
+        result = known.of(rehearsal.module, (tuple(columns.items()), rows), partial(run_rehearsal, rehearsal))
         if isinstance(result, Different):
             plan = without(plan, parent, [entry.name for entry in group], result)
         else:

@@ -27,7 +27,7 @@ from lockstep.parallel.tensor.plan import (
     words,
 )
 from lockstep.parallel.tensor.rehearsal_run import TensorRehearsal
-from lockstep.parallel.tensor.rehearse import Passed, rehearse
+from lockstep.parallel.tensor.rehearse import Passed, run_rehearsal
 from lockstep.torch_internals import modules as torch_modules
 
 INFERRED = "inferred"
@@ -273,7 +273,7 @@ def _rehearsed_pair(
         return f"{hidden} features do not divide by {findings.ranks} ranks"
     rehearsal = TensorRehearsal(module, columns, rows, findings.ranks)
     among = (tuple(columns.items()), rows)
-    return findings.rehearsed.of(module, among, lambda: rehearse(rehearsal))
+    return findings.rehearsed.of(module, among, lambda: run_rehearsal(rehearsal))
 
 
 def _pairs(layers: dict[str, nn.Module], in_order: bool) -> Iterator[Pair]:

@@ -47,7 +47,7 @@ class Different(str):
     """Why it may not be split, seen as it ran; any other text tells why it could not be run."""
 
 
-def rehearse(rehearsal: TensorRehearsal) -> Passed | str:
+def run_rehearsal(rehearsal: TensorRehearsal) -> Passed | str:
     """Passed, or why not."""
     reason = ""
     for call in _CALLS:
@@ -66,7 +66,7 @@ def first_that_passes(
     """The first (attributes, reports_width) that passes, or why none does."""
     reason = "nothing was tried"
     for attributes, reports_width in candidates:
-        result = rehearse(replace(rehearsal, attributes=attributes, reports_width=reports_width))
+        result = run_rehearsal(replace(rehearsal, attributes=attributes, reports_width=reports_width))
         if isinstance(result, Passed):
             return attributes, reports_width, result
         reason = result

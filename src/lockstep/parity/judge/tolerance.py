@@ -116,7 +116,7 @@ class Tolerance(Mapping[str, Limit]):
         return cls({key: Limit(*limit) for key, limit in fields["limits"].items()}, fields["multiple"])
 
 
-def tolerance(
+def tolerance_of(
     trace: Trace,
     disturbed: Iterable[Measured],
     half: Iterable[Measured] = (),

@@ -26,7 +26,7 @@ from lockstep.offload.weights.device import mover as device_module
 from lockstep.offload.weights.device.mover import DeviceMover
 from lockstep.offload.weights.groups import WeightGroup, find_weight_groups
 from lockstep.offload.weights.streamer import Streamer
-from lockstep.parallel.recompute import recompute
+from lockstep.parallel.recompute import apply_activation_checkpointing
 from tests.offload.weights.device.late import LateCopies
 
 CPU = torch.device("cpu")
@@ -272,7 +272,7 @@ def test_recomputed_blocks_train_the_same(way: str, mode: str) -> None:
     for block in (Block, Normed):
         model = build(block)
         plain = train(copy.deepcopy(model))
-        recompute(model, Activation(mode), find_blocks(model))
+        apply_activation_checkpointing(model, Activation(mode), find_blocks(model))
         with streamed(model, way):
             assert_same(train(model), plain)
 
