@@ -12,7 +12,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-from lockstep.testing.pool import WorkerPool
+from lockstep.testing import WorkerPool
 from tests.warm_interpreter import WarmInterpreter
 
 # On a busy machine the time that examples take says nothing of the code.

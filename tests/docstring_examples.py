@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep import Accelerator
-from lockstep.compat.accelerate import interface
+from lockstep.compat.accelerate import GATHERING, names_in
 from tests.site import names
 
 NOT_RUN = {
@@ -59,7 +59,7 @@ def public_values() -> dict[str, Any]:
     ]
     errors = importlib.import_module("lockstep.errors")
     paths += [f"lockstep.errors.{name}" for name in names.public(errors) if name.endswith("Error")]
-    further = [f"lockstep.utils.{name}" for name in sorted(interface.names(interface.GATHERING))]
+    further = [f"lockstep.utils.{name}" for name in sorted(names_in(GATHERING))]
     found: dict[str, Any] = {}
     behind = [path for paths in names.BEHIND.values() for path in paths]
     for path in [*paths, *names.ALSO_WHOLE, *behind, *further]:

@@ -6,12 +6,17 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from lockstep.cli.accelerate import COMMANDS
+from lockstep.cli import ACCELERATE_COMMANDS
 from lockstep.cli.main import COMMANDS as OWN_COMMANDS
-from lockstep.compat.accelerate import interface
-from lockstep.compat.accelerate.flags import LATER_SWITCHES, REFUSED
-from lockstep.compat.accelerate.interface import NotOffered, Offered
-from lockstep.compat.accelerate.names import NOT_OFFERED
+from lockstep.compat.accelerate import (
+    GATHERING,
+    LATER_SWITCHES,
+    MODULES,
+    NOT_OFFERED,
+    REFUSED,
+    NotOffered,
+    Offered,
+)
 
 PAGE = Path(__file__).parents[1] / "docs" / "migrating-from-accelerate.md"
 SHOWN = 6
@@ -31,12 +36,12 @@ def quoted(words: Iterable[str], most: int = SHOWN) -> str:
 def modules() -> str:
     """Where the names of each module of Accelerate are, and how many of them."""
     rows = []
-    for module, names in sorted(interface.MODULES.items()):
+    for module, names in sorted(MODULES.items()):
         offered = [known for known in names.values() if isinstance(known, Offered)]
         left_out = [name for name, known in names.items() if isinstance(known, NotOffered)]
-        if names and not (module == interface.GATHERING and not offered):
+        if names and not (module == GATHERING and not offered):
             homes = quoted({known.module for known in offered}, 3)
-            if module == interface.GATHERING:
+            if module == GATHERING:
                 homes = "`lockstep.utils`: the names of all modules below it"
                 left_out = []
             rows.append([f"`{module}`", homes or "none", f"{len(offered)}", quoted(left_out, 4)])
@@ -55,7 +60,7 @@ def reasons() -> str:
 def commands() -> str:
     """Accelerate's commands."""
     rows = []
-    for name, (_, text) in COMMANDS.items():
+    for name, (_, text) in ACCELERATE_COMMANDS.items():
         alike = f"`lockstep {name}`, " if name in OWN_COMMANDS else ""
         rows.append([f"`accelerate {name}`", f"{alike}`lockstep accelerate {name}`", text])
     return table(["there", "here", "what it does"], rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from lockstep.config.settings import TOPICS, Setting
+from lockstep.config import TOPICS, Setting
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference/configuration.md"
 BLOCK = re.compile(r"(?<=<!-- settings -->\n\n).*?(?=\n<!-- end of settings -->)", re.DOTALL)

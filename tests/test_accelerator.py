@@ -30,9 +30,8 @@ import lockstep.state
 import lockstep.utils
 from lockstep import Accelerator, AutocastKwargs, DataLoaderConfiguration, PartialState
 from lockstep.errors import ConfigError, LockstepError, UsageError
-from lockstep.observe.hang.process import ProcessWatch
-from lockstep.runtime import process
-from lockstep.runtime.control import split_between
+from lockstep.observe.hang import ProcessWatch
+from lockstep.runtime import end_runtime, split_between
 from lockstep.state import AcceleratorState, GradientState
 from tests.warm_interpreter import WarmInterpreter
 from train import problems
@@ -630,7 +629,7 @@ def test_a_precision_in_code_wins_over_the_environment(monkeypatch: pytest.Monke
 
 def unwatched_and_again(_: int) -> bool:
     Accelerator(cpu=True, watch=False)
-    process.end_runtime()
+    end_runtime()
     before = ProcessWatch._current
     Accelerator(cpu=True)
     return before is None

@@ -91,7 +91,7 @@ def test_a_missing_extra_is_installed_by_a_line_with_the_name() -> None:
 
 
 def test_the_extras_that_messages_name_exist() -> None:
-    from lockstep.observe.trackers.run import TRACKERS
+    from lockstep.observe.trackers import TRACKERS
 
     named = re.findall(r'MissingExtraError\([^)]*"(\w+)"\)', "".join(texts().values()))
     assert {"torchdata", "ray", "examples"} <= {*named} <= {*PROJECT["optional-dependencies"]}
@@ -114,8 +114,8 @@ def test_nothing_asks_for_the_metadata_of_the_distribution() -> None:
         "    if 'lockstep' in name: raise metadata.PackageNotFoundError(name)\n"
         "    return real(name)\n"
         "metadata.version = version\n"
-        "from lockstep.checkpoint.format.documents import versions\n"
-        "from lockstep.launch.inventory import inventory\n"
+        "from lockstep.checkpoint.format import versions\n"
+        "from lockstep.launch import gather_inventory\n"
         "print(versions()['lockstep'], inventory(with_torch=False))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

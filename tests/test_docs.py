@@ -15,10 +15,10 @@ import click
 import pytest
 import yaml
 
-from lockstep.cli import main as cli
-from lockstep.compat.accelerate.config_file import ACCELERATE_ONLY, OTHER_KEYS, SECTIONS, Ignored, from_yaml
-from lockstep.config.yaml_file import parse_yaml
-from lockstep.observe.trackers.run import TRACKERS
+from lockstep.cli.main import cli
+from lockstep.compat.accelerate import ACCELERATE_ONLY, OTHER_KEYS, SECTIONS, Ignored, from_yaml
+from lockstep.config import parse_yaml
+from lockstep.observe.trackers import TRACKERS
 from lockstep.utils import LoggerType
 from tests import migration_tables, settings_table
 from tests.warm_interpreter import WarmInterpreter
@@ -66,7 +66,7 @@ def commands() -> list[tuple[str, list[str]]]:
     ("name", "words"), commands(), ids=lambda value: " ".join(value) if type(value) is list else ""
 )
 def test_a_lockstep_command_parses(name: str, words: list[str]) -> None:
-    subcommand = cli.cli.get_command(click.Context(cli.cli), words[1])
+    subcommand = cli.get_command(click.Context(cli), words[1])
     assert subcommand is not None, f"{name}: {words}"
     context = subcommand.make_context(words[1], words[2:])
     if words[1] == "launch":
@@ -75,7 +75,7 @@ def test_a_lockstep_command_parses(name: str, words: list[str]) -> None:
 
 
 def test_every_option_of_launch_is_documented() -> None:
-    command = cli.cli.get_command(click.Context(cli.cli), "launch")
+    command = cli.get_command(click.Context(cli), "launch")
     assert command is not None
     options = [p for p in command.params if isinstance(p, click.Option) and not p.hidden]
     real = {word for option in options for word in option.opts}

@@ -37,4 +37,6 @@ def names_of_modules(package: str, modules: Mapping[str, Sequence[str]]) -> Call
         package: The ``__name__`` of the package.
         modules: A module below it -> the names that it defines. None of them is also the name of a module.
     """
-    return lazy_names(package, {name: f"{package}.{module}" for module, names in modules.items() for name in names})
+    return lazy_names(
+        package, {name: f"{package}.{module}" for module, names in modules.items() for name in names}
+    )

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from lockstep import Accelerator
 from lockstep.errors import LockstepError
 from lockstep.parallel.context import regions_of
-from lockstep.parallel.pipeline.derivation import Derivation
-from lockstep.parallel.tensor import infer
-from lockstep.parallel.tensor.rehearse import Passed, TensorRehearsal, run_rehearsal
+from lockstep.parallel.pipeline import Derivation
+from lockstep.parallel.tensor import Passed, TensorRehearsal, infer_plan, run_rehearsal
+from tests.patching import module_of
 
 WORDS, WIDTH, ROWS = 32, 16, 8  # the sequence is as long as the batch
 
@@ -119,7 +119,7 @@ def said(row: Row, derives: bool) -> tuple[str, bool]:
     ids, labels = (torch.randint(WORDS, (ROWS, ROWS), generator=numbers) for _ in range(2))
     with pytest.MonkeyPatch.context() as patch:
         if not derives:
-            patch.setattr(infer, "rehearse", passes)
+            patch.setattr(module_of(infer_plan), "run_rehearsal", passes)
             patch.setattr(Derivation, "is_on", False)
         accelerator = Accelerator(cpu=True, parallel=row.parallel)
         user = row.make()

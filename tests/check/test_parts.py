@@ -10,13 +10,21 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lockstep.check.compare import compare_with_whole, tolerance_of
-from lockstep.check.observe import Observations, Observed, observed
-from lockstep.check.passes import ComparedBatch, PassResult, run_pass
-from lockstep.check.reference import Reference
-from lockstep.check.snapshot import Snapshot, numbers
+from lockstep.check import (
+    ComparedBatch,
+    Observations,
+    Observed,
+    PassResult,
+    Reference,
+    Snapshot,
+    compare_with_whole,
+    numbers,
+    observed,
+    run_pass,
+    tolerance_of,
+)
 from lockstep.errors import UsageError
-from lockstep.parallel.determinism import BeforeWrites, WithoutChance, without_dropout
+from lockstep.parallel import BeforeWrites, WithoutChance, without_dropout
 
 DRAWS: dict[str, Any] = {
     "dropout": lambda x: F.dropout(x, 0.5),

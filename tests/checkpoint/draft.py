@@ -12,7 +12,7 @@ from typing import Any
 import safetensors.torch
 import torch
 
-from lockstep.checkpoint.format.documents import canonical, digest_of
+from lockstep.checkpoint.format import canonical, digest_of
 
 MODEL, STATE = "model-00000.safetensors", "state-00000.safetensors"
 

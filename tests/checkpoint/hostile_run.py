@@ -21,8 +21,9 @@ import torch
 from checkpoint.draft import Draft
 from checkpoint.hostile import Case, cases
 from checkpoint.subject import Subject
-from lockstep.checkpoint.format import tensors
+from lockstep.checkpoint.format import TensorReader
 from lockstep.errors import LockstepError
+from patching import module_of
 
 WATCHED = (
     "exec",
@@ -149,13 +150,14 @@ def _warm_up(subject: Subject, draft: Draft, folder: Path) -> None:
 
 def make_opens_of_safetensors_audible() -> None:
     """It opens files in Rust, which audit hooks don't hear of."""
-    original = tensors.safe_open
+    reads = module_of(TensorReader)
+    original = reads.safe_open
 
     def audible(path: str, **options: Any) -> Any:
         sys.audit("safetensors.open", path)
         return original(path, **options)
 
-    tensors.safe_open = audible
+    reads.safe_open = audible
 
 
 def _limit_address_space() -> None:

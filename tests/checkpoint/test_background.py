@@ -21,9 +21,9 @@ from torch import nn
 
 from checkpoint import saved_files
 from lockstep import Accelerator, ProjectConfiguration
-from lockstep.checkpoint.format.tensors import TensorFile
-from lockstep.checkpoint.store.local import LocalStore
-from lockstep.checkpoint.writer import HostStager
+from lockstep.checkpoint import HostStager
+from lockstep.checkpoint.format import TensorFile
+from lockstep.checkpoint.store import LocalStore
 from lockstep.errors import LockstepError
 from tests.warm_interpreter import WarmInterpreter
 
@@ -302,7 +302,7 @@ SCRIPT = """
     import sys, threading
     import torch
     from lockstep import Accelerator
-    from lockstep.checkpoint.store.local import LocalStore
+    from lockstep.checkpoint.store import LocalStore
     accelerator = Accelerator(cpu=True)
     model = torch.nn.Linear(3, 3)
     accelerator.prepare(model)

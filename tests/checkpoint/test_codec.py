@@ -15,8 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.checkpoint.format.codec import decode, encode, tensor_names
-from lockstep.checkpoint.format.documents import canonical, parse_json
+from lockstep.checkpoint.format import canonical, decode, encode, parse_json, tensor_names
 from lockstep.errors import CheckpointError, UsageError
 
 

@@ -21,7 +21,7 @@ from checkpoint.crash.lost_writes import Disk
 from checkpoint.crash.operations import Operation
 from checkpoint.crash.system_calls import STRACE, changes
 from checkpoint.crash.trials import TRIALS, make
-from lockstep.testing.pool import server_environment
+from lockstep.testing import server_environment
 from tests.marks import again
 
 LEAST_KILLED, LEAST_KILLED_TWICE = 1040, 560  # points in all slices

@@ -18,12 +18,12 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from lockstep import Accelerator
-from lockstep.checkpoint import save
-from lockstep.checkpoint.deferred import SMALL_BYTES, DeferredCopies, FrozenTensor
-from lockstep.checkpoint.store.local import LocalStore
-from lockstep.comm.dtensor import local
+from lockstep.checkpoint import SMALL_BYTES, DeferredCopies, FrozenTensor, Writer, save_checkpoint
+from lockstep.checkpoint.store import LocalStore
+from lockstep.comm import local
 from lockstep.errors import LockstepError
 from tests.marks import again
+from tests.patching import module_of
 
 WIDTH, LARGE = 8, SMALL_BYTES // 4 + 100
 """``LARGE`` elements are more than is copied at once."""
@@ -172,7 +172,7 @@ def saves_alike(directory: str, parallel: str | None, options: dict[str, Any], o
         run.accelerator.save_state(f"{directory}/{number}-blocking")
         if plans_at_once:
             run.accelerator._checkpointer.planner._plan = None
-        with held() as copies, held("plan_files", of=save) as planning:
+        with held() as copies, held("plan_files", of=module_of(save_checkpoint)) as planning:
             run.accelerator.save_state(f"{directory}/{number}-background", blocking=False)
             at_once = run.accelerator._checkpointer.background.copies.bytes_at_once  # type: ignore[union-attr]
             before = [local(tensor).clone() for tensor in run.tensors()]
@@ -397,7 +397,7 @@ def refused_later(directory: str) -> tuple[str, str]:
     run.sums.sums = torch.zeros(
         3 + run.accelerator.process_index, WIDTH
     )  # so that the thread makes another plan
-    with mock.patch("lockstep.checkpoint.writer.Writer.check_room", side_effect=LockstepError("no room")):
+    with mock.patch.object(Writer, "check_room", side_effect=LockstepError("no room")):
         run.accelerator.save_state(f"{directory}/second", blocking=False)
         with pytest.raises(LockstepError) as found:
             run.accelerator.wait_for_checkpoint()

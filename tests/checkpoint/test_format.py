@@ -9,18 +9,21 @@ from typing import Any
 import pytest
 from blake3 import blake3
 
-from lockstep.checkpoint.format.documents import (
+from lockstep.checkpoint.format import (
+    ChunkMetadata,
     FileEntry,
     FileRecord,
     Manifest,
     Saved,
+    TensorEntry,
     canonical,
     check_name,
     entry_of,
+    index_from_bytes,
+    index_to_bytes,
     parse_json,
     rank_file,
 )
-from lockstep.checkpoint.format.tensors import ChunkMetadata, TensorEntry, index_from_bytes, index_to_bytes
 from lockstep.errors import CheckpointError, UsageError
 
 NAME = "model-00000.safetensors"

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from checkpoint.draft import Draft
 from checkpoint.subject import FEATURES
 from lockstep import Accelerator
-from lockstep.checkpoint.format.documents import canonical, parse_json
+from lockstep.checkpoint.format import canonical, parse_json
 from lockstep.errors import CheckpointError, LockstepError
 
 MISSING = object()

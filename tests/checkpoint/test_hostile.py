@@ -14,8 +14,15 @@ import pytest
 import torch
 
 from checkpoint import hostile_run
-from lockstep.checkpoint.format.documents import Manifest, canonical, digest_of
-from lockstep.checkpoint.format.tensors import ChunkMetadata, TensorEntry, index_from_bytes, index_to_bytes
+from lockstep.checkpoint.format import (
+    ChunkMetadata,
+    Manifest,
+    TensorEntry,
+    canonical,
+    digest_of,
+    index_from_bytes,
+    index_to_bytes,
+)
 from lockstep.errors import CheckpointError, UsageError
 
 LEAST_CASES = 600

@@ -22,10 +22,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from lockstep import Accelerator
-from lockstep.checkpoint.format.tensors import ChunkMetadata, TensorEntry
-from lockstep.checkpoint.weights.convert import open_weights, write_file, write_weights_folder
-from lockstep.checkpoint.weights.streams import PiecedTensors, slabs
+from lockstep.checkpoint.format import ChunkMetadata, TensorEntry
+from lockstep.checkpoint.weights import PiecedTensors, open_weights, slabs, write_file, write_weights_folder
 from lockstep.errors import CheckpointError, UsageError
+from tests.patching import module_of
 
 shapes = st.lists(st.integers(0, 7), max_size=4).map(tuple)
 
@@ -73,9 +73,7 @@ def test_pieces_of_any_layout_are_read_as_one_tensor(tmp_path_factory: Any, data
     names = {torch.float32: "F32", torch.bfloat16: "BF16", torch.int64: "I64", torch.bool: "BOOL"}
     entry = TensorEntry(dtype=names[dtype], shape=shape, pieces=pieces)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "lockstep.checkpoint.weights.streams.SLAB_BYTES", data.draw(st.sampled_from([8, 40, 1 << 20]))
-        )
+        patch.setattr(module_of(slabs), "SLAB_BYTES", data.draw(st.sampled_from([8, 40, 1 << 20])))
         read = b"".join(bytes(slab) for slab in PiecedTensors(str(folder), {"t": entry}).elements("t"))
     assert read == whole.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
@@ -228,7 +226,7 @@ def test_a_number_that_the_dtype_cannot_hold_is_refused(tmp_path: Path) -> None:
 MERGED = """
 import sys
 from pathlib import Path
-from lockstep.checkpoint.weights.convert import open_weights, write_file, write_weights_folder
+from lockstep.checkpoint.weights import open_weights, write_file, write_weights_folder
 import torch
 
 def peak():
@@ -324,7 +322,7 @@ def test_a_full_disk_leaves_the_earlier_file(tmp_path: Path, monkeypatch: pytest
             raise OSError(28, "No space left on device")
         return write(handle, content)
 
-    monkeypatch.setattr("lockstep.checkpoint.store.local.os.write", full)
+    monkeypatch.setattr("os.write", full)
     with pytest.raises(
         CheckpointError, match=r"could not be written at tensor b: .*No space left.*Make room"
     ):

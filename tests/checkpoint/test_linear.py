@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from lockstep import Accelerator
-from lockstep.checkpoint import reader
-from lockstep.checkpoint.format.tensors import TensorReader
+from lockstep.checkpoint import Checkpoint
+from lockstep.checkpoint.format import TensorReader
+from tests.patching import module_of
 
 
 class Average:
@@ -47,8 +48,8 @@ def counted(folder: Path, count: int, monkeypatch: pytest.MonkeyPatch) -> Counte
     with monkeypatch.context() as patch:
         for name in ("describe", "read"):
             patch.setattr(TensorReader, name, noted(name, getattr(TensorReader, name)))
-        patch.setattr(reader, "TensorReader", noted("open", TensorReader))
-        patch.setattr(reader.Checkpoint, "fill", noted("fill", reader.Checkpoint.fill))
+        patch.setattr(module_of(Checkpoint), "TensorReader", noted("open", TensorReader))
+        patch.setattr(Checkpoint, "fill", noted("fill", Checkpoint.fill))
         accelerator.load_state(folder)
     assert all(torch.equal(value, Average(count).values[name]) for name, value in average.values.items())
     return calls

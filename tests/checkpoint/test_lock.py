@@ -17,12 +17,12 @@ import pytest
 from torch import nn
 
 from lockstep import Accelerator, ProjectConfiguration
-from lockstep.checkpoint.store.local import DirectoryLock
+from lockstep.checkpoint.store import DirectoryLock
 from lockstep.errors import CheckpointError
 
 HOLDER = """
 import importlib.util, sys, time
-from lockstep.checkpoint.store.local import DirectoryLock
+from lockstep.checkpoint.store import DirectoryLock
 lock = DirectoryLock(sys.argv[1], sys.argv[2])
 try:
     lock.acquire()

@@ -20,11 +20,18 @@ from safetensors.torch import load_file, load_model
 from torch import nn
 
 from lockstep import Accelerator
-from lockstep.checkpoint.weights import INDEX, WEIGHTS, parse_size
-from lockstep.checkpoint.weights.folder import WeightsFolder
-from lockstep.checkpoint.weights.model import write_weights
-from lockstep.comm.dtensor import whole
+from lockstep.checkpoint.store import LocalStore
+from lockstep.checkpoint.weights import (
+    INDEX,
+    WEIGHTS,
+    WeightsFolder,
+    collect_stages,
+    parse_size,
+    write_weights,
+)
+from lockstep.comm import whole
 from lockstep.errors import CheckpointError, ConfigError, LockstepError, UsageError
+from tests.patching import module_of
 from tests.warm_interpreter import WarmInterpreter
 from train import problems
 
@@ -233,7 +240,7 @@ def most_gathered(directory: str) -> tuple[int, int]:
         alive.append(count)
         return tensor
 
-    with mock.patch("lockstep.checkpoint.weights.export.whole", watched):
+    with mock.patch.object(module_of(collect_stages), "whole", watched):
         accelerator.save_model(prepared, directory)
     return max(alive), len(storages)
 
@@ -259,7 +266,7 @@ def failing_disk(directory: str) -> str:
             raise OSError(errno.ENOSPC, "No space left on device")
         return write(handle, content)
 
-    with mock.patch("lockstep.checkpoint.store.local.os.write", full), pytest.raises(LockstepError) as caught:
+    with mock.patch("os.write", full), pytest.raises(LockstepError) as caught:
         accelerator.save_model(prepared, directory, max_shard_size="20KB")
     return str(caught.value)
 
@@ -315,8 +322,8 @@ def test_a_save_leaves_its_own_files_and_those_of_others(tmp_path: Path, before:
 KILLED = """
 import os, sys
 import torch
-from lockstep.checkpoint.weights.folder import write_folder
-from lockstep.checkpoint.weights.model import write_weights
+from lockstep.checkpoint.weights import write_folder
+from lockstep.checkpoint.weights import write_weights
 
 folder, before, after = sys.argv[1:]
 weights = lambda number: {f"layer.{i}": torch.full((8, 16), float(10 * number + i)) for i in range(4)}
@@ -394,7 +401,7 @@ def test_a_save_that_is_killed_anywhere_leaves_the_earlier_weights_or_the_new_on
 def test_two_processes_do_not_write_one_folder_at_a_time(tmp_path: Path) -> None:
     with WeightsFolder(str(tmp_path)):
         code = (
-            "import sys, torch\nfrom lockstep.checkpoint.weights.model import write_weights\n"
+            "import sys, torch\nfrom lockstep.checkpoint.weights import write_weights\n"
             "write_weights({'a': torch.ones(1)}, sys.argv[1])"
         )
         done = subprocess.run(
@@ -411,7 +418,7 @@ def test_two_processes_do_not_write_one_folder_at_a_time(tmp_path: Path) -> None
 def test_a_disk_without_room_is_seen_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lockstep.checkpoint.store.local.LocalStore.free_bytes", lambda self, directory: 2047)
+    monkeypatch.setattr(LocalStore, "free_bytes", lambda self, directory: 2047)
     with pytest.raises(CheckpointError, match="needs 2048 bytes, but 2047 are free there. Make room"):
         write_weights(weights(1), tmp_path)
     assert list(tmp_path.iterdir()) == []

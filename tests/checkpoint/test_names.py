@@ -11,12 +11,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 from lockstep import Accelerator
-from lockstep.checkpoint.store.local import LocalStore
-from lockstep.checkpoint.store.verify import verify_checkpoint
-from lockstep.checkpoint.weights.convert import open_weights
+from lockstep.checkpoint.store import LocalStore, verify_checkpoint
+from lockstep.checkpoint.weights import open_weights
 from lockstep.errors import UsageError
-from lockstep.offload.files.offload_folder import TensorToWrite, write_to_folder
-from lockstep.offload.files.stored import MappedFiles, read
+from lockstep.offload.files import MappedFiles, TensorToWrite, read, write_to_folder
 from lockstep.utils import save
 
 ODD = [

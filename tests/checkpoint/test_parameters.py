@@ -11,7 +11,7 @@ from torch import nn
 
 from checkpoint import saved_files
 from lockstep import Accelerator
-from lockstep.checkpoint.state import ParameterNames
+from lockstep.checkpoint import ParameterNames
 from lockstep.errors import CheckpointError
 
 

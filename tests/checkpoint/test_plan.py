@@ -12,14 +12,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from lockstep import Accelerator
-from lockstep.checkpoint import planner as plans
-from lockstep.checkpoint.planner import SavePlanner, group_of
-from lockstep.checkpoint.reader import create_read_items, empty_like
-from lockstep.checkpoint.writer import CheckpointGroup
-from lockstep.comm.collectives import Communicator
-from lockstep.comm.dtensor import local
-from lockstep.comm.ledger import CommunicationLedger
+from lockstep.checkpoint import (
+    CheckpointGroup,
+    SavePlan,
+    SavePlanner,
+    create_read_items,
+    empty_like,
+    group_of,
+)
+from lockstep.comm import CommunicationLedger, Communicator, local
 from lockstep.errors import CheckpointError, UsageError
+from tests.patching import module_of
 
 
 def numbered(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -50,9 +53,7 @@ def sharded(accelerator: Accelerator) -> dict[str, torch.Tensor]:
     return found
 
 
-def exchanged(
-    planner: SavePlanner, tensors: dict[str, torch.Tensor], communicator: Communicator
-) -> plans.SavePlan:
+def exchanged(planner: SavePlanner, tensors: dict[str, torch.Tensor], communicator: Communicator) -> SavePlan:
     """The plan that ranks make of what they tell each other."""
     signatures = communicator.gather_object([planner.signature(tensors)])
     if planner.is_outdated(signatures):
@@ -169,13 +170,13 @@ def test_a_plan_for_what_looks_otherwise_on_any_rank_is_made_anew(run_distribute
     assert run_distributed(changes, 2) == [["shape", "dtype", "name", "more", "one rank"]] * 2
 
 
-def alone(tensors: dict[str, torch.Tensor]) -> plans.SavePlan:
+def alone(tensors: dict[str, torch.Tensor]) -> SavePlan:
     planner = SavePlanner(CheckpointGroup(0, [0]))
     return planner.create_global_plan([planner.create_local_plan(tensors)])
 
 
 def test_large_files_are_parted_between_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plans, "SMALLEST_PART_BYTES", 100)
+    monkeypatch.setattr(module_of(SavePlanner), "SMALLEST_PART_BYTES", 100)
     tensors = {f"model.0.w{i}": numbered(10 + i) for i in range(8)} | {"model.0.big": numbered(1000)}
     total = sum(t.nbytes for t in tensors.values())
     plan = alone(tensors)

@@ -18,9 +18,9 @@ from torch import nn
 
 import lockstep
 from lockstep import Accelerator
-from lockstep.checkpoint import save
-from lockstep.comm.collectives import Communicator
-from lockstep.comm.ledger import CommunicationLedger
+from lockstep.checkpoint import plan_files, save_checkpoint
+from lockstep.comm import CommunicationLedger, Communicator
+from tests.patching import module_of
 
 CHECKPOINT = Path(lockstep.__file__).parent / "checkpoint"
 COLLECTIVES = (
@@ -86,11 +86,10 @@ def calls(parallel: str, directory: str) -> dict[str, tuple[list[Call], int]]:
     accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     found: dict[str, tuple[list[Call], int]] = {}
     release = threading.Event()
-    planned = save.plan_files
 
     def plan_later(*args: Any) -> Any:
         release.wait()
-        return planned(*args)
+        return plan_files(*args)
 
     def note(kind: str, action: Any) -> None:
         with Calls() as made, CommunicationLedger() as ledger:
@@ -101,7 +100,11 @@ def calls(parallel: str, directory: str) -> dict[str, tuple[list[Call], int]]:
     note("first", lambda: accelerator.save_state(directory))
     note("replaces", lambda: accelerator.save_state(directory))
     note("background", lambda: accelerator.save_state(directory, blocking=False))
-    with mock.patch.object(save, "plan_files", plan_later), Calls() as made, CommunicationLedger() as ledger:
+    with (
+        mock.patch.object(module_of(save_checkpoint), "plan_files", plan_later),
+        Calls() as made,
+        CommunicationLedger() as ledger,
+    ):
         accelerator.save_state(directory, blocking=False)
         found["returned"] = list(made.seen), ledger.count()
         release.set()

@@ -28,8 +28,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from checkpoint import object_store
 from checkpoint.object_store import FailsAt, Killed, KilledAt, ObjectStore, failing, keys
 from lockstep import Accelerator, ProjectConfiguration
-from lockstep.checkpoint.store import store_for
-from lockstep.checkpoint.store.local import LocalStore
+from lockstep.checkpoint.store import LocalStore, store_for
 from lockstep.errors import CheckpointError, ConfigError, LockstepError, NoCheckpointError, UsageError
 from train import problems
 

@@ -11,8 +11,8 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from lockstep import Accelerator, ProjectConfiguration
-from lockstep.checkpoint import folders as retain
-from lockstep.checkpoint.store.local import LocalStore
+from lockstep.checkpoint import candidates, next_directory, numbers, prune, superfluous
+from lockstep.checkpoint.store import LocalStore
 from lockstep.errors import CheckpointError, ConfigError, NoCheckpointError, UsageError
 
 STORE = LocalStore()
@@ -46,49 +46,49 @@ STRAY = (
 def test_numbers_are_ordered_as_numbers_and_others_are_ignored(tmp_path: Path) -> None:
     folders(tmp_path, "checkpoint_10", "checkpoint_9", "checkpoint_0", "checkpoint_100", *STRAY)
     (tmp_path / "checkpoints" / "checkpoint_11").write_text("a file")
-    assert retain.numbers(str(tmp_path / "checkpoints"), STORE) == [0, 9, 10, 100]
-    assert retain.numbers(str(tmp_path / "nowhere"), STORE) == []
+    assert numbers(str(tmp_path / "checkpoints"), STORE) == [0, 9, 10, 100]
+    assert numbers(str(tmp_path / "nowhere"), STORE) == []
 
 
 def test_candidates_begin_with_the_newest(tmp_path: Path) -> None:
     folders(tmp_path, "checkpoint_2", "checkpoint_10", "checkpoint_1")
-    found = retain.candidates(None, project(tmp_path), STORE)
+    found = candidates(None, project(tmp_path), STORE)
     assert names(found) == ["checkpoint_10", "checkpoint_2", "checkpoint_1"]
     assert found[0] == str(tmp_path / "checkpoints" / "checkpoint_10")
 
 
 def test_the_candidates_of_a_named_directory_are_it_and_what_it_replaced(tmp_path: Path) -> None:
     path = str(tmp_path / "s")
-    assert retain.candidates(path, project(tmp_path), STORE) == [path]
+    assert candidates(path, project(tmp_path), STORE) == [path]
     (tmp_path / "s.old").mkdir()
-    assert retain.candidates(path, project(tmp_path), STORE) == [f"{path}.old"]
+    assert candidates(path, project(tmp_path), STORE) == [f"{path}.old"]
     (tmp_path / "s").mkdir()
-    assert retain.candidates(path, project(tmp_path), STORE) == [path, f"{path}.old"]
+    assert candidates(path, project(tmp_path), STORE) == [path, f"{path}.old"]
 
 
 def test_no_candidates_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(NoCheckpointError, match="There is no checkpoint in"):
-        retain.candidates(None, project(tmp_path), STORE)
+        candidates(None, project(tmp_path), STORE)
     with pytest.raises(UsageError, match="called without a directory"):
-        retain.candidates(None, ProjectConfiguration(tmp_path), STORE)
+        candidates(None, ProjectConfiguration(tmp_path), STORE)
 
 
 def test_the_next_number_is_the_iteration_unless_a_later_one_is_there(tmp_path: Path) -> None:
     folders(tmp_path, "checkpoint_3")
-    assert names([retain.next_directory(None, project(tmp_path, iteration=4), STORE)]) == ["checkpoint_4"]
+    assert names([next_directory(None, project(tmp_path, iteration=4), STORE)]) == ["checkpoint_4"]
     for iteration in (0, 2, 3):
         with pytest.raises(UsageError, match=r"checkpoint_3 exists already, .*iteration to 4 or more"):
-            retain.next_directory(None, project(tmp_path, iteration=iteration), STORE)
+            next_directory(None, project(tmp_path, iteration=iteration), STORE)
     with pytest.raises(UsageError, match="called without a directory"):
-        retain.next_directory(None, ProjectConfiguration(tmp_path), STORE)
+        next_directory(None, ProjectConfiguration(tmp_path), STORE)
     with pytest.raises(UsageError, match="needs a place"):
-        retain.next_directory(None, ProjectConfiguration(automatic_checkpoint_naming=True), STORE)
+        next_directory(None, ProjectConfiguration(automatic_checkpoint_naming=True), STORE)
 
 
 @pytest.mark.parametrize("suffix", [".partial", ".old", ".removed"])
 def test_a_name_of_unfinished_checkpoints_is_refused(tmp_path: Path, suffix: str) -> None:
     with pytest.raises(UsageError, match="suffix that unfinished checkpoints are given"):
-        retain.next_directory(str(tmp_path / f"s{suffix}"), project(tmp_path), STORE)
+        next_directory(str(tmp_path / f"s{suffix}"), project(tmp_path), STORE)
     with pytest.raises(UsageError, match="suffix"):
         Accelerator(cpu=True).save_state(tmp_path / f"s{suffix}")
 
@@ -101,7 +101,7 @@ def test_the_oldest_beyond_the_limit_go(tmp_path: Path, there: list[int], limit:
     for folder in tmp_path.glob("checkpoints/*"):
         (folder / "manifest.json").write_text("{}")
     new = str(tmp_path / "checkpoints" / "checkpoint_40")
-    going = names(retain.superfluous(new, project(tmp_path, total_limit=limit), STORE))
+    going = names(superfluous(new, project(tmp_path, total_limit=limit), STORE))
     staying = [number for number in there if f"checkpoint_{number}" not in going]
     assert len(staying) + 1 == min(limit, len(there) + 1)
     assert going == [f"checkpoint_{number}" for number in there[: len(there) - len(staying)]]
@@ -109,8 +109,8 @@ def test_the_oldest_beyond_the_limit_go(tmp_path: Path, there: list[int], limit:
 
 def test_without_limit_or_numbers_nothing_goes(tmp_path: Path) -> None:
     folders(tmp_path, "checkpoint_0", "checkpoint_1")
-    assert retain.superfluous("x", project(tmp_path), STORE) == []
-    assert retain.superfluous("x", ProjectConfiguration(tmp_path, total_limit=1), STORE) == []
+    assert superfluous("x", project(tmp_path), STORE) == []
+    assert superfluous("x", ProjectConfiguration(tmp_path, total_limit=1), STORE) == []
 
 
 @pytest.mark.parametrize("limit", [0, -1, 1.5, True])
@@ -123,7 +123,7 @@ def test_pruning_removes_what_it_is_told_and_what_an_earlier_one_left(tmp_path: 
     folders(tmp_path, "checkpoint_1", "checkpoint_2", "checkpoint_0.removed", "mine.removed")
     (tmp_path / "checkpoints" / "checkpoint_1" / "state.json").write_text("x")
     folder = str(tmp_path / "checkpoints")
-    retain.prune([f"{folder}/checkpoint_1"], folder, STORE)
+    prune([f"{folder}/checkpoint_1"], folder, STORE)
     assert sorted(path.name for path in Path(folder).iterdir()) == ["checkpoint_2", "mine.removed"]
 
 

@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from lockstep.checkpoint.weights.convert import open_weights, write_file
-from lockstep.config.files import read_plain_file
+from lockstep.checkpoint.weights import open_weights, write_file
+from lockstep.config import read_plain_file
 from lockstep.errors import LockstepError
-from lockstep.offload.files.offload_folder import index_of, regions_of
+from lockstep.offload.files import index_of, regions_of
 from lockstep.utils import load_checkpoint_in_model
 
 SHARD = "model-00002-of-00002.safetensors"

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from checkpoint import saved_files
 from lockstep import Accelerator, GradScalerKwargs, ProjectConfiguration
-from lockstep.checkpoint.format.codec import decode, encode
+from lockstep.checkpoint.format import decode, encode
 from lockstep.errors import CheckpointError, LockstepError, UsageError
 from train import problems
 

@@ -11,8 +11,7 @@ from torch import nn
 
 from checkpoint import saved_files
 from lockstep import Accelerator
-from lockstep.checkpoint.store.base import BLOCK_BYTES
-from lockstep.checkpoint.store.local import LocalStore
+from lockstep.checkpoint.store import BLOCK_BYTES, LocalStore
 from lockstep.errors import CheckpointError, NoCheckpointError, UsageError
 
 STORE = LocalStore()

@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from lockstep.checkpoint.format.tensors import TensorFile, TensorReader
+from lockstep.checkpoint.format import TensorFile, TensorReader
 from lockstep.errors import CheckpointError, UsageError
 
 DTYPES = [

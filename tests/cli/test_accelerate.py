@@ -20,9 +20,8 @@ from safetensors.torch import load_file
 from torch.distributed import checkpoint
 
 from cli.calling import call, check_refused
-from lockstep.cli.accelerate import COMMANDS
-from lockstep.cli.accelerate_commands import launch_command, launch_command_parser, load_config_from_file
-from lockstep.compat.accelerate.config_file import load
+from lockstep.cli import ACCELERATE_COMMANDS, launch_command, launch_command_parser, load_config_from_file
+from lockstep.compat.accelerate import load
 from lockstep.errors import ConfigError
 from lockstep.utils import Parallel
 from tests.compat.accelerate.their_config import ANSWERS, write
@@ -51,8 +50,8 @@ def test_the_commands_are_those_of_accelerate(
         their_main()
     theirs = set(capsys.readouterr().out.partition("{")[2].partition("}")[0].split(","))
     assert "launch" in theirs
-    assert theirs == set(COMMANDS)
-    for name in COMMANDS:
+    assert theirs == set(ACCELERATE_COMMANDS)
+    for name in ACCELERATE_COMMANDS:
         assert call(capsys, "accelerate", name, "--help")[0] == 0
         assert call(capsys, "accelerate", name.replace("-", "_"), "--help")[0] == 0
     check_refused(capsys, ["accelerate", "lanch"], "Did you mean 'launch'?")

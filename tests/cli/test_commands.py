@@ -11,7 +11,7 @@ import yaml
 
 from cli.calling import call
 from lockstep.cli.main import COMMANDS
-from lockstep.compat.accelerate.config_file import load
+from lockstep.compat.accelerate import load
 from tests.compat.accelerate_examples import TWO_PROCESSES
 
 

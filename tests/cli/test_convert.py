@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from cli.calling import call
-from lockstep.compat.accelerate.config_file import load
+from lockstep.compat.accelerate import load
 from tests.compat.accelerate_examples import TWO_PROCESSES
 from tests.compat.deepspeed_examples import STAGE2, STAGE3
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cli import calling
-from lockstep.plan.sizes import TABLE
+from lockstep.plan import TABLE
 from lockstep.utils import Parallel
 
 

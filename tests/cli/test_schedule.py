@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from cli import calling
-from lockstep.config.enums import Schedule
+from lockstep.config import Schedule
 
 
 def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:

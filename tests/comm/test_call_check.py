@@ -12,9 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.call_check import CallCheck
-from lockstep.comm.call_record import SIGNATURES
-from lockstep.comm.ledger import CommunicationLedger
+from lockstep.comm import SIGNATURES, CallCheck, CommunicationLedger
 from lockstep.errors import CollectiveMismatchError
 
 F, D = torch.float32, torch.float64

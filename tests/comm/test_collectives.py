@@ -9,10 +9,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from lockstep.comm.collectives import Communicator
-from lockstep.comm.tree import leaves, map_tensors
+from lockstep.comm import Communicator, leaves, map_tensors
 from lockstep.errors import CollectiveMismatchError, LockstepError
-from lockstep.runtime.process import start_runtime
+from lockstep.runtime import start_runtime
 
 Pair = namedtuple("Pair", ["first", "second"])
 WORLDS = [1, 2, 4]
@@ -293,7 +292,7 @@ def test_what_one_rank_finds_wrong_stops_all(run_distributed, kind, own, words):
 
 
 def test_alone_no_process_group_is_needed_and_nothing_changes():
-    from lockstep.runtime.process import Runtime
+    from lockstep.runtime import Runtime
 
     comm = Communicator(Runtime(0, 1, 0, 1, torch.device("cpu"), None))
     value = {"x": torch.tensor(1.0), "n": 3}

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-from lockstep.comm.ledger import CommunicationLedger
-from lockstep.runtime.process import start_runtime
+from lockstep.comm import CommunicationLedger
+from lockstep.runtime import start_runtime
 
 
 def model() -> nn.Module:

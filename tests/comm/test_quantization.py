@@ -10,7 +10,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lockstep.comm.quantization import dequantize, from_message, message_bytes, quantize, to_message
+from lockstep.comm import dequantize, from_message, message_bytes, quantize, to_message
 from lockstep.errors import ConfigError, UsageError
 
 LEVELS = {8: 127, 4: 7}

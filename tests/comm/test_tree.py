@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from lockstep.comm import tree
+from lockstep import comm
 
 Pair = namedtuple("Pair", ["first", "second"])
 
@@ -56,9 +56,9 @@ class Encoding(UserDict):
     ids=lambda container: type(container).__name__,
 )
 def test_mapping_keeps_types_and_other_leaves_and_leaves_the_input_alone(container):
-    doubled = tree.map_tensors(lambda tensor: tensor * 2, container)
+    doubled = comm.map_tensors(lambda tensor: tensor * 2, container)
     assert type(doubled) is type(container)
-    before, after = tree.leaves(container), tree.leaves(doubled)
+    before, after = comm.leaves(container), comm.leaves(doubled)
     assert list(before) == list(after)
     for path, leaf in before.items():
         if isinstance(leaf, torch.Tensor):
@@ -69,13 +69,13 @@ def test_mapping_keeps_types_and_other_leaves_and_leaves_the_input_alone(contain
 
 def test_a_size_is_a_leaf_that_may_be_replaced():
     given = {"x": torch.ones(2, 3), "size": torch.Size([2, 3])}
-    found = tree.map_leaves(lambda path, leaf: None if isinstance(leaf, torch.Size) else path, given)
+    found = comm.map_leaves(lambda path, leaf: None if isinstance(leaf, torch.Size) else path, given)
     assert found == {"x": "['x']", "size": None}
 
 
 def test_a_mapping_keeps_what_it_holds_besides_its_items():
-    assert tree.map_tensors(torch.neg, Encoding({"a": torch.ones(1)}, encodings="kept")).encodings == "kept"
-    assert tree.map_tensors(torch.neg, defaultdict(list, a=torch.ones(1))).default_factory is list
+    assert comm.map_tensors(torch.neg, Encoding({"a": torch.ones(1)}, encodings="kept")).encodings == "kept"
+    assert comm.map_tensors(torch.neg, defaultdict(list, a=torch.ones(1))).default_factory is list
 
 
 def test_transformers_containers_keep_their_types():
@@ -83,18 +83,18 @@ def test_transformers_containers_keep_their_types():
     from transformers.modeling_outputs import SequenceClassifierOutput
 
     output = SequenceClassifierOutput(loss=torch.tensor(1.0), logits=torch.ones(2, 3))
-    doubled = tree.map_tensors(lambda tensor: tensor * 2, output)
+    doubled = comm.map_tensors(lambda tensor: tensor * 2, output)
     assert type(doubled) is SequenceClassifierOutput
     assert doubled.loss == 2 and doubled["logits"].sum() == 12 and output.loss == 1
     batch = transformers.BatchEncoding({"input_ids": torch.ones(2, 3)})
-    moved = tree.send_to_device(batch, "meta")
+    moved = comm.send_to_device(batch, "meta")
     assert type(moved) is transformers.BatchEncoding
     assert moved["input_ids"].device.type == "meta" and batch["input_ids"].device.type == "cpu"
 
 
 def test_paths_read_like_code():
     nested = {"a": [Pair(torch.ones(1), 1)], "b": Batch(torch.ones(1))}
-    assert list(tree.leaves(nested)) == [
+    assert list(comm.leaves(nested)) == [
         "['a'][0].first",
         "['a'][0].second",
         "['b'].inputs",
@@ -104,39 +104,39 @@ def test_paths_read_like_code():
 
 def test_tensors_are_found_among_other_leaves():
     first, second = torch.ones(1), torch.zeros(2)
-    found = tree.tensor_leaves({"a": [Pair(first, 1)], "b": Batch(second), "c": None})
+    found = comm.tensor_leaves({"a": [Pair(first, 1)], "b": Batch(second), "c": None})
     assert list(found) == ["['a'][0].first", "['b'].inputs"]
     assert found["['a'][0].first"] is first and found["['b'].inputs"] is second
 
 
 def test_the_batch_size_is_dim_0_of_the_first_tensor_that_has_one():
-    assert tree.find_batch_size({"scale": torch.tensor(2.0), "x": [torch.ones(5, 2)]}) == 5
+    assert comm.find_batch_size({"scale": torch.tensor(2.0), "x": [torch.ones(5, 2)]}) == 5
 
 
 @pytest.mark.parametrize("batch", [[], {"a": "text"}, torch.tensor(1.0)], ids=str)
 def test_a_batch_without_rows_has_no_size(batch):
     with pytest.raises(ValueError, match="holds no tensor"):
-        tree.find_batch_size(batch)
+        comm.find_batch_size(batch)
 
 
 def test_slicing_and_concatenating_are_inverse():
     batch = {"x": torch.arange(10).reshape(5, 2), "tag": "same", "scale": torch.tensor(1.0)}
     parts = [
-        tree.map_tensors(lambda tensor, rows=rows: tensor[rows] if tensor.ndim else tensor, batch)
+        comm.map_tensors(lambda tensor, rows=rows: tensor[rows] if tensor.ndim else tensor, batch)
         for rows in (slice(0, 2), slice(2, 5))
     ]
-    joined = tree.concatenate(parts)
+    joined = comm.concatenate(parts)
     assert joined["x"].equal(batch["x"]) and joined["tag"] == "same"
     assert joined["scale"].tolist() == [1.0, 1.0]
 
 
 def test_concatenating_what_is_no_tensor_or_not_alike_is_refused():
     with pytest.raises(TypeError, match="only tensors can be"):
-        tree.concatenate([{"tag": "a"}, {"tag": "b"}])
+        comm.concatenate([{"tag": "a"}, {"tag": "b"}])
     with pytest.raises(ValueError, match="one structure"):
-        tree.concatenate([{"a": torch.ones(1)}, {"b": torch.ones(1)}])
+        comm.concatenate([{"a": torch.ones(1)}, {"b": torch.ones(1)}])
     with pytest.raises(ValueError, match="batches to concatenate is empty"):
-        tree.concatenate([])
+        comm.concatenate([])
 
 
 def test_sending_to_a_device_skips_keys_at_any_depth_and_uses_the_method_to():
@@ -145,26 +145,26 @@ def test_sending_to_a_device_skips_keys_at_any_depth_and_uses_the_method_to():
             return f"on {device}"
 
     batch = {"x": torch.ones(1), "inner": [{"stay": torch.ones(1)}], "graph": Movable(), "n": 3}
-    moved = tree.send_to_device(batch, "meta", skip_keys="stay")
+    moved = comm.send_to_device(batch, "meta", skip_keys="stay")
     assert moved["x"].device.type == "meta" and moved["inner"][0]["stay"].device.type == "cpu"
     assert moved["graph"] == "on meta" and moved["n"] == 3
 
 
 def test_sending_an_encoding_makes_a_new_one():
     encoding = Encoding({"a": torch.ones(1)})
-    moved = tree.send_to_device(encoding, "meta")
+    moved = comm.send_to_device(encoding, "meta")
     assert moved["a"].device.type == "meta" and encoding["a"].device.type == "cpu"
 
 
 def test_halves_become_float32_and_integers_stay():
-    converted = tree.to_float32(
+    converted = comm.to_float32(
         [torch.ones(1, dtype=dtype) for dtype in (torch.half, torch.bfloat16, torch.int)]
     )
     assert [tensor.dtype for tensor in converted] == [torch.float32, torch.float32, torch.int32]
 
 
 def test_listify_gives_plain_numbers():
-    assert tree.listify({"a": torch.tensor([1, 2]), "b": torch.tensor(0.5), "c": "x"}) == {
+    assert comm.listify({"a": torch.tensor([1, 2]), "b": torch.tensor(0.5), "c": "x"}) == {
         "a": [1, 2],
         "b": 0.5,
         "c": "x",

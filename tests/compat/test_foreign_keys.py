@@ -15,15 +15,18 @@ from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import DeepSpeedPlugin as TheirDeepSpeedPlugin
 from accelerate.utils import FullyShardedDataParallelPlugin as TheirFSDPPlugin
 
-from lockstep.compat.accelerate import sections
-from lockstep.compat.accelerate.config_file import ACCELERATE_ONLY, OTHER_KEYS, SECTIONS
-from lockstep.compat.accelerate.flags import FOREIGN_FLAGS
-from lockstep.compat.deepspeed import keys as deepspeed_keys
-from lockstep.compat.deepspeed import section as deepspeed_section
-from lockstep.compat.deepspeed.plugin import OWN_FIELDS
-from lockstep.compat.fsdp import section as fsdp
-from lockstep.compat.fsdp.plugin import FIELD_NAMES
-from lockstep.config.settings import IN_FILES
+from lockstep.compat import deepspeed, fsdp
+from lockstep.compat.accelerate import (
+    ACCELERATE_ONLY,
+    FOREIGN_FLAGS,
+    LAYOUT_KEYS,
+    LAYOUT_PREFIX,
+    OTHER_KEYS,
+    SECTIONS,
+)
+from lockstep.compat.deepspeed import DEEPSPEED_KEYS, FILE_KEY, OWN_FIELDS
+from lockstep.compat.fsdp import FIELD_NAMES
+from lockstep.config import IN_FILES
 from lockstep.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin
 
 # read from the constants and pydantic models of the version that the file names
@@ -31,7 +34,7 @@ RECORDED = json.loads((Path(__file__).parent / "deepspeed_keys.json").read_text(
 
 
 def at(path: str) -> Any:
-    table: Any = deepspeed_keys.KEYS
+    table: Any = deepspeed.KEYS
     for name in filter(None, path.split(".")):
         table = table[name]
     return table
@@ -57,10 +60,10 @@ def test_every_fsdp_flag_of_accelerate_has_a_rule() -> None:
 
 
 def test_every_deepspeed_and_layout_flag_of_accelerate_has_a_rule() -> None:
-    assert flags("DeepSpeed") - set(deepspeed_section.DEEPSPEED_KEYS) == {deepspeed_section.FILE_KEY}
-    layout = {name.removeprefix(sections.LAYOUT_PREFIX) for name in flags("ParallelismConfig")}
+    assert flags("DeepSpeed") - set(DEEPSPEED_KEYS) == {FILE_KEY}
+    layout = {name.removeprefix(LAYOUT_PREFIX) for name in flags("ParallelismConfig")}
     fields = {field.name for field in dataclasses.fields(ParallelismConfig)}
-    assert layout and (layout | fields) - set(sections.LAYOUT_KEYS) == set()
+    assert layout and (layout | fields) - set(LAYOUT_KEYS) == set()
 
 
 def test_launch_takes_every_sharding_flag_of_accelerate() -> None:
@@ -79,7 +82,7 @@ def test_the_plugins_have_the_fields_of_accelerates_and_each_has_a_rule() -> Non
     assert named - set(fsdp.KEYS) == set()
     mine = {field.name for field in dataclasses.fields(DeepSpeedPlugin)}
     assert {field.name for field in dataclasses.fields(TheirDeepSpeedPlugin) if field.init} - mine == set()
-    assert set(OWN_FIELDS) - set(deepspeed_section.DEEPSPEED_KEYS) == set()
+    assert set(OWN_FIELDS) - set(DEEPSPEED_KEYS) == set()
 
 
 def test_every_key_of_accelerates_file_is_known() -> None:

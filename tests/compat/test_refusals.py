@@ -14,18 +14,11 @@ import lockstep
 import lockstep.nn
 import lockstep.utils
 from lockstep import Accelerator
-from lockstep.compat.accelerate import sections
-from lockstep.compat.accelerate.config_file import OTHER_KEYS
-from lockstep.compat.accelerate.flags import LATER_SWITCHES, REFUSED
-from lockstep.compat.deepspeed import keys as deepspeed_keys
-from lockstep.compat.deepspeed import section as deepspeed_section
-from lockstep.compat.deepspeed.config import from_deepspeed
-from lockstep.compat.fsdp import plugin as fsdp_plugin
-from lockstep.compat.fsdp import section as fsdp
-from lockstep.compat.rules import NoEffect, Refused
-from lockstep.config.merge import parallel_of
-from lockstep.config.options import NOT_OPTIONS, parallel_fields
-from lockstep.config.settings import OF_WORKERS, TOPICS
+from lockstep.compat import NoEffect, Refused, deepspeed, fsdp
+from lockstep.compat.accelerate import LATER_SWITCHES, LAYOUT_KEYS, MPI_KEYS, OTHER_KEYS, REFUSED
+from lockstep.compat.deepspeed import DEEPSPEED_KEYS, from_deepspeed
+from lockstep.compat.fsdp import POLICY_KEYS
+from lockstep.config import NOT_OPTIONS, OF_WORKERS, TOPICS, parallel_fields, parallel_of
 from lockstep.errors import ConfigError
 from lockstep.utils import Parallel
 
@@ -33,12 +26,12 @@ WORDS = {item.name for item in fields(Parallel)}
 FLAGS = {word for settings in TOPICS.values() for one in settings for word in one.flags.split()}
 VARIABLES = {name for one in OF_WORKERS.values() for name in one.variables}
 TABLES: dict[str, Any] = {
-    "DeepSpeed": deepspeed_keys.KEYS,
+    "DeepSpeed": deepspeed.KEYS,
     "FSDP": fsdp.KEYS,
-    "mixed_precision_policy": fsdp_plugin.POLICY_KEYS,
-    "deepspeed_config": deepspeed_section.DEEPSPEED_KEYS,
-    "parallelism_config": sections.LAYOUT_KEYS,
-    "mpirun_config": sections.MPI_KEYS,
+    "mixed_precision_policy": POLICY_KEYS,
+    "deepspeed_config": DEEPSPEED_KEYS,
+    "parallelism_config": LAYOUT_KEYS,
+    "mpirun_config": MPI_KEYS,
 }
 
 # a feature as messages speak of it -> whether it has come to exist, and the word that leads there

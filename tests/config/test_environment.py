@@ -10,16 +10,17 @@ from typing import Any
 import pytest
 
 import lockstep
-from lockstep.compat.settings import DEEPSPEED_VARIABLES, external_settings
-from lockstep.config.options import Options, resolve_options
-from lockstep.config.settings import OF_WORKERS
-from lockstep.config.sources import (
+from lockstep.compat import DEEPSPEED_VARIABLES, external_settings
+from lockstep.config import (
+    OF_WORKERS,
+    Options,
     control_endpoint,
     process_environment,
+    resolve_options,
     unknown_variables,
 )
 from lockstep.errors import ConfigError
-from lockstep.launch.inventory import problems_of_environment
+from lockstep.launch import problems_of_environment
 from tests.cli.calling import call
 
 PLACE = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -274,7 +275,7 @@ def test_a_backend_of_torch_is_passed_on(
 
 def test_torch_is_asked_for_the_backends_that_code_names() -> None:
     from lockstep import Accelerator
-    from lockstep.preparation.checks import check_backend
+    from lockstep.preparation import check_backend
 
     with pytest.raises(
         ConfigError, match=r"dynamo_backend=induktor is no backend .* Did you mean 'inductor'\?"

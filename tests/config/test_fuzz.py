@@ -37,8 +37,8 @@ def test_the_inputs_are_neither_all_refused_nor_all_accepted(outcomes: list[Outc
 
 def test_the_judge_finds_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Readers that accept everything, change a value, drop a key, or raise something else are all caught."""
-    from lockstep.compat.accelerate.config_file import from_yaml
-    from lockstep.config.yaml_file import parse_yaml
+    from lockstep.compat.accelerate import from_yaml
+    from lockstep.config import parse_yaml
     from tests.config.fuzzing import readers
     from tests.config.fuzzing.pools import Input
 

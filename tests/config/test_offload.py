@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.config.enums import Offload
+from lockstep.config import Offload
 from lockstep.errors import ConfigError
 from lockstep.utils import Parallel
 

@@ -11,8 +11,8 @@ import pytest
 from accelerate.utils import DeepSpeedPlugin as TheirDeepSpeedPlugin
 
 from lockstep import Accelerator, GradientAccumulationPlugin, GradScalerKwargs
-from lockstep.compat.settings import external_settings
-from lockstep.config.options import Options, fit_to_world, resolve_options
+from lockstep.compat import external_settings
+from lockstep.config import Options, fit_to_world, resolve_options
 from lockstep.errors import ConfigError
 from lockstep.parallelism_config import ParallelismConfig
 from lockstep.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin, Parallel

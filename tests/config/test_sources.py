@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from lockstep.config.sources import process_environment, user_config_file, worker_settings
+from lockstep.config import process_environment, user_config_file, worker_settings
 from lockstep.errors import ConfigError
 from lockstep.utils import PrecisionType
 

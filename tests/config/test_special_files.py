@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from lockstep import Accelerator
-from lockstep.compat.accelerate.config_file import load
-from lockstep.config.files import read_json
-from lockstep.config.hosts import read_hostfile
+from lockstep.compat.accelerate import load
+from lockstep.config import read_hostfile, read_json
 from lockstep.errors import ConfigError
 from tests.cli.calling import call
 

@@ -11,11 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.compat.deepspeed.config import from_deepspeed
-from lockstep.config.values import SettingValue
-from lockstep.config.world import BatchSizes, axes_of, fitted
+from lockstep.compat.deepspeed import from_deepspeed
+from lockstep.config import BatchSizes, SettingValue, axes_of, fitted
 from lockstep.errors import ConfigError
-from lockstep.launch.plan import Program, make_plan, merge
+from lockstep.launch import Program, make_plan, merge
 from lockstep.utils import Parallel
 
 WORDS = st.fixed_dictionaries(

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.control import Secret
-from lockstep.control.session import FrameReader, FrameWriter, decode, encode
+from lockstep.control import FrameReader, FrameWriter, Secret, decode, encode
 from lockstep.errors import ControlError
 from tests.control.oracle import frame
 

@@ -20,8 +20,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lockstep.control import Client, ControlConnection, Secret, Server, new_secret
-from lockstep.control.peer import MAX_QUEUED_BYTES
+from lockstep.control import MAX_QUEUED_BYTES, Client, ControlConnection, Secret, Server, new_secret
 from lockstep.errors import ConfigError, ControlError
 from tests.control.oracle import Echo, PlainClient, comes_true, frame, serving
 

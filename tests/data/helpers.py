@@ -9,10 +9,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from lockstep import DataLoaderConfiguration
-from lockstep.data.prepare import prepare_loader
+from lockstep.data import prepare_loader
 from lockstep.data_loader import PreparedLoader
-from lockstep.runtime.process import Runtime
-from lockstep.runtime.step import BatchCounts, StepState
+from lockstep.runtime import BatchCounts, Runtime, StepState
 
 ALONE = Runtime(
     rank=0, world_size=1, local_rank=0, local_world_size=1, device=torch.device("cpu"), backend=None

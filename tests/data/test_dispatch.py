@@ -10,12 +10,11 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from lockstep import Accelerator, DataLoaderConfiguration, skip_first_batches
-from lockstep.comm.collectives import Communicator
-from lockstep.data.prepare import prepare_loader
+from lockstep.comm import Communicator
+from lockstep.data import prepare_loader
 from lockstep.data_loader import PreparedLoader, prepare_data_loader
 from lockstep.errors import LockstepError
-from lockstep.runtime.process import end_runtime, start_runtime
-from lockstep.runtime.step import StepState
+from lockstep.runtime import StepState, end_runtime, start_runtime
 from tests.data.helpers import Numbers, Stream, chunks, consume, rows_of
 
 

@@ -9,9 +9,9 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, SequentialSampler
 
 from lockstep import DataLoaderConfiguration
-from lockstep.data.prepare import prepare_loader
+from lockstep.data import prepare_loader
 from lockstep.errors import ConfigError, UsageError
-from lockstep.runtime.step import BatchCounts, StepState
+from lockstep.runtime import BatchCounts, StepState
 from tests.data.helpers import ALONE, Numbers, chunks, consume, prepare, real_rows_per_step, rows_of, shuffled
 
 

@@ -18,8 +18,13 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lockstep.data.order import GlobalOrder, announce_epoch, find_distributed_sampler, initial_seed_of
-from lockstep.data.rng import draw_privately
+from lockstep.data import (
+    GlobalOrder,
+    announce_epoch,
+    draw_privately,
+    find_distributed_sampler,
+    initial_seed_of,
+)
 
 
 def drawn(order: GlobalOrder, epoch: int) -> list[Any]:

@@ -24,12 +24,11 @@ from torch.utils.data import (
 )
 
 from lockstep import Accelerator, DataLoaderConfiguration
-from lockstep.comm.collectives import Communicator
-from lockstep.data.prepare import prepare_loader
+from lockstep.comm import Communicator
+from lockstep.data import prepare_loader
 from lockstep.data_loader import PreparedLoader
 from lockstep.errors import CheckpointError, UsageError
-from lockstep.runtime.process import end_runtime, start_runtime
-from lockstep.runtime.step import StepState
+from lockstep.runtime import StepState, end_runtime, start_runtime
 from lockstep.utils import set_seed
 from tests.data.helpers import Numbers, prepare, rows_of, shuffled
 

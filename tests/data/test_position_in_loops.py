@@ -6,7 +6,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from lockstep import skip_first_batches
-from lockstep.runtime.step import BatchCounts
+from lockstep.runtime import BatchCounts
 from tests.data.helpers import Numbers, Stream, consume, place_of, prepare, rows_of, shuffled
 
 

@@ -10,12 +10,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from lockstep import DataLoaderConfiguration
-from lockstep.comm.collectives import Communicator
-from lockstep.data.prepare import prepare_loader
+from lockstep.comm import Communicator
+from lockstep.data import prepare_loader
 from lockstep.data_loader import PreparedLoader
 from lockstep.errors import CheckpointError
-from lockstep.runtime.process import end_runtime, start_runtime
-from lockstep.runtime.step import StepState
+from lockstep.runtime import StepState, end_runtime, start_runtime
 from tests.data.helpers import Numbers, SizedStream, Stream, consume, shuffled
 from tests.data.test_resume import advance, samples_in, states_for
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.data.batch_sharding import GlobalBatch, ShardPlan, grouped, rounds
+from lockstep.data import GlobalBatch, ShardPlan, grouped, rounds
 from lockstep.errors import ConfigError
 
 plans = st.fixed_dictionaries(

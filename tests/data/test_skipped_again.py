@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tqdm import tqdm
 
 from lockstep import Accelerator, skip_first_batches
-from lockstep.runtime.process import end_runtime
+from lockstep.runtime import end_runtime
 from tests.data.helpers import Stream
 
 ROWS, BEHIND = 40, 3

@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lockstep.errors import ConfigError
-from lockstep.runtime.step import BatchCounts
+from lockstep.runtime import BatchCounts
 from tests.data.helpers import SizedStream, Stream, chunks, consume, prepare, real_rows_per_step, rows_of
 
 

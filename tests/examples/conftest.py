@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from lockstep.testing.pool import WorkerPool
+from lockstep.testing import WorkerPool
 from tests.examples.scripts import Run, run_here
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lockstep import Accelerator, GradScalerKwargs
-from lockstep.comm.ledger import CommunicationLedger
+from lockstep.comm import CommunicationLedger
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RECIPE = EXAMPLES / "recipes" / "rlhf"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from lockstep.testing.pool import RANK_VARIABLES
+from lockstep.testing import RANK_VARIABLES
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 BIN = Path(sys.executable).parent

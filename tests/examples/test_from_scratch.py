@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.testing.pool import WorkerPool
+from lockstep.testing import WorkerPool
 
 ROOT = Path(__file__).parents[2]
 LESSONS = ROOT / "examples" / "from_scratch"

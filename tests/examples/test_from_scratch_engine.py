@@ -19,20 +19,19 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lockstep import Accelerator, BoundedStaleness
 from lockstep.big_modeling import disk_offload
-from lockstep.comm.ledger import CommunicationLedger
+from lockstep.comm import CommunicationLedger
 from lockstep.nn import ColumnParallelLinear, MixtureOfExperts, ParallelMLP, VocabParallelEmbedding
-from lockstep.offload.files import pages
-from lockstep.offload.weights.attach import streamer_of
-from lockstep.parallel.context.layout import SequenceLayout
-from lockstep.parallel.context.ring import ring_attention
-from lockstep.parallel.expert.apply import expert_parallel
-from lockstep.parallel.tensor.loss import vocab_parallel_cross_entropy
-from lockstep.parallel.zero.exchange import QuantizedReduceScatter
-from lockstep.plan.schedule import simulate
-from lockstep.plan.schedule_case import action_lists
-from lockstep.testing.pool import WorkerPool
+from lockstep.offload.files import Pages
+from lockstep.offload.weights import streamer_of
+from lockstep.parallel.context import SequenceLayout, ring_attention
+from lockstep.parallel.expert import expert_parallel
+from lockstep.parallel.tensor import vocab_parallel_cross_entropy
+from lockstep.parallel.zero import QuantizedReduceScatter
+from lockstep.plan import action_lists, simulate
+from lockstep.testing import WorkerPool
 from lockstep.utils import GradScalerKwargs
 from tests.marks import again
+from tests.patching import module_of
 
 LESSONS = Path(__file__).parents[2] / "examples" / "from_scratch"
 
@@ -448,6 +447,7 @@ def test_the_engines_8_bit_gradients_are_those_of_the_lesson(worker_pool: Worker
 
 def bytes_that_are_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows by the size of each range of pages that the system is asked to read from a mapped file."""
+    pages = module_of(Pages)
     found, advise = [], pages._advise
 
     def counting(start: int, nbytes: int, advice: int) -> int:

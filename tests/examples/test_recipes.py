@@ -25,7 +25,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from lockstep.testing.pool import WorkerPool
+from lockstep.testing import WorkerPool
 from tests.examples.oracles import (
     bf16,
     contrastive,

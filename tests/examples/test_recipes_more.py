@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from lockstep import Accelerator
-from lockstep.testing.pool import DistributedTestError, WorkerPool
+from lockstep.testing import DistributedTestError, WorkerPool
 from tests.examples.oracles import batch_inference, slow_links
 from tests.examples.scripts import EXAMPLES, Run, beside, numbers, run_here
 from tests.marks import again

@@ -18,7 +18,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from lockstep.testing.pool import WorkerPool
+from lockstep.testing import WorkerPool
 from tests.examples import rlhf_runs as runs
 from tests.marks import again
 

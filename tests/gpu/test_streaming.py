@@ -9,11 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lockstep.config.enums import Activation
-from lockstep.model.blocks import find_blocks
-from lockstep.offload.weights.attach import stop_streaming, stream_weights
-from lockstep.offload.weights.groups import find_weight_groups
-from lockstep.parallel.recompute import apply_activation_checkpointing
+from lockstep.config import Activation
+from lockstep.model import find_blocks
+from lockstep.offload.weights import find_weight_groups, stop_streaming, stream_weights
+from lockstep.parallel import apply_activation_checkpointing
 
 pytestmark = [
     pytest.mark.gpu,

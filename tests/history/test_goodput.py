@@ -10,11 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep import Accelerator
-from lockstep.history.columns import ColumnReader
-from lockstep.history.events import event_of
-from lockstep.history.goodput import Goodput, goodput_of
-from lockstep.history.lines import MEASURES, read_lines
-from lockstep.history.read import RunHistory, read_run
+from lockstep.history import (
+    MEASURES,
+    ColumnReader,
+    Goodput,
+    RunHistory,
+    event_of,
+    goodput_of,
+    read_lines,
+    read_run,
+)
 from tests.observe.measures.test_measures import train
 
 

@@ -13,13 +13,8 @@ import numpy as np
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.history.columns import ColumnReader
-from lockstep.history.lines import BLOCK, json_lines
-from lockstep.history.read import read_run
-from lockstep.report.numbers import numbers_of
-from lockstep.report.plain import to_json
-from lockstep.report.report import report_of
-from lockstep.report.summary import sentences
+from lockstep.history import BLOCK, ColumnReader, json_lines, read_run
+from lockstep.report import numbers_of, report_of, sentences, to_json
 from tests.report.runs import BEGIN, END, RESTARTED, Start, Synthetic, write_run
 
 NOW = BEGIN + 1e6

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.runtime import process
+from lockstep.runtime import current_runtime, end_runtime
 
 
 @pytest.fixture(autouse=True)
 def _no_run_from_before() -> None:
     """An ``Accelerator`` that a test left here would end the process at a signal that is meant for a launcher."""
-    if process.current_runtime() is not None:
-        process.end_runtime()
+    if current_runtime() is not None:
+        end_runtime()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.launch.report import Restarts
+from lockstep.launch import Restarts
 from tests.launch import elastic_run
 from tests.launch.helpers import COMMAND, START_LIMIT_S, environment, run, start, wait_until
 from tests.launch.ledger import committed_step, samples_seen, weights, worlds

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.errors import ConfigError
-from lockstep.launch.backend import forwarded, is_secret, travels, without_secrets
+from lockstep.launch import forwarded, is_secret, travels, without_secrets
 from tests.launch.fakes import CANARY, SECRET_NAMES, canaries
 
 FUZZ = settings(deadline=None)

@@ -12,15 +12,13 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from lockstep.config.hosts import Host, chosen, parse_hosts, read_hostfile
+from lockstep.config import Host, chosen, parse_hosts, read_hostfile
 from lockstep.errors import ConfigError
-from lockstep.launch import hosts
-from lockstep.launch.machines import Transport
-from lockstep.launch.node import parse
-from lockstep.launch.plan import LaunchPlan
+from lockstep.launch import SSH, LaunchPlan, Transport, meeting_point, parse, ssh_arguments, ssh_programs
 from tests.launch import training
 from tests.launch.fakes import CANARY, Fakes, canaries
 from tests.launch.helpers import WAITING, check_ends_with, run, start, wait_until
+from tests.patching import module_of
 
 HOSTILE = st.text(st.sampled_from(list(";$()`\"'\n\\ -o*?~#&|<>%{}!\t\r=ProxyCommandé")), max_size=30)
 REMOTE = shlex.join([sys.executable, "-m", "lockstep.launch.node"])
@@ -50,7 +48,7 @@ def plan_for(command: list[str], names: str = "hosta,hostb") -> LaunchPlan:
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """No name is looked up."""
-    monkeypatch.setattr(hosts, "is_here", lambda _host: False)
+    monkeypatch.setattr(module_of(ssh_programs), "is_here", lambda _host: False)
 
 
 # -- lists of hosts ----------------------------------------------------------------------------------
@@ -127,10 +125,10 @@ def test_a_bad_hostfile_is_refused_with_its_line(content: str | bytes, message: 
 
 def test_a_host_that_is_this_machine_needs_no_ssh() -> None:
     for name in ("localhost", "127.0.0.1", "::1", socket.gethostname()):
-        assert hosts.ssh_arguments(Host(name)) == (sys.executable, "-m", "lockstep.launch.node")
+        assert ssh_arguments(Host(name)) == (sys.executable, "-m", "lockstep.launch.node")
     for host in (Host("192.0.2.7"), Host("localhost", user="me"), Host("no-such-host.invalid")):
-        assert hosts.ssh_arguments(host)[0] == "ssh"
-        assert hosts.ssh_arguments(host)[-3:] == ("--", host.target, REMOTE)
+        assert ssh_arguments(host)[0] == "ssh"
+        assert ssh_arguments(host)[-3:] == ("--", host.target, REMOTE)
 
 
 @FUZZ
@@ -141,10 +139,10 @@ def test_arguments_and_environment_reach_the_far_end_byte_for_byte_and_never_a_s
     elsewhere: None, words: list[str], environment: dict[str, str]
 ) -> None:
     environ = {**environment, **canaries()}
-    started = hosts.ssh_programs(plan_for(["python", *words]), SECRET, environ, "/a 'folder'")
+    started = ssh_programs(plan_for(["python", *words]), SECRET, environ, "/a 'folder'")
     for rank, program in enumerate(started):
         assert program.arguments[-3:] == ("--", ("hosta", "hostb")[rank], REMOTE)
-        assert program.arguments[:-3] == hosts.SSH
+        assert program.arguments[:-3] == SSH
         told = parse(program.stdin or "")
         assert told.plan.command == ("python", *words)
         assert told.environment == environment
@@ -158,7 +156,7 @@ def test_several_machines_cannot_meet_at_a_name_that_each_has_for_itself() -> No
         ConfigError,
         match="begins with localhost, but on each of the other 1 machines this name means that machine itself",
     ):
-        hosts.meeting_point(plan_for(["x"], "localhost,hostb"))
+        meeting_point(plan_for(["x"], "localhost,hostb"))
 
 
 def test_ssh_is_called_once_for_each_host_with_no_secret_in_its_arguments(fakes: Fakes) -> None:

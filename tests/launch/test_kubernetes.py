@@ -21,12 +21,11 @@ from hypothesis import strategies as st
 
 from launch.kubernetes_api import KINDS, problems
 from lockstep.cli.main import cli
-from lockstep.config.values import SettingValue
+from lockstep.config import SettingValue
 from lockstep.errors import ConfigError
-from lockstep.launch.backend import get_backend
-from lockstep.launch.kubernetes import MAKE_SECRET, as_yaml, launch, manifests
-from lockstep.launch.kubernetes.options import job_name_of
-from lockstep.launch.plan import LaunchPlan, Program, make_plan, merge
+from lockstep.launch import LaunchPlan, Program, end_process, get_backend, make_plan, merge
+from lockstep.launch.kubernetes import MAKE_SECRET, as_yaml, job_name_of, launch, manifests
+from tests.patching import module_of
 
 IMAGE = "ghcr.io/me/train:1"
 needs_kubectl = pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
@@ -385,7 +384,7 @@ def test_the_commands_of_the_page_do_what_it_says(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CONFIG_HOME", "/nonexistent")
     codes: list[int] = []
-    monkeypatch.setattr("lockstep.launch.local.end_process", codes.append)
+    monkeypatch.setattr(module_of(end_process), "end_process", codes.append)
     Path("train.py").write_text("")
     done = CliRunner().invoke(cli, words)
     assert (done.exit_code, codes) == (0, [] if "--dry-run" in words else [0]), done.output

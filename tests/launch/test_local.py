@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import signal
@@ -11,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.launch import bare
+from lockstep.launch import DONE, ID_VARIABLE, members
 from tests.compat.accelerate_examples import TWO_MACHINES
 from tests.launch.helpers import alive, pids_in, run, start, wait_until
+
+BARE = inspect.getfile(members)
 
 GONE_WITHIN_S = 2.0
 ENDED_WITHIN_S = 5.0
@@ -49,7 +52,7 @@ def test_children_of_the_script_get_no_secret_in_their_environment(tmp_path: Pat
     script = tmp_path / "show.py"
     script.write_text(
         "import os, pathlib, subprocess\n"
-        "from lockstep.config.sources import control_endpoint\n"
+        "from lockstep.config import control_endpoint\n"
         "seen = subprocess.run(['env'], capture_output=True, text=True).stdout\n"
         "own = pathlib.Path('/proc/self/environ').read_text()\n"
         "secret = control_endpoint().secret_hex\n"
@@ -113,7 +116,7 @@ def test_ranks_that_fail_alike_show_one_traceback(where: str, tmp_path: Path) ->
     script = tmp_path / "fail.py"
     script.write_text(
         "import os, pathlib, sys, time\n"
-        "from lockstep.runtime.failure import install_excepthook\n"
+        "from lockstep.runtime import install_excepthook\n"
         "install_excepthook()\n"
         "here = pathlib.Path(sys.argv[1])\n"
         "(here / os.environ['RANK']).touch()\n"
@@ -140,7 +143,7 @@ def test_the_first_failing_rank_is_shown_first_and_once_and_all_end_soon(tmp_pat
     script = tmp_path / "fail.py"
     script.write_text(
         "import pathlib, sys, time, torch, torch.distributed as dist\n"
-        "from lockstep.runtime.failure import install_excepthook\n"
+        "from lockstep.runtime import install_excepthook\n"
         "install_excepthook()\n"
         "dist.init_process_group('gloo')\n"
         "dist.barrier()\n"
@@ -165,7 +168,7 @@ def test_a_killed_rank_is_the_cause_and_its_consequences_are_not_printed(tmp_pat
     script = tmp_path / "killed.py"
     script.write_text(
         "import os, signal, torch, torch.distributed as dist\n"
-        "from lockstep.runtime.failure import install_excepthook\n"
+        "from lockstep.runtime import install_excepthook\n"
         "install_excepthook()\n"
         "dist.init_process_group('gloo')\n"
         "dist.barrier()\n"
@@ -253,19 +256,19 @@ def test_two_machines_of_one_file_form_one_world(backend: str, show: Path, tmp_p
 
 
 def test_a_worker_whose_parent_is_gone_already_does_not_start() -> None:
-    command = [sys.executable, "-I", "-S", bare.__file__, "--worker", "1", "echo", "started"]
+    command = [sys.executable, "-I", "-S", BARE, "--worker", "1", "echo", "started"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     assert (done.returncode, done.stdout) == (137, "")
 
 
 def test_the_guard_spares_processes_of_others_and_of_a_launch_that_is_done() -> None:
     sleepers = {
-        name: subprocess.Popen(["sleep", "300"], env={**os.environ, bare.ID_VARIABLE: name})
+        name: subprocess.Popen(["sleep", "300"], env={**os.environ, ID_VARIABLE: name})
         for name in ("mine", "other")
     }
     try:
-        command = [sys.executable, "-I", "-S", bare.__file__, "--guard", "mine"]
-        subprocess.run(command, input=bare.DONE, timeout=30, check=True)
+        command = [sys.executable, "-I", "-S", BARE, "--guard", "mine"]
+        subprocess.run(command, input=DONE, timeout=30, check=True)
         assert all(alive(sleeper.pid) for sleeper in sleepers.values())
         subprocess.run(command, input=b"", timeout=30, check=True)
         assert not alive(sleepers["mine"].pid)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from lockstep.launch.membership import (
+from lockstep.launch import (
     DEAD_AFTER_S,
     JOIN_LIMIT_S,
     LAST_CALL_S,

@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.config.hosts import parse_hosts
+from lockstep import launch
+from lockstep.config import parse_hosts
 from lockstep.errors import ConfigError
-from lockstep.launch import mpi
-from lockstep.launch.machines import Transport
-from lockstep.launch.plan import FaultPolicy, LaunchPlan
+from lockstep.launch import FaultPolicy, LaunchPlan, Transport
 from tests.launch.fakes import CANARY, Fakes, canaries
 from tests.launch.helpers import run, start, wait_until
 
@@ -35,7 +34,7 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fakes:
 def test_arguments_go_as_they_are_and_of_the_environment_only_names(
     words: list[str], environment: dict[str, str]
 ) -> None:
-    program = mpi.mpirun(replace(PLAN, command=("python", *words)), {**environment, **canaries()}, 29501)
+    program = launch.mpirun(replace(PLAN, command=("python", *words)), {**environment, **canaries()}, 29501)
     border = program.arguments.index("--")
     assert program.arguments[border + 1 :] == ("python", *words)
     own = program.arguments[:border]
@@ -49,12 +48,12 @@ def test_arguments_go_as_they_are_and_of_the_environment_only_names(
 
 
 def test_hosts_take_the_processes_of_a_machine_each_and_meet_at_the_first() -> None:
-    program = mpi.mpirun(TWO, {}, 0)
+    program = launch.mpirun(TWO, {}, 0)
     own = program.arguments[: program.arguments.index("--")]
     assert own[1:3] == ("-np", "4")
     assert own[own.index("--host") + 1] == "hosta:2,me@hostb:2"
     assert (program.environment["MASTER_ADDR"], program.environment["MASTER_PORT"]) == ("hosta", "29500")
-    said = mpi.mpirun(replace(TWO, address="10.0.0.1", port=1234), {}, 0).environment
+    said = launch.mpirun(replace(TWO, address="10.0.0.1", port=1234), {}, 0).environment
     assert (said["MASTER_ADDR"], said["MASTER_PORT"]) == ("10.0.0.1", "1234")
 
 
@@ -69,7 +68,7 @@ def test_hosts_take_the_processes_of_a_machine_each_and_meet_at_the_first() -> N
 )
 def test_what_mpirun_cannot_do_is_refused(plan: LaunchPlan, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
-        mpi.mpirun(plan, {}, 0)
+        launch.mpirun(plan, {}, 0)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +81,7 @@ def test_what_mpirun_cannot_do_is_refused(plan: LaunchPlan, sentence: str) -> No
     ],
 )
 def test_lines_get_their_rank(line: bytes, shown: bytes) -> None:
-    assert mpi.tagged(line) == shown
+    assert launch.tagged(line) == shown
 
 
 def test_mpirun_is_called_as_the_dry_run_shows_and_its_exit_code_is_that_of_the_launch(fakes: Fakes) -> None:

@@ -9,11 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.config.hosts import Host
+from lockstep.config import Host
 from lockstep.errors import ConfigError
-from lockstep.launch.machines import Transport
-from lockstep.launch.node import (
+from lockstep.launch import (
+    FaultPolicy,
+    LaunchPlan,
     Node,
+    Transport,
     as_line,
     first_host,
     from_line,
@@ -23,7 +25,6 @@ from lockstep.launch.node import (
     plan_as_data,
     plan_from_data,
 )
-from lockstep.launch.plan import FaultPolicy, LaunchPlan
 
 # anything that an argument vector or an environment can hold, bytes that are not UTF-8 included
 WORDS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=30) | st.binary(

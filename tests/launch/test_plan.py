@@ -5,11 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.config.settings import SETTINGS
-from lockstep.config.sources import worker_settings
-from lockstep.config.values import SettingValue
+from lockstep.config import SETTINGS, SettingValue, worker_settings
 from lockstep.errors import ConfigError
-from lockstep.launch.plan import LaunchPlan, Program, make_plan, merge
+from lockstep.launch import LaunchPlan, Program, make_plan, merge
 
 
 def plan(flags: dict[str, object], devices: int = 0, cores: int = 8, **file: object) -> LaunchPlan:

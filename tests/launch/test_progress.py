@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.launch.progress import LaunchProgress, StatusRow, progress_line, wants_line
+from lockstep.launch import LaunchProgress, StatusRow, progress_line, wants_line
 from tests.launch.helpers import COMMAND, START_LIMIT_S
 from tests.launch.screen import InTerminal, Screen, set_size
 

@@ -22,12 +22,10 @@ from click.testing import CliRunner
 
 from launch.fake_ray import Asked, install
 from lockstep.cli.main import cli
-from lockstep.config.values import SettingValue
+from lockstep.config import SettingValue
 from lockstep.errors import ConfigError, MissingExtraError
-from lockstep.launch.plan import LaunchPlan, Program, make_plan, merge
-from lockstep.launch.ray_cluster import commands, launch
-from lockstep.launch.ray_cluster.cluster import address, shortage, uses_gpus
-from lockstep.launch.ray_cluster.worker import RayEnded, RunRecord
+from lockstep.launch import LaunchPlan, Program, make_plan, merge
+from lockstep.launch.ray_cluster import RayEnded, RunRecord, address, commands, launch, shortage, uses_gpus
 
 WORD = """
 import json, os, pathlib, sys, time

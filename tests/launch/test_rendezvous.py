@@ -13,14 +13,26 @@ import pytest
 
 from lockstep.control import Server, new_secret
 from lockstep.errors import ConfigError, ControlError
-from lockstep.launch import rendezvous
-from lockstep.launch.coordinator import CAUSE_WAIT_S, LaunchCoordinator, offer_of
-from lockstep.launch.coordinator_server import CoordinatorServer
-from lockstep.launch.membership import Membership
-from lockstep.launch.network import LOOPBACK, find_meeting, holder_of, listening_socket
-from lockstep.launch.plan import LaunchPlan
-from lockstep.launch.rendezvous import CoordinatorLost, LauncherIdentity, Over, Rendezvous, Round
-from lockstep.launch.report import Restarts
+from lockstep.launch import (
+    CAUSE_WAIT_S,
+    LOOPBACK,
+    CoordinatorLost,
+    CoordinatorServer,
+    LaunchCoordinator,
+    LauncherIdentity,
+    LaunchPlan,
+    Membership,
+    Over,
+    Rendezvous,
+    Restarts,
+    Round,
+    find_meeting,
+    holder_of,
+    listening_socket,
+    offer_of,
+    over_of,
+)
+from tests.patching import module_of
 
 GRACE_S = 30.0
 
@@ -320,7 +332,7 @@ def test_two_launchers_meet_and_hear_of_one_another(coordinator: tuple[Coordinat
     first.tell("failed", round=0, rank=1, host="h", code=3, summary="exit code 3", consequence=False)
     message = other.receive(10.0)
     assert message is not None
-    assert rendezvous.over_of(message) == Over(3, "rank 1 on h failed (exit code 3)", "", 1)
+    assert over_of(message) == Over(3, "rank 1 on h failed (exit code 3)", "", 1)
     first.close()
     other.close()
 
@@ -410,7 +422,7 @@ class Mute:
 
 @pytest.mark.parametrize("silent", [True, False])
 def test_a_coordinator_that_is_gone_or_silent_is_lost(silent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "LOST_COORDINATOR_S", 0.5)
+    monkeypatch.setattr(module_of(Rendezvous), "LOST_COORDINATOR_S", 0.5)
     secret = new_secret()
     with Server(secret, LOOPBACK, 0, {"rendezvous": Mute()}) as server:
         one = Rendezvous(server.address, secret, LauncherIdentity("r", 1, 1, LOOPBACK), Told())

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import signal
 
-from lockstep.launch.report import Failure, describe_failure, exit_code, first_failure
-from lockstep.runtime.failure import report_of
+from lockstep.launch import Failure, describe_failure, exit_code, first_failure
+from lockstep.runtime import report_of
 
 
 def reported(rank: int, consequence: bool, time_ns: int) -> Failure:

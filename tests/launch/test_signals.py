@@ -7,7 +7,7 @@ from signal import SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2
 
 import pytest
 
-from lockstep.launch.signals import received_by, stop_and_end
+from lockstep.launch import received_by, stop_and_end
 
 ALL = (SIGTERM, SIGUSR1, SIGUSR2, SIGINT, SIGHUP, SIGQUIT)
 

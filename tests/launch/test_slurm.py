@@ -12,11 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lockstep import launch
 from lockstep.errors import ConfigError
-from lockstep.launch import slurm
-from lockstep.launch.machines import Transport
-from lockstep.launch.node import from_line, parse, plan_from_data
-from lockstep.launch.plan import LaunchPlan
+from lockstep.launch import LaunchPlan, Transport, from_line, parse, plan_from_data
 from tests.launch.fakes import CANARY, Fakes, canaries
 from tests.launch.helpers import run, start, wait_until
 
@@ -41,7 +39,7 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fakes:
 
 def test_a_step_has_one_task_on_each_node_and_nothing_of_the_environment_but_names() -> None:
     environ = {**INSIDE, **canaries(), "NCCL_DEBUG": "INFO", "SLURM_JOB_CPUS_PER_NODE": "72(x2),36"}
-    program = slurm.srun(with_options(gres="gpu:8", exclusive=""), "ab" * 32, environ, "/work")
+    program = launch.srun(with_options(gres="gpu:8", exclusive=""), "ab" * 32, environ, "/work")
     step = program.arguments[: program.arguments.index(sys.executable)]
     for word in (
         "--nodes=2",
@@ -67,9 +65,9 @@ def test_a_step_has_one_task_on_each_node_and_nothing_of_the_environment_but_nam
 
 def test_an_allocation_that_is_smaller_than_the_most_gives_fewer_machines() -> None:
     elastic = replace(PLAN, num_machines=4, min_machines=1)
-    told = parse(slurm.srun(elastic, "ab" * 32, INSIDE, "/").stdin or "").plan
+    told = parse(launch.srun(elastic, "ab" * 32, INSIDE, "/").stdin or "").plan
     assert (told.num_machines, told.min_machines) == (2, 1)
-    assert "--nodes=1-4" in slurm.sbatch_arguments(elastic, {})
+    assert "--nodes=1-4" in launch.sbatch_arguments(elastic, {})
 
 
 @settings(deadline=None)
@@ -78,7 +76,7 @@ def test_the_plan_in_a_batch_script_is_one_word_for_the_shell_and_no_option_for_
     words: list[str],
 ) -> None:
     plan = replace(PLAN, command=("python", *words))
-    first, second, end = slurm.batch_script(plan).split("\n")
+    first, second, end = launch.batch_script(plan).split("\n")
     assert (first, end) == ("#!/bin/sh", "")
     assert "\r" not in second
     program, *arguments = shlex.split(second.removeprefix("exec "))
@@ -87,14 +85,14 @@ def test_the_plan_in_a_batch_script_is_one_word_for_the_shell_and_no_option_for_
 
 
 def test_a_batch_job_is_submitted_by_the_users_options_and_the_defaults_that_they_leave() -> None:
-    words = slurm.sbatch_arguments(
+    words = launch.sbatch_arguments(
         with_options(partition="gpu", time="1:00:00", account="me"), {"HOME": "/h"}
     )
     assert words[0] == "sbatch"
     for word in ("--partition=gpu", "--time=1:00:00", "--account=me", "--requeue", "--signal=USR1@90"):
         assert word in words
     assert "--cpus-per-task=12" in words and "--export=HOME" in words
-    own = slurm.sbatch_arguments(with_options(signal="TERM@300", no_requeue="", cpus_per_task="5"), {})
+    own = launch.sbatch_arguments(with_options(signal="TERM@300", no_requeue="", cpus_per_task="5"), {})
     assert "--signal=TERM@300" in own and "--cpus-per-task=5" in own and "--no-requeue" in own
     assert "--requeue" not in own and "--signal=USR1@90" not in own
 
@@ -110,8 +108,8 @@ def test_a_batch_job_is_submitted_by_the_users_options_and_the_defaults_that_the
 )
 def test_options_that_are_not_the_users_are_refused(options: dict[str, str], sentence: str) -> None:
     for command in (
-        lambda plan: slurm.srun(plan, "ab", INSIDE, "/"),
-        lambda plan: slurm.sbatch_arguments(plan, {}),
+        lambda plan: launch.srun(plan, "ab", INSIDE, "/"),
+        lambda plan: launch.sbatch_arguments(plan, {}),
     ):
         with pytest.raises(ConfigError, match=sentence):
             command(with_options(**options))
@@ -120,8 +118,8 @@ def test_options_that_are_not_the_users_are_refused(options: dict[str, str], sen
 def test_a_secret_does_not_get_into_slurms_files() -> None:
     plan = replace(PLAN, reach=Transport("slurm", forward_env=("HF_TOKEN",)))
     with pytest.raises(ConfigError, match="forward_env names HF_TOKEN, which sbatch would store"):
-        slurm.sbatch_arguments(plan, {"HF_TOKEN": "x"})
-    assert parse(slurm.srun(plan, "ab" * 32, {**INSIDE, "HF_TOKEN": "x"}, "/").stdin or "").environment[
+        launch.sbatch_arguments(plan, {"HF_TOKEN": "x"})
+    assert parse(launch.srun(plan, "ab" * 32, {**INSIDE, "HF_TOKEN": "x"}, "/").stdin or "").environment[
         "HF_TOKEN"
     ]
 

@@ -14,10 +14,9 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import Accelerator
-from lockstep.control.session import name_of
-from lockstep.launch.job import JobLink, link_here, link_to
-from lockstep.launch.running import running_launches
-from lockstep.report.job import JobNow, job_of, stack_of
+from lockstep.control import name_of
+from lockstep.launch import JobLink, link_here, link_to, running_launches
+from lockstep.report import JobNow, job_of, stack_of
 from tests.launch.helpers import START_LIMIT_S, start, wait_until
 from tests.launch.looked_at import Steps
 from tests.launch.screen import InTerminal

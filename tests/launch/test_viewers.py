@@ -14,15 +14,23 @@ from hypothesis import strategies as st
 
 import lockstep
 from cli.calling import check_refused
-from lockstep.control import Secret, Server, derived
-from lockstep.control.session import name_of
+from lockstep.control import Secret, Server, derived, name_of
 from lockstep.errors import ConfigError, ControlError
-from lockstep.launch.job import JobLink, link_here, link_to
-from lockstep.launch.running import make_work_folder, running_launches, write_place
-from lockstep.launch.viewers import MOST_SENTENCES, MOST_VIEWERS, RunViewers
-from lockstep.observe.hang.records import Evidence, SourceLine
+from lockstep.launch import (
+    MOST_SENTENCES,
+    MOST_VIEWERS,
+    JobLink,
+    RunViewers,
+    link_here,
+    link_to,
+    make_work_folder,
+    running_launches,
+    write_place,
+)
+from lockstep.observe.hang import Evidence, SourceLine
 from tests.control.oracle import PlainClient
 from tests.observe.hang.test_coordinator import FakePeer
+from tests.patching import module_of
 
 RAW = bytes(range(32))
 SECRET = Secret(RAW)
@@ -116,7 +124,7 @@ def test_stacks_go_to_those_who_asked_for_them(launch: Launch) -> None:
 def test_another_version_is_refused_with_both_named(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     link = JobLink(launch.server.address, SECRET)
     monkeypatch.setattr(lockstep, "__version__", lockstep.__version__)  # as it was, after this test
-    monkeypatch.setattr("lockstep.launch.job.lockstep", type("Other", (), {"__version__": "0.9"}))
+    monkeypatch.setattr(module_of(link_to), "lockstep", type("Other", (), {"__version__": "0.9"}))
     with pytest.raises(ConfigError, match=rf"runs Lockstep {lockstep.__version__}, and this is 0\.9"):
         link.look()
 
@@ -224,7 +232,7 @@ def test_what_cannot_be_reached_is_refused_in_a_sentence(
         check_refused(capsys, ["top", name_of(unused.getsockname())], "Cannot reach 127.0.0.1")
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = name_of(other.getsockname())
-        monkeypatch.setattr("lockstep.launch.job.CONNECT_S", 0.2)
+        monkeypatch.setattr(module_of(link_to), "CONNECT_S", 0.2)
         check_refused(capsys, ["top", address], "did not answer within")
     check_refused(capsys, ["top", "host:99999"], "host:99999")
     check_refused(capsys, ["top", "--secret-file", str(folders / "none"), "127.0.0.1:5"], "Cannot use")

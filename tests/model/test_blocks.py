@@ -13,7 +13,7 @@ import transformers
 from torch import nn
 
 from lockstep.errors import UsageError
-from lockstep.model.blocks import find_blocks, shared_parameters
+from lockstep.model import find_blocks, shared_parameters
 
 
 def load_example() -> Any:

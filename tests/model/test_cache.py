@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lockstep.model.changes import disable_cache
+from lockstep.model import disable_cache
 
 
 def test_caches_are_turned_off_with_a_reason(caplog: pytest.LogCaptureFixture) -> None:

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep.model.equal_modules import Found, describe
-from lockstep.parallel.tensor import attention, infer
-from lockstep.parallel.tensor.apply import TensorOptions, make_plan
+from lockstep.model import Found, describe
+from lockstep.parallel.tensor import TensorOptions, heads_of, infer_plan, make_plan
+from tests.patching import module_of
 
 LAYERS = 24
 
@@ -52,8 +52,8 @@ def softmax(x: Tensor) -> Tensor:
 def rehearsals(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Modules that tensor parallel rehearsed."""
     found: list[Any] = []
-    for module in (infer, attention):
-        name = "rehearse" if module is infer else "first_that_passes"
+    for public, name in ((infer_plan, "run_rehearsal"), (heads_of, "first_that_passes")):
+        module = module_of(public)
         real = getattr(module, name)
 
         def counted(rehearsal: Any, *rest: Any, _real: Any = real) -> Any:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from lockstep.runtime import process
-from lockstep.runtime.process import Runtime
+from lockstep.runtime import Runtime
+from tests.patching import module_of
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def as_rank(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Runtime]:
     def stand(rank: int, world_size: int = 2, local_rank: int | None = None) -> Runtime:
         local = rank if local_rank is None else local_rank
         runtime = Runtime(rank, world_size, local, world_size, torch.device("cpu"), None)
-        monkeypatch.setattr(process, "current", lambda: runtime)
+        monkeypatch.setattr(module_of(Runtime), "current_runtime", lambda: runtime)
         return runtime
 
     return stand
@@ -26,4 +26,4 @@ def as_rank(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Runtime]:
 
 @pytest.fixture(autouse=True)
 def _without_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "current", lambda: None)
+    monkeypatch.setattr(module_of(Runtime), "current_runtime", lambda: None)

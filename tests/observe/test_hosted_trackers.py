@@ -10,7 +10,7 @@ from unittest.mock import MagicMock, call
 import pytest
 
 from lockstep.errors import MissingExtraError, UsageError
-from lockstep.observe.trackers.run import TRACKERS, TrackerSet
+from lockstep.observe.trackers import TRACKERS, TrackerSet
 from lockstep.tracking import (
     AimTracker,
     ClearMLTracker,

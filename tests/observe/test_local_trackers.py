@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from lockstep import DistributedType
 from lockstep.errors import MissingExtraError
-from lockstep.observe.trackers.run import TrackerSet
+from lockstep.observe.trackers import TrackerSet
 from lockstep.tracking import JSONLinesTracker, TensorBoardTracker
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lockstep.logging import MultiProcessAdapter, get_logger
-from lockstep.runtime import process
+from lockstep.runtime import end_runtime, start_runtime
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def test_warning_once_warns_once_per_message(
 
 
 def log_in_order(path: str) -> None:
-    process.start_runtime(cpu=True)
+    start_runtime(cpu=True)
     handler = logging.FileHandler(path)
     target = logging.getLogger("in_order")
     target.addHandler(handler)
@@ -74,7 +74,7 @@ def log_in_order(path: str) -> None:
     finally:
         target.removeHandler(handler)
         handler.close()
-        process.end_runtime()
+        end_runtime()
 
 
 def test_in_order_every_rank_logs_after_the_one_before(

@@ -12,7 +12,7 @@ import torch
 
 from lockstep import ProfileKwargs
 from lockstep.errors import ConfigError
-from lockstep.observe.methods import build_profiler
+from lockstep.observe import build_profiler
 
 
 def operations(path: Path) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ import pytest
 
 from lockstep import tqdm
 from lockstep.errors import ConfigError
-from lockstep.observe.bars import shows_bar
+from lockstep.observe import shows_bar
 
 
 def drawn(**options: Any) -> str:

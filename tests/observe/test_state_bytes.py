@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lockstep import Accelerator
-from lockstep.observe.state_bytes import StateBytes, count_state
-from lockstep.parallel.parallel_model import ParallelModel
+from lockstep.observe import StateBytes, count_state
+from lockstep.parallel import ParallelModel
 
 WIDTH = 8
 BLOCKS = 3

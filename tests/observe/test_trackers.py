@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from lockstep.errors import ConfigError, MissingExtraError, UsageError
-from lockstep.observe.trackers.run import TrackerSet, available_trackers
+from lockstep.observe.trackers import TrackerSet, available_trackers
 from lockstep.tracking import (
     LOGGER_TYPE_TO_CLASS,
     GeneralTracker,

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from lockstep.offload.files.pages import map_file
+from lockstep.offload.files import map_file
 
 
 class Blocks(nn.Module):

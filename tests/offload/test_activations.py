@@ -12,11 +12,11 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from lockstep.config.enums import Activation
-from lockstep.offload.activations import HostActivations
-from lockstep.parallel import recompute as recompute_module
-from lockstep.parallel.recompute import apply_activation_checkpointing
+from lockstep.config import Activation
+from lockstep.offload import HostActivations
+from lockstep.parallel import apply_activation_checkpointing
 from tests.offload.weights.device.late import LateCopies
+from tests.patching import module_of
 
 WIDTH = 8
 
@@ -56,7 +56,11 @@ def pair(monkeypatch: pytest.MonkeyPatch, count: int = 4) -> tuple[Net, Net, Lat
     torch.manual_seed(0)
     model, copies = Net(count), LateCopies()
     plain = copy.deepcopy(model)
-    monkeypatch.setattr(recompute_module, "HostActivations", lambda: HostActivations(lambda device: copies))
+    monkeypatch.setattr(
+        module_of(apply_activation_checkpointing),
+        "HostActivations",
+        lambda: HostActivations(lambda device: copies),
+    )
     return (
         apply_activation_checkpointing(
             model, Activation.OFFLOAD, {f"{i}": b for i, b in enumerate(model.layers)}

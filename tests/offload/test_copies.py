@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.offload.activations import beside_accelerator
-from lockstep.offload.copies import Copies, HostPool, SideStream, copies_of
+from lockstep.offload import Copies, HostPool, SideStream, beside_accelerator, copies_of
 
 
 def noting_module(notes: list[Any]) -> SimpleNamespace:

@@ -13,11 +13,11 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import Accelerator
-from lockstep.config import fp8
-from lockstep.config.parallel import Parallel
+from lockstep.config import Parallel
 from lockstep.errors import ConfigError, MissingExtraError, UsageError
-from lockstep.parallel.float8 import check_float8, filter_linear_layers, find_first_last_linear_layers
+from lockstep.parallel import check_float8, filter_linear_layers, find_first_last_linear_layers
 from lockstep.utils import AORecipeKwargs, TERecipeKwargs
+from tests.patching import module_of
 
 BATCH, STEPS = 8, 4
 
@@ -247,13 +247,13 @@ def test_a_gather_in_8_bits_that_is_asked_for_is_said_to_be_none() -> None:
 
 
 def test_without_torchao_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp8, "find_spec", lambda name: None)
+    monkeypatch.setattr(module_of(AORecipeKwargs), "find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"'torchao', which is not installed.*\[torchao\]"):
         Accelerator(cpu=True, mixed_precision="fp8")
 
 
 def test_other_packages_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp8, "find_spec", lambda name: object())
+    monkeypatch.setattr(module_of(AORecipeKwargs), "find_spec", lambda name: object())
     with pytest.raises(ConfigError, match=r"TERecipeKwargs asks for another package.*AORecipeKwargs"):
         Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[TERecipeKwargs()])
     monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "MSAMP")

@@ -15,7 +15,7 @@ from torch import nn
 
 from lockstep import Accelerator
 from lockstep.errors import ConfigError, OffloadError
-from lockstep.offload.files.direct import region_of
+from lockstep.offload.files import region_of
 
 WIDTH, STEPS, MICRO_BATCHES = 24, 5, 2
 

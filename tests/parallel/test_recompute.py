@@ -25,11 +25,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
-from lockstep.config.enums import Activation
+from lockstep.config import Activation
 from lockstep.errors import UsageError
-from lockstep.model.blocks import find_blocks
-from lockstep.parallel import recompute as module_under_test
-from lockstep.parallel.recompute import apply_activation_checkpointing
+from lockstep.model import find_blocks
+from lockstep.offload import HostActivations
+from lockstep.parallel import apply_activation_checkpointing
+from tests.patching import module_of
 
 NONE, FULL, SELECTIVE, OFFLOAD = Activation.NONE, Activation.FULL, Activation.SELECTIVE, Activation.OFFLOAD
 MODES = [FULL, SELECTIVE, OFFLOAD]
@@ -498,7 +499,7 @@ def test_attention_with_dropout_is_repeated_so_that_later_random_numbers_stay_th
         (aten._scaled_dot_product_efficient_attention.default, (q, q, q, None, True)),
         (aten._scaled_dot_product_cudnn_attention.default, (q, q, q, None, True)),
     ]
-    policy: Any = module_under_test._policy
+    policy: Any = module_of(apply_activation_checkpointing)._policy
     for operator, args in operators:
         assert policy(None, operator, *args) is CheckpointPolicy.MUST_SAVE
         assert policy(None, operator, *args, 0.0) is CheckpointPolicy.MUST_SAVE
@@ -522,7 +523,9 @@ def test_offload_moves_all_inputs_that_need_a_gradient_and_brings_them_back(
         return packed if isinstance(packed, torch.Tensor) else torch.from_numpy(packed)
 
     hooks = torch.autograd.graph.saved_tensors_hooks
-    monkeypatch.setattr(module_under_test, "HostActivations", lambda: hooks(pack, unpack))
+    monkeypatch.setattr(
+        module_of(apply_activation_checkpointing), "HostActivations", lambda: hooks(pack, unpack)
+    )
     assert_same(nested_run(OFFLOAD), plain)
     # Of the first block: pair.other and the scale (its hidden needs no gradient); of the second also the hidden
     # state and the loss in the list.
@@ -531,7 +534,7 @@ def test_offload_moves_all_inputs_that_need_a_gradient_and_brings_them_back(
 
 
 def test_offload_leaves_tensors_of_the_cpu_and_those_without_gradient_where_they_are() -> None:
-    hooks = module_under_test.HostActivations()
+    hooks = HostActivations()
     mask = torch.ones(2, device="meta")  # as on an accelerator
     for tensor in (torch.ones(2, requires_grad=True), mask):
         assert hooks.pack_hook(tensor) is tensor and hooks.unpack_hook(tensor) is tensor

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lockstep import Accelerator
 from lockstep.errors import ConfigError, UsageError
 from lockstep.inference import prepare_pippy
-from lockstep.plan.schedule import by_rank, simulate
+from lockstep.plan import by_rank, simulate
 from parallel import split_problem as problem
 from parallel.pipeline.problem import schedules
 from tests.marks import again

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep import Accelerator, DistributedDataParallelKwargs, GradientAccumulationPlugin
-from lockstep.preparation.window import AccumulationState
+from lockstep.preparation import AccumulationState
 from parallel import zero_problem as problem
 
 MICRO_BATCHES, ACCUMULATION, LEARNING_RATE = 9, 3, 0.05

@@ -10,9 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lockstep.parity.check import ParityCheck, Request
-from lockstep.parity.runs import CouldNotRun, Left, ScriptRun
-from lockstep.parity.spec import ProcessFacts, RunSpec
+from lockstep.parity import CouldNotRun, Left, ParityCheck, ProcessFacts, Request, RunSpec, ScriptRun
 
 PRELOADED = (
     "torch",

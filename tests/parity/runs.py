@@ -8,15 +8,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lockstep.comm.layout import ShardRegion
-from lockstep.parity.judge.decide import judge
-from lockstep.parity.judge.facts import RunFacts
-from lockstep.parity.judge.tolerance import Tolerance, tolerance_of
-from lockstep.parity.judge.verdict import ParityVerdict
-from lockstep.parity.trace.file import Trace
-from lockstep.parity.trace.items import ItemKind, TraceItem
-from lockstep.parity.trace.measure import Measured, read_measured
-from lockstep.parity.trace.sinks import Recording, TraceComparison
+from lockstep.comm import ShardRegion
+from lockstep.parity.judge import ParityVerdict, RunFacts, Tolerance, judge, tolerance_of
+from lockstep.parity.trace import (
+    ItemKind,
+    Measured,
+    Recording,
+    Trace,
+    TraceComparison,
+    TraceItem,
+    read_measured,
+)
 
 Tensors = Mapping[TraceItem, Tensor]
 Shard = tuple[Tensor, tuple[int, ...], list[ShardRegion]]

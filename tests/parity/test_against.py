@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.parity.reference import refuse_other_run
-from lockstep.parity.runs import CouldNotRun
-from lockstep.parity.spec import ProcessFacts
+from lockstep.parity import CouldNotRun, ProcessFacts, refuse_other_run
 
 PATH = Path("kept.trace")
 KEPT = ProcessFacts(data_ranks=2, parallel="ddp")

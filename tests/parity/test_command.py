@@ -13,9 +13,8 @@ from unittest import mock
 import pytest
 from click.testing import CliRunner
 
-from lockstep.cli.check import command
-from lockstep.parity.check import ParityCheck
-from lockstep.parity.spec import RunSpec
+from lockstep.cli.main import cli
+from lockstep.parity import ParityCheck, RunSpec
 from tests.parity.forks import ForkedRun, ForkServer
 
 HERE = Path(__file__).parent
@@ -40,7 +39,7 @@ def check_in_forks() -> Iterator[Check]:
             return ForkedRun(server, spec, request.program.words, int(request.timeout_s))
 
         with mock.patch.object(ParityCheck, "_start", start):
-            said = CliRunner().invoke(command, arguments)
+            said = CliRunner().invoke(cli, ["check", *arguments])
         return said.exit_code, said.stdout, said.stderr
 
     yield check

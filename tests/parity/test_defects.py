@@ -9,10 +9,9 @@ from typing import NamedTuple
 
 import pytest
 
-from lockstep.parity.check import Request
-from lockstep.parity.judge.verdict import ParityVerdict
-from lockstep.parity.runs import CheckedProgram
-from lockstep.parity.trace.items import ItemKind
+from lockstep.parity import CheckedProgram, Request
+from lockstep.parity.judge import ParityVerdict
+from lockstep.parity.trace import ItemKind
 from tests.marks import again_if
 from tests.parity.forks import ForkedCheck, ForkServer
 

@@ -7,14 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.comm.layout import ShardRegion
-from lockstep.parity.judge.decide import judge, judge_repeat
-from lockstep.parity.judge.facts import RankFacts, RunFacts
-from lockstep.parity.judge.tolerance import Tolerance
-from lockstep.parity.judge.verdict import Fault
-from lockstep.parity.report.text import sentence, sentence_of_repeat
-from lockstep.parity.trace.items import ItemKind, TraceItem
-from lockstep.parity.trace.measure import as_pairs, as_regions
+from lockstep.comm import ShardRegion
+from lockstep.parity.judge import Fault, RankFacts, RunFacts, Tolerance, judge, judge_repeat
+from lockstep.parity.report import sentence, sentence_of_repeat
+from lockstep.parity.trace import ItemKind, TraceItem, as_pairs, as_regions
 from tests.parity.runs import Held, measure, ranks_of, record, shaken, shard, synthetic, verdict_of
 
 FOUR = RunFacts(candidate="ddp", nproc=4, data_ranks=4, steps_asked=2, steps_compared=2)

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.parity.judge.facts import RankFacts, RunFacts
-from lockstep.parity.report.text import sentence
-from lockstep.parity.trace.items import ItemKind, TraceItem
+from lockstep.parity.judge import RankFacts, RunFacts
+from lockstep.parity.report import sentence
+from lockstep.parity.trace import ItemKind, TraceItem
 from tests.parity.runs import Held, ranks_of, shard, synthetic, verdict_of
 
 Ranks = list[dict[TraceItem, Tensor]]

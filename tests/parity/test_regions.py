@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lockstep.parity.trace.regions import ShardAxes, region
+from lockstep.parity.trace import ShardAxes, region
 
 ROWS, LENGTH, WIDTH = 3, 8, 5
 

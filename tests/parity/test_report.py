@@ -10,12 +10,31 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.parity.judge.facts import RunFacts
-from lockstep.parity.judge.verdict import Fault, Mismatch, ParityVerdict, Ratio
-from lockstep.parity.judge.words import count, indices, listed, of_ranks, size
-from lockstep.parity.report.html import MOST_MODULES, heat, shade, to_html
-from lockstep.parity.report.text import TITLES, named, remarks, rows, sentence, to_json
-from lockstep.parity.trace.items import ItemKind, TraceItem
+from lockstep.parity.judge import (
+    Fault,
+    Mismatch,
+    ParityVerdict,
+    Ratio,
+    RunFacts,
+    count,
+    indices,
+    listed,
+    of_ranks,
+    size,
+)
+from lockstep.parity.report import (
+    MOST_MODULES,
+    TITLES,
+    heat,
+    named,
+    remarks,
+    rows,
+    sentence,
+    shade,
+    to_html,
+    to_json,
+)
+from lockstep.parity.trace import ItemKind, TraceItem
 from tests.parity.runs import ranks_of, synthetic, verdict_of
 
 FOUR = RunFacts(candidate="zero=3 tp=2", nproc=4, data_ranks=4, steps_asked=3, steps_compared=3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lockstep.parity.trace.sketch import COLUMNS, row_sketch
+from lockstep.parity.trace import COLUMNS, row_sketch
 
 
 @pytest.mark.parametrize("shape", [(12, 300), (6, 3, 5, 5), (40,), (5, COLUMNS)], ids=str)

@@ -11,11 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.parity.judge.facts import RunFacts
-from lockstep.parity.judge.tolerance import FEW, LARGE, MULTIPLE, Tolerance, tolerance_of
-from lockstep.parity.judge.verdict import ParityVerdict
-from lockstep.parity.report.text import sentence
-from lockstep.parity.trace.items import ItemKind, TraceItem
+from lockstep.parity.judge import FEW, LARGE, MULTIPLE, ParityVerdict, RunFacts, Tolerance, tolerance_of
+from lockstep.parity.report import sentence
+from lockstep.parity.trace import ItemKind, TraceItem
 from tests.parity.runs import measure, ranks_of, record, shaken, synthetic, verdict_of
 from tests.parity.training import MODELS, OPTIMIZERS, Setup, train
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lockstep.parity.trace.items import ItemKind, TraceItem
+from lockstep.parity.trace import ItemKind, TraceItem
 
 WIDTH = 16
 

@@ -12,11 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from lockstep.comm.ledger import CommunicationLedger
-from lockstep.plan.memory import state_bytes
-from lockstep.plan.sizes import ModelSize, dtypes
-from lockstep.plan.traffic import sent_bytes
-from lockstep.runtime.process import start_runtime
+from lockstep.comm import CommunicationLedger
+from lockstep.plan import ModelSize, dtypes, sent_bytes, state_bytes
+from lockstep.runtime import start_runtime
 from lockstep.utils import Parallel
 from parallel.blocks_and_root import BlocksAndRoot
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lockstep.comm.quantization import message_bytes
-from lockstep.plan.sizes import BYTES, TABLE, dtypes
+from lockstep.comm import message_bytes
+from lockstep.plan import BYTES, TABLE, dtypes
 from lockstep.utils import Parallel
 
 TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

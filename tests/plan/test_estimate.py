@@ -21,14 +21,19 @@ from torch.utils.checkpoint import checkpoint
 
 from lockstep import Accelerator
 from lockstep.errors import CheckpointError, ConfigError, LockstepError, UsageError
-from lockstep.model.blocks import find_blocks
-from lockstep.offload.files.direct import OffloadFile
-from lockstep.offload.weights.attach import stop_streaming, stream_weights
-from lockstep.offload.weights.groups import find_weight_groups
-from lockstep.plan.estimate import Limits, carried_bytes, cheapest, inference_rows, training_rows
-from lockstep.plan.estimate_load import facts_of
-from lockstep.plan.estimate_model import ModelFacts
-from lockstep.plan.memory import state_bytes
+from lockstep.model import find_blocks
+from lockstep.offload.files import OffloadFile
+from lockstep.offload.weights import find_weight_groups, stop_streaming, stream_weights
+from lockstep.plan import (
+    Limits,
+    ModelFacts,
+    carried_bytes,
+    cheapest,
+    facts_of,
+    inference_rows,
+    state_bytes,
+    training_rows,
+)
 from lockstep.utils import Parallel
 from parallel.blocks_and_root import BlocksAndRoot
 

@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.errors import ConfigError
-from lockstep.plan.memory import OPTIMIZERS, MemoryRow, state_bytes, textbook_bytes
-from lockstep.plan.sizes import parse_count
+from lockstep.plan import OPTIMIZERS, MemoryRow, parse_count, state_bytes, textbook_bytes
 from lockstep.utils import Parallel
 
 PSI = 10**9

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from lockstep.plan.memory import OPTIMIZERS, state_bytes
-from lockstep.plan.sizes import dtypes
+from lockstep.plan import OPTIMIZERS, dtypes, state_bytes
 from lockstep.utils import Parallel
 
 ROOT = Path(__file__).parents[2]

@@ -10,9 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lockstep.errors import ConfigError, UsageError
-from lockstep.plan.schedule import Action, Timeline, Times, by_rank, simulate
-from lockstep.plan.schedule_case import action_lists, parse_times
-from lockstep.plan.schedule_table import checked
+from lockstep.plan import Action, Timeline, Times, action_lists, by_rank, checked, parse_times, simulate
 
 NAMES = ["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "dualpipev"]
 

@@ -9,10 +9,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from lockstep.config.enums import Schedule
-from lockstep.plan.schedule import Action, Times, simulate
-from lockstep.plan.schedule_case import action_lists
-from lockstep.plan.schedule_picture import COLOURS, shade, svg, text_rows
+from lockstep.config import Schedule
+from lockstep.plan import COLOURS, Action, Times, action_lists, shade, simulate, svg, text_rows
 
 NAMESPACE = "{http://www.w3.org/2000/svg}"
 IMAGES = Path(__file__).parents[2] / "docs" / "images"

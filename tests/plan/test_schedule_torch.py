@@ -12,12 +12,9 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from lockstep import Accelerator
-from lockstep.config.enums import Schedule
+from lockstep.config import Schedule
 from lockstep.errors import ConfigError, UsageError
-from lockstep.plan import schedule_case
-from lockstep.plan.schedule import Times, by_rank, simulate
-from lockstep.plan.schedule_case import action_lists, compared
-from lockstep.plan.schedule_table import RULES, checked, formula_bubble
+from lockstep.plan import RULES, Times, action_lists, by_rank, checked, compared, formula_bubble, simulate
 
 SIZES = [(2, 2), (2, 8), (4, 4), (4, 8), (4, 10), (8, 16)]
 
@@ -180,7 +177,7 @@ def test_an_unknown_torch_is_an_error_in_words(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.delattr(schedules, "get_schedule_class")
     for name in ("1f1b", "zbv"):
         with pytest.raises(UsageError, match=r"schedules of torch .* cannot be read"):
-            schedule_case.action_lists(name, 2, 4)
+            action_lists(name, 2, 4)
 
 
 def test_a_comparison_says_why_a_schedule_is_missing() -> None:

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.plan.sizes import ModelSize
-from lockstep.plan.traffic import sent_bytes
+from lockstep.plan import ModelSize, sent_bytes
 from lockstep.utils import Parallel
 
 PSI = 2**20

@@ -10,10 +10,8 @@ from typing import Any, NoReturn
 
 import pytest
 
-from lockstep.preparation.observers import RunObserver
-from lockstep.replay.run import ReplayedRun, ReplaySpec
-from lockstep.replay.verdict import ReplayVerdict
-from lockstep.replay.worker import run_replay
+from lockstep.preparation import RunObserver
+from lockstep.replay import ReplayedRun, ReplaySpec, ReplayVerdict, run_replay
 
 SCRIPT = Path(__file__).with_name("training.py")
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from lockstep.cli.replay import command
+from lockstep.cli.main import cli
 from lockstep.errors import UsageError
 from tests.replay.replays import SCRIPT, capsule_in, replay_here, run_script
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def replay(*words: str) -> Result:
-    return CliRunner().invoke(command, list(words))
+    return CliRunner().invoke(cli, ["replay", *words])
 
 
 @pytest.fixture

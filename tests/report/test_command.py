@@ -63,10 +63,8 @@ def test_json_has_the_numbers_and_writes_nothing(tmp_path: Path, capsys: pytest.
 
 
 def test_every_key_of_the_json_is_documented() -> None:
-    from lockstep.history.columns import ColumnReader
-    from lockstep.history.read import RunHistory
-    from lockstep.report.numbers import numbers_of
-    from lockstep.report.plain import to_json
+    from lockstep.history import ColumnReader, RunHistory
+    from lockstep.report import numbers_of, to_json
 
     reader = ColumnReader()
     reader.add([{"step": 1}])

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.history.read import RunHistory, read_run
-from lockstep.report.compare import (
+from lockstep.history import RunHistory, read_run
+from lockstep.report import (
     MOST_RUNS,
     comparison_sentences,
     numbers_part,
+    report_of,
     settings_that_differ,
     told_apart,
 )
-from lockstep.report.report import report_of
 from tests.report.runs import BEGIN, CONFIGURATION, END, ERROR, Start, Synthetic, write_run
 
 BASE = Synthetic(starts=(Start(1, 200, ends=END),))

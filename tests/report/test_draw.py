@@ -9,11 +9,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.report.draw import svg
-from lockstep.report.draw.charts import PlotLine, bars, line_chart, stacked_chart
-from lockstep.report.draw.html import MOST_ROWS, long_table, safe, table
-from lockstep.report.draw.scale import Scale, scale_of, span_of
-from lockstep.report.draw.thin import means, thinned
+from lockstep.report import draw
+from lockstep.report.draw import (
+    MOST_ROWS,
+    PlotLine,
+    Scale,
+    bars,
+    line_chart,
+    long_table,
+    means,
+    safe,
+    scale_of,
+    span_of,
+    stacked_chart,
+    table,
+    thinned,
+)
 from tests.report.runs import HOSTILE
 
 finite = st.floats(-1e12, 1e12)
@@ -103,15 +114,15 @@ def points(path: str) -> list[tuple[int, int]]:
 @given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=2, max_size=50))
 def test_a_path_goes_through_the_points(given_points: list[tuple[float, float]]) -> None:
     x, y = (np.array(one) for one in zip(*given_points, strict=True))
-    expected = [(round(a * svg.WIDTH), round((1 - b) * svg.HEIGHT)) for a, b in given_points]
-    for path in (svg.line(x, y), svg.area(x, y)):
+    expected = [(round(a * draw.WIDTH), round((1 - b) * draw.HEIGHT)) for a, b in given_points]
+    for path in (draw.line(x, y), draw.area(x, y)):
         assert np.abs(np.array(points(path)) - np.array(expected)).max() <= 1
 
 
 def test_what_is_no_number_interrupts_a_path() -> None:
     x = np.linspace(0, 1, 6)
-    assert svg.line(x, np.array([0, np.nan, 1, 1, np.nan, 0])).count("M") == 3
-    assert svg.line(x, np.full(6, np.nan)) == ""
+    assert draw.line(x, np.array([0, np.nan, 1, 1, np.nan, 0])).count("M") == 3
+    assert draw.line(x, np.full(6, np.nan)) == ""
 
 
 def test_a_chart_shows_a_spike_among_a_hundred_thousand_points_and_stays_small() -> None:

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from cli.calling import call, check_refused
-from lockstep.history.read import read_run
-from lockstep.report.numbers import numbers_of
-from lockstep.report.summary import sentences
+from lockstep.history import read_run
+from lockstep.report import numbers_of, sentences
 from tests.report.runs import BEGIN, RUNNING, write_run
 
 

@@ -18,8 +18,8 @@ import pytest
 from rich.console import Console
 
 from cli.calling import call, check_refused
-from lockstep.history.read import MEASURES, read_run
-from lockstep.report.live import NEWEST_BYTES, bar, screen, sparkline
+from lockstep.history import MEASURES, read_run
+from lockstep.report import NEWEST_BYTES, bar, screen, sparkline
 from tests.report.runs import BEGIN, CRASHED, RUNNING, RUNS, Synthetic, write_run
 
 

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console, RenderableType
 
-from lockstep.report.job import job_of, stack_of
-from lockstep.report.live_job import job_screen, keys_line, ranks_panel, stacks_panel, stacks_text
+from lockstep.report import job_of, job_screen, keys_line, ranks_panel, stack_of, stacks_panel, stacks_text
 
 VIEW: dict[str, Any] = {
     "run": "train.py on 1 machine", "elapsed_s": 65.0,

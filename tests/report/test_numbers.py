@@ -12,16 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lockstep.config.parallel import Parallel
-from lockstep.history.attempts import RunStatus
-from lockstep.history.events import event_of
-from lockstep.history.read import read_run
-from lockstep.history.text import plain_text
-from lockstep.plan.sizes import ModelSize
-from lockstep.plan.traffic import sent_bytes
-from lockstep.report.expected import expected_bytes, expected_memory
-from lockstep.report.numbers import RunNumbers, numbers_of
-from lockstep.report.summary import REASONS, sentences
+from lockstep.config import Parallel
+from lockstep.history import RunStatus, event_of, plain_text, read_run
+from lockstep.plan import ModelSize, sent_bytes
+from lockstep.report import REASONS, RunNumbers, expected_bytes, expected_memory, numbers_of, sentences
 from lockstep.words import bytes_text, digits, duration, percent, short, whole
 from tests.report.runs import BEGIN, CRASHED, END, ERROR, HANG, RESTARTED, Start, Synthetic, write_run
 

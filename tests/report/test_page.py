@@ -10,11 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.history.read import read_run
-from lockstep.report.draw.hover import SCRIPT, policy
-from lockstep.report.draw.style import STYLE
-from lockstep.report.report import report_of
-from lockstep.report.summary import sentences
+from lockstep.history import read_run
+from lockstep.report import report_of, sentences
+from lockstep.report.draw import SCRIPT, STYLE, policy
 from tests.report.browser import CHROMIUM, MISSING, Browser
 from tests.report.runs import BEGIN, END, HOSTILE, HOSTILE_RUN, RESTARTED, RUNS, Start, Synthetic, write_run
 

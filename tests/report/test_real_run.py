@@ -9,9 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lockstep.history.attempts import RunStatus
-from lockstep.report.report import report_of
-from lockstep.report.started import configuration
+from lockstep.history import RunStatus
+from lockstep.report import configuration, report_of
 from tests.warm_interpreter import WarmInterpreter
 
 SCRIPT = """

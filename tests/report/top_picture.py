@@ -17,9 +17,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.terminal_theme import MONOKAI
 
-from lockstep.cli.top_screen import TopScreen
-from lockstep.history.read import read_run
-from lockstep.launch.job import link_here
+from lockstep.cli import TopScreen
+from lockstep.history import read_run
+from lockstep.launch import link_here
 from tests.launch.helpers import COMMAND, environment
 
 ROOT = Path(__file__).parents[2]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lockstep.config.sources import named_device
+from lockstep.config import named_device
 from lockstep.errors import ConfigError
-from lockstep.runtime.process import device_named
+from lockstep.runtime import device_named
 
 
 @pytest.fixture

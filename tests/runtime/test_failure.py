@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from lockstep.runtime.failure import is_consequence, report_of
+from lockstep.runtime import is_consequence, report_of
 
-FAIL = "from lockstep.runtime.failure import install_excepthook; install_excepthook(); raise {error}"
+FAIL = "from lockstep.runtime import install_excepthook; install_excepthook(); raise {error}"
 
 
 def run(error: str, **environ: str) -> subprocess.CompletedProcess[str]:

@@ -11,7 +11,7 @@ import torch
 
 from lockstep import find_executable_batch_size
 from lockstep.errors import UsageError
-from lockstep.runtime.memory import is_out_of_memory
+from lockstep.runtime import is_out_of_memory
 from lockstep.utils import clear_device_cache, release_memory
 
 

@@ -7,13 +7,12 @@ import torch
 
 import lockstep
 from lockstep.errors import UsageError
-from lockstep.runtime import process
-from lockstep.runtime.process import check_same_versions, differences
+from lockstep.runtime import check_same_versions, differences, start_runtime
 
 
 def refusals(odd: list[tuple[str, str, str]]) -> list[str]:
     """What each case says here, in which rank 1 has another version of torch and of lockstep than rank 0."""
-    runtime = process.start_runtime(cpu=True)
+    runtime = start_runtime(cpu=True)
     found = []
     own = torch.__version__, lockstep.__version__
     for torchs, theirs, rank_0 in odd:

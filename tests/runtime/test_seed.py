@@ -15,8 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from lockstep import set_seed, synchronize_rng_states
 from lockstep.errors import ConfigError, UsageError
-from lockstep.runtime import process
-from lockstep.runtime.seed import rng_state, set_rng_state
+from lockstep.runtime import end_runtime, rng_state, set_rng_state, start_runtime
 
 
 @pytest.fixture(autouse=True)
@@ -118,16 +117,16 @@ def test_one_process_keeps_its_own_state() -> None:
 
 
 def draw_on_ranks() -> tuple[list[float], list[float]]:
-    process.start_runtime(cpu=True)
+    start_runtime(cpu=True)
     try:
         set_seed(10, device_specific=True)
-        generator = torch.Generator().manual_seed(process.start_runtime().rank)
+        generator = torch.Generator().manual_seed(start_runtime().rank)
         apart = [torch.rand(()).item(), torch.rand((), generator=generator).item()]
         synchronize_rng_states(["torch", "generator"], generator)
         together = [torch.rand(()).item(), torch.rand((), generator=generator).item()]
         return apart, together
     finally:
-        process.end_runtime()
+        end_runtime()
 
 
 def test_ranks_differ_until_they_are_synchronised(run_distributed: Callable[..., Any]) -> None:

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.script.inside import of_script, run_script
-from lockstep.script.process import ScriptProcess
+from lockstep.script import ScriptProcess, of_script, run_script
 
 HANGS = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
 

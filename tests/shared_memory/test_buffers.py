@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from lockstep.errors import CollectiveMismatchError
-from lockstep.shared_memory import buffers
-from lockstep.shared_memory.slots import RankSlots
+from lockstep.shared_memory import ADDRESS_BYTES, GatheredBuffers, RankSlots, Segment
+from tests.patching import module_of
 from tests.shared_memory.test_group import group_of_all, numbers
 
 
@@ -96,7 +96,7 @@ def copies() -> list[int]:
 def test_only_the_first_calls_of_a_size_copy_from_rank_to_rank(run_distributed) -> None:
     for found in run_distributed(copies, 2):
         # own part and the other's of the gather, own part of the sum, and twice where the memory is
-        assert found[0] == 3 * 800_000 + 2 * buffers.ADDRESS_BYTES
+        assert found[0] == 3 * 800_000 + 2 * ADDRESS_BYTES
         assert found[1:] == [0] * 5
 
 
@@ -136,7 +136,7 @@ def test_ranks_may_have_their_tensors_in_different_memory(run_distributed, ranks
 
 def too_large() -> tuple[list[bool], int, int]:
     group = group_of_all()
-    with mock.patch.object(buffers, "LARGEST_BYTES", 1000):
+    with mock.patch.object(module_of(GatheredBuffers), "LARGEST_BYTES", 1000):
         found = [is_gathered(gather(group, 500, torch.float32), 500, torch.float32) for _ in range(3)]
         found += [is_reduced(reduce(group, 500, torch.float32), 500, torch.float32) for _ in range(3)]
     return found, group.gathered.capacity, group.reduced.capacity
@@ -151,8 +151,8 @@ def test_large_tensors_take_no_memory_that_stays(run_distributed) -> None:
 def without_memory() -> list[bool]:
     """One rank cannot map it."""
     group = group_of_all()
-    opens = buffers._opened
-    with mock.patch.object(buffers, "_opened", lambda text: None if dist.get_rank() == 1 else opens(text)):
+    fails = OSError("no such memory") if dist.get_rank() == 1 else None
+    with mock.patch.object(Segment, "open", wraps=Segment.open, side_effect=fails):
         return [is_gathered(gather(group, 500, torch.float32), 500, torch.float32) for _ in range(3)]
 
 

@@ -18,15 +18,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.errors import CollectiveMismatchError, UsageError
-from lockstep.runtime import process
-from lockstep.shared_memory import join
-from lockstep.shared_memory.layout import SLOT_BYTES
-from lockstep.testing.pool import WorkerPool
+from lockstep.runtime import end_runtime, start_runtime
+from lockstep.shared_memory import SLOT_BYTES, share
+from lockstep.testing import WorkerPool
+from tests.patching import module_of
 from tests.shared_memory.fuzzing import Fuzzer
 
 
 def group_of_all(timeout_s: float = 60) -> Any:
-    process.start_runtime(cpu=True)
+    start_runtime(cpu=True)
     return dist.new_group(backend="shm", timeout=timedelta(seconds=timeout_s))
 
 
@@ -38,7 +38,7 @@ class Onlooker(TorchDispatchMode):
 
 
 def fuzz(seed: int, calls: int, largest: int, seen: bool = False) -> int:
-    process.start_runtime(cpu=True)
+    start_runtime(cpu=True)
     with Onlooker() if seen else nullcontext():
         made = Fuzzer(seed, largest).run(calls)
     dist.barrier()
@@ -297,6 +297,7 @@ def test_a_message_arrives_after_its_sender_has_left(run_distributed) -> None:
 
 def leaves_at_once(how_late_s: float) -> int:
     """Rank 0, whose process serves the store, starts and leaves; rank 1 reads late what was exchanged."""
+    join = module_of(share)
     read_in_time = join.exchange
 
     def read_late(store: Any, key: str, rank: int, ranks: int, text: str) -> list[str]:
@@ -305,8 +306,8 @@ def leaves_at_once(how_late_s: float) -> int:
         return read_in_time(store, key, rank, ranks, text)
 
     with mock.patch.object(join, "exchange", read_late):
-        size = process.start_runtime(cpu=True).world_size
-    process.end_runtime()
+        size = start_runtime(cpu=True).world_size
+    end_runtime()
     return size
 
 
@@ -332,8 +333,7 @@ def test_inference_mode_and_leaves_are_taken(run_distributed) -> None:
 @contextmanager
 def on_hosts(names: str) -> Iterator[None]:
     """Within it ranks say that they are on these hosts, a letter for each rank."""
-    from lockstep.shared_memory import join
-
+    join = module_of(share)
     original, join.host_of_process = join.host_of_process, lambda: names[dist.get_rank()]
     try:
         yield
@@ -342,7 +342,7 @@ def on_hosts(names: str) -> Iterator[None]:
 
 
 def on_other_hosts() -> tuple[str, list[float]]:
-    process.start_runtime(cpu=True)
+    start_runtime(cpu=True)
     with on_hosts("ab"):
         group = dist.new_group(backend="shm")
     x = torch.ones(2)
@@ -355,7 +355,7 @@ def test_ranks_on_different_hosts_use_gloo(run_distributed) -> None:
 
 
 def fuzz_on_hosts(names: str, calls: int) -> int:
-    process.start_runtime(cpu=True)
+    start_runtime(cpu=True)
     with on_hosts(names):
         fuzzer = Fuzzer(11, 100_000, subgroups=0)
     made = fuzzer.run(calls)
@@ -370,7 +370,7 @@ def test_random_calls_over_several_hosts_give_the_values_of_formulas(run_distrib
 
 def sums_over_hosts() -> list[str]:
     """All-reduces that are not the sums of the hosts' sums, in order."""
-    process.start_runtime(cpu=True)
+    start_runtime(cpu=True)
     with on_hosts("abab"):
         group = dist.new_group(backend="shm")
     wrong = []

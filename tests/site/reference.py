@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator
 
 from lockstep import Accelerator
-from lockstep.config.settings import IN_FILES, TOPICS
+from lockstep.config import IN_FILES, TOPICS
 from tests.site import commands, names
 from tests.site.pages import DOCS, ROOT
 

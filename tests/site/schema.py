@@ -6,7 +6,7 @@ import json
 import types
 from typing import Any, get_args, get_origin
 
-from lockstep.config.settings import IN_FILES, TOPICS, Setting
+from lockstep.config import IN_FILES, TOPICS, Setting
 from tests.site.pages import table
 
 NAMES = {bool: "boolean", int: "integer", float: "number", str: "string"}

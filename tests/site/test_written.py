@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 import lockstep
-from lockstep.config.settings import IN_FILES
+from lockstep.config import IN_FILES
 from tests.site import features, names, schema
 from tests.site.pages import DOCS, ROOT
 from tests.site.written import pages

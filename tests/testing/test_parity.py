@@ -11,7 +11,7 @@ import torch
 
 from lockstep.errors import ConfigError, LockstepError, UsageError
 from lockstep.nn import load_balance_loss, router_z_loss
-from lockstep.parity.trace.items import ItemKind
+from lockstep.parity.trace import ItemKind
 from lockstep.testing import (
     CouldNotRun,
     ParityError,

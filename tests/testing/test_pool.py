@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.testing.pool import DistributedTestError, WorkerPool
+from lockstep.testing import DistributedTestError, WorkerPool
 
 
 def summed_rank() -> float:
@@ -167,7 +167,7 @@ def test_workers_die_with_the_process_that_started_them(tmp_path: Path):
         textwrap.dedent(
             """
             import os, signal, threading, time
-            from lockstep.testing.pool import WorkerPool
+            from lockstep.testing import WorkerPool
             from tests.testing.test_pool import hang_in_a_collective, summed_rank
 
             if __name__ == "__main__":

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.torch_internals import copy_on_write
+from lockstep.torch_internals import is_shared, lazy_clone, take_back
+from tests.patching import module_of
 
 WRITES: dict[str, Callable[[torch.Tensor], object]] = {
     "data": lambda tensor: tensor.data.fill_(7),
@@ -25,17 +26,17 @@ WRITES: dict[str, Callable[[torch.Tensor], object]] = {
 
 
 def test_the_installed_torch_can() -> None:
-    assert copy_on_write._is_available()
+    assert module_of(lazy_clone)._is_available()
 
 
 @pytest.mark.parametrize("way", WRITES)
 def test_a_clone_keeps_its_values_however_the_tensor_is_written_to(way: str) -> None:
     tensor = torch.arange(5.0)
-    clone = copy_on_write.lazy_clone(tensor)
+    clone = lazy_clone(tensor)
     assert clone is not None
-    assert copy_on_write.is_shared(tensor)
+    assert is_shared(tensor)
     WRITES[way](tensor)
-    assert not copy_on_write.is_shared(tensor)
+    assert not is_shared(tensor)
     assert tensor.tolist() != [0, 1, 2, 3, 4]
     assert clone.tolist() == [0, 1, 2, 3, 4]
 
@@ -43,11 +44,11 @@ def test_a_clone_keeps_its_values_however_the_tensor_is_written_to(way: str) -> 
 def test_a_tensor_keeps_its_memory_once_its_clone_is_gone() -> None:
     tensor = torch.arange(5.0)
     address = tensor.data_ptr()
-    clone = copy_on_write.lazy_clone(tensor)
+    clone = lazy_clone(tensor)
     assert clone is not None
     del clone
-    copy_on_write.take_back(tensor)
-    assert not copy_on_write.is_shared(tensor)
+    take_back(tensor)
+    assert not is_shared(tensor)
     assert tensor.data_ptr() == address
     assert tensor.tolist() == [0, 1, 2, 3, 4]
 
@@ -56,5 +57,5 @@ def test_memory_that_torch_has_not_allocated_is_not_shared(tmp_path: Path) -> No
     (tmp_path / "file").write_bytes(bytes(400))
     mapped = torch.from_file(str(tmp_path / "file"), shared=True, size=100)
     for tensor in (mapped, torch.from_numpy(np.zeros(5)), torch.zeros(5).share_memory_()):
-        assert copy_on_write.lazy_clone(tensor) is None
-    assert copy_on_write.lazy_clone(torch.zeros(5, device="meta")) is None
+        assert lazy_clone(tensor) is None
+    assert lazy_clone(torch.zeros(5, device="meta")) is None

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from lockstep import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
-from lockstep.runtime import process
-from lockstep.torch_internals import gloo
+from lockstep.runtime import start_runtime
+from lockstep.torch_internals import group_with_one_thread
 
 SHAPES = ((1,), (3, 2), (2, 3, 4), (4, 0))
 KINDS = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64)
@@ -35,7 +35,7 @@ def gathered_by_torch(mine: Tensor) -> Tensor:
 
 def gather_all() -> list[str]:
     """The cells in which functional all-gathers differ from ``gathered_by_torch``."""
-    process.start_runtime(cpu=True)
+    start_runtime(cpu=True)
     ranks, group = dist.get_world_size(), dist.group.WORLD.group_name
     numbers = torch.Generator().manual_seed(dist.get_rank())
     wrong = []
@@ -80,7 +80,7 @@ def test_functional_all_gathers_give_the_numbers_of_the_plain_one(run_distribute
 def join_alone() -> str:
     """A gloo group of one rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    process.start_runtime(cpu=True)
+    start_runtime(cpu=True)
     return dist.group.WORLD.group_name
 
 
@@ -162,7 +162,7 @@ def test_sparse_gradients_are_averaged_by_one_thread(run_distributed, hook: str)
 
 def average_often(times: int, at_once: int) -> int:
     join_alone()
-    group, right = gloo.group_with_one_thread(), 0
+    group, right = group_with_one_thread(), 0
     for _ in range(times // at_once):
         tensors = [torch.sparse_coo_tensor([[0]], [1.0], (4,)) for _ in range(at_once)]
         for work in [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors]:

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.errors import UsageError
-from lockstep.torch_internals import versions
+from lockstep.torch_internals import NEWEST, OLDEST, unknown
 
 SENTENCE = (
     r"this torch's .* in a way that this version does not know; use torch 2\.11 to 2\.15 or a newer lockstep"
@@ -181,5 +181,5 @@ def test_an_unknown_torch_is_refused_before_a_model_is_changed(monkeypatch) -> N
 
 
 def test_the_sentence_has_the_versions() -> None:
-    assert versions.OLDEST == "2.11"
-    assert versions.NEWEST in str(versions.unknown("fully_shard", "keeps gradients"))
+    assert OLDEST == "2.11"
+    assert NEWEST in str(unknown("fully_shard", "keeps gradients"))

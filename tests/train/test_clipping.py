@@ -11,10 +11,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from lockstep import Accelerator, GradScalerKwargs
-from lockstep.comm.dtensor import total_norm
+from lockstep.comm import total_norm
 from lockstep.errors import ConfigError
 from lockstep.optimizer import PreparedOptimizer
-from lockstep.runtime.step import StepState
+from lockstep.runtime import StepState
 from train import problems
 
 MAX_NORM = 0.05

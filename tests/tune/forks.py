@@ -7,10 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.tune.remarks import refuse_sums
-from lockstep.tune.spec import RankReport, TrialSpec
-from lockstep.tune.trial import WORKER, TrialEnd
-from lockstep.tune.tuner import Tuner, TuneRequest, TuneResult
+from lockstep.tune import WORKER, RankReport, TrialEnd, TrialSpec, Tuner, TuneRequest, TuneResult, refuse_sums
 from tests.parity.forks import ForkServer
 
 SCRIPT = Path(__file__).parent / "script.py"

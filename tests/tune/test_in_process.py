@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lockstep import Accelerator, find_batch_size
 from lockstep.errors import UsageError
-from lockstep.runtime.seed import rng_state
-from lockstep.tune.trial import SizeVerdict
+from lockstep.runtime import rng_state
+from lockstep.tune import SizeVerdict
 
 RunDistributed = Callable[..., list[Any]]
 

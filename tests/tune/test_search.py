@@ -6,7 +6,7 @@ from math import log2
 
 import pytest
 
-from lockstep.tune.search import MemoryModel, divisors, next_size
+from lockstep.tune import MemoryModel, divisors, next_size
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 12, 36, 64, 97, 360, 1024])

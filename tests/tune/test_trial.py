@@ -7,9 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.tune.memory import MemoryWatch, available, limit_of_rank, peak_of_rank, reset_peak
-from lockstep.tune.spec import RankReport, TrialSpec
-from lockstep.tune.trial import SizeVerdict, TrialEnd, judged
+from lockstep.tune import (
+    MemoryWatch,
+    RankReport,
+    SizeVerdict,
+    TrialEnd,
+    TrialSpec,
+    available,
+    judged,
+    limit_of_rank,
+    peak_of_rank,
+    reset_peak,
+)
 
 CPU = torch.device("cpu")
 MIB = 2**20

@@ -11,10 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lockstep.tune.remarks import remarks_on
-from lockstep.tune.report import how_to_use, rows, sentence, to_json
-from lockstep.tune.trial import SizeVerdict
-from lockstep.tune.tuner import CouldNotTune
+from lockstep.tune import CouldNotTune, SizeVerdict, how_to_use, remarks_on, rows, sentence, to_json
 from tests.tune.forks import Forks
 
 MIB = 2**20

@@ -1,0 +1,20 @@
+from typing import TYPE_CHECKING
+
+from lockstep.lazy import names_of_modules
+
+if not TYPE_CHECKING:
+    __getattr__ = names_of_modules(
+        __name__,
+        {
+            "checkpointer": ["Checkpointer"],
+            "contents": ["CheckpointContents", "DataCoordinates", "FullModelSpec"],
+            "deferred": ["DeferredCopies", "FrozenTensor", "SMALL_BYTES"],
+            "folders": ["candidates", "next_directory", "numbers", "prune", "superfluous"],
+            "load": ["load_checkpoint"],
+            "planner": ["group_of", "SavePlan", "SavePlanner"],
+            "reader": ["Checkpoint", "create_read_items", "empty_like"],
+            "save": ["plan_files", "save_checkpoint"],
+            "state": ["ParameterNames"],
+            "writer": ["CheckpointGroup", "HostStager", "Writer"],
+        },
+    )

@@ -1,0 +1,13 @@
+from typing import TYPE_CHECKING
+
+from lockstep.lazy import names_of_modules
+
+if not TYPE_CHECKING:
+    __getattr__ = names_of_modules(
+        __name__,
+        {
+            "accelerate": ["ACCELERATE_COMMANDS"],
+            "accelerate_commands": ["launch_command", "launch_command_parser", "load_config_from_file"],
+            "top_screen": ["TopScreen"],
+        },
+    )

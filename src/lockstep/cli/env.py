@@ -42,9 +42,9 @@ def command(
     if given:
         flag = "--" + next(iter(given)).replace("_", "-")
         raise click.UsageError(f"{flag} belongs to --explain. Add --explain PARALLEL, or drop {flag}.")
-    from lockstep.launch.inventory import inventory
+    from lockstep.launch.inventory import gather_inventory
 
-    facts = inventory(with_torch=not no_torch)
+    facts = gather_inventory(with_torch=not no_torch)
     if config_file is not None:
         facts["configuration"] = config_file
         facts |= {f"configuration: {name}": str(value) for name, value in _settings(config_file).items()}

@@ -1,0 +1,28 @@
+from typing import TYPE_CHECKING
+
+from lockstep.lazy import names_of_modules
+
+if not TYPE_CHECKING:
+    __getattr__ = names_of_modules(
+        __name__,
+        {
+            "call_check": ["CallCheck"],
+            "call_record": ["SIGNATURES"],
+            "collectives": ["Communicator"],
+            "dtensor": ["boxes_of", "local", "shard_like", "total_norm", "whole"],
+            "layout": ["boxes", "local_shape", "ShardRegion"],
+            "ledger": ["CommunicationLedger"],
+            "quantization": ["dequantize", "from_message", "message_bytes", "quantize", "to_message"],
+            "tree": [
+                "concatenate",
+                "find_batch_size",
+                "leaves",
+                "listify",
+                "map_leaves",
+                "map_tensors",
+                "send_to_device",
+                "tensor_leaves",
+                "to_float32",
+            ],
+        },
+    )

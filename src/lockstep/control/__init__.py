@@ -1,8 +1,11 @@
 """Authenticated JSON messages between launchers and workers, over TCP; the standard library only."""
 
+from typing import TYPE_CHECKING
+
 from lockstep.control.client import Client
 from lockstep.control.secret import Secret, derived, new_secret, read_secret, user_secret
 from lockstep.control.server import ControlConnection, Handler, Server
+from lockstep.lazy import names_of_modules
 
 __all__ = [
     "Client",
@@ -15,3 +18,12 @@ __all__ = [
     "read_secret",
     "user_secret",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__ = names_of_modules(
+        __name__,
+        {
+            "peer": ["MAX_QUEUED_BYTES"],
+            "session": ["decode", "encode", "FrameReader", "FrameWriter", "name_of"],
+        },
+    )

@@ -1,17 +1,20 @@
 from typing import TYPE_CHECKING
 
-from lockstep.lazy import lazy_names
+from lockstep.lazy import names_of_modules
 
 if TYPE_CHECKING:
     from lockstep.data.checks import is_iterable as is_iterable
     from lockstep.data.checks import lengths as lengths
     from lockstep.data.loader import check_skip as check_skip
 else:
-    __getattr__ = lazy_names(
+    __getattr__ = names_of_modules(
         __name__,
         {
-            "check_skip": "lockstep.data.loader",
-            "is_iterable": "lockstep.data.checks",
-            "lengths": "lockstep.data.checks",
+            "batch_sharding": ["GlobalBatch", "grouped", "rounds", "ShardPlan"],
+            "checks": ["is_iterable", "lengths"],
+            "loader": ["check_skip", "PreparedLoader"],
+            "order": ["announce_epoch", "find_distributed_sampler", "GlobalOrder", "initial_seed_of"],
+            "prepare": ["prepare_loader"],
+            "rng": ["draw_privately"],
         },
     )

@@ -1,0 +1,63 @@
+from typing import TYPE_CHECKING
+
+from lockstep.lazy import names_of_modules
+
+if not TYPE_CHECKING:
+    __getattr__ = names_of_modules(
+        __name__,
+        {
+            "backend": [
+                "forwarded",
+                "get_backend",
+                "is_secret",
+                "travels",
+                "without_secrets",
+                "worker_arguments",
+            ],
+            "bare": ["DONE", "ID_VARIABLE", "members"],
+            "coordinator": ["CAUSE_WAIT_S", "LaunchCoordinator", "offer_of"],
+            "coordinator_server": ["CoordinatorServer"],
+            "hosts": ["meeting_point", "SSH", "ssh_arguments", "ssh_programs"],
+            "inventory": ["gather_inventory", "problems_of_environment"],
+            "job": ["JobLink", "link_here", "link_to"],
+            "local": ["end_process"],
+            "machines": ["Transport"],
+            "membership": [
+                "Completed",
+                "DEAD_AFTER_S",
+                "JOIN_LIMIT_S",
+                "JoinRefused",
+                "JoinRequest",
+                "JoinTimeout",
+                "LAST_CALL_S",
+                "Membership",
+                "MembershipAction",
+                "Missing",
+                "Newcomer",
+                "NodeEnded",
+                "Phase",
+                "RoundStarted",
+            ],
+            "mpi": ["mpirun", "tagged"],
+            "network": ["find_meeting", "holder_of", "listening_socket", "LOOPBACK"],
+            "node": [
+                "as_line",
+                "first_host",
+                "from_line",
+                "local_plan",
+                "Node",
+                "node_of",
+                "parse",
+                "plan_as_data",
+                "plan_from_data",
+            ],
+            "plan": ["FaultPolicy", "LaunchPlan", "make_plan", "merge", "Program"],
+            "progress": ["LaunchProgress", "progress_line", "StatusRow", "wants_line"],
+            "rendezvous": ["CoordinatorLost", "LauncherIdentity", "Over", "over_of", "Rendezvous", "Round"],
+            "report": ["describe_failure", "exit_code", "Failure", "first_failure", "Restarts"],
+            "running": ["make_work_folder", "running_launches", "write_place"],
+            "signals": ["received_by", "stop_and_end"],
+            "slurm": ["batch_script", "sbatch_arguments", "srun"],
+            "viewers": ["MOST_SENTENCES", "MOST_VIEWERS", "RunViewers"],
+        },
+    )

@@ -31,7 +31,7 @@ VARIABLE_PREFIXES = ("LOCKSTEP_", "NCCL_", "GLOO_", "OMP_", "TORCH_DISTRIBUTED_"
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 
-def inventory(with_torch: bool = True) -> dict[str, str]:
+def gather_inventory(with_torch: bool = True) -> dict[str, str]:
     """Name to value, in the order in which to show them. Imports torch only if asked."""
     facts = {
         "python": sys.version.split()[0],

@@ -1,0 +1,13 @@
+from typing import TYPE_CHECKING
+
+from lockstep.lazy import names_of_modules
+
+if not TYPE_CHECKING:
+    __getattr__ = names_of_modules(
+        __name__,
+        {
+            "bars": ["shows_bar"],
+            "methods": ["build_profiler"],
+            "state_bytes": ["count_state", "StateBytes"],
+        },
+    )

@@ -1,1 +1,16 @@
 """Whether a script computes on many devices what it computes on one: two runs of it, compared tensor by tensor."""
+
+from typing import TYPE_CHECKING
+
+from lockstep.lazy import names_of_modules
+
+if not TYPE_CHECKING:
+    __getattr__ = names_of_modules(
+        __name__,
+        {
+            "check": ["ParityCheck", "Request"],
+            "reference": ["refuse_other_run"],
+            "runs": ["CheckedProgram", "CouldNotRun", "Left", "ScriptRun"],
+            "spec": ["ProcessFacts", "RunSpec"],
+        },
+    )

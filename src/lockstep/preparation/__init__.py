@@ -2,16 +2,18 @@
 
 from typing import TYPE_CHECKING
 
-from lockstep.lazy import lazy_names
+from lockstep.lazy import names_of_modules
 
 if TYPE_CHECKING:
     from lockstep.preparation.prepare import Preparation as Preparation
     from lockstep.preparation.window import AccumulationState as AccumulationState
 else:
-    __getattr__ = lazy_names(
+    __getattr__ = names_of_modules(
         __name__,
         {
-            "AccumulationState": "lockstep.preparation.window",
-            "Preparation": "lockstep.preparation.prepare",
+            "checks": ["check_backend"],
+            "observers": ["RunObserver"],
+            "prepare": ["Preparation"],
+            "window": ["AccumulationState"],
         },
     )

@@ -1,1 +1,28 @@
 """What a run did, why it was slow and why it stopped: one page of its folder. No torch."""
+
+from typing import TYPE_CHECKING
+
+from lockstep.lazy import names_of_modules
+
+if not TYPE_CHECKING:
+    __getattr__ = names_of_modules(
+        __name__,
+        {
+            "compare": [
+                "comparison_sentences",
+                "MOST_RUNS",
+                "numbers_part",
+                "settings_that_differ",
+                "told_apart",
+            ],
+            "expected": ["expected_bytes", "expected_memory"],
+            "job": ["job_of", "JobNow", "stack_of"],
+            "live": ["bar", "NEWEST_BYTES", "screen", "sparkline"],
+            "live_job": ["job_screen", "keys_line", "ranks_panel", "stacks_panel", "stacks_text"],
+            "numbers": ["numbers_of", "RunNumbers"],
+            "plain": ["to_json"],
+            "report": ["report_of"],
+            "started": ["configuration"],
+            "summary": ["REASONS", "sentences"],
+        },
+    )

@@ -1,0 +1,25 @@
+from typing import TYPE_CHECKING
+
+from lockstep.lazy import names_of_modules
+
+if not TYPE_CHECKING:
+    __getattr__ = names_of_modules(
+        __name__,
+        {
+            "available": ["is_wandb_available"],
+            "control": ["split_between"],
+            "failure": ["install_excepthook", "is_consequence", "report_of"],
+            "memory": ["is_out_of_memory"],
+            "process": [
+                "check_same_versions",
+                "current_runtime",
+                "device_named",
+                "differences",
+                "end_runtime",
+                "Runtime",
+                "start_runtime",
+            ],
+            "seed": ["rng_state", "set_rng_state"],
+            "step": ["BatchCounts", "StepClock", "StepState"],
+        },
+    )

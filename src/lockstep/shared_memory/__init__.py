@@ -17,4 +17,19 @@ call_code     a call as a number that ranks compare
 history       what was called, for who looks into a hang
 """
 
+from typing import TYPE_CHECKING
+
+from lockstep.lazy import names_of_modules
 from lockstep.shared_memory.backend import register as register
+
+if not TYPE_CHECKING:
+    __getattr__ = names_of_modules(
+        __name__,
+        {
+            "buffers": ["ADDRESS_BYTES", "GatheredBuffers"],
+            "join": ["share"],
+            "layout": ["SLOT_BYTES"],
+            "segment": ["Segment"],
+            "slots": ["RankSlots"],
+        },
+    )

@@ -259,7 +259,9 @@ class SharedMemoryGroup(dist.ProcessGroup):
         if gathered is not None and use is not None:
             assert isinstance(collectives, HostCollectives)
             return gathered.all_gather(collectives, mine, places, use)
-        return collectives.all_gather(call_code("all_gather", mine.flat.numel(), mine.flat.dtype), mine, places)
+        return collectives.all_gather(
+            call_code("all_gather", mine.flat.numel(), mine.flat.dtype), mine, places
+        )
 
     def gather(
         self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: CollectiveOptions

@@ -22,10 +22,15 @@ __getattr__ = lazy_names(
     __name__,
     {
         "CouldNotRun": "lockstep.parity.runs",
+        "DistributedTestError": "lockstep.testing.pool",
         "ParityError": "lockstep.testing.report",
         "ParityReport": "lockstep.testing.report",
         "ParityWorkers": "lockstep.testing.parity",
+        "RANK_VARIABLES": "lockstep.testing.pool",
+        "WorkerPool": "lockstep.testing.pool",
         "check_parity": "lockstep.testing.parity",
         "compare_parity": "lockstep.testing.parity",
+        "free_port": "lockstep.testing.pool",
+        "server_environment": "lockstep.testing.pool",
     },
 )

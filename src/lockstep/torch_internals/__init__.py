@@ -4,3 +4,20 @@ Each function says which behaviour of torch is relied on. Each file has a ``prob
 a tiny computation that the installed torch behaves so; it runs once, at the first use of the engine. A torch of
 unknown shape is refused in one sentence, and never trained on.
 """
+
+from typing import TYPE_CHECKING
+
+from lockstep.lazy import names_of_modules
+
+if not TYPE_CHECKING:
+    __getattr__ = names_of_modules(
+        __name__,
+        {
+            "c10d": ["recorder_traces"],
+            "copy_on_write": ["is_shared", "lazy_clone", "take_back"],
+            "fsdp2": ["params"],
+            "gloo": ["group_with_one_thread"],
+            "pipelining": ["splits_backward_exactly"],
+            "versions": ["NEWEST", "OLDEST", "unknown"],
+        },
+    )

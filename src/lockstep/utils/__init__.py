@@ -153,6 +153,6 @@ def _of_accelerate(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    from lockstep.compat.accelerate.interface import GATHERING, names
+    from lockstep.compat.accelerate.interface import GATHERING, names_in
 
-    return sorted({*globals(), *_HOME, *names(GATHERING)})
+    return sorted({*globals(), *_HOME, *names_in(GATHERING)})

@@ -13,7 +13,7 @@ from typing import Any
 from checkpoint.audit.judge import Verdict, judge
 from checkpoint.audit.run import from_the_newest, uninterrupted, until_killed, until_the_stop
 from checkpoint.audit.trials import Trial
-from lockstep.testing.pool import DistributedTestError, WorkerPool
+from lockstep.testing import DistributedTestError, WorkerPool
 
 Run = Callable[..., list[Any]]
 Job = tuple[Trial, Path]

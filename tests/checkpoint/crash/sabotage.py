@@ -12,8 +12,10 @@ from unittest.mock import patch
 from checkpoint.crash.crashes import Outcome
 from checkpoint.crash.subject import Scenario
 from checkpoint.crash.trials import EXPLICIT, LIMIT_1, Slice
-from lockstep.checkpoint import folders
-from lockstep.checkpoint.store import local as store
+from lockstep.checkpoint import HostStager, load_checkpoint, numbers
+from lockstep.checkpoint.format import MANIFEST
+from lockstep.checkpoint.store import LocalStore
+from patching import module_of
 
 Broken = Callable[[], Any]
 
@@ -29,28 +31,28 @@ def outcomes(broken: Broken, kind: Callable[[Scenario, Slice], list[Outcome]]) -
 @contextmanager
 def replaces_in_place() -> Iterator[None]:
     """The checkpoint that is replaced is removed before the new one is there."""
-    publish = store.LocalStore.publish
+    publish = LocalStore.publish
 
     def hasty(self: Any, directory: str, staging: str, manifest: bytes) -> None:
         shutil.rmtree(directory, ignore_errors=True)
         publish(self, directory, staging, manifest)
 
-    with patch.object(store.LocalStore, "publish", hasty):
+    with patch.object(LocalStore, "publish", hasty):
         yield
 
 
 @contextmanager
 def prunes_first() -> Iterator[None]:
     """Older checkpoints are removed before the new one is written."""
-    begin = store.LocalStore.begin
+    begin = LocalStore.begin
 
     def hasty(self: Any, directory: str) -> str:
         folder = os.path.dirname(directory)
-        for number in folders.numbers(folder, self):
+        for number in numbers(folder, self):
             self.remove(f"{folder}/checkpoint_{number}")
         return begin(self, directory)
 
-    with patch.object(store.LocalStore, "begin", hasty):
+    with patch.object(LocalStore, "begin", hasty):
         yield
 
 
@@ -62,7 +64,7 @@ def syncs_nothing() -> Iterator[None]:
         def __getattr__(self, name: str) -> Any:
             return (lambda handle: None) if name == "fsync" else getattr(os, name)
 
-    with patch.object(store, "os", Lazy()):
+    with patch.object(module_of(LocalStore), "os", Lazy()):
         yield
 
 
@@ -71,15 +73,15 @@ def replaces_file_by_file() -> Iterator[None]:
     """Each file takes the place of the older one of its name, and nobody looks whether they belong together."""
 
     def hasty(self: Any, directory: str, staging: str, manifest: bytes) -> None:
-        self.write(f"{staging}/{store.MANIFEST}", [manifest])
+        self.write(f"{staging}/{MANIFEST}", [manifest])
         os.makedirs(directory, exist_ok=True)
         for name in sorted(os.listdir(staging)):
             os.replace(f"{staging}/{name}", f"{directory}/{name}")
         os.rmdir(staging)
 
     with (
-        patch.object(store.LocalStore, "publish", hasty),
-        patch("lockstep.checkpoint.load.verify", lambda store, directory, share: None),
-        patch("lockstep.checkpoint.writer.verify", lambda store, directory, share: None),
+        patch.object(LocalStore, "publish", hasty),
+        patch.object(module_of(load_checkpoint), "verify_checkpoint", lambda store, directory, share: None),
+        patch.object(module_of(HostStager), "verify_checkpoint", lambda store, directory, share: None),
     ):
         yield

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from lockstep.checkpoint.contents import DataCoordinates, FullModelSpec
+from lockstep.checkpoint import DataCoordinates, FullModelSpec
 
 WIDTH, HIDDEN, WORDS, BLOCKS, EXPERTS = 6, 10, 7, 4, 4
 Values = dict[str, torch.Tensor]

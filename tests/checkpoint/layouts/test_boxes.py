@@ -14,11 +14,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from checkpoint.layouts import simulated
 from checkpoint.layouts.simulated import Coordinate, Spread, coordinates
-from lockstep.checkpoint.planner import SavePlan, SavePlanner
-from lockstep.checkpoint.reader import create_read_items
-from lockstep.checkpoint.writer import CheckpointGroup
-from lockstep.comm.dtensor import boxes_of
-from lockstep.comm.layout import boxes, local_shape
+from lockstep.checkpoint import CheckpointGroup, SavePlan, SavePlanner, create_read_items
+from lockstep.comm import boxes, boxes_of, local_shape
 from lockstep.errors import CheckpointError, UsageError
 
 MESHES = st.sampled_from([(1,), (2,), (3,), (4,), (2, 2), (2, 3), (4, 2), (2, 1, 3), (2, 2, 2)])

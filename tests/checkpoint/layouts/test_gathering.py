@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor, Partial
 
 from checkpoint.layouts.spread import LAYOUTS, Layout, Net, part, values
 from lockstep import Accelerator
-from lockstep.checkpoint.weights.export import collect_stages
-from lockstep.comm.dtensor import local, shard_like, total_norm, whole
+from lockstep.checkpoint.weights import collect_stages
+from lockstep.comm import local, shard_like, total_norm, whole
 from lockstep.errors import UsageError
 
 GATHERED = ["zero=3 tp=2", "ddp tp=2", "ddp ep=2", "zero=3", "tp=2", "ep=2"]

@@ -12,12 +12,9 @@ from safetensors.torch import load_file
 
 from checkpoint.layouts.spread import LAYOUTS, Layout, Run, State, part, values
 from lockstep import Accelerator, ProjectConfiguration
-from lockstep.checkpoint.checkpointer import Checkpointer
-from lockstep.checkpoint.contents import CheckpointContents
-from lockstep.checkpoint.load import load_checkpoint
-from lockstep.checkpoint.save import save_checkpoint
-from lockstep.checkpoint.weights.convert import open_weights, write_file
-from lockstep.runtime.step import StepState
+from lockstep.checkpoint import CheckpointContents, Checkpointer, load_checkpoint, save_checkpoint
+from lockstep.checkpoint.weights import open_weights, write_file
+from lockstep.runtime import StepState
 
 SOURCES = ("plain", "pp=2 tp=2")
 """Of these each layout loads; of the others the plain model, and of some those that have most in common or least."""

@@ -9,9 +9,7 @@ from torch import nn
 
 from checkpoint.layouts.spread import LAYOUTS, Run, State, optimizer_of, values
 from checkpoint.layouts.test_layouts import checkpointer, training
-from lockstep.checkpoint.contents import CheckpointContents
-from lockstep.checkpoint.load import load_checkpoint
-from lockstep.checkpoint.save import save_checkpoint
+from lockstep.checkpoint import CheckpointContents, load_checkpoint, save_checkpoint
 from lockstep.errors import CheckpointError, LockstepError
 
 BY_NAME = {layout.name: layout for layout in LAYOUTS}

@@ -7,11 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lockstep.compat.accelerate.config_file import OTHER_KEYS, SECTIONS, from_yaml, load
-from lockstep.compat.accelerate.write import write_config
-from lockstep.config.run import RunConfig
-from lockstep.config.settings import IN_FILES
-from lockstep.config.yaml_file import MAX_YAML_BYTES, parse_yaml
+from lockstep.compat.accelerate import OTHER_KEYS, SECTIONS, from_yaml, load, write_config
+from lockstep.config import IN_FILES, MAX_YAML_BYTES, RunConfig, parse_yaml
 from lockstep.errors import ConfigError
 from lockstep.utils import PrecisionType
 from tests.compat.accelerate_examples import TWO_MACHINES, TWO_PROCESSES

@@ -16,7 +16,7 @@ from accelerate.utils import TorchDynamoPlugin as TheirPlugin
 
 from cli.calling import call, check_refused
 from lockstep import Accelerator
-from lockstep.compat.accelerate.flags import REFUSED
+from lockstep.compat.accelerate import REFUSED
 
 VERSION = "1.15"
 """Of Accelerate, whose options these are; a switch has no value, and ``=`` parts several that work."""

@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.compat.accelerate import interface
-from lockstep.compat.accelerate.interface import NotOffered, Offered
+from lockstep.compat.accelerate import MODULES, VERSION, NotOffered, Offered, find
 
 DESCRIBE = """
 import enum, importlib, inspect, json, pkgutil, types, warnings
@@ -81,13 +80,13 @@ def test_every_public_name_is_offered_or_has_a_reason(
     installed: tuple[str, dict[str, dict[str, Any]]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     version, modules = installed
-    if version.split(".")[:2] != interface.VERSION.split(".")[:2]:
-        pytest.skip(f"Accelerate {version} is installed; the interface is that of {interface.VERSION}")
+    if version.split(".")[:2] != VERSION.split(".")[:2]:
+        pytest.skip(f"Accelerate {version} is installed; the interface is that of {VERSION}")
     counted: Counter[str] = Counter()
     unknown = []
     for module, names in modules.items():
         for name in names:
-            known = interface.find(module, name)
+            known = find(module, name)
             counted["offered" if isinstance(known, Offered) else "with a reason" if known else "unknown"] += 1
             if known is None:
                 unknown.append(f"{module}.{name}")
@@ -105,12 +104,12 @@ def test_every_public_name_is_offered_or_has_a_reason(
 
 
 def _is_for_another_engine(module: str, name: str) -> bool:
-    known = interface.find(module, name)
+    known = find(module, name)
     return isinstance(known, NotOffered) and known.reason.startswith("it belongs to ")
 
 
 def _is_offered(module: str, name: str) -> bool:
-    return isinstance(interface.find(module, name), Offered) or f"{module}.{name}" in interface.MODULES
+    return isinstance(find(module, name), Offered) or f"{module}.{name}" in MODULES
 
 
 # What transformers 5.23, trl 1.16, peft 0.21, diffusers 0.42 and sentence-transformers 6.2 import.
@@ -164,7 +163,7 @@ def test_arguments_are_those_of_accelerate(installed: tuple[str, dict[str, dict[
     differing = {}
     for module, names in modules.items():
         for name, said in names.items():
-            known = interface.find(module, name)
+            known = find(module, name)
             if isinstance(known, Offered) and "arguments" in said:
                 found = _difference(said["arguments"], known.load())
                 if found:
@@ -203,7 +202,7 @@ def test_enums_have_the_values_of_accelerate(installed: tuple[str, dict[str, dic
     _, modules = installed
     for module, names in modules.items():
         for name, said in names.items():
-            known = interface.find(module, name)
+            known = find(module, name)
             if isinstance(known, Offered) and "values" in said:
                 kind = known.load()
                 assert isinstance(kind, enum.EnumMeta)
@@ -212,7 +211,7 @@ def test_enums_have_the_values_of_accelerate(installed: tuple[str, dict[str, dic
 
 
 def test_reasons_say_what_to_do() -> None:
-    for module, names in interface.MODULES.items():
+    for module, names in MODULES.items():
         for name, known in names.items():
             if isinstance(known, NotOffered):
                 assert known.reason.endswith(".") and ". " in known.reason, f"{module}.{name}"

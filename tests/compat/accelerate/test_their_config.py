@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from cli.calling import call
-from lockstep.compat.settings import environment_settings
-from lockstep.config.merge import parallel_of
+from lockstep.compat import environment_settings
+from lockstep.config import parallel_of
 from lockstep.utils import Parallel
 from tests.compat.accelerate.their_config import ANSWERS, launched, write
 

@@ -19,8 +19,9 @@ from lockstep.data_loader import BatchSamplerShard, DataLoaderDispatcher, DataLo
 from lockstep.errors import UsageError
 from lockstep.inference import build_pipeline, pippy_forward
 from lockstep.parallelism_config import ParallelismConfig
-from lockstep.utils import FullyShardedDataParallelPlugin
-from lockstep.utils.fsdp_utils import (
+from lockstep.utils import (
+    FullyShardedDataParallelPlugin,
+    GatheredParameters,
     fsdp2_load_full_state_dict,
     fsdp2_prepare_model,
     load_fsdp_model,
@@ -29,7 +30,6 @@ from lockstep.utils.fsdp_utils import (
     save_fsdp_model,
     save_fsdp_optimizer,
 )
-from lockstep.utils.operations import GatheredParameters
 
 
 class Tower(nn.Module):

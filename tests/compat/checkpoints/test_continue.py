@@ -13,8 +13,7 @@ from accelerate import Accelerator as TheirAccelerator
 from torch import nn
 
 from lockstep import Accelerator
-from lockstep.compat.checkpoints.convert import read_foreign
-from lockstep.compat.checkpoints.result import write_imported
+from lockstep.compat.checkpoints import read_foreign, write_imported
 
 FEATURES, CLASSES = 6, 3
 

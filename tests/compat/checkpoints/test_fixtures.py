@@ -14,12 +14,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lockstep.checkpoint.format.codec import decode, encode
-from lockstep.compat.checkpoints.convert import read_foreign
-from lockstep.compat.checkpoints.result import write_imported
-from lockstep.compat.checkpoints.state import ImportedState, describe_state
+from lockstep.checkpoint.format import decode, encode
+from lockstep.compat.checkpoints import ImportedState, describe_state, read_foreign, write_imported
 from lockstep.errors import UsageError
-from lockstep.runtime.seed import rng_state, set_rng_state
+from lockstep.runtime import rng_state, set_rng_state
 
 HERE = Path(__file__).parent / "fixtures"
 CASES = sorted(path.name for path in HERE.iterdir() if (path / "expected.json").exists())

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.compat.checkpoints.convert import read_foreign
+from lockstep.compat.checkpoints import read_foreign
 from lockstep.errors import CheckpointError
 
 WEIGHTS = {"weight": torch.ones(2, 2), "bias": torch.zeros(2)}

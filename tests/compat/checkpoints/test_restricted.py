@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import json
 import os
@@ -20,14 +21,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.compat.checkpoints import isolated
-from lockstep.compat.checkpoints.convert import read_foreign
-from lockstep.compat.checkpoints.isolated import RefusedError, unpickle
-from lockstep.compat.checkpoints.restricted.encode import Encoder
-from lockstep.compat.checkpoints.restricted.machine import Machine
-from lockstep.compat.checkpoints.restricted.nodes import RefusedFile
-from lockstep.compat.checkpoints.tensors import MalformedError, MappedFile, Scratch, decode
+from lockstep.compat.checkpoints import (
+    Encoder,
+    Machine,
+    MalformedError,
+    MappedFile,
+    RefusedError,
+    RefusedFile,
+    Scratch,
+    decode,
+    read_foreign,
+    unpickle,
+)
 from lockstep.errors import CheckpointError
+from tests.patching import module_of
 
 PROTOCOLS = [2, 3, 4, 5]
 plain = st.recursive(
@@ -205,7 +212,7 @@ def test_an_answer_that_lies_is_refused(answer: Any, tmp_path: Path) -> None:
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
     """Let the restricted process run ``code`` instead."""
-    monkeypatch.setattr(isolated, "_CODE", "import os, sys, time; sys.stdin.read()\n" + code)
+    monkeypatch.setattr(module_of(unpickle), "_CODE", "import os, sys, time; sys.stdin.read()\n" + code)
 
 
 @pytest.mark.parametrize(
@@ -233,7 +240,7 @@ def test_a_process_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_process_that_floods_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(monkeypatch, "while True: os.write(1, b'x' * 2**16)")
-    monkeypatch.setattr(isolated, "MAX_ANSWER_BYTES", 2**20)
+    monkeypatch.setattr(module_of(unpickle), "MAX_ANSWER_BYTES", 2**20)
     with pytest.raises(CheckpointError, match="more than 1048576 bytes"):
         unpickle([(0, 0, 1)])
 
@@ -246,7 +253,15 @@ def test_the_locked_process_asks_the_kernel_for_reading_only(tmp_path: Path) -> 
     with open(path, "rb") as file:
         part = [file.fileno(), 0, path.stat().st_size]
         request = json.dumps({"memory": 2**32, "cpu_s": 20, "parts": [part]})
-        python = [sys.executable, "-I", "-S", "-B", "-c", isolated._CODE, str(Path(isolated.__file__).parent)]
+        python = [
+            sys.executable,
+            "-I",
+            "-S",
+            "-B",
+            "-c",
+            module_of(unpickle)._CODE,
+            str(Path(inspect.getfile(unpickle)).parent),
+        ]
         subprocess.run(
             ["strace", "-o", str(log), *python], input=request, text=True, stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL, pass_fds=[file.fileno()], timeout=60, check=True,
@@ -263,7 +278,7 @@ def test_the_process_inherits_no_variables_and_no_other_files(
 ) -> None:
     monkeypatch.setenv("A_SECRET", "x")
     listed = "import json\nopen_ = sorted(os.listdir('/proc/self/fd'))\n"
-    monkeypatch.setattr(isolated, "_CODE", "import os, sys; sys.stdin.read()\n" + listed + (
+    monkeypatch.setattr(module_of(unpickle), "_CODE", "import os, sys; sys.stdin.read()\n" + listed + (
         "print(json.dumps({'value': [dict(os.environ), open_, os.getcwd(), sys.flags.isolated, sys.flags.no_site]}))"
     ))  # fmt: skip
     with open(tmp_path / "other", "wb") as other, open(tmp_path / "file", "wb") as file:

@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lockstep.compat.checkpoints.convert import read_foreign
-from lockstep.compat.checkpoints.tensors import Scratch
-from lockstep.compat.checkpoints.zero import (
+from lockstep.compat.checkpoints import (
+    Scratch,
     join_stage_1_and_2,
     join_stage_3,
+    read_foreign,
     spans_of_stage_1_and_2,
     spans_of_stage_3,
 )

@@ -11,13 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.compat.deepspeed.config import from_deepspeed
-from lockstep.compat.deepspeed.keys import KEYS
-from lockstep.compat.rules import Outcome, walk
-from lockstep.config.files import MAX_FILE_BYTES, read_json
-from lockstep.config.merge import parallel_of, precision_of
-from lockstep.config.values import SettingValue
-from lockstep.config.world import BatchSizes
+from lockstep.compat import Outcome, walk
+from lockstep.compat.deepspeed import KEYS, from_deepspeed
+from lockstep.config import MAX_FILE_BYTES, BatchSizes, SettingValue, parallel_of, precision_of, read_json
 from lockstep.errors import ConfigError
 from tests.compat.deepspeed_examples import STAGE2, STAGE3
 

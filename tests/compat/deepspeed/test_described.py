@@ -12,9 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lockstep.compat.deepspeed.optimizers import build_optimizer
-from lockstep.compat.deepspeed.schedulers import build_scheduler
-from lockstep.config.readers import OptimizerConfig, SchedulerConfig
+from lockstep.compat.deepspeed import build_optimizer, build_scheduler
+from lockstep.config import OptimizerConfig, SchedulerConfig
 from lockstep.errors import ConfigError, UsageError
 from lockstep.utils import DummyOptim, DummyScheduler
 from train import problems

@@ -15,8 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.compat.deepspeed.lr_schedule_params import parse_schedule
-from lockstep.compat.deepspeed.lr_schedules import ScheduledLR
+from lockstep.compat.deepspeed import ScheduledLR, parse_schedule
 from lockstep.errors import ConfigError
 
 RECORDED = json.loads(Path(__file__).with_name("deepspeed_lr_schedules.json").read_text(encoding="utf-8"))

@@ -19,12 +19,10 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, transformer_auto_wrap_policy
 
-from lockstep.compat.accelerate.config_file import from_yaml
-from lockstep.compat.fsdp.plugin import from_fsdp_plugin
-from lockstep.compat.fsdp.section import KEYS, STRATEGIES, from_fsdp
-from lockstep.compat.rules import Translation
-from lockstep.config.merge import parallel_of, precision_of
-from lockstep.config.yaml_file import parse_yaml
+from lockstep.compat import Translation
+from lockstep.compat.accelerate import from_yaml
+from lockstep.compat.fsdp import KEYS, STRATEGIES, from_fsdp, from_fsdp_plugin
+from lockstep.config import parallel_of, parse_yaml, precision_of
 from lockstep.errors import ConfigError
 from lockstep.utils import FullyShardedDataParallelPlugin
 

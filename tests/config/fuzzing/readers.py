@@ -14,11 +14,16 @@ from unittest.mock import patch
 import yaml
 
 from lockstep.cli.main import main
-from lockstep.compat.accelerate.config_file import load
-from lockstep.compat.deepspeed.config import from_deepspeed
-from lockstep.compat.settings import external_settings
-from lockstep.config.hosts import read_hostfile
-from lockstep.config.sources import control_endpoint, process_environment, user_config_file, worker_settings
+from lockstep.compat import external_settings
+from lockstep.compat.accelerate import load
+from lockstep.compat.deepspeed import from_deepspeed
+from lockstep.config import (
+    control_endpoint,
+    process_environment,
+    read_hostfile,
+    user_config_file,
+    worker_settings,
+)
 from lockstep.control import Secret
 from lockstep.utils import Parallel
 from tests.config.fuzzing.judge import (

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.launch.backend import worker_arguments
-from lockstep.launch.spare.spares import SpareProcess
+from lockstep.launch import worker_arguments
+from lockstep.launch.spare import SpareProcess
 
 LIMIT_S = 120.0
 

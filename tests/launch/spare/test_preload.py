@@ -9,8 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.launch.spare import preload
-from lockstep.launch.spare.preload import EnvironmentReads, Libraries, Unfit, shadowed, watched_reads
+import lockstep
+from lockstep.launch.spare import (
+    EnvironmentReads,
+    Finder,
+    Libraries,
+    Unfit,
+    libraries_only,
+    run_imports,
+    shadowed,
+    watched_reads,
+)
 
 
 def test_every_way_to_read_a_variable_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,7 +63,7 @@ def test_a_variable_matters_if_it_was_read_or_is_one_of_compiled_libraries(
 
 def test_files_of_python_and_of_installed_packages_are_libraries(tmp_path: Path) -> None:
     libraries = Libraries()
-    for module in (os, pytest, preload):
+    for module in (os, pytest, lockstep):
         assert module.__file__ is not None
         assert libraries.has_file(module.__file__)
     assert not libraries.has_file(str(tmp_path / "mine.py"))
@@ -82,7 +91,7 @@ def test_imports_that_change_what_the_script_would_see_are_refused(
     monkeypatch.setattr(sys, "path", list(before))
 
     def enter() -> None:
-        with preload.libraries_only(str(tmp_path / "script")):
+        with libraries_only(str(tmp_path / "script")):
             assert sys.path[0] == str(tmp_path / "script")
             if changes == "sys.path":
                 sys.path.append("/more")
@@ -95,9 +104,9 @@ def test_imports_that_change_what_the_script_would_see_are_refused(
     else:
         with pytest.raises(Unfit, match=changes):
             enter()
-    assert not any(isinstance(finder, preload.Finder) for finder in sys.meta_path)
+    assert not any(isinstance(finder, Finder) for finder in sys.meta_path)
 
 
 def test_an_import_that_fails_is_named() -> None:
     with pytest.raises(Unfit, match="`from os import nothing` fails: ImportError"):
-        preload.run_imports(["import os", "from os import nothing"])
+        run_imports(["import os", "from os import nothing"])

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.config.sources import environment_digests
+from lockstep.config import environment_digests
 from tests.launch.helpers import alive, wait_until
 from tests.launch.spare.starts import LIMIT_S, environment, run_cold, run_warm, spare_of, wait_for
 

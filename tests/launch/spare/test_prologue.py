@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.launch.spare.prologue import Prologue, read_prologue, target_of
+from lockstep.launch.spare import Prologue, read_prologue, target_of
 
 LIBRARIES = {"torch", "numpy", "os", "lockstep"}
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lockstep.launch.bare import ID_VARIABLE, members
+from lockstep.launch import ID_VARIABLE, members
 from tests.launch.helpers import START_LIMIT_S, alive, start, wait_until
 from tests.launch.spare import training
 from tests.launch.test_elastic import Machines, kill_tree

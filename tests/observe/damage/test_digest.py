@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.observe.damage.divergence import CHUNK_ROWS, COLUMNS, Digester
+from lockstep.observe.damage import CHUNK_ROWS, COLUMNS, Digester
 
 WORD = 2**64
 

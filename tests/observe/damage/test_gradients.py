@@ -9,7 +9,7 @@ import torch
 
 from lockstep import Accelerator, DamageChecks, DamageError, GradScalerKwargs
 from lockstep.errors import UsageError
-from lockstep.observe.damage.gradients import any_not_finite
+from lockstep.observe.damage import any_not_finite
 from parallel import split_problem
 from parallel import zero_problem as problem
 

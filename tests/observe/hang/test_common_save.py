@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.observe.hang.common_save import ANSWER_LIMIT_S, UNDER_WAY
-from lockstep.observe.hang.gate import StopGate
-from lockstep.runtime.step import StepClock
+from lockstep.observe.hang import ANSWER_LIMIT_S, UNDER_WAY, StopGate
+from lockstep.runtime import StepClock
 from tests.observe.hang.test_coordinator import Run
 from tests.observe.hang.test_gate import Barrier, rank, stop
 

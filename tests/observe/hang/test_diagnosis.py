@@ -10,9 +10,16 @@ from typing import Any
 import pytest
 
 from lockstep.errors import ControlError
-from lockstep.observe.hang.diagnosis import SILENCE, Finding, Silent, diagnose
-from lockstep.observe.hang.records import Evidence, PendingCollective, SourceLine
-from lockstep.observe.hang.wording import named
+from lockstep.observe.hang import (
+    SILENCE,
+    Evidence,
+    Finding,
+    PendingCollective,
+    Silent,
+    SourceLine,
+    diagnose,
+    named,
+)
 
 TRAIN = SourceLine("train.py", 57, "main")
 SLOW = SourceLine("data.py", 88, "slow_fetch")

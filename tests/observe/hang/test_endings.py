@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.testing.pool import free_port
+from lockstep.testing import free_port
 
 SCRIPT = Path(__file__).parent / "ending.py"
 LAUNCH = [sys.executable, "-m", "lockstep.cli.main", "launch", "--nproc", "2", "--cpu", "--hang-timeout", "1"]

@@ -22,11 +22,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, Dataset
 
-from lockstep.comm.call_check import CallCheck
-from lockstep.observe.hang.diagnosis import Finding, Silent, diagnose
-from lockstep.observe.hang.evidence import gather_evidence
-from lockstep.observe.hang.ranks import state_of
-from lockstep.observe.hang.records import Evidence
+from lockstep.comm import CallCheck
+from lockstep.observe.hang import Evidence, Finding, Silent, diagnose, gather_evidence, state_of
+from lockstep.torch_internals import recorder_traces
+from tests.patching import module_of
 
 LOOK_AFTER_S = 0.15
 GIVE_UP_S = 1.0
@@ -141,7 +140,7 @@ def situations(folder: str) -> list[tuple[str, dict[str, Any], float, str]]:
     observed.run("objects", gather_objects, late(gather_objects))
     observed.run("recv", receive, late(lambda: dist.send(torch.ones(1), 0)))
     observed.run("irecv", receive_later, late(lambda: dist.send(torch.ones(1), 0)))
-    with mock.patch("lockstep.observe.hang.evidence.c10d.recorder_traces", return_value=()):
+    with mock.patch.object(module_of(recorder_traces), "recorder_traces", return_value=()):
         observed.run("unrecorded", enter_all_reduce, late(enter_all_reduce))
     pair = dist.new_group([0, 1])
 

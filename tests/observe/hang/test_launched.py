@@ -8,8 +8,7 @@ import threading
 import time
 from pathlib import Path
 
-from lockstep.history.lines import read_lines
-from lockstep.observe.measures.run_folder import EVENTS
+from lockstep.history import EVENTS, read_lines
 from tests.launch import helpers as launch
 
 SCRIPT = Path(__file__).parent / "training.py"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.testing.pool import free_port
+from lockstep.testing import free_port
 from tests.launch import helpers as launch
 
 SCRIPT = Path(__file__).parent / "training.py"

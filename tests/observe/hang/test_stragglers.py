@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from lockstep.observe.hang.ranks import Straggler, find_stragglers
+from lockstep.observe.hang import Straggler, find_stragglers
 
 
 def test_a_slow_rank_is_named_with_its_ratio_to_the_median_of_the_others() -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lockstep.observe.measures.device_parts import EVERY, DeviceParts, device_parts_of
-from lockstep.observe.measures.parts import Parts
+from lockstep.observe.measures import EVERY, DeviceParts, Parts, device_parts_of
 
 
 class Device:

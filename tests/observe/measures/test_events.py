@@ -12,11 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep import Accelerator
-from lockstep.config.handlers import DamageChecks
-from lockstep.history.lines import read_lines
-from lockstep.observe.hang.ranks import WatchedRank, told_of_others
-from lockstep.observe.measures.run_folder import EVENTS, MEASURES
+from lockstep import Accelerator, DamageChecks
+from lockstep.history import EVENTS, MEASURES, read_lines
+from lockstep.observe.hang import WatchedRank, told_of_others
 from tests.observe.hang import test_stop_signals as stopping
 from tests.observe.hang.test_coordinator import FakePeer, Run
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lockstep import Accelerator
-from lockstep.history.lines import read_lines
-from lockstep.observe.measures import flops
+from lockstep.history import read_lines
+from lockstep.observe.measures import FREE_KINDS, SHARE, FlopCounts
 from parallel.split_problem import gpt, make_llama
 
 LAYERS, WIDTH, LENGTH, VOCABULARY, ROWS, STEPS = 2, 32, 16, 64, 8, 3
@@ -219,9 +220,8 @@ def test_two_ranks_compute_together_what_one_process_computes(run_distributed: A
 
 
 def test_bytes_are_those_of_the_formula_by_axis(run_distributed: Any) -> None:
-    from lockstep.config.parallel import Parallel
-    from lockstep.plan.sizes import ModelSize
-    from lockstep.plan.traffic import sent_bytes
+    from lockstep.config import Parallel
+    from lockstep.plan import ModelSize, sent_bytes
 
     names = ["ddp", "zero=1", "zero=3"]
     cases = [("gpt", parallel, False) for parallel in names]
@@ -266,8 +266,8 @@ def test_rank_0_hears_of_the_others_without_a_collective(tmp_path: Path, run_dis
 def test_ever_new_lengths_are_counted_within_a_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counting a call takes a second by this clock, and what is between steps as long as the test says."""
     now = 0.0
-    monkeypatch.setattr(flops.time, "perf_counter", lambda: now)
-    counts = flops.FlopCounts()
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    counts = FlopCounts()
 
     def step(length: int, seconds_before: float) -> float | None:
         nonlocal now
@@ -282,9 +282,9 @@ def test_ever_new_lengths_are_counted_within_a_share_of_the_time(monkeypatch: py
         return None if found is None else found.model
 
     assert step(1, 0) is None  # the first step is left alone
-    for length in range(1, flops.FREE_KINDS + 1):
+    for length in range(1, FREE_KINDS + 1):
         assert step(length, 0) == 2 * length * 2 * 3
     assert step(100, 0) is None
     assert step(1, 0) == 2 * 2 * 3  # a known one stays known
-    assert step(100, (flops.FREE_KINDS + 1) / flops.SHARE) == 2 * 100 * 2 * 3
+    assert step(100, (FREE_KINDS + 1) / SHARE) == 2 * 100 * 2 * 3
     assert step(101, 0) is None

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.history.lines import read_lines
-from lockstep.observe.measures.journal import Journal, text_of
-from lockstep.observe.measures.run_folder import EVENTS, MEASURES, RunFolder
+from lockstep.history import EVENTS, MEASURES, read_lines
+from lockstep.observe.measures import Journal, RunFolder, text_of
 
 
 def test_lines_come_out_as_they_went_in(tmp_path: Path) -> None:

@@ -11,10 +11,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import Accelerator
 from lockstep.errors import UsageError
-from lockstep.observe.hang.ranks import numbers_of
-from lockstep.observe.hang.worker import json_numbers
-from lockstep.observe.measures.latest import latest_numbers
-from lockstep.observe.measures.step import StepMeasures
+from lockstep.observe.hang import json_numbers, numbers_of
+from lockstep.observe.measures import StepMeasures, latest_numbers
 
 
 def step(number: int, seconds: float, **values: Any) -> StepMeasures:

@@ -13,7 +13,7 @@ import torch
 
 from lockstep import Accelerator
 from lockstep.errors import UsageError
-from lockstep.observe.measures.tokens import tokens_in
+from lockstep.observe.measures import tokens_in
 
 
 class Told:

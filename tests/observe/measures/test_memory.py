@@ -11,8 +11,8 @@ import psutil
 import torch
 
 from lockstep import Accelerator
-from lockstep.history.lines import EVENTS, read_lines
-from lockstep.observe.measures.parts import PARTS
+from lockstep.history import EVENTS, read_lines
+from lockstep.observe.measures import PARTS
 
 
 def test_state_is_counted_and_the_peak_is_the_process() -> None:

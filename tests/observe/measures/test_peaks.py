@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lockstep.observe.measures.peaks import TABLE, peak_of, peak_of_name, precision_of
+from lockstep.observe.measures import TABLE, peak_of, peak_of_name, precision_of
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep import Accelerator
-from lockstep.history.lines import read_lines
-from lockstep.observe.measures.run_folder import EVENTS, MEASURES
+from lockstep.history import EVENTS, MEASURES, read_lines
 from tests.observe.measures.test_measures import train
 
 

@@ -166,7 +166,6 @@ def plainly(cell: Cell, planted: Mapping[int, str]) -> dict[str, torch.Tensor]:
 
 
 def events_of(folder: Path) -> list[dict[str, Any]]:
-    from lockstep.history.lines import read_lines
-    from lockstep.observe.measures.run_folder import EVENTS
+    from lockstep.history import EVENTS, read_lines
 
     return [line for line in read_lines(folder / EVENTS) if line["event"] == "spike"]

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep import Accelerator, SpikePolicy
-from lockstep.checkpoint.format.capsule import CapsuleFacts, RankCapsule
-from lockstep.config.handlers import ProjectConfiguration
+from lockstep import Accelerator, ProjectConfiguration, SpikePolicy
+from lockstep.checkpoint.format import CapsuleFacts, RankCapsule
 from lockstep.errors import ConfigError
 from tests.observe.spikes.problem import PLANTED, ROWS, Cell, Run, batches, events_of, make_model
 

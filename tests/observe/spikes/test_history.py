@@ -9,8 +9,7 @@ import pytest
 
 from lockstep import SpikePolicy
 from lockstep.errors import ConfigError
-from lockstep.observe.spikes.history import RecentValues
-from lockstep.observe.spikes.watch import check_form
+from lockstep.observe.spikes import RecentValues, check_form
 
 
 def test_the_score_is_that_of_the_formula() -> None:

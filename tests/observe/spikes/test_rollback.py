@@ -11,8 +11,7 @@ import torch
 
 from lockstep import Accelerator, SpikeError, SpikePolicy, set_seed
 from lockstep.errors import ConfigError
-from lockstep.history.lines import read_lines
-from lockstep.observe.measures.run_folder import EVENTS, MEASURES
+from lockstep.history import EVENTS, MEASURES, read_lines
 from tests.observe.spikes.problem import (
     PLANTED,
     ROWS,

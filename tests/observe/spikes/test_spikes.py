@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lockstep import Accelerator, DamageChecks, SpikeError, SpikePolicy
-from lockstep.comm.ledger import CommunicationLedger
+from lockstep.comm import CommunicationLedger
 from lockstep.errors import ConfigError, UsageError
 from tests.observe.spikes.problem import PLANTED, ROWS, STEPS, Cell, Run, batches, events_of, loss_of, plainly
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from lockstep.errors import ConfigError
-from lockstep.offload.device_map.placement import TensorPlacement, assign_placements, main_device_of
-from lockstep.offload.dispatch.attach import cross_devices
+from lockstep.offload.device_map import TensorPlacement, assign_placements, main_device_of
+from lockstep.offload.dispatch import cross_devices
 from lockstep.utils import check_device_map
 from tests.offload.checkpoints import Net, made
 

@@ -15,7 +15,7 @@ from lockstep import (
     init_empty_weights,
     load_checkpoint_and_dispatch,
 )
-from lockstep.offload.weights.attach import streamer_of
+from lockstep.offload.weights import streamer_of
 from tests.offload.checkpoints import Net, made, save, weights
 
 pytestmark = [

@@ -21,8 +21,8 @@ from lockstep import (
 )
 from lockstep.errors import ConfigError, OffloadError, UsageError
 from lockstep.hooks import remove_hook_from_submodules
-from lockstep.offload.files.stored import FileBacked
-from lockstep.offload.weights.attach import streamer_of
+from lockstep.offload.files import FileBacked
+from lockstep.offload.weights import streamer_of
 from lockstep.utils import (
     align_module_device,
     get_state_dict_offloaded_model,

@@ -14,7 +14,7 @@ from torch import nn
 
 from lockstep import init_empty_weights, load_checkpoint_and_dispatch
 from lockstep.errors import CheckpointError, ConfigError, OffloadError
-from lockstep.offload.files.stored import FileBacked
+from lockstep.offload.files import FileBacked
 from lockstep.utils import load_checkpoint_in_model
 from tests.offload.checkpoints import Net, made, save, weights
 
@@ -203,8 +203,8 @@ def test_arguments_without_an_effect_are_refused(tmp_path: Path, options: dict[s
 PEAK = """
 import os, sys
 from torch import nn
-from lockstep.offload.dispatch.empty import init_empty_weights
-from lockstep.offload.dispatch.loading import load_checkpoint_in_model
+from lockstep import init_empty_weights
+from lockstep.offload.dispatch import load_checkpoint_in_model
 
 def memory(key):
     with open("/proc/self/status") as status:

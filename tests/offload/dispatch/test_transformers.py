@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model, LlamaConfig, Ll
 
 from lockstep import init_empty_weights, load_checkpoint_and_dispatch
 from lockstep.hooks import remove_hook_from_submodules
-from lockstep.offload.weights.attach import streamer_of
+from lockstep.offload.weights import streamer_of
 
 MODELS = {
     "llama": (

@@ -12,8 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from lockstep.errors import CheckpointError
-from lockstep.offload.files.checkpoint_files import DTYPES, stored_tensors
-from lockstep.offload.files.stored import FileBacked, MappedFiles, read
+from lockstep.offload.files import DTYPES, FileBacked, MappedFiles, read, stored_tensors
 
 TENSORS = {"a.w": torch.arange(12.0).view(3, 4), "b": torch.arange(5), "scalar": torch.tensor(2.5)}
 

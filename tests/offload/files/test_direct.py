@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lockstep.errors import OffloadError
-from lockstep.offload.files.direct import ALIGNMENT, OffloadFile, aligned_buffer, region_of
+from lockstep.offload.files import ALIGNMENT, OffloadFile, aligned_buffer, region_of
 
 FOLDERS = ["disk", "/dev/shm"]
 
@@ -152,7 +152,7 @@ def test_a_disk_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_nothing_is_left_of_a_killed_process(tmp_path: Path) -> None:
     code = (
-        "import os, sys, torch; from lockstep.offload.files.direct import OffloadFile;"
+        "import os, sys, torch; from lockstep.offload.files import OffloadFile;"
         f"file = OffloadFile({str(tmp_path)!r}, 1 << 20); file.tensor(0, (9,), torch.float32).fill_(1);"
         "os.kill(os.getpid(), 9)"
     )

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 
 import pytest
 import torch
 
-from lockstep.offload.files import offload_folder as writing
-from lockstep.offload.files.offload_folder import FileWriter
+from lockstep.offload.files import FileWriter
+from tests.patching import module_of
 
 
 @pytest.mark.parametrize("direct", [True, False])
 def test_parts_of_any_length_are_written_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool
 ) -> None:
-    monkeypatch.setattr(writing, "BUFFER_BYTES", 8192)
+    monkeypatch.setattr(module_of(FileWriter), "BUFFER_BYTES", 8192)
     if not direct:
-        monkeypatch.delattr(writing.os, "O_DIRECT")
+        monkeypatch.delattr(os, "O_DIRECT")
     rng = random.Random(0)
     for number, lengths in enumerate(
         [[], [1], [8192], [8191, 2], [rng.randint(0, 30_000) for _ in range(20)]]

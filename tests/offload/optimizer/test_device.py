@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from lockstep.errors import UsageError
-from lockstep.offload.copies import Copies
-from lockstep.offload.files.direct import region_of
-from lockstep.offload.optimizer.attach import offload_step
+from lockstep.offload import Copies
+from lockstep.offload.files import region_of
+from lockstep.offload.optimizer import offload_step
 from tests.offload.optimizer.test_offloaded import (
     OPTIMIZERS,
     Model,

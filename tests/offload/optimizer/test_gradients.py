@@ -13,11 +13,9 @@ import torch
 from torch import nn
 
 from lockstep.errors import OffloadError
-from lockstep.offload.files.direct import ALIGNMENT, OffloadFile, region_of
-from lockstep.offload.optimizer.attach import offload_step
-from lockstep.offload.optimizer.gradients import GradientFile, norm_of, scale_offloaded
-from lockstep.offload.weights.attach import stop_streaming, stream_weights
-from lockstep.offload.weights.groups import find_weight_groups
+from lockstep.offload.files import ALIGNMENT, OffloadFile, region_of
+from lockstep.offload.optimizer import GradientFile, norm_of, offload_step, scale_offloaded
+from lockstep.offload.weights import find_weight_groups, stop_streaming, stream_weights
 from tests.offload.optimizer.test_offloaded import Model, announce, assert_same, batches, loss_of, units_of
 
 
@@ -215,10 +213,10 @@ MEMORY = """
 import sys, torch
 from torch import nn
 from pathlib import Path
-from lockstep.offload.files.direct import OffloadFile
-from lockstep.offload.optimizer.gradients import GradientFile
-from lockstep.offload.optimizer.attach import offload_step
-from lockstep.offload.weights.groups import WeightGroup
+from lockstep.offload.files import OffloadFile
+from lockstep.offload.optimizer import GradientFile
+from lockstep.offload.optimizer import offload_step
+from lockstep.offload.weights import WeightGroup
 
 def anonymous():
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("RssAnon"))

@@ -19,13 +19,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.errors import OffloadError, UsageError
-from lockstep.offload.copies import Copies
-from lockstep.offload.files import direct
-from lockstep.offload.files.direct import ALIGNMENT, region_of
-from lockstep.offload.optimizer.attach import HOOK_READS_NOTHING, offload_step
-from lockstep.offload.optimizer.gradients import GradientFile
-from lockstep.offload.optimizer.offloaded import OffloadedStep
-from lockstep.offload.weights.groups import WeightGroup
+from lockstep.offload import Copies
+from lockstep.offload.files import ALIGNMENT, OffloadFile, region_of
+from lockstep.offload.optimizer import HOOK_READS_NOTHING, GradientFile, OffloadedStep, offload_step
+from lockstep.offload.weights import WeightGroup
 
 Make = Callable[[list[Any]], Optimizer]
 
@@ -282,7 +279,7 @@ def test_parameters_in_a_file_are_read_and_written_with_their_state(tmp_path: Pa
         files = []
         if offloaded:
             units = units_of(model)
-            home = direct.OffloadFile(tmp_path, 100 * ALIGNMENT)
+            home = OffloadFile(tmp_path, 100 * ALIGNMENT)
             for parameter in model.parameters():
                 mapped = home.tensor(home.place(parameter.numel() * 4), parameter.shape, torch.float32)
                 parameter.data = mapped.copy_(parameter.data)

@@ -17,9 +17,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import OffloadError, UsageError
-from lockstep.offload.weights.attach import stop_streaming, stream_weights, streamer_of
-from lockstep.offload.weights.groups import find_weight_groups
-from lockstep.offload.weights.streamer import Streamer
+from lockstep.offload.weights import Streamer, find_weight_groups, stop_streaming, stream_weights, streamer_of
 from tests.offload.models import Blocks, map_weights
 
 pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/pagemap"), reason="Linux tells what is mapped")
@@ -223,9 +221,9 @@ BUDGET = 60_000_000
 _RUN = f"""
 import sys, torch
 from torch import nn
-from lockstep.offload.weights.attach import stop_streaming, stream_weights, streamer_of
-from lockstep.offload.files.pages import map_file
-from lockstep.offload.weights.groups import find_weight_groups
+from lockstep.offload.weights import stop_streaming, stream_weights, streamer_of
+from lockstep.offload.files import map_file
+from lockstep.offload.weights import find_weight_groups
 
 def peak(run):
     open("/proc/self/clear_refs", "w").write("5")  # forgets the former peak

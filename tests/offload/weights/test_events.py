@@ -10,8 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lockstep.offload.weights.attach import listen
-from lockstep.offload.weights.groups import WeightGroup, find_weight_groups
+from lockstep.offload.weights import WeightGroup, find_weight_groups, listen
 from tests.offload.models import Blocks
 
 FORWARD = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from lockstep.offload.weights.groups import WeightGroup, enclosing_units, find_weight_groups
+from lockstep.offload.weights import WeightGroup, enclosing_units, find_weight_groups
 from tests.offload.models import Blocks
 
 

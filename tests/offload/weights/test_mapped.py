@@ -12,13 +12,12 @@ import torch
 from torch import nn
 
 from lockstep.errors import OffloadError, UsageError
-from lockstep.offload.files import pages
-from lockstep.offload.files.pages import Pages, map_file
-from lockstep.offload.weights.groups import WeightGroup, find_weight_groups
-from lockstep.offload.weights.mover import MappedMover
-from lockstep.torch_internals.copy_on_write import lazy_clone
+from lockstep.offload.files import Pages, map_file
+from lockstep.offload.weights import MappedMover, WeightGroup, find_weight_groups
+from lockstep.torch_internals import lazy_clone
 from tests.offload.models import Blocks, map_weights
 from tests.offload.resident import resident_bytes
+from tests.patching import module_of
 
 pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/pagemap"), reason="reads /proc")
 PAGE = mmap.PAGESIZE
@@ -153,7 +152,7 @@ def test_older_kernels_are_served_by_touching_each_page(numbers, monkeypatch: py
     path, _ = numbers
     tensor = map_file(path)
     Pages([tensor]).drop()
-    monkeypatch.setattr(pages, "_POPULATE_READ", 12345)  # no kernel knows it
+    monkeypatch.setattr(module_of(Pages), "_POPULATE_READ", 12345)  # no kernel knows it
     Pages([tensor[: 32 * PAGE]]).populate()
     assert resident_bytes(tensor[: 32 * PAGE]) == 32 * PAGE
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.offload.weights.schedule import Successors, choose_ahead, choose_urgent
+from lockstep.offload.weights import Successors, choose_ahead, choose_urgent
 
 Trace = Sequence[tuple[int, bool]]  # unit, and whether in backward
 

@@ -12,9 +12,7 @@ import pytest
 from torch import nn
 
 from lockstep.errors import OffloadError, UsageError
-from lockstep.offload.weights.groups import WeightGroup
-from lockstep.offload.weights.mover import least_budget
-from lockstep.offload.weights.streamer import Streamer
+from lockstep.offload.weights import Streamer, WeightGroup, least_budget
 
 TIMEOUT_S = 30.0
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lockstep import Accelerator, BoundedStaleness
-from lockstep.parallel.asynchronous.stale import StalenessReport
+from lockstep.parallel.asynchronous import StalenessReport
 from parallel.asynchronous import problem
 from parallel.asynchronous.problem import Tensors
 from train import problems

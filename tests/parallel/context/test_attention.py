@@ -11,12 +11,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from lockstep.comm.ledger import CommunicationLedger
-from lockstep.config.enums import CPMethod
-from lockstep.parallel.context.layout import SequenceLayout
-from lockstep.parallel.context.ring import CpuFlash, Plain, ring_attention
-from lockstep.parallel.context.ulysses import ulysses_attention
-from lockstep.runtime import process
+from lockstep.comm import CommunicationLedger
+from lockstep.config import CPMethod
+from lockstep.parallel.context import CpuFlash, Plain, SequenceLayout, ring_attention, ulysses_attention
+from lockstep.runtime import start_runtime
 
 BATCH, LENGTH = 2, 16
 
@@ -115,7 +113,7 @@ def difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def worst_differences() -> Iterator[float]:
-    process.start_runtime(cpu=True)
+    start_runtime(cpu=True)
     for case in CASES:
         results = split(case, layout_of(case.method))
         assert {result.dtype for result in results} == {case.dtype}
@@ -140,7 +138,7 @@ def test_attention_and_its_gradients_are_those_of_the_whole_sequence(
 
 def sent_by_attention(method: CPMethod, heads: tuple[int, int], dtype: torch.dtype) -> list[tuple[int, int]]:
     """Number and bytes of what this rank sends in a forward and in a backward."""
-    process.start_runtime(cpu=True)
+    start_runtime(cpu=True)
     layout = layout_of(method)
     case = Case(method, causal=True, heads=heads, dtype=dtype)
     *inputs, gradient = (layout.local(tensor, 2) for tensor in tensors_of(case))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lockstep import Accelerator
 from lockstep.errors import UsageError
 from lockstep.nn import MixtureOfExperts
-from lockstep.parallel.context import region
+from lockstep.parallel.context import regions_of
 from parallel.context.comparing import fast_and_all, what_is_wrong
 from parallel.tensor.problem import difference
 
@@ -249,7 +249,7 @@ def split(method: str, names: list[str], between: bool, verify: str, rehearses: 
         accelerator = Accelerator(cpu=True, parallel=f"cp=2 cp_method={method} blocks=Block verify={verify}")
         model = Model(None, BETWEEN[name]) if between else Model({**RIGHT, **MIXING}[name])
         model = accelerator.prepare(model)
-        for one in region.regions_of(model):
+        for one in regions_of(model):
             one.judge.rehearses = rehearses
         try:
             loss = run(model)

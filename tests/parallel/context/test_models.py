@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from lockstep.model.blocks import find_blocks
+from lockstep.model import find_blocks
 from lockstep.parallel.context import context_parallel, regions_of
-from lockstep.runtime import process
+from lockstep.runtime import start_runtime
 from tests.parallel.split_problem import LENGTH, VOCABULARY, make_batches, make_llama
 
 WIDTH = 16
@@ -26,7 +26,7 @@ WIDTH = 16
 def splits(model: nn.Module, method: str) -> nn.Module:
     """A copy of ``model`` that is context parallel over all ranks."""
     torch.set_num_threads(1)
-    process.start_runtime(cpu=True)
+    start_runtime(cpu=True)
     model = copy.deepcopy(model)
     context_parallel(model, find_blocks(model), init_device_mesh("cpu", (dist.get_world_size(),)), method)
     return model
@@ -245,7 +245,7 @@ def chains_agree(method: str) -> None:
         with torch.no_grad():
             for parameter in plain.parameters():
                 parameter.copy_(torch.randn_like(parameter) * 0.3)
-        process.start_runtime(cpu=True)
+        start_runtime(cpu=True)
         for parameter in plain.parameters():
             dist.broadcast(parameter.data, 0)
         split = splits(plain, method)

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lockstep.errors import UsageError
-from lockstep.model.blocks import find_blocks
-from lockstep.parallel.context import context_parallel, split_sequence
-from lockstep.parallel.context.arguments import sequence_dim
-from lockstep.runtime import process
+from lockstep.model import find_blocks
+from lockstep.parallel.context import context_parallel, sequence_dim, split_sequence
+from lockstep.runtime import start_runtime
 from tests.parallel.split_problem import make_batches, make_gpt, make_llama
 
 BATCH, LENGTH, HEADS, WIDTH = 2, 8, 3, 12
@@ -151,7 +150,7 @@ def message(call: Callable[[], Any]) -> str:
 
 
 def messages_in_forward() -> dict[str, str]:
-    process.start_runtime(cpu=True)
+    start_runtime(cpu=True)
     hidden = torch.randn(BATCH, LENGTH, WIDTH)
     return {
         name: message(lambda forward=forward, method=method: spread(Model(forward), method)(hidden))
@@ -167,7 +166,7 @@ def test_blocks_that_would_mix_positions_are_refused(run_distributed: Callable[.
 
 
 def messages_of_models_and_calls() -> dict[str, str]:
-    process.start_runtime(cpu=True)
+    start_runtime(cpu=True)
     x = torch.randn(BATCH, LENGTH, WIDTH)
     good = spread(Model(lambda block, x: attend(x, is_causal=True)))
     first = good.layers[0]

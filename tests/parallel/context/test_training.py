@@ -15,11 +15,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from lockstep.config.enums import Activation
-from lockstep.model.blocks import find_blocks
+from lockstep.config import Activation
+from lockstep.model import find_blocks
+from lockstep.parallel import apply_activation_checkpointing
 from lockstep.parallel.context import context_parallel, gather_sequence, split_sequence
-from lockstep.parallel.recompute import apply_activation_checkpointing
-from lockstep.runtime import process
+from lockstep.runtime import start_runtime
 from tests.parallel.split_problem import (
     LENGTH,
     MODELS,
@@ -43,7 +43,7 @@ def expected(kind: str, steps: int = STEPS) -> Result:
 def prepared(kind: str, method: str, activation: str = "none", shard: bool = False) -> nn.Module:
     """Context parallel over all ranks."""
     torch.set_num_threads(1)
-    process.start_runtime(cpu=True)
+    start_runtime(cpu=True)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = MODELS[kind](LAYERS)
     blocks = find_blocks(model)

@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import Accelerator, DistributedDataParallelKwargs
 from lockstep.errors import ConfigError, UsageError
-from lockstep.parallel.ddp.apply import gradient_hook
-from lockstep.runtime import process
+from lockstep.parallel.ddp import gradient_hook
+from lockstep.runtime import start_runtime
 from lockstep.utils import extract_model_from_parallel, is_compiled_module
 from train import problems
 
@@ -65,7 +65,7 @@ def hooked(options: dict[str, Any]) -> dict[str, torch.Tensor]:
 def by_hand(hook: str, wrapper: str) -> dict[str, torch.Tensor]:
     """torch's DDP with torch's own hooks."""
     torch.manual_seed(5)
-    process.start_runtime(cpu=True)
+    start_runtime(cpu=True)
     plain = problems.make_model()
     model = DistributedDataParallel(plain)
     state: Any = None

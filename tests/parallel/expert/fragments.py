@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lockstep.errors import LockstepError
 from lockstep.nn import MixtureOfExperts, load_balance_loss, router_z_loss
-from lockstep.parallel.expert.router import Routing
+from lockstep.parallel.expert import Routing
 
 WIDTH, HIDDEN, EXPERTS, ROWS, LENGTH, STEPS = 8, 12, 4, 8, 3, 2
 

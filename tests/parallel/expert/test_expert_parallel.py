@@ -12,14 +12,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from lockstep.comm.dtensor import local, total_norm, whole
-from lockstep.comm.ledger import CommunicationLedger
-from lockstep.config.enums import Activation
+from lockstep.comm import CommunicationLedger, local, total_norm, whole
+from lockstep.config import Activation
 from lockstep.errors import CollectiveMismatchError, ConfigError, UsageError
 from lockstep.nn import MixtureOfExperts, load_balance_loss, router_z_loss
+from lockstep.parallel import apply_activation_checkpointing
 from lockstep.parallel.expert import expert_parallel, share_routing
-from lockstep.parallel.recompute import apply_activation_checkpointing
-from lockstep.runtime import process
+from lockstep.runtime import start_runtime
 from parallel.expert import problem
 from parallel.expert.problem import BALANCE, EXPERTS, HIDDEN, WIDTH, Net, PlainMixture, Result, Z
 from tests.marks import again
@@ -31,7 +30,7 @@ class Spread:
     """A model whose experts are spread over ``ep`` neighbouring ranks; gradients are averaged by hand."""
 
     def __init__(self, make: Callable[[], nn.Module], ep: int) -> None:
-        runtime = process.start_runtime(cpu=True)
+        runtime = start_runtime(cpu=True)
         self.rank, self.size, self.ep = runtime.rank, runtime.world_size, ep
         self.model = problem.values(make())
         self.experts: set[nn.Parameter] = set()
@@ -269,7 +268,7 @@ def test_in_eval_mode_a_rank_with_all_experts_needs_no_other(run_distributed: An
 
 
 def refusals() -> list[tuple[type, str]]:
-    runtime = process.start_runtime(cpu=True)
+    runtime = start_runtime(cpu=True)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
     flat = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "ep"))
     mixture = lambda experts=EXPERTS: MixtureOfExperts(WIDTH, HIDDEN, experts)  # noqa: E731
@@ -319,7 +318,7 @@ def test_models_and_groups_that_do_not_fit_are_refused_on_all_ranks(run_distribu
 
 def seeds() -> list[torch.Tensor]:
     """Rank by rank another initialisation."""
-    runtime = process.start_runtime(cpu=True)
+    runtime = start_runtime(cpu=True)
     torch.manual_seed(runtime.rank)
     layer = MixtureOfExperts(WIDTH, HIDDEN, EXPERTS)
     before = layer.experts.weight_in.detach().clone()

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lockstep.errors import ConfigError, UsageError
 from lockstep.nn import MixtureOfExperts, load_balance_loss, router_z_loss
-from lockstep.parallel.expert.router import count_choices, kept_slots, traffic, within_capacity
+from lockstep.parallel.expert import count_choices, kept_slots, traffic, within_capacity
 from parallel.expert import problem
 from parallel.expert.problem import EXPERTS, HIDDEN, WIDTH, PlainMixture
 

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep.config.enums import Schedule
-from lockstep.torch_internals.pipelining import splits_backward_exactly
+from lockstep.config import Schedule
+from lockstep.torch_internals import splits_backward_exactly
 
 VOCABULARY, LENGTH, ROWS, WIDTH = 31, 12, 8, 16
 

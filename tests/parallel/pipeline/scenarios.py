@@ -12,18 +12,18 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from lockstep.config.enums import Schedule
+from lockstep.config import Schedule
 from lockstep.errors import ConfigError, UsageError
-from lockstep.model.blocks import find_blocks
+from lockstep.model import find_blocks
 from lockstep.parallel.pipeline import PipelineModel, PipelineOptions, split_model
-from lockstep.runtime import process
+from lockstep.runtime import start_runtime
 from tests.parallel.pipeline import problem
 from tests.parallel.pipeline.problem import GPT, Uneven, loss_of, seeded
 
 
 def pipeline(model: nn.Module, options: PipelineOptions, blocks: tuple[str, ...] = ()) -> PipelineModel:
     torch.set_num_threads(1)
-    runtime = process.start_runtime(cpu=True)
+    runtime = start_runtime(cpu=True)
     mesh = init_device_mesh("cpu", (runtime.world_size,), mesh_dim_names=("pp",))
     return split_model(model, find_blocks(model, blocks), mesh, options)
 
@@ -64,7 +64,7 @@ def trained(
 
 def schedules() -> dict[str, Any]:
     found = {word: trained(word, 4) for word in problem.schedules()}
-    is_main = process.start_runtime(cpu=True).is_main
+    is_main = start_runtime(cpu=True).is_main
     with pytest.warns(UserWarning, match="use train_step") if is_main else nullcontext():
         found["outside"] = trained("1f1b", 4, outside)
         for word in problem.schedules("zbv"):
@@ -213,8 +213,8 @@ def _half() -> float:
 
 
 def _recomputed() -> float:
-    from lockstep.config.enums import Activation
-    from lockstep.parallel.recompute import apply_activation_checkpointing
+    from lockstep.config import Activation
+    from lockstep.parallel import apply_activation_checkpointing
 
     batch = next(problem.tokens(1))
     plain, model = (
@@ -237,7 +237,7 @@ def sharded() -> dict[str, tuple[float, float]]:
     from torch.distributed.fsdp import fully_shard
 
     torch.set_num_threads(1)
-    process.start_runtime(cpu=True)
+    start_runtime(cpu=True)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "shard"))
     plain = seeded(GPT)
     expected = problem.train(plain, plain.named_parameters, inside, steps=3)
@@ -322,7 +322,7 @@ def total(x: Tensor, targets: Tensor | None) -> Tensor:
 
 def refusals() -> dict[str, str]:
     """What each mistake says; every rank raises."""
-    runtime = process.start_runtime(cpu=True)
+    runtime = start_runtime(cpu=True)
     batch = next(problem.tokens(1))
 
     def refused(call: Callable[[], Any]) -> str:

@@ -10,11 +10,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.config.enums import Schedule
+from lockstep.config import Schedule
 from lockstep.errors import UsageError
-from lockstep.parallel.pipeline import block_seconds, measured_split
-from lockstep.parallel.pipeline.micro_batch import count_for_evaluation, count_for_training
-from lockstep.parallel.pipeline.options import balanced, rank_of_stage
+from lockstep.parallel.pipeline import (
+    balanced,
+    block_seconds,
+    count_for_evaluation,
+    count_for_training,
+    measured_split,
+    rank_of_stage,
+)
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=7), st.integers(0, 9), st.integers(0, 9), st.data())

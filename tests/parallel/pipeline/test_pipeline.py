@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from lockstep.config.enums import Schedule
+from lockstep.config import Schedule
 from lockstep.errors import UsageError
-from lockstep.parallel.pipeline import PipelineOptions, apply, split_model
+from lockstep.parallel.pipeline import PipelineOptions, split_model
 from tests.parallel.pipeline import problem, scenarios
+from tests.patching import module_of
 
 LOSS, GRADIENT = 5e-6, 1e-5  # relative; gradients norm-wise for each tensor
 
@@ -134,7 +135,7 @@ def test_what_cannot_be_split_is_refused_on_all_ranks(run_distributed: Any) -> N
 def test_a_torch_whose_split_backward_is_wrong_is_refused(
     monkeypatch: pytest.MonkeyPatch, schedule: str
 ) -> None:
-    monkeypatch.setattr(apply, "splits_backward_exactly", lambda: False)
+    monkeypatch.setattr(module_of(split_model), "splits_backward_exactly", lambda: False)
     mesh: Any = SimpleNamespace(size=lambda: 2)
     with pytest.raises(UsageError, match=f"schedule='{schedule}'.*a weight that is used twice.*torch 2.13"):
         split_model(problem.GPT(), {}, mesh, PipelineOptions(Schedule(schedule)))

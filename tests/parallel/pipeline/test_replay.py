@@ -9,12 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lockstep.comm.tree import leaves
-from lockstep.model.blocks import find_blocks
-from lockstep.parallel.pipeline import plan as plans
-from lockstep.parallel.pipeline.layout import Layout
-from lockstep.parallel.pipeline.micro_batch import Call
-from lockstep.parallel.pipeline.trace import Traced, Tracer
+from lockstep.comm import leaves
+from lockstep.model import find_blocks
+from lockstep.parallel.pipeline import Call, Layout, Traced, Tracer, trace_every_block, trace_model
 
 LAYERS = 24
 NOTED: list[Tensor] = []
@@ -87,8 +84,8 @@ def traced(model: Model, replays: bool = True) -> Traced:
     layout = Layout(model, find_blocks(model), [0, LAYERS // 2], torch.device("cpu"))
     call = Call((torch.zeros(2, 3, dtype=torch.long),), {})
     if replays:
-        return plans.trace(model, layout, call, None)
-    return plans._run(plans._tracer(model, layout), model, layout, call, None)
+        return trace_model(model, layout, call, None)
+    return trace_every_block(model, layout, call, None)
 
 
 def shown(found: Traced) -> Any:
@@ -162,9 +159,9 @@ def test_transformers(traced_calls: list[int], name: str) -> None:
     layout = Layout(model, find_blocks(model), [0, LAYERS // 2], torch.device("cpu"))
     ids = torch.zeros(2, 3, dtype=torch.long)
     call = Call((ids,), {"labels": ids})
-    found = plans.trace(model, layout, call, None)
+    found = trace_model(model, layout, call, None)
     assert len(traced_calls) == 1
-    every = plans._run(plans._tracer(model, layout), model, layout, call, None)
+    every = trace_every_block(model, layout, call, None)
     assert len(traced_calls) == 1 + LAYERS
     assert (found.cuts, found.stages, found.uses) == (every.cuts, every.stages, every.uses)
     assert found.shapes == every.shapes
@@ -185,11 +182,11 @@ def test_blocks_that_filled_a_cache_alike_are_traced_once_for_other_rows(
         ids = torch.zeros(rows, 3, dtype=torch.long)
         return Call((ids,), {"labels": ids})
 
-    part = plans.trace(model, layout, call(2), None)
+    part = trace_model(model, layout, call(2), None)
     assert len(traced_calls) == LAYERS
-    whole = plans.trace(model, layout, call(6), None, part)
+    whole = trace_model(model, layout, call(6), None, part)
     assert len(traced_calls) == LAYERS + 1
-    every = plans._run(plans._tracer(model, layout), model, layout, call(6), None)
+    every = trace_every_block(model, layout, call(6), None)
     assert len(traced_calls) == 2 * LAYERS + 1
     assert (whole.cuts, whole.stages, whole.shapes) == (every.cuts, every.stages, every.shapes)
     assert str(leaves(whole.output)["['logits']"]) == str(leaves(every.output)["['logits']"])
@@ -239,9 +236,9 @@ def test_only_blocks_that_do_the_same_on_their_own_are_taken_to_be_alike(
     model = CachingModel(reads)
     stages = [0, 2] if reads != "neighbour" else [0]
     layout = Layout(model, find_blocks(model), stages, torch.device("cpu"))
-    part = plans.trace(model, layout, Call((torch.zeros(2, 3, dtype=torch.long),), {}), None)
+    part = trace_model(model, layout, Call((torch.zeros(2, 3, dtype=torch.long),), {}), None)
     call = Call((torch.zeros(6, 3, dtype=torch.long),), {})
     assert len(traced_calls) == 4
-    whole = plans.trace(model, layout, call, None, part)
+    whole = trace_model(model, layout, call, None, part)
     assert len(traced_calls) == 4 + again
-    assert shown(whole) == shown(plans._run(plans._tracer(model, layout), model, layout, call, None))
+    assert shown(whole) == shown(trace_every_block(model, layout, call, None))

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lockstep.parallel.tensor.apply import TensorOptions, tensor_parallel
-from lockstep.runtime import process
+from lockstep.parallel.tensor import TensorOptions, tensor_parallel
+from lockstep.runtime import start_runtime
 from parallel.tensor import problem
 from parallel.tensor.architectures import ARCHITECTURES, difference, make_batch, make_model
 
@@ -24,7 +24,7 @@ def run(name: str, model: nn.Module) -> tuple[float, dict[str, Tensor]]:
 
 def split(names: list[str]) -> dict[str, Any]:
     torch.set_num_threads(1)
-    process.start_runtime(cpu=True)
+    start_runtime(cpu=True)
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     found = {}
     for name in names:

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from lockstep.comm.ledger import CommunicationLedger
-from lockstep.parallel.tensor.apply import TensorOptions, tensor_parallel
-from lockstep.runtime import process
+from lockstep.comm import CommunicationLedger
+from lockstep.parallel.tensor import TensorOptions, tensor_parallel
+from lockstep.runtime import start_runtime
 from parallel.tensor import problem
 
 ACTIVATIONS = problem.BATCH * problem.LENGTH * problem.WIDTH * 4  # bytes of b*s*h in fp32
@@ -17,7 +17,7 @@ ACTIVATIONS = problem.BATCH * problem.LENGTH * problem.WIDTH * 4  # bytes of b*s
 
 def count(kind: str) -> dict[str, Any]:
     torch.set_num_threads(1)
-    process.start_runtime(cpu=True)
+    start_runtime(cpu=True)
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     tokens, labels = problem.batches(1)[0]
     found: dict[str, Any] = {}

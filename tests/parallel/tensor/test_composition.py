@@ -10,13 +10,12 @@ import torch
 from torch import nn
 
 from lockstep import Accelerator
-from lockstep.config.enums import Activation
+from lockstep.config import Activation
 from lockstep.errors import UsageError
-from lockstep.model.blocks import find_blocks
-from lockstep.parallel.recompute import apply_activation_checkpointing
-from lockstep.parallel.tensor.apply import TensorOptions, tensor_parallel
-from lockstep.parallel.tensor.parameters import zero_placement
-from lockstep.runtime import process
+from lockstep.model import find_blocks
+from lockstep.parallel import apply_activation_checkpointing
+from lockstep.parallel.tensor import TensorOptions, tensor_parallel, zero_placement
+from lockstep.runtime import start_runtime
 from parallel.tensor import problem
 
 BOTH = {"sequence_parallel": True, "loss_parallel": True}
@@ -26,7 +25,7 @@ def sharded(kind: str, options: dict[str, Any]) -> tuple[problem.Result, Any]:
     from torch.distributed.fsdp import fully_shard
 
     torch.set_num_threads(1)
-    process.start_runtime(cpu=True)
+    start_runtime(cpu=True)
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
     model = problem.make_model(kind)
     blocks = find_blocks(model)
@@ -59,7 +58,7 @@ def test_on_two_axes_parameters_are_split_twice_and_numbers_stay(run_distributed
 
 def various() -> dict[str, Any]:
     torch.set_num_threads(1)
-    process.start_runtime(cpu=True)
+    start_runtime(cpu=True)
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     found: dict[str, Any] = {}
 
@@ -137,7 +136,7 @@ def test_it_composes_and_can_be_looked_at(run_distributed) -> None:
 
 def compiled() -> list[problem.Result]:
     torch.set_num_threads(1)
-    process.start_runtime(cpu=True)
+    start_runtime(cpu=True)
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     results = []
     for options in ({}, BOTH):

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep.config.enums import Activation
-from lockstep.parallel.recompute import apply_activation_checkpointing
-from lockstep.parallel.tensor.apply import TensorOptions, tensor_parallel
-from lockstep.runtime import process
+from lockstep.config import Activation
+from lockstep.parallel import apply_activation_checkpointing
+from lockstep.parallel.tensor import TensorOptions, tensor_parallel
+from lockstep.runtime import start_runtime
 
 WIDTH, HIDDEN, LENGTH = 8, 4096, 4
 
@@ -43,7 +43,7 @@ class Block(nn.Module):
 
 def run() -> dict[str, Any]:
     torch.set_num_threads(1)
-    rank = process.start_runtime(cpu=True).rank
+    rank = start_runtime(cpu=True).rank
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     found: dict[str, Any] = {}
     for name, options, activation in (

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from lockstep import Accelerator
 from lockstep.errors import UsageError
-from lockstep.parallel.tensor import rehearse
-from lockstep.parallel.tensor.apply import TensorOptions, tensor_parallel
-from lockstep.runtime import process
+from lockstep.parallel.tensor import TensorOptions, run_rehearsal, tensor_parallel
+from lockstep.runtime import start_runtime
 from parallel.tensor import problem
 from parallel.tensor.fragments import FAST, FRAGMENTS, WIDTH, make_model
+from tests.patching import module_of
 
 
 def run(model: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
@@ -32,7 +32,7 @@ def run(model: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
 
 def split(names: list[str], is_compiled: bool = False, ranks: int = 2) -> dict[str, Any]:
     torch.set_num_threads(1)
-    process.start_runtime(cpu=True)
+    start_runtime(cpu=True)
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
     found: dict[str, Any] = {}
     for name in names:
@@ -97,7 +97,7 @@ def refused(names: list[str]) -> list[str]:
     found = []
     for name in names:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(rehearse, "meetings", as_before)
+            patch.setattr(module_of(run_rehearsal), "meetings", as_before)
             accelerator = Accelerator(cpu=True, parallel="tp=2")
             model = make_model(name)
             prepared = accelerator.prepare(model)

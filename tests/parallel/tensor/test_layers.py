@@ -18,8 +18,8 @@ from lockstep.nn import (
     RowParallelLinear,
     VocabParallelEmbedding,
 )
-from lockstep.parallel.tensor.apply import TensorOptions, tensor_parallel
-from lockstep.runtime import process
+from lockstep.parallel.tensor import TensorOptions, tensor_parallel
+from lockstep.runtime import start_runtime
 from parallel.tensor import problem
 
 WIDTH, LENGTH = 16, 6
@@ -69,7 +69,7 @@ def run(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None, list[Tenso
 
 def outputs(names: list[str]) -> dict[str, Any]:
     torch.set_num_threads(1)
-    process.start_runtime(cpu=True)
+    start_runtime(cpu=True)
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     found: dict[str, Any] = {}
     for name in names:

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lockstep.comm.ledger import CommunicationLedger
+from lockstep.comm import CommunicationLedger
 from lockstep.errors import UsageError
 from lockstep.nn import vocab_parallel_cross_entropy
-from lockstep.parallel.tensor.loss import handle_split_logits
-from lockstep.runtime import process
+from lockstep.parallel.tensor import handle_split_logits
+from lockstep.runtime import start_runtime
 
 CLASSES, TOKENS = 11, 6  # parts of 6 and 5
 OPTIONS = [
@@ -50,7 +50,7 @@ def plain_loops(logits: Any, target: Tensor, weight: Tensor) -> list[Tensor]:
 
 def on_parts() -> dict[str, Any]:
     torch.set_num_threads(1)
-    process.start_runtime(cpu=True)
+    start_runtime(cpu=True)
     from torch.distributed.tensor import Shard, distribute_tensor
 
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.parallel.tensor.apply import TensorOptions, tensor_parallel
-from lockstep.runtime import process
+from lockstep.parallel.tensor import TensorOptions, tensor_parallel
+from lockstep.runtime import start_runtime
 from parallel.tensor import problem
 from parallel.tensor.test_plans import WIDTH, Gated, Interleaved, Separate
 
@@ -113,7 +113,7 @@ def run(model: nn.Module) -> tuple[Tensor, dict[str, Tensor], Tensor]:
 
 def split() -> dict[str, Any]:
     torch.set_num_threads(1)
-    process.start_runtime(cpu=True)
+    start_runtime(cpu=True)
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     found = {}
     for name, make in MODELS.items():

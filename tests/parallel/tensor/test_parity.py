@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.config.enums import Activation
-from lockstep.model.blocks import find_blocks
-from lockstep.parallel.recompute import apply_activation_checkpointing
-from lockstep.parallel.tensor.apply import TensorOptions, tensor_parallel
-from lockstep.runtime import process
+from lockstep.config import Activation
+from lockstep.model import find_blocks
+from lockstep.parallel import apply_activation_checkpointing
+from lockstep.parallel.tensor import TensorOptions, tensor_parallel
+from lockstep.runtime import start_runtime
 from parallel.tensor import problem
 
 BOTH = {"sequence_parallel": True, "loss_parallel": True}
@@ -26,7 +26,7 @@ CASES: dict[tuple[str, int], list[dict[str, Any]]] = {
 
 def train(kind: str, cases: list[dict[str, Any]]) -> list[problem.Result]:
     torch.set_num_threads(1)
-    world_size = process.start_runtime(cpu=True).world_size
+    world_size = start_runtime(cpu=True).world_size
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
     results = []
     for case in cases:

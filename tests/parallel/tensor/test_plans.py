@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.errors import UsageError
-from lockstep.parallel.tensor.apply import TensorOptions, make_plan
+from lockstep.parallel.tensor import TensorOptions, make_plan
 from parallel.tensor import fragments, problem
 
 WIDTH = 16

@@ -11,9 +11,9 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from lockstep import Accelerator
-from lockstep.comm.ledger import CommunicationLedger
+from lockstep.comm import CommunicationLedger
 from lockstep.errors import LockstepError, UsageError
-from lockstep.torch_internals import fsdp2
+from lockstep.torch_internals import params
 
 VOCABULARY, BLOCKS = 24, 2
 
@@ -78,7 +78,7 @@ def generates(parallel: str) -> dict[str, Any]:
     kept = sum(
         output.untyped_storage().nbytes()
         for group in records
-        for param in fsdp2.params(group)
+        for param in params(group)
         for output in param.all_gather_outputs
     )
     gathers = [record for record in ledger.records if record.payload_bytes > 1000]

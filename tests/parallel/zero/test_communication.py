@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lockstep import Accelerator
-from lockstep.testing.pool import WorkerPool
+from lockstep.testing import WorkerPool
 from lockstep.utils import Parallel
 from parallel.blocks_and_root import BlocksAndRoot
 from tests.marks import again

@@ -12,9 +12,9 @@ from torch import nn
 
 from lockstep import Accelerator, InitProcessGroupKwargs
 from lockstep.errors import UsageError
-from lockstep.parallel.zero import exchange
-from lockstep.parallel.zero.exchange import BroadcastAllGather, ExchangeReduceScatter
-from lockstep.shared_memory.slots import RankSlots
+from lockstep.parallel.zero import BroadcastAllGather, ExchangeReduceScatter
+from lockstep.shared_memory import RankSlots
+from tests.patching import module_of
 
 LENGTH = 5
 
@@ -77,6 +77,7 @@ def with_fewer_ranks_allowed(backend: str) -> list[torch.Tensor]:
     group: Any = dist.group.WORLD
     mine = values(rank, ranks * LENGTH)
     results = []
+    exchange = module_of(ExchangeReduceScatter)
     for most in (exchange.MOST_RANKS, 1):
         exchange.MOST_RANKS = most
         gathered, reduced = torch.empty(ranks * LENGTH), torch.empty(LENGTH)

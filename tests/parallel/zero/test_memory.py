@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from lockstep import Accelerator
-from lockstep.plan.memory import state_bytes, textbook_bytes
-from lockstep.testing.pool import WorkerPool
+from lockstep.plan import state_bytes, textbook_bytes
+from lockstep.testing import WorkerPool
 from lockstep.utils import Parallel
 from parallel.blocks_and_root import BlocksAndRoot
 from parallel.live_bytes import LiveBytes, reachable_bytes

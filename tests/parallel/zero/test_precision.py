@@ -12,8 +12,8 @@ from torch import nn
 from torch.func import functional_call
 
 from lockstep import Accelerator, AutocastKwargs, GradScalerKwargs
-from lockstep.comm.ledger import CommunicationLedger
-from lockstep.plan.sizes import NONE, dtypes
+from lockstep.comm import CommunicationLedger
+from lockstep.plan import NONE, dtypes
 from lockstep.utils import Parallel
 from parallel import zero_precision_problem as oracle
 from parallel import zero_problem as problem

@@ -20,11 +20,11 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.tensor import DTensor
 
-from lockstep.comm.ledger import CommunicationLedger
-from lockstep.config.enums import QuantizedType
+from lockstep.comm import CommunicationLedger
+from lockstep.config import QuantizedType
 from lockstep.errors import ConfigError, UsageError
-from lockstep.parallel.zero.exchange import QuantizedAllGather, QuantizedReduceScatter, quantize_collectives
-from lockstep.runtime.process import start_runtime
+from lockstep.parallel.zero import QuantizedAllGather, QuantizedReduceScatter, quantize_collectives
+from lockstep.runtime import start_runtime
 from tests.marks import again
 
 INT8, INT4 = QuantizedType.INT8, QuantizedType.INT4

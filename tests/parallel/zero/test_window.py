@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.parallel.zero.unreduced import mean_factor
+from lockstep.parallel.zero import mean_factor
 from parallel import window_problem as windows
 from parallel import zero_problem as problem
 from parallel.window_problem import Setup

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from patching import module_of
+
 Planting = Callable[["Planted"], None]
 DEFECTS: dict[str, Planting] = {}
 
@@ -50,7 +52,7 @@ def defect(planting: Planting) -> Planting:
 
 def _with_hook(change: Callable[[Any], None]) -> None:
     """Let DDP do with a bucket what ``change`` does, in the place of an average."""
-    from lockstep.parallel.ddp import apply
+    from lockstep.parallel.ddp import gradient_hook
 
     def hook(state: object, bucket: Any) -> Any:
         change(bucket)
@@ -59,7 +61,7 @@ def _with_hook(change: Callable[[Any], None]) -> None:
         return done
 
     hook.__annotations__.clear()  # DDP compares them with types
-    apply.gradient_hook = lambda options, group=None: (None, hook)
+    module_of(gradient_hook).gradient_hook = lambda options, group=None: (None, hook)
 
 
 def _average(tensor: Tensor, group: Any = None) -> None:
@@ -179,7 +181,7 @@ def gradients_of_the_step_before(planted: Planted) -> None:
 
 @defect
 def losses_not_divided_by_the_accumulation_steps(planted: Planted) -> None:
-    from lockstep.train.accumulation import Accumulation
+    from lockstep.train import Accumulation
 
     scale = Accumulation.scale
 
@@ -268,9 +270,9 @@ def weight_decay_in_the_gradient(planted: Planted) -> None:
 
 @defect
 def weights_of_losses_not_summed(planted: Planted) -> None:
-    from lockstep.train import weighting
+    from lockstep.train import WeightedMean
 
-    weighting.dist = _Changed(dist, all_reduce=lambda *args, **kwargs: None)
+    module_of(WeightedMean).dist = _Changed(dist, all_reduce=lambda *args, **kwargs: None)
 
 
 class _Changed:
@@ -288,7 +290,7 @@ class _Changed:
 
 def _reduce_scatter(change: Callable[..., None]) -> None:
     """``change`` gets the collective's own function and its arguments."""
-    from lockstep.parallel.zero.exchange import ExchangeReduceScatter
+    from lockstep.parallel.zero import ExchangeReduceScatter
 
     original = ExchangeReduceScatter.__call__
 
@@ -351,7 +353,7 @@ def replicas_not_reduced(planted: Planted) -> None:
 
 @defect
 def weights_gathered_before_the_step(planted: Planted) -> None:
-    from lockstep.parallel.zero.exchange import BroadcastAllGather
+    from lockstep.parallel.zero import BroadcastAllGather
 
     original = BroadcastAllGather.__call__
     first: dict[int, Tensor] = {}
@@ -366,17 +368,19 @@ def weights_gathered_before_the_step(planted: Planted) -> None:
 
 @defect
 def norm_of_one_shard(planted: Planted) -> None:
-    from lockstep.comm.dtensor import local
-    from lockstep.train import clipping
+    from lockstep.comm import local
+    from lockstep.train import clip_norm
 
+    clipping = module_of(clip_norm)
     total = clipping.total_norm
     clipping.total_norm = lambda gradients, *args: total([local(one) for one in gradients], *args)
 
 
 @defect
 def not_clipped_on_one_rank(planted: Planted) -> None:
-    from lockstep.train import clipping
+    from lockstep.train import clip_norm
 
+    clipping = module_of(clip_norm)
     if planted.rank == 1:
         clipping.optimizer = _Changed(clipping.optimizer, scale_offloaded=lambda *args: None)
 
@@ -386,7 +390,7 @@ def not_clipped_on_one_rank(planted: Planted) -> None:
 
 @defect
 def scheduler_steps_twice(planted: Planted) -> None:
-    from lockstep.train.scheduler import PreparedScheduler
+    from lockstep.train import PreparedScheduler
 
     made = PreparedScheduler.__init__
 
@@ -534,7 +538,7 @@ def _of_rows(rows: Callable[[Tensor], Tensor], batch: Any) -> Any:
 
 def _with_batches(change: Callable[[Any], Any]) -> None:
     """What a prepared loader reads, before anyone looks at it."""
-    from lockstep.data.loader import PreparedLoader
+    from lockstep.data import PreparedLoader
 
     made = PreparedLoader.__init__
 
@@ -646,10 +650,10 @@ def statistics_of_one_rank_rounded(planted: Planted) -> None:
 def statistics_never_broadcast(planted: Planted) -> None:
     from torch.nn.parallel import DistributedDataParallel
 
-    from lockstep.parallel.zero import sharding
+    from lockstep.parallel.zero import Sharding
 
     DistributedDataParallel.will_sync_module_buffers = lambda self: False  # type: ignore[method-assign]
-    sharding.broadcast_buffers = lambda *args: None
+    module_of(Sharding).broadcast_buffers = lambda *args: None
 
 
 @defect
@@ -683,9 +687,9 @@ def recomputed_with_another_mask(planted: Planted) -> None:
 
 def _function(name: str, side: str, change: Callable[..., Any]) -> None:
     """``change`` in the place of one side of a communication, forward or backward."""
-    from lockstep.parallel.tensor import communication
+    from lockstep.parallel.tensor import scatter_sequence
 
-    cls = getattr(communication, name)
+    cls = getattr(module_of(scatter_sequence), name)
     setattr(cls, side, staticmethod(change(getattr(cls, side))))
 
 
@@ -712,7 +716,7 @@ def gradients_of_rows_summed_again(planted: Planted) -> None:
 
 @defect
 def gradients_of_norms_not_summed(planted: Planted) -> None:
-    from lockstep.parallel.tensor.modules import ParallelModuleSpec
+    from lockstep.parallel.tensor import ParallelModuleSpec
 
     ParallelModuleSpec.whole_value = lambda self, parameter: parameter.to_local()
 
@@ -734,9 +738,9 @@ def gradients_of_the_sequence_not_summed(planted: Planted) -> None:
 
 def _deposit(change: Callable[..., Any]) -> None:
     """``change`` gets the sum of a tied weight's gradients, in the place of its all-reduce."""
-    from lockstep.parallel.pipeline import gradients
+    from lockstep.parallel.pipeline import Deposit
 
-    gradients.dist = _Changed(dist, all_reduce=change)
+    module_of(Deposit).dist = _Changed(dist, all_reduce=change)
 
 
 @defect
@@ -755,15 +759,15 @@ def tied_gradient_doubled(planted: Planted) -> None:
 
 @defect
 def micro_batches_of_stages_summed(planted: Planted) -> None:
-    from lockstep.parallel.pipeline import passes
+    from lockstep.parallel.pipeline import Deposit, Training
 
+    passes = module_of(Training)
     original = passes.run
 
     def undivided(schedule: Any, micro_batches: int, *args: Any, **kwargs: Any) -> Any:
         return original(schedule, micro_batches, *args, **kwargs)
 
     passes.run = undivided
-    from lockstep.parallel.pipeline.gradients import Deposit
 
     add = Deposit.add
 
@@ -783,32 +787,34 @@ def gradients_of_positions_not_averaged(planted: Planted) -> None:
 
 @defect
 def loss_of_own_positions_alone(planted: Planted) -> None:
-    from lockstep.parallel.context import layout
+    from lockstep.parallel.context import SequenceLayout
 
     def alone(output: Tensor, given: Tensor, group: Any = None) -> None:
         output.copy_(given.chunk(group.size())[group.rank()])
 
-    layout.reduce_scatter_tensor = alone
+    module_of(SequenceLayout).reduce_scatter_tensor = alone
 
 
 @defect
 def positions_of_the_first_rank(planted: Planted) -> None:
-    from lockstep.parallel.context.region import _Splitter
+    from lockstep.parallel.context import regions_of
 
-    leaf = _Splitter._leaf
+    splitter = module_of(regions_of)._Splitter
+    leaf = splitter._leaf
 
     def first(self: Any, name: str, value: Any) -> Any:
         if "position_embeddings" not in name:
             return leaf(self, name, value)
         return self.layout.joined(self.layout.shard_of(value, 1), 1)[:, : value.shape[1] // self.layout.size]
 
-    _Splitter._leaf = first
+    splitter._leaf = first
 
 
 @defect
 def gradients_of_values_doubled(planted: Planted) -> None:
-    from lockstep.parallel.context import ring
+    from lockstep.parallel.context import ring_attention
 
+    ring = module_of(ring_attention)
     folded = ring._folded
     calls = itertools.count()
     ring._folded = lambda gradient, groups: folded(gradient, groups) * (1 + next(calls) % 2)
@@ -819,36 +825,38 @@ def gradients_of_values_doubled(planted: Planted) -> None:
 
 @defect
 def gradients_of_experts_summed(planted: Planted) -> None:
-    from lockstep.parallel.expert import layer
+    from lockstep.parallel.expert import MixtureOfExperts
 
+    layer = module_of(MixtureOfExperts)
     layer.ScaledGradient = _Changed(layer.ScaledGradient, apply=lambda tensor, factor: tensor)
 
 
 @defect
 def gradient_of_the_balance_loss_not_summed(planted: Planted) -> None:
-    from lockstep.parallel.expert.collectives import SumOverRanks
+    from lockstep.parallel.expert import SumOverRanks
 
     SumOverRanks.backward = staticmethod(lambda ctx, gradient: (gradient, None))
 
 
 @defect
 def gradients_of_the_router_not_averaged(planted: Planted) -> None:
-    from lockstep.parallel import gradient_mean
+    from lockstep.parallel import GradientAllReduce
 
     def all_but_routers(message: Tensor, group: Any = None) -> None:
         own = message.clone()
         dist.all_reduce(message, group=group)
         message[1024 : 1024 + 64] = own[1024 : 1024 + 64]
 
-    gradient_mean.dist = _Changed(dist, all_reduce=all_but_routers)
+    module_of(GradientAllReduce).dist = _Changed(dist, all_reduce=all_but_routers)
 
 
 @defect
 def tokens_at_other_experts(planted: Planted) -> None:
     from dataclasses import replace
 
-    from lockstep.parallel.expert import layer
+    from lockstep.parallel.expert import MixtureOfExperts
 
+    layer = module_of(MixtureOfExperts)
     traffic = layer.traffic
 
     def other(*args: Any) -> Any:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+from typing import TYPE_CHECKING
 
 from lockstep.checkpoint.store.base import Store
 from lockstep.checkpoint.store.local import LocalStore
 from lockstep.errors import ConfigError
+from lockstep.lazy import names_of_modules
 
 
 def store_for(path: str | os.PathLike[str]) -> tuple[Store, str]:
@@ -39,3 +41,14 @@ def store_for(path: str | os.PathLike[str]) -> tuple[Store, str]:
     place = os.path.abspath(os.path.expanduser(text))
     # What a link stands for is replaced, not the link.
     return LocalStore(), os.path.realpath(place) if os.path.islink(place) else place
+
+
+if not TYPE_CHECKING:
+    __getattr__ = names_of_modules(
+        __name__,
+        {
+            "base": ["BLOCK_BYTES"],
+            "local": ["DirectoryLock"],
+            "verify": ["verify_checkpoint"],
+        },
+    )

@@ -136,7 +136,7 @@ class AliasModule(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         if name == "__all__":
-            return list(interface.names(self.__name__))
+            return list(interface.names_in(self.__name__))
         found = None if name.startswith("__") else interface.find_imported(self.__name__, name)
         if isinstance(found, Offered):
             value = found.load()
@@ -157,4 +157,4 @@ class AliasModule(ModuleType):
         below = {
             name.rpartition(".")[2] for name in interface.MODULES if name.rpartition(".")[0] == self.__name__
         }
-        return iter(sorted({*self.__dict__, *interface.names(self.__name__), *below}))
+        return iter(sorted({*self.__dict__, *interface.names_in(self.__name__), *below}))

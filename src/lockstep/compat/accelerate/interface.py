@@ -66,18 +66,18 @@ Names = dict[str, Offered | NotOffered]
 def _read() -> dict[str, Names]:
     found: dict[str, Names] = {}
     for module, homes in OFFERED.items():
-        names = found.setdefault(module, {})
+        names_in = found.setdefault(module, {})
         for home, text in homes.items():
             for word in text.split():
                 name, _, other = word.partition("=")
-                names[name] = Offered(home, other or name)
+                names_in[name] = Offered(home, other or name)
     for reason, modules in NOT_OFFERED.items():
         for module, text in modules.items():
             found.setdefault(module, {}).update(dict.fromkeys(text.split(), NotOffered(reason)))
     gathered = found[GATHERING]
-    for module, names in found.items():
+    for module, names_in in found.items():
         if module.startswith(f"{GATHERING}."):
-            for name, known in names.items():
+            for name, known in names_in.items():
                 gathered.setdefault(name, known)
     for module in list(found):
         package = module.rpartition(".")[0]
@@ -104,6 +104,6 @@ def find_imported(module: str, name: str) -> Offered | NotOffered | None:
     return known
 
 
-def names(module: str) -> Iterator[str]:
+def names_in(module: str) -> Iterator[str]:
     """The names that a module offers."""
     return (name for name, known in MODULES[module].items() if isinstance(known, Offered))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import yaml
 
@@ -15,6 +16,7 @@ from lockstep.launch.kubernetes.kinds import KINDS
 from lockstep.launch.kubernetes.options import KubernetesOptions, parse_options
 from lockstep.launch.kubernetes.pod import SECRET_KEY, KubernetesObject, program
 from lockstep.launch.plan import LaunchPlan
+from lockstep.lazy import names_of_modules
 
 MAKE_SECRET = "python3 -c 'import secrets; print(secrets.token_hex(32))'"
 
@@ -130,3 +132,12 @@ _Dumper.add_representer(str, _text)
 def as_yaml(documents: Sequence[KubernetesObject]) -> str:
     """The documents, one after the other."""
     return yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, default_flow_style=False, width=1000)
+
+
+if not TYPE_CHECKING:
+    __getattr__ = names_of_modules(
+        __name__,
+        {
+            "options": ["job_name_of"],
+        },
+    )

@@ -9,16 +9,31 @@ from ``waits`` (who waits for whom).
 
 from typing import TYPE_CHECKING
 
-from lockstep.lazy import lazy_names
+from lockstep.lazy import names_of_modules
 
 if TYPE_CHECKING:
     from lockstep.observe.hang.process import ProcessWatch as ProcessWatch
     from lockstep.observe.hang.process import watch_process as watch_process
 else:
-    __getattr__ = lazy_names(
+    __getattr__ = names_of_modules(
         __name__,
         {
-            "ProcessWatch": "lockstep.observe.hang.process",
-            "watch_process": "lockstep.observe.hang.process",
+            "common_save": ["ANSWER_LIMIT_S", "UNDER_WAY"],
+            "coordinator": ["Coordinator", "WatchSettings"],
+            "diagnosis": ["diagnose", "Finding", "SILENCE", "Silent"],
+            "evidence": ["gather_evidence"],
+            "gate": ["StopGate"],
+            "process": ["ProcessWatch", "watch_process"],
+            "ranks": [
+                "find_stragglers",
+                "numbers_of",
+                "state_of",
+                "Straggler",
+                "told_of_others",
+                "WatchedRank",
+            ],
+            "records": ["Evidence", "PendingCollective", "SourceLine"],
+            "wording": ["named"],
+            "worker": ["json_numbers"],
         },
     )

@@ -1,1 +1,21 @@
 """What a run does, in numbers: measured in every step, written to the run's folder."""
+
+from typing import TYPE_CHECKING
+
+from lockstep.lazy import names_of_modules
+
+if not TYPE_CHECKING:
+    __getattr__ = names_of_modules(
+        __name__,
+        {
+            "device_parts": ["device_parts_of", "DeviceParts", "EVERY"],
+            "flops": ["FlopCounts", "FREE_KINDS", "SHARE"],
+            "journal": ["Journal", "text_of"],
+            "latest": ["latest_numbers"],
+            "parts": ["difference", "PARTS", "Parts"],
+            "peaks": ["peak_of", "peak_of_name", "precision_of", "TABLE"],
+            "run_folder": ["RunFolder"],
+            "step": ["StepMeasures"],
+            "tokens": ["tokens_in"],
+        },
+    )

@@ -2,14 +2,14 @@
 
 from typing import TYPE_CHECKING
 
-from lockstep.lazy import lazy_names
+from lockstep.lazy import names_of_modules
 
 if TYPE_CHECKING:
     from lockstep.observe.trackers.run import TrackerSet as TrackerSet
 else:
-    __getattr__ = lazy_names(
+    __getattr__ = names_of_modules(
         __name__,
         {
-            "TrackerSet": "lockstep.observe.trackers.run",
+            "run": ["available_trackers", "TRACKERS", "TrackerSet"],
         },
     )

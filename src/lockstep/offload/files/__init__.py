@@ -1,1 +1,17 @@
 """Tensors in files: mapped, read and written past the page cache."""
+
+from typing import TYPE_CHECKING
+
+from lockstep.lazy import names_of_modules
+
+if not TYPE_CHECKING:
+    __getattr__ = names_of_modules(
+        __name__,
+        {
+            "checkpoint_files": ["DTYPES", "stored_tensors"],
+            "direct": ["aligned_buffer", "ALIGNMENT", "OffloadFile", "region_of"],
+            "offload_folder": ["FileWriter", "index_of", "regions_of", "TensorToWrite", "write_to_folder"],
+            "pages": ["map_file", "Pages"],
+            "stored": ["FileBacked", "MappedFiles", "read"],
+        },
+    )

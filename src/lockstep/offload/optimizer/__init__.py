@@ -2,16 +2,17 @@
 
 from typing import TYPE_CHECKING
 
-from lockstep.lazy import lazy_names
+from lockstep.lazy import names_of_modules
 
 if TYPE_CHECKING:
     from lockstep.offload.optimizer.gradients import norm_of as norm_of
     from lockstep.offload.optimizer.gradients import scale_offloaded as scale_offloaded
 else:
-    __getattr__ = lazy_names(
+    __getattr__ = names_of_modules(
         __name__,
         {
-            "norm_of": "lockstep.offload.optimizer.gradients",
-            "scale_offloaded": "lockstep.offload.optimizer.gradients",
+            "attach": ["HOOK_READS_NOTHING", "offload_step"],
+            "gradients": ["GradientFile", "norm_of", "scale_offloaded"],
+            "offloaded": ["OffloadedStep"],
         },
     )

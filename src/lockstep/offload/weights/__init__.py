@@ -2,18 +2,22 @@
 
 from typing import TYPE_CHECKING
 
-from lockstep.lazy import lazy_names
+from lockstep.lazy import names_of_modules
 
 if TYPE_CHECKING:
     from lockstep.offload.weights.attach import stop_streaming as stop_streaming
     from lockstep.offload.weights.attach import stream_weights as stream_weights
     from lockstep.offload.weights.attach import streamer_of as streamer_of
 else:
-    __getattr__ = lazy_names(
+    __getattr__ = names_of_modules(
         __name__,
         {
-            "stop_streaming": "lockstep.offload.weights.attach",
-            "stream_weights": "lockstep.offload.weights.attach",
-            "streamer_of": "lockstep.offload.weights.attach",
+            "attach": ["listen", "stop_streaming", "stream_weights", "streamer_of"],
+            "device.mover": ["DeviceMover"],
+            "device.working": ["Slots"],
+            "groups": ["enclosing_units", "find_weight_groups", "WeightGroup"],
+            "mover": ["least_budget", "MappedMover"],
+            "schedule": ["choose_ahead", "choose_urgent", "Successors"],
+            "streamer": ["Streamer"],
         },
     )

@@ -2,14 +2,14 @@
 
 from typing import TYPE_CHECKING
 
-from lockstep.lazy import lazy_names
+from lockstep.lazy import names_of_modules
 
 if TYPE_CHECKING:
     from lockstep.parallel.ddp.apply import join_replicas as join_replicas
 else:
-    __getattr__ = lazy_names(
+    __getattr__ = names_of_modules(
         __name__,
         {
-            "join_replicas": "lockstep.parallel.ddp.apply",
+            "apply": ["gradient_hook", "join_replicas"],
         },
     )

@@ -41,7 +41,7 @@ from lockstep.parallel.pipeline.plan import (
     Plan,
     check_same_batch,
     signature,
-    trace,
+    trace_model,
 )
 from lockstep.parallel.pipeline.stage import Executed, StageModule
 from lockstep.parallel.pipeline.state import untouched
@@ -279,8 +279,10 @@ class PipelineModel(ModuleAround):
             try:
                 with autocast.inside(), untouched(self._named_modules()):
                     dims = arguments.dims(size, size // count) if count > 1 else {}
-                    traced = trace(self.module, local.layout, cut(call, count, dims)[0], loss_fn)
-                    whole = trace(self.module, local.layout, call, loss_fn, traced) if count > 1 else traced
+                    traced = trace_model(self.module, local.layout, cut(call, count, dims)[0], loss_fn)
+                    whole = (
+                        trace_model(self.module, local.layout, call, loss_fn, traced) if count > 1 else traced
+                    )
                 break
             except LockstepError:
                 raise

@@ -85,7 +85,7 @@ class _Traced(Instead):
         return self._call(self._name, self.replaced, args, kwargs)
 
 
-def trace(
+def trace_model(
     model: nn.Module,
     layout: Layout,
     call: Call,
@@ -110,6 +110,11 @@ def trace(
     except Exception:  # whatever a user's forward raises; every block is traced to see whether it is right
         if not replays.count and not tracer.followed:
             raise
+    return trace_every_block(model, layout, call, loss_fn)
+
+
+def trace_every_block(model: nn.Module, layout: Layout, call: Call, loss_fn: LossFunction | None) -> Traced:
+    """The same, whether blocks are equal or not."""
     return _run(_tracer(model, layout), model, layout, call, loss_fn)
 
 

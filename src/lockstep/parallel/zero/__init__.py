@@ -1,1 +1,22 @@
 """ZeRO: parameters, gradients and optimizer states sharded over ranks, on torch's ``fully_shard``."""
+
+from typing import TYPE_CHECKING
+
+from lockstep.lazy import names_of_modules
+
+if not TYPE_CHECKING:
+    __getattr__ = names_of_modules(
+        __name__,
+        {
+            "exchange": [
+                "BroadcastAllGather",
+                "ExchangeReduceScatter",
+                "MOST_RANKS",
+                "quantize_collectives",
+                "QuantizedAllGather",
+                "QuantizedReduceScatter",
+            ],
+            "sharding": ["broadcast_buffers", "Sharding"],
+            "unreduced": ["mean_factor"],
+        },
+    )

@@ -1,1 +1,17 @@
 """Whether two runs agree: how far rounding explains what they have, and what a difference looks like."""
+
+from typing import TYPE_CHECKING
+
+from lockstep.lazy import names_of_modules
+
+if not TYPE_CHECKING:
+    __getattr__ = names_of_modules(
+        __name__,
+        {
+            "decide": ["judge", "judge_repeat"],
+            "facts": ["RankFacts", "RunFacts"],
+            "tolerance": ["FEW", "LARGE", "MULTIPLE", "Tolerance", "tolerance_of"],
+            "verdict": ["Fault", "Mismatch", "ParityVerdict", "Ratio"],
+            "words": ["count", "indices", "listed", "of_ranks", "size"],
+        },
+    )

@@ -16,18 +16,15 @@ import torch.nn.functional as F
 import transformers
 from torch import nn
 
-from lockstep.config.enums import Activation
+from lockstep.config import Activation
 from lockstep.errors import OffloadError, UsageError
-from lockstep.model.blocks import find_blocks
-from lockstep.offload.copies import Staging
-from lockstep.offload.files.direct import OffloadFile
-from lockstep.offload.weights.attach import listen
-from lockstep.offload.weights.device import mover as device_module
-from lockstep.offload.weights.device.mover import DeviceMover
-from lockstep.offload.weights.groups import WeightGroup, find_weight_groups
-from lockstep.offload.weights.streamer import Streamer
-from lockstep.parallel.recompute import apply_activation_checkpointing
+from lockstep.model import find_blocks
+from lockstep.offload import Staging
+from lockstep.offload.files import OffloadFile
+from lockstep.offload.weights import DeviceMover, Streamer, WeightGroup, find_weight_groups, listen
+from lockstep.parallel import apply_activation_checkpointing
 from tests.offload.weights.device.late import LateCopies
+from tests.patching import module_of
 
 CPU = torch.device("cpu")
 WIDTH, LENGTH = 16, 5
@@ -202,7 +199,7 @@ def test_whatever_uses_memory_waits_for_the_copies_of_it(
     monkeypatch: pytest.MonkeyPatch, way: str, pinned: bool
 ) -> None:
     """With copies that are done as late as allowed, from host tensors or from buffers of a few bytes."""
-    monkeypatch.setattr(device_module, "Staging", functools.partial(Staging, nbytes=768))
+    monkeypatch.setattr(module_of(DeviceMover), "Staging", functools.partial(Staging, nbytes=768))
     made: list[LateCopies] = []
 
     def copies(device: torch.device) -> LateCopies:

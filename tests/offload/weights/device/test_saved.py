@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lockstep.offload.weights.device.mover import DeviceMover
-from lockstep.offload.weights.groups import find_weight_groups
+from lockstep.offload.weights import DeviceMover, find_weight_groups
 
 
 class Products(nn.Module):

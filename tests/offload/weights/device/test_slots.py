@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lockstep.errors import OffloadError
-from lockstep.offload.copies import Copies, Staging, dense_strides, view_of
-from lockstep.offload.weights.device.working import Slots
+from lockstep.offload import Copies, Staging, dense_strides, view_of
+from lockstep.offload.weights import Slots
 from tests.offload.weights.device.late import LateCopies
 
 CPU = torch.device("cpu")
