@@ -24,9 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import common
-from lockstep.config.enums import Activation
-from lockstep.model.blocks import find_blocks
-from lockstep.parallel.recompute import apply_activation_checkpointing
+from lockstep.config import Activation
+from lockstep.model import find_blocks
+from lockstep.parallel import apply_activation_checkpointing
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "gpt"))
 from model import GPT, GPTConfig

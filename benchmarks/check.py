@@ -29,9 +29,8 @@ sys.path.insert(0, str(common.BENCHMARKS.parent))  # the runs without a start of
 from tests.parity.forks import ForkedCheck, ForkServer
 
 from lockstep.errors import LockstepError
-from lockstep.parity.check import Request
-from lockstep.parity.report.text import sentence
-from lockstep.parity.runs import CheckedProgram, CouldNotRun
+from lockstep.parity import CheckedProgram, CouldNotRun, Request
+from lockstep.parity.report import sentence
 
 SCRIPT = common.BENCHMARKS / "check_training.py"
 MODELS = (*OWN, *TRANSFORMERS)

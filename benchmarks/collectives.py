@@ -32,7 +32,7 @@ def calls(size_kib: int, group: Any) -> dict[str, Callable[[], Any]]:
     import torch
     import torch.distributed as dist
 
-    from lockstep.comm.collectives import all_gather_into_tensor, reduce_scatter_tensor
+    from lockstep.comm import all_gather_into_tensor, reduce_scatter_tensor
 
     ranks, rank = dist.get_world_size(), dist.get_rank()
     whole = torch.ones(size_kib * 256 // ranks * ranks)
@@ -68,7 +68,7 @@ def forms_on_gloo(size_kib: int, group: Any) -> dict[str, Callable[[], Any]]:
     import torch
     import torch.distributed as dist
 
-    from lockstep.parallel.zero.exchange import BroadcastAllGather, ExchangeReduceScatter
+    from lockstep.parallel.zero import BroadcastAllGather, ExchangeReduceScatter
 
     ranks, rank = dist.get_world_size(), dist.get_rank()
     whole = torch.ones(size_kib * 256 // ranks * ranks)

@@ -18,7 +18,7 @@ import torch
 
 import common
 from lockstep import Accelerator
-from lockstep.runtime.step import StepClock
+from lockstep.runtime import StepClock
 
 STEP_S = 0.03
 CALLS = 3000

@@ -115,7 +115,7 @@ class Transfers:
     """What a step of ``offload`` has to read and write, without computing: blocks through two buffers."""
 
     def __init__(self, blocks: int, offload: str, folder: str) -> None:
-        from lockstep.offload.files.direct import OffloadFile, aligned_buffer
+        from lockstep.offload.files import OffloadFile, aligned_buffer
 
         self.nbytes = PARAMETERS_OF_A_BLOCK * 4
         self.counts = {"read": blocks * READ[offload] // 4, "write": blocks * WRITTEN[offload] // 4}

@@ -27,7 +27,7 @@ from checkpoint.audit.harness import examine, examine_killed, replace_workers  #
 from checkpoint.audit.judge import LOSS_TOLERANCE, PARAMETER_TOLERANCE, Verdict  # noqa: E402
 from checkpoint.audit.loaders import EPOCHS, KINDS  # noqa: E402
 from checkpoint.audit.trials import WORLDS, Trial, draw_trial  # noqa: E402
-from lockstep.testing.pool import DistributedTestError, WorkerPool  # noqa: E402
+from lockstep.testing import DistributedTestError, WorkerPool  # noqa: E402
 
 STOPS, QUICK_STOPS, KILL_EVERY = 50, 5, 5
 

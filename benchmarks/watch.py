@@ -68,7 +68,7 @@ def time_block(loop: Iterator[None], steps: int) -> tuple[float, float]:
 
 def counters_us() -> float:
     """Microseconds that counting takes in one step."""
-    from lockstep.runtime.step import StepClock
+    from lockstep.runtime import StepClock
 
     clock = StepClock()
     start = time.perf_counter()
@@ -83,14 +83,14 @@ def worker(chosen: argparse.Namespace) -> None:
     """One rank: takes the turns; rank 0 writes pairs of (with the watch, without), each (wall, CPU) in ms a step."""
     import torch
 
-    from lockstep.observe.hang.process import watch_process
-    from lockstep.runtime import process
+    from lockstep.observe.hang import watch_process
+    from lockstep.runtime import current_runtime
 
     torch.set_num_threads(1)
     loop = training()
     for _ in range(5):
         next(loop)
-    runtime = process.current_runtime()
+    runtime = current_runtime()
     assert runtime is not None
     watch_process(runtime, enabled=True, grace_s=30).end()
     pairs = []

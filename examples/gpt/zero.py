@@ -25,10 +25,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lockstep import Accelerator, PartialState
-from lockstep.config.parallel import Parallel
-from lockstep.observe.state_bytes import StateBytes
-from lockstep.plan.memory import MemoryRow, state_bytes
-from lockstep.utils import set_seed
+from lockstep.observe import StateBytes
+from lockstep.plan import MemoryRow, state_bytes
+from lockstep.utils import Parallel, set_seed
 from model import GPT, GPTConfig
 
 STRATEGIES = ["ddp", "zero=1", "zero=2", "zero=3", "zero=3 activation=full"]

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 
 from data import corpus
 from lockstep import Accelerator, BoundedStaleness, DiLoCo, LocalSGD
-from lockstep.parallel.asynchronous.stale import StalenessReport
+from lockstep.parallel.asynchronous import StalenessReport
 from lockstep.utils import set_seed
 from model import GPT, GPTConfig
 

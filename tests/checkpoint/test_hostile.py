@@ -93,7 +93,8 @@ def test_the_watch_hears_what_it_must_hear(tmp_path: Path) -> None:
     program = f"""
 import importlib, os, pickle, socket, subprocess, sys
 from checkpoint import hostile_run
-from lockstep.checkpoint.format import tensors
+from patching import module_of
+from lockstep.checkpoint.format import TensorReader
 watch = hostile_run.Watch()
 hostile_run.make_opens_of_safetensors_audible()
 os.symlink("/etc/passwd", {str(tmp_path / "link")!r})
@@ -109,7 +110,7 @@ def heard(what, act):
 heard("open", lambda: open("/etc/passwd").close())
 heard("open", lambda: open({str(tmp_path / "link")!r}).close())
 heard("open", lambda: open({str(tmp_path / "sub" / ".." / ".." / "x")!r}).close())
-heard("safetensors.open", lambda: tensors.safe_open("/etc/passwd", framework="pt"))
+heard("safetensors.open", lambda: module_of(TensorReader).safe_open("/etc/passwd", framework="pt"))
 heard("exec", lambda: exec("1"))
 heard("compile", lambda: compile("1", "x", "exec"))
 heard("exec", lambda: importlib.import_module("this"))

@@ -591,8 +591,7 @@ LOCAL_ONLY = """
 import sys
 sys.modules["fsspec"] = None
 from lockstep.checkpoint.store import store_for
-import lockstep.checkpoint.load
-import lockstep.checkpoint.save
+from lockstep.checkpoint import load_checkpoint, save_checkpoint
 store_for(sys.argv[1])
 """
 

@@ -210,7 +210,7 @@ def peak_of_training(blocks: int, parallel: str) -> int:
 import torch
 from torch import nn
 from lockstep import Accelerator
-import lockstep.offload.optimizer.attach, lockstep.offload.optimizer.gradients
+from lockstep.offload.optimizer import GradientFile, offload_step
 
 def status(name):
     lines = open("/proc/self/status").read().splitlines()

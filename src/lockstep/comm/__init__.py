@@ -8,7 +8,7 @@ if not TYPE_CHECKING:
         {
             "call_check": ["CallCheck"],
             "call_record": ["SIGNATURES"],
-            "collectives": ["Communicator"],
+            "collectives": ["all_gather_into_tensor", "Communicator", "reduce_scatter_tensor"],
             "dtensor": ["boxes_of", "local", "shard_like", "total_norm", "whole"],
             "layout": ["boxes", "local_shape", "ShardRegion"],
             "ledger": ["CommunicationLedger"],

@@ -9,6 +9,6 @@ if not TYPE_CHECKING:
             "accumulation": ["Accumulation"],
             "clipping": ["clip_norm"],
             "scheduler": ["PreparedScheduler"],
-            "weighting": ["dist", "WeightedMean"],
+            "weighting": ["WeightedMean"],
         },
     )

@@ -33,7 +33,7 @@ def results(done: subprocess.CompletedProcess[str]) -> list[Any]:
 
 INSTALLED = """
 import importlib, importlib.metadata, importlib.util, json, sys
-from lockstep.compat.accelerate import install, interface
+from lockstep.compat.accelerate import MODULES, VERSION, NotOffered, install, names_in
 
 assert "torch" not in sys.modules
 install()
@@ -51,21 +51,21 @@ print(json.dumps(["same", same, callable(tqdm), callable(accelerate.utils.tqdm)]
 print(json.dumps(["all", skip_first_batches is lockstep.skip_first_batches]))
 version = importlib.metadata.version("accelerate")
 home = importlib.metadata.metadata("accelerate")["Home-page"]
-print(json.dumps(["version", version == accelerate.__version__ == interface.VERSION, "huggingface" in home]))
+print(json.dumps(["version", version == accelerate.__version__ == VERSION, "huggingface" in home]))
 print(json.dumps(["found", importlib.util.find_spec("accelerate") is not None,
                   importlib.util.find_spec("accelerate.utils.modeling") is not None,
                   importlib.util.find_spec("accelerate.nothing") is None]))
 print(json.dumps(["distributions", importlib.metadata.packages_distributions()["accelerate"][0]]))
 missing = []
-for module in interface.MODULES:
-    for name in interface.names(module):
+for module in MODULES:
+    for name in names_in(module):
         if not hasattr(importlib.import_module(module), name):
             missing.append(f"{module}.{name}")
 print(json.dumps(["missing", missing]))
 answers = []
-for module, known in interface.MODULES.items():
+for module, known in MODULES.items():
     for name, one in known.items():
-        if isinstance(one, interface.NotOffered):
+        if isinstance(one, NotOffered):
             loaded = importlib.import_module(module)
             try:
                 importlib.import_module(module).__getattr__(name)

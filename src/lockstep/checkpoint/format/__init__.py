@@ -28,7 +28,6 @@ if not TYPE_CHECKING:
                 "ChunkMetadata",
                 "index_from_bytes",
                 "index_to_bytes",
-                "safe_open",
                 "TensorEntry",
                 "TensorFile",
                 "TensorReader",
