@@ -27,6 +27,10 @@ PARAMETERS = 2 * BLOCKS + 1
 QUANTIZED_BLOCK, SCALE = 256, 4
 
 
+BY_BLOCK = " blocks=blocks.*"
+"""Small models are one group in stages 1 and 2 if their blocks are not named."""
+
+
 class Model(BlocksAndRoot):
     def __init__(self) -> None:
         super().__init__(WIDTH, BLOCKS)
@@ -63,12 +67,17 @@ def sent_by(ledger: Any) -> Sent:
 
 
 def windows(
-    text: str, precision: str, micro_batches: int, clips: bool = False, model_type: type[Model] = Model
+    text: str,
+    precision: str,
+    micro_batches: int,
+    clips: bool = False,
+    model_type: type[Model] = Model,
+    blocks: str = BY_BLOCK,
 ) -> list[list[Sent]]:
     """For each of two windows: what its micro-batches sent, then its clipping and its step."""
     torch.set_num_threads(1)
     accelerator = Accelerator(
-        cpu=True, mixed_precision=precision, parallel=text, gradient_accumulation_steps=micro_batches
+        cpu=True, mixed_precision=precision, parallel=text + blocks, gradient_accumulation_steps=micro_batches
     )
     model = model_type()
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
@@ -121,11 +130,11 @@ class Theory:
             found["all_reduce"] += 2 * (copies - 1) / copies * PSI / shard * self.average
         return found
 
-    def counts(self, k: int) -> dict[str, int]:
-        gathers = GROUPS if self.plan.zero < 3 else k * (GROUPS + BLOCKS)
-        reduces = GROUPS * (1 if self.plan.zero == 1 else k)
+    def counts(self, k: int, groups: int = GROUPS) -> dict[str, int]:
+        gathers = groups if self.plan.zero < 3 else k * (groups + BLOCKS)
+        reduces = groups * (1 if self.plan.zero == 1 else k)
         found = {"all_gather": gathers, "reduce_scatter": reduces}
-        return found | {"all_reduce": self.agreements(k) + (GROUPS if self.plan.replicate > 1 else 0)}
+        return found | {"all_reduce": self.agreements(k) + (groups if self.plan.replicate > 1 else 0)}
 
     def agreements(self, k: int) -> int:
         """As often as gradients reach the shards."""
@@ -190,6 +199,17 @@ def test_a_step_sends_what_theory_says_in_one_collective_for_each_group(
                 assert sent.count == theory.counts(micro_batches), micro_batches
 
 
+@pytest.mark.parametrize(("ranks", "text"), [(2, "zero=1"), (2, "zero=2"), (4, "zero=2 replicate=2")])
+def test_a_small_model_sends_the_same_bytes_in_one_collective(
+    run_distributed: Any, ranks: int, text: str
+) -> None:
+    theory = Theory(ranks, Parallel.parse(text))
+    for both in run_distributed(windows, ranks, text, "no", 3, blocks=""):
+        for window in both:
+            assert merged(window).bytes == theory.bytes(3)
+            assert merged(window).count == theory.counts(3, groups=1)
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_nothing_is_sent_by_the_step_nor_by_calls_that_do_nothing_inside_a_window(
     measure: Any, stage: int
@@ -234,7 +254,7 @@ def test_scalars_and_buffers_add_one_small_collective_each(run_distributed: Any)
 def nested(text: str) -> list[Sent]:
     """Of a backward in a context within another that holds averaging back, one after the inner, one after both."""
     torch.set_num_threads(1)
-    accelerator = Accelerator(cpu=True, parallel=text)
+    accelerator = Accelerator(cpu=True, parallel=text + BY_BLOCK)
     model = accelerator.prepare(WithBuffersAndScalars())
 
     def backward() -> Sent:
@@ -265,7 +285,7 @@ def test_leaving_a_nested_no_sync_does_not_end_the_outer_one(
 def evaluations(text: str) -> list[Sent]:
     """Of two forwards without gradients and then the forward of a step, before and after that step."""
     torch.set_num_threads(1)
-    accelerator = Accelerator(cpu=True, parallel=text)
+    accelerator = Accelerator(cpu=True, parallel=text + BY_BLOCK)
     model = Model()
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     rows = torch.randn(2, WIDTH)

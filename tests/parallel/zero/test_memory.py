@@ -30,6 +30,10 @@ INPUTS = 4 * (2 * BLOCKS + 1) * ROWS * WIDTH
 """Bytes that autograd keeps from a forward: the input of each layer."""
 
 
+BY_BLOCK = " blocks=blocks.*"
+"""Small models are one group in stages 1 and 2 if their blocks are not named."""
+
+
 def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters()) if name == "adamw" else torch.optim.SGD(model.parameters())
 
@@ -171,7 +175,10 @@ def within(text: str, precision: str, micro_batches: int) -> Within:
     """In the second window, after one that made the optimizer's state."""
     torch.set_num_threads(1)
     accelerator = Accelerator(
-        cpu=True, mixed_precision=precision, parallel=text, gradient_accumulation_steps=micro_batches
+        cpu=True,
+        mixed_precision=precision,
+        parallel=text + BY_BLOCK,
+        gradient_accumulation_steps=micro_batches,
     )
     model = BlocksAndRoot(WIDTH, BLOCKS)
     model, optimizer = accelerator.prepare(model, make_optimizer("adamw", model))

@@ -21,7 +21,10 @@ def test_ranks_generate_as_often_and_as_long_as_they_like(run_distributed, paral
         assert (result["calls"], result["inside"]) == (2 * rank, 0)
         if "quantized" not in parallel:
             assert result["gathered"] == (result["bytes"] if is_sharded else 0)
-        assert result["groups"] == (summon.BLOCKS + 1 if is_sharded else 0)
+        by_block = (
+            summon.BLOCKS + 1 if "zero=3" in parallel else 1
+        )  # small models are one group in other stages
+        assert result["groups"] == (by_block if is_sharded else 0)
         assert result["kept"] == 0  # freed
         assert result["in step"] is (True if is_sharded else None)
 

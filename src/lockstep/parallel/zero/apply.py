@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep.comm.dtensor import is_dtensor, shard_like
+from lockstep.config.enums import Offload
 from lockstep.config.parallel import Parallel
 from lockstep.errors import UsageError
 from lockstep.model.blocks import shared_parameters
@@ -54,6 +55,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+SMALL_MODEL_BYTES = 25 * 1024 * 1024
+"""DDP's buckets have this size by default."""
+
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 
 
@@ -79,7 +83,8 @@ def shard(
 ) -> tuple[Sharding, GradientAllReduce]:
     """Shard ``model`` in place: its class becomes a subclass of itself, its parameters DTensors. Collective.
 
-    The parameters of a block are gathered together; what is in no block is the root group. Parameters on
+    The parameters of a block are gathered together; what is in no block is the root group. In stages 1 and 2 a model of
+    up to ``SMALL_MODEL_BYTES`` is one group, unless its blocks are named. Parameters on
     the meta device get their values group by group, so that no rank ever holds more of the whole model than
     the root group and one block. All ranks take rank 0's values. Scalar (0-d) and empty parameters stay whole,
     under torch 2.11 those of whole numbers too. Using a
@@ -96,7 +101,10 @@ def shard(
     if sources > 1:
         check_same_model(model, sources)
     to_fill = initialisers(model, options.init_weights)
-    groups = _groups(model, blocks, runtime.is_main)
+    if _is_gathered_at_once(model, options.parallel):
+        groups = {model: modules_inside_out(model)}
+    else:
+        groups = _groups(model, blocks, runtime.is_main)
     _check_types(groups, options.is_filled)
     offloaded = _offloaded(model, options)
     values = GroupValues(runtime.device, to_fill, sources)
@@ -193,6 +201,19 @@ def _offloaded(model: nn.Module, options: ShardOptions) -> OffloadedParameters |
         [n * parameter.nbytes // parameter.shape[0] for n, parameter in zip(rows, sharded, strict=True)],
         folder,
     )
+
+
+def _is_gathered_at_once(model: nn.Module, parallel: Parallel) -> bool:
+    """Whether the model is so small that messages of single blocks would cost more than they carry.
+
+    Stages 1 and 2 keep the whole parameters until the step anyway. A model with parameters of several types has
+    several messages.
+    """
+    if parallel.zero > 2 or parallel.blocks or parallel.offload is not Offload.NONE:
+        return False
+    parameters = list(model.parameters())
+    types = {parameter.dtype for parameter in parameters}
+    return len(types) == 1 and sum(parameter.nbytes for parameter in parameters) <= SMALL_MODEL_BYTES
 
 
 def _groups(
