@@ -6,7 +6,18 @@ if not TYPE_CHECKING:
     __getattr__ = names_of_modules(
         __name__,
         {
-            "available": ["is_wandb_available"],
+            "available": [
+                "compare_versions",
+                "has_version",
+                "is_available",
+                "is_bf16_available",
+                "is_cuda_available",
+                "is_mps_available",
+                "is_npu_available",
+                "is_torch_version",
+                "is_wandb_available",
+                "is_xpu_available",
+            ],
             "control": ["split_between"],
             "failure": ["install_excepthook", "is_consequence", "report_of"],
             "memory": ["is_out_of_memory"],
