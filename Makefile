@@ -41,8 +41,8 @@ check: $(VENV)/.test  ## ruff, format, types, import layers
 unit: $(VENV)/.test  ## the tests
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal --durations=15
 
-exhaustive: $(VENV)/.test  ## the tests, with those that repeat on more ranks or in products of settings what others prove
-	$(BIN)/python -m pytest -m "not cluster" --numprocesses 2 --dist worksteal
+exhaustive: $(VENV)/.test  ## the tests, with more examples, and with those that repeat on more ranks or in products of settings what others prove
+	$(BIN)/python -m pytest -m "not cluster" --hypothesis-profile exhaustive --numprocesses 2 --dist worksteal
 
 $(VENV)/.cluster: $(VENV)/.test
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[ray]'

@@ -15,11 +15,16 @@ import pytest
 from lockstep.testing import WorkerPool
 from tests.warm_interpreter import WarmInterpreter
 
-# On a busy machine the time that examples take says nothing of the code.
-hypothesis.settings.register_profile(
-    "untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
-)
-hypothesis.settings.load_profile("untimed")
+# On a busy machine the time that examples take says nothing of the code. In CI each run takes the same examples.
+for name, examples in (("usual", 100), ("exhaustive", 500)):
+    hypothesis.settings.register_profile(
+        name,
+        max_examples=examples,
+        deadline=None,
+        derandomize="CI" in os.environ,
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    )
+hypothesis.settings.load_profile("usual")  # --hypothesis-profile loads another one after this
 
 
 @pytest.fixture(scope="session")

@@ -6,4 +6,6 @@
 - ``judge``: what must hold of whatever is accepted, written from the documentation alone.
 - ``readers``: what reads each kind.
 - ``trial``: one input, run and judged.
+
+What makes an input draws from a ``random.Random``. That of hypothesis makes a failing input smaller.
 """

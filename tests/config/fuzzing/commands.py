@@ -16,7 +16,7 @@ from tests.config.fuzzing.files import (
     some_word,
 )
 from tests.config.fuzzing.lines import parallel_line
-from tests.config.fuzzing.pools import ANY, RUN, Input, Pool, Raw, integers, words
+from tests.config.fuzzing.pools import ANY, RUN, Input, Pool, Raw, chance, integers, words
 
 
 def value_of(raw: Raw) -> str:
@@ -33,7 +33,7 @@ def flags(
 ) -> list[str]:
     """Some flags with values, of which few are wrong."""
     names = source.sample(list(pools), source.randint(0, min(most, len(pools))))
-    faulty = source.choice(names) if names and source.random() < 0.4 else None
+    faulty = source.choice(names) if names and chance(source, 0.4) else None
     arguments = []
     for name in names:
         flag = "--" + name.replace("_", "-")
@@ -46,11 +46,11 @@ def flags(
         raw = pools[name].draw(source, name == faulty)
         given.settings(name, raw)
         text = value_of(raw)
-        arguments += [flag, text] if source.random() < 0.7 else [f"{flag}={text}"]
-    if source.random() < 0.08:
+        arguments += [flag, text] if chance(source, 0.7) else [f"{flag}={text}"]
+    if chance(source, 0.08):
         given.wrong = True
         flag = "--" + (
-            misspelt(source, source.choice(list(pools))) if source.random() < 0.5 else some_word(source)
+            misspelt(source, source.choice(list(pools))) if chance(source, 0.5) else some_word(source)
         )
         arguments.insert(source.choice((0, len(arguments))), f"{flag.replace('_', '-')}=1")
     return arguments
@@ -71,11 +71,11 @@ CONFIG_FLAGS = {
 } | {"cpu": RUN["use_cpu"]}
 
 
-def config_command(source: random.Random, seed: int) -> Input:
-    given = Input("lockstep config", seed)
+def config_command(source: random.Random) -> Input:
+    given = Input("lockstep config")
     given.argv = ["config", "--yes", "--force", "--config-file", "out.yaml"]
     given.argv += flags(source, given, CONFIG_FLAGS, 5, ("cpu",))
-    if source.random() < 0.1:
+    if chance(source, 0.1):
         given.argv[4] = source.choice(
             ("", "no/such/folder/x.yaml", ".", "nul\0", "x" * 300, "/proc/x", "sh\x1b[31m")
         )
@@ -83,27 +83,27 @@ def config_command(source: random.Random, seed: int) -> Input:
     return given
 
 
-def convert_command(source: random.Random, seed: int) -> Input:
+def convert_command(source: random.Random) -> Input:
     make = source.choice((our_yaml, damaged_yaml, deepspeed_json, hostile_json))
-    file = make(source, seed)
-    given = Input("lockstep config convert", seed, file.content, wrong=file.wrong)
+    file = make(source)
+    given = Input("lockstep config convert", file.content, wrong=file.wrong)
     name = "in.json" if make in (deepspeed_json, hostile_json) else "in.yaml"
     given.argv = ["config", "convert", name]
-    if source.random() < 0.5:
+    if chance(source, 0.5):
         given.argv += ["--ranks", source.choice(("1", "2", "4", "8"))]
-    elif source.random() < 0.2:
+    elif chance(source, 0.2):
         given.argv += ["--ranks", source.choice(("0", "-1", "x", "1.5", "9" * 400))]
         given.wrong = True
-    if source.random() < 0.3:
+    if chance(source, 0.3):
         given.argv += ["-o", source.choice(("out.yaml", ".", "no/such/out.yaml")), "--force"]
-    if source.random() < 0.05:
+    if chance(source, 0.05):
         given.argv[2] = source.choice(("missing.yaml", ".", "", "nul\0", "-", "\x1b[31m", "x" * 300))
         given.wrong = True
     return given
 
 
-def schedule_command(source: random.Random, seed: int) -> Input:
-    given = Input("lockstep schedule", seed)
+def schedule_command(source: random.Random) -> Input:
+    given = Input("lockstep schedule")
     pools = {
         "ranks": integers(2, 4, 8, more=("1000000000",)),
         "micro_batches": integers(8, 16, 24),
@@ -124,20 +124,20 @@ def schedule_command(source: random.Random, seed: int) -> Input:
         ),
     }
     name = source.choice(("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "dualpipev"))
-    if source.random() < 0.1:
+    if chance(source, 0.1):
         name = source.choice(("pipedream", "", "1F1B", "\x1b[31m", "x" * 5000, "٣"))
         given.wrong = True
     given.means["name"] = name
     given.argv = ["schedule", *flags(source, given, pools, 3, ()), name]
-    if source.random() < 0.8:
+    if chance(source, 0.8):
         given.argv.append("--json")
-    if source.random() < 0.05:
+    if chance(source, 0.05):
         given.argv += ["-o", source.choice(("out.svg", "out.png", "no/such/x.svg", "nul\0.svg", ".svg"))]
     return given
 
 
-def env_command(source: random.Random, seed: int) -> Input:
-    given = Input("lockstep env", seed)
+def env_command(source: random.Random) -> Input:
+    given = Input("lockstep env")
     pools = {
         "params": words(
             {"1.3B": 1_300_000_000, "350M": 350_000_000, "7e9": 7_000_000_000, "1000": 1000},
@@ -161,17 +161,17 @@ def env_command(source: random.Random, seed: int) -> Input:
         "gradient_accumulation_steps": integers(1, 4),
     }
     arguments = flags(source, given, pools, 4, ())
-    line = parallel_line(source, seed) if source.random() < 0.5 else Input("", seed, argv=["all"])
+    line = parallel_line(source) if chance(source, 0.5) else Input("", argv=["all"])
     given.wrong |= line.wrong
     given.argv = ["env", "--explain", line.argv[0], *arguments]
-    if source.random() < 0.7:
+    if chance(source, 0.7):
         given.argv.append("--json")
     return given
 
 
-def checkpoint_command(source: random.Random, seed: int) -> Input:
+def checkpoint_command(source: random.Random) -> Input:
     """On what is no checkpoint; nothing of it may succeed."""
-    given = Input("lockstep checkpoint", seed, wrong=True)
+    given = Input("lockstep checkpoint", wrong=True)
     given.content = bytes(source.randrange(256) for _ in range(source.randint(0, 200)))
     place = source.choice(
         (
@@ -197,7 +197,7 @@ def checkpoint_command(source: random.Random, seed: int) -> Input:
     )
     verb = source.choice(("verify", "show", "merge", "convert", "import-pickle", "burn", ""))
     given.argv = ["checkpoint", verb, place]
-    if verb in ("merge", "convert", "import-pickle") and source.random() < 0.9:
+    if verb in ("merge", "convert", "import-pickle") and chance(source, 0.9):
         given.argv.append(source.choice(("out", "out.safetensors", "folder/file/x", "nul\0", "")))
     options: dict[str, tuple[Any, ...]] = {
         "--model": ("0", "1", "-1", "x", "9" * 400),
@@ -302,9 +302,9 @@ LAUNCHES: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
-def launch_command(source: random.Random, seed: int) -> Input:
-    given = Input("lockstep launch", seed)
-    start, means = source.choice(LAUNCHES) if source.random() < 0.8 else ("", {})
+def launch_command(source: random.Random) -> Input:
+    given = Input("lockstep launch")
+    start, means = source.choice(LAUNCHES) if chance(source, 0.8) else ("", {})
     said = {word.split("=")[0] for word in start.split()} | {"--" + name.replace("_", "-") for name in means}
     topology = {
         "--nnodes",
@@ -322,18 +322,18 @@ def launch_command(source: random.Random, seed: int) -> Input:
         "--k8s",
         "--gpu-ids",
     }
-    taken = said | (topology if said and source.random() < 0.8 else set())
+    taken = said | (topology if said and chance(source, 0.8) else set())
     pools = {name: pool for name, pool in LAUNCH_FLAGS.items() if "--" + name.replace("_", "-") not in taken}
     given.argv = ["launch", "--dry-run", *start.split(), *flags(source, given, pools, 4, SWITCHES)]
     for name, meaning in means.items():
         given.means.setdefault(name, meaning)
-    if source.random() < 0.2:
-        file = source.choice((our_yaml, damaged_yaml))(source, seed)
+    if chance(source, 0.2):
+        file = source.choice((our_yaml, damaged_yaml))(source)
         given.content, given.wrong = file.content, given.wrong or file.wrong
         given.argv[2:2] = ["--config-file", "in.yaml"]
         given.means.clear()
     script = (
-        "train.py" if source.random() < 0.9 else source.choice(("missing.py", "", "nul\0", ".", "\x1b[31m"))
+        "train.py" if chance(source, 0.9) else source.choice(("missing.py", "", "nul\0", ".", "\x1b[31m"))
     )
     # a script for pods is looked for in their image
     given.wrong |= script != "train.py" and not (script == "missing.py" and "--k8s" in given.argv)

@@ -21,6 +21,7 @@ from tests.config.fuzzing.pools import (
     Input,
     Pool,
     Raw,
+    chance,
 )
 
 EXAMPLES = (accelerate_examples.TWO_PROCESSES, accelerate_examples.TWO_MACHINES)
@@ -43,10 +44,10 @@ def draw(
 ) -> dict[str, str]:
     """Raw texts of some settings, of which one is wrong in a part ``faults`` of cases."""
     names = source.sample(list(pools), source.randint(1, min(most, len(pools))))
-    faulty = set(source.sample(names, 1)) if source.random() < faults else set()
+    faulty = set(source.sample(names, 1)) if chance(source, faults) else set()
     texts: dict[str, str] = {}
     for name in names:
-        if name not in faulty and source.random() < 0.04:
+        if name not in faulty and chance(source, 0.04):
             texts[name] = source.choice(NOTHING)
             continue
         raw = pools[name].draw(source, name in faulty)
@@ -59,7 +60,7 @@ def draw(
 def agree_on_machines(source: random.Random, given: Input, texts: dict[str, str]) -> None:
     """Make the topology of the good values consistent, most of the time."""
     machines = given.means.get("num_machines")
-    if not isinstance(machines, int) or machines == 1 or given.wrong or source.random() < 0.2:
+    if not isinstance(machines, int) or machines == 1 or given.wrong or chance(source, 0.2):
         return
     for name, raw in (
         ("num_processes", Raw(str(2 * machines), 2 * machines)),
@@ -72,8 +73,8 @@ def agree_on_machines(source: random.Random, given: Input, texts: dict[str, str]
 
 def finish_yaml(source: random.Random, given: Input, texts: dict[str, str]) -> Input:
     lines = [f"{name}: {text}" for name, text in texts.items()]
-    if source.random() < 0.1:
-        name = misspelt(source, source.choice(list(RUN))) if source.random() < 0.5 else some_word(source)
+    if chance(source, 0.1):
+        name = misspelt(source, source.choice(list(RUN))) if chance(source, 0.5) else some_word(source)
         lines.insert(
             source.randint(0, len(lines)), f"{name}: {source.choice(('1', 'x', '[]', '{a: 1}', 'true'))}"
         )
@@ -83,15 +84,15 @@ def finish_yaml(source: random.Random, given: Input, texts: dict[str, str]) -> I
     return given
 
 
-def our_yaml(source: random.Random, seed: int) -> Input:
-    given = Input("YAML", seed)
+def our_yaml(source: random.Random) -> Input:
+    given = Input("YAML")
     texts = draw(source, given, RUN, 8)
     agree_on_machines(source, given, texts)
     return finish_yaml(source, given, texts)
 
 
-def accelerate_yaml(source: random.Random, seed: int) -> Input:
-    given = Input("Accelerate's YAML", seed)
+def accelerate_yaml(source: random.Random) -> Input:
+    given = Input("Accelerate's YAML")
     texts = draw(source, given, ACCELERATE, 4, 0.1) | draw(source, given, RUN, 4, 0.1)
     agree_on_machines(source, given, texts)
     kind = source.choice(
@@ -100,14 +101,14 @@ def accelerate_yaml(source: random.Random, seed: int) -> Input:
     given.wrong |= kind in ("TPU", "many", "3")
     texts["distributed_type"] = kind
     for section, pools, settings in (("fsdp", FSDP, FSDP_SAYS), ("deepspeed", DEEPSPEED, DEEPSPEED_SAYS)):
-        if kind.lower() != section and source.random() < 0.97:
-            if source.random() < 0.05:  # asks for nothing, in a key that does not exist
+        if kind.lower() != section and chance(source, 0.97):
+            if chance(source, 0.05):  # asks for nothing, in a key that does not exist
                 texts[f"{section}_config"] = f"{{{misspelt(source, source.choice(list(pools)))}: false}}"
                 given.wrong = True
             continue
-        inner = Input("", seed)
+        inner = Input("")
         drawn = draw(source, inner, pools, 4, 0.2)
-        if source.random() < 0.1:
+        if chance(source, 0.1):
             drawn[misspelt(source, source.choice(list(pools)))] = "1"
             inner.wrong = True
         given.wrong |= inner.wrong
@@ -167,12 +168,12 @@ def damage(source: random.Random, content: bytes) -> bytes:
     return bytes(changed)
 
 
-def damaged_yaml(source: random.Random, seed: int) -> Input:
-    whole = source.choice(EXAMPLES).encode() if source.random() < 0.5 else our_yaml(source, seed).content
-    return Input("damaged YAML", seed, content=damage(source, whole))
+def damaged_yaml(source: random.Random) -> Input:
+    whole = source.choice(EXAMPLES).encode() if chance(source, 0.5) else our_yaml(source).content
+    return Input("damaged YAML", content=damage(source, whole))
 
 
-def hostile_yaml(source: random.Random, seed: int) -> Input:
+def hostile_yaml(source: random.Random) -> Input:
     n = source.randint(2, 10)
     tag = source.choice(
         (
@@ -240,7 +241,7 @@ def hostile_yaml(source: random.Random, seed: int) -> Input:
         "micro_batch_size: 190:20:30\n",
     ]
     content = source.choice(texts)
-    given = Input("hostile YAML", seed, content if isinstance(content, bytes) else content.encode())
+    given = Input("hostile YAML", content if isinstance(content, bytes) else content.encode())
     given.wrong = content != "num_machines: 1:4\n"
     if not given.wrong:  # YAML 1.1 would make 64 of it
         given.means["num_machines"] = 4
@@ -305,12 +306,12 @@ JSON_LEAVES: dict[tuple[str, ...], tuple[str, dict[str, Any], tuple[str, ...]]] 
 }
 
 
-def deepspeed_json(source: random.Random, seed: int) -> Input:
+def deepspeed_json(source: random.Random) -> Input:
     """Leaves put together as text, so that values may be what no JSON library writes."""
-    given = Input("DeepSpeed JSON", seed)
+    given = Input("DeepSpeed JSON")
     sections: dict[str, list[str]] = {"": []}
     paths = source.sample(list(JSON_LEAVES), source.randint(1, 6))
-    faulty = source.choice(paths) if source.random() < 0.45 else None
+    faulty = source.choice(paths) if chance(source, 0.45) else None
     for path in paths:
         name, good, bad = JSON_LEAVES[path]
         raw = (
@@ -320,7 +321,7 @@ def deepspeed_json(source: random.Random, seed: int) -> Input:
         )
         section = path[0] if len(path) > 1 else ""
         sections.setdefault(section, []).append(f'"{path[-1]}": {given.settings(name, raw)}')
-    if source.random() < 0.12:
+    if chance(source, 0.12):
         section = source.choice(list(sections))
         sections[section].append(
             f'"{misspelt(source, source.choice(("stage", "train_batch_size", "enabled", "overlap_comm")))}": 1'
@@ -331,10 +332,10 @@ def deepspeed_json(source: random.Random, seed: int) -> Input:
     return given
 
 
-def hostile_json(source: random.Random, seed: int) -> Input:
+def hostile_json(source: random.Random) -> Input:
     whole = json.dumps(source.choice((deepspeed_examples.STAGE2, deepspeed_examples.STAGE3))).encode()
-    if source.random() < 0.6:
-        return Input("damaged JSON", seed, content=damage(source, whole))
+    if chance(source, 0.6):
+        return Input("damaged JSON", content=damage(source, whole))
     texts = (
         b'{"train_batch_size": 8, "train_batch_size": 16}',
         b'{"zero_optimization": {"stage": 1, "stage": 2}}',
@@ -356,11 +357,11 @@ def hostile_json(source: random.Random, seed: int) -> Input:
         b"\xff\xfe{\x00}\x00",
         b'{"train_batch_size": "' + b"x" * 100_000 + b'"}',
     )
-    return Input("damaged JSON", seed, content=source.choice(texts), wrong=True)
+    return Input("damaged JSON", content=source.choice(texts), wrong=True)
 
 
-def hostfile(source: random.Random, seed: int) -> Input:
-    given = Input("hostfile", seed)
+def hostfile(source: random.Random) -> Input:
+    given = Input("hostfile")
     hosts: dict[str, int | None] = {}
     lines = []
     for number in range(source.randint(1, 6)):
@@ -371,10 +372,10 @@ def hostfile(source: random.Random, seed: int) -> Input:
         lines.append(
             (name if slots is None else f"{name}{gap}slots={slots}") + source.choice(("", "  # first", " "))
         )
-        if source.random() < 0.2:
+        if chance(source, 0.2):
             lines.append(source.choice(("", "# comment", "   ")))
     given.means["hosts"] = hosts
-    if source.random() < 0.5:
+    if chance(source, 0.5):
         first = next(iter(hosts))
         lines.insert(
             source.randint(0, len(lines)),
@@ -413,7 +414,7 @@ def hostfile(source: random.Random, seed: int) -> Input:
         )
         given.wrong = True
     given.content = (source.choice(("\n", "\n", "\r\n")).join(lines) + "\n").encode()
-    if source.random() < 0.05:
+    if chance(source, 0.05):
         given.content = source.choice((b"", b"\xff\xfe", b"\n\n# nothing\n", b"x" * 10**6))
         given.wrong = True
     return given

@@ -41,7 +41,7 @@ def nonsense_in_settings(settings: Mapping[str, Any]) -> str | None:
         "main_process_ip": lambda v: isinstance(v, str) and is_host(v),
         "main_process_port": lambda v: is_integer(v, 0, 65535),
         "rdzv_backend": lambda v: v in ("static", "c10d"),
-        "mixed_precision": lambda v: v in ("no", "fp16", "bf16"),
+        "mixed_precision": lambda v: v in ("no", "fp16", "bf16", "fp8"),
         "use_cpu": lambda v: type(v) is bool,
         "debug": lambda v: type(v) is bool,
         "watch": lambda v: type(v) is bool,

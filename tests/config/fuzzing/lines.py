@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from tests.config.fuzzing.files import misspelt
-from tests.config.fuzzing.pools import ANY, WRONG, Input, Pool, words
+from tests.config.fuzzing.pools import ANY, WRONG, Input, Pool, chance, words
 
 ODD = (
     "",
@@ -72,22 +72,21 @@ WORDS: dict[str, Pool] = {
 }
 
 
-def parallel_line(source: random.Random, seed: int) -> Input:
-    given = Input("parallel", seed)
+def parallel_line(source: random.Random) -> Input:
+    given = Input("parallel")
     names = source.sample(list(WORDS), source.randint(1, 4))
-    faulty = source.choice(names) if source.random() < 0.4 else None
+    faulty = source.choice(names) if chance(source, 0.4) else None
     parts = [f"{name}={given.settings(name, WORDS[name].draw(source, name == faulty))}" for name in names]
-    chance = source.random()
-    if chance < 0.06:
+    if chance(source, 0.06):
         parts.append(f"{misspelt(source, names[0])}={1}")
         given.wrong = True
-    elif chance < 0.12:
+    elif chance(source, 0.06):
         parts.append(parts[0])  # said twice
         given.wrong = True
-    elif chance < 0.2:
+    elif chance(source, 0.09):
         parts.insert(0, source.choice(("ddp", "dataparallel", "auto")))
     line = source.choice((" ", " ", "  ", "\t", "\n")).join(parts)
-    if source.random() < 0.1:
+    if chance(source, 0.1):
         place = source.randrange(len(line) + 1)
         line = line[:place] + source.choice(ODD) + line[place:]
         given.means.clear()
@@ -158,15 +157,15 @@ ALWAYS_READ = (
 )
 
 
-def environment(source: random.Random, seed: int) -> Input:
-    given = Input("environment", seed)
+def environment(source: random.Random) -> Input:
+    given = Input("environment")
     names = source.sample(list(VARIABLES), source.randint(1, 7))
     group = ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
-    names += group if source.random() < 0.6 else [name for name in group if source.random() < 0.3]
-    if source.random() < 0.3:
+    names += group if chance(source, 0.6) else [name for name in group if chance(source, 0.3)]
+    if chance(source, 0.3):
         names += ["LOCKSTEP_CONTROL", "LOCKSTEP_CONTROL_SECRET"]
     for name in dict.fromkeys(names):
-        raw = VARIABLES[name].draw(source, source.random() < 0.08)
+        raw = VARIABLES[name].draw(source, chance(source, 0.08))
         given.environ[name] = raw.text
         if raw.meaning not in (ANY, WRONG):
             given.means[name] = raw.meaning

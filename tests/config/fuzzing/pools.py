@@ -10,6 +10,11 @@ WRONG = "<must be refused>"
 ANY = "<refused or not>"
 
 
+def chance(source: random.Random, part: float) -> bool:
+    """True in this part of cases. No is the simpler answer, which hypothesis prefers."""
+    return source.randrange(100) >= 100 - round(100 * part)
+
+
 class Raw(NamedTuple):
     """A value as it is written, and what it means; or WRONG, or ANY."""
 
@@ -36,7 +41,6 @@ class Input:
     """
 
     kind: str
-    seed: int
     content: bytes = b""
     argv: list[str] = field(default_factory=list)
     environ: dict[str, str] = field(default_factory=dict)
@@ -118,8 +122,15 @@ def words(good: dict[str, Any], *bad: str) -> Pool:
 
 
 PRECISION = words(
-    {"'no'": "no", "no": "no", "bf16": "bf16", "fp16": "fp16", "BF16": "bf16", "'fp16'": "fp16"},
-    "fp8",
+    {
+        "'no'": "no",
+        "no": "no",
+        "bf16": "bf16",
+        "fp16": "fp16",
+        "BF16": "bf16",
+        "'fp16'": "fp16",
+        "fp8": "fp8",
+    },
     "tf32",
     "float16",
     "half",

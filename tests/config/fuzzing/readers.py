@@ -239,7 +239,8 @@ def _launched(given: Input, out: str) -> str | None:
         return "no plan was printed"
     means = dict(given.means)
     if "nproc" in means:
-        means["num_processes"] = means.pop("nproc") * means.get("num_machines", 1)
+        machines = means.get("num_machines", str(found.get("hosts", "")).count(",") + 1)
+        means["num_processes"] = means.pop("nproc") * machines
     for name, value in means.items():
         shown = found.get(NAMES.get(name, name))
         if isinstance(value, float) and shown is not None and float(shown) == value:

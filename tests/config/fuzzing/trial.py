@@ -31,7 +31,6 @@ class Outcome:
     """
 
     kind: str
-    seed: int
     accepted: bool
     seconds: float
     waited_s: float
@@ -42,7 +41,7 @@ class Hung(BaseException):
     """An input took far too long."""
 
 
-MAKERS: tuple[Callable[[random.Random, int], Input], ...] = (
+MAKERS: tuple[Callable[[random.Random], Input], ...] = (
     files.our_yaml,
     files.accelerate_yaml,
     files.damaged_yaml,
@@ -59,11 +58,6 @@ MAKERS: tuple[Callable[[random.Random, int], Input], ...] = (
     commands.checkpoint_command,
     commands.launch_command,
 )
-
-
-def made(seed: int) -> Input:
-    """The input of a seed; each way of making one has its turn."""
-    return MAKERS[seed % len(MAKERS)](random.Random(seed), seed)
 
 
 @contextmanager
@@ -135,8 +129,8 @@ def trial(given: Input) -> Outcome:
         failure = f"took {seconds:.1f} s of processor time, {waited_s:.1f} s in all"
     if failure is not None:
         shown = given.argv or given.environ or given.content[:1500]
-        failure = f"seed {given.seed} ({given.kind}): {failure}\n{shown!r:.2500}"
-    return Outcome(given.kind, given.seed, accepted, seconds, waited_s, failure)
+        failure = f"{given.kind}: {failure}\n{shown!r:.2500}"
+    return Outcome(given.kind, accepted, seconds, waited_s, failure)
 
 
 def _hung(*_: Any) -> None:
