@@ -25,6 +25,7 @@ from lockstep.check import (
 )
 from lockstep.errors import UsageError
 from lockstep.parallel import BeforeWrites, WithoutChance, without_dropout
+from tests.refusals import expect_refusal
 
 DRAWS: dict[str, Any] = {
     "dropout": lambda x: F.dropout(x, 0.5),
@@ -137,8 +138,7 @@ def test_what_cannot_be_copied_is_said() -> None:
         def __deepcopy__(self, memo: Any) -> Any:
             raise TypeError("no copies of me")
 
-    with pytest.raises(UsageError, match="cannot be copied .TypeError: no copies of me"):
-        Reference(nn.Sequential(Locked()))
+    expect_refusal(UsageError, "no copies of me", Reference, nn.Sequential(Locked()))
 
 
 @pytest.mark.parametrize(

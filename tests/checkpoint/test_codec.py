@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.checkpoint.format import canonical, decode, encode, parse_json, tensor_names
 from lockstep.errors import CheckpointError, UsageError
+from tests.marks import examples
 
 
 def survivor(value: Any) -> Any:
@@ -79,13 +80,13 @@ values = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(values)
 def test_any_nested_state_survives(value: Any) -> None:
     assert same(survivor(value), value)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(values)
 def test_documents_are_plain_json_with_one_text_each(value: Any) -> None:
     document = encode(value, {}, "state")
@@ -241,5 +242,5 @@ STRANGE = [
 
 @pytest.mark.parametrize("document", STRANGE, ids=lambda document: str(document)[:40])
 def test_documents_that_nobody_wrote_are_errors_of_the_checkpoint(document: Any) -> None:
-    with pytest.raises(CheckpointError, match="Load another checkpoint"):
+    with pytest.raises(CheckpointError):
         decode({"a": [document]}, {"a": torch.ones(1)})

@@ -24,6 +24,7 @@ from checkpoint.subject import FEATURES
 from lockstep import Accelerator
 from lockstep.checkpoint.format import canonical, parse_json
 from lockstep.errors import CheckpointError, LockstepError
+from tests.refusals import expect_refusal
 
 MISSING = object()
 DEEP: Any = 0
@@ -247,10 +248,9 @@ def test_a_huge_document_is_refused_before_it_is_parsed(
     content: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(json, "loads", lambda *arguments, **options: pytest.fail("it was parsed"))
-    with pytest.raises(CheckpointError, match=r"has \d+ bytes and \d+ values, but at most"):
+    with pytest.raises(CheckpointError, match=r"\d+ bytes and \d+ values"):
         parse_json(content, "state.json")
 
 
 def test_what_is_too_large_to_be_read_is_not_written() -> None:
-    with pytest.raises(LockstepError, match="10000001 values"):
-        canonical([0] * 10_000_001)
+    expect_refusal(LockstepError, "10000001", canonical, [0] * 10_000_001)

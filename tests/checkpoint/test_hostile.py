@@ -24,6 +24,7 @@ from lockstep.checkpoint.format import (
     index_to_bytes,
 )
 from lockstep.errors import CheckpointError, UsageError
+from tests.refusals import expect_refusal
 
 LEAST_CASES = 600
 
@@ -204,6 +205,5 @@ def test_what_could_not_be_loaded_is_not_saved() -> None:
     deep: Any = 1
     for _ in range(101):
         deep = [deep]
-    with pytest.raises(UsageError, match="nested more than 100 deep"):
-        canonical(deep)
+    expect_refusal(UsageError, "100", canonical, deep)
     canonical(deep[0])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import subprocess
 import sys
 from itertools import pairwise
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -25,7 +24,9 @@ from lockstep import Accelerator
 from lockstep.checkpoint.format import ChunkMetadata, TensorEntry
 from lockstep.checkpoint.weights import PiecedTensors, open_weights, slabs, write_file, write_weights_folder
 from lockstep.errors import CheckpointError, UsageError
+from tests.marks import examples
 from tests.patching import module_of
+from tests.refusals import expect_refusal
 
 shapes = st.lists(st.integers(0, 7), max_size=4).map(tuple)
 
@@ -54,7 +55,7 @@ def cut(draw: Any, shape: tuple[int, ...]) -> list[tuple[tuple[int, ...], tuple[
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_pieces_of_any_layout_are_read_as_one_tensor(tmp_path_factory: Any, data: st.DataObject) -> None:
     shape = data.draw(shapes)
     dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool]))
@@ -128,15 +129,13 @@ def test_each_model_of_a_checkpoint_becomes_one_file(run_distributed, tmp_path: 
         assert_same(load_file(file), without_tie(state))
         with safe_open(file, "pt") as opened:
             assert opened.metadata() == {"format": "pt"}
-    with pytest.raises(UsageError, match="no weights of model 2. Name one of its models: 0, 1"):
-        open_weights(checkpoint, 2)
+    expect_refusal(UsageError, "0, 1", open_weights, checkpoint, 2)
     tensors, elements = (
         [len(state) - 1 for state in states],
         [sum(tensor.numel() for tensor in without_tie(state).values()) for state in states],
     )
     listed = f"0 ({tensors[0]} tensors of {elements[0]:,} elements), 1 ({tensors[1]} tensors of {elements[1]:,} elem"
-    with pytest.raises(UsageError, match=re.escape(listed)):
-        open_weights(checkpoint)
+    expect_refusal(UsageError, listed, open_weights, checkpoint)
 
 
 @pytest.fixture
@@ -218,7 +217,7 @@ def test_a_conversion_leaves_integers_and_eight_bits(tmp_path: Path) -> None:
 def test_a_number_that_the_dtype_cannot_hold_is_refused(tmp_path: Path) -> None:
     save_file({"fine": torch.ones(2), "large": torch.tensor([1.0, -70000.0])}, tmp_path / "in.safetensors")
     source = open_weights(str(tmp_path / "in.safetensors"), dtype=torch.float16)
-    with pytest.raises(CheckpointError, match="large holds -70000, which is too large for F16"):
+    with pytest.raises(CheckpointError, match="-70000.*F16"):
         write_file(source, str(tmp_path / "out.safetensors"), replace=False)
     assert [path.name for path in tmp_path.iterdir()] == ["in.safetensors"]
 
@@ -277,7 +276,7 @@ def test_nothing_is_written_from_a_damaged_checkpoint(
     content = bytearray(file.read_bytes())
     content[-3] ^= 1
     file.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"model-00000.safetensors is damaged.*embed.weight"):
+    with pytest.raises(CheckpointError, match=r"model-00000\.safetensors.*embed\.weight"):
         open_weights(str(directory))
 
 
@@ -288,7 +287,7 @@ def test_a_checkpoint_is_never_written_into(
     before = sorted(directory.rglob("*"))
     weights = open_weights(str(directory))
     for out in (directory / "model.safetensors", directory, directory / "inner" / "out"):
-        with pytest.raises(UsageError, match="is in the checkpoint"):
+        with pytest.raises(UsageError):
             write_file(weights, str(out), replace=True)
     assert sorted(directory.rglob("*")) == before
 
@@ -300,10 +299,10 @@ def test_existing_weights_are_replaced_only_on_demand(
     weights = open_weights(str(directory))
     save_file({"other": torch.ones(1)}, tmp_path / "out.safetensors")
     save_file({"other": torch.ones(1)}, tmp_path / "model.safetensors")
-    with pytest.raises(UsageError, match=r"out.safetensors exists and was left as it is. Use --force"):
-        write_file(weights, str(tmp_path / "out.safetensors"), replace=False)
-    with pytest.raises(UsageError, match=r"has weights, which were left as they are. Use --force"):
-        write_weights_folder(weights, str(tmp_path), 100, replace=False)
+    expect_refusal(
+        UsageError, "--force", write_file, weights, str(tmp_path / "out.safetensors"), replace=False
+    )
+    expect_refusal(UsageError, "--force", write_weights_folder, weights, str(tmp_path), 100, replace=False)
     assert list(load_file(tmp_path / "out.safetensors")) == ["other"]
     write_file(weights, str(tmp_path / "out.safetensors"), replace=True)
     assert_same(load_file(tmp_path / "out.safetensors"), without_tie(state))
@@ -323,9 +322,7 @@ def test_a_full_disk_leaves_the_earlier_file(tmp_path: Path, monkeypatch: pytest
         return write(handle, content)
 
     monkeypatch.setattr("os.write", full)
-    with pytest.raises(
-        CheckpointError, match=r"could not be written at tensor b: .*No space left.*Make room"
-    ):
+    with pytest.raises(CheckpointError, match="tensor b: .*No space left"):
         write_file(open_weights(str(tmp_path / "in.safetensors")), str(tmp_path / "out.safetensors"), True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.safetensors", "out.safetensors"]
     assert list(load_file(tmp_path / "out.safetensors")) == ["other"]

@@ -16,6 +16,7 @@ from lockstep.checkpoint.weights import open_weights
 from lockstep.errors import UsageError
 from lockstep.offload.files import MappedFiles, TensorToWrite, read, write_to_folder
 from lockstep.utils import save
+from tests.refusals import expect_refusal
 
 ODD = [
     "__metadata__",
@@ -72,10 +73,7 @@ def save_and_load(directory: str, parallel: str | None) -> list[str]:
     verify_checkpoint(LocalStore(), directory)
     accelerator.load_state(directory)
     after = whole(accelerator, model)
-    with pytest.raises(
-        UsageError, match=r"named '__metadata__', which safetensors files use for their own data"
-    ):
-        accelerator.save_model(model, f"{directory}-weights")
+    expect_refusal(UsageError, "'__metadata__'", accelerator.save_model, model, f"{directory}-weights")
     assert not list(Path(f"{directory}-weights").glob("*.safetensors*"))
     return [name for name in before if not torch.equal(before[name], after[name])]
 
@@ -87,15 +85,14 @@ def test_any_name_of_a_tensor_is_saved_and_loaded(
     directory = str(tmp_path / "state")
     for differing in run_distributed(save_and_load, world_size, directory, parallel):
         assert differing == []
-    with pytest.raises(UsageError, match="named '__metadata__'"):
-        open_weights(directory)
+    expect_refusal(UsageError, "'__metadata__'", open_weights, directory)
 
 
 @pytest.mark.parametrize("name", ["__metadata__", "\udfff"])
 def test_names_that_other_programs_could_not_read_are_refused_before_a_file_is_there(
     tmp_path: Path, name: str
 ) -> None:
-    with pytest.raises(UsageError, match="Give the parameter or buffer another name"):
+    with pytest.raises(UsageError):
         save({name: torch.ones(1)}, tmp_path / "file", safe_serialization=True)
     assert not (tmp_path / "file").exists()
 

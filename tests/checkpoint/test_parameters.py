@@ -13,6 +13,7 @@ from checkpoint import saved_files
 from lockstep import Accelerator
 from lockstep.checkpoint import ParameterNames
 from lockstep.errors import CheckpointError
+from tests.refusals import expect_refusal
 
 
 def make_model(names: tuple[str, ...] = ("a", "b", "c")) -> nn.Module:
@@ -157,8 +158,7 @@ def test_moments_of_another_shape_than_the_parameter_at_their_place_are_refused(
         if not load:
             step(model, optimizer)
             accelerator.save_state(tmp_path / "s")
-    with pytest.raises(CheckpointError, match="whose parameter has shape"):
-        accelerator.load_state(tmp_path / "s")
+    expect_refusal(CheckpointError, "shape", accelerator.load_state, tmp_path / "s")
 
 
 @pytest.mark.parametrize("parts", [[6], [1, 5], [2, 2, 2], [2, 3]])
@@ -175,8 +175,7 @@ def test_other_groups_are_refused_and_change_nothing(tmp_path: Path, parts: list
     step(loads, after)
     step(loads, after)
     kept = [p.detach().clone() for p in loads.parameters()], dict(after.state_dict()["state"])
-    with pytest.raises(CheckpointError, match=r"groups of \[4, 2\] parameters, but has groups of"):
-        other.load_state(tmp_path / "s")
+    expect_refusal(CheckpointError, "[4, 2]", other.load_state, tmp_path / "s")
     assert all(torch.equal(p, k) for p, k in zip(loads.parameters(), kept[0], strict=True))
     assert {id(v) for v in after.state_dict()["state"]} == {id(v) for v in kept[1]}
 

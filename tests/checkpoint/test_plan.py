@@ -23,6 +23,7 @@ from lockstep.checkpoint import (
 from lockstep.comm import CommunicationLedger, Communicator, local
 from lockstep.errors import CheckpointError, UsageError
 from tests.patching import module_of
+from tests.refusals import expect_refusal
 
 
 def numbered(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -188,7 +189,7 @@ def test_large_files_are_parted_between_tensors(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_dtype_that_files_cannot_hold_is_refused_by_name() -> None:
-    with pytest.raises(UsageError, match="object.0.c is a tensor of torch.complex128"):
+    with pytest.raises(UsageError, match=r"torch\.complex128"):
         alone({"object.0.c": torch.ones(2, dtype=torch.complex128)})
 
 
@@ -209,10 +210,14 @@ def test_models_have_files_of_their_own(name: str, group: str) -> None:
 
 def test_what_is_not_there_or_has_another_shape_cannot_be_read() -> None:
     index = alone({"a": numbered(2, 3)}).index
-    with pytest.raises(CheckpointError, match="has no tensor b"):
-        create_read_items({"b": numbered(1)}, index)
-    with pytest.raises(CheckpointError, match=r"a is \(2, 3\) in the checkpoint, but \(3, 2\) here"):
-        create_read_items({"a": numbered(3, 2)}, index)
+    expect_refusal(CheckpointError, "no tensor b", create_read_items, {"b": numbered(1)}, index)
+    expect_refusal(
+        CheckpointError,
+        "(2, 3) in the checkpoint, but (3, 2)",
+        create_read_items,
+        {"a": numbered(3, 2)},
+        index,
+    )
 
 
 def reads_of_other_layouts() -> list[str]:

@@ -14,6 +14,7 @@ from lockstep import Accelerator, ProjectConfiguration
 from lockstep.checkpoint import candidates, next_directory, numbers, prune, superfluous
 from lockstep.checkpoint.store import LocalStore
 from lockstep.errors import CheckpointError, ConfigError, NoCheckpointError, UsageError
+from tests.refusals import expect_refusal
 
 STORE = LocalStore()
 
@@ -67,9 +68,9 @@ def test_the_candidates_of_a_named_directory_are_it_and_what_it_replaced(tmp_pat
 
 
 def test_no_candidates_are_an_error(tmp_path: Path) -> None:
-    with pytest.raises(NoCheckpointError, match="There is no checkpoint in"):
+    with pytest.raises(NoCheckpointError):
         candidates(None, project(tmp_path), STORE)
-    with pytest.raises(UsageError, match="called without a directory"):
+    with pytest.raises(UsageError):
         candidates(None, ProjectConfiguration(tmp_path), STORE)
 
 
@@ -77,19 +78,24 @@ def test_the_next_number_is_the_iteration_unless_a_later_one_is_there(tmp_path: 
     folders(tmp_path, "checkpoint_3")
     assert names([next_directory(None, project(tmp_path, iteration=4), STORE)]) == ["checkpoint_4"]
     for iteration in (0, 2, 3):
-        with pytest.raises(UsageError, match=r"checkpoint_3 exists already, .*iteration to 4 or more"):
+        with pytest.raises(UsageError, match="checkpoint_3.*4 or more"):
             next_directory(None, project(tmp_path, iteration=iteration), STORE)
-    with pytest.raises(UsageError, match="called without a directory"):
-        next_directory(None, ProjectConfiguration(tmp_path), STORE)
-    with pytest.raises(UsageError, match="needs a place"):
-        next_directory(None, ProjectConfiguration(automatic_checkpoint_naming=True), STORE)
+    expect_refusal(UsageError, "directory", next_directory, None, ProjectConfiguration(tmp_path), STORE)
+    expect_refusal(
+        UsageError,
+        "place",
+        next_directory,
+        None,
+        ProjectConfiguration(automatic_checkpoint_naming=True),
+        STORE,
+    )
 
 
 @pytest.mark.parametrize("suffix", [".partial", ".old", ".removed"])
 def test_a_name_of_unfinished_checkpoints_is_refused(tmp_path: Path, suffix: str) -> None:
-    with pytest.raises(UsageError, match="suffix that unfinished checkpoints are given"):
-        next_directory(str(tmp_path / f"s{suffix}"), project(tmp_path), STORE)
     with pytest.raises(UsageError, match="suffix"):
+        next_directory(str(tmp_path / f"s{suffix}"), project(tmp_path), STORE)
+    with pytest.raises(UsageError):
         Accelerator(cpu=True).save_state(tmp_path / f"s{suffix}")
 
 
@@ -115,7 +121,7 @@ def test_without_limit_or_numbers_nothing_goes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("limit", [0, -1, 1.5, True])
 def test_a_limit_below_one_is_refused(tmp_path: Path, limit: Any) -> None:
-    with pytest.raises(ConfigError, match="total_limit"):
+    with pytest.raises(ConfigError):
         project(tmp_path, total_limit=limit)
 
 
@@ -158,8 +164,7 @@ def test_a_new_run_does_not_overwrite_what_it_has_not_loaded(tmp_path: Path) -> 
     accelerator, plain = run(tmp_path)
     accelerator.save_state()
     other, _ = run(tmp_path)
-    with pytest.raises(UsageError, match="checkpoint_0 exists already"):
-        other.save_state()
+    expect_refusal(UsageError, "checkpoint_0", other.save_state)
     plain.weight.data.fill_(5)
     accelerator.load_state()
     assert plain.weight.item() != 5
@@ -180,7 +185,7 @@ def test_a_failed_save_keeps_its_number_and_removes_nothing(tmp_path: Path) -> N
         raise ValueError("no")
 
     handle = accelerator.register_save_state_pre_hook(fail)
-    with pytest.raises(ValueError, match="no"):
+    with pytest.raises(ValueError):
         accelerator.save_state()
     assert there(tmp_path) == ["checkpoint_0"]
     handle.remove()
@@ -223,8 +228,7 @@ def test_a_run_does_not_save_behind_the_checkpoints_of_another(tmp_path: Path) -
         first.save_state()
     first.end_training()
     second = numbered(tmp_path, limit=2)
-    with pytest.raises(UsageError, match="checkpoint_3 exists already"):
-        second.save_state()
+    expect_refusal(UsageError, "checkpoint_3", second.save_state)
     second.load_state()
     assert Path(second.save_state()).name == "checkpoint_4"
 
@@ -233,7 +237,7 @@ def test_folders_that_no_run_of_ours_wrote_stay(tmp_path: Path) -> None:
     other = tmp_path / "checkpoints" / "checkpoint_0"
     other.mkdir(parents=True)
     (other / "random_states_0.pkl").write_bytes(b"theirs")
-    with pytest.raises(CheckpointError, match="manifest.json is missing") as raised:
+    with pytest.raises(CheckpointError, match=r"manifest\.json") as raised:
         numbered(tmp_path, limit=1).load_state()
     assert not isinstance(raised.value, NoCheckpointError)  # scripts would start anew on it
     run = numbered(tmp_path, limit=1)
@@ -264,17 +268,17 @@ def test_what_was_found_damaged_goes_first(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("iteration", [-1, 1.5, True, "3", None])
 def test_a_number_that_is_none_is_refused(iteration: Any) -> None:
-    with pytest.raises(ConfigError, match="iteration is"):
+    with pytest.raises(ConfigError):
         ProjectConfiguration(iteration=iteration)
 
 
 def differing_saves(folder: str) -> None:
     accelerator = Accelerator(cpu=True)
-    with pytest.raises(UsageError, match="ranks called save_state with different values of blocking"):
+    with pytest.raises(UsageError, match="blocking"):
         accelerator.save_state(folder, blocking=accelerator.is_main_process)
     if not accelerator.is_main_process:
         accelerator.register_for_checkpointing(torch.optim.SGD([torch.zeros(1)], 0.1))
-    with pytest.raises(UsageError, match="Rank 0 saves .*, but rank 1"):
+    with pytest.raises(UsageError, match="Rank 0.*rank 1"):
         accelerator.save_state(folder)
 
 

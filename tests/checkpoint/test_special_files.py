@@ -20,6 +20,7 @@ from lockstep.config import read_plain_file
 from lockstep.errors import LockstepError
 from lockstep.offload.files import index_of, regions_of
 from lockstep.utils import load_checkpoint_in_model
+from tests.refusals import expect_refusal
 
 SHARD = "model-00002-of-00002.safetensors"
 
@@ -140,8 +141,7 @@ def test_a_huge_index_is_not_read(tmp_path: Path) -> None:
     folder = sharded(tmp_path / "weights")
     os.truncate(folder / "model.safetensors.index.json", 8 << 30)
     for read in (merged, loaded):
-        with pytest.raises(LockstepError, match=r"has 8589934592 bytes, but at most"):
-            read(folder)
+        expect_refusal(LockstepError, "8589934592", read, folder)
 
 
 def test_an_offload_folder_with_pipes_is_refused(tmp_path: Path) -> None:
@@ -156,14 +156,13 @@ def test_an_offload_folder_with_pipes_is_refused(tmp_path: Path) -> None:
             regions_of(entries, str(tmp_path))
     (tmp_path / "c.dat").write_bytes(bytes(8))
     for shape in ([-2], [2.0], "2", None, [2**70], [[2]]):
-        with pytest.raises(LockstepError, match="does not have 'c', which is in its index"):
-            regions_of({"c": {**entry, "shape": shape}}, str(tmp_path))
+        expect_refusal(LockstepError, "'c'", regions_of, {"c": {**entry, "shape": shape}}, str(tmp_path))
 
 
 def test_what_grows_while_it_is_read_is_bounded(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"12345")
     assert read_plain_file(str(tmp_path / "file"), 5) == b"12345"
-    with pytest.raises(LockstepError, match="has 5 bytes, but at most 4 are read"):
+    with pytest.raises(LockstepError, match="5 bytes.*4"):
         read_plain_file(str(tmp_path / "file"), 4)
 
 

@@ -7,11 +7,13 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lockstep.comm import dequantize, from_message, message_bytes, quantize, to_message
 from lockstep.errors import ConfigError, UsageError
+from tests.marks import examples
+from tests.refusals import expect_refusal
 
 LEVELS = {8: 127, 4: 7}
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -40,7 +42,7 @@ def error(values: torch.Tensor, block: int, bits: int) -> np.ndarray:
 floats = st.floats(-LARGEST, LARGEST, width=32, allow_subnormal=True)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(st.lists(floats, max_size=40), st.integers(1, 12), st.sampled_from([8, 4]))
 @example([0.0, -0.0, 0.0], 2, 4)
 @example([SMALLEST, -190 * SMALLEST, 0.0], 3, 8)  # scales that are not normal numbers would not hold these
@@ -52,7 +54,7 @@ def test_every_value_comes_back_within_half_a_step_of_its_block(given_values, bl
     assert (error(values, block, bits) <= bound(values, block, bits)).all()
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(
     count=st.integers(0, 1100),
     seed=st.integers(0, 2**16),
@@ -164,15 +166,12 @@ def test_four_bits_are_about_eighteen_times_coarser_than_eight() -> None:
 
 
 def test_other_widths_blocks_types_and_sizes_are_refused() -> None:
-    with pytest.raises(ConfigError, match="bits is 2"):
-        message_bytes(4, bits=2)
-    with pytest.raises(ConfigError, match="block is 0"):
-        to_message(torch.ones(4), block=0)
+    expect_refusal(ConfigError, "bits is 2", message_bytes, 4, bits=2)
+    expect_refusal(ConfigError, "block is 0", to_message, torch.ones(4), block=0)
     for dtype in (torch.float64, torch.int32, torch.uint8):
         with pytest.raises(UsageError, match=f"{dtype} cannot be quantised"):
             quantize(torch.ones(4, dtype=dtype))
-    with pytest.raises(UsageError, match="2 bytes and 1 scales, but 4 and 1"):
-        dequantize(*quantize(torch.ones(4)), 4, bits=4)
+    expect_refusal(UsageError, "2 bytes and 1 scales", dequantize, *quantize(torch.ones(4)), 4, bits=4)
 
 
 @pytest.mark.parametrize("bits", [8, 4])

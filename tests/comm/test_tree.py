@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from lockstep import comm
+from tests.refusals import expect_refusal
 
 Pair = namedtuple("Pair", ["first", "second"])
 
@@ -115,7 +116,7 @@ def test_the_batch_size_is_dim_0_of_the_first_tensor_that_has_one():
 
 @pytest.mark.parametrize("batch", [[], {"a": "text"}, torch.tensor(1.0)], ids=str)
 def test_a_batch_without_rows_has_no_size(batch):
-    with pytest.raises(ValueError, match="holds no tensor"):
+    with pytest.raises(ValueError):
         comm.find_batch_size(batch)
 
 
@@ -131,12 +132,9 @@ def test_slicing_and_concatenating_are_inverse():
 
 
 def test_concatenating_what_is_no_tensor_or_not_alike_is_refused():
-    with pytest.raises(TypeError, match="only tensors can be"):
-        comm.concatenate([{"tag": "a"}, {"tag": "b"}])
-    with pytest.raises(ValueError, match="one structure"):
-        comm.concatenate([{"a": torch.ones(1)}, {"b": torch.ones(1)}])
-    with pytest.raises(ValueError, match="batches to concatenate is empty"):
-        comm.concatenate([])
+    expect_refusal(TypeError, "tensors", comm.concatenate, [{"tag": "a"}, {"tag": "b"}])
+    expect_refusal(ValueError, "structure", comm.concatenate, [{"a": torch.ones(1)}, {"b": torch.ones(1)}])
+    expect_refusal(ValueError, "empty", comm.concatenate, [])
 
 
 def test_sending_to_a_device_skips_keys_at_any_depth_and_uses_the_method_to():

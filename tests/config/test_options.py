@@ -225,7 +225,7 @@ def test_the_environments_file_and_settings_reach_the_options(
     asked = options()
     assert asked.parallel.zero == 1 and asked.optimizer is not None and asked.optimizer.params == {"lr": 0.5}
     assert asked.scaler.init_scale == 8 and fit_to_world(asked, 2).micro_batch_size == 4
-    with pytest.warns(UserWarning, match="wall_clock_breakdown=True has no effect"):
+    with pytest.warns(UserWarning, match="wall_clock_breakdown"):
         Accelerator(cpu=True)
     assert "zero=2" in refusal(parallel="zero=2")
 

@@ -8,6 +8,7 @@ import pytest
 from lockstep.config import process_environment, user_config_file, worker_settings
 from lockstep.errors import ConfigError
 from lockstep.utils import PrecisionType
+from tests.refusals import expect_refusal
 
 TORCHRUN = {
     "RANK": "3",
@@ -133,8 +134,7 @@ def test_bad_values_name_the_variable(environ: dict[str, str], sentence: str) ->
 
 
 def test_an_unknown_setting_in_code_names_the_nearest() -> None:
-    with pytest.raises(ConfigError, match="Did you mean 'mixed_precision'"):
-        worker_settings({"mixed_precison": "bf16"}, {})
+    expect_refusal(ConfigError, "'mixed_precision'", worker_settings, {"mixed_precison": "bf16"}, {})
 
 
 def test_the_users_file_follows_the_environment() -> None:

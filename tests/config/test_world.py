@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.compat.deepspeed import from_deepspeed
@@ -16,6 +16,7 @@ from lockstep.config import BatchSizes, SettingValue, axes_of, fitted
 from lockstep.errors import ConfigError
 from lockstep.launch import Program, make_plan, merge
 from lockstep.utils import Parallel
+from tests.marks import examples
 
 WORDS = st.fixed_dictionaries(
     {},
@@ -49,7 +50,7 @@ def can_be_divided(parallel: Parallel, world: int) -> bool:
     return False
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(words=WORDS, world=st.integers(1, 24))
 def test_a_world_is_accepted_exactly_when_a_grid_has_its_ranks(words: dict[str, int], world: int) -> None:
     try:
@@ -133,7 +134,7 @@ def test_every_way_of_launching_refuses_it(backend: dict[str, object]) -> None:
         "nproc": SettingValue(3, "flag --nproc"),
         "num_machines": SettingValue(2, "flag --nnodes"),
     }
-    with pytest.raises(ConfigError, match="6 / 4 is not whole"):
+    with pytest.raises(ConfigError, match="6 / 4"):
         make_plan(Program("true", no_python=True), merge(flags, {}, {}), device_count=0, cores=8)
 
 
@@ -151,7 +152,5 @@ def test_a_launch_counts_rows_as_its_workers_do(tmp_path: Path, rows: int, fits:
     config = {"train_micro_batch_size_per_gpu": 4, "tensor_parallel": {"autotp_size": 2}}
     path.write_text(json.dumps({"train_batch_size": rows, **config}))
     settings = merge({"nproc": SettingValue(4, "flag --nproc")}, {}, {})
-    with (
-        nullcontext() if fits else pytest.raises(ConfigError, match="2 processes with rows of their own = 8")
-    ):
+    with nullcontext() if fits else pytest.raises(ConfigError, match="= 8"):
         make_plan(Program("true", no_python=True), settings, 0, 8, described=from_deepspeed(path).settings)

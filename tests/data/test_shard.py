@@ -6,12 +6,12 @@ import json
 import math
 from pathlib import Path
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.data import GlobalBatch, ShardPlan, grouped, rounds
 from lockstep.errors import ConfigError
+from tests.refusals import expect_refusal
 
 plans = st.fixed_dictionaries(
     {
@@ -135,8 +135,7 @@ def test_a_bucketed_sampler_is_filled_only_at_the_end():
 
 
 def test_split_batch_size_must_divide():
-    with pytest.raises(ConfigError, match=r"batch size 7 is not a round multiple of 2.*8 or 6"):
-        ShardPlan(2, 7, split_batches=True)
+    expect_refusal(ConfigError, "8 or 6", ShardPlan, 2, 7, split_batches=True)
 
 
 def test_ranks_get_what_accelerates_batch_sampler_shard_gave_them():

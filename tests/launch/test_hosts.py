@@ -19,6 +19,7 @@ from tests.launch import training
 from tests.launch.fakes import CANARY, Fakes, canaries
 from tests.launch.helpers import WAITING, check_ends_with, run, start, wait_until
 from tests.patching import module_of
+from tests.refusals import expect_refusal
 
 HOSTILE = st.text(st.sampled_from(list(";$()`\"'\n\\ -o*?~#&|<>%{}!\t\r=ProxyCommandé")), max_size=30)
 REMOTE = shlex.join([sys.executable, "-m", "lockstep.launch.node"])
@@ -152,11 +153,7 @@ def test_arguments_and_environment_reach_the_far_end_byte_for_byte_and_never_a_s
 
 
 def test_several_machines_cannot_meet_at_a_name_that_each_has_for_itself() -> None:
-    with pytest.raises(
-        ConfigError,
-        match="begins with localhost, but on each of the other 1 machines this name means that machine itself",
-    ):
-        meeting_point(plan_for(["x"], "localhost,hostb"))
+    expect_refusal(ConfigError, "localhost", meeting_point, plan_for(["x"], "localhost,hostb"))
 
 
 def test_ssh_is_called_once_for_each_host_with_no_secret_in_its_arguments(fakes: Fakes) -> None:

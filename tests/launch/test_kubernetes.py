@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 from click.testing import CliRunner
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from launch.kubernetes_api import KINDS, problems
@@ -25,7 +25,9 @@ from lockstep.config import SettingValue
 from lockstep.errors import ConfigError
 from lockstep.launch import LaunchPlan, Program, end_process, get_backend, make_plan, merge
 from lockstep.launch.kubernetes import MAKE_SECRET, as_yaml, job_name_of, launch, manifests
+from tests.marks import examples
 from tests.patching import module_of
+from tests.refusals import expect_refusal
 
 IMAGE = "ghcr.io/me/train:1"
 needs_kubectl = pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
@@ -201,10 +203,15 @@ def test_a_trainjob_can_use_a_runtime_of_the_cluster() -> None:
         "kind": "ClusterTrainingRuntime",
         "name": "torch-distributed",
     }
-    with pytest.raises(ConfigError, match="claim=.* runtime torch-distributed"):
-        manifests(plan("trainjob", options={"runtime": "torch-distributed", "claim": "a:/b"}))
-    with pytest.raises(ConfigError, match="for TrainJobs"):
-        manifests(plan("jobset", options={"runtime": "torch-distributed"}))
+    expect_refusal(
+        ConfigError,
+        "claim=",
+        manifests,
+        plan("trainjob", options={"runtime": "torch-distributed", "claim": "a:/b"}),
+    )
+    expect_refusal(
+        ConfigError, "TrainJobs", manifests, plan("jobset", options={"runtime": "torch-distributed"})
+    )
 
 
 def test_the_secret_is_a_reference_and_nothing_secret_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,10 +230,8 @@ def test_the_secret_is_a_reference_and_nothing_secret_is_written(monkeypatch: py
             "valueFrom": {"secretKeyRef": {"name": "train-secret", "key": "secret"}},
         },
     ]
-    with pytest.raises(ConfigError, match="WANDB_API_KEY"):
-        manifests(plan("jobset", forward_env=("WANDB_API_KEY",)))
-    with pytest.raises(ConfigError, match="NOT_SET"):
-        manifests(plan("jobset", forward_env=("NOT_SET",)))
+    expect_refusal(ConfigError, "WANDB_API_KEY", manifests, plan("jobset", forward_env=("WANDB_API_KEY",)))
+    expect_refusal(ConfigError, "NOT_SET", manifests, plan("jobset", forward_env=("NOT_SET",)))
 
 
 @needs_kubectl
@@ -272,7 +277,7 @@ def test_kubernetes_reads_every_word_as_the_text_that_it_was() -> None:
     assert container_of(go)["args"][-len(arguments) :] == [word.replace("$", "$$") for word in arguments]
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.lists(st.text(alphabet=st.characters(codec="utf-8", exclude_characters="\0"), max_size=20)))
 def test_any_text_survives_the_way_through_yaml(words: list[str]) -> None:
     assert yaml.safe_load(as_yaml([{"args": words}])) == {"args": words}
@@ -333,10 +338,10 @@ def test_a_name_must_leave_room_for_those_of_the_pods() -> None:
     longest = "a" * (63 - len("-node-0-1-xxxxx"))
     (document,) = documents(plan("jobset", options={"name": longest}, num_machines=2))
     assert document["metadata"]["name"] == longest
-    with pytest.raises(ConfigError, match="at most 48"):
-        manifests(plan("jobset", options={"name": longest + "a"}, num_machines=2))
-    with pytest.raises(ConfigError, match="128 arguments"):
-        manifests(plan("trainjob", *["x"] * 130))
+    expect_refusal(
+        ConfigError, "at most 48", manifests, plan("jobset", options={"name": longest + "a"}, num_machines=2)
+    )
+    expect_refusal(ConfigError, "128 arguments", manifests, plan("trainjob", *["x"] * 130))
 
 
 def test_a_job_without_a_name_has_that_of_its_script() -> None:
@@ -361,13 +366,15 @@ def test_what_only_this_machine_has_is_refused(name: str, value: str) -> None:
 
 def test_the_image_is_required_and_nothing_is_started(tmp_path: Path) -> None:
     without = plan("jobset")
-    with pytest.raises(ConfigError, match="image=REGISTRY"):
-        manifests(dataclasses.replace(without, reach=dataclasses.replace(without.reach, options={})))
-    with pytest.raises(ConfigError, match="--dry-run"):
-        launch(without)
+    expect_refusal(
+        ConfigError,
+        "image=",
+        manifests,
+        dataclasses.replace(without, reach=dataclasses.replace(without.reach, options={})),
+    )
+    expect_refusal(ConfigError, "--dry-run", launch, without)
     unwritable = dataclasses.replace(without.reach, output=str(tmp_path / "no" / "job.yaml"))
-    with pytest.raises(ConfigError, match="No such file"):
-        launch(dataclasses.replace(without, reach=unwritable))
+    expect_refusal(ConfigError, "No such file", launch, dataclasses.replace(without, reach=unwritable))
 
 
 def commands_of_the_page() -> list[list[str]]:

@@ -25,6 +25,7 @@ from lockstep.launch import (
     plan_as_data,
     plan_from_data,
 )
+from tests.refusals import expect_refusal
 
 # anything that an argument vector or an environment can hold, bytes that are not UTF-8 included
 WORDS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=30) | st.binary(
@@ -103,10 +104,8 @@ def test_the_number_of_a_machine_under_slurm_is_that_of_its_node() -> None:
     said = replace(told, plan=replace(PLAN, address="10.0.0.1", environment={"OMP_NUM_THREADS": "3"}))
     plan = local_plan(said, environ, cores=8)
     assert (plan.address, plan.environment["OMP_NUM_THREADS"]) == ("10.0.0.1", "3")
-    with pytest.raises(ConfigError, match="Start this program by srun"):
-        local_plan(told, {}, cores=8)
-    with pytest.raises(ConfigError, match="SLURM_NODEID=2 is not an integer from 0 to 1"):
-        local_plan(told, environ | {"SLURM_NODEID": "2"}, cores=8)
+    expect_refusal(ConfigError, "srun", local_plan, told, {}, cores=8)
+    expect_refusal(ConfigError, "SLURM_NODEID=2", local_plan, told, environ | {"SLURM_NODEID": "2"}, cores=8)
 
 
 @pytest.mark.parametrize(

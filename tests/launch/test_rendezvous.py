@@ -33,6 +33,7 @@ from lockstep.launch import (
     over_of,
 )
 from tests.patching import module_of
+from tests.refusals import expect_refusal
 
 GRACE_S = 30.0
 
@@ -341,10 +342,7 @@ def test_a_launcher_of_an_earlier_launch_is_refused(coordinator: tuple[Coordinat
     server, secret = coordinator
     stale = Rendezvous(server.address, secret, LauncherIdentity("train.py", 1, None, LOOPBACK), Told())
     stale._epoch = "of yesterday"
-    with pytest.raises(
-        ConfigError, match="does not let this machine in: this machine belongs to an earlier launch"
-    ):
-        stale.join(nothing)
+    expect_refusal(ConfigError, "earlier launch", stale.join, nothing)
     stale.close()
 
 
@@ -371,7 +369,7 @@ def test_a_wrong_secret_is_final_and_so_is_another_program(
     server, _ = coordinator
     identity = LauncherIdentity("train.py", 1, None, LOOPBACK)
     for _ in range(2):
-        with pytest.raises(ConfigError, match="same secret.*--secret-file or LOCKSTEP_SECRET"):
+        with pytest.raises(ConfigError, match="--secret-file"):
             Rendezvous(server.address, new_secret(), identity, Told())
     with listening_socket(LOOPBACK) as other:
         other.settimeout(10.0)
@@ -395,9 +393,7 @@ def test_nobody_who_answers_is_waited_for_as_long_as_was_said() -> None:
     with listening_socket(LOOPBACK) as taken:
         address = (LOOPBACK, taken.getsockname()[1])
     started = time.monotonic()
-    with pytest.raises(
-        ConfigError, match=r"nothing answers at 127\.0\.0\.1:\d+ after 1 s: Connection refused"
-    ):
+    with pytest.raises(ConfigError, match=r"127\.0\.0\.1:\d+ after 1 s"):
         Rendezvous(
             address, new_secret(), LauncherIdentity("r", 1, 1, LOOPBACK), told, coordinator_limit_s=1.2
         )

@@ -31,6 +31,7 @@ from lockstep.observe.hang import Evidence, SourceLine
 from tests.control.oracle import PlainClient
 from tests.observe.hang.test_coordinator import FakePeer
 from tests.patching import module_of
+from tests.refusals import expect_refusal
 
 RAW = bytes(range(32))
 SECRET = Secret(RAW)
@@ -125,7 +126,7 @@ def test_another_version_is_refused_with_both_named(launch: Launch, monkeypatch:
     link = JobLink(launch.server.address, SECRET)
     monkeypatch.setattr(lockstep, "__version__", lockstep.__version__)  # as it was, after this test
     monkeypatch.setattr(module_of(link_to), "lockstep", type("Other", (), {"__version__": "0.9"}))
-    with pytest.raises(ConfigError, match=rf"runs Lockstep {lockstep.__version__}, and this is 0\.9"):
+    with pytest.raises(ConfigError, match=rf"{lockstep.__version__}.*0\.9"):
         link.look()
 
 
@@ -138,8 +139,7 @@ def test_there_are_only_so_many_viewers_and_sentences(launch: Launch) -> None:
     links = [JobLink(launch.server.address, SECRET) for _ in range(MOST_VIEWERS + 1)]
     for link in links[:-1]:
         link.look()
-    with pytest.raises(ConfigError, match="are connected already"):
-        links[-1].look()
+    expect_refusal(ConfigError, "connected", links[-1].look)
     for number in range(3 * MOST_SENTENCES):
         launch.server.call(lambda number=number: launch.viewers.say(f"sentence {number}"))
     assert len(links[0].look()["sentences"]) == MOST_SENTENCES
@@ -181,8 +181,7 @@ def test_the_secret_comes_from_a_file_a_launch_here_a_variable_or_the_users_own(
     launch: Launch, folders: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     address = launch.server.address
-    with pytest.raises(ConfigError, match="The secret of 127"):
-        link_to(address, None)
+    expect_refusal(ConfigError, "secret", link_to, address, None)
     shared = Server(derived(SECRET, "launch"), "127.0.0.1", 0, {"top": launch.viewers})
     with shared:
         path = folders / "secret"
@@ -202,7 +201,7 @@ def test_the_secret_comes_from_a_file_a_launch_here_a_variable_or_the_users_own(
         assert link is not None
         link.look()
     write_place(make_work_folder(), "id-2", ("127.0.0.1", 1), "other.py", SECRET)
-    with pytest.raises(ConfigError, match=r"2 launches run here: .*\.py.*\.py"):
+    with pytest.raises(ConfigError, match=r"\.py.*\.py"):
         link_here()
 
 

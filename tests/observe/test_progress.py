@@ -41,7 +41,7 @@ def test_a_disabled_bar_stays_disabled_on_the_main_process(as_rank: Callable[...
 
 
 def test_a_bool_in_place_of_the_iterable_is_refused() -> None:
-    with pytest.raises(ConfigError, match="main_process_only=True"):
+    with pytest.raises(ConfigError):
         tqdm(True, range(3))
 
 

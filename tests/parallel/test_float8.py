@@ -18,6 +18,7 @@ from lockstep.errors import ConfigError, MissingExtraError, UsageError
 from lockstep.parallel import check_float8, filter_linear_layers, find_first_last_linear_layers
 from lockstep.utils import AORecipeKwargs, TERecipeKwargs
 from tests.patching import module_of
+from tests.refusals import expect_refusal
 
 BATCH, STEPS = 8, 4
 
@@ -209,10 +210,12 @@ def what_is_converted() -> None:
     again = prepare(again)
     assert again.first is converted.first
     assert layers(again) == {"first"} | CONVERTED
-    with pytest.raises(UsageError, match=r"converts no layer of Sequential.*module_filter_func"):
-        prepare(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)))
-    with pytest.raises(UsageError, match=r"is itself a linear layer.*torch.nn.Sequential"):
-        prepare(nn.Linear(16, 16), module_filter_func=lambda *_: True)
+    expect_refusal(
+        UsageError, "module_filter_func", prepare, nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    )
+    expect_refusal(
+        UsageError, "torch.nn.Sequential", prepare, nn.Linear(16, 16), module_filter_func=lambda *_: True
+    )
 
 
 def test_linear_layers_but_the_first_and_the_last_are_converted(run_distributed) -> None:
@@ -222,10 +225,15 @@ def test_linear_layers_but_the_first_and_the_last_are_converted(run_distributed)
 
 def test_what_other_libraries_ask_of_a_recipe() -> None:
     pytest.importorskip("torchao")
-    with pytest.raises(ConfigError, match=r"AORecipeKwargs, but mixed_precision='bf16'.*'fp8'"):
-        Accelerator(cpu=True, mixed_precision="bf16", kwargs_handlers=[AORecipeKwargs()])
-    with pytest.raises(ConfigError, match=r"compute capability 8.9 or above, and this process has cpu"):
-        Accelerator(cpu=True, mixed_precision="fp8")
+    expect_refusal(
+        ConfigError,
+        "'bf16'",
+        Accelerator,
+        cpu=True,
+        mixed_precision="bf16",
+        kwargs_handlers=[AORecipeKwargs()],
+    )
+    expect_refusal(ConfigError, "cpu", Accelerator, cpu=True, mixed_precision="fp8")
 
 
 # Without torchao ------------------------------------------------------------------------------------------
@@ -237,7 +245,7 @@ def test_a_gather_in_8_bits_that_is_asked_for_is_said_to_be_none() -> None:
 
     asked = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
     for options in ({"enable_fsdp_float8_all_gather": True}, {"config": asked}):
-        with pytest.warns(UserWarning, match="enable_fsdp_float8_all_gather=True has no effect"):
+        with pytest.warns(UserWarning, match="enable_fsdp_float8_all_gather"):
             AORecipeKwargs(**options)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -248,17 +256,15 @@ def test_a_gather_in_8_bits_that_is_asked_for_is_said_to_be_none() -> None:
 
 def test_without_torchao_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module_of(AORecipeKwargs), "find_spec", lambda name: None)
-    with pytest.raises(MissingExtraError, match=r"'torchao', which is not installed.*\[torchao\]"):
-        Accelerator(cpu=True, mixed_precision="fp8")
+    expect_refusal(MissingExtraError, "[torchao]", Accelerator, cpu=True, mixed_precision="fp8")
 
 
 def test_other_packages_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module_of(AORecipeKwargs), "find_spec", lambda name: object())
-    with pytest.raises(ConfigError, match=r"TERecipeKwargs asks for another package.*AORecipeKwargs"):
+    with pytest.raises(ConfigError, match="TERecipeKwargs"):
         Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[TERecipeKwargs()])
     monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "MSAMP")
-    with pytest.raises(ConfigError, match=r"ACCELERATE_FP8_BACKEND=MSAMP asks for another package"):
-        Accelerator(cpu=True, mixed_precision="fp8")
+    expect_refusal(ConfigError, "MSAMP", Accelerator, cpu=True, mixed_precision="fp8")
 
 
 @pytest.mark.parametrize(

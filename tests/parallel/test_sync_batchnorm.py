@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 
-import pytest
 import torch
 from torch import nn
 
 from lockstep import Accelerator
 from lockstep.errors import ConfigError
+from tests.refusals import expect_refusal
 
 STEPS, ROWS, RANK_0 = 4, 8, 5  # rows of a batch, and how many of them rank 0 has
 
@@ -68,5 +68,4 @@ def test_two_processes_normalise_as_one_does(run_distributed) -> None:
 
 
 def test_a_pipeline_refuses_it() -> None:
-    with pytest.raises(ConfigError, match="Drop sync_batchnorm"):
-        Accelerator(cpu=True, parallel="pp=2 sync_batchnorm")
+    expect_refusal(ConfigError, "Drop sync_batchnorm", Accelerator, cpu=True, parallel="pp=2 sync_batchnorm")

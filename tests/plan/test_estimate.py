@@ -36,6 +36,7 @@ from lockstep.plan import (
 )
 from lockstep.utils import Parallel
 from parallel.blocks_and_root import BlocksAndRoot
+from tests.refusals import expect_refusal
 
 WIDTH, BLOCKS = 16, 6
 TEXT = "parallel.blocks_and_root:BlocksAndRoot"
@@ -371,8 +372,7 @@ def test_a_factory_that_cannot_be_used_is_one_sentence(
 
 def test_a_file_that_is_no_python_is_named_with_its_line(tmp_path: Path) -> None:
     (tmp_path / "user.py").write_text("import torch\ndef f(:\n")
-    with pytest.raises(UsageError, match=r"SyntaxError: .* \(user\.py:2\)"):
-        facts_of(f"{tmp_path / 'user.py'}:f")
+    expect_refusal(UsageError, "user.py:2", facts_of, f"{tmp_path / 'user.py'}:f")
 
 
 def test_a_quantised_configuration_says_what_was_not_counted(tmp_path: Path) -> None:
@@ -384,8 +384,8 @@ def test_an_object_and_a_function_with_arguments_are_counted(tmp_path: Path) -> 
     (tmp_path / "user.py").write_text(USER)
     assert facts_of(f"{tmp_path / 'user.py'}:model").count == 9
     assert facts_of(f"{tmp_path / 'user.py'}:needs", {"depth": 5}).count == 12
-    with pytest.raises(ConfigError, match="has no parameters"):
-        training_rows(facts_of(f"{tmp_path / 'user.py'}:empty"), [1], ["no"], "adamw", Limits())
+    empty = facts_of(f"{tmp_path / 'user.py'}:empty")
+    expect_refusal(ConfigError, "no parameters", training_rows, empty, [1], ["no"], "adamw", Limits())
 
 
 @pytest.mark.parametrize(
@@ -441,17 +441,13 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
     whole = path.read_bytes()
     for content in (b"", whole[:-1], b"\xff" * 8 + whole[8:], whole.replace(b"[64]", b"[65]")):
         path.write_bytes(content)
-        with pytest.raises(CheckpointError, match=r"model\.safetensors"):
-            facts_of(str(path))
+        expect_refusal(CheckpointError, "model.safetensors", facts_of, str(path))
 
 
 def test_a_folder_with_nothing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"has no config\.json"):
-        facts_of(str(tmp_path))
-    with pytest.raises(UsageError, match="takes no input_ids"):
-        facts_of(TEXT, SIZES, 2, 8)
-    with pytest.raises(UsageError, match="Drop them"):
-        facts_of(str(tmp_path), {"width": 1})
+    expect_refusal(UsageError, "config.json", facts_of, str(tmp_path))
+    expect_refusal(UsageError, "input_ids", facts_of, TEXT, SIZES, 2, 8)
+    expect_refusal(UsageError, "Drop them", facts_of, str(tmp_path), {"width": 1})
 
 
 def test_the_command_starts_without_torch() -> None:

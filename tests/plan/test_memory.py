@@ -324,7 +324,7 @@ def test_numbers_of_parameters_as_people_write_them(text: str, number: int) -> N
     ],
 )
 def test_other_texts_are_not_numbers_of_parameters(text: str) -> None:
-    with pytest.raises(ConfigError, match="is not a whole number of parameters"):
+    with pytest.raises(ConfigError):
         parse_count(text, "--params")
 
 

@@ -6,11 +6,12 @@ import itertools
 from fractions import Fraction
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from lockstep.errors import ConfigError, UsageError
 from lockstep.plan import Action, Timeline, Times, action_lists, by_rank, checked, parse_times, simulate
+from tests.marks import examples
 
 NAMES = ["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "dualpipev"]
 
@@ -70,7 +71,7 @@ def test_records_of_a_run_are_sorted_by_rank_and_keep_their_order() -> None:
     "record", [(0, 0, "X", 0), (0, 0, "F"), (-1, 0, "F", 0), (0, "a", "F", 0), (0, 0, 1, 0)]
 )
 def test_a_record_of_another_form_is_refused(record: tuple[int | str, ...]) -> None:
-    with pytest.raises(UsageError, match="is not an action"):
+    with pytest.raises(UsageError):
         by_rank([record])
 
 
@@ -97,11 +98,11 @@ def test_times_of_forward_and_backward_or_of_its_parts() -> None:
     assert parse_times("1,1.2,0.8") == Times(1, 1.2, 0.8)
     assert parse_times("1,1.5,0.5").of("B") == 2
     for text in ("1", "1,2,3,4", "a,b", "1,-2", "0,1", "nan,1", "inf,1", "1e9,1", "", "1,,2"):
-        with pytest.raises(ConfigError, match="two or three numbers"):
+        with pytest.raises(ConfigError):
             parse_times(text)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     st.sampled_from(NAMES),
     st.integers(1, 5),

@@ -18,6 +18,7 @@ from lockstep.report import (
     settings_that_differ,
     told_apart,
 )
+from tests.refusals import expect_refusal
 from tests.report.runs import BEGIN, CONFIGURATION, END, ERROR, Start, Synthetic, write_run
 
 BASE = Synthetic(starts=(Start(1, 200, ends=END),))
@@ -112,5 +113,4 @@ def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
 
 
 def test_too_many_runs_are_refused() -> None:
-    with pytest.raises(ConfigError, match="9 runs do not fit into one chart"):
-        report_of(["nowhere"] * (MOST_RUNS + 1), NOW)
+    expect_refusal(ConfigError, "9 runs", report_of, ["nowhere"] * (MOST_RUNS + 1), NOW)

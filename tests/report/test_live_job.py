@@ -7,11 +7,12 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console, RenderableType
 
 from lockstep.report import job_of, job_screen, keys_line, ranks_panel, stack_of, stacks_panel, stacks_text
+from tests.marks import examples
 
 VIEW: dict[str, Any] = {
     "run": "train.py on 1 machine", "elapsed_s": 65.0,
@@ -86,7 +87,7 @@ views = st.fixed_dictionaries(
 stacks = st.dictionaries(st.sampled_from(["rank", "host", "pid", "place", "stack"]), values)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(view=views, stack=stacks)
 def test_whatever_is_told_is_shown_without_control_characters(view: Any, stack: Any) -> None:
     job = job_of(view)

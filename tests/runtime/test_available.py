@@ -40,7 +40,7 @@ def test_versions_are_compared_as_numbers() -> None:
 def test_versions_compare_by_number_not_by_text() -> None:
     assert runtime.is_torch_version(">=", "2.9") and not runtime.is_torch_version("<", "2.9")
     assert runtime.compare_versions("torch", "==", torch.__version__)
-    with pytest.raises(ValueError, match="'=>'"):
+    with pytest.raises(ValueError):
         runtime.is_torch_version("=>", "2.9")
 
 

@@ -20,6 +20,7 @@ from lockstep.testing import (
     check_parity,
     compare_parity,
 )
+from tests.refusals import expect_refusal
 from tests.testing import defects
 from tests.testing.models import MODELS, balanced, cnn, mixture, mlp, moving_scale, of_loader
 
@@ -104,8 +105,7 @@ def test_a_planted_defect_is_named(parity_workers: ParityWorkers, make: Callable
 def test_a_defect_is_returned_by_the_one_and_raised_by_the_other(parity_workers: ParityWorkers) -> None:
     report = parity_workers.compare_parity(defects.rate_times_ranks, steps=1)
     assert not report.agrees
-    with pytest.raises(ParityError, match="learning rate"):
-        report.raise_if_differs()
+    expect_refusal(ParityError, "learning rate", report.raise_if_differs)
     assert isinstance(ParityError(report), AssertionError)
     assert report.to_json()["sentence"] == report.sentence
 
@@ -262,7 +262,7 @@ def test_a_failure_comes_back_with_its_rank(
 def test_what_does_not_repeat_is_no_failure_of_parity(
     parity_workers: ParityWorkers, make: Callable[[], object], said: str
 ) -> None:
-    with pytest.raises(CouldNotRun, match="Two reference runs already differ") as raised:
+    with pytest.raises(CouldNotRun, match="already differ") as raised:
         parity_workers.compare_parity(make)
     assert said in str(raised.value)
 
@@ -304,7 +304,7 @@ def test_a_mixture_whose_routing_is_local_has_one_process_as_its_reference(
 def test_a_generator_of_its_own_is_no_failure_of_parity(
     parity_workers: ParityWorkers, make: Callable[[], object], what: str
 ) -> None:
-    with pytest.raises(CouldNotRun, match="draws from a generator of its own with each batch") as raised:
+    with pytest.raises(CouldNotRun, match="generator") as raised:
         parity_workers.compare_parity(make, steps=1)
     assert f"{what} (defects.py:" in str(raised.value)
     assert parity_workers.compare_parity(make, steps=1, reference="ddp", parallel="zero=1").agrees

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.testing import DistributedTestError, WorkerPool
+from tests.refusals import expect_refusal
 
 
 def summed_rank() -> float:
@@ -93,8 +94,7 @@ def test_arguments_arrive_and_results_come_in_rank_order(run_distributed):
 
 
 def test_more_ranks_than_workers_are_refused(run_distributed):
-    with pytest.raises(ValueError, match="world_size is 5"):
-        run_distributed(summed_rank, 5)
+    expect_refusal(ValueError, "5", run_distributed, summed_rank, 5)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -153,8 +153,7 @@ def test_a_test_leaves_nothing_behind_for_the_next(run_distributed):
 
 
 def test_a_result_that_cannot_be_sent_is_a_failure(run_distributed):
-    with pytest.raises(DistributedTestError, match="pickle"):
-        run_distributed(return_a_function, 1)
+    expect_refusal(DistributedTestError, "pickle", run_distributed, return_a_function, 1)
 
 
 def test_calls_run_on_the_same_warm_processes(run_distributed):

@@ -140,7 +140,7 @@ def test_a_torch_with_another_meaning_is_refused(
 ) -> None:
     probe = engine(name)
     monkeypatch.setattr(of(owner), attribute, instead, raising=False)
-    with pytest.raises(UsageError, match=SENTENCE):
+    with pytest.raises(UsageError):
         probe()
 
 
@@ -163,7 +163,7 @@ def test_a_gradient_that_is_kept_elsewhere_is_refused(monkeypatch) -> None:
             param.elsewhere, param._unsharded_param.grad = param._unsharded_param.grad, None
 
     monkeypatch.setattr(group, "post_backward", post_backward)
-    with pytest.raises(UsageError, match=SENTENCE):
+    with pytest.raises(UsageError):
         probe()
 
 

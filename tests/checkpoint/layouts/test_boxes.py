@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -17,6 +17,8 @@ from checkpoint.layouts.simulated import Coordinate, Spread, coordinates
 from lockstep.checkpoint import CheckpointGroup, SavePlan, SavePlanner, create_read_items
 from lockstep.comm import boxes, boxes_of, local_shape
 from lockstep.errors import CheckpointError, UsageError
+from tests.marks import examples
+from tests.refusals import expect_refusal
 
 MESHES = st.sampled_from([(1,), (2,), (3,), (4,), (2, 2), (2, 3), (4, 2), (2, 1, 3), (2, 2, 2)])
 SHAPES = st.lists(st.integers(0, 9), min_size=1, max_size=3).map(tuple)
@@ -67,7 +69,7 @@ def two_spreads(draw: Any) -> tuple[torch.Tensor, list[Spread], list[Spread]]:
 
 
 @given(two_spreads())
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_boxes_are_what_torch_cuts(drawn: tuple[torch.Tensor, list[Spread], list[Spread]]) -> None:
     values, spread, _ = drawn
     for one in spread:
@@ -98,7 +100,7 @@ def saved(spread: list[Spread]) -> tuple[list[SavePlan], dict[tuple[str, str], t
 
 
 @given(two_spreads())
-@settings(max_examples=80, deadline=None)
+@examples(80)
 def test_every_element_is_written_once_and_read_by_all_who_hold_it(
     drawn: tuple[torch.Tensor, list[Spread], list[Spread]],
 ) -> None:
@@ -140,17 +142,13 @@ def test_a_fused_projection_is_cut_within_each_of_its_parts() -> None:
 def test_a_part_that_is_not_what_its_placements_say_is_refused() -> None:
     assert local_shape((5, 2), (2,), [Shard(0)], (1,)) == (2, 2)
     wrong: Any = Spread(numbered((3, 2)), (5, 2), (2,), [Shard(0)], (1,))
-    with pytest.raises(
-        UsageError, match=r"should hold a part of shape \(2, 2\), but its part has shape \(3, 2\)"
-    ):
+    with pytest.raises(UsageError, match=r"\(2, 2\).*\(3, 2\)"):
         boxes_of(wrong)
     addend: Any = Spread(numbered((5, 2)), (5, 2), (2,), [Partial()], (1,))
-    with pytest.raises(UsageError, match="holds a term of a sum"):
-        boxes_of(addend)
+    expect_refusal(UsageError, "term of a sum", boxes_of, addend)
 
 
 def test_ranks_that_together_lack_a_part_are_refused() -> None:
     values = numbered((6,))
     spread = [Spread(simulated.cut(values, (2,), [Shard(0)], (0,)), (6,), (2,), [Shard(0)], (0,))] * 2
-    with pytest.raises(CheckpointError, match="their parts of t have 3 elements"):
-        saved(spread)
+    expect_refusal(CheckpointError, "3 elements", saved, spread)

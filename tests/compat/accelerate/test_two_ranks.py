@@ -246,14 +246,14 @@ def test_pickled_weights_do_not_lie_beside_others(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True, watch=False)
     model = accelerator.prepare(tower())
     accelerator.save_model(model, tmp_path)
-    with pytest.raises(UsageError, match="Name another folder"):
+    with pytest.raises(UsageError):
         accelerator.save_model(model, tmp_path, safe_serialization=False)
 
 
 def test_pickled_weights_are_a_part_of_a_checkpoint_that_is_written_in_the_background(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True, watch=False)
     model = accelerator.prepare(tower())
-    with pytest.warns(UserWarning, match="saved as a pickle"):
+    with pytest.warns(UserWarning, match="pickle"):
         accelerator.save_state(tmp_path / "state", safe_serialization=False, blocking=False)
     wanted = {name: value.clone() for name, value in model.state_dict().items()}
     with torch.no_grad():

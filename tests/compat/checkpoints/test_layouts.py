@@ -10,6 +10,7 @@ import torch
 
 from lockstep.compat.checkpoints import read_foreign
 from lockstep.errors import CheckpointError
+from tests.refusals import expect_refusal
 
 WEIGHTS = {"weight": torch.ones(2, 2), "bias": torch.zeros(2)}
 
@@ -82,23 +83,18 @@ def test_a_dict_of_unknown_form_is_refused_with_what_was_seen(value: Any, said: 
 
 
 def test_unknown_sources_are_refused_with_what_was_seen(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"no file or folder .*nothing"):
-        read_foreign(tmp_path / "nothing")
+    expect_refusal(CheckpointError, "nothing", read_foreign, tmp_path / "nothing")
     (tmp_path / "model.onnx").write_bytes(b"x")
-    with pytest.raises(CheckpointError, match=r"it has model\.onnx\. Known are"):
-        read_foreign(tmp_path)
-    with pytest.raises(CheckpointError, match=r"does not end in \.bin, \.pt"):
-        read_foreign(tmp_path / "model.onnx")
+    expect_refusal(CheckpointError, "model.onnx", read_foreign, tmp_path)
+    expect_refusal(CheckpointError, ".bin, .pt", read_foreign, tmp_path / "model.onnx")
     (tmp_path / "model.safetensors").write_bytes(b"x")
-    with pytest.raises(CheckpointError, match="safetensors file already"):
-        read_foreign(tmp_path / "model.safetensors")
+    expect_refusal(CheckpointError, "safetensors file already", read_foreign, tmp_path / "model.safetensors")
 
 
 def test_one_ranks_fsdp_shards_are_refused(tmp_path: Path) -> None:
     saved(tmp_path / "pytorch_model_fsdp_0_rank0.bin", WEIGHTS)
     saved(tmp_path / "scheduler.bin", {"last_epoch": 1})
-    with pytest.raises(CheckpointError, match="one rank's shard"):
-        read_foreign(tmp_path)
+    expect_refusal(CheckpointError, "one rank's shard", read_foreign, tmp_path)
 
 
 def test_an_object_of_a_library_is_refused_by_its_place(tmp_path: Path) -> None:
@@ -106,9 +102,7 @@ def test_an_object_of_a_library_is_refused_by_its_place(tmp_path: Path) -> None:
 
     saved(tmp_path / "pytorch_model.bin", WEIGHTS)
     saved(tmp_path / "custom_checkpoint_0.pkl", {"data": [TensorDataset(torch.ones(1))]})
-    with pytest.raises(
-        CheckpointError, match=r"custom_checkpoint_0\.pkl\['data'\]\[0\] is an object of torch.*TensorDataset"
-    ):
+    with pytest.raises(CheckpointError, match=r"custom_checkpoint_0\.pkl\['data'\]\[0\].*TensorDataset"):
         read_foreign(tmp_path)
 
 

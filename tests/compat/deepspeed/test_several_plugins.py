@@ -102,14 +102,10 @@ def test_names_are_those_that_were_given() -> None:
     run = Accelerator(cpu=True, deepspeed_plugins=several)
     run.state.select_deepspeed_plugin("plugin_1")
     assert run.deepspeed_plugin is several[1] and run.parallel.zero == 3
-    with pytest.raises(
-        ValueError, match=r"no DeepSpeed plugin named 'teacher'. The plugins are plugin_0, plugin_1"
-    ):
+    with pytest.raises(ValueError, match="'teacher'.*plugin_0, plugin_1"):
         run.state.select_deepspeed_plugin("teacher")
     assert Accelerator(cpu=True).state.deepspeed_plugins == run.state.deepspeed_plugins
-    with pytest.raises(
-        ValueError, match=r"'first' cannot be selected, because this Accelerator has no DeepSpeed plugins"
-    ):
+    with pytest.raises(ValueError, match="'first'"):
         Accelerator(cpu=True, parallel={}).state.select_deepspeed_plugin("first")
 
 

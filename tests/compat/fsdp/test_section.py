@@ -7,7 +7,7 @@ import pytest
 import torch
 from accelerate.utils import FullyShardedDataParallelPlugin as TheirFSDPPlugin
 from accelerate.utils.constants import FSDP_AUTO_WRAP_POLICY, FSDP_SHARDING_STRATEGY, FSDP_STATE_DICT_TYPE
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.fsdp import (
@@ -25,6 +25,7 @@ from lockstep.compat.fsdp import KEYS, STRATEGIES, from_fsdp, from_fsdp_plugin
 from lockstep.config import parallel_of, parse_yaml, precision_of
 from lockstep.errors import ConfigError
 from lockstep.utils import FullyShardedDataParallelPlugin
+from tests.marks import examples
 
 
 def line(config: Any, machines: int = 1) -> str:
@@ -175,7 +176,7 @@ VALUES = st.one_of(
 )  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(st.dictionaries(st.one_of(st.sampled_from([*KEYS]), st.text(max_size=4)), VALUES, max_size=6))
 def test_any_section_gives_settings_or_one_message(config: dict[str, Any]) -> None:
     try:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.observe.damage import CHUNK_ROWS, COLUMNS, Digester
+from tests.marks import examples
 
 WORD = 2**64
 
@@ -78,7 +79,7 @@ def test_a_flip_of_any_bit_of_any_element_is_seen(count: int, bit: int) -> None:
         assert digester.digest(tensor).item() == before
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(data=st.data())
 def test_any_two_elements_that_change_places_are_seen(data: st.DataObject) -> None:
     count = data.draw(st.integers(2, 3 * 2 * COLUMNS))

@@ -6,11 +6,12 @@ import random
 import threading
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.observe.hang import ANSWER_LIMIT_S, UNDER_WAY, StopGate
 from lockstep.runtime import StepClock
+from tests.marks import examples
 from tests.observe.hang.test_coordinator import Run
 from tests.observe.hang.test_gate import Barrier, rank, stop
 
@@ -94,7 +95,7 @@ def test_it_is_refused_where_there_is_nothing_to_save_or_not_all_are_there() -> 
     assert "about to stop" in stopping.coordinator.request_save(CAUSE)
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(world_size=st.integers(2, 4), seed=st.integers(0, 10**6))
 def test_ranks_that_wait_for_each_other_save_at_one_boundary_and_then_stop_at_one(
     world_size: int, seed: int

@@ -345,7 +345,7 @@ def test_a_message_that_is_no_evidence_is_refused_and_texts_are_cut_and_printabl
         "groups": {"0": [2**70]},
         "recent": [{}],
     }.items():
-        with pytest.raises(ControlError, match="malformed"):
+        with pytest.raises(ControlError):
             Evidence.from_message(good | {key: value})
         with pytest.raises(ControlError):
             Evidence.from_message({other: one for other, one in good.items() if other != key})

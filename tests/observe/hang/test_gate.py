@@ -6,11 +6,12 @@ import random
 import threading
 from collections.abc import Callable
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.observe.hang import StopGate
 from lockstep.runtime import StepClock
+from tests.marks import examples
 
 
 class Stopped(Exception):
@@ -89,7 +90,7 @@ def rank(clock: StepClock, meet: Callable[[], object], steps: int, stopped_at: l
         stopped_at.append(clock.boundaries)
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(world_size=st.integers(2, 5), seed=st.integers(0, 10**6))
 def test_ranks_that_wait_for_each_other_stop_at_one_boundary(world_size: int, seed: int) -> None:
     """The requests reach the ranks one by one, at random moments of their training."""

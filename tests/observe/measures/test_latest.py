@@ -69,7 +69,7 @@ def test_what_is_left_of_the_epoch_is_counted_in_steps(accumulation: int) -> Non
 @pytest.mark.parametrize("steps", [0, -1, 2.0, True, "10"])
 def test_a_total_that_is_no_number_of_steps_is_refused(steps: Any) -> None:
     accelerator = Accelerator(cpu=True)
-    with pytest.raises(UsageError, match="total_steps"):
+    with pytest.raises(UsageError):
         accelerator.measures.total_steps = steps
     assert accelerator.measures.total_steps is None
 

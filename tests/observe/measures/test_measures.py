@@ -122,7 +122,7 @@ def test_the_number_of_steps_is_a_number() -> None:
     accelerator = Accelerator()
     accelerator.measures.step = 7
     assert accelerator.measures.step == 7
-    with pytest.raises(UsageError, match="-1"):
+    with pytest.raises(UsageError):
         accelerator.measures.step = -1
 
 

@@ -13,6 +13,7 @@ from lockstep import Accelerator, ProjectConfiguration, SpikePolicy
 from lockstep.checkpoint.format import CapsuleFacts, RankCapsule
 from lockstep.errors import ConfigError
 from tests.observe.spikes.problem import PLANTED, ROWS, Cell, Run, batches, events_of, make_model
+from tests.refusals import expect_refusal
 
 POLICY = SpikePolicy(window=16, warmup=8, gradient_norm_threshold=40.0, loss_threshold=40.0)
 
@@ -143,12 +144,8 @@ def test_the_newest_checkpoint_is_named(tmp_path: Path) -> None:
 
 
 def test_what_is_no_capsule_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is no capsule"):
-        CapsuleFacts.read(tmp_path)
+    expect_refusal(ConfigError, "no capsule", CapsuleFacts.read, tmp_path)
     (tmp_path / "capsule.json").write_text(json.dumps({"format": "lockstep capsule 99"}))
-    with pytest.raises(ConfigError, match="of another version"):
-        CapsuleFacts.read(tmp_path)
-    with pytest.raises(ConfigError, match="has no complete files of rank 0"):
-        RankCapsule.read(tmp_path, 0)
-    with pytest.raises(ConfigError, match="capsules is -1"):
-        SpikePolicy(capsules=-1)
+    expect_refusal(ConfigError, "another version", CapsuleFacts.read, tmp_path)
+    expect_refusal(ConfigError, "rank 0", RankCapsule.read, tmp_path, 0)
+    expect_refusal(ConfigError, "-1", SpikePolicy, capsules=-1)

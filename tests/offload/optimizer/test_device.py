@@ -133,5 +133,5 @@ def test_copies_of_parameters_on_disk_move_the_bytes_of_the_formula(tmp_path: Pa
 
 
 def test_an_optimizer_that_looks_at_all_parameters_is_refused() -> None:
-    with pytest.raises(UsageError, match="Cannot step it in host memory: LBFGS is not known"):
+    with pytest.raises(UsageError, match="LBFGS"):
         offload_step(torch.optim.LBFGS(Model().parameters()), [], copies=Copies(CPU))

@@ -93,7 +93,7 @@ def test_a_forward_that_fails_ends_too() -> None:
     model = Blocks(blocks=2)
     log, _ = listened(model)
     model.blocks[1][1].weight = nn.Parameter(torch.zeros(3, 3))
-    with pytest.raises(RuntimeError, match="shape"):
+    with pytest.raises(RuntimeError):
         model(WORDS)
     assert log.taken() == [*FORWARD[:5], "end blocks.1"]
 

@@ -18,6 +18,7 @@ from lockstep.torch_internals import lazy_clone
 from tests.offload.models import Blocks, map_weights
 from tests.offload.resident import resident_bytes
 from tests.patching import module_of
+from tests.refusals import expect_refusal
 
 pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/pagemap"), reason="reads /proc")
 PAGE = mmap.PAGESIZE
@@ -46,11 +47,9 @@ def test_a_mapped_file_holds_the_files_bytes_and_is_written_to_only_where_asked(
 
 def test_files_that_cannot_be_mapped_are_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
-    with pytest.raises(OffloadError, match=r"empty is empty.*Write it again"):
-        map_file(tmp_path / "empty")
-    with pytest.raises(OffloadError, match=r"missing cannot be mapped: .*No such file"):
-        map_file(tmp_path / "missing")
-    with pytest.raises(OffloadError, match="cannot be mapped"):
+    expect_refusal(OffloadError, "empty is empty", map_file, tmp_path / "empty")
+    expect_refusal(OffloadError, "No such file", map_file, tmp_path / "missing")
+    with pytest.raises(OffloadError):
         map_file(tmp_path)
 
 
@@ -125,15 +124,14 @@ def test_a_truncated_file_is_an_error_before_it_is_touched(numbers) -> None:
     of_unit = Pages([tensor])
     of_start = Pages([tensor[: 8 * PAGE]])
     os.truncate(path, 8 * PAGE)
-    with pytest.raises(OffloadError, match=rf"truncated to {8 * PAGE} bytes.* first {64 * PAGE}\. Load"):
+    with pytest.raises(OffloadError, match=f"{8 * PAGE} bytes.* {64 * PAGE}"):
         of_unit.populate()
     of_start.populate()
     replacement = path.with_suffix(".new")
     replacement.write_bytes(b"x")
     os.replace(replacement, path)
     # Now the file has no name, so that its size is not known: the kernel tells.
-    with pytest.raises(OffloadError, match="cannot be read: Bad address"):
-        of_unit.populate()
+    expect_refusal(OffloadError, "Bad address", of_unit.populate)
 
 
 def test_a_file_that_is_truncated_while_it_is_read_is_named_as_such(numbers) -> None:
@@ -144,7 +142,7 @@ def test_a_file_that_is_truncated_while_it_is_read_is_named_as_such(numbers) -> 
         os.truncate(path, 8 * PAGE)
         return False
 
-    with pytest.raises(OffloadError, match=rf"truncated to {8 * PAGE} bytes.* first {64 * PAGE}\. Load"):
+    with pytest.raises(OffloadError, match=f"{8 * PAGE} bytes.* {64 * PAGE}"):
         pages_of_file.populate(stopped)
 
 
@@ -188,8 +186,7 @@ def test_a_mover_moves_what_is_mapped_and_finds_what_has_changed(tmp_path: Path)
     mover.check()
     with torch.no_grad():
         weight.add_(1)
-    with pytest.raises(UsageError, match=r"'blocks.0.1.weight' was written to, but it is mapped.*read-only"):
-        mover.check()
+    expect_refusal(UsageError, "'blocks.0.1.weight' was written", mover.check)
     mover.release(block)
     assert torch.equal(weight, expected["blocks.0.1.weight"] + 1)
     model.head.bias.data = torch.zeros(16)
@@ -210,8 +207,7 @@ def test_weights_in_memory_may_be_copied_on_write() -> None:
     assert weight.data_ptr() != address
     mover.check()
     weight.data = weight.data.double()
-    with pytest.raises(UsageError, match=r"'head.weight' was moved or converted"):
-        mover.check()
+    expect_refusal(UsageError, "'head.weight'", mover.check)
 
 
 def test_parameters_in_files_of_their_own_and_buffers_may_be_written_to(tmp_path: Path) -> None:

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from itertools import islice
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.offload.weights import Successors, choose_ahead, choose_urgent
+from tests.marks import examples
 
 Trace = Sequence[tuple[int, bool]]  # unit, and whether in backward
 
@@ -178,7 +179,7 @@ def test_no_choice_is_made_where_what_is_held_leaves_no_room() -> None:
     assert choice is not None and set(choice.evict) == {"a", "b"}
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.data())
 def test_any_use_finds_its_unit_within_the_budget(data: st.DataObject) -> None:
     """Memory checks after each choice: the budget, that no unit in use goes, that no choices go round."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from lockstep.model import find_blocks
 from lockstep.parallel.context import context_parallel, sequence_dim, split_sequence
 from lockstep.runtime import start_runtime
 from tests.parallel.split_problem import make_batches, make_gpt, make_llama
+from tests.refusals import expect_refusal
 
 BATCH, LENGTH, HEADS, WIDTH = 2, 8, 3, 12
 TABLE = torch.randn(32, WIDTH)
@@ -161,8 +163,7 @@ def messages_in_forward() -> dict[str, str]:
 def test_blocks_that_would_mix_positions_are_refused(run_distributed: Callable[..., list[Any]]) -> None:
     for found in run_distributed(messages_in_forward, 2):
         for name, (_, _, expected) in IN_FORWARD.items():
-            with pytest.raises(UsageError, match=expected):
-                raise UsageError(found[name])
+            assert re.search(expected, found[name]), (name, found[name])
 
 
 def messages_of_models_and_calls() -> dict[str, str]:
@@ -245,8 +246,7 @@ def test_models_and_calls_that_cannot_be_split_are_refused(run_distributed: Call
     for found in run_distributed(messages_of_models_and_calls, 2):
         assert found.keys() == MESSAGES.keys()
         for name, expected in MESSAGES.items():
-            with pytest.raises(UsageError, match=expected):
-                raise UsageError(found[name])
+            assert re.search(expected, found[name]), (name, found[name])
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,4 @@ def test_which_dim_of_an_argument_is_split(
 
 
 def test_a_row_for_each_sample_or_each_position_is_asked_for() -> None:
-    with pytest.raises(
-        UsageError, match=r"'time' of block 'b' is \[8, 4\], and batch size and sequence length are both 8"
-    ):
-        sequence_dim("b", "time", torch.zeros(8, 4), batch=8, length=8)
+    expect_refusal(UsageError, "[8, 4]", sequence_dim, "b", "time", torch.zeros(8, 4), batch=8, length=8)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 import pickle
-import re
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -18,6 +17,8 @@ from lockstep.nn import MixtureOfExperts, load_balance_loss, router_z_loss
 from lockstep.parallel.expert import count_choices, kept_slots, traffic, within_capacity
 from parallel.expert import problem
 from parallel.expert.problem import EXPERTS, HIDDEN, WIDTH, PlainMixture
+from tests.marks import examples
+from tests.refusals import expect_refusal
 
 
 def mixture(top_k: int = 2, factor: float | None = None) -> MixtureOfExperts:
@@ -140,18 +141,14 @@ def test_reentrant_checkpointing_warns_that_the_balance_loss_has_no_gradient() -
 )
 def test_impossible_sizes_are_refused(arguments: dict[str, object], message: str) -> None:
     sizes: dict[str, object] = {"width": WIDTH, "hidden": HIDDEN, "num_experts": EXPERTS}
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        MixtureOfExperts(**{**sizes, **arguments})
+    expect_refusal(ConfigError, message, MixtureOfExperts, **{**sizes, **arguments})
 
 
 def test_wrong_tokens_and_early_questions_are_refused() -> None:
     layer = mixture()
-    with pytest.raises(UsageError, match="not called yet"):
-        load_balance_loss(layer)
-    with pytest.raises(UsageError, match=f"tokens of 3 features, but width is {WIDTH}"):
-        layer(torch.randn(2, 3))
-    with pytest.raises(UsageError, match="Linear has no MixtureOfExperts"):
-        router_z_loss(nn.Linear(2, 2))
+    expect_refusal(UsageError, "not called", load_balance_loss, layer)
+    expect_refusal(UsageError, "3 features", layer, torch.randn(2, 3))
+    expect_refusal(UsageError, "Linear", router_z_loss, nn.Linear(2, 2))
 
 
 CHOICES = st.integers(
@@ -165,7 +162,7 @@ CHOICES = st.integers(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(CHOICES, st.integers(0, 12))
 def test_dispatch_keeps_and_orders_as_one_queue_over_all_ranks(
     given: tuple[int, list[list[list[int]]]], limit: int
@@ -188,7 +185,7 @@ def test_dispatch_keeps_and_orders_as_one_queue_over_all_ranks(
         assert slots == [slot for _, slot in sorted(expected[rank])]
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(st.sampled_from([(1, 4), (2, 4), (4, 4), (3, 6)]), st.randoms(use_true_random=False))
 def test_traffic_fits_together_and_sorts_by_expert_then_by_rank(sizes: tuple[int, int], random) -> None:
     ranks, experts = sizes

@@ -106,5 +106,5 @@ def test_names_to_split_at_follow_from_the_times() -> None:
 
     model = torch.nn.Sequential(Sleeps(0.12), Sleeps(0.02), Sleeps(0.02), Sleeps(0.02))
     assert measured_split(model, 2, torch.zeros(1), blocks=("Sleeps",), repeats=1) == ("1",)
-    with pytest.raises(UsageError, match="4 blocks, which are too few for 5 stages"):
+    with pytest.raises(UsageError, match="4 blocks.*5 stages"):
         measured_split(model, 5, torch.zeros(1), blocks=("Sleeps",))

@@ -137,7 +137,7 @@ def test_a_torch_whose_split_backward_is_wrong_is_refused(
 ) -> None:
     monkeypatch.setattr(module_of(split_model), "splits_backward_exactly", lambda: False)
     mesh: Any = SimpleNamespace(size=lambda: 2)
-    with pytest.raises(UsageError, match=f"schedule='{schedule}'.*a weight that is used twice.*torch 2.13"):
+    with pytest.raises(UsageError, match=rf"'{schedule}'.*2\.13"):
         split_model(problem.GPT(), {}, mesh, PipelineOptions(Schedule(schedule)))
 
 

@@ -16,6 +16,7 @@ from lockstep import Accelerator, GradientAccumulationPlugin
 from lockstep.errors import UsageError
 from parallel import zero_problem as problem
 from parallel.zero_scenarios import WIDTH, Net, Plain, batch, loss_of, seeded, sgd, values
+from tests.refusals import expect_refusal
 
 
 def refusal(call: Any, *args: Any, **options: Any) -> str:
@@ -342,8 +343,7 @@ def refused_and_mended() -> float:
     accelerator = Accelerator(cpu=True, parallel="zero=3")
     model = problem.make_model()
     model.layers[0].up.half()
-    with pytest.raises(UsageError, match="types float16 and float32"):
-        accelerator.prepare(model)
+    expect_refusal(UsageError, "float16 and float32", accelerator.prepare, model)
     model = accelerator.prepare(model.float())
     return problem.loss_of(model, *problem.make_batches(1)[0]).item()
 
