@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from lockstep.cli import ACCELERATE_COMMANDS
+from lockstep.cli import COMMANDS_OF_ACCELERATE
 from lockstep.cli.main import COMMANDS as OWN_COMMANDS
 from lockstep.compat.accelerate import (
     GATHERING,
@@ -60,7 +60,7 @@ def reasons() -> str:
 def commands() -> str:
     """Accelerate's commands."""
     rows = []
-    for name, (_, text) in ACCELERATE_COMMANDS.items():
+    for name, (_, text) in COMMANDS_OF_ACCELERATE.items():
         alike = f"`lockstep {name}`, " if name in OWN_COMMANDS else ""
         rows.append([f"`accelerate {name}`", f"{alike}`lockstep accelerate {name}`", text])
     return table(["there", "here", "what it does"], rows)

@@ -116,7 +116,7 @@ def test_nothing_asks_for_the_metadata_of_the_distribution() -> None:
         "metadata.version = version\n"
         "from lockstep.checkpoint.format import versions\n"
         "from lockstep.launch import gather_inventory\n"
-        "print(versions()['lockstep'], inventory(with_torch=False))\n"
+        "print(versions()['lockstep'], gather_inventory(with_torch=False))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

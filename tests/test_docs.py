@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from lockstep.cli.main import cli
-from lockstep.compat.accelerate import ACCELERATE_ONLY, OTHER_KEYS, SECTIONS, Ignored, from_yaml
+from lockstep.compat.accelerate import ONLY_IN_ACCELERATE, OTHER_KEYS, SECTIONS, Ignored, from_yaml
 from lockstep.config import parse_yaml
 from lockstep.observe.trackers import TRACKERS
 from lockstep.utils import LoggerType
@@ -119,7 +119,7 @@ def test_the_table_of_other_yaml_keys_is_that_of_the_source() -> None:
         flags=re.MULTILINE,
     )
     expected = dict.fromkeys(SECTIONS, "used")
-    expected |= dict.fromkeys(ACCELERATE_ONLY, "checked")
+    expected |= dict.fromkeys(ONLY_IN_ACCELERATE, "checked")
     expected |= {key: "No" if isinstance(rule, Ignored) else "refused" for key, rule in OTHER_KEYS.items()}
     assert {key: word.replace("no", "No") if word == "no" else word for key, word in rows} == expected
 

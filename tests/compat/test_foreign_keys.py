@@ -17,10 +17,10 @@ from accelerate.utils import FullyShardedDataParallelPlugin as TheirFSDPPlugin
 
 from lockstep.compat import deepspeed, fsdp
 from lockstep.compat.accelerate import (
-    ACCELERATE_ONLY,
     FOREIGN_FLAGS,
     LAYOUT_KEYS,
     LAYOUT_PREFIX,
+    ONLY_IN_ACCELERATE,
     OTHER_KEYS,
     SECTIONS,
 )
@@ -87,5 +87,5 @@ def test_the_plugins_have_the_fields_of_accelerates_and_each_has_a_rule() -> Non
 
 def test_every_key_of_accelerates_file_is_known() -> None:
     names = {field.name for field in dataclasses.fields(ClusterConfig)}
-    known = {*IN_FILES, *OTHER_KEYS, *SECTIONS, *ACCELERATE_ONLY}
+    known = {*IN_FILES, *OTHER_KEYS, *SECTIONS, *ONLY_IN_ACCELERATE}
     assert names - known == set()

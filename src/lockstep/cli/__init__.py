@@ -6,7 +6,7 @@ if not TYPE_CHECKING:
     __getattr__ = names_of_modules(
         __name__,
         {
-            "accelerate": ["ACCELERATE_COMMANDS"],
+            "accelerate": ["COMMANDS_OF_ACCELERATE"],
             "accelerate_commands": ["launch_command", "launch_command_parser", "load_config_from_file"],
             "top_screen": ["TopScreen"],
         },

@@ -14,7 +14,7 @@ from lockstep.cli.main import LazyGroup
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-ACCELERATE_COMMANDS = {
+COMMANDS_OF_ACCELERATE = {
     "launch": ("lockstep.cli.launch", "Run a training script; for it, `import accelerate` means Lockstep."),
     "config": (
         "lockstep.cli.config",
@@ -40,7 +40,7 @@ ONE_FILE = 2**50
 """Bytes that no file of weights has."""
 
 
-@click.group("accelerate", cls=LazyGroup, commands_by_name=ACCELERATE_COMMANDS, epilog=EPILOG)
+@click.group("accelerate", cls=LazyGroup, commands_by_name=COMMANDS_OF_ACCELERATE, epilog=EPILOG)
 def command() -> None:
     """The commands of accelerate, with its options in both spellings."""
 

@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.compat.accelerate import sections
-from lockstep.compat.accelerate.config_file import ACCELERATE_ONLY, DEFAULTS, OTHER_KEYS, Ignored, from_yaml
+from lockstep.compat.accelerate.config_file import (
+    DEFAULTS,
+    ONLY_IN_ACCELERATE,
+    OTHER_KEYS,
+    Ignored,
+    from_yaml,
+)
 from lockstep.compat.deepspeed import keys as deepspeed_keys
 from lockstep.compat.deepspeed.config import from_deepspeed
 from lockstep.compat.deepspeed.section import DEEPSPEED_KEYS, FILE_KEY
@@ -87,7 +93,7 @@ def _accelerate_file(path: str | Path) -> YamlFile | None:
     if Path(path).suffix.lower() != ".json":
         return read_yaml(path)
     data = read_json(path)
-    return YamlFile(str(path), data) if any(key in data for key in ACCELERATE_ONLY) else None
+    return YamlFile(str(path), data) if any(key in data for key in ONLY_IN_ACCELERATE) else None
 
 
 def _accelerate_rows(file: YamlFile) -> Iterator[Row]:
@@ -101,7 +107,7 @@ def _accelerate_rows(file: YamlFile) -> Iterator[Row]:
         elif key in IN_FILES:
             outcome = Outcome.OFF if value is None else Outcome.USED
             yield Row(key, value, outcome, "asks for nothing" if value is None else key)
-        elif key in ACCELERATE_ONLY:
+        elif key in ONLY_IN_ACCELERATE:
             yield Row(key, value, Outcome.USED, "checked")
         elif is_off(value) or value == DEFAULTS.get(key):
             yield Row(key, value, Outcome.OFF, "asks for nothing")

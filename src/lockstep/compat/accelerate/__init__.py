@@ -11,7 +11,7 @@ if not TYPE_CHECKING:
     __getattr__ = names_of_modules(
         __name__,
         {
-            "config_file": ["ACCELERATE_ONLY", "from_yaml", "Ignored", "load", "OTHER_KEYS", "SECTIONS"],
+            "config_file": ["ONLY_IN_ACCELERATE", "from_yaml", "Ignored", "load", "OTHER_KEYS", "SECTIONS"],
             "flags": ["FOREIGN_FLAGS", "LATER_SWITCHES", "REFUSED"],
             "interface": ["find", "GATHERING", "MODULES", "names_in", "NotOffered", "Offered", "VERSION"],
             "names": ["NOT_OFFERED"],

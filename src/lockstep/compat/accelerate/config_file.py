@@ -105,7 +105,7 @@ READERS: dict[str, Callable[[dict[str, object], str], Translation]] = {
     FP8_SECTION: from_fp8,
 }
 
-ACCELERATE_ONLY = ("compute_environment", "distributed_type")
+ONLY_IN_ACCELERATE = ("compute_environment", "distributed_type")
 
 
 @dataclass(frozen=True)
@@ -136,13 +136,13 @@ def from_yaml(file: YamlFile) -> LoadedConfig:
     """Like :func:`load`, for a file that is already parsed."""
     values: dict[str, Any] = {}
     file, warnings = _without_idle_sections(file)
-    known = (*IN_FILES, *OTHER_KEYS, *SECTIONS, *ACCELERATE_ONLY)
+    known = (*IN_FILES, *OTHER_KEYS, *SECTIONS, *ONLY_IN_ACCELERATE)
     for key, value in file.data.items():
         rule = OTHER_KEYS.get(key)
         if key in IN_FILES:
             if value is not None:
                 values[key] = value
-        elif key in ACCELERATE_ONLY:
+        elif key in ONLY_IN_ACCELERATE:
             _check_kind(file, key, value)
         elif key in SECTIONS:
             _check_section(file, key, value)

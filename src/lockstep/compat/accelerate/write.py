@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from lockstep.compat.accelerate.config_file import ACCELERATE_ONLY, from_yaml
+from lockstep.compat.accelerate.config_file import ONLY_IN_ACCELERATE, from_yaml
 from lockstep.compat.accelerate.sections import LAYOUT_PREFIX
 from lockstep.compat.fsdp.section import PREFIX, STRATEGY_WORDS
 from lockstep.config.parallel import Parallel
@@ -130,12 +130,12 @@ def updated(file: YamlFile) -> tuple[str, list[str]]:
         ConfigError: the file is not valid.
     """
     data, changes = dict(file.data), []
-    backend = data.pop("dynamo_backend", None) if any(key in data for key in ACCELERATE_ONLY) else None
+    backend = data.pop("dynamo_backend", None) if any(key in data for key in ONLY_IN_ACCELERATE) else None
     if backend is not None:
         section = {} if str(backend).upper() in ("NO", "FALSE") else {"dynamo_backend": backend}
         data["dynamo_config"] = section | (data.get("dynamo_config") or {})
         changes.append("dynamo_backend is in dynamo_config now")
-    if any(key in data for key in ACCELERATE_ONLY):
+    if any(key in data for key in ONLY_IN_ACCELERATE):
         said = from_yaml(file).config.given()
         missing = {key: value for key, value in _EVERYWHERE.items() if key not in data}
         missing |= {key: said[key] for key in missing if key in said}
