@@ -5,13 +5,12 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator
+from inspect import getmodule
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-
-from patching import module_of
 
 Planting = Callable[["Planted"], None]
 DEFECTS: dict[str, Planting] = {}
@@ -61,7 +60,7 @@ def _with_hook(change: Callable[[Any], None]) -> None:
         return done
 
     hook.__annotations__.clear()  # DDP compares them with types
-    module_of(gradient_hook).gradient_hook = lambda options, group=None: (None, hook)
+    getmodule(gradient_hook).gradient_hook = lambda options, group=None: (None, hook)
 
 
 def _average(tensor: Tensor, group: Any = None) -> None:
@@ -272,7 +271,7 @@ def weight_decay_in_the_gradient(planted: Planted) -> None:
 def weights_of_losses_not_summed(planted: Planted) -> None:
     from lockstep.train import WeightedMean
 
-    module_of(WeightedMean).dist = _Changed(dist, all_reduce=lambda *args, **kwargs: None)
+    getmodule(WeightedMean).dist = _Changed(dist, all_reduce=lambda *args, **kwargs: None)
 
 
 class _Changed:
@@ -371,7 +370,7 @@ def norm_of_one_shard(planted: Planted) -> None:
     from lockstep.comm import local
     from lockstep.train import clip_norm
 
-    clipping = module_of(clip_norm)
+    clipping = getmodule(clip_norm)
     total = clipping.total_norm
     clipping.total_norm = lambda gradients, *args: total([local(one) for one in gradients], *args)
 
@@ -380,7 +379,7 @@ def norm_of_one_shard(planted: Planted) -> None:
 def not_clipped_on_one_rank(planted: Planted) -> None:
     from lockstep.train import clip_norm
 
-    clipping = module_of(clip_norm)
+    clipping = getmodule(clip_norm)
     if planted.rank == 1:
         clipping.optimizer = _Changed(clipping.optimizer, scale_offloaded=lambda *args: None)
 
@@ -653,7 +652,7 @@ def statistics_never_broadcast(planted: Planted) -> None:
     from lockstep.parallel.zero import Sharding
 
     DistributedDataParallel.will_sync_module_buffers = lambda self: False  # type: ignore[method-assign]
-    module_of(Sharding).broadcast_buffers = lambda *args: None
+    getmodule(Sharding).broadcast_buffers = lambda *args: None
 
 
 @defect
@@ -689,7 +688,7 @@ def _function(name: str, side: str, change: Callable[..., Any]) -> None:
     """``change`` in the place of one side of a communication, forward or backward."""
     from lockstep.parallel.tensor import scatter_sequence
 
-    cls = getattr(module_of(scatter_sequence), name)
+    cls = getattr(getmodule(scatter_sequence), name)
     setattr(cls, side, staticmethod(change(getattr(cls, side))))
 
 
@@ -740,7 +739,7 @@ def _deposit(change: Callable[..., Any]) -> None:
     """``change`` gets the sum of a tied weight's gradients, in the place of its all-reduce."""
     from lockstep.parallel.pipeline import Deposit
 
-    module_of(Deposit).dist = _Changed(dist, all_reduce=change)
+    getmodule(Deposit).dist = _Changed(dist, all_reduce=change)
 
 
 @defect
@@ -761,7 +760,7 @@ def tied_gradient_doubled(planted: Planted) -> None:
 def micro_batches_of_stages_summed(planted: Planted) -> None:
     from lockstep.parallel.pipeline import Deposit, Training
 
-    passes = module_of(Training)
+    passes = getmodule(Training)
     original = passes.run
 
     def undivided(schedule: Any, micro_batches: int, *args: Any, **kwargs: Any) -> Any:
@@ -792,14 +791,14 @@ def loss_of_own_positions_alone(planted: Planted) -> None:
     def alone(output: Tensor, given: Tensor, group: Any = None) -> None:
         output.copy_(given.chunk(group.size())[group.rank()])
 
-    module_of(SequenceLayout).reduce_scatter_tensor = alone
+    getmodule(SequenceLayout).reduce_scatter_tensor = alone
 
 
 @defect
 def positions_of_the_first_rank(planted: Planted) -> None:
     from lockstep.parallel.context import regions_of
 
-    splitter = module_of(regions_of)._Splitter
+    splitter = getmodule(regions_of)._Splitter
     leaf = splitter._leaf
 
     def first(self: Any, name: str, value: Any) -> Any:
@@ -814,7 +813,7 @@ def positions_of_the_first_rank(planted: Planted) -> None:
 def gradients_of_values_doubled(planted: Planted) -> None:
     from lockstep.parallel.context import ring_attention
 
-    ring = module_of(ring_attention)
+    ring = getmodule(ring_attention)
     folded = ring._folded
     calls = itertools.count()
     ring._folded = lambda gradient, groups: folded(gradient, groups) * (1 + next(calls) % 2)
@@ -827,7 +826,7 @@ def gradients_of_values_doubled(planted: Planted) -> None:
 def gradients_of_experts_summed(planted: Planted) -> None:
     from lockstep.parallel.expert import MixtureOfExperts
 
-    layer = module_of(MixtureOfExperts)
+    layer = getmodule(MixtureOfExperts)
     layer.ScaledGradient = _Changed(layer.ScaledGradient, apply=lambda tensor, factor: tensor)
 
 
@@ -847,7 +846,7 @@ def gradients_of_the_router_not_averaged(planted: Planted) -> None:
         dist.all_reduce(message, group=group)
         message[1024 : 1024 + 64] = own[1024 : 1024 + 64]
 
-    module_of(GradientAllReduce).dist = _Changed(dist, all_reduce=all_but_routers)
+    getmodule(GradientAllReduce).dist = _Changed(dist, all_reduce=all_but_routers)
 
 
 @defect
@@ -856,7 +855,7 @@ def tokens_at_other_experts(planted: Planted) -> None:
 
     from lockstep.parallel.expert import MixtureOfExperts
 
-    layer = module_of(MixtureOfExperts)
+    layer = getmodule(MixtureOfExperts)
     traffic = layer.traffic
 
     def other(*args: Any) -> Any:
