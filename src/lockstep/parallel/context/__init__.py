@@ -19,7 +19,6 @@ if not TYPE_CHECKING:
         {
             "arguments": ["sequence_dim"],
             "layout": ["SequenceLayout"],
-            "region": ["_Splitter"],
             "ring": ["CpuFlash", "Plain", "ring_attention"],
             "ulysses": ["ulysses_attention"],
         },

@@ -11,12 +11,11 @@ if not TYPE_CHECKING:
             "exchange": [
                 "BroadcastAllGather",
                 "ExchangeReduceScatter",
-                "MOST_RANKS",
                 "quantize_collectives",
                 "QuantizedAllGather",
                 "QuantizedReduceScatter",
             ],
-            "sharding": ["broadcast_buffers", "Sharding"],
+            "sharding": ["Sharding"],
             "unreduced": ["mean_factor"],
         },
     )
