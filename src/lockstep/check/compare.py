@@ -180,10 +180,10 @@ def _distances(
 
 def _of_replicas(digests: Sequence[GradientSums], tolerance: float) -> Iterator[Difference]:
     for name in {name: None for one in digests for name in one}:
-        held = [one[name] for one in digests if name in one]
-        norm = max(norm for _, norm in held)
-        sums = [total for total, _ in held]
-        norms = [one for _, one in held]
+        values = [one[name] for one in digests if name in one]
+        norm = max(norm for _, norm in values)
+        sums = [total for total, _ in values]
+        norms = [one for _, one in values]
         if max(norms) - min(norms) > tolerance * norm or max(sums) - min(sums) > tolerance * norm * 10:
             yield Difference("replica", name, min(norms), max(norms))
 

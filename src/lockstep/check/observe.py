@@ -121,13 +121,13 @@ class Observations:
     def differ(self, event: ModuleEvent) -> bool:
         """Whether all ranks' parts together, or the copy of one of them, are not the whole's."""
         expected = self.whole.events.get(event)
-        held = [rank.events[event] for rank in self.ranks if event in rank.events]
-        if expected is None or not held:
+        parts = [rank.events[event] for rank in self.ranks if event in rank.events]
+        if expected is None or not parts:
             return False
         together = Sums()
-        for sums in held:
+        for sums in parts:
             together.add(sums)
-        copies = (sums for sums in held if sums.elements == expected.elements)
+        copies = (sums for sums in parts if sums.elements == expected.elements)
         return together.differs(expected) or any(sums.differs(expected) for sums in copies)
 
     def order(self) -> dict[str, int]:

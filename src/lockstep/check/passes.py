@@ -117,12 +117,12 @@ SHARE = "num_items_in_batch"
 class Chunks:
     """Of one call of a model whose sequence the script splits."""
 
-    def __init__(self, region: ContextRegion, dealt: dict[int, Tensor]) -> None:
+    def __init__(self, region: ContextRegion, chunks: dict[int, Tensor]) -> None:
         self._region = region
-        self._known = {**dealt, **(region.split or {})}
-        self._known_dims = {**dict.fromkeys(dealt, 1), **region.split_dims}
+        self._known = {**chunks, **(region.split or {})}
+        self._known_dims = {**dict.fromkeys(chunks, 1), **region.split_dims}
         # A loader dealt them out: the script weighs the ranks' losses by the number of their labels.
-        self._weighs = len(dealt) > 0
+        self._weighs = len(chunks) > 0
         self._labels: Tensor | None = None
         self._dims: dict[str, int] = {}
 
@@ -131,9 +131,9 @@ class Chunks:
         """None where the model splits the sequence itself."""
         given = list(leaves((tuple(batch.args), batch.kwargs)).values())
         for region in regions_of(model):
-            dealt = region.dealt_among(given)
-            if dealt or region.split is not None:
-                return cls(region, dealt)
+            chunks = region.loader_chunks_among(given)
+            if chunks or region.split is not None:
+                return cls(region, chunks)
         return None
 
     def whole(self, batch: ComparedBatch) -> ComparedBatch:

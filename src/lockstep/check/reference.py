@@ -268,7 +268,7 @@ class Collector:
         Returns digests of all ranks' copies of gradients, and what each rank has seen.
         """
         found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        held = {name: local(g) for name, g in found.items() if _is_whole(g)}
+        whole_gradients = {name: local(g) for name, g in found.items() if _is_whole(g)}
         result.gradients = {
             self._whole.ties.get(name, name): gradient
             for name, gradient in collect_stages(found, self._communicator, self._whole).items()
@@ -277,10 +277,10 @@ class Collector:
         result.buffers = collect_stages(buffers, self._communicator, self._whole)
         now = numbers(model)
         changed = {name: value for name, value in now.items() if name in before}
-        told = self._communicator.gather_object([(digest(held), result.observed, changed)])
-        for _, _, attributes in reversed(told):
+        reports = self._communicator.gather_object([(digest(whole_gradients), result.observed, changed)])
+        for _, _, attributes in reversed(reports):
             result.attributes |= attributes
-        return [one for one, _, _ in told], [one for _, one, _ in told]
+        return [one for one, _, _ in reports], [one for _, one, _ in reports]
 
     @staticmethod
     def drop_gradients(model: nn.Module) -> None:

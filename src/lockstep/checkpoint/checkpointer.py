@@ -44,7 +44,7 @@ class Checkpointer:
         self.folders = Folders(project, self.group, runtime.world_size)
         self.planner = SavePlanner(self.group)
         self.background = Background(step)
-        self.has_told_of_added = False
+        self.has_warned_of_added = False
 
     def wait(self) -> None:
         """Wait for a save that runs in the background. Raises CheckpointError if it failed."""

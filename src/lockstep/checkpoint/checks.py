@@ -183,8 +183,8 @@ def try_optimizer(optimizer: torch.optim.Optimizer, groups: list[CheckedGroup], 
     tried: list[list[tuple[str, Mapping[str, object]]]] = []
     for _, members in groups:
         alike: dict[str, tuple[str, Mapping[str, object]]] = {}
-        for name, held, shape in members:
-            small = {key: _small(value, shape) for key, value in held.items()}
+        for name, saved_state, shape in members:
+            small = {key: _small(value, shape) for key, value in saved_state.items()}
             alike.setdefault(repr(sorted((str(k), _described(v)) for k, v in small.items())), (name, small))
         tried.append(list(alike.values()))
     names: list[str] = []

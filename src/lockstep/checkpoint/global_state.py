@@ -28,7 +28,7 @@ def first_ranks(digests: list[str]) -> list[int]:
 
 def refuse_other_contents(contents: list[dict[str, int]]) -> None:
     """Raise UsageError, on every rank, where ranks have prepared or registered different numbers of objects."""
-    other = next((r for r, held in enumerate(contents) if held != contents[0]), None)
+    other = next((r for r, counts in enumerate(contents) if counts != contents[0]), None)
     if other is not None:
         raise UsageError(
             f"Rank 0 saves {contents[0]}, but rank {other} {contents[other]}. Prepare and register the same objects in "
@@ -104,12 +104,12 @@ def merge_states(everywhere: list[Document], ranks: list[int], contents: Checkpo
 def refuse_missing_tensors(contents: CheckpointContents, state: Document, names: Collection[str]) -> None:
     """Raise CheckpointError if a tensor of a model that is spread by blocks is held by no rank."""
     for number, whole in contents.whole.items():
-        told = state["models"].get(str(number))
-        if told is None:
+        document = state["models"].get(str(number))
+        if document is None:
             continue  # a hook took it
         for name in whole.names:
-            first = told["ties"].get(name, whole.ties.get(name, name))
-            if f"model.{number}.{first}" not in names and name not in told["extra"]:
+            first = document["ties"].get(name, whole.ties.get(name, name))
+            if f"model.{number}.{first}" not in names and name not in document["extra"]:
                 raise CheckpointError(
                     f"No rank holds {name} of model {number}, so the checkpoint would not have it. Split the "
                     "model so that each of its modules belongs to a stage."

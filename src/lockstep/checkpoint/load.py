@@ -175,9 +175,9 @@ def _tell(checkpointer: Checkpointer, store: Store, directory: str, is_second_ch
     if not checkpointer.group.is_coordinator:
         return
     # In other stores files of a checkpoint lie in a folder of their own.
-    names = [] if checkpointer.has_told_of_added or not store.is_local else added_files(store, directory)
+    names = [] if checkpointer.has_warned_of_added or not store.is_local else added_files(store, directory)
     if names:
-        checkpointer.has_told_of_added = True
+        checkpointer.has_warned_of_added = True
         logger.warning(
             "%s holds %s, which was added after the checkpoint was saved and is not loaded. All saved files are "
             "there, unchanged.",

@@ -122,7 +122,7 @@ class OptimizerPlaces:
             for name, place in self.tensors.items()
         }
         value = decode(self._value, shapes)
-        other = next((name for name, held in value["state"].items() if not isinstance(held, Mapping)), None)
+        other = next((name for name, entry in value["state"].items() if not isinstance(entry, Mapping)), None)
         if other is not None:
             raise CheckpointError(
                 f"{self._what} holds {str(value['state'][other])[:80]!r} as the state of {other}. Load another "

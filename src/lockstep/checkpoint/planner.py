@@ -51,12 +51,12 @@ class LocalShards(NamedTuple):
 class WriteItem(NamedTuple):
     """A piece that a rank writes."""
 
-    held: LocalShards
+    source: LocalShards
     box: ShardRegion
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.box.shape) * self.held.dtype.itemsize
+        return math.prod(self.box.shape) * self.source.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -158,12 +158,12 @@ def _local_shards(name: str, tensor: torch.Tensor, is_own: bool) -> LocalShards:
     return LocalShards(name, tensor.dtype, tuple(tensor.shape), found, is_own)
 
 
-def _global_plan(held: list[list[LocalShards]], rank: int, ranks: list[int]) -> SavePlan:
-    _refuse_different(held, ranks)
+def _global_plan(local_plans: list[list[LocalShards]], rank: int, ranks: list[int]) -> SavePlan:
+    _refuse_different(local_plans, ranks)
     index: Index = {}
     mine: Files = {}
     boxes: dict[tuple[str, str], ShardRegion] = {}
-    for writer, items in zip(ranks, _deduplicated(held), strict=True):
+    for writer, items in zip(ranks, _deduplicated(local_plans), strict=True):
         for file, of_file in _into_files(items, writer).items():
             taken: set[str] = set()
             for item in of_file:
@@ -171,24 +171,24 @@ def _global_plan(held: list[list[LocalShards]], rank: int, ranks: list[int]) -> 
                 taken.add(piece.key)
                 _add_piece(index, item, piece)
                 if writer == rank:
-                    mine.setdefault(file, {})[piece.key] = item.held.name
+                    mine.setdefault(file, {})[piece.key] = item.source.name
                     boxes[piece.file, piece.key] = item.box
     _refuse_incomplete(index)
     return SavePlan(index, mine, boxes)
 
 
-def _deduplicated(held: list[list[LocalShards]]) -> list[list[WriteItem]]:
+def _deduplicated(local_plans: list[list[LocalShards]]) -> list[list[WriteItem]]:
     """What each rank writes: of the ranks that hold the same box, that with the fewest bytes so far."""
     holders: dict[tuple[object, ...], list[tuple[int, WriteItem]]] = {}
-    for number, of_rank in enumerate(held):
+    for number, of_rank in enumerate(local_plans):
         for one in of_rank:
             for box in one.boxes:
                 found = holders.setdefault((one.name, box.offsets, box.shape), [])
                 # Copies that may differ have one candidate: who writes them is not a matter of bytes.
                 if not (one.is_own and found):
                     found.append((number, WriteItem(one, box)))
-    items: list[list[WriteItem]] = [[] for _ in held]
-    sizes = [0] * len(held)
+    items: list[list[WriteItem]] = [[] for _ in local_plans]
+    sizes = [0] * len(local_plans)
     # All ranks see the holders in one order, so that each comes to the same choice by itself.
     for candidates in holders.values():
         number, item = min(candidates, key=lambda candidate: sizes[candidate[0]])
@@ -197,10 +197,10 @@ def _deduplicated(held: list[list[LocalShards]]) -> list[list[WriteItem]]:
     return items
 
 
-def _refuse_different(held: list[list[LocalShards]], ranks: list[int]) -> None:
+def _refuse_different(local_plans: list[list[LocalShards]], ranks: list[int]) -> None:
     """Raise CheckpointError where ranks hold tensors of different shapes or dtypes under one name."""
     seen: dict[str, tuple[int, tuple[int, ...], torch.dtype]] = {}
-    for rank, of_rank in zip(ranks, held, strict=True):
+    for rank, of_rank in zip(ranks, local_plans, strict=True):
         for one in of_rank:
             other, shape, dtype = seen.setdefault(one.name, (rank, one.shape, one.dtype))
             if (one.shape, one.dtype) != (shape, dtype):
@@ -224,7 +224,7 @@ def _refuse_incomplete(index: Index) -> None:
 
 
 def _add_piece(index: Index, item: WriteItem, piece: ChunkMetadata) -> None:
-    name, dtype, shape, *_ = item.held
+    name, dtype, shape, *_ = item.source
     if name not in index:
         said = dtype_name(torch.empty(0, dtype=dtype), name)
         index[name] = TensorEntry(dtype=said, shape=shape, pieces=[])
@@ -236,7 +236,7 @@ def _into_files(items: list[WriteItem], rank: int) -> dict[str, list[WriteItem]]
     # Models apart from the rest: other libraries read model files alone.
     groups: dict[str, list[WriteItem]] = {}
     for item in items:
-        groups.setdefault(group_of(item.held.name), []).append(item)
+        groups.setdefault(group_of(item.source.name), []).append(item)
     total = sum(item.nbytes for item in items)
     limit = min(max(total // PARTS, SMALLEST_PART_BYTES), LARGEST_PART_BYTES)
     files = {}
@@ -257,8 +257,8 @@ def group_of(name: str) -> str:
 
 
 def _piece_of(item: WriteItem, file: str, taken: Collection[str]) -> ChunkMetadata:
-    name, (offsets, shape, _) = item.held.name, item.box
+    name, (offsets, shape, _) = item.source.name, item.box
     key = name if file.startswith("state") else name.split(".", 2)[2]
-    if shape != item.held.shape:
+    if shape != item.source.shape:
         key += "@" + "x".join(str(offset) for offset in offsets)
     return ChunkMetadata(file=file, key=free_key(key, taken), offsets=offsets, shape=shape)

@@ -56,12 +56,13 @@ class Sources:
     def documents(self) -> list[Document]:
         """What each rank that saved alone had, as far as it matters to the others."""
         first = self._heads[self._checkpoint.ranks[0]]
-        return [self._heads.get(other, first) for other in self._told()]
+        return [self._heads.get(other, first) for other in self._ranks_to_read()]
 
     def gradient_ranks(self) -> list[int]:
         """For each rank that saved, whose gradients it had: ranks with other blocks or parts of them had the same."""
         return [
-            self._places[other].gradient_rank if other in self._places else other for other in self._told()
+            self._places[other].gradient_rank if other in self._places else other
+            for other in self._ranks_to_read()
         ]
 
     @property
@@ -69,7 +70,7 @@ class Sources:
         """Whether it lacks ranks that saved: machines that share no file system have their own only."""
         return len(self._heads) < self._saved
 
-    def _told(self) -> Iterable[int]:
+    def _ranks_to_read(self) -> Iterable[int]:
         """The ranks that are looked at: all of this world, or of another those whose state is there."""
         return range(self._saved) if self.same_places else self._checkpoint.ranks
 

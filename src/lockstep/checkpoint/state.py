@@ -179,12 +179,12 @@ class ParameterNames:
         self, models: Iterable[nn.Module], ties: Mapping[int, Mapping[str, str]] | None = None
     ) -> None:
         self._names: dict[int, str] = {}
-        self._held: list[nn.Parameter] = []  # so that no other object gets the identity of one
+        self._kept_alive: list[nn.Parameter] = []  # so that no other object gets the identity of one
         for i, model in enumerate(models):
             first = (ties or {}).get(i, {})
             for name, parameter in model.named_parameters():
                 self._names.setdefault(id(parameter), f"{i}.{first.get(name, name)}")
-                self._held.append(parameter)
+                self._kept_alive.append(parameter)
 
     def of(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:
         """The names of an optimizer's parameters, group by group; ``#n`` for the n-th if no model has it."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import struct
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -129,7 +130,12 @@ class CallCheck:
         return is_here
 
     def _compare(self, call: CheckedCall, meetings: Meetings, number: int) -> None:
-        records = meetings.records(number)
+        thread = threading.get_ident()
+        _compared_by[thread] = call
+        try:
+            records = meetings.records(number)
+        finally:
+            del _compared_by[thread]
         if len({record.digest for record in records.values()}) > 1 or not splits_fit(list(records.values())):
             raise mismatch(records)
 
@@ -155,15 +161,15 @@ class CallCheck:
         return group if is_cpu or self._cuda else None
 
 
-def compared_in(frame: FrameType) -> CheckedCall | None:
-    """The call that this frame, of whichever function, is just comparing with the other ranks'; None: it is not.
+_compared_by: dict[int, CheckedCall] = {}
 
-    For the hang watch, which looks at the frames of a thread that stands still.
+
+def compared_by(thread: int) -> CheckedCall | None:
+    """The call that the thread with this identifier is comparing with those of the other ranks; None: it is not.
+
+    For the hang watch, which asks it about a thread that stands still.
     """
-    if frame.f_code is not CallCheck._compare.__code__:
-        return None
-    call: CheckedCall | None = frame.f_locals.get("call")
-    return call
+    return _compared_by.get(thread)
 
 
 class CheckedWork(dist.Work):

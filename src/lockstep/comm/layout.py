@@ -61,7 +61,7 @@ def boxes(
     shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[object], coordinate: Sequence[int]
 ) -> list[ShardRegion]:
     """What the rank at ``coordinate`` of the mesh holds, in boxes that together are its local part; none is empty."""
-    return boxes_of_ranges(held(shape, mesh_shape, placements, coordinate))
+    return boxes_of_ranges(local_ranges(shape, mesh_shape, placements, coordinate))
 
 
 def boxes_of_ranges(ranges: Sequence[list[Range]]) -> list[ShardRegion]:
@@ -80,11 +80,11 @@ def local_shape(
     shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[object], coordinate: Sequence[int]
 ) -> tuple[int, ...]:
     """The shape of the local part of the rank at ``coordinate``."""
-    ranges = held(shape, mesh_shape, placements, coordinate)
+    ranges = local_ranges(shape, mesh_shape, placements, coordinate)
     return tuple(sum(count for _, count in of_dim) for of_dim in ranges)
 
 
-def held(
+def local_ranges(
     shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[object], coordinate: Sequence[int]
 ) -> list[list[Range]]:
     """By tensor dimension, the indices that the rank at ``coordinate`` holds, in the order of its local part."""

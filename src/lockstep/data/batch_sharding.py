@@ -130,29 +130,32 @@ def _rounds_of_batches(
 ) -> Iterator[GlobalBatch[T]]:
     first = [list(batch) for batch in beginning or ()]
     wanted = plan.beginning if beginning is None else 0
-    held: list[list[T]] = []
+    collected: list[list[T]] = []
     for batch in batches:
         # Held back although complete: a batch was short, and only the last round is filled up.
-        if len(held) == plan.world_size:
-            yield _as_they_are(held, plan)
-            held = []
-        held.append(list(batch))
+        if len(collected) == plan.world_size:
+            yield _as_they_are(collected, plan)
+            collected = []
+        collected.append(list(batch))
         if len(first) < wanted:
             first.append(list(batch))
-        if len(held) == plan.world_size and not _is_short(held, plan):
-            yield _as_they_are(held, plan)
-            held = []
-    if not held or (plan.drop_last and len(held) < plan.world_size):
+        if len(collected) == plan.world_size and not _is_short(collected, plan):
+            yield _as_they_are(collected, plan)
+            collected = []
+    if not collected or (plan.drop_last and len(collected) < plan.world_size):
         return
-    yield _completed(held, first, plan) if plan.completes and not plan.drop_last else _as_they_are(held, plan)
+    if plan.completes and not plan.drop_last:
+        yield _completed(collected, first, plan)
+    else:
+        yield _as_they_are(collected, plan)
 
 
-def _is_short(held: list[list[T]], plan: ShardPlan) -> bool:
-    return plan.completes and plan.batch_size is not None and any(len(b) < plan.batch_size for b in held)
+def _is_short(collected: list[list[T]], plan: ShardPlan) -> bool:
+    return plan.completes and plan.batch_size is not None and any(len(b) < plan.batch_size for b in collected)
 
 
-def _as_they_are(held: list[list[T]], plan: ShardPlan) -> GlobalBatch[T]:
-    parts = (*held, *([] for _ in range(plan.world_size - len(held))))
+def _as_they_are(collected: list[list[T]], plan: ShardPlan) -> GlobalBatch[T]:
+    parts = (*collected, *([] for _ in range(plan.world_size - len(collected))))
     return GlobalBatch(parts, _unpadded(tuple(map(len, parts))))
 
 
@@ -161,19 +164,19 @@ def _unpadded(sizes: tuple[int, ...]) -> BatchCounts:
     return BatchCounts(rows=sizes, real=sizes)
 
 
-def _completed(held: list[list[T]], first: list[list[T]], plan: ShardPlan) -> GlobalBatch[T]:
+def _completed(collected: list[list[T]], first: list[list[T]], plan: ShardPlan) -> GlobalBatch[T]:
     """Fill short batches with samples, or where sizes vary add whole batches, from the beginning."""
     if plan.dispatched:
-        return _slices(list(chain.from_iterable(held)), list(chain.from_iterable(first)), 0, plan)
-    real = _as_they_are(held, plan).counts.real
+        return _slices(list(chain.from_iterable(collected)), list(chain.from_iterable(first)), 0, plan)
+    real = _as_they_are(collected, plan).counts.real
     parts: tuple[list[T], ...]
     if plan.batch_size is None:
-        parts = tuple(islice(chain(held, cycle(first)), plan.world_size))
+        parts = tuple(islice(chain(collected, cycle(first)), plan.world_size))
     else:
         filling = cycle(chain.from_iterable(first))
-        missing: list[list[T]] = [[] for _ in range(plan.world_size - len(held))]
+        missing: list[list[T]] = [[] for _ in range(plan.world_size - len(collected))]
         parts = tuple(
-            [*part, *islice(filling, max(0, plan.batch_size - len(part)))] for part in (*held, *missing)
+            [*part, *islice(filling, max(0, plan.batch_size - len(part)))] for part in (*collected, *missing)
         )
     return GlobalBatch(parts, BatchCounts(rows=tuple(len(part) for part in parts), real=real))
 

@@ -69,8 +69,8 @@ class BatchUse:
     def __init__(self, batch: object, clock: StepClock) -> None:
         self._clock, self._ticks = clock, clock.ticks
         parts = (batch, *leaves(batch).values())
-        self._held = [part for part in parts if isinstance(part, torch.Tensor) or is_tracked(part)]
-        self._holders = {id(one) for one in get_referrers(*self._held)}
+        self._tensors = [part for part in parts if isinstance(part, torch.Tensor) or is_tracked(part)]
+        self._holders = {id(one) for one in get_referrers(*self._tensors)}
         self._called = False
         self._functions = torch_dispatch.SeesFunctions()
         self._functions.begin()
@@ -79,7 +79,7 @@ class BatchUse:
     def was_made(self) -> bool:
         """Asked by the generator that the loop resumes."""
         seen = self._called or self._functions.has_seen or self._clock.ticks != self._ticks
-        return seen or not self._may_skip() or self._is_held()
+        return seen or not self._may_skip() or self._is_referenced()
 
     def end(self) -> None:
         self._hook.remove()
@@ -94,15 +94,17 @@ class BatchUse:
         # The last is the script's; those within are of progress bars and the like.
         return bool(loops) and _has_branch(loops[-1])
 
-    def _is_held(self) -> bool:
+    def _is_referenced(self) -> bool:
         frames = list(_frames(sys._getframe(1)))
         variables = [frame.f_globals for frame in frames]
         passing = (FrameType, GeneratorType, CellType, tuple, enumerate, zip)
         return any(
             id(holder) not in self._holders
             and not isinstance(holder, passing)
-            and not any(holder is known for known in (self._held, self.__dict__, *self._held, *variables))
-            for holder in get_referrers(*self._held)
+            and not any(
+                holder is known for known in (self._tensors, self.__dict__, *self._tensors, *variables)
+            )
+            for holder in get_referrers(*self._tensors)
         )
 
 

@@ -15,7 +15,7 @@ from lockstep.errors import LockstepError
 class Announcement(NamedTuple):
     """What rank 0 says before each round: the round with a skeleton of its batches, else the end, or its error."""
 
-    dealt: ReadBatch | None = None
+    batch: ReadBatch | None = None
     error: str = ""
 
 
@@ -48,11 +48,11 @@ def dispatched(
                 f"Rank 0, which reads the data for all ranks, failed with {announcement.error}. Look at the "
                 "traceback of rank 0, or use dispatch_batches=False so that every rank reads its own data."
             )
-        dealt = announcement.dealt
-        if dealt is None:
+        batch = announcement.batch
+        if batch is None:
             return
-        parts = _share(parts, dealt.batches, communicator, device)
-        yield dealt._replace(batches=[parts[rank]])
+        parts = _share(parts, batch.batches, communicator, device)
+        yield batch._replace(batches=[parts[rank]])
 
 
 def _next_round(source: GlobalBatches, device: torch.device) -> tuple[list[object], Announcement]:

@@ -123,8 +123,8 @@ def generators_of(loader: DataLoader[object]) -> Generators:
 
 def of_samplers(loader: DataLoader[object], generators: Generators) -> int:
     """How many of the own ``generators`` are those of the loader and its samplers; they come first."""
-    held = [getattr(holder, "generator", None) for holder in (loader, *samplers_of(loader))]
-    return sum(any(own is generator for generator in held) for own in generators.own)
+    generators_of_samplers = [getattr(holder, "generator", None) for holder in (loader, *samplers_of(loader))]
+    return sum(any(own is generator for generator in generators_of_samplers) for own in generators.own)
 
 
 def draws_nothing(sampler: object) -> bool:

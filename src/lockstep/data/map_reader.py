@@ -87,7 +87,7 @@ class ShardedBatches(Sampler[Any]):
         # A state of torchdata counts from where this dealing began.
         [samples] = begin.behind.samples if begin.inner is None else begin.behind.base
         first, later = order.batches(begin.epoch, samples, plan.beginning)
-        yield from self._dealt(rounds(later, plan, first), samples, begin, announced, None)
+        yield from self._indices_of(rounds(later, plan, first), samples, begin, announced, None)
 
     def _drawn(
         self, order: DrawnOrder, begin: Begin, plan: ShardPlan, announced: deque[PendingBatch]
@@ -95,11 +95,11 @@ class ShardedBatches(Sampler[Any]):
         [samples] = begin.behind.samples
         restored = self.restored
         first, again, later = order.behind(samples, plan.beginning, restored.turn if restored else 0)
-        dealt = self._dealt(rounds(later, plan, first), samples, begin, announced, order)
+        batches = self._indices_of(rounds(later, plan, first), samples, begin, announced, order)
         if restored is None:
-            return dealt
+            return batches
         # So that each worker gets the batches that it would have had.
-        indices = chain((batch[0] if self.order.opaque else batch for batch in again), dealt)
+        indices = chain((batch[0] if self.order.opaque else batch for batch in again), batches)
         return self._with_states(indices, len(again), restored)
 
     def _with_states(self, indices: Iterator[object], turn: int, restored: WorkerStates) -> Iterator[object]:
@@ -117,18 +117,18 @@ class ShardedBatches(Sampler[Any]):
             yield index
         yield from indices
 
-    def _dealt(
+    def _indices_of(
         self,
-        dealt: Iterator[GlobalBatch[object]],
+        batches: Iterator[GlobalBatch[object]],
         samples: int,
         begin: Begin,
         announced: deque[PendingBatch],
         order: DrawnOrder | None,
     ) -> Iterator[object]:
-        for left_out in islice(dealt, begin.left_out):
+        for left_out in islice(batches, begin.left_out):
             samples += left_out.counts.total
         base, done = (samples,), 0
-        for this, is_over, coming, digest in self._with_ends(dealt, samples, order):
+        for this, is_over, coming, digest in self._with_ends(batches, samples, order):
             start = samples
             samples += this.counts.total
             done += 1
@@ -142,20 +142,20 @@ class ShardedBatches(Sampler[Any]):
                 yield self._for_worker(index, begin, start + sum(this.counts.rows[:rank]), done)
 
     def _with_ends(
-        self, dealt: Iterator[GlobalBatch[object]], samples: int, order: DrawnOrder | None
+        self, batches: Iterator[GlobalBatch[object]], samples: int, order: DrawnOrder | None
     ) -> Iterator[tuple[GlobalBatch[object], bool, bool, int | None]]:
         """Each round, whether the epoch is over with it, whether these ranks have a batch in the next one, a digest."""
         if order is not None and self.plan.world_size == 1 and order.is_over(samples) is not None:
             # To look ahead would draw what the next batch needs before this one is trained on.
-            for this in dealt:
+            for this in batches:
                 samples += this.counts.total
                 is_over = bool(order.is_over(samples))
                 yield this, is_over, not is_over, order.digest
             return
-        following = next(dealt, None)
+        following = next(batches, None)
         while following is not None:
             digest = None if order is None else order.digest
-            this, following = following, next(dealt, None)
+            this, following = following, next(batches, None)
             yield this, following is None, bool(self._own_parts(following)), digest
 
     def _for_worker(self, index: object, begin: Begin, place: int, number: int) -> object:
@@ -168,10 +168,10 @@ class ShardedBatches(Sampler[Any]):
             return SeededIndex(index, (begin.seed, begin.epoch, place), epoch)
         return index if epoch is None else SeededIndex(index, None, epoch)
 
-    def _own_parts(self, dealt: GlobalBatch[object] | None) -> list[tuple[int, list[object]]]:
+    def _own_parts(self, batch: GlobalBatch[object] | None) -> list[tuple[int, list[object]]]:
         """Rank and rows, for those of ``ranks`` that have a batch in this round."""
         return (
-            [] if dealt is None else [(rank, dealt.parts[rank]) for rank in self.ranks if dealt.parts[rank]]
+            [] if batch is None else [(rank, batch.parts[rank]) for rank in self.ranks if batch.parts[rank]]
         )
 
     def __len__(self) -> int:
@@ -240,16 +240,20 @@ class MapReader:
             self.inner.load_state_dict(begin.inner)  # type: ignore[attr-defined]
             [loaded] = begin.behind.rounds
         source = iter(self.inner) if begin.drawing is None else self._begun(begin, begin.drawing)
-        return self._dealt(source, self.batches.announced, loaded)
+        return self._with_counts(source, self.batches.announced, loaded)
 
-    def _dealt(self, source: Iterator[object], announced: deque[PendingBatch], loaded: int) -> GlobalBatches:
+    def _with_counts(
+        self, source: Iterator[object], announced: deque[PendingBatch], loaded: int
+    ) -> GlobalBatches:
         width = len(self.batches.ranks)
         exact = self.has_position and not self.batches.order.opaque
         alone = self.batches.plan.world_size == 1
         if self.tells:
             source = self._received(source)
-        dealt = ([batch] for batch in source) if width == 1 else iter(lambda: list(islice(source, width)), [])
-        for parts in dealt:
+        rows_of_ranks = (
+            ([batch] for batch in source) if width == 1 else iter(lambda: list(islice(source, width)), [])
+        )
+        for parts in rows_of_ranks:
             # They were announced when torchdata left them out, just now.
             for _ in range(loaded):
                 announced.popleft()

@@ -22,7 +22,7 @@ from lockstep.data.rng import (
     seed_generators,
     set_generator_states,
 )
-from lockstep.data.worker_states import Told, WorkerStates
+from lockstep.data.worker_states import SentStates, WorkerStates
 from lockstep.runtime.step import BatchCounts
 
 MOST_AHEAD = 4
@@ -30,7 +30,7 @@ MOST_AHEAD = 4
 
 # What a stream yields: number of the worker, samples in the round, batches of its ranks (None: one has none), counts.
 # A round of no samples only passes the turn to the next worker, and may say where the generators of this one stand.
-WorkerMessage = tuple[int, int, "list[Any] | Told | None", "BatchCounts | None"]
+WorkerMessage = tuple[int, int, "list[Any] | SentStates | None", "BatchCounts | None"]
 
 
 class StreamStart:
@@ -138,7 +138,7 @@ class ShardedStream(IterableDataset[Any]):
             if worker is not None:
                 graph_settings.apply_sharding(self._dataset, worker.num_workers, worker.id)
         tells = self._tells and drawn and worker is not None
-        begun = Told(Generators().read()) if tells else None
+        begun = SentStates(Generators().read()) if tells else None
         return self._messages(number, behind, self._samples(), begun)
 
     def _go_back(self, number: int) -> None:
@@ -157,7 +157,7 @@ class ShardedStream(IterableDataset[Any]):
                 Generators().write(states)
 
     def _messages(
-        self, number: int, behind: Progress, samples: Iterator[object], begun: Told | None
+        self, number: int, behind: Progress, samples: Iterator[object], begun: SentStates | None
     ) -> Iterator[WorkerMessage]:
         if begun is not None:
             yield number, 0, begun, None
@@ -172,7 +172,7 @@ class ShardedStream(IterableDataset[Any]):
             if i >= behind.rounds[number]:
                 yield number, this.counts.total, batches, counts
         if begun is not None:
-            yield number, 0, Told(Generators().read()), None
+            yield number, 0, SentStates(Generators().read()), None
 
     def _rounds(self, behind: int, samples: Iterator[object]) -> Iterator[GlobalBatch[object]]:
         size = self._sample_batch_size or 1

@@ -14,7 +14,7 @@ from lockstep.data.position import nothing
 from lockstep.data.readers import Begin, GlobalBatches, ReadBatch, seed_workers
 from lockstep.data.rng import PrivateDraws, States, draw_privately, mixed_seed
 from lockstep.data.stream import ShardedStream, WorkerMessage
-from lockstep.data.worker_states import Told, WorkerStates
+from lockstep.data.worker_states import SentStates, WorkerStates
 
 
 class StreamReader:
@@ -58,13 +58,13 @@ class StreamReader:
         if begin.drawing is not None:
             source, draws = self._begun(begin, begin.drawing)
             messages = self._drawn(source, begin.drawing, draws)
-            return self._shown(self._dealt(messages, begin), draws)
+            return self._shown(self._one_behind(messages, begin), draws)
         seeded: Iterator[tuple[WorkerMessage, dict[str, object] | None]] = self._messages()
         if self.inner.num_workers == 0:
             # Reading ahead must not draw numbers that the loop draws too, nor must reading again.
             seed = mixed_seed(begin.seed, begin.epoch, 0)
             seeded = draw_privately(seeded, seed, block_size=1, device=None)
-        return self._dealt(((message, inner, None) for message, inner in seeded), begin)
+        return self._one_behind(((message, inner, None) for message, inner in seeded), begin)
 
     def _messages(self) -> Iterator[tuple[WorkerMessage, dict[str, object] | None]]:
         for message in self.inner:
@@ -139,9 +139,9 @@ class StreamReader:
                 return
             yield following, None, draws.states
 
-    def _shown(self, dealt: GlobalBatches, draws: PrivateDraws | None) -> GlobalBatches:
+    def _shown(self, batches: GlobalBatches, draws: PrivateDraws | None) -> GlobalBatches:
         """``dealt``, with the generators at each of them where torch's loader would have brought them."""
-        for this in dealt:
+        for this in batches:
             if draws is not None and this.states is not None:
                 draws.show(this.states)
             yield this
@@ -161,22 +161,22 @@ class StreamReader:
 
     # -- rounds ---------------------------------------------------------------------------------------
 
-    def _dealt(
+    def _one_behind(
         self, messages: Iterator[tuple[WorkerMessage, dict[str, object] | None, States | None]], begin: Begin
     ) -> GlobalBatches:
         """One round behind ``messages``, because only the end of a stream says which one is the last."""
         behind = begin.behind
         left_out = 0
-        held: ReadBatch | None = None
+        pending: ReadBatch | None = None
         others_go_on = False
-        told: set[int] = set()
+        reported: set[int] = set()
         knows = not any((*behind.base, *behind.rounds, behind.turn, left_out))
         self._handed_over = 0 if knows and not begin.left_out else None
         for (worker, samples, batches, counts), inner, states in messages:
-            if isinstance(batches, Told):
-                known = self._ended_at if worker in told else self._begun_at
+            if isinstance(batches, SentStates):
+                known = self._ended_at if worker in reported else self._begun_at
                 known.states[worker] = batches.states()
-                told.add(worker)
+                reported.add(worker)
                 continue
             if not samples:
                 continue
@@ -187,14 +187,14 @@ class StreamReader:
             if left_out < begin.left_out:
                 left_out += 1
                 continue
-            if held is not None:
+            if pending is not None:
                 self._hands_over()
-                yield held
-            held = ReadBatch(batches, counts, last=False, behind=behind, inner=inner, states=states)
+                yield pending
+            pending = ReadBatch(batches, counts, last=False, behind=behind, inner=inner, states=states)
             others_go_on = False
-        if held is not None:
+        if pending is not None:
             self._hands_over()
-            yield held._replace(last=True, behind=held.behind if others_go_on else None)
+            yield pending._replace(last=True, behind=pending.behind if others_go_on else None)
         self._handed_over = None
 
     def _hands_over(self) -> None:

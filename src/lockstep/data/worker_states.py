@@ -40,7 +40,7 @@ class TellingCollate:
 
     def __init__(self, collate: Callable[[object], object]) -> None:
         self.collate = collate
-        self.told: States | None = None
+        self.last_sent: States | None = None
 
     def __call__(self, rows: object) -> Any:
         batch = self.collate(rows)
@@ -48,14 +48,14 @@ class TellingCollate:
         if worker is None:
             return batch
         states = Generators().read()
-        if self.told is not None and all(map(same_state, states, self.told)):
+        if self.last_sent is not None and all(map(same_state, states, self.last_sent)):
             return FromWorker(batch, worker.id, None)
-        self.told = states
+        self.last_sent = states
         # As an array: a tensor would travel through shared memory of its own.
-        return FromWorker(batch, worker.id, Told(states))
+        return FromWorker(batch, worker.id, SentStates(states))
 
 
-class Told:
+class SentStates:
     """States on their way out of a worker: torch's as bytes, which no thread that pins memory looks into."""
 
     def __init__(self, states: States) -> None:

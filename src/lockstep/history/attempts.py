@@ -38,8 +38,8 @@ class Attempt:
     @property
     def peak_flops(self) -> float:
         """Of all its devices in a second; that of one may be measured late, and then has an event of its own."""
-        told = [event.number("peak_flops") for event in named(self.events, "start", "peak")]
-        known = [peak for peak in told if math.isfinite(peak)]
+        reported = [event.number("peak_flops") for event in named(self.events, "start", "peak")]
+        known = [peak for peak in reported if math.isfinite(peak)]
         return known[-1] * self.world_size if known else math.nan
 
 

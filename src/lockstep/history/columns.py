@@ -48,7 +48,7 @@ class SparseColumn:
     rows: list[int] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
 
-    def held(self, count: int) -> FloatArray:
+    def filled_forward(self, count: int) -> FloatArray:
         """One value a row, the last that was written before or on it."""
         places = np.searchsorted(np.array(self.rows, dtype=np.int64), np.arange(count), side="right") - 1
         known = np.array([*self.values, math.nan])

@@ -111,7 +111,7 @@ class Agent:
             self._signals.boundary = False
 
     def _watch(self, place: Round, workers: Workers) -> Over | None:
-        told = stopping = False
+        reported = stopping = False
         left: set[int] = set()
         next_states = 0.0
         give_up: float | None = None
@@ -138,7 +138,7 @@ class Agent:
             if not self._hosting and now >= next_states:
                 next_states = now + STATES_EVERY_S
                 self._rendezvous.show_states(states_of(workers.pids))
-            if told or now < next_look:
+            if reported or now < next_look:
                 continue
             next_look = now + interval if interval > MONITOR_INTERVAL_S else 0.0
             codes = workers.exit_codes()
@@ -151,16 +151,16 @@ class Agent:
                 cause_limit = cause_limit or now + CAUSE_WAIT_S
                 if len(codes) < self._plan.nproc and now < cause_limit and follows_another(workers):
                     continue  # the rank that is the cause is about to end, too
-                told = True
+                reported = True
                 self._tell_failure(place, workers)
             elif len(codes) == self._plan.nproc:
-                told = True
+                reported = True
                 self._rendezvous.tell("finished", round=place.number, code=max(codes.values()))
             elif any(codes.values()):  # some have stopped at the boundary, so the others are about to
                 give_up = give_up or now + self._plan.survival.grace_s
                 if now > give_up:
                     workers.end(signal.SIGTERM, GRACE_S)
-                    told = True
+                    reported = True
                     self._rendezvous.tell("finished", round=place.number, code=max(codes.values()))
 
     def _tell_failure(self, place: Round, workers: Workers) -> None:

@@ -48,13 +48,13 @@ def ssh_programs(plan: LaunchPlan, secret: str, environ: Mapping[str, str], dire
     found = []
     for rank, host in enumerate(hosts):
         own = replace(plan, machine_rank=rank, address=address, port=port)
-        told = node.node_of(own, secret, environ, directory)
+        description = node.node_of(own, secret, environ, directory)
         found.append(
             Command(
                 title=f"{host.target}, machine {rank} of {len(hosts)}",
                 arguments=ssh_arguments(host),
                 shown=_prefixed(host.name),
-                stdin=told.line(),
+                stdin=description.line(),
             )
         )
     return found

@@ -105,7 +105,7 @@ def _run(
             else:
                 rendezvous.tell("leave", signal=name, code=code)
 
-        signals.hold()
+        signals.defer()
         gc.disable()  # collections are a tenth of the time of importing torch
         from lockstep.launch.agent import Agent
         from lockstep.launch.workers import Starter

@@ -57,8 +57,8 @@ class Signals:
     def __init__(self, is_watched: bool) -> None:
         self._is_watched = is_watched
         self._asked: signal.Signals | None = None
-        self._told = False
-        self._held = False
+        self._was_returned = False
+        self._defers = False
         self.boundary = False
         """Whether there are workers that could stop at a boundary."""
 
@@ -67,13 +67,13 @@ class Signals:
         for number in (*STOP_SIGNALS, *END_SIGNALS):
             signal.signal(number, self._handle)
 
-    def hold(self) -> None:
+    def defer(self) -> None:
         """Keep a first stop signal until ``release``: importing is no place for an exception."""
-        self._held = True
+        self._defers = True
 
     def release(self) -> None:
-        """Raise what was held."""
-        self._held = False
+        """Raise what was deferred."""
+        self._defers = False
         if self._asked is not None and not self.boundary:
             raise Interrupted(self._asked, self._code(self._asked))
 
@@ -84,9 +84,9 @@ class Signals:
 
     def asked(self) -> signal.Signals | None:
         """The signal that asked for a stop, said once."""
-        if self._asked is None or self._told:
+        if self._asked is None or self._was_returned:
             return None
-        self._told = True
+        self._was_returned = True
         return self._asked
 
     def _code(self, number: int) -> int:
@@ -95,7 +95,7 @@ class Signals:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number in STOP_SIGNALS and self._asked is None:
             self._asked = signal.Signals(number)
-            if not (self.boundary or self._held):
+            if not (self.boundary or self._defers):
                 raise Interrupted(number, self._code(number))
             return
         raise Interrupted(number, of_signal(number))

@@ -69,7 +69,7 @@ def srun(plan: LaunchPlan, secret: str, environ: Mapping[str, str], directory: s
     nodes = min(plan.num_machines, int(environ.get("SLURM_JOB_NUM_NODES") or plan.num_machines))
     port = plan.port or _port(environ)
     own = replace(plan, num_machines=nodes, min_machines=min(plan.min_machines, nodes), port=port)
-    told = node.node_of(own, secret, environ, directory, node.SLURM)
+    description = node.node_of(own, secret, environ, directory, node.SLURM)
     words = [f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--label"]
     # every node needs the whole environment of a login, not of this process: only names, values are Slurm's to carry
     words.append("--export=" + ",".join(ALWAYS_EXPORTED))
@@ -83,7 +83,7 @@ def srun(plan: LaunchPlan, secret: str, environ: Mapping[str, str], directory: s
         title=f"{nodes} node{'' if nodes == 1 else 's'} of job {environ['SLURM_JOB_ID']}",
         arguments=("srun", *words, sys.executable, *node.ARGUMENTS),
         shown=_shown,
-        stdin=told.line(),
+        stdin=description.line(),
     )
 
 

@@ -52,9 +52,9 @@ def set_contents(container: Any, contents: Any) -> None:
     """Let ``container`` hold what ``contents``, one like it, holds."""
     if container is contents:
         return
-    held = copy.copy(contents)
+    copied = copy.copy(contents)
     container.clear()
-    container.update(held) if isinstance(container, (dict, set)) else container.extend(held)
+    container.update(copied) if isinstance(container, (dict, set)) else container.extend(copied)
 
 
 def saved(value: object) -> Callable[[], None] | None:
@@ -115,10 +115,10 @@ def _rebind_functions(copied: nn.Module, copies: Mapping[int, object]) -> None:
     }
     for module in copied.modules():
         places: list[dict[Any, object]] = [vars(module), *torch_modules.hooks_of(module)]
-        for held in places:
-            for key, value in list(held.items()):
+        for namespace in places:
+            for key, value in list(namespace.items()):
                 if isinstance(value, types.FunctionType):
-                    held[key] = _rebound(value, made)
+                    namespace[key] = _rebound(value, made)
 
 
 def _rebound(function: Any, copies: Mapping[int, object], seen: tuple[object, ...] = ()) -> object:
@@ -169,10 +169,10 @@ def _saved(value: Any, seen: set[int], depth: int) -> Callable[[], None] | None:
         bits = copy.deepcopy(value.bit_generator.state)
         return lambda: setattr(value.bit_generator, "state", bits)
     if is_container(value):
-        held = copy.copy(value)
+        copied = copy.copy(value)
         parts = list(value.values()) if isinstance(value, dict) else list(value)
         inner = _all(parts, seen, depth)
-        return _both(value, held, inner)
+        return _both(value, copied, inner)
     if isinstance(value, (tuple, frozenset)):
         return _all(list(value), seen, depth)
     if isinstance(value, types.FunctionType):
@@ -193,13 +193,17 @@ def _of_tensor(tensor: Tensor) -> Callable[[], None]:
 
 def _of_object(value: object, seen: set[int], depth: int) -> Callable[[], None] | None:
     """Of an instance of a class of the script's own."""
-    held = getattr(value, "__dict__", None)
+    attributes = getattr(value, "__dict__", None)
     library = type(value).__module__.partition(".")[0]
-    if not isinstance(held, dict) or callable(value) or library in ("torch", "lockstep", "transformers"):
+    if (
+        not isinstance(attributes, dict)
+        or callable(value)
+        or library in ("torch", "lockstep", "transformers")
+    ):
         return None
-    before = dict(held)
+    before = dict(attributes)
     inner = _all(list(before.values()), seen, depth)
-    return _both(held, before, inner)
+    return _both(attributes, before, inner)
 
 
 def _both(container: object, contents: object, inner: Callable[[], None]) -> Callable[[], None]:

@@ -61,25 +61,27 @@ def describe(module: nn.Module, foreign: Callable[[Tensor], bool] = lambda _: Fa
     values: dict[tuple[type, str, str], Any] = {}
     parts: list[Hashable] = []
     for path, inner in module.named_modules(remove_duplicate=False):
-        held: list[Any] = [path, type(inner)]
+        description: list[Any] = [path, type(inner)]
         if id(inner) in reader.seen:
-            parts.append((*held, reader.seen[id(inner)]))
+            parts.append((*description, reader.seen[id(inner)]))
             continue
         reader.note(inner)
         for name, parameter in torch_modules.parameters_of(inner).items():
-            held.append((name, None if parameter is None else reader.tensor(parameter, has_values=False)))
-        held += [(name, reader.of(buffer)) for name, buffer in torch_modules.buffers_of(inner).items()]
+            description.append(
+                (name, None if parameter is None else reader.tensor(parameter, has_values=False))
+            )
+        description += [(name, reader.of(buffer)) for name, buffer in torch_modules.buffers_of(inner).items()]
         for name, value in vars(inner).items():
             if name in torch_modules.REGISTRIES:
                 continue
             if "hooks" in name and name in torch_modules.OWN_ATTRIBUTES:
-                held.append(Unlike() if value else name)
+                description.append(Unlike() if value else name)
             elif type(value) in _NUMBERS and name not in torch_modules.OWN_ATTRIBUTES:
                 values[type(inner), path, name] = (type(value), repr(value))
-                held.append(name)
+                description.append(name)
             else:
-                held.append((name, reader.of(value)))
-        parts.append(tuple(held))
+                description.append((name, reader.of(value)))
+        parts.append(tuple(description))
     return Description(tuple(parts), values)
 
 
@@ -117,15 +119,15 @@ class _Reader:
             return cls, tuple((self.of(key), self.of(one)) for key, one in value.items())
         if cls in _CONTAINERS:
             return cls, tuple(map(self.of, value))
-        held = getattr(value, "__dict__", None)
+        attributes = getattr(value, "__dict__", None)
         if (
             isinstance(value, nn.Module)
             or callable(value)
-            or not isinstance(held, dict)
+            or not isinstance(attributes, dict)
             or not _is_plain(cls)
         ):
             return Unlike()
-        return cls, tuple((key, self.of(one)) for key, one in held.items())
+        return cls, tuple((key, self.of(one)) for key, one in attributes.items())
 
     def tensor(self, tensor: Tensor, has_values: bool) -> Hashable:
         number = self.seen.setdefault(id(tensor), len(self.seen))

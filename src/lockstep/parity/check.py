@@ -31,11 +31,11 @@ from lockstep.parity.trace.items import ItemKind
 from lockstep.parity.trace.joined import join_traces
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
-TOLD = (
+DEPENDS_ON_RANKS = (
     "The script computes its {what} from the number of processes, which was {count} in the reference ({by})."
 )
-TOLD_PREPARED = "accelerator.num_processes, and len() of loaders"
-TOLD_WRAPPED = "torch.distributed.get_world_size() and WORLD_SIZE"
+SEEN_WITH_ACCELERATOR = "accelerator.num_processes, and len() of loaders"
+SEEN_WITHOUT_ACCELERATOR = "torch.distributed.get_world_size() and WORLD_SIZE"
 FILLED_UP = (
     "Several ranks fill such a round up with rows of the epoch's beginning, which one process does not read."
 )
@@ -105,12 +105,14 @@ class ParityCheck:
         )
         verdict = self._compared(reference)
         if self._depends_on_ranks(reference, verdict):
-            told = self._made(tells_ranks=True)
+            with_ranks = self._made(tells_ranks=True)
             what = "learning rate" if _differs_in(verdict) is ItemKind.RATE else "batch size"
-            by = TOLD_WRAPPED if request.program.wrapped else TOLD_PREPARED
-            second = self._compared(told, (TOLD.format(what=what, count=request.nproc, by=by),))
+            by = SEEN_WITHOUT_ACCELERATOR if request.program.wrapped else SEEN_WITH_ACCELERATOR
+            second = self._compared(
+                with_ranks, (DEPENDS_ON_RANKS.format(what=what, count=request.nproc, by=by),)
+            )
             if _differs_in(second) is None:
-                reference, verdict = told, second
+                reference, verdict = with_ranks, second
             elif what == "learning rate" and reference.facts.sets_rate:
                 raise CouldNotRun(
                     "The script sets its learning rate without a scheduler, from a count of its own, but one "

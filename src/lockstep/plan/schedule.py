@@ -102,10 +102,10 @@ class Timeline:
 
     def in_flight(self, rank: int) -> int:
         """The most (stage, micro-batch) pairs whose activations ``rank`` holds at a time: from F until B or W."""
-        held = most = 0
+        in_memory = most = 0
         for span in self.ranks[rank]:
-            held += {"F": 1, "B": -1, "W": -1, "I": 0}[span.action.kind]
-            most = max(most, held)
+            in_memory += {"F": 1, "B": -1, "W": -1, "I": 0}[span.action.kind]
+            most = max(most, in_memory)
         return most
 
     def _share(self, idle: Sequence[float]) -> float:

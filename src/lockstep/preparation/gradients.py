@@ -124,7 +124,7 @@ class Gradients:
         for model in self._models:
             model.check_reduced()
             if not has_closure and self._ranks_step_together():
-                model.check_averaged(partial(_held, optimizer))
+                model.check_averaged(partial(_parameter_ids, optimizer))
         self.watch.before_step(optimizer, has_closure)
 
     def forget(self) -> None:
@@ -150,7 +150,7 @@ class Gradients:
         self._forward_seen = True
 
 
-def _held(optimizer: Optimizer) -> set[int]:
+def _parameter_ids(optimizer: Optimizer) -> set[int]:
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 

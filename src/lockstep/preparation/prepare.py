@@ -43,8 +43,8 @@ from lockstep.preparation.offload import OffloadManager
 from lockstep.preparation.shards import ParameterRegistry
 from lockstep.preparation.spikes import (
     asked_before_step,
+    notifies_of_clearing,
     refuse_second_optimizer,
-    told_of_clearing,
     watch_spikes,
 )
 from lockstep.preparation.stepping import CheckedOptimizer, DrawsAlike, StepChecks
@@ -89,7 +89,7 @@ class Preparation:
         self._device_placement = device_placement
         self._step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self._seen = PreparedObjects()
-        self._shards = ParameterRegistry(
+        self.registry = ParameterRegistry(
             active=runtime.world_size > 1 and options.parallel.replaces_parameters,
             loss_is_scaled=scaler is not None,
             parallel=options.parallel,
@@ -102,12 +102,12 @@ class Preparation:
         self.loaders: list[PreparedLoader] = []
         self._measures = measures
         measures.optimizers_are(self.optimizers, meshes.axes)
-        self._dealt: dict[int, PreparedLoader] = {}
+        self._sharded_loaders: dict[int, PreparedLoader] = {}
         self._step_checks = StepChecks(
             step,
             replaces_parameters=options.parallel.replaces_parameters,
             is_scaled=scaler is not None,
-            is_replaced=self._shards.is_replaced,
+            is_replaced=self.registry.is_replaced,
             parameters=self.parameters_at_rest,
             optimizers=self.optimizers,
         )
@@ -128,7 +128,7 @@ class Preparation:
         )
         self.gradients = Gradients(
             self.models,
-            self._shards,
+            self.registry,
             step,
             runtime.world_size,
             scales_loss=scaler is not None,
@@ -137,7 +137,7 @@ class Preparation:
             clock=step.clock,
         )
         self.verifications = Verifications(
-            options, runtime, meshes, communicator, self._shards.reshard, self.gradients.watch.unnoticed
+            options, runtime, meshes, communicator, self.registry.reshard, self.gradients.watch.unnoticed
         )
         for observer in RunObserver.registered:
             observer.begins(ObservedRun(step, meshes, self.models, self.optimizers, self.parameters_at_rest))
@@ -197,22 +197,22 @@ class Preparation:
                 if isinstance(item, kind):
                     prepared[i] = make(item, placement[i])
         if getattr(self._options.parallelism_config, "sp_enabled", False):
-            self._deal_out(prepared)
+            self._shard_sequences(prepared)
         return prepared
 
-    def _deal_out(self, prepared: list[object]) -> None:
+    def _shard_sequences(self, prepared: list[object]) -> None:
         """As DeepSpeed does for loaders that are prepared together with a model."""
-        from lockstep.parallel.context.dealt import deal_out
+        from lockstep.parallel.context.dealt import shard_sequences
 
         models = [item for item in prepared if isinstance(item, nn.Module)]
         for loader in prepared if models else ():
-            if isinstance(loader, PreparedLoader) and id(loader) not in self._dealt:
-                self._dealt[id(loader)] = loader
-                loader.around = deal_out(models, loader.around)
+            if isinstance(loader, PreparedLoader) and id(loader) not in self._sharded_loaders:
+                self._sharded_loaders[id(loader)] = loader
+                loader.around = shard_sequences(models, loader.around)
 
-    def is_dealt_out(self, loader: object) -> bool:
+    def gives_chunks(self, loader: object) -> bool:
         """Whether a loader gives chunks of the sequence."""
-        return id(loader) in self._dealt
+        return id(loader) in self._sharded_loaders
 
     def _with_described(self, objects: tuple[object, ...]) -> tuple[object, ...]:
         """The objects, with what a configuration describes in place of what stands for it."""
@@ -236,12 +236,12 @@ class Preparation:
             return model
         refuse_replicas(model)
         refuse_offloaded_quantized(model)
-        self._shards.refuse_shared_parameters(model)
+        self.registry.refuse_shared_parameters(model)
         options = self._options
         self.offload.check_budget(model, self._meshes.axes.shard)
         whole = _whole(model) if self._meshes.axes.pp > 1 else None
         before = dict(model.named_parameters(remove_duplicate=False))
-        self._shards.note_storages(before.values())
+        self.registry.note_storages(before.values())
         prepared = parallelize(
             model,
             self._runtime,
@@ -321,7 +321,7 @@ class Preparation:
             refuse_second_optimizer(optimizer)
         complete_optimizer(optimizer)
         torch_optim.probe()
-        self._shards.add_optimizer(optimizer)
+        self.registry.add_optimizer(optimizer)
         if self._runtime.world_size > 1 and not self._options.parallel.replaces_parameters:
             self._draws.watch(optimizer)
         kind = PreparedOptimizer if self._damage is None else partial(CheckedOptimizer, checks=self._damage)
@@ -331,9 +331,11 @@ class Preparation:
             self._scaler,
             self._check_parameters,
             clip_norm=self._options.gradient_clipping,
-            after_zero_grad=told_of_clearing(
+            after_zero_grad=notifies_of_clearing(
                 self.spikes,
-                partial(self._shards.discard_unreduced, optimizer) if self._options.parallel.shards else None,
+                partial(self.registry.discard_unreduced, optimizer)
+                if self._options.parallel.shards
+                else None,
             ),
             other_stages=self.other_stages,
             before_step=self._before_step,
@@ -441,15 +443,11 @@ class Preparation:
         for model in self.models:
             yield from model.module.parameters()
 
-    def shards_of(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The same, but the shard of each that a sharded model has gathered, as between forward and backward."""
-        return self._shards.now(parameters)
-
     def clear(self) -> None:
         self._measures.clear()
         self.offload.clear()
         self._seen.clear()
-        self._shards.clear()
+        self.registry.clear()
         self._step_checks.stop()
         self._wholes.clear()
         self.verifications.clear()
@@ -468,12 +466,12 @@ class Preparation:
     def _take_over(self, prepared: ParallelModel, before: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
         """Let optimizers have the parameters that came in the place of others. Returns these by name."""
         now = dict(prepared.plain.named_parameters(remove_duplicate=False))
-        self._shards.add_model(prepared, before, now, self.optimizers)
+        self.registry.add_model(prepared, before, now, self.optimizers)
         return now
 
     def parameters_at_rest(self) -> Iterator[torch.nn.Parameter]:
         """All parameters of the prepared models, where they are sharded not gathered."""
-        self._shards.reshard()
+        self.registry.reshard()
         return self.parameters()
 
     def _before_step(self, optimizer: Optimizer, has_closure: bool) -> None:

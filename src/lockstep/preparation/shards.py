@@ -99,7 +99,7 @@ class ParameterRegistry:
         gathered = self._gathered()
         return [gathered.get(id(parameter), parameter) for parameter in parameters]
 
-    def now(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+    def resolve(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
         """As ``current``, with each parameter from before a model was spread replaced by what took its place.
 
         Those that other ranks have now are left out.
@@ -149,9 +149,9 @@ class ParameterRegistry:
 
     def _hand_over(self, optimizer: Optimizer, gathered: Mapping[int, nn.Parameter] | None = None) -> None:
         """Give an optimizer what took the place of its parameters, and let it step as is right for these."""
-        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         on_shards = steps_on_shards(optimizer)
-        originals = {id(new): old for old in held if (new := self._replaced.get(old)) is not None}
+        originals = {id(new): old for old in parameters if (new := self._replaced.get(old)) is not None}
         replace_parameters(optimizer, self._replaced, lay_out=on_shards)
         check_optimizer(optimizer, self.parallel)
         sharded = [p for group in optimizer.param_groups for p in group["params"] if is_dtensor(p)]

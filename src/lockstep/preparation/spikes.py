@@ -64,7 +64,7 @@ def asked_before_step(
     return may_step
 
 
-def told_of_clearing(
+def notifies_of_clearing(
     spikes: SpikeWatch | None, clear_further: Callable[[], None] | None
 ) -> Callable[[], None] | None:
     """What is called when gradients are cleared."""

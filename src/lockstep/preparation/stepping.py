@@ -81,11 +81,11 @@ class StepChecks:
         if any(optimizer is prepared.optimizer for prepared in self._optimizers):
             self._check_caller(optimizer, "called directly, not through what prepare returned")
             return
-        held = sum(len(group["params"]) for group in optimizer.param_groups)
+        count_now = sum(len(group["params"]) for group in optimizer.param_groups)
         count, is_ours = self._known.get(optimizer, (-1, False))
-        if count != held:
+        if count != count_now:
             is_ours = self._holds_ours(optimizer)
-            self._known[optimizer] = (held, is_ours)
+            self._known[optimizer] = (count_now, is_ours)
         if is_ours:
             self._check_caller(optimizer, "not passed to prepare")
 
@@ -96,10 +96,12 @@ class StepChecks:
 
     def _holds_ours(self, optimizer: Optimizer) -> bool:
         """Whether it steps parameters of a prepared model; raises where it would not."""
-        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         known = {id(parameter) for parameter in self._parameters()}
         replaced = [
-            parameter for parameter in held if id(parameter) not in known and self._is_replaced(parameter)
+            parameter
+            for parameter in parameters
+            if id(parameter) not in known and self._is_replaced(parameter)
         ]
         if replaced:
             raise UsageError(
@@ -108,7 +110,7 @@ class StepChecks:
                 "train nothing. Pass the optimizer to accelerator.prepare() too, and call step() of the "
                 "optimizer that it returns."
             )
-        ours = [parameter for parameter in held if id(parameter) in known]
+        ours = [parameter for parameter in parameters if id(parameter) in known]
         if ours and self._replaces:
             raise UsageError(
                 f"{type(optimizer).__name__} ({place_of(optimizer)}) holds {len(ours)} parameters of a prepared "

@@ -390,7 +390,7 @@ class TrainingMethods:
             optimizer.step()
             ```
         """
-        parameters = self._preparation.shards_of(clipping.as_list(parameters))
+        parameters = self._preparation.registry.resolve(clipping.as_list(parameters))
         self._unscale_owners(parameters)
         return self._preparation.clip_norm(parameters, max_norm, norm_type, self._step.sync_gradients)
 
@@ -417,7 +417,7 @@ class TrainingMethods:
             assert all(parameter.grad.abs().max() == 0.5 for parameter in model.parameters())
             ```
         """
-        parameters = self._preparation.shards_of(clipping.as_list(parameters))
+        parameters = self._preparation.registry.resolve(clipping.as_list(parameters))
         self._unscale_owners(parameters)
         observers = RunObserver.registered if self._step.sync_gradients else []
         for observer in observers:
@@ -517,7 +517,7 @@ class TrainingMethods:
             ```
         """
         config = self._options.parallelism_config
-        if not getattr(config, "sp_enabled", False) or self._preparation.is_dealt_out(dataloader):
+        if not getattr(config, "sp_enabled", False) or self._preparation.gives_chunks(dataloader):
             return dataloader
         raise ConfigError(
             "The loader was not prepared in the same call as the model. With sp_size, scripts that do so, such as "

@@ -187,8 +187,8 @@ class AccumulationState:
         spent: set[int] = set()
         waiting: set[int] = set()
         for optimizer in (prepared.optimizer for prepared in self._optimizers):
-            held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-            (spent if self._accumulation.has_stepped(optimizer) else waiting).update(held)
+            parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            (spent if self._accumulation.has_stepped(optimizer) else waiting).update(parameters)
         return spent - waiting
 
 

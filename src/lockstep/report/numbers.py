@@ -283,13 +283,13 @@ def _peak_memory(run: RunHistory) -> dict[str, float]:
     if not columns:
         return {}
     count = len(run.steps)
-    held = {name: columns[name].held(count) for name in (*MEMORY, "peak") if name in columns}
-    if "peak" not in held:
-        held["peak"] = np.nansum(np.vstack(list(held.values())), axis=0) if held else np.zeros(0)
-    if not np.isfinite(held["peak"]).any():
+    memory = {name: columns[name].filled_forward(count) for name in (*MEMORY, "peak") if name in columns}
+    if "peak" not in memory:
+        memory["peak"] = np.nansum(np.vstack(list(memory.values())), axis=0) if memory else np.zeros(0)
+    if not np.isfinite(memory["peak"]).any():
         return {}
-    row = int(np.nanargmax(held["peak"]))
-    return {name: float(values[row]) for name, values in held.items() if np.isfinite(values[row])}
+    row = int(np.nanargmax(memory["peak"]))
+    return {name: float(values[row]) for name, values in memory.items() if np.isfinite(values[row])}
 
 
 def _rank_seconds(run: RunHistory, attempts: list[Attempt]) -> tuple[float, ...]:

@@ -44,7 +44,7 @@ class Departures:
     def __init__(self) -> None:
         self._ranks: set[int] = set()
         self._changed = threading.Condition()
-        self.is_told = False
+        self.is_watched = False
         """Whether anybody tells this process of the others' ends: without that there is nothing to wait for."""
 
     def __bool__(self) -> bool:
@@ -64,7 +64,7 @@ class Departures:
     def ranks(self, patience_s: float = 0.0) -> list[int]:
         """Those that have ended; waits for the first one, whose end is seen sooner than heard of."""
         with self._changed:
-            if self.is_told:
+            if self.is_watched:
                 self._changed.wait_for(lambda: bool(self._ranks), patience_s)
             return sorted(self._ranks)
 

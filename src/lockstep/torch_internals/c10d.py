@@ -95,9 +95,9 @@ class ReducerTimes(NamedTuple):
 
 def reducer_times(model: DistributedDataParallel) -> ReducerTimes:
     """Of iteration 0 before the first. Relies on: ``_get_ddp_logging_data``, with times in nanoseconds."""
-    told = model._get_ddp_logging_data()
-    nanoseconds = int(told.get("backward_compute_comm_overlap_time", 0))
-    return ReducerTimes(int(told.get("iteration", 0)), nanoseconds / 1e9)
+    logged = model._get_ddp_logging_data()
+    nanoseconds = int(logged.get("backward_compute_comm_overlap_time", 0))
+    return ReducerTimes(int(logged.get("iteration", 0)), nanoseconds / 1e9)
 
 
 def traced() -> Any:

@@ -355,15 +355,15 @@ class _OwnLoader(DataLoaderAdapter, DataLoaderStateMixin):
             ```
         """
         self.iteration = epoch
-        holder, told = self.batch_sampler, False
+        holder, was_set = self.batch_sampler, False
         while holder is not None:
             parts: list[Any] = [holder, getattr(holder, "sampler", None)]
             for one in parts:
                 if hasattr(one, "set_epoch"):
                     one.set_epoch(epoch)
-                    told = True
+                    was_set = True
             holder = getattr(holder, "batch_sampler", None)
-        if not told and hasattr(self.dataset, "set_epoch"):
+        if not was_set and hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
 
 

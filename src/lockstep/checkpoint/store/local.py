@@ -252,7 +252,7 @@ def sync(path: str) -> None:
 
 
 @dataclass
-class _Held:
+class LockedFile:
     handle: int
     process: int
     holders: int = 1
@@ -265,7 +265,7 @@ class DirectoryLock:
     belongs to the process as a whole, so that the objects of one process that lock one file share it.
     """
 
-    _held: ClassVar[dict[str, _Held]] = {}
+    _locked_files: ClassVar[dict[str, LockedFile]] = {}
 
     def __init__(self, path: str, what: str) -> None:
         self.path = path
@@ -282,11 +282,11 @@ class DirectoryLock:
             return
         os.makedirs(os.path.dirname(self.path) or ".", exist_ok=True)
         key = os.path.realpath(self.path)
-        held = self._held.get(key)
-        if held is not None and held.process == os.getpid() and _is_at(held.handle, key):
-            held.holders += 1
+        locked = self._locked_files.get(key)
+        if locked is not None and locked.process == os.getpid() and _is_at(locked.handle, key):
+            locked.holders += 1
         else:
-            self._held[key] = _Held(self._locked(), os.getpid())
+            self._locked_files[key] = LockedFile(self._locked(), os.getpid())
         self._key = key
 
     def _locked(self) -> int:
@@ -309,20 +309,21 @@ class DirectoryLock:
     def release(self) -> None:
         """Unlock and remove the file, if nobody else in this process holds it; nothing if it is not locked."""
         key, self._key = self._key, None
-        held = self._held.get(key) if key is not None else None
-        if key is None or held is None or held.process != os.getpid():  # a fork's copy of it is not the lock
+        locked = self._locked_files.get(key) if key is not None else None
+        # A fork's copy of it is not the lock.
+        if key is None or locked is None or locked.process != os.getpid():
             return
-        held.holders -= 1
-        if held.holders:
+        locked.holders -= 1
+        if locked.holders:
             return
-        del self._held[key]
+        del self._locked_files[key]
         try:
-            if _is_at(held.handle, key):
+            if _is_at(locked.handle, key):
                 os.unlink(key)
         except OSError:
             pass  # the folder is gone: so is the lock
         finally:
-            os.close(held.handle)
+            os.close(locked.handle)
 
     def __del__(self) -> None:
         self.release()

@@ -74,7 +74,7 @@ class Objects:
             raise
         except Exception as error:  # of a remote file system it may be anything
             self._forget_connections()
-            raise OSError(self._told(error)) from self._cause(error)
+            raise OSError(self._describe_error(error)) from self._cause(error)
         record = digest.record()
         if there != record.size:
             raise OSError(f"{there} of {record.size} bytes arrived")
@@ -197,11 +197,11 @@ class Objects:
     def _unreachable(self, path: str, error: Exception) -> UnreachableError:
         runtime = process.current_runtime()
         return UnreachableError(
-            f"Rank {runtime.rank if runtime else 0} cannot reach {path}: {self._told(error)}. Check the name, the "
-            "connection and the credentials for it, then call again; what was saved before is untouched."
+            f"Rank {runtime.rank if runtime else 0} cannot reach {path}: {self._describe_error(error)}. Check "
+            "the name, the connection and the credentials for it, then call again; what was saved before is untouched."
         )
 
-    def _told(self, error: Exception) -> str:
+    def _describe_error(self, error: Exception) -> str:
         return self._url.without_secrets(f"{type(error).__name__}: {error}".rstrip(": ."))
 
     def _cause(self, error: Exception) -> Exception | None:
@@ -269,8 +269,8 @@ class Ownership:
     def _read(self) -> tuple[str, str]:
         """The run in the record, and words for it."""
         try:
-            told = json.loads(self._objects.get(self._path))
-            return str(told["run"]), described(told)
+            record = json.loads(self._objects.get(self._path))
+            return str(record["run"]), described(record)
         except FileNotFoundError:
             return "", NOBODY
         except (ValueError, KeyError, TypeError):

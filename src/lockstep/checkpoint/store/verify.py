@@ -140,13 +140,13 @@ def check_content(store: Store, root: str, manifest: Manifest, name: str, record
 
 
 def _hashed(store: Store, path: str, seen: Callable[[int], object]) -> FileRecord:
-    def told() -> Iterator[Chunk]:
+    def counted_blocks() -> Iterator[Chunk]:
         for block in store.blocks(path):
             yield block
             seen(len(block))
 
     try:
-        return record_of(told())
+        return record_of(counted_blocks())
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}. Load another checkpoint.") from error
 

@@ -245,7 +245,7 @@ def write_file(weights: Weights, path: str, replace: bool, seen: Seen = lambda c
         os.makedirs(folder, exist_ok=True)
         check_room(folder, weights.nbytes)
         remove_quietly(partial)
-        write_tensor_file(partial, weights.tensors.described, _told(weights, seen))
+        write_tensor_file(partial, weights.tensors.described, _counting_chunks(weights, seen))
         os.rename(partial, path)
         sync(folder)
     except OSError as error:
@@ -273,7 +273,9 @@ def write_weights_folder(
             f"{directory} has weights, which were left as they are. Use --force, or name another folder."
         )
     tensors = weights.tensors.described
-    write_folder(directory, tensors, _told(weights, seen), limit or weights.nbytes + 1, weights.documents)
+    write_folder(
+        directory, tensors, _counting_chunks(weights, seen), limit or weights.nbytes + 1, weights.documents
+    )
     written = re.compile(r"model.*\.safetensors(\.index\.json)?")
     return sorted(
         name for name in os.listdir(directory) if written.fullmatch(name) or name in weights.documents
@@ -293,7 +295,7 @@ def _refuse_checkpoint(folder: str) -> None:
         at = os.path.dirname(at)
 
 
-def _told(weights: Weights, seen: Seen) -> Callable[[str], Iterable[Chunk]]:
+def _counting_chunks(weights: Weights, seen: Seen) -> Callable[[str], Iterable[Chunk]]:
     def elements(name: str) -> Iterable[Chunk]:
         for chunk in weights.tensors.elements(name):
             yield chunk

@@ -213,10 +213,10 @@ def collect_stages(
     rank = communicator.runtime.rank
     with raise_on_all_ranks(communicator):
         tensors, mine = _described(state, spec)
-    told: list[list[tuple[str, str, object]]] = communicator.gather_object([mine])
+    descriptions: list[list[tuple[str, str, object]]] = communicator.gather_object([mine])
     holders: dict[str, tuple[int, object]] = {}
     firsts: dict[str, str] = {}
-    for holder, entries in enumerate(told):
+    for holder, entries in enumerate(descriptions):
         for name, first, value in entries:
             firsts.setdefault(name, first)
             holders.setdefault(first, (holder, value))

@@ -42,10 +42,10 @@ def read_sharded(reader: ForeignReader) -> ImportedState:
     for file, value in zip(files, reader.read_all(files), strict=True):
         expected = {name for name, place in places.items() if place == file}
         if not is_weights(value) or value.keys() != expected:
-            held = len(value) if isinstance(value, dict) else 0
+            count = len(value) if isinstance(value, dict) else 0
             raise reader.broken(
                 file,
-                f"{PICKLED_INDEX} says that it holds {len(expected)} tensors, but it holds {held} other tensors",
+                f"{PICKLED_INDEX} says that it holds {len(expected)} tensors, but it holds {count} other tensors",
             )
         model.update(value)
     ordered = {name: model[name] for name in places}

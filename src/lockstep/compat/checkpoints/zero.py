@@ -51,14 +51,14 @@ def spans_of_stage_3(
 ) -> list[ZeroSpan]:
     """From the shapes of each subgroup's parameters, and the length of its vector on each rank. Raises ValueError."""
     spans = []
-    for group, (named, held) in enumerate(zip(shapes, lengths, strict=True)):
+    for group, (named, found) in enumerate(zip(shapes, lengths, strict=True)):
         start = 0
         for name, shape in named.items():
             length = -(-math.prod(checked_shape(shape)) // world)
             spans.append(ZeroSpan(name, checked_shape(shape), group, start, length))
             start += length
-        if start != held:
-            raise ValueError(f"subgroup {group} should have {start} elements on each rank, but has {held}")
+        if start != found:
+            raise ValueError(f"subgroup {group} should have {start} elements on each rank, but has {found}")
     return spans
 
 
@@ -85,9 +85,9 @@ def join_stage_3(span: ZeroSpan, by_rank: Sequence[torch.Tensor], scratch: Scrat
 
 
 def _joined(span: ZeroSpan, parts: list[torch.Tensor], dtype: torch.dtype, scratch: Scratch) -> torch.Tensor:
-    count, held = math.prod(span.shape), sum(len(part) for part in parts)
-    if held != count:
-        raise ValueError(f"{span.name} of shape {span.shape} has {held} elements")
+    count, found = math.prod(span.shape), sum(len(part) for part in parts)
+    if found != count:
+        raise ValueError(f"{span.name} of shape {span.shape} has {found} elements")
     if len(parts) == 1:
         return parts[0].view(span.shape)
     whole, at = scratch.empty((count,), dtype), 0

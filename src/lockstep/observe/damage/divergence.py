@@ -164,10 +164,10 @@ class ReplicaDifference:
 class Shared:
     """Which pieces are on several ranks, and in what order their digests arrive."""
 
-    def __init__(self, held: Sequence[Sequence[ParameterShard]], rank: int) -> None:
+    def __init__(self, shards_of_ranks: Sequence[Sequence[ParameterShard]], rank: int) -> None:
         """``held``: of each rank its pieces, in its order."""
-        counts = Counter(piece for of_rank in held for piece in of_rank)
-        shared = [[piece for piece in of_rank if counts[piece] > 1] for of_rank in held]
+        counts = Counter(piece for of_rank in shards_of_ranks for piece in of_rank)
+        shared = [[piece for piece in of_rank if counts[piece] > 1] for of_rank in shards_of_ranks]
         self.mine = shared[rank]
         # All digests in one row, rank after rank; each has to be that of the piece's first holder.
         self._places: dict[ParameterShard, list[tuple[int, int]]] = {}
@@ -232,8 +232,8 @@ class Divergence:
 
     def _shared_pieces(self, here: list[ParameterShard]) -> Shared:
         if self._shared is None or here != self._known:
-            held = self._communicator.gather_object([here])
-            self._known, self._shared = here, Shared(held, self._communicator.runtime.rank)
+            shards_of_ranks = self._communicator.gather_object([here])
+            self._known, self._shared = here, Shared(shards_of_ranks, self._communicator.runtime.rank)
         return self._shared
 
     def _overwrite(

@@ -113,7 +113,7 @@ class Coordinator:
         self._save = CommonSave(self._running, lambda sentence: self.at_save(sentence))
         self._named_stragglers: set[int] = set()
         self._next_stragglers = 0.0
-        self._next_told = 0.0
+        self._next_report = 0.0
         self._failed_at: float | None = None
         self.verdict: Finding | None = None
         self.stopped: str | None = None
@@ -320,8 +320,8 @@ class Coordinator:
         if now >= self._next_stragglers:
             self._next_stragglers = now + STRAGGLERS_EVERY_S
             self._name_stragglers(running)
-        if now >= self._next_told and self._world_size > 1:
-            self._next_told = now + max(TELL_EVERY_S, self._world_size / 100)
+        if now >= self._next_report and self._world_size > 1:
+            self._next_report = now + max(TELL_EVERY_S, self._world_size / 100)
             self._tell_first("ranks", **told_of_others(self._ranks, self._world_size))
 
     def _tell_first(self, verb: str, **values: object) -> None:

@@ -14,7 +14,7 @@ from types import CodeType, FrameType
 
 import torch
 
-from lockstep.comm.call_check import compared_in
+from lockstep.comm.call_check import compared_by
 from lockstep.comm.call_record import CheckedCall
 from lockstep.observe.hang.records import LONGEST_STACK, SourceLine
 from lockstep.torch_internals import compile as torch_compile
@@ -74,7 +74,7 @@ def look_at(thread: int) -> StackSummary:
     operation, group, peer = innermost_operation(below)
     if not operation and waits_for_handle(frames[0]):
         operation = "wait"
-    checked = next(filter(None, map(compared_in, below)), None)
+    checked = compared_by(thread)
     names = [checked.name] if checked is not None else [function_name(one) for one in reversed(engine)]
     return StackSummary(
         place=source_line_of(frames[at], loader_wait(below)),

@@ -15,16 +15,18 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from types import FrameType
+from typing import TYPE_CHECKING
 
-from lockstep.control.client import Client
 from lockstep.errors import ControlError
 from lockstep.observe.bars import shows_bar
-from lockstep.observe.hang.evidence import gather_evidence
 from lockstep.observe.hang.gate import StopGate
-from lockstep.observe.hang.records import Evidence, Message
 from lockstep.runtime import failure
 from lockstep.runtime.failure import HANG, PREEMPTED, STOP_SIGNALS, Departures, of_signal
 from lockstep.runtime.step import StepClock
+
+if TYPE_CHECKING:
+    from lockstep.control.client import Client
+    from lockstep.observe.hang.records import Evidence, Message
 
 HEARTBEAT_S = 0.5
 
@@ -71,6 +73,10 @@ class WorkerWatch:
         self._owner = os.getpid()
         self._threads = [threading.Thread(target=self._send_heartbeats, name="lockstep-watch", daemon=True)]
         if client is not None:
+            # Not when it is needed: the main thread may then stand still within an import.
+            from lockstep.observe.hang.evidence import gather_evidence
+
+            self._gather_evidence = gather_evidence
             self._threads.append(threading.Thread(target=self._listen, name="lockstep-listen", daemon=True))
 
     def start(self) -> None:
@@ -222,7 +228,7 @@ class WorkerWatch:
             os._exit(HANG)
 
     def _evidence(self) -> Evidence:
-        return gather_evidence(
+        return self._gather_evidence(
             rank=self._rank,
             host=platform.node(),
             step=self._clock.boundaries,
@@ -241,6 +247,12 @@ def news_of(message: Message) -> dict[str, object]:
     rank = message.get("rank")
     found: dict[str, object] = {"sentence": str(message.get("sentence", ""))[:1000]}
     return found | ({"rank": rank} if isinstance(rank, int) else {})
+
+
+def say(sentence: str) -> None:
+    """A line of ours on this process's console."""
+    sys.stderr.write(f"lockstep: {sentence}\n")
+    sys.stderr.flush()
 
 
 def nothing_to_save(cause: str) -> str:

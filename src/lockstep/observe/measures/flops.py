@@ -46,7 +46,7 @@ class FlopCounts:
         self._calls: dict[Hashable, OperatorCounts] = {}
         self._backwards: dict[Hashable, OperatorCounts] = {}
         self._counter: OperatorCounter | None = None
-        self._told = StepCounts()
+        self._stated = StepCounts()
         self._in_backward: OperatorCounter | None = None
         self._depth = 0
         self._of_micro_batch: list[Hashable] = []
@@ -100,16 +100,16 @@ class FlopCounts:
             "measures.count_flops(...)."
         )
 
-    def told(self, model: float, hardware: float) -> None:
+    def add_stated(self, model: float, hardware: float) -> None:
         """A script says what a micro-batch of this step computes."""
-        self._told.model += model
-        self._told.hardware += hardware
+        self._stated.model += model
+        self._stated.hardware += hardware
 
     def step_ends(self) -> StepCounts | None:
         """What the step computed; None: not all of it is known."""
         counted = self._counted()
-        told, self._told = self._told, StepCounts()
-        return told if told.model else counted
+        stated, self._stated = self._stated, StepCounts()
+        return stated if stated.model else counted
 
     def _counted(self) -> StepCounts | None:
         micro_batches, self._of_step = self._of_step, []

@@ -127,7 +127,7 @@ class Measures(StepRecorder):
 
         Without it they are the elements of the batch's ``input_ids``, padding included.
         """
-        self._told_tokens = tokens
+        self._stated_tokens = tokens
 
     def count_flops(self, model: float, hardware: float | None = None) -> None:
         """Say how many floating-point operations this rank does in a micro-batch; call it before ``backward``.
@@ -139,7 +139,7 @@ class Measures(StepRecorder):
             hardware: With those that are computed again; None: as many.
         """
         self._end_step_without_loader()
-        self._flops.told(model, model if hardware is None else hardware)
+        self._flops.add_stated(model, model if hardware is None else hardware)
 
     def event(self, name: str, /, **values: Any) -> None:
         """Write an event of the script's own to ``events.jsonl``, with values that JSON has."""

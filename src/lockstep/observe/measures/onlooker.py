@@ -49,18 +49,18 @@ def look_on(clock: StepClock, onlooker: Onlooker, at_end: Callable[[], None]) ->
             alive.finish("exit")
 
     def forget() -> None:
-        for listeners, one in told:
+        for listeners, one in registrations:
             if one in listeners:
                 listeners.remove(one)
         atexit.unregister(at_exit)
         at_end()
 
-    told: list[tuple[list[Any], Any]] = [
+    registrations: list[tuple[list[Any], Any]] = [
         (clock.at_step, step_ends),
         (clock.at_batch, batch_comes),
         (clock.at_news, news),
     ]
-    for listeners, one in told:
+    for listeners, one in registrations:
         listeners.append(one)
     end = weakref.finalize(onlooker, forget)
     atexit.register(at_exit)  # after the line before: what is registered last is called first

@@ -90,7 +90,7 @@ class StepRecorder:
         self._around_inference = "other"
         self._epoch: int | None = None
         self._waiting = WaitingBatches()
-        self._told_tokens: int | None = None
+        self._stated_tokens: int | None = None
         self._open = OpenStep()
         self._loaded_within: dict[str, Any] | None = None
         if not isinstance(self._clock.parts, Parts):
@@ -210,11 +210,11 @@ class StepRecorder:
         self._flops.backward_begins(self._state.sync_gradients, may_count=not creates_graph)
         self._open.loss.add(loss, weight)
         size = self._waiting.use(self._state.active_dataloader)
-        if size is None and self._told_tokens is None:
+        if size is None and self._stated_tokens is None:
             return  # a second loss of the same batch
         size = size or BatchSize(None, None)
-        if self._told_tokens is not None:
-            size, self._told_tokens = size._replace(tokens=self._told_tokens), None
+        if self._stated_tokens is not None:
+            size, self._stated_tokens = size._replace(tokens=self._stated_tokens), None
         self._open.trains_on(size)
         self._training_on = self._state.active
         loader: Any = self._state.active_dataloader
@@ -370,8 +370,8 @@ class StepRecorder:
         while self._pending and (self._pending[0][1].have_come() or len(self._pending) > MOST_PENDING):
             self._write(*self._pending.popleft())
 
-    def _write(self, step: StepMeasures, late: LateNumbers, told: OpenStep) -> None:
-        told.settle(step, late, accumulates=self._state.accumulation_steps > 1)
+    def _write(self, step: StepMeasures, late: LateNumbers, opened: OpenStep) -> None:
+        opened.settle(step, late, accumulates=self._state.accumulation_steps > 1)
         self._recent.append(step)
         self._writer.step(step)
 

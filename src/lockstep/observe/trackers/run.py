@@ -151,7 +151,7 @@ class TrackerSet:
         self.is_main = is_main
         self.trackers: list[GeneralTracker] = []
         self.started = False
-        self._told = False
+        self._has_warned = False
 
     def __iter__(self) -> Iterator[GeneralTracker]:
         return iter(self.trackers)
@@ -196,8 +196,8 @@ class TrackerSet:
         log_kwargs: dict[str, dict[str, object]] | None = None,
     ) -> None:
         """Log ``values`` to each tracker; ``log_kwargs`` maps its name to arguments for its ``log``."""
-        if self.log_with and not self.started and self.is_main and not self._told:
-            self._told = True
+        if self.log_with and not self.started and self.is_main and not self._has_warned:
+            self._has_warned = True
             warnings.warn(
                 "log was called before init_trackers, so nothing is logged. Call init_trackers first.",
                 stacklevel=3,

@@ -159,8 +159,8 @@ def meet(communicator: Communicator, what: str, step: int, failure: BaseExceptio
     """
     if communicator.world_size == 1:
         return
-    told = None if failure is None else f"{type(failure).__name__}: {failure}"
-    places = communicator.gather_object([(what, step, told)])
+    message_of_failure = None if failure is None else f"{type(failure).__name__}: {failure}"
+    places = communicator.gather_object([(what, step, message_of_failure)])
     for rank, (_, steps, message) in enumerate(places):
         if message is not None:
             raise LockstepError(

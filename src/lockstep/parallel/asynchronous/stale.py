@@ -368,8 +368,8 @@ def _check_optimizer(optimizer: object, model: nn.Module) -> None:
             f"BoundedStaleness got a {type(optimizer).__name__} as optimizer. Pass what prepare() returned."
         )
     own = {id(parameter) for parameter in model.parameters()}
-    held = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    foreign = sum(id(parameter) not in own for parameter in held)
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    foreign = sum(id(parameter) not in own for parameter in trained)
     if foreign:
         raise UsageError(
             f"The optimizer trains {foreign} parameters of another model than BoundedStaleness got, so their "

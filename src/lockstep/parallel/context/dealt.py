@@ -26,7 +26,7 @@ IGNORED = -100
 Around = Callable[[Any, Iterator[Any]], Iterator[Any]]
 
 
-def deal_out(models: Sequence[nn.Module], before: Around | None = None) -> Around:
+def shard_sequences(models: Sequence[nn.Module], before: Around | None = None) -> Around:
     """What makes of an iteration over whole batches one over this rank's chunks of them, for these models."""
 
     def around(loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
@@ -45,13 +45,13 @@ def _chunks(batches: Iterator[Any], regions: list[ContextRegion]) -> Iterator[di
         chunks = {
             name: _chunk(value, whole["input_ids"].shape, regions[0].layout) for name, value in whole.items()
         }
-        dealt = {
+        loader_chunks = {
             id(chunk): (weakref.ref(chunk), whole[name])
             for name, chunk in chunks.items()
             if isinstance(chunk, Tensor) and chunk is not whole[name]
         }
         for region in regions:
-            region.dealt = dealt
+            region.loader_chunks = loader_chunks
         yield chunks
 
 

@@ -60,7 +60,7 @@ class ContextRegion:
     """The chunk of an attention mask that the caller did not pass: among ``split``, so that it is known as one."""
     split_length: int = 0
     """Positions of each rank within ``split_sequence``."""
-    dealt: dict[int, tuple[weakref.ref[Tensor], Tensor]] = field(default_factory=dict)
+    loader_chunks: dict[int, tuple[weakref.ref[Tensor], Tensor]] = field(default_factory=dict)
     """Of the batch that a loader dealt out last: chunk and whole, [batch, sequence, ...], by the id of the chunk."""
     last_by_caller: bool = False
     """Whether the caller did in the last forward, to which backward belongs."""
@@ -100,19 +100,19 @@ class ContextRegion:
         self.chain = None
 
     @contextmanager
-    def on_dealt(self, model: str, args: Args, kwargs: Kwargs) -> Iterator[None]:
+    def on_loader_chunks(self, model: str, args: Args, kwargs: Kwargs) -> Iterator[None]:
         """Split as by ``split_sequence`` for a call with chunks that a loader dealt out.
 
         Raises:
             UsageError: no argument is one of them, though the call learns, or one is a copy of them.
         """
-        if self.split is not None or not any(chunk() is not None for chunk, _ in self.dealt.values()):
+        if self.split is not None or not any(chunk() is not None for chunk, _ in self.loader_chunks.values()):
             yield
             return
         leaves = list(tensor_leaves((args, kwargs)).values())
-        known = self.dealt_among(leaves)
+        known = self.loader_chunks_among(leaves)
         if not known:
-            chunks = [chunk() for chunk, _ in self.dealt.values()]
+            chunks = [chunk() for chunk, _ in self.loader_chunks.values()]
             if torch.is_grad_enabled() or any(_equal(leaf, chunk) for leaf in leaves for chunk in chunks):
                 raise UsageError(
                     f"{model} was called with none of the tensors that the loader gave, which are chunks of the "
@@ -128,9 +128,9 @@ class ContextRegion:
         finally:
             self.split = self.ones = None
 
-    def dealt_among(self, leaves: Iterable[object]) -> dict[int, Tensor]:
+    def loader_chunks_among(self, leaves: Iterable[object]) -> dict[int, Tensor]:
         """Whole tensors by the id of their chunk, of the batch that was dealt out last; {}: none is among these."""
-        known = {key: whole for key, (chunk, whole) in self.dealt.items() if chunk() is not None}
+        known = {key: whole for key, (chunk, whole) in self.loader_chunks.items() if chunk() is not None}
         return known if any(id(leaf) in known for leaf in leaves) else {}
 
     def between(self, model: str, error: Exception) -> str:
@@ -164,7 +164,7 @@ class ContextParallelModel(Subclassed):
     def __call__(self, *args: object, **kwargs: object) -> Any:
         call: Any = super().__call__  # type: ignore[misc]
         region: ContextRegion = self._region
-        with region.on_dealt(type(self).__name__, args, kwargs):
+        with region.on_loader_chunks(type(self).__name__, args, kwargs):
             return self._call(region, call, args, kwargs)
 
     def _call(self, region: ContextRegion, call: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:

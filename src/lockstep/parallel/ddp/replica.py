@@ -158,8 +158,8 @@ class DistributedDataParallel(TorchDDP):
         found = re.search(r"for rank \d+: ([\d ]+)", message)
         numbers = [int(number) for number in found[1].split()] if found else []
         # In the order in which torch numbers them.
-        held = (p for module in self.module.modules() for p in module.parameters(recurse=False))
-        unique = list(dict.fromkeys(p for p in held if p.requires_grad))
+        parameters = (p for module in self.module.modules() for p in module.parameters(recurse=False))
+        unique = list(dict.fromkeys(p for p in parameters if p.requires_grad))
         names = {id(p): name for name, p in self.module.named_parameters()}
         out = [names.get(id(unique[n]), "?") for n in numbers if n < len(unique)]
         if not out:

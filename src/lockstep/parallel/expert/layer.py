@@ -68,10 +68,10 @@ class Experts(nn.Module):
         # An expert without rows takes part too: its gradients are zeros, and all ranks have the same graph.
         weights = zip(
             rows.split(per_expert),
-            self._held(self.weight_in),
-            self._held_or_none(self.bias_in),
-            self._held(self.weight_out),
-            self._held_or_none(self.bias_out),
+            self._local_experts(self.weight_in),
+            self._local_experts_or_none(self.bias_in),
+            self._local_experts(self.weight_out),
+            self._local_experts_or_none(self.bias_out),
             strict=True,
         )
         return torch.cat(
@@ -81,17 +81,21 @@ class Experts(nn.Module):
             ]
         )
 
-    def _held(self, stacked: nn.Parameter) -> tuple[torch.Tensor, ...]:
+    def _local_experts(self, stacked: nn.Parameter) -> tuple[torch.Tensor, ...]:
         """Of each expert that this rank holds."""
-        held: Any = stacked
+        local_part: Any = stacked
         if is_dtensor(stacked):
-            held = held.to_local()
+            local_part = local_part.to_local()
         if self.gradient_factor != 1:
-            held = ScaledGradient.apply(held, self.gradient_factor)
-        return tuple(held.unbind())  # not [index], whose gradients would each be as large as all
+            local_part = ScaledGradient.apply(local_part, self.gradient_factor)
+        return tuple(local_part.unbind())  # not [index], whose gradients would each be as large as all
 
-    def _held_or_none(self, stacked: nn.Parameter | None) -> tuple[torch.Tensor | None, ...]:
-        return (None,) * len(self._held(self.weight_in)) if stacked is None else self._held(stacked)
+    def _local_experts_or_none(self, stacked: nn.Parameter | None) -> tuple[torch.Tensor | None, ...]:
+        return (
+            (None,) * len(self._local_experts(self.weight_in))
+            if stacked is None
+            else self._local_experts(stacked)
+        )
 
     def extra_repr(self) -> str:
         num_experts, hidden, width = self.weight_in.shape

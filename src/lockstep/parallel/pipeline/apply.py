@@ -84,11 +84,11 @@ def _starts(
     else:
         starts = balanced(*_costs(model, blocks, options), stages)
     for stage, (start, end) in enumerate(zip(starts, [*starts[1:], len(names)], strict=True)):
-        held = names[start:end]
-        if not any(True for name in held for _ in blocks[name].parameters()):
+        blocks_of_stage = names[start:end]
+        if not any(True for name in blocks_of_stage for _ in blocks[name].parameters()):
             raise UsageError(
-                f"Stage {stage} of the pipeline would hold {join_names(held, most=4)}, which have no parameters. "
-                "Choose other blocks with blocks=..., or begin stages at other blocks with split=..."
+                f"Stage {stage} of the pipeline would hold {join_names(blocks_of_stage, most=4)}, which have no "
+                "parameters. Choose other blocks with blocks=..., or begin stages at other blocks with split=..."
             )
     return starts
 

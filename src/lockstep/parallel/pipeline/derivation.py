@@ -132,8 +132,8 @@ class Derivation:
         """Raise UsageError if a module normalises by statistics of the batch."""
         if not self.is_on:
             return
-        told = self._stages.tell(batch_norm(self._stages.layout.own_modules()))
-        name = next((one for one in told if one is not None), None)
+        from_ranks = self._stages.tell(batch_norm(self._stages.layout.own_modules()))
+        name = next((one for one in from_ranks if one is not None), None)
         if name is not None:
             raise sees_micro_batches(self._title, name)
 
@@ -160,9 +160,9 @@ class Derivation:
         """What the loss is where ``reduction`` does not hold any more."""
         if why == "settings":
             mine = self._settings.digest()
-            told = self._stages.tell((mine, mine == self._first_setting))
-            is_first = all(same for _, same in told)
-            self._setting = () if is_first else tuple(digest for digest, _ in told)
+            from_ranks = self._stages.tell((mine, mine == self._first_setting))
+            is_first = all(same for _, same in from_ranks)
+            self._setting = () if is_first else tuple(digest for digest, _ in from_ranks)
             self.refuse_batch_norm()
             return self.reduction(batch)
         kind = self._kind(batch)
@@ -206,9 +206,9 @@ class Derivation:
             stages.state.forget_batch()
             failures = self._failures(rehearsal, plan)
         is_watched = bool(undecided.places or undecided.edges)
-        told = stages.tell((rehearsal.word, mine, rehearsal.refusal, changed, failures, is_watched))
-        undecided.is_watched = any(one[-1] for one in told)
-        for _, _, _, _, others, _ in told:
+        from_ranks = stages.tell((rehearsal.word, mine, rehearsal.refusal, changed, failures, is_watched))
+        undecided.is_watched = any(one[-1] for one in from_ranks)
+        for _, _, _, _, others, _ in from_ranks:
             for rank, text, is_by_cut in others:
                 if is_by_cut:
                     cut = described(plan.dims, argument_names(self._module, batch.whole))
@@ -217,19 +217,19 @@ class Derivation:
                 if rehearsal.failures:
                     raise rehearsal.failures[0]
                 raise consequence_of(rank, self._title, text)
-        wrong = next((one for _, one, *_ in told if one is not None), None)
+        wrong = next((one for _, one, *_ in from_ranks if one is not None), None)
         if wrong is not None:
             raise follows_rows(self._title, *wrong)
-        refusal = next((one for _, _, one, *_ in told if one), None)
+        refusal = next((one for _, _, one, *_ in from_ranks if one), None)
         if refusal is not None:
             raise UsageError(refusal)
         blocks = tuple(f"{name}." for name in stages.layout.blocks)
-        names = {name for _, _, _, names, *_ in told for name in names}
+        names = {name for _, _, _, names, *_ in from_ranks for name in names}
         stages.state.share(name for name in names if not name.startswith(blocks))
         self._settings.leave_out(names)
         if not self._setting:
             self._first_setting = self._settings.digest()
-        found = next((one for one, *_ in told if one), "mean" if word == "auto" else word)
+        found = next((one for one, *_ in from_ranks if one), "mean" if word == "auto" else word)
         if found == "whole":
             undecided.edges = set()
         self.is_new = True
@@ -244,9 +244,9 @@ class Derivation:
     def _failures(self, rehearsal: Rehearsal, plan: Plan) -> list[tuple[int, str, bool]]:
         """This rank, what its forwards raised first, and whether they raise it of micro-batches alone."""
         own = rehearsal.failures[:1]
-        told = self._stages.tell([isinstance(error, LockstepError) for error in own])
+        from_ranks = self._stages.tell([isinstance(error, LockstepError) for error in own])
         is_by_cut = False
-        if plan.micro_batches > 1 and any(told) and not any(map(any, told)):
+        if plan.micro_batches > 1 and any(from_ranks) and not any(map(any, from_ranks)):
             raises = rehearsal.raises_on_whole(self._whole_plan(plan))
             is_by_cut = not any(self._stages.tell(raises))
         return [(dist.get_rank(), text_of(error), is_by_cut) for error in own]

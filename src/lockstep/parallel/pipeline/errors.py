@@ -112,10 +112,10 @@ def first_is_named(
         if not failure.is_consequence(error):
             _tell(key, error)
             raise
-        told = _heard(key)
-        if told is None:
+        message = _reported_error(key)
+        if message is None:
             raise
-        rank, _, text = told.partition(" ")
+        rank, _, text = message.partition(" ")
         raise consequence_of(int(rank), title, text, part) from error
 
 
@@ -147,7 +147,7 @@ def _tell(key: str, error: Exception) -> None:
         return
 
 
-def _heard(key: str) -> str | None:
+def _reported_error(key: str) -> str | None:
     try:
         store = default_store()
         return str(store.get(key).decode()) if store.check([key]) else None

@@ -128,16 +128,16 @@ class LocalStages:
 
     def tell(self, mine: object) -> list[Any]:
         """What each rank says, in the order of the last stages that they hold. Collective."""
-        told: list[object] = [None] * self.ranks
-        dist.all_gather_object(told, mine, group=self.group)
+        gathered: list[object] = [None] * self.ranks
+        dist.all_gather_object(gathered, mine, group=self.group)
         last = {self.rank_of(stage): stage for stage in range(self.count)}
-        return [told[rank] for rank in sorted(last, key=last.__getitem__)]
+        return [gathered[rank] for rank in sorted(last, key=last.__getitem__)]
 
     def any_of(self, flags: Sequence[bool]) -> list[bool]:
         """Which of them any rank sets. Waits for the device."""
-        told = torch.tensor([float(flag) for flag in flags], device=self.device)
-        dist.all_reduce(told, dist.ReduceOp.MAX, group=self.group)
-        return [bool(flag) for flag in told.tolist()]
+        gathered = torch.tensor([float(flag) for flag in flags], device=self.device)
+        dist.all_reduce(gathered, dist.ReduceOp.MAX, group=self.group)
+        return [bool(flag) for flag in gathered.tolist()]
 
     def from_last(self, value: Tensor | None, like: Joined | Kind) -> Tensor:
         """The tensor of the rank with the last stage, on all ranks."""

@@ -127,8 +127,8 @@ def used_arguments(
 
     def alike(_: str, block: nn.Module) -> str:
         if id(block) not in known:
-            held = (value for module in block.modules() for value in vars(module).values())
-            shapes = [tuple(value.shape) for value in held if isinstance(value, Tensor)]
+            attributes = (value for module in block.modules() for value in vars(module).values())
+            shapes = [tuple(value.shape) for value in attributes if isinstance(value, Tensor)]
             known[id(block)] = f"{block!r}{shapes}"
         return known[id(block)]
 

@@ -127,8 +127,8 @@ _ONE_STAGE = (Schedule.GPIPE, Schedule.ONE_F_ONE_B)
 def torch_schedule(schedule: Schedule, stages: list[Stage], micro_batches: int) -> object:
     """torch's object of that name. The loss is what the last stage returns, whole: it is not scaled."""
     kind = getattr(torch_schedules, _CLASSES[schedule])
-    held: object = stages[0] if schedule in _ONE_STAGE else stages
-    return kind(held, micro_batches, loss_fn=lambda output, _: output, scale_grads=False)
+    local_stages: object = stages[0] if schedule in _ONE_STAGE else stages
+    return kind(local_stages, micro_batches, loss_fn=lambda output, _: output, scale_grads=False)
 
 
 def run(schedule: Any, micro_batches: int) -> list[torch.Tensor]:

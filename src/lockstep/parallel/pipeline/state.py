@@ -204,7 +204,7 @@ class ForwardState:
 
     def _take_from_others(self) -> None:
         mine = {e.name: e.after for e in self._entries if e.name in self._shared and e.after is not _ABSENT}
-        left = {name: value for told in self._tell(mine) for name, value in told.items()}
+        left = {name: value for of_rank in self._tell(mine) for name, value in of_rank.items()}
         for entry in self._entries:
             if entry.name in left:
                 entry.after = left[entry.name]

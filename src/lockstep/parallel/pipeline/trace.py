@@ -120,8 +120,8 @@ class Tracer(TorchDispatchMode):
                 self.traced.uses[name].add(self._segment)
                 foreign = True
                 continue
-            if type(tensor) is nn.Parameter and (held := self.real.get(storage_of(tensor))) is not None:
-                raise self._kept_elsewhere(held)
+            if type(tensor) is nn.Parameter and (known := self.real.get(storage_of(tensor))) is not None:
+                raise self._kept_elsewhere(known)
             born = self._born.get(storage_of(tensor))
             if born is None:
                 foreign = foreign or is_placeholder(tensor)

@@ -197,8 +197,8 @@ class RunCollector(RunObserver):
         self._add(item, gradient)
 
     def _stepped(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        return ((name, p) for name, p in self.named_parameters() if id(p) in held)
+        parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        return ((name, p) for name, p in self.named_parameters() if id(p) in parameters)
 
     def _of_buffer(self, name: str, of_ranks: Mapping[int, Tensor]) -> Iterator[tuple[TraceItem, Tensor]]:
         """A buffer's items: one of each data rank, or one of all where ranks are known to have equal ones."""

@@ -42,7 +42,7 @@ class RankBuffers:
 
     def __init__(self, ranks: int) -> None:
         self._sharing: dict[ParallelModel, Sharing] = {}
-        self._held: list[dict[ParallelModel, Buffers]] = [{} for _ in range(ranks)]
+        self._of_ranks: list[dict[ParallelModel, Buffers]] = [{} for _ in range(ranks)]
         self._rank = 0
         self._calls: Counter[ParallelModel] = Counter()
         self._of_first: dict[tuple[ParallelModel, int], Buffers | None] = {}
@@ -52,10 +52,10 @@ class RankBuffers:
     def share(self, model: ParallelModel, sharing: Sharing) -> None:
         """How ranks share the buffers of a model, which all of them have as they are when this is first told."""
         self._sharing[model] = sharing
-        if model not in self._held[0]:
+        if model not in self._of_ranks[0]:
             values = _read(model, {})
-            for held in self._held:
-                held[model] = values
+            for buffers in self._of_ranks:
+                buffers[model] = values
 
     def turn(self, rank: int) -> None:
         """The next batch is one of ``rank``."""
@@ -64,7 +64,7 @@ class RankBuffers:
         self._calls.clear()
         if rank == 0:
             self._of_first.clear()
-        for model, values in self._held[rank].items():
+        for model, values in self._of_ranks[rank].items():
             _load(model, values)
 
     def forward_begins(self, model: ParallelModel, averages: bool) -> None:
@@ -77,7 +77,7 @@ class RankBuffers:
             if broadcast is not BufferBroadcast.WITH_AVERAGE:
                 is_taken = self._averaged.get(model, True)
             self._averaged[model] = self._averages[model] = averages
-            now = _read(model, self._held[0][model])
+            now = _read(model, self._of_ranks[0][model])
             self._of_first[model, call] = now if is_taken and broadcast is not BufferBroadcast.NEVER else None
             return
         taken = self._of_first.get((model, call))
@@ -95,14 +95,14 @@ class RankBuffers:
         broadcast = self._sharing[model].broadcast
         # A window that the end of an epoch cuts short averages in a forward that only its ranks know of.
         is_cut = broadcast is BufferBroadcast.WITH_AVERAGE and not self._averages.get(model, True)
-        held = self._held[:1] if is_cut or broadcast is BufferBroadcast.UNKNOWN else self._held
-        return {rank: of_rank[model] for rank, of_rank in enumerate(held)}
+        buffers = self._of_ranks[:1] if is_cut or broadcast is BufferBroadcast.UNKNOWN else self._of_ranks
+        return {rank: of_rank[model] for rank, of_rank in enumerate(buffers)}
 
     def _save(self) -> None:
         """Take note of the buffers of the rank that has its turn."""
-        held = self._held[self._rank]
-        for model, known in held.items():
-            held[model] = _read(model, known)
+        buffers = self._of_ranks[self._rank]
+        for model, known in buffers.items():
+            buffers[model] = _read(model, known)
 
 
 def _read(model: ParallelModel, known: Buffers) -> Buffers:

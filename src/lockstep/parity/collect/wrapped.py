@@ -54,7 +54,7 @@ class WrappedRun(ProcessRun):
         self._depth = 0
         self._kinds: set[type] = set()
         self._is_reading = False
-        self._has_dealt = False
+        self._has_drawn_batch = False
         ranks = spec.ranks if spec.is_alone else 1
         self._facts = replace(self._facts, data_ranks=spec.ranks, data_rank=rank)
         if ranks > 1:
@@ -101,8 +101,10 @@ class WrappedRun(ProcessRun):
             return
         self._depth += 1
         if self._depth == 1 and torch.is_grad_enabled() and not self._is_known(module):
-            held = {id(p) for one in self._optimizers for group in one.param_groups for p in group["params"]}
-            if any(id(parameter) in held for parameter in module.parameters()):
+            parameters = {
+                id(p) for one in self._optimizers for group in one.param_groups for p in group["params"]
+            }
+            if any(id(parameter) in parameters for parameter in module.parameters()):
                 model = ParallelModel(module)
                 self._prepared(model)
                 self.forward_comes(model)  # its own hooks are those that this call began with
@@ -253,7 +255,7 @@ class WrappedRun(ProcessRun):
     ) -> Iterator[Any]:
         """The batches of a loader; of one whose sampler knows of ranks those of all of them, in turn."""
         sampler = _distributed_sampler(loader)
-        self._has_dealt |= sampler is not None
+        self._has_drawn_batch |= sampler is not None
         if not self.place.has_all_ranks or sampler is None:
             yield from self._whole_rounds(loader, iterate(loader))
             return
@@ -301,7 +303,7 @@ class WrappedRun(ProcessRun):
     def finish(self) -> None:
         if dist.is_available() and dist.is_initialized() and not self._spec.is_alone:
             self._facts = replace(self._facts, parallel="")
-        knows_rows = self._has_dealt or bool(_loaders_of_accelerate())
+        knows_rows = self._has_drawn_batch or bool(_loaders_of_accelerate())
         self._facts = replace(self._facts, knows_rows=knows_rows)
         super().finish()
 

@@ -18,9 +18,9 @@ def of_rows(case: Case) -> str:
 
     A row is a digest, or several numbers; rows follow one another along the first dimension.
     """
-    if case.item.kind is not ItemKind.BATCH or not case.held:
+    if case.item.kind is not ItemKind.BATCH or not case.parts:
         return ""
-    one = case.held[0]
+    one = case.parts[0]
     found, expected = rows_of(one.found), rows_of(one.expected)
     if Counter(found) == Counter(expected):
         changed = sum(mine != theirs for mine, theirs in zip(found, expected, strict=True))

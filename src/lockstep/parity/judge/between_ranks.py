@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from lockstep.parity.judge.case import Case, Held
+from lockstep.parity.judge.case import Case, RankPart
 from lockstep.parity.judge.words import count, listed, of_ranks
 from lockstep.parity.trace.items import ItemKind
 
@@ -52,8 +52,8 @@ def differ(case: Case) -> str:
     """Some ranks are right, or ranks differ from each other in no way that has a name."""
     copies = _copies(case)
     wrong = tuple(one.rank for one in copies)
-    whole = case.held[0].boxes if case.held else ()
-    if case.agreeing and copies and len(copies) == len(case.held) and not _is_part(case, whole):
+    whole = case.parts[0].boxes if case.parts else ()
+    if case.agreeing and copies and len(copies) == len(case.parts) and not _is_part(case, whole):
         return (
             f"The copies of {of_ranks(case.agreeing)} agree: it looks as if {of_ranks(wrong)} "
             f"{'was' if len(wrong) == 1 else 'were'} left out of what makes ranks equal."
@@ -66,9 +66,9 @@ def differ(case: Case) -> str:
     return f"Ranks differ from each other: {_listed(groups)} have one value each."
 
 
-def equal_groups(case: Case, copies: Sequence[Held]) -> list[list[Held]]:
+def equal_groups(case: Case, copies: Sequence[RankPart]) -> list[list[RankPart]]:
     """Ranks with equal copies, but for rounding."""
-    groups: list[list[Held]] = []
+    groups: list[list[RankPart]] = []
     for one in copies:
         for group in groups:
             first = group[0].found
@@ -80,18 +80,18 @@ def equal_groups(case: Case, copies: Sequence[Held]) -> list[list[Held]]:
     return groups
 
 
-def _copies(case: Case) -> list[Held]:
+def _copies(case: Case) -> list[RankPart]:
     """The parts with the same boxes as the first."""
-    return [one for one in case.held if one.boxes == case.held[0].boxes] if case.held else []
+    return [one for one in case.parts if one.boxes == case.parts[0].boxes] if case.parts else []
 
 
 def _is_part(case: Case, boxes: tuple[object, ...]) -> bool:
-    return bool(boxes) and case.held[0].expected.numel() < _elements(case.trace.shape(case.item))
+    return bool(boxes) and case.parts[0].expected.numel() < _elements(case.trace.shape(case.item))
 
 
 def _elements(shape: Sequence[int]) -> int:
     return int(torch.Size(shape).numel())
 
 
-def _listed(groups: Sequence[Sequence[Held]]) -> str:
+def _listed(groups: Sequence[Sequence[RankPart]]) -> str:
     return listed([of_ranks([one.rank for one in group]) for group in groups])

@@ -24,7 +24,7 @@ PART = 0.3
 
 
 @dataclass(frozen=True)
-class Held:
+class RankPart:
     """What a rank holds of a tensor that differs, and what it should.
 
     Attributes:
@@ -42,13 +42,13 @@ class Case:
     """A tensor that differs.
 
     Attributes:
-        held: The parts that differ.
+        parts: Those that differ.
         agreeing: Ranks whose part agrees.
         allowed: The relative distance that rounding explains, times the multiple.
     """
 
     item: TraceItem
-    held: tuple[Held, ...]
+    parts: tuple[RankPart, ...]
     agreeing: tuple[int, ...]
     allowed: float
     trace: Trace
@@ -56,12 +56,12 @@ class Case:
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        return tuple(one.rank for one in self.held)
+        return tuple(one.rank for one in self.parts)
 
     @cached_property
     def sums(self) -> DistanceSums:
         """Over all parts that differ."""
-        return sum((compare(one.found, one.expected) for one in self.held), DistanceSums())
+        return sum((compare(one.found, one.expected) for one in self.parts), DistanceSums())
 
     @cached_property
     def near(self) -> float:
@@ -78,21 +78,21 @@ class Case:
         limit = self.near if near is None else near
         return not sums.wrong and sums.expected > 0 and sums.apart <= limit**2 * sums.expected
 
-    def all_close(self, what: Callable[[Held], Tensor | None]) -> bool:
+    def all_close(self, what: Callable[[RankPart], Tensor | None]) -> bool:
         """Whether each part is what ``what`` says, all together."""
         total = DistanceSums()
-        for one in self.held:
+        for one in self.parts:
             expected = what(one)
             if expected is None or expected.shape != one.found.shape:
                 return False
             total += compare(one.found, expected)
         return not total.wrong and total.expected > 0 and total.apart <= self.near**2 * total.expected
 
-    def part_of(self, item: TraceItem, held: Held) -> Tensor | None:
+    def part_of(self, item: TraceItem, like: RankPart) -> Tensor | None:
         """What the rank would hold of another item of the trace."""
         if item not in self.trace or self.trace.shape(item) != self.trace.shape(self.item):
             return None
-        return part(self.trace, item, held.boxes)
+        return part(self.trace, item, like.boxes)
 
 
 def part(trace: Trace, item: TraceItem, boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Tensor:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lockstep.parity.judge.case import Case, Held
+from lockstep.parity.judge.case import Case, RankPart
 from lockstep.parity.judge.words import indices, listed, of_ranks
 from lockstep.parity.trace.items import ItemKind
 from lockstep.parity.trace.sketch import row_sketch
@@ -34,16 +34,16 @@ def of_some_ranks(case: Case) -> str:
     if any(item not in case.trace for item in items):
         return ""
     sketches = [case.trace.tensor(item).double() for item in items]
-    terms = {one.rank: _terms(case, one, sketches) for one in case.held}
+    terms = {one.rank: _terms(case, one, sketches) for one in case.parts}
     known = {rank: one for rank, one in terms.items() if one is not None}
     return _said(case, known) if len(known) == len(terms) else ""
 
 
-def _terms(case: Case, held: Held, sketches: Sequence[Tensor]) -> Terms | None:
-    rows = _rows(held, len(sketches[0]))
-    if rows is None or not bool(held.found.isfinite().all()):
+def _terms(case: Case, part: RankPart, sketches: Sequence[Tensor]) -> Terms | None:
+    rows = _rows(part, len(sketches[0]))
+    if rows is None or not bool(part.found.isfinite().all()):
         return None
-    found = row_sketch(held.found).double().reshape(-1)
+    found = row_sketch(part.found).double().reshape(-1)
     of_ranks = torch.stack([one[rows].reshape(-1) for one in sketches])
     count = len(sketches)
     if len(found) > count:
@@ -59,14 +59,14 @@ def _terms(case: Case, held: Held, sketches: Sequence[Tensor]) -> Terms | None:
     return None
 
 
-def _rows(held: Held, rows: int) -> slice | None:
+def _rows(part: RankPart, rows: int) -> slice | None:
     """Which rows of the whole a rank has; None: none that are whole."""
-    if not held.boxes:
+    if not part.boxes:
         return slice(0, rows)
-    if len(held.boxes) > 1:
+    if len(part.boxes) > 1:
         return None
-    [(offsets, shape)] = held.boxes
-    is_whole = not any(offsets[1:]) and shape == tuple(held.found.shape)
+    [(offsets, shape)] = part.boxes
+    is_whole = not any(offsets[1:]) and shape == tuple(part.found.shape)
     return slice(offsets[0], offsets[0] + shape[0]) if offsets and is_whole else None
 
 

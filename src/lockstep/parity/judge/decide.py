@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from lockstep.parity.judge.case import Case, Held, part
+from lockstep.parity.judge.case import Case, RankPart, part
 from lockstep.parity.judge.facts import RunFacts
 from lockstep.parity.judge.kinks import Kinks, are_switched
 from lockstep.parity.judge.patterns import recognise
@@ -61,7 +61,7 @@ def judge(
         limit = kinks.widened(item, tolerance.get(item.key, Limit()))
         finding, ratio = _of_item(trace, item, by_item[item], limit)
         is_gradient = finding is not None and item.kind is ItemKind.OUTPUT_GRADIENT
-        if finding and is_gradient and are_switched(_held(trace, by_item[item], found or {}), limit):
+        if finding and is_gradient and are_switched(_parts_of(trace, by_item[item], found or {}), limit):
             kinks.add(item, finding.distance)
             continue
         findings += [finding] if finding else []
@@ -206,22 +206,24 @@ def _examined(
     """With what the difference looks like."""
     if finding.fault is not Fault.DIFFERS:
         return finding
-    held = _held(trace, by_item[finding.item], found)
-    agreeing = tuple(rank for rank in finding.holders if rank not in {one.rank for one in held})
+    parts = _parts_of(trace, by_item[finding.item], found)
+    agreeing = tuple(rank for rank in finding.holders if rank not in {one.rank for one in parts})
     numbers = None
-    if held and held[0].expected.numel() == 1:
-        numbers = (float(held[0].found), float(held[0].expected))
+    if parts and parts[0].expected.numel() == 1:
+        numbers = (float(parts[0].found), float(parts[0].expected))
     elif finding.factor is not None and math.prod(trace.shape(finding.item)) == 1:
         expected = float(trace.tensor(finding.item))
         numbers = (finding.factor * expected, expected)
-    said = recognise(Case(finding.item, tuple(held), agreeing, finding.allowed, trace, facts)) if held else ""
+    said = (
+        recognise(Case(finding.item, tuple(parts), agreeing, finding.allowed, trace, facts)) if parts else ""
+    )
     return replace(finding, numbers=numbers, looks_like=said)
 
 
-def _held(trace: Trace, parts: Sequence[Measured], found: Mapping[int, Trace]) -> list[Held]:
+def _parts_of(trace: Trace, parts: Sequence[Measured], found: Mapping[int, Trace]) -> list[RankPart]:
     """What ranks hold of an item, as far as it was kept."""
     return [
-        Held(one.rank, found[one.rank].tensor(one.item), part(trace, one.item, one.boxes), one.boxes)
+        RankPart(one.rank, found[one.rank].tensor(one.item), part(trace, one.item, one.boxes), one.boxes)
         for one in parts
         if one.rank in found and one.item in found[one.rank] and not one.is_missing and one.shape is None
     ]

@@ -76,12 +76,12 @@ def others_like(case: Case) -> Iterator[TraceItem]:
 def swapped_shards(case: Case) -> str:
     """Ranks that hold what other ranks should."""
     owners: dict[int, int] = {}
-    for one in case.held:
-        for other in case.held:
+    for one in case.parts:
+        for other in case.parts:
             if other.boxes != one.boxes and case.is_close(one.found, other.expected):
                 owners[one.rank] = other.rank
                 break
-    if not owners or len(owners) < len(case.held):
+    if not owners or len(owners) < len(case.parts):
         return ""
     said = [f"rank {mine} holds what rank {theirs} should" for mine, theirs in sorted(owners.items())]
     return f"It looks as if shards were swapped: {listed(said[:4])}."
@@ -89,8 +89,8 @@ def swapped_shards(case: Case) -> str:
 
 def other_order(case: Case) -> str:
     """Rows, or slices along another dimension, in another order."""
-    for dim in range(max((one.found.ndim for one in case.held), default=0)):
-        orders = [_order(case, one.found, one.expected, dim) for one in case.held]
+    for dim in range(max((one.found.ndim for one in case.parts), default=0)):
+        orders = [_order(case, one.found, one.expected, dim) for one in case.parts]
         moved = [order for order in orders if order is not None]
         if moved and len(moved) == len(orders):
             return f"It looks as if {_moved(moved[0], dim)}."

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import torch
 
-from lockstep.parity.judge.case import Held
+from lockstep.parity.judge.case import RankPart
 from lockstep.parity.judge.tolerance import LARGE
 from lockstep.parity.trace.items import ItemKind, TraceItem
 from lockstep.parity.trace.measure import Limit, compare
@@ -26,14 +26,14 @@ TIMES = 5
 """What comes before a module in backward moves by at most so many times more than its gradient."""
 
 
-def are_switched(held: Iterable[Held], limit: Limit) -> bool:
+def are_switched(differing: Iterable[RankPart], limit: Limit) -> bool:
     """Whether parts of a gradient agree but for a few elements that are zero in one run alone."""
-    parts = [one for one in held if one.found.shape == one.expected.shape]
+    parts = [one for one in differing if one.found.shape == one.expected.shape]
     return bool(parts) and all(_is_switched(one, limit) for one in parts)
 
 
-def _is_switched(held: Held, limit: Limit) -> bool:
-    found, expected = held.found.reshape(-1), held.expected.reshape(-1)
+def _is_switched(part: RankPart, limit: Limit) -> bool:
+    found, expected = part.found.reshape(-1), part.expected.reshape(-1)
     if not found.is_floating_point() or not bool(found.isfinite().all()):
         return False
     switched = (found == 0) != (expected == 0)

@@ -36,7 +36,7 @@ HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 def not_finite(case: Case) -> str:
     """NaNs and infinities."""
-    wrong = [(one, int((~one.found.isfinite()).sum())) for one in case.held if one.found.is_floating_point()]
+    wrong = [(one, int((~one.found.isfinite()).sum())) for one in case.parts if one.found.is_floating_point()]
     number = sum(count for _, count in wrong)
     if not number:
         return ""
@@ -47,7 +47,7 @@ def not_finite(case: Case) -> str:
 
 def zeros(case: Case) -> str:
     """Nothing but zeros."""
-    if any(bool(one.found.any()) for one in case.held):
+    if any(bool(one.found.any()) for one in case.parts):
         return ""
     ranks = case.ranks
     alone = f" on {of_ranks(ranks)}" if case.agreeing else ""
@@ -64,11 +64,11 @@ def zeros(case: Case) -> str:
 
 def missing_or_doubled_term(case: Case) -> str:
     """What is left is another tensor of the step: its weight, the gradient of the step before, a tied weight's."""
-    left = flat([one.found.double() - one.expected.double() for one in case.held])
+    left = flat([one.found.double() - one.expected.double() for one in case.parts])
     if len(left) < LEAST_ELEMENTS or not bool(left.isfinite().all()):
         return ""
     for other, words in _terms(case):
-        parts = [case.part_of(other, one) for one in case.held]
+        parts = [case.part_of(other, one) for one in case.parts]
         if any(one is None or not one.is_floating_point() for one in parts):
             continue
         term = flat([one for one in parts if one is not None])
@@ -101,7 +101,7 @@ def _terms(case: Case) -> Iterator[tuple[TraceItem, str]]:
 
 def rounded(case: Case) -> str:
     """The rounding of another dtype."""
-    found, expected = (flat([getattr(one, name) for one in case.held]) for name in ("found", "expected"))
+    found, expected = (flat([getattr(one, name) for one in case.parts]) for name in ("found", "expected"))
     if len(found) < LEAST_OF_ROUNDED or not bool(found.isfinite().all()):
         return ""
     distance = float((found - expected).norm() / expected.norm()) if bool(expected.any()) else math.inf
@@ -136,9 +136,9 @@ def _is_even(apart: Tensor, expected: Tensor, eps: float) -> bool:
 
 def some_rows(case: Case) -> str:
     """Only some of the rows differ."""
-    if len(case.held) != 1 and len({one.boxes for one in case.held}) != 1:
+    if len(case.parts) != 1 and len({one.boxes for one in case.parts}) != 1:
         return ""
-    one = case.held[0]
+    one = case.parts[0]
     if one.found.ndim == 0 or one.found.shape[0] < 2 or not one.found.is_floating_point():
         return ""
     apart = (one.found.double() - one.expected.double()).reshape(len(one.found), -1).norm(dim=1)
@@ -172,9 +172,9 @@ SHAPES: tuple[Callable[[Case], str], ...] = (
 
 def recognise(case: Case) -> str:
     """What a tensor that differs looks like; "" if like nothing that is known."""
-    if not case.held or any(one.found.shape != one.expected.shape for one in case.held):
+    if not case.parts or any(one.found.shape != one.expected.shape for one in case.parts):
         return ""
-    floats = all(one.found.is_floating_point() for one in case.held)
+    floats = all(one.found.is_floating_point() for one in case.parts)
     for shape in SHAPES if floats else (of_rows,):
         said = shape(case)
         if said:

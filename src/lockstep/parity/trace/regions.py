@@ -66,15 +66,17 @@ def region(
     ]
     ranges: list[list[Range]] = [[(0, size)] for size in shape]
     for dim in cut:
-        held = _held(shape[dim], expected[dim], dim, len(shape), axes, part, rows)
-        if held is None:
+        ranges_here = _local_ranges(shape[dim], expected[dim], dim, len(shape), axes, part, rows)
+        if ranges_here is None:
             return shape, [whole_box(shape)]
-        is_packed = pieces > 1 and dim == len(shape) - 1 and len(held) == 1 and shape[dim] % pieces == 0
-        ranges[dim] = _packed(held[0], expected[dim], pieces) if is_packed else held
+        is_packed = (
+            pieces > 1 and dim == len(shape) - 1 and len(ranges_here) == 1 and shape[dim] % pieces == 0
+        )
+        ranges[dim] = _packed(ranges_here[0], expected[dim], pieces) if is_packed else ranges_here
     return expected, boxes_of_ranges(ranges)
 
 
-def _held(
+def _local_ranges(
     mine: int, whole: int, dim: int, dims: int, axes: ShardAxes, part: int, rows: int
 ) -> list[Range] | None:
     """Which ``mine`` of ``whole`` indices this rank has along a dimension, in its order; None: no axis cuts so."""
@@ -97,9 +99,9 @@ def _held(
     return [(mine * axes.tp[1], mine)] if axes.tp[0] == parts else None
 
 
-def _packed(held: Range, whole: int, pieces: int) -> list[Range]:
+def _packed(part: Range, whole: int, pieces: int) -> list[Range]:
     """The same part of each of so many pieces of ``whole`` indices."""
-    start, count = held
+    start, count = part
     return [(piece * whole // pieces + start // pieces, count // pieces) for piece in range(pieces)]
 
 

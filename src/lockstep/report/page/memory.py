@@ -27,18 +27,22 @@ def memory(run: RunHistory, numbers: RunNumbers) -> str:
 def _over_run(run: RunHistory) -> str:
     steps = run.steps
     count = len(steps)
-    held = [(name, steps.memory[name].held(count)[steps.kept]) for name in MEMORY if name in steps.memory]
+    curves = [
+        (name, steps.memory[name].filled_forward(count)[steps.kept])
+        for name in MEMORY
+        if name in steps.memory
+    ]
     whole = "activations" in steps.memory
     known = [
         (name if whole or name != "other" else "other, with activations", values, COLOURS[name])
-        for name, values in held
+        for name, values in curves
         if np.isfinite(values).any()
     ]
     at = steps.step[steps.kept]
     if known:
         return stacked_chart("At the peak of a step", at, known, "bytes", note="rank 0")
     if "peak" in steps.memory:
-        line = PlotLine("peak", at, steps.memory["peak"].held(count)[steps.kept])
+        line = PlotLine("peak", at, steps.memory["peak"].filled_forward(count)[steps.kept])
         return line_chart("Peak of a step", [line], "bytes", from_zero=True, note="rank 0")
     return ""
 

@@ -147,7 +147,7 @@ def communication(run: RunHistory, numbers: RunNumbers) -> str:
         (
             axis,
             bytes_text(value),
-            bytes_text(float(np.nansum(run.steps.bytes_sent[axis].held(count)[run.steps.kept]))),
+            bytes_text(float(np.nansum(run.steps.bytes_sent[axis].filled_forward(count)[run.steps.kept]))),
         )
         for axis, value in numbers.bytes_per_step.items()
     ]

@@ -326,9 +326,9 @@ class WholeStep:
         """Ranks that are about to gather different tensors would mix them up, or wait for ever."""
         found = []
         for whole in wholes:
-            held = self.optimizer.state.get(whole.sharded, {})
-            sharded = isinstance(held, dict) and sorted(
-                str(k) for k, value in held.items() if is_dtensor(value)
+            state = self.optimizer.state.get(whole.sharded, {})
+            sharded = isinstance(state, dict) and sorted(
+                str(k) for k, value in state.items() if is_dtensor(value)
             )
             found.append((tuple(whole.sharded.shape), whole.sharded.grad is not None, sharded))
         digest = int.from_bytes(hashlib.blake2b(repr(found).encode(), digest_size=7).digest(), "big")

@@ -130,8 +130,10 @@ def _load_zip(part: FileSlice) -> tuple[object, int]:
             info = records.get(f"{prefix}/data/{key}")
             nbytes = count * ITEM_BYTES[dtype]
             if info is None or info.file_size < nbytes:
-                held = "no" if info is None else str(info.file_size)
-                raise Damaged(f"storage {key[:40]!r} should have {nbytes} bytes, but the archive has {held}")
+                available = "no" if info is None else str(info.file_size)
+                raise Damaged(
+                    f"storage {key[:40]!r} should have {nbytes} bytes, but the archive has {available}"
+                )
             whole = info.file_size == nbytes
             start = _data_start(part, info)
             storages[key] = Storage(dtype, nbytes, key, start, info.CRC if whole else None)
@@ -216,14 +218,14 @@ def _load_legacy(part: FileSlice) -> tuple[object, int]:
     if not isinstance(keys, list) or any(not isinstance(key, str) or key not in storages for key in keys):
         raise Damaged("its list of storages is not the one that its tensors use")
     for key in keys:
-        held = storages[key]
+        stored = storages[key]
         count = int.from_bytes(part.bytes_at(position, 8), "little")
         position += 8
-        if count * ITEM_BYTES[held.dtype] != held.nbytes or position + held.nbytes > part.length:
-            raise Damaged(f"storage {key[:40]!r} should have {held.nbytes} bytes, but the file has others")
-        held.start = part.start + position
-        position += held.nbytes
-    if any(held.start < 0 for held in storages.values()):
+        if count * ITEM_BYTES[stored.dtype] != stored.nbytes or position + stored.nbytes > part.length:
+            raise Damaged(f"storage {key[:40]!r} should have {stored.nbytes} bytes, but the file has others")
+        stored.start = part.start + position
+        position += stored.nbytes
+    if any(stored.start < 0 for stored in storages.values()):
         raise Damaged("a storage that its tensors use is missing")
     return value, pickled
 

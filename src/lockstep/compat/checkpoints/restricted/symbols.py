@@ -86,9 +86,9 @@ def _tensor(name: str, storage: Any, dtype: str, offset: Any, size: object, stri
     for length, step in zip(shape, strides, strict=True):
         count *= length
         last += (length - 1) * step
-    held = storage.nbytes // ITEM_BYTES[dtype]
-    if count > held or (count and last >= held):
-        raise RefusedFile(f"a tensor of shape {shape} reaches beyond its {held} stored elements")
+    elements = storage.nbytes // ITEM_BYTES[dtype]
+    if count > elements or (count and last >= elements):
+        raise RefusedFile(f"a tensor of shape {shape} reaches beyond its {elements} stored elements")
     return Tensor(storage, dtype, offset, shape, strides)
 
 
