@@ -192,7 +192,7 @@ def _load_model(
         )
 
 
-def _read(path: Path, **options: Any) -> Any:
+def _read(path: Path, **options: object) -> Any:
     if not path.exists():
         raise CheckpointError(f"{path} does not exist. Name the folder that save_accelerator_state wrote.")
     return load(path, **options)

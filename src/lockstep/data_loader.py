@@ -140,7 +140,7 @@ class IterableDatasetShard(IterableDataset[Any]):
 
     def __init__(
         self,
-        dataset: Iterable[Any],
+        dataset: Iterable[object],
         batch_size: int = 1,
         drop_last: bool = False,
         num_processes: int = 1,

@@ -124,7 +124,7 @@ def generate_device_map(
     return {name: device if isinstance(device, int) else num_processes - 1 for name, device in placed.items()}
 
 
-def find_pippy_batch_size(args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None) -> int | None:
+def find_pippy_batch_size(args: Sequence[Any] | None, kwargs: Mapping[str, object] | None) -> int | None:
     """Return the batch size: n of the first tensor of shape [n, ...] among arguments. None: there is no such tensor.
 
     Args:

@@ -15,7 +15,7 @@ from lockstep.train.optimizer import PreparedOptimizer as AcceleratedOptimizer
 __all__ = ["AcceleratedOptimizer", "PreparedOptimizer", "move_to_device", "patch_optimizer_step"]
 
 
-def move_to_device(state: Any, device: torch.device | str | int) -> Any:
+def move_to_device(state: object, device: torch.device | str | int) -> Any:
     """Return the state of an optimizer with its tensors on a device.
 
     Args:
@@ -35,7 +35,7 @@ def move_to_device(state: Any, device: torch.device | str | int) -> Any:
 
 
 def patch_optimizer_step(
-    accelerated_optimizer: PreparedOptimizer, method: Callable[..., Any]
+    accelerated_optimizer: PreparedOptimizer, method: Callable[..., object]
 ) -> Callable[..., Any]:
     """Return a function like ``method`` that also sets ``_accelerate_step_called`` of a prepared optimizer when it is
     called.

@@ -97,7 +97,7 @@ class AcceleratorState(RunState, metaclass=_OfRuns):
 
     _shared_state = _SharedByLatest()
 
-    def __init__(self, mixed_precision: str | None = None, cpu: bool = False, **kwargs: Any) -> None:
+    def __init__(self, mixed_precision: str | None = None, cpu: bool = False, **kwargs: object) -> None:
         latest = Accelerator.latest()
         if latest is None:
             raise ArgumentError(
@@ -171,7 +171,7 @@ def is_initialized() -> bool:
     return Accelerator.latest() is not None
 
 
-def do_nothing(*args: Any, **kwargs: Any) -> None:
+def do_nothing(*args: object, **kwargs: object) -> None:
     """Do nothing. ``args`` and ``kwargs`` may be anything.
 
     Examples:

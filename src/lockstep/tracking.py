@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 from lockstep.observe.trackers.base import GeneralTracker, on_main_process
 from lockstep.observe.trackers.hosted import (
@@ -45,7 +44,9 @@ __all__ = [
 ]
 
 
-def filter_trackers(log_with: Any, logging_dir: str | os.PathLike[str] | None = None) -> list[TrackerChoice]:
+def filter_trackers(
+    log_with: object, logging_dir: str | os.PathLike[str] | None = None
+) -> list[TrackerChoice]:
     """Return the trackers that ``log_with`` means, as classes or objects.
 
     Args:

@@ -185,7 +185,7 @@ class Chunks:
     def joined(self, output: object, shapes: Mapping[str, tuple[int, ...]]) -> object:
         """The model's output with whole tensors, which have these ``shapes``. Collective."""
 
-        def join(path: str, leaf: Any) -> object:
+        def join(path: str, leaf: object) -> object:
             if not isinstance(leaf, Tensor) or leaf.is_nested:
                 return leaf
             if leaf.ndim == 0 and leaf.is_floating_point():

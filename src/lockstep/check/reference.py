@@ -289,5 +289,5 @@ class Collector:
             parameter.grad = None
 
 
-def _is_whole(gradient: Any) -> bool:
+def _is_whole(gradient: object) -> bool:
     return not is_dtensor(gradient) or all(placement.is_replicate() for placement in gradient.placements)

@@ -144,7 +144,7 @@ def _attributes(words: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def launch_command_parser(subparsers: Any = None) -> LaunchParser:
+def launch_command_parser(subparsers: object = None) -> LaunchParser:
     """What reads the words that ``launch_command`` gets."""
     if subparsers is not None:
         raise ConfigError(

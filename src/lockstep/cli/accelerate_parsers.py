@@ -110,7 +110,9 @@ class _Noted(argparse.Action):
         self.is_flag = kwargs.pop("is_flag", False)
         super().__init__(*args, **kwargs)
 
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+    def __call__(
+        self, parser: object, namespace: Any, values: object, option_string: str | None = None
+    ) -> None:
         setattr(namespace, self.dest, True if self.is_flag else values)
         namespace.nondefault = {*getattr(namespace, "nondefault", ()), self.dest}
 
@@ -174,7 +176,7 @@ def _run(name: str, args: argparse.Namespace) -> None:
     getattr(importlib.import_module(module), attribute).main([*positional, *words], standalone_mode=False)
 
 
-def env_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+def env_command_parser(subparsers: object = None) -> argparse.ArgumentParser:
     return _parser("env", subparsers, env_command)
 
 
@@ -188,7 +190,7 @@ def env_main() -> int:
     return 0
 
 
-def self_test_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+def self_test_parser(subparsers: object = None) -> argparse.ArgumentParser:
     return _parser("test", subparsers, self_test)
 
 
@@ -201,7 +203,7 @@ def self_test_main() -> None:
     self_test(self_test_parser().parse_args())
 
 
-def merge_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+def merge_command_parser(subparsers: object = None) -> argparse.ArgumentParser:
     return _parser("merge-weights", subparsers, merge_command)
 
 
@@ -214,7 +216,7 @@ def merge_main() -> None:
     merge_command(merge_command_parser().parse_args())
 
 
-def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+def estimate_command_parser(subparsers: object = None) -> argparse.ArgumentParser:
     return _parser("estimate-memory", subparsers, estimate_command)
 
 
@@ -227,7 +229,7 @@ def estimate_main() -> None:
     estimate_command(estimate_command_parser().parse_args())
 
 
-def to_fsdp2_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+def to_fsdp2_command_parser(subparsers: object = None) -> argparse.ArgumentParser:
     return _parser("to-fsdp2", subparsers, to_fsdp2_command)
 
 
@@ -267,7 +269,7 @@ def load_config(config_file: str) -> dict[str, Any]:
     return dict(read_yaml(config_file).data)
 
 
-def config_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+def config_command_parser(subparsers: object = None) -> argparse.ArgumentParser:
     return _parser("config", subparsers, config_command)
 
 
@@ -280,7 +282,7 @@ def config_main() -> None:
     config_command(config_command_parser().parse_args())
 
 
-def default_command_parser(parser: Any, parents: Any = ()) -> argparse.ArgumentParser:
+def default_command_parser(parser: object, parents: object = ()) -> argparse.ArgumentParser:
     return _parser("default", parser, default_config_command)
 
 
@@ -289,7 +291,7 @@ def default_config_command(args: argparse.Namespace) -> None:
     _run("default", args)
 
 
-def update_command_parser(parser: Any, parents: Any = ()) -> argparse.ArgumentParser:
+def update_command_parser(parser: object, parents: object = ()) -> argparse.ArgumentParser:
     return _parser("update", parser, update_config_command)
 
 
@@ -306,7 +308,7 @@ def update_config(args: argparse.Namespace) -> str:
     return args.config_file or default_config_file
 
 
-def get_config_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+def get_config_parser(subparsers: object = None) -> argparse.ArgumentParser:
     """The parser of ``config`` with ``default`` and ``update`` below it. Run what it finds in ``func``."""
     parser = config_command_parser(subparsers)
     parser.set_defaults(func=config_command)

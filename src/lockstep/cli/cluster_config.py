@@ -67,22 +67,22 @@ class BaseConfig:
         Path(json_file).write_text(text, encoding="utf-8")
 
     @classmethod
-    def from_yaml_file(cls: type[Config], yaml_file: Any = None) -> Config:
+    def from_yaml_file(cls: type[Config], yaml_file: object = None) -> Config:
         """Read a file; None: the one that ``lockstep config`` wrote. Raises ValueError for unknown keys."""
         return cls._read(yaml_file)
 
     @classmethod
-    def from_json_file(cls: type[Config], json_file: Any = None) -> Config:
+    def from_json_file(cls: type[Config], json_file: object = None) -> Config:
         """``from_yaml_file``: JSON is YAML."""
         return cls._read(json_file)
 
     @classmethod
-    def unknown(cls, said: Mapping[str, Any]) -> list[str]:
+    def unknown(cls, said: Mapping[str, object]) -> list[str]:
         """Keys for which there is no field."""
         return sorted(said.keys() - {known.name for known in fields(cls)})
 
     @classmethod
-    def of(cls: type[Config], said: Mapping[str, Any]) -> Config:
+    def of(cls: type[Config], said: Mapping[str, object]) -> Config:
         """What a file says, and what each such file must say where it does not."""
         standard: dict[str, Any] = {
             "compute_environment": "LOCAL_MACHINE",

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from lockstep.compat.accelerate.sections import LAYOUT_KEYS, from_layout
 from lockstep.compat.deepspeed.config import finish, from_deepspeed
@@ -32,10 +31,10 @@ from lockstep.errors import ConfigError
 
 def external_settings(
     config_file: str | None,
-    fsdp_plugin: Any,
-    deepspeed_plugin: Any,
-    deepspeed_plugins: Any,
-    parallelism_config: Any = None,
+    fsdp_plugin: object,
+    deepspeed_plugin: object,
+    deepspeed_plugins: object,
+    parallelism_config: object = None,
 ) -> ExternalSettings:
     """Everything that plugins, the JSON ``config_file`` and the variables of ``accelerate launch`` ask for.
 
@@ -72,7 +71,7 @@ def external_settings(
     return ExternalSettings(settings, tuple(warnings), shown, stages_of(plugins))
 
 
-def from_parallelism_config(config: Any, alone: bool = True) -> Translation:
+def from_parallelism_config(config: object, alone: bool = True) -> Translation:
     """The sizes of axes that an object with the fields of ``ParallelismConfig`` has.
 
     Raises:

@@ -33,7 +33,7 @@ class OptionsView:
     te_recipe_handler: None = None
     msamp_recipe_handler: None = None
 
-    def _change_options(self, **changes: Any) -> None:
+    def _change_options(self, **changes: object) -> None:
         """Let models that are prepared from now on have other options."""
         raise NotImplementedError
 

@@ -121,7 +121,7 @@ class ColumnReader:
         self._ranks: dict[int, RankTimes] = {}
         self._on_device: dict[str, float] = {}
 
-    def add(self, lines: Sequence[Mapping[str, Any]]) -> None:
+    def add(self, lines: Sequence[Mapping[str, object]]) -> None:
         for name in SCALARS:
             self._append(name, [line.get(name, math.nan) for line in lines])
         for name in WRITTEN:
@@ -176,12 +176,14 @@ class ColumnReader:
         wild = ~(np.abs(found) < bound) if bound else (np.abs(found) > BOUND) & np.isfinite(found)
         self._blocks.setdefault(name, []).append(np.where(wild, math.nan, found) if wild.any() else found)
 
-    def _append_inner(self, lines: Sequence[Mapping[str, Any]], key: str, names: Mapping[str, str]) -> None:
+    def _append_inner(
+        self, lines: Sequence[Mapping[str, object]], key: str, names: Mapping[str, str]
+    ) -> None:
         inner = [found if type(found := line.get(key)) is dict else _NOTHING for line in lines]
         for name, column in names.items():
             self._append(column, [one.get(name, math.nan) for one in inner])
 
-    def _add_ranks(self, found: Iterable[Any]) -> None:
+    def _add_ranks(self, found: Iterable[object]) -> None:
         by_size: dict[int, list[Any]] = {}
         for one in found:
             if type(one) is list and one:
@@ -196,7 +198,7 @@ class ColumnReader:
             so_far.counts += known.sum(0)
 
 
-def numbers(values: Sequence[Any]) -> FloatArray:
+def numbers(values: Sequence[object]) -> FloatArray:
     """One number for each value; NaN for what is no number."""
     try:
         found = np.array(values, dtype=np.float64)
@@ -207,7 +209,7 @@ def numbers(values: Sequence[Any]) -> FloatArray:
     return np.array([number(value) for value in values], dtype=np.float64)
 
 
-def number(value: Any) -> float:
+def number(value: object) -> float:
     """As a float; NaN for what is no number, or beyond all floats."""
     if isinstance(value, (int, float)):
         try:
@@ -217,19 +219,19 @@ def number(value: Any) -> float:
     return math.nan
 
 
-def bounded(value: Any, bound: float = BOUND) -> float:
+def bounded(value: object, bound: float = BOUND) -> float:
     """The same; NaN beyond ``bound`` too."""
     found = number(value)
     return found if abs(found) < bound else math.nan
 
 
-def _first(value: Any) -> Any:
+def _first(value: object) -> Any:
     if type(value) is list:
         return value[0] if value else math.nan
     return math.nan if value is None else value
 
 
-def _add(columns: dict[str, SparseColumn], row: int, found: Any) -> None:
+def _add(columns: dict[str, SparseColumn], row: int, found: object) -> None:
     if type(found) is not dict:
         return
     for name, value in found.items():
@@ -242,7 +244,7 @@ def _add(columns: dict[str, SparseColumn], row: int, found: Any) -> None:
         column.values.append(bounded(value))
 
 
-def _add_up(sums: dict[str, float], found: Any) -> None:
+def _add_up(sums: dict[str, float], found: object) -> None:
     if type(found) is not dict:
         return
     for part in PARTS:

@@ -44,7 +44,7 @@ class RunEvent:
         return self.text("sentence") or self.text("reason") or self.text("message")
 
 
-def event_of(line: Mapping[str, Any]) -> RunEvent | None:
+def event_of(line: Mapping[str, object]) -> RunEvent | None:
     """None for a line that names no event."""
     name = line.get("event")
     if type(name) is not str:

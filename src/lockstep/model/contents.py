@@ -85,7 +85,7 @@ def saved_attributes(modules: Iterable[nn.Module]) -> Callable[[], None]:
     return restore_all
 
 
-def around(function: Any) -> list[Any]:
+def around(function: object) -> list[Any]:
     """What a function that was made inside of another has of that one's variables, and its defaults; of a method its
     object."""
     if isinstance(function, types.MethodType):

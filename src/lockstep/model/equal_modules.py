@@ -196,7 +196,7 @@ class Found:
     attributes: tuple[str, ...] = ()
     """Names of attributes that always count."""
 
-    def of(self, module: nn.Module, among: Hashable, find: Callable[[], Any]) -> Any:
+    def of(self, module: nn.Module, among: Hashable, find: Callable[[], object]) -> Any:
         """What ``find()`` gives for this module, or gave for one like it. ``among``: what else must be equal."""
         description = describe(module)
         known = self.results.setdefault((among, description.structure), [])

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -91,7 +90,7 @@ def _average(bucket: list[nn.Parameter], replicas: ReplicaGroup) -> None:
             parameter.grad = _like(parameter, mean)
 
 
-def _like(parameter: Any, part: torch.Tensor) -> torch.Tensor:
+def _like(parameter: object, part: torch.Tensor) -> torch.Tensor:
     """This rank's ``part`` of a gradient, laid out as the parameter is."""
     if not is_dtensor(parameter):
         return part.clone()

@@ -42,11 +42,11 @@ class VisibleForward(Subclassed):
     """Mixed into layers of torch itself, such as ``nn.TransformerEncoderLayer``: ``Module.compile`` leaves out calls
     whose code is in torch's own files, and says nothing."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         return super().forward(*args, **kwargs)  # type: ignore[misc]
 
 
-def compile_regions(modules: Iterable[nn.Module], arguments: Mapping[str, Any]) -> None:
+def compile_regions(modules: Iterable[nn.Module], arguments: Mapping[str, object]) -> None:
     """Compile these modules at their first call, with arguments of ``torch.compile``. They stay the same objects."""
     classes: dict[type, type] = {}
     for module in modules:
@@ -56,5 +56,5 @@ def compile_regions(modules: Iterable[nn.Module], arguments: Mapping[str, Any]) 
         module.compile(**arguments)
 
 
-def _is_of_torch(function: Callable[..., Any]) -> bool:
+def _is_of_torch(function: Callable[..., object]) -> bool:
     return function.__module__.partition(".")[0] == "torch"

@@ -16,7 +16,7 @@ NAME = "save_pretrained"
 class RefusesParts(Subclassed):
     """Mixed into the class of a model whose weights are split over ranks."""
 
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+    def save_pretrained(self, *args: object, **kwargs: object) -> Any:
         call: Any = getattr(super(), NAME)
         return saved(type(self).__name__, NAME, call, args, kwargs)
 
@@ -28,7 +28,7 @@ def refuse_parts(model: nn.Module) -> None:
 
 
 def saved(
-    kind: str, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    kind: str, name: str, call: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, Any]
 ) -> Any:
     """What ``call`` returns.
 

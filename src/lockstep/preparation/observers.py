@@ -51,7 +51,7 @@ class RunObserver:
     def model_prepared(self, model: ParallelModel) -> None:
         """A model that will be trained was prepared."""
 
-    def loader_comes(self, loader: DataLoader[Any]) -> DataLoader[Any]:
+    def loader_comes(self, loader: DataLoader[object]) -> DataLoader[Any]:
         """What is to be prepared in the place of a loader of the script."""
         return loader
 

@@ -136,7 +136,7 @@ class ReplayedRun(RunObserver):
 
     # -- batches -----------------------------------------------------------------------------------------
 
-    def _batches_of(self, loader: PreparedLoader, batches: Iterator[Any]) -> Iterator[Any]:
+    def _batches_of(self, loader: PreparedLoader, batches: Iterator[object]) -> Iterator[Any]:
         """The capsule's, and behind them the loader's own."""
         own = next(batches, _NOTHING)
         if own is _NOTHING:
@@ -311,7 +311,7 @@ class ReplayedRun(RunObserver):
         os._exit(0)
 
 
-def like(own: Any, kept: Any) -> Any:
+def like(own: object, kept: object) -> Any:
     """What was kept, in containers of the types that the loader makes: a capsule has plain ones."""
     if isinstance(own, Mapping) and isinstance(kept, Mapping) and type(own) is not type(kept):
         values: dict[Any, Any] = {key: like(own.get(key), value) for key, value in kept.items()}

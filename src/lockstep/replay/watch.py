@@ -178,7 +178,7 @@ def _are_finite(gradients: tuple[Tensor | None, ...]) -> bool:
     return all(bool(gradient.isfinite().all()) for gradient in gradients if gradient is not None)
 
 
-def line_of(node: Any) -> str:
+def line_of(node: object) -> str:
     """The innermost line outside of libraries that made a node; "": not known."""
     for entry in reversed(torch_autograd.traceback_of(node)):
         if not any(part in entry for part in LIBRARIES):

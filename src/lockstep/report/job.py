@@ -57,7 +57,7 @@ class JobNow:
         return self.latest.get(name, math.nan)
 
 
-def job_of(message: Mapping[str, Any]) -> JobNow:
+def job_of(message: Mapping[str, object]) -> JobNow:
     """What is not as it should be is left out."""
     latest = message.get("latest")
     return JobNow(
@@ -75,7 +75,7 @@ def job_of(message: Mapping[str, Any]) -> JobNow:
     )
 
 
-def stack_of(message: Mapping[str, Any]) -> RankStack:
+def stack_of(message: Mapping[str, object]) -> RankStack:
     """The lines of the stack stay lines."""
     lines = message.get("stack")
     kept = lines.splitlines()[-200:] if isinstance(lines, str) else []
@@ -88,7 +88,7 @@ def stack_of(message: Mapping[str, Any]) -> RankStack:
     )
 
 
-def _rank(one: Mapping[str, Any]) -> RankNow:
+def _rank(one: Mapping[str, object]) -> RankNow:
     return RankNow(
         rank=_whole(one.get("rank")),
         host=_text(one.get("host"), 60),

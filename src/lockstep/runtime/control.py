@@ -424,7 +424,7 @@ class RunState(PartialState):
         fsdp_plugin: object = None,
         deepspeed_plugin: object = None,
         parallelism_config: object = None,
-        deepspeed_plugins: Mapping[str, Any] | None = None,
+        deepspeed_plugins: Mapping[str, object] | None = None,
         select: Callable[[str], None] = lambda name: None,
     ) -> None:
         super().__init__()

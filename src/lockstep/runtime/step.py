@@ -93,7 +93,7 @@ class StepClock:
         if self.parts is not None:
             self.parts.enter("data")
 
-    def news(self, name: str, /, **values: Any) -> None:
+    def news(self, name: str, /, **values: object) -> None:
         """Something happens to the run."""
         for tell in list(self.at_news):
             tell(name, values)

@@ -137,14 +137,14 @@ class WorkerPool:
 
     def run(
         self,
-        fn: Callable[..., Any],
+        fn: Callable[..., object],
         world_size: int,
         /,
-        *args: Any,
+        *args: object,
         timeout_s: float = 60.0,
         title: str | None = None,
         modules: Sequence[Module] = (),
-        **kwargs: Any,
+        **kwargs: object,
     ) -> list[Any]:
         """Call ``fn(*args, **kwargs)`` on ranks 0 .. world_size-1; the results, in rank order.
 
@@ -238,7 +238,7 @@ def server_environment(preload: Sequence[str] = ()) -> Iterator[None]:
         restore_environment(before)
 
 
-def module_of(fn: Callable[..., Any]) -> Module:
+def module_of(fn: Callable[..., object]) -> Module:
     """The name and the file of the module that defines a function."""
     return fn.__module__, getattr(sys.modules[fn.__module__], "__file__", None)
 

@@ -48,7 +48,7 @@ def saved_tensors_hooks_now() -> tuple[Callable[..., object], Callable[..., obje
     return found
 
 
-def module_of_function(node: Any) -> str | None:
+def module_of_function(node: object) -> str | None:
     """Where the ``autograd.Function`` of a node of the graph is defined; None for torch's own operators.
 
     Relies on: ``_forward_cls`` of the type of such a node.

@@ -32,7 +32,7 @@ def group_named(name: str) -> dist.ProcessGroup:
     return group
 
 
-def register_work(tensor: torch.Tensor, work: Any) -> None:
+def register_work(tensor: torch.Tensor, work: object) -> None:
     """Let ``wait_tensor`` of the tensor wait for the work. Relies on: ``_register_work``."""
     found: Any = torch._C._distributed_c10d
     found._register_work(tensor, work)

@@ -19,7 +19,7 @@ FRAMES = frozenset({"_fn"})
 """Relies on: the names of compiled modules' own functions in a stack."""
 
 
-def original(module: Any) -> Any:
+def original(module: object) -> Any:
     """The module inside of what ``torch.compile`` returned, else itself. Relies on: ``_orig_mod``."""
     return getattr(module, "_orig_mod", module)
 

@@ -352,7 +352,7 @@ def keep_plain_gradients(loss: torch.Tensor) -> None:
         node.register_prehook(_plain)
 
 
-def _nodes_of_dtensors(root: Any) -> set[Any]:
+def _nodes_of_dtensors(root: object) -> set[Any]:
     """Those nodes of autograd from which a parameter that is a DTensor is reached by way of DTensors.
 
     Relies on: what ends at a leaf has it as ``variable``; ``_ToTorchTensor`` makes plain tensors of DTensors.

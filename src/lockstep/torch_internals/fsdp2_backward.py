@@ -45,7 +45,7 @@ def keep_for_another_backward(groups: list[object]) -> None:
             makes_graph[0] = torch.is_grad_enabled()
             pre_backward(*args)
 
-        def keep(*unused: Any) -> None:
+        def keep(*unused: object) -> None:
             if not makes_graph[0]:
                 post_backward(*unused)
                 return

@@ -85,13 +85,13 @@ def watch(whole: Any, watched: object) -> None:
     whole._watched = watched
 
 
-def own_grad(tensor: Any) -> torch.Tensor | None:
+def own_grad(tensor: object) -> torch.Tensor | None:
     """The gradient at this very tensor."""
     found: torch.Tensor | None = GRAD.__get__(tensor)
     return found
 
 
-def set_own_grad(tensor: Any, gradient: torch.Tensor | None) -> None:
+def set_own_grad(tensor: object, gradient: torch.Tensor | None) -> None:
     """Set that one."""
     GRAD.__set__(tensor, gradient)
 

@@ -85,7 +85,7 @@ def group_with_one_thread() -> dist.ProcessGroup:
     main = c10d.backend_of(None, CPU).options
 
     class OneThread(dist.ProcessGroupGloo):
-        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, **_: Any) -> None:
+        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, **_: object) -> None:
             options = options_of_gloo()
             options._devices, options._timeout, options._threads = main._devices, timeout, 1
             super().__init__(store, rank, size, options)

@@ -99,7 +99,7 @@ def kind_of_hook(parameter: object) -> str | None:
     return next((kind for kind in _HOOKS if has_hook(parameter, kind)), None)
 
 
-def hooks_of_parameter(parameter: Any, kind: str) -> list[Any]:
+def hooks_of_parameter(parameter: object, kind: str) -> list[Any]:
     """All of this kind, in the order in which they are called."""
     return list((getattr(parameter, _HOOKS[kind]) or {}).values())
 

@@ -116,7 +116,7 @@ class PreparedScheduler:
         return f"{name} advances {self.steps_per_call} times at each optimizer step{end}."
 
 
-def schedule_length(scheduler: Any) -> int | None:
+def schedule_length(scheduler: object) -> int | None:
     """Number of ``step`` calls after which the schedule is over, where its attributes tell."""
     for name in ("total_steps", "T_max", "total_iters"):
         value = getattr(scheduler, name, None)

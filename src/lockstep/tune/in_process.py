@@ -68,7 +68,7 @@ def find_batch_size(
     accelerator: Accelerator,
     model: nn.Module,
     optimizer: Optimizer,
-    loader: DataLoader[Any],
+    loader: DataLoader[object],
     loss_of: LossOfRows,
     *,
     global_batch: int | None = None,
@@ -200,7 +200,7 @@ class _SizeOnRank:
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        loader: DataLoader[Any],
+        loader: DataLoader[object],
         loss_of: LossOfRows,
         device: torch.device,
         steps: int,
@@ -261,7 +261,7 @@ def _raw(optimizer: Optimizer) -> Optimizer:
 
 
 def _refuse(
-    accelerator: Accelerator, model: nn.Module, optimizer: Optimizer, loader: DataLoader[Any]
+    accelerator: Accelerator, model: nn.Module, optimizer: Optimizer, loader: DataLoader[object]
 ) -> None:
     parallel = accelerator.parallel
     axes = accelerator.meshes.axes
@@ -295,7 +295,7 @@ def _refuse(
     refuse_own_batches(loader)
 
 
-def _rows_of_rank(accelerator: Accelerator, loader: DataLoader[Any], global_batch: int | None) -> int:
+def _rows_of_rank(accelerator: Accelerator, loader: DataLoader[object], global_batch: int | None) -> int:
     ranks = accelerator.runtime.world_size
     asked = global_batch
     if asked is None:

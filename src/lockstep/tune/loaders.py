@@ -10,7 +10,7 @@ from lockstep.data.carried import carried_options
 from lockstep.errors import UsageError
 
 
-def with_batch_size(loader: DataLoader[Any], size: int) -> DataLoader[Any]:
+def with_batch_size(loader: DataLoader[object], size: int) -> DataLoader[Any]:
     """``loader`` with batches of ``size`` samples; of its sampler, dataset and options nothing is copied.
 
     Raises:
@@ -23,7 +23,7 @@ def with_batch_size(loader: DataLoader[Any], size: int) -> DataLoader[Any]:
     return type(loader)(loader.dataset, batch_size=size, drop_last=loader.drop_last, **options)
 
 
-def refuse_own_batches(loader: DataLoader[Any]) -> None:
+def refuse_own_batches(loader: DataLoader[object]) -> None:
     """Raise UsageError where not torch makes the batches of a loader, by a size."""
     if loader.batch_size is None and loader.batch_sampler is None:
         what = f"its dataset, a {type(loader.dataset).__name__}"

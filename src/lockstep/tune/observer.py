@@ -87,7 +87,7 @@ class TrialObserver(RunObserver):
             MemoryWatch(self.facts.limit, self._over).start()
         self._write()
 
-    def loader_comes(self, loader: DataLoader[Any]) -> DataLoader[Any]:
+    def loader_comes(self, loader: DataLoader[object]) -> DataLoader[Any]:
         spec = self._spec
         if spec.micro_batch is not None and spec.loader == len(self._loaders):
             ranks = self.facts.data_ranks if self.facts.split_batches else 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from torch import nn
 
@@ -61,7 +60,7 @@ def has_ao_layers(model: nn.Module) -> bool:
 
 @torchao_required
 def convert_model_to_fp8_ao(
-    model: nn.Module, config: Any = None, module_filter_func: Callable[..., bool] | None = None
+    model: nn.Module, config: object = None, module_filter_func: Callable[..., bool] | None = None
 ) -> None:
     """Let linear layers of a model compute in 8-bit floating point by the package torchao, in place.
 

@@ -40,9 +40,9 @@ def load_and_quantize_model(
     model: nn.Module,
     bnb_quantization_config: BnbQuantizationConfig,
     weights_location: str | os.PathLike[str] | None = None,
-    device_map: Any = None,
+    device_map: object = None,
     no_split_module_classes: list[str] | None = None,
-    max_memory: Any = None,
+    max_memory: object = None,
     offload_folder: str | os.PathLike[str] | None = None,
     offload_state_dict: bool = False,
 ) -> nn.Module:

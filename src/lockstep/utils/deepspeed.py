@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 
-def get_active_deepspeed_plugin(state: Any) -> Any:
+def get_active_deepspeed_plugin(state: object) -> Any:
     """Return the DeepSpeed plugin of a run.
 
     Args:
@@ -86,7 +86,7 @@ def map_pytorch_optim_to_deepspeed(optimizer: torch.optim.Optimizer) -> Any:
 class _OfDeepSpeedsEngine:
     """A class of which there are no instances here: ``isinstance`` says so, and making one is refused."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         raise UsageError(
             f"{type(self).__name__} wraps a part of DeepSpeed's engine, which is not used here. Use the objects "
             "that accelerator.prepare() returns."

@@ -191,9 +191,9 @@ def _purge_tests(cls: type) -> None:
             setattr(cls, name, _purged(test))
 
 
-def _purged(function: Callable[..., Any]) -> Callable[..., Any]:
+def _purged(function: Callable[..., object]) -> Callable[..., Any]:
     @functools.wraps(function)
-    def purged(*args: Any, **kwargs: Any) -> Any:
+    def purged(*args: object, **kwargs: object) -> Any:
         with _restored():
             return function(*args, **kwargs)
 

@@ -208,7 +208,7 @@ def ensure_weights_retied(param_init_fn: Any, model: nn.Module, device: torch.de
     return init
 
 
-def fsdp2_canonicalize_names(named_params: Mapping[str, Any]) -> dict[str, Any]:
+def fsdp2_canonicalize_names(named_params: Mapping[str, object]) -> dict[str, Any]:
     """Return a mapping with the names of the user's model, without those parts that compiling and recomputing add.
 
     Args:

@@ -87,7 +87,7 @@ __all__ = [
 RAM_VARIABLE = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 
 
-def _is_whole(fsdp_plugin: Any) -> bool:
+def _is_whole(fsdp_plugin: object) -> bool:
     """Whether states are to be saved whole, not in shards. Raises UsageError for a kind that there is not."""
     kind = getattr(fsdp_plugin, "state_dict_type", None)
     word = str(getattr(kind, "name", kind) or "FULL_STATE_DICT").upper()
@@ -99,8 +99,8 @@ def _is_whole(fsdp_plugin: Any) -> bool:
 
 
 def save_fsdp_model(
-    fsdp_plugin: Any,
-    accelerator: Any,
+    fsdp_plugin: object,
+    accelerator: object,
     model: nn.Module,
     output_dir: str | os.PathLike[str],
     model_index: int = 0,
@@ -145,8 +145,8 @@ def save_fsdp_model(
 
 
 def load_fsdp_model(
-    fsdp_plugin: Any,
-    accelerator: Any,
+    fsdp_plugin: object,
+    accelerator: object,
     model: nn.Module,
     input_dir: str | os.PathLike[str],
     model_index: int = 0,
@@ -198,8 +198,8 @@ def load_fsdp_model(
 
 
 def save_fsdp_optimizer(
-    fsdp_plugin: Any,
-    accelerator: Any,
+    fsdp_plugin: object,
+    accelerator: object,
     optimizer: Optimizer,
     model: nn.Module,
     output_dir: str | os.PathLike[str],
@@ -245,8 +245,8 @@ def save_fsdp_optimizer(
 
 
 def load_fsdp_optimizer(
-    fsdp_plugin: Any,
-    accelerator: Any,
+    fsdp_plugin: object,
+    accelerator: object,
     optimizer: Optimizer,
     model: nn.Module,
     input_dir: str | os.PathLike[str],
@@ -350,7 +350,7 @@ def _model_state(model: nn.Module, whole: bool, adapter_only: bool) -> dict[str,
     return adapters
 
 
-def _with_adapter_names(model: Any, state: Mapping[str, Any]) -> dict[str, Any]:
+def _with_adapter_names(model: Any, state: Mapping[str, object]) -> dict[str, Any]:
     """The names under which a model of peft has its adapters: files leave out which of them it is."""
     adapter = model.active_adapter
     names = {
@@ -482,7 +482,7 @@ def disable_fsdp_ram_efficient_loading() -> None:
 
 
 def fsdp2_load_full_state_dict(
-    accelerator: Any, model: nn.Module, full_sd: Mapping[str, torch.Tensor], cpu_offload: bool = False
+    accelerator: object, model: nn.Module, full_sd: Mapping[str, torch.Tensor], cpu_offload: bool = False
 ) -> None:
     """Fill a sharded model from a whole state dict. Call it on every rank.
 

@@ -143,7 +143,7 @@ def is_transformer_engine_mxfp8_available() -> bool:
     return bool(engine.check_mxfp8_support()[0])
 
 
-def deepspeed_required(func: Callable[..., Any]) -> Callable[..., Any]:
+def deepspeed_required(func: Callable[..., object]) -> Callable[..., Any]:
     """Decorate a function that needs the package deepspeed.
 
     Args:
@@ -165,7 +165,7 @@ def deepspeed_required(func: Callable[..., Any]) -> Callable[..., Any]:
     return _required(func, is_deepspeed_available, "deepspeed")
 
 
-def torchao_required(func: Callable[..., Any]) -> Callable[..., Any]:
+def torchao_required(func: Callable[..., object]) -> Callable[..., Any]:
     """Decorate a function that needs the package torchao.
 
     Args:
@@ -187,7 +187,7 @@ def torchao_required(func: Callable[..., Any]) -> Callable[..., Any]:
     return _required(func, is_torchao_available, "torchao")
 
 
-def transformer_engine_required(func: Callable[..., Any]) -> Callable[..., Any]:
+def transformer_engine_required(func: Callable[..., object]) -> Callable[..., Any]:
     """Decorate a function that needs the package transformer_engine.
 
     Args:
@@ -196,9 +196,9 @@ def transformer_engine_required(func: Callable[..., Any]) -> Callable[..., Any]:
     return _required(func, is_transformer_engine_available, "transformer_engine")
 
 
-def _required(func: Callable[..., Any], check: Callable[[], bool], package: str) -> Callable[..., Any]:
+def _required(func: Callable[..., object], check: Callable[[], bool], package: str) -> Callable[..., Any]:
     @functools.wraps(func)
-    def checked(*args: Any, **kwargs: Any) -> Any:
+    def checked(*args: object, **kwargs: object) -> Any:
         if not check():
             raise ImportError(
                 f"{func.__name__} needs the package '{package}'. Install it with: pip install {package}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable
-from typing import Any
 
 from lockstep.config.sources import export_environment, inherited_environment
 from lockstep.utils.constants import DEEPSPEED_MULTINODE_LAUNCHERS
@@ -12,7 +11,7 @@ from lockstep.utils.constants import DEEPSPEED_MULTINODE_LAUNCHERS
 __all__ = ["DEEPSPEED_MULTINODE_LAUNCHERS", "PrepareForLaunch", "env_var_path_add", "setup_fp8_env"]
 
 
-def env_var_path_add(env_var_name: str, path_to_add: Any) -> str:
+def env_var_path_add(env_var_name: str, path_to_add: object) -> str:
     """Return the value of a variable such as ``PYTHONPATH`` with one more folder at its end. The variable is not
     changed.
 
@@ -86,7 +85,7 @@ class PrepareForLaunch:
     """
 
     def __init__(
-        self, launcher: Callable[..., Any], distributed_type: str = "NO", debug: bool = False
+        self, launcher: Callable[..., object], distributed_type: str = "NO", debug: bool = False
     ) -> None:
         if debug:
             raise ValueError(
@@ -95,7 +94,7 @@ class PrepareForLaunch:
         self.launcher = launcher
         self.distributed_type = str(distributed_type)
 
-    def __call__(self, index: int, *args: Any) -> None:
+    def __call__(self, index: int, *args: object) -> None:
         if self.distributed_type != "NO":
             per_node = int(inherited_environment().get("NPROC", 1))
             node = int(inherited_environment().get("NODE_RANK", 0))

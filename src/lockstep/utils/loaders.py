@@ -8,7 +8,7 @@ takes prepared loaders for them as well.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from lockstep.accelerator import Accelerator
 from lockstep.comm.functional import slice_tensors
 from lockstep.comm.tree import concatenate, find_batch_size, send_to_device
+from lockstep.config.enums import RNGType
 from lockstep.data.loader import PreparedLoader, check_skip
 from lockstep.errors import ConfigError, MissingExtraError, UsageError
 from lockstep.runtime import process
@@ -133,7 +134,11 @@ class DataLoaderAdapter:
     """
 
     def __init__(
-        self, dataset: Any, use_stateful_dataloader: bool = False, batch_sampler: Any = None, **kwargs: Any
+        self,
+        dataset: object,
+        use_stateful_dataloader: bool = False,
+        batch_sampler: object = None,
+        **kwargs: object,
     ) -> None:
         self.use_stateful_dataloader = use_stateful_dataloader
         kind: Any = DataLoader
@@ -159,7 +164,7 @@ class DataLoaderAdapter:
     def __len__(self) -> int:
         return len(self.base_dataloader)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         kept = {name: value for name, value in vars(self).items() if name != "gradient_state"}
         return _restored, (type(self), kept)
 
@@ -247,7 +252,7 @@ class _OwnLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     _drop_last = False
 
-    def _ahead(self, batches: Iterator[Any], skipped: int = 0) -> Iterator[Any]:
+    def _ahead(self, batches: Iterator[object], skipped: int = 0) -> Iterator[Any]:
         """Batches; before the last one is handed out, ``end_of_dataloader`` is True."""
         self.begin()
         try:
@@ -404,17 +409,17 @@ class DataLoaderShard(_OwnLoader, metaclass=_OrPrepared):
 
     def __init__(
         self,
-        dataset: Any,
-        device: Any = None,
-        rng_types: Any = None,
+        dataset: object,
+        device: torch.device | str | int | None = None,
+        rng_types: Iterable[str | RNGType] | None = None,
         synchronized_generator: torch.Generator | None = None,
         skip_batches: int = 0,
         use_stateful_dataloader: bool = False,
         _drop_last: bool = False,
         _non_blocking: bool = False,
-        torch_device_mesh: Any = None,
+        torch_device_mesh: object = None,
         iteration: int = 0,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         check_skip(skip_batches, None)
         super().__init__(dataset, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
@@ -475,15 +480,15 @@ class DataLoaderDispatcher(_OwnLoader, metaclass=_OrPrepared):
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: object,
         split_batches: bool = False,
         skip_batches: int = 0,
         use_stateful_dataloader: bool = False,
         _drop_last: bool = False,
         _non_blocking: bool = False,
-        slice_fn: Callable[..., Any] | None = None,
-        torch_device_mesh: Any = None,
-        **kwargs: Any,
+        slice_fn: Callable[..., object] | None = None,
+        torch_device_mesh: object = None,
+        **kwargs: object,
     ) -> None:
         check_skip(skip_batches, None)
         if torch_device_mesh is not None:
@@ -576,7 +581,7 @@ class SkipDataLoader(_OwnLoader):
     """
 
     def __init__(
-        self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any
+        self, dataset: object, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: object
     ) -> None:
         check_skip(skip_batches, None)
         super().__init__(dataset, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
@@ -591,7 +596,7 @@ class SkipDataLoader(_OwnLoader):
 
 
 def _sliced(
-    data: Any, tensor_slice: slice, process_index: int | None = None, num_processes: int | None = None
+    data: object, tensor_slice: slice, process_index: int | None = None, num_processes: int | None = None
 ) -> Any:
     return slice_tensors(data, tensor_slice)
 
@@ -601,7 +606,7 @@ def _joined(batches: list[Any]) -> Any:
     return None if not batches else batches[0] if len(batches) == 1 else concatenate(batches)
 
 
-def _completed(batch: Any, first: Any, missing: int) -> Any:
+def _completed(batch: object, first: object, missing: int) -> Any:
     """A batch with ``missing`` more rows, taken from the beginning of the first batch."""
     rows = find_batch_size(first)
     parts = [batch]

@@ -426,7 +426,7 @@ def check_tied_parameters_in_config(model: nn.Module) -> bool:
 
 
 def check_tied_parameters_on_same_device(
-    tied_params: Iterable[Iterable[str]], device_map: Mapping[str, Any]
+    tied_params: Iterable[Iterable[str]], device_map: Mapping[str, object]
 ) -> None:
     """Warn if a device map places tied weights on several devices.
 
@@ -452,7 +452,7 @@ def check_tied_parameters_on_same_device(
             )
 
 
-def _place_of(name: str, device_map: Mapping[str, Any]) -> Any:
+def _place_of(name: str, device_map: Mapping[str, object]) -> Any:
     while name not in device_map and name:
         name = name.rpartition(".")[0]
     return device_map.get(name)
@@ -652,7 +652,7 @@ def get_state_dict_from_offload(
     return state_dict
 
 
-def is_peft_model(model: Any) -> bool:
+def is_peft_model(model: object) -> bool:
     """Return whether ``model``, or the model inside of its wrappers, is one of the package peft.
 
     Examples:

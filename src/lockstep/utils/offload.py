@@ -91,7 +91,7 @@ def read_region(region: FileRegion, files: MappedFiles) -> torch.Tensor:
     return read(region, files, region.dtype) if mapped is None else mapped
 
 
-def save_offload_index(index: Mapping[str, Any] | None, offload_folder: Folder) -> None:
+def save_offload_index(index: Mapping[str, object] | None, offload_folder: Folder) -> None:
     """Add entries to the ``index.json`` of an offload folder.
 
     Args:
@@ -134,7 +134,7 @@ class PrefixedDataset(Mapping[str, Any]):
         ```
     """
 
-    def __init__(self, dataset: Mapping[str, Any], prefix: str) -> None:
+    def __init__(self, dataset: Mapping[str, object], prefix: str) -> None:
         self.dataset = dataset
         self.prefix = prefix
 

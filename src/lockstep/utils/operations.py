@@ -91,7 +91,7 @@ TENSOR_INT_TO_DTYPE = dict(enumerate(_DTYPES, 1))
 TENSOR_TYPE_TO_INT = {dtype: number for number, dtype in TENSOR_INT_TO_DTYPE.items()}
 
 
-def is_tensor_information(tensor_info: Any) -> bool:
+def is_tensor_information(tensor_info: object) -> bool:
     """Return whether ``tensor_info`` is a ``TensorInformation``.
 
     Examples:
@@ -119,7 +119,7 @@ def is_torch_xpu_tensor(tensor: Any) -> bool:
     return is_torch_tensor(tensor) and tensor.device.type == "xpu"
 
 
-def is_namedtuple(data: Any) -> bool:
+def is_namedtuple(data: object) -> bool:
     """Return whether ``data`` is a named tuple.
 
     Examples:
@@ -149,7 +149,7 @@ def honor_type(obj: Any, generator: Iterator[Any]) -> Any:
     return rebuild(obj, generator) if is_namedtuple(obj) else type(obj)(generator)
 
 
-def find_device(data: Any) -> torch.device | None:
+def find_device(data: object) -> torch.device | None:
     """Return the device of the first tensor in nested ``data``. None: there is no tensor.
 
     Examples:
@@ -164,7 +164,7 @@ def find_device(data: Any) -> torch.device | None:
     return next((leaf.device for leaf in leaves(data).values() if is_torch_tensor(leaf)), None)
 
 
-def ignorant_find_batch_size(data: Any) -> int | None:
+def ignorant_find_batch_size(data: object) -> int | None:
     """Return the batch size: n of the first tensor of shape [n, ...] in nested ``data``. None: there is no such
     tensor.
 
@@ -183,7 +183,7 @@ def ignorant_find_batch_size(data: Any) -> int | None:
         return None
 
 
-def get_data_structure(data: Any) -> Any:
+def get_data_structure(data: object) -> Any:
     """Return nested ``data`` with a ``TensorInformation`` in place of each tensor.
 
     Examples:
@@ -197,7 +197,7 @@ def get_data_structure(data: Any) -> Any:
     return recursively_apply(lambda tensor: TensorInformation(tensor.shape, tensor.dtype), data)
 
 
-def get_shape(data: Any) -> Any:
+def get_shape(data: object) -> Any:
     """Return nested ``data`` with the shape, as a list, in place of each tensor.
 
     Examples:
@@ -231,7 +231,7 @@ def initialize_tensors(data_structure: Any) -> Any:
     return rebuild(data_structure, [initialize_tensors(part) for _, part in parts])
 
 
-def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
+def pad_input_tensors(tensor: object, batch_size: int, num_processes: int, dim: int = 0) -> Any:
     """Pad tensors with zeros at their end, so that ``num_processes`` can have equally many rows.
 
     Args:
@@ -344,11 +344,11 @@ class ConvertOutputsToFp32:
         ```
     """
 
-    def __init__(self, model_forward: Callable[..., Any]) -> None:
+    def __init__(self, model_forward: Callable[..., object]) -> None:
         self.model_forward = model_forward
         functools.update_wrapper(self, model_forward)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         return convert_to_fp32(self.model_forward(*args, **kwargs))
 
     def __getstate__(self) -> Any:
@@ -358,7 +358,7 @@ class ConvertOutputsToFp32:
         )
 
 
-def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
+def convert_outputs_to_fp32(model_forward: Callable[..., object]) -> Callable[..., Any]:
     """Return a plain function like ``model_forward``, whose float16 and bfloat16 results become float32.
 
     Examples:
@@ -372,14 +372,14 @@ def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., 
     """
     converted = ConvertOutputsToFp32(model_forward)
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(*args: object, **kwargs: object) -> Any:
         return converted(*args, **kwargs)
 
     forward.__wrapped__ = converted  # type: ignore[attr-defined]
     return forward
 
 
-def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
+def verify_operation(function: Callable[..., object]) -> Callable[..., Any]:
     """Decorate a collective function so that it first compares the shapes of its tensors between the ranks.
 
     ``gather`` and the other functions here compare without it.
@@ -408,7 +408,7 @@ def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(function)
-    def verified(*args: Any, **kwargs: Any) -> Any:
+    def verified(*args: object, **kwargs: object) -> Any:
         tensor = args[0] if args else kwargs["tensor"]
         shapes = gather_object([get_shape(tensor)]) if process.start_runtime().world_size > 1 else []
         if any(shape != shapes[0] for shape in shapes):
@@ -421,7 +421,7 @@ def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
     return verified
 
 
-def chained_operation(function: Callable[..., Any]) -> Callable[..., Any]:
+def chained_operation(function: Callable[..., object]) -> Callable[..., Any]:
     """Decorate a function so that a ``DistributedOperationException`` that it raises begins with its name.
 
     Args:
@@ -443,7 +443,7 @@ def chained_operation(function: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(function)
-    def named(*args: Any, **kwargs: Any) -> Any:
+    def named(*args: object, **kwargs: object) -> Any:
         try:
             return function(*args, **kwargs)
         except DistributedOperationException as error:

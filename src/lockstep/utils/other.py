@@ -133,7 +133,7 @@ def has_repeated_blocks(module: nn.Module) -> bool:
     return any(is_repeated_blocks(part) for part in module.modules())
 
 
-def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
+def compile_regions(module: nn.Module, **compile_kwargs: object) -> nn.Module:
     """Return a copy of a model in which each repeated block is compiled by itself. The copy shares the parameters.
 
     Repeated blocks are alike, so that the compiler works once for all of them. A model without such blocks is
@@ -175,7 +175,7 @@ def _with_compiled_blocks(module: nn.Module, options: Mapping[str, Any]) -> nn.M
     return copied
 
 
-def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
+def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: object) -> nn.Module:
     """Compile each repeated block of a sharded model, in place, and return the model.
 
     Args:
@@ -201,7 +201,7 @@ def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> nn.Module
     return module
 
 
-def compile_regions_deepspeed(module: nn.Module, **compile_kwargs: Any) -> None:
+def compile_regions_deepspeed(module: nn.Module, **compile_kwargs: object) -> None:
     """Compile each repeated block of a model, in place.
 
     Args:
@@ -370,7 +370,9 @@ def get_pretty_name(obj: Any) -> str:
     return str(getattr(named, "__qualname__", None) or named.__name__)
 
 
-def merge_dicts(source: Mapping[str, Any], destination: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+def merge_dicts(
+    source: Mapping[str, object], destination: MutableMapping[str, Any]
+) -> MutableMapping[str, Any]:
     """Copy all values of a mapping into another one, section by section, and return that one.
 
     Args:
@@ -393,7 +395,7 @@ def merge_dicts(source: Mapping[str, Any], destination: MutableMapping[str, Any]
     return destination
 
 
-def recursive_getattr(obj: Any, attr: str) -> Any:
+def recursive_getattr(obj: object, attr: str) -> Any:
     """Return the attribute of ``obj`` at the end of the path ``attr``, such as ``"a.b.c"``.
 
     Raises:

@@ -98,7 +98,7 @@ def _converted(module: nn.Module, there: bool, linear: bool, norm: bool) -> nn.M
 
 @transformer_engine_required
 def contextual_fp8_autocast(
-    model_forward: Callable[..., Any], fp8_recipe: Any, use_during_eval: bool = False
+    model_forward: Callable[..., object], fp8_recipe: object, use_during_eval: bool = False
 ) -> Callable[..., Any]:
     """Return a forward that computes in 8 bits by TransformerEngine. Its first argument is the module.
 
@@ -125,7 +125,7 @@ def contextual_fp8_autocast(
     from transformer_engine.pytorch import fp8_autocast
 
     @functools.wraps(model_forward)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: nn.Module, *args: object, **kwargs: object) -> Any:
         with fp8_autocast(enabled=use_during_eval or self.training, fp8_recipe=fp8_recipe):
             return model_forward(*args, **kwargs)
 

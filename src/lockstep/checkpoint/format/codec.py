@@ -72,7 +72,7 @@ def encode(value: object, tensors: dict[str, torch.Tensor], path: str) -> object
     )
 
 
-def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+def decode(value: object, tensors: Mapping[str, torch.Tensor]) -> Any:
     """The inverse of ``encode``.
 
     Raises:

@@ -148,7 +148,7 @@ class AliasModule(ModuleType):
             raise AttributeError(found.sentence(self.__name__, name), name=name, obj=self)
         raise AttributeError(f"module '{self.__name__}' has no attribute '{name}'", name=name, obj=self)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         # An import sets the module as an attribute of its package, where a function may have that name.
         if not (isinstance(value, AliasModule) and isinstance(interface.find(self.__name__, name), Offered)):
             super().__setattr__(name, value)

@@ -280,7 +280,7 @@ def _groups_and_states(
     return inner[0]["param_groups"], [entry["state"] for entry in inner]
 
 
-def _scaler(reader: ForeignReader, file: str, saved: Any) -> dict[str, object] | None:
+def _scaler(reader: ForeignReader, file: str, saved: object) -> dict[str, object] | None:
     """``torch.amp.GradScaler.state_dict()`` of a dynamic loss scale; a static one is no state."""
     if not isinstance(saved, StoredTensor) or saved.name != _LOSS_SCALER:
         return None

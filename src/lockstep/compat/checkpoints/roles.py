@@ -19,7 +19,7 @@ SCHEDULER_KEYS = (
 SCALER_KEYS = ("scaler", "scaler_state_dict", "grad_scaler", "grad_scaler_state_dict")
 
 
-def is_weights(value: Any) -> bool:
+def is_weights(value: object) -> bool:
     """Whether it is a dict of tensors by name, and nothing else."""
     return isinstance(value, dict) and bool(value) and all(
         isinstance(key, str) and isinstance(item, torch.Tensor) for key, item in value.items()

@@ -14,7 +14,7 @@ from lockstep.errors import ConfigError
 Parser = Callable[[Any, str], Any]  # (value, where it stands) -> the value, or ConfigError
 
 
-def parse_schedule(name: str, params: Mapping[str, Any], groups: int) -> LRSchedule:
+def parse_schedule(name: str, params: Mapping[str, object], groups: int) -> LRSchedule:
     """The schedule ``name`` of ``SCHEDULES`` for an optimizer with that many parameter groups.
 
     Raises:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import ParamsT
 
 from lockstep.compat.deepspeed.lr_schedule_params import refuse_unknown
 from lockstep.config.readers import OptimizerConfig, Placeholder
@@ -70,7 +71,7 @@ class DummyOptim(Placeholder):
         ```
     """
 
-    def __init__(self, params: Any, lr: float = 0.001, weight_decay: float = 0, **kwargs: object) -> None:
+    def __init__(self, params: ParamsT, lr: float = 0.001, weight_decay: float = 0, **kwargs: object) -> None:
         self.params = list(params) if isinstance(params, Iterator) else params
         self.lr = lr
         self.weight_decay = weight_decay

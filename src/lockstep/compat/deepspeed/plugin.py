@@ -98,7 +98,7 @@ class DeepSpeedPlugin:
 
     # -- the configuration, key by key -------------------------------------------------------------------
 
-    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
+    def get_value(self, ds_key_long: str, default: object = None) -> Any:
         """Return the value of a key, such as ``zero_optimization.stage``.
 
         Args:
@@ -112,7 +112,7 @@ class DeepSpeedPlugin:
         return bool(self.get_value(ds_key_long) == "auto")
 
     def fill_match(
-        self, ds_key_long: str, mismatches: list[str] | None = None, must_match: bool = True, **kwargs: Any
+        self, ds_key_long: str, mismatches: list[str] | None = None, must_match: bool = True, **kwargs: object
     ) -> None:
         """Give one key that is ``"auto"`` its value.
 
@@ -160,9 +160,9 @@ class DeepSpeedPlugin:
         self,
         prefix: str = "",
         mismatches: list[str] | None = None,
-        config: Mapping[str, Any] | None = None,
+        config: Mapping[str, object] | None = None,
         must_match: bool = True,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         """Call ``fill_match`` for each key of the configuration.
 
@@ -402,7 +402,7 @@ def named_plugins(plugin: object, plugins: object) -> dict[str, Any]:
     return found
 
 
-def stages_of(plugins: Mapping[str, Any]) -> dict[str, tuple[Any, int]]:
+def stages_of(plugins: Mapping[str, object]) -> dict[str, tuple[Any, int]]:
     """Each plugin with its stage; none where there are not several.
 
     Raises:

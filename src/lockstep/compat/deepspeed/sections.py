@@ -45,7 +45,7 @@ class HfDeepSpeedConfig:
         ```
     """
 
-    def __init__(self, config_file_or_dict: Any) -> None:
+    def __init__(self, config_file_or_dict: object) -> None:
         if isinstance(config_file_or_dict, Mapping):
             self.config: dict[str, Any] = _copied(config_file_or_dict)
         elif isinstance(config_file_or_dict, (str, Path)):
@@ -84,7 +84,7 @@ class HfDeepSpeedConfig:
                 return None, key
         return section, key
 
-    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
+    def get_value(self, ds_key_long: str, default: object = None) -> Any:
         """Return the value of the key ``ds_key_long``, or ``default`` if the configuration does not have it."""
         section, key = self.find_config_node(ds_key_long)
         return default if section is None else section.get(key, default)
@@ -135,5 +135,5 @@ class HfDeepSpeedConfig:
 _TYPES = {"fp16": "float16", "bf16": "bfloat16"}
 
 
-def _copied(section: Mapping[str, Any]) -> dict[str, Any]:
+def _copied(section: Mapping[str, object]) -> dict[str, Any]:
     return {key: _copied(value) if isinstance(value, Mapping) else value for key, value in section.items()}

@@ -91,7 +91,7 @@ class FullyShardedDataParallelPlugin:
     transformer_cls_names_to_wrap: list[str] | None = None
     min_num_params: int | None = None
 
-    def set_state_dict_type(self, state_dict_type: Any = None) -> None:
+    def set_state_dict_type(self, state_dict_type: object = None) -> None:
         """Set how states are saved, together with torch's objects that describe it.
 
         Args:
@@ -301,7 +301,7 @@ def _policy_kind(version: int | None) -> tuple[Any, str]:
     )
 
 
-def resolved_plugin(plugin: Any, parallel: Parallel) -> Any:
+def resolved_plugin(plugin: object, parallel: Parallel) -> Any:
     """The plugin with what it does not say itself filled in as a run has it; without one a new one.
 
     Other libraries read it: the version, how states are saved, whether parameters are given up after forward.
@@ -323,7 +323,7 @@ def resolved_plugin(plugin: Any, parallel: Parallel) -> Any:
     return known
 
 
-def check_fsdp_plugin(plugin: Any) -> Any:
+def check_fsdp_plugin(plugin: object) -> Any:
     """Raise ConfigError unless ``plugin`` is None or has the fields of ``FullyShardedDataParallelPlugin``."""
     if plugin is not None and not hasattr(plugin, "sharding_strategy"):
         raise ConfigError(

@@ -136,7 +136,7 @@ class Spares:
         """What marks the processes that are to outlive a round."""
         return frozenset(spare.token for spare in self._spares.values())
 
-    def processes(self, **keywords: Any) -> OwnProcesses:
+    def processes(self, **keywords: object) -> OwnProcesses:
         """As torch's ``start_processes``, of those that wait and of new ones."""
         elastic.probe()
         self._round_begins()

@@ -130,7 +130,7 @@ def told_of_others(ranks: Mapping[int, WatchedRank], world_size: int) -> dict[st
     return {"local_s": local, "sums": sums}
 
 
-def amount_of(values: Mapping[str, Any], name: str) -> float:
+def amount_of(values: Mapping[str, object], name: str) -> float:
     """A number of 0 or more among values; 0 where there is none."""
     value = values.get(name)
     return float(value) if isinstance(value, (int, float)) and 0 <= value < math.inf else 0.0

@@ -85,7 +85,7 @@ class OperatorCounter(dispatch.TorchDispatchMode):
         self.counts.again += forward * width // (width + width_of_values)
 
     def _sends(
-        self, func: object, known: tuple[str, str, bool], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, func: object, known: tuple[str, str, bool], args: tuple[object, ...], kwargs: dict[str, Any]
     ) -> None:
         one = ledger.record(func, known, args, kwargs)
         ranks = ledger.ranks_of(func, args, kwargs)
@@ -93,7 +93,7 @@ class OperatorCounter(dispatch.TorchDispatchMode):
             self.counts.sent_bytes[ranks] += float(one.wire_bytes)
 
 
-def _multiplies(args: tuple[Any, ...]) -> bool:
+def _multiplies(args: tuple[object, ...]) -> bool:
     """Whether an operator of somebody else's takes two floating-point tensors with rows and columns."""
     matrices = [a for a in args if isinstance(a, torch.Tensor) and a.is_floating_point() and a.dim() >= 2]
     return len(matrices) >= 2

@@ -150,7 +150,7 @@ class StepRecorder:
 
     # -- what is prepared --------------------------------------------------------------------------------
 
-    def optimizers_are(self, optimizers: Sequence[Any], axes: ParallelDims) -> None:
+    def optimizers_are(self, optimizers: Sequence[object], axes: ParallelDims) -> None:
         """Whose learning rates are read: a list that grows. And the axes of the mesh."""
         self._optimizers, self._axes = optimizers, axes
 
@@ -270,7 +270,7 @@ class StepRecorder:
         """A checkpoint is complete, so long after its save began. May be called by another thread."""
         self._writer.event("checkpoint", step=self.step, path=path, seconds=seconds, bytes=bytes_in(path))
 
-    def news(self, name: str, values: Mapping[str, Any]) -> None:
+    def news(self, name: str, values: Mapping[str, object]) -> None:
         """Something has happened to the run; it is in the file when this returns. Called by any thread."""
         if not self._is_over:
             self._writer.event(name, at_once=True, **{"step": self.step, **values})

@@ -66,7 +66,7 @@ class RunFolder:
         """Append the line of a step."""
         self._append(MEASURES, line)
 
-    def event(self, name: str, /, at_once: bool = False, **values: Any) -> None:
+    def event(self, name: str, /, at_once: bool = False, **values: object) -> None:
         """Append an event; what is None is left out. ``at_once``: it is in the file when this returns."""
         line = {"event": name, "time": time.time(), **values}
         self._append(EVENTS, {key: value for key, value in line.items() if value is not None})

@@ -62,7 +62,7 @@ class RunWriter:
             self.begin(continues=False)
             self.folder.step(step.line())
 
-    def event(self, name: str, /, at_once: bool = False, **values: Any) -> None:
+    def event(self, name: str, /, at_once: bool = False, **values: object) -> None:
         """Write an event, or keep it until writing begins."""
         if self.is_on:
             self.folder.event(name, at_once, **values)

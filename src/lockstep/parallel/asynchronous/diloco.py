@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
@@ -78,7 +77,7 @@ class DiLoCo(LocalRounds):
         steps: int,
         outer_optimizer: OuterOptimizer | None = None,
         *,
-        optimizer: Any = None,
+        optimizer: Optimizer | None = None,
         offload: bool = False,
         enabled: bool = True,
     ) -> None:

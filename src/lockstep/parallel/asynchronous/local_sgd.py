@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from lockstep.comm.tree import StateDict
 from lockstep.errors import CheckpointError, UsageError
@@ -39,7 +39,7 @@ class LocalRounds(TrainingBlock):
     """
 
     def __init__(
-        self, accelerator: Trainer, model: nn.Module, steps: int, optimizer: Any, enabled: bool
+        self, accelerator: Trainer, model: nn.Module, steps: int, optimizer: Optimizer | None, enabled: bool
     ) -> None:
         self.steps = steps
         self.num_steps = self._in_round = 0
@@ -255,7 +255,7 @@ class LocalSGD(LocalRounds):
         local_sgd_steps: int,
         enabled: bool = True,
         *,
-        optimizer: Any = None,
+        optimizer: Optimizer | None = None,
     ) -> None:
         super().__init__(accelerator, model, local_sgd_steps, optimizer, enabled)
         self.enabled = enabled and accelerator.runtime.world_size > 1

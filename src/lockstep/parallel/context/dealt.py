@@ -29,7 +29,7 @@ Around = Callable[[Any, Iterator[Any]], Iterator[Any]]
 def shard_sequences(models: Sequence[nn.Module], before: Around | None = None) -> Around:
     """What makes of an iteration over whole batches one over this rank's chunks of them, for these models."""
 
-    def around(loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
+    def around(loader: object, batches: Iterator[object]) -> Iterator[Any]:
         batches = batches if before is None else before(loader, batches)
         regions = [region for model in models for region in regions_of(model)]
         return _chunks(batches, regions) if regions else batches
@@ -37,7 +37,7 @@ def shard_sequences(models: Sequence[nn.Module], before: Around | None = None) -
     return around
 
 
-def _chunks(batches: Iterator[Any], regions: list[ContextRegion]) -> Iterator[dict[str, Any]]:
+def _chunks(batches: Iterator[object], regions: list[ContextRegion]) -> Iterator[dict[str, Any]]:
     for batch in batches:
         whole = _complete(batch)
         length = whole["input_ids"].shape[1]
@@ -55,7 +55,7 @@ def _chunks(batches: Iterator[Any], regions: list[ContextRegion]) -> Iterator[di
         yield chunks
 
 
-def _complete(batch: Any) -> dict[str, Any]:
+def _complete(batch: object) -> dict[str, Any]:
     """With ``position_ids`` and ``shift_labels``, all [batch, sequence].
 
     Raises:

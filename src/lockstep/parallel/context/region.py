@@ -167,7 +167,7 @@ class ContextParallelModel(Subclassed):
         with region.on_loader_chunks(type(self).__name__, args, kwargs):
             return self._call(region, call, args, kwargs)
 
-    def _call(self, region: ContextRegion, call: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    def _call(self, region: ContextRegion, call: Callable[..., object], args: Args, kwargs: Kwargs) -> Any:
         region.begin()
         mode: AbstractContextManager[object] = nullcontext()
         if region.split is not None and hasattr(getattr(self, "config", None), "_attn_implementation"):
@@ -218,7 +218,7 @@ class ContextParallelBlock(Subclassed):
         return _leave(region, name, output, hidden.shape[0], length // region.layout.size)
 
     @torch_compile.disable
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         forward = super().forward  # type: ignore[misc]
         region, name = self._region, self._block_name
         if region.whole and not torch.is_grad_enabled():

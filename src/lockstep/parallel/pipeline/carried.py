@@ -269,7 +269,7 @@ def _place(value: Value, segment: int, messages: Sequence[Value], paths: Sequenc
     return len(paths) + list(messages).index(value)
 
 
-def has_placeholder(given: Iterable[Any]) -> bool:
+def has_placeholder(given: Iterable[object]) -> bool:
     """Whether there is one among the values, or in the lists, tuples and dicts among them."""
     return any(
         has_placeholder(one.values() if isinstance(one, dict) else one)

@@ -200,7 +200,7 @@ def is_same(whole: Tensor, parts: Sequence[Tensor]) -> bool:
     )
 
 
-def edges_without_gradient(loss: Tensor, differentiate: Callable[[], Any]) -> tuple[Any, set[Edge]]:
+def edges_without_gradient(loss: Tensor, differentiate: Callable[[], object]) -> tuple[Any, set[Edge]]:
     """What ``differentiate()`` gives, and through which edges of the graph of ``loss`` it sent nothing but zeros."""
     found: set[Edge] = set()
 

@@ -440,7 +440,7 @@ def check_divides(number: int, what: str, mesh: DeviceMesh | None) -> None:
         )
 
 
-def local_value(parameter: Any) -> Any:
+def local_value(parameter: object) -> Any:
     """This rank's part of a parameter, through which gradients flow."""
     return parameter.to_local() if is_dtensor(parameter) else parameter
 

@@ -106,7 +106,7 @@ class TensorParallelForward(Subclassed, nn.Module):
     _attributes = ("_tensor_spec",)
     _tensor_spec: ParallelModuleSpec
 
-    def forward(self, *args: Any, **kwargs: object) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         spec = self._tensor_spec
         spec.group.begin()
         entered: list[ParallelHook] = []

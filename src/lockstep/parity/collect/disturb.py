@@ -38,7 +38,7 @@ class DisturbedInputs:
     def __init__(self) -> None:
         self._generator = torch.Generator().manual_seed(SEED + 1)
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def __call__(self, module: nn.Module, args: object, kwargs: object) -> Any:
         return map_tensors(self._moved, args), map_tensors(self._moved, kwargs)
 
     def _moved(self, tensor: Tensor) -> Tensor:

@@ -74,7 +74,7 @@ def watched_generator_class(
             return issubclass(subclass, original)
 
     class Generator(original, metaclass=OfAll):  # type: ignore[misc,valid-type]
-        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        def __new__(cls, *args: object, **kwargs: object) -> Any:
             generator = super().__new__(cls, *args, **kwargs)
             made(generator, sys._getframe(1))
             return generator

@@ -100,10 +100,10 @@ class BatchPlace:
 
     # Batches ----------------------------------------------------------------------------------------------
 
-    def _batches_of(self, loader: PreparedLoader, batches: Iterator[Any]) -> Iterator[Any]:
+    def _batches_of(self, loader: PreparedLoader, batches: Iterator[object]) -> Iterator[Any]:
         return self.batches(batches)
 
-    def batches(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def batches(self, batches: Iterator[object]) -> Iterator[Any]:
         """The batches of a loader, counted."""
         self._handed = self._trained
         for batch in batches:

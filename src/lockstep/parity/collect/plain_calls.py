@@ -27,7 +27,7 @@ def see_backward(seer: BackwardSeer) -> Callable[[], None]:
     """Tell of each ``Tensor.backward``; divide it where it is one rank's of several. Returns what ends this."""
     original = Tensor.backward
 
-    def backward(self: Tensor, gradient: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+    def backward(self: Tensor, gradient: Tensor | None = None, *args: object, **kwargs: object) -> Any:
         factor = seer.plain_backward(self)
         if factor is not None and factor != 1:
             gradient = torch.full_like(self, factor) if gradient is None else gradient * factor

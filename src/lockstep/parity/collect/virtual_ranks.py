@@ -93,16 +93,16 @@ class SequentialRanks(BatchPlace):
     def buffers_of_ranks(self, model: ParallelModel) -> Mapping[int, Mapping[str, Tensor]]:
         return self.buffers.of_ranks(model)
 
-    def _batches_of(self, loader: PreparedLoader, batches: Iterator[Any]) -> Iterator[Any]:
+    def _batches_of(self, loader: PreparedLoader, batches: Iterator[object]) -> Iterator[Any]:
         return self.batches(self._whole_rounds(loader, self._parts(batches)))
 
-    def _whole_rounds(self, loader: PreparedLoader, batches: Iterator[Any]) -> Iterator[Any]:
+    def _whole_rounds(self, loader: PreparedLoader, batches: Iterator[object]) -> Iterator[Any]:
         for batch in batches:
             if self._is_trained_on():
                 self._check_round(loader)
             yield batch
 
-    def batches(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def batches(self, batches: Iterator[object]) -> Iterator[Any]:
         # A script may validate inside of its loop for training.
         outer, handed, trained = self._is_in_loop, self._all_handed, self._all_trained
         self._handed, self._is_in_loop = self._trained, True
@@ -121,7 +121,7 @@ class SequentialRanks(BatchPlace):
             self._is_in_loop = outer
         self._seed_for(self._all_handed // self.ranks, -1)
 
-    def _parts(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _parts(self, batches: Iterator[object]) -> Iterator[Any]:
         for batch in batches:
             whole, of_ranks = batch if isinstance(batch, RankBatches) else (batch, ())
             if not self._turns.splits_batches or not self._is_trained_on():

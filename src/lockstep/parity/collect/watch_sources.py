@@ -59,10 +59,10 @@ class SourceWatch:
             self.generators.seeded,
         )
 
-    def _keep_generators(self, owner: Any, name: str) -> None:
+    def _keep_generators(self, owner: object, name: str) -> None:
         make, note = getattr(owner, name), self._note_generator
 
-        def kept(*args: Any, **kwargs: Any) -> Any:
+        def kept(*args: object, **kwargs: object) -> Any:
             generator = make(*args, **kwargs)
             note(generator, f"numpy.random.{name}()", sys._getframe(2))  # behind what watches for seeds
             return generator
@@ -74,13 +74,13 @@ class SourceWatch:
         if self._is_own(path):
             self.generators.add(generator, what, f"{os.path.basename(path)}:{frame.f_lineno}")
 
-    def _wrap(self, owner: Any, name: str, what: str, counts: Callable[..., bool]) -> None:
+    def _wrap(self, owner: object, name: str, what: str, counts: Callable[..., bool]) -> None:
         function = getattr(owner, name)
         if isinstance(function, type):  # stays a class, for isinstance
             return
         note = self._note
 
-        def watched(*args: Any, **kwargs: Any) -> Any:
+        def watched(*args: object, **kwargs: object) -> Any:
             if counts(args, kwargs):
                 note(what, sys._getframe(1))
             return function(*args, **kwargs)

@@ -158,7 +158,7 @@ class WrappedRun(ProcessRun):
         vars(optimizer)["step"] = types.MethodType(paced_step, optimizer)
         vars(optimizer)["zero_grad"] = types.MethodType(paced_zero_grad, optimizer)
 
-    def _paced(self, optimizer: Optimizer, step: Callable[[], Any]) -> Any:
+    def _paced(self, optimizer: Optimizer, step: Callable[[], object]) -> Any:
         place = self.place
         if not isinstance(place, VirtualRanks):
             self._at_rest()
@@ -211,14 +211,16 @@ class WrappedRun(ProcessRun):
             return
         self._kinds.add(kind)
 
-        def batches(loader: DataLoader[Any]) -> Iterator[Any]:
+        def batches(loader: DataLoader[object]) -> Iterator[Any]:
             if run._is_reading:  # what another loader reads from
                 return iterate(loader)
             return run.place.batches(run._outermost(loader, iterate))
 
         kind.__iter__ = batches
 
-    def _outermost(self, loader: DataLoader[Any], iterate: Callable[[Any], Iterator[Any]]) -> Iterator[Any]:
+    def _outermost(
+        self, loader: DataLoader[object], iterate: Callable[[Any], Iterator[Any]]
+    ) -> Iterator[Any]:
         batches = self._of_all_ranks(loader, iterate)
         while True:
             self._is_reading = True
@@ -251,7 +253,7 @@ class WrappedRun(ProcessRun):
         RandomSampler.__iter__ = order  # type: ignore[method-assign]
 
     def _of_all_ranks(
-        self, loader: DataLoader[Any], iterate: Callable[[DataLoader[Any]], Iterator[Any]]
+        self, loader: DataLoader[object], iterate: Callable[[DataLoader[Any]], Iterator[Any]]
     ) -> Iterator[Any]:
         """The batches of a loader; of one whose sampler knows of ranks those of all of them, in turn."""
         sampler = _distributed_sampler(loader)
@@ -269,7 +271,7 @@ class WrappedRun(ProcessRun):
             iterators.append(iter(list(sampler)))
         yield from _in_turn(loader, iterators)
 
-    def _whole_rounds(self, loader: DataLoader[Any], batches: Iterator[Any]) -> Iterator[Any]:
+    def _whole_rounds(self, loader: DataLoader[object], batches: Iterator[object]) -> Iterator[Any]:
         """Stop where ranks would have different numbers of batches."""
         length = _length(loader)
         for number, batch in enumerate(batches):
@@ -320,7 +322,7 @@ def _broadcast(model: nn.Module) -> BufferBroadcast:
     return BufferBroadcast.NEVER if _sharded(model) else BufferBroadcast.UNKNOWN
 
 
-def _distributed_sampler(loader: DataLoader[Any]) -> DistributedSampler[Any] | None:
+def _distributed_sampler(loader: DataLoader[object]) -> DistributedSampler[Any] | None:
     sampler = loader.sampler
     return sampler if isinstance(sampler, DistributedSampler) else None
 
@@ -331,7 +333,7 @@ def _loaders_of_accelerate() -> list[type]:
     return [] if module is None else [module.DataLoaderShard, module.DataLoaderDispatcher]
 
 
-def _in_turn(loader: DataLoader[Any], orders: list[Iterator[int]]) -> Iterator[Any]:
+def _in_turn(loader: DataLoader[object], orders: list[Iterator[int]]) -> Iterator[Any]:
     """Batches of each order, one of each after another, as the loader would make them."""
     size, collate, dataset = loader.batch_size or 1, loader.collate_fn, loader.dataset
     while True:
@@ -342,7 +344,7 @@ def _in_turn(loader: DataLoader[Any], orders: list[Iterator[int]]) -> Iterator[A
             yield collate(rows)
 
 
-def _length(loader: DataLoader[Any]) -> int | None:
+def _length(loader: DataLoader[object]) -> int | None:
     try:
         return len(loader)
     except TypeError:

@@ -256,7 +256,7 @@ _LEAVES = (
 
 
 def visit_tensors(
-    root: Any, visit: Callable[[torch.Tensor], torch.Tensor], skip: Iterable[object] = ()
+    root: object, visit: Callable[[torch.Tensor], torch.Tensor], skip: Iterable[object] = ()
 ) -> None:
     """Put ``visit(tensor)`` in the place of each tensor that ``root`` holds, in attributes and containers.
 

@@ -69,7 +69,7 @@ class Machine(_Reader):
             raise RefusedFile(f"its pickle calls {target.name} with arguments that are not a tuple")
         self.append(target.make(arguments.items))
 
-    def _instantiate(self, target: Any, arguments: list[object]) -> None:
+    def _instantiate(self, target: object, arguments: list[object]) -> None:
         """Of INST and OBJ."""
         self.call(target, Items("tuple", arguments))
 
