@@ -20,6 +20,7 @@ OutputGradients = tuple[Tensor | None, ...]
 @contextmanager
 def kept_apart(parameters: Iterable[nn.Parameter]) -> Iterator[ParameterGradients]:
     """Gradients that come inside are not added to ``.grad``; they are in the list at the end."""
+    # Backward adds to ``.grad``; without one it makes a new tensor, which is then this pass's alone.
     before = [(parameter, parameter.grad) for parameter in parameters]
     for parameter, _ in before:
         parameter.grad = None
@@ -63,6 +64,8 @@ class Deposit:
         if factor is not None:
             for _, gradient in gradients:
                 _local(gradient).mul_(factor)
+        # A tied weight is used by several stages, and each rank has a part of its gradient. Within an accumulation
+        # window these parts wait, so that they are summed over the ranks once.
         tied = {id(parameters[name]): name for name in self._tied}
         for parameter, gradient in gradients:
             name = tied.get(id(parameter))
@@ -78,6 +81,7 @@ class Deposit:
             parameter = parameters[name]
             if not parameter.requires_grad:
                 continue
+            # Every rank of the group takes part, also one whose stages have not used the weight in this window.
             gradient = self._waiting.pop(name) if name in self._waiting else torch.zeros_like(parameter)
             total = _local(gradient).contiguous()
             dist.all_reduce(total, group=group)
@@ -106,6 +110,7 @@ class _Value(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: FunctionContext, gradient: Tensor) -> tuple[None, None, None]:
+        # As torch says of any graph whose saved tensors were freed.
         if ctx.add is None:
             raise RuntimeError(
                 "Trying to backward through a pipeline's loss a second time: its gradients were freed by the "

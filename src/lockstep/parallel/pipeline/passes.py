@@ -108,6 +108,7 @@ class Training:
         """
         path = self.batch.plan.loss
         assert path is not None
+        # The schedule runs backward before the loop does, so it must scale the loss for fp16 itself.
         scale = self.options.loss_scale() if self.options.loss_scale is not None else 1.0
         self.reduction.undecided.begin()
         train = _train_whole if self.reduction.word == "whole" else _train
@@ -132,6 +133,8 @@ class Training:
     ) -> Any:
         """The output: at ``path`` the ``value``, whose backward adds ``gradients``, and what was ``kept``."""
 
+        # The gradients were computed for a loss of factor ``scale``; the loop's backward brings the factor it really
+        # has.
         def add(incoming: Tensor) -> None:
             self.stages.deposit.add(gradients, self.parameters(), self.stages.sums, incoming / scale)
             gradients.clear()
@@ -149,6 +152,7 @@ def _train(call: Training, path: str, scale: float) -> tuple[object, WhyNot | No
     stages, batch, plan, reduction = call.stages, call.batch, call.batch.plan, call.reduction
     undecided = reduction.undecided
     has_changed = reduction.settings is not None and reduction.settings.have_changed()
+    # d(mean)/dx is the mean of the micro-batches' gradients; a sum adds them as they are.
     share = 1 / plan.micro_batches if reduction.word == "mean" else 1.0
     kept: list[dict[str, Tensor]] = []
     losses: list[Tensor] = []
@@ -174,12 +178,14 @@ def _train(call: Training, path: str, scale: float) -> tuple[object, WhyNot | No
             batch.parts, finish, batch.autocast.inside, wants_ends=reduction.was_found, undecided=call.watched
         ),
     )
+    # The loop may never call backward on this loss, so nothing may reach ``.grad`` before it does.
     with kept_apart(stages.parameters()) as gradients:
         run(plan.schedule, plan.micro_batches)
     once.ends.clear()
     like = Kind.of(tensor_leaves(plan.template)[path])
     if reduction.was_found:
         why_not = _why_not(stages, has_changed, undecided, not counted or equal(counted))
+        # The batch runs once more in the other way, so nothing of this one may be left in modules.
         if why_not is not None:
             stages.state.forget_batch()
             return None, why_not
@@ -202,6 +208,7 @@ def _why_not(
 ) -> WhyNot | None:
     """The same on all ranks."""
     has_moved = undecided.is_watched and any(undecided.moved())
+    # One rank's doubt is everybody's: all of them run the batch again, or none does.
     changed, moved, differs = stages.any_of([has_changed, has_moved, not is_same])
     return "settings" if changed else "undecided" if moved else "rows" if differs else None
 
@@ -224,7 +231,10 @@ def _train_whole(call: Training, path: str, scale: float) -> tuple[object, WhyNo
     has_changed = is_watched and reduction.settings is not None and reduction.settings.have_changed()
     stages.begin(plan, Pass(batch.parts, nothing, batch.autocast.inside, whole=whole, undecided=call.watched))
     with kept_apart(stages.parameters()) as gradients:
+        # GPipe's order: the loss needs every micro-batch's output before any backward can begin.
         runner.fill()
+        # One graph leads to the outputs of all micro-batches. The schedule wants a loss for each of them: the first one
+        # pulls the whole graph, the others are zeros without a way back.
         pulls = _all_from_first(roots[0], plan.micro_batches) if roots else []
         roots.clear()
         runner.drain(pulls)
@@ -283,6 +293,8 @@ def forward_now(
 
     def backward(incoming: tuple[Tensor | None, ...]) -> None:
         count = plan.micro_batches if plan.by_rows else 1
+        # The loop's gradient of an output is cut into rows as the batch was. An output that was computed whole has one
+        # gradient, which the graph behind it divides among the micro-batches.
         parts = [
             [None] * count
             if gradient is None

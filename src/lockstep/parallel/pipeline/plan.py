@@ -57,6 +57,7 @@ def check_same_batch(call: Call, group: dist.ProcessGroup, device: torch.device)
         UsageError: they were not.
     """
     text = "".join(map(str, signature(call)))
+    # 48 bits, which float64 holds exactly: the digest and the sum of the values travel in one message.
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
     real = [leaf.detach() for leaf in tensor_leaves(call.tree).values() if not leaf.is_complex()]
     sums = [leaf.double().nan_to_num().sum() for leaf in real]
@@ -107,6 +108,7 @@ def trace_model(
         traced = _run(tracer, model, layout, call, loss_fn)
         traced.operations = replays.operations(traced.output)
         return traced
+    # A block that was taken to be like another may be the one that fails.
     except Exception:  # whatever a user's forward raises; every block is traced to see whether it is right
         if not replays.count and not tracer.followed:
             raise
@@ -170,6 +172,7 @@ def _run(
 
     copies = [part.copy for part in layout.parts.values()] + [block.copy for block in layout.blocks.values()]
     inner = [("", module) for copy in copies for module in copy.modules()]
+    # The trace must leave nothing behind: neither state of modules, nor the modules in place of blocks, nor draws.
     with (
         restored(inner),
         changed(layout.without_values(blocks)),
@@ -281,6 +284,8 @@ class Tail:
             if not isinstance(leaf, Tensor):
                 return leaf
             values = [one[path] for one in found]
+            # Rows are put one after the other. What has none (an auxiliary loss) is a sum or a mean over micro-batches,
+            # as the first batch has shown. Integers without rows are the same in all of them.
             dim = self._plan.row_dim(name, path)
             if dim is not None:
                 return torch.cat(values, dim)
@@ -310,6 +315,7 @@ class Tail:
         exchange = self._exchange
         received = [for_itself(one) for one in outputs.get(RECEIVED, ())]
         cut = traced.cuts[-1]
+        # The blocks of this stage are not computed again: each gives back what all micro-batches together made.
         for name, block in self._own.items():
             assert block is not None
             arguments = dict(zip(cut.paths, received, strict=False)) if name == cut.block else {}
@@ -329,6 +335,7 @@ def row_dim(part: torch.Size | None, whole: torch.Size | None) -> int | None:
     """The dimension that has more entries for the batch than for a micro-batch."""
     if part is None or whole is None or len(part) != len(whole):
         return None
+    # Micro-batches differ from the batch in their number of rows and in nothing else.
     return next((dim for dim, (a, b) in enumerate(zip(part, whole, strict=True)) if a != b), None)
 
 
@@ -364,8 +371,10 @@ def stage_changes(
             assert block.module is not None
             cut = traced.cuts[stage] if stage and begins[stage] == name else None
             call = own_blocks[name] = LocalBlock(name, block.module, cut, exchange)
+        # Before this stage: its results are placeholders, which the received tensors will take the places of.
         elif block.stage < stage:
             call = ReplayedBlock(name, block.copy, traced.results[name])
+        # The first block of the next stage: the call of it ends this stage's forward.
         elif begins.get(stage + 1) == name:
             call = BoundaryBlock(name, block.copy)
         else:

@@ -41,6 +41,7 @@ def found(whole: Tensor, parts: Sequence[Tensor], gradients: Sequence[Tensor], o
     rounded = whole.dtype in (torch.float16, torch.bfloat16)
     tolerance = TOLERANCE_ROUNDED if rounded else TOLERANCE
     losses = torch.stack([part.detach().double() for part in parts])
+    # The value alone does not decide: a sum of zeros is a mean as well. So the gradients must be proportional, too.
     for word, share in (("mean", 1 / count), ("sum", 1.0)):
         expected = losses.sum() * share
         if not _close(whole.detach().double(), expected, tolerance * losses.abs().sum() * share):
@@ -55,6 +56,7 @@ def kind_of(whole: Tensor, parts: Sequence[Tensor]) -> str:
 
     What is the same for all of them is a mean, too.
     """
+    # In float64, so that adding up the parts does not round more than the loss itself did.
     values = torch.stack([part.detach().double() for part in parts])
     rounded = whole.dtype in (torch.float16, torch.bfloat16)
     limit = (TOLERANCE_ROUNDED if rounded else TOLERANCE_OF_NUMBERS) * values.abs().sum(0).norm()
@@ -107,6 +109,7 @@ def denominators(loss: Tensor, ends: Sequence[Tensor]) -> tuple[list[object], li
             continue
         seen.add(node)
         module = torch_autograd.module_of_function(node)
+        # What a user's own autograd function divides by cannot be seen in its graph node.
         if module is not None and not module.startswith(("torch.", "lockstep.")):
             plain.append("unknown")
         for value in torch_autograd.saved_by(node):
@@ -134,6 +137,7 @@ def equal(each: Sequence[tuple[list[object], list[Tensor]]]) -> bool:
         return False
     if not tensors:
         return True
+    # One transfer from the device for all of them; a NaN equals a NaN, as in a mean over no element.
     values = torch.stack([torch.stack([t.double().reshape(()) for t in mine]) for _, mine in each])
     return bool(((values == values[0]) | (values != values)).all())
 
@@ -173,6 +177,7 @@ class Undecided:
         for edge in self.edges:
             way, index, name = edge
             node = _node_at(loss, way)
+            # It counts as moved: what was found for the other graph need not hold for this one.
             if node is None or node.name() != name:  # the graph is another one
                 self._flags.append((edge, torch.ones((), dtype=torch.bool, device=loss.device)))
             else:

@@ -69,6 +69,7 @@ class Stage(StageBase):
         results: int,
     ) -> None:
         """``cuts[s]``: what stage s receives; ``results``: how many tensors the last stage's forward returns."""
+        # torch wants an example of everything that is sent or returned, to allocate receive buffers once.
         number = Kind(torch.Size(), torch.float32, False)  # nobody looks at what the last stage returns
         following = cuts[index + 1].kinds if index + 1 < len(cuts) else (number,) * results
         super().__init__(
@@ -92,6 +93,7 @@ class Stage(StageBase):
         try:
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         except RuntimeError as error:
+            # torch wraps what a forward raises in a RuntimeError with the number of the stage; ours says it better.
             if isinstance(error.__cause__, LockstepError):
                 raise error.__cause__ from None  # torch wraps what a forward raises
             raise
@@ -152,6 +154,8 @@ class FillDrain(pipelining.ScheduleRuntime):
         every = range(stages[0].num_stages)
         order: dict[int, list[Any]] = {rank: [] for rank in range(stages[0].group_size)}
         for kind, direction in ((kinds.FORWARD, every), (kinds.FULL_BACKWARD, reversed(every))):
+            # Forwards from the first stage on, backwards from the last: each rank gets those of its own stages, in this
+            # order.
             for stage in direction:
                 order[ranks(stage)] += [action(stage, kind, index) for index in range(micro_batches)]
         actions = self.with_communication(order)

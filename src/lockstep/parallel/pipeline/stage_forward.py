@@ -114,6 +114,8 @@ class StageForward:
             failed: Exception = refusal
         except Exception as error:
             failed = error
+        # In a rehearsal each rank goes on with zeros, and all ranks exchange what has failed at its end. Otherwise the
+        # others would wait for a message that never comes.
         if self.now.failures is None or is_consequence(failed):
             raise failed
         self.now.failures.append(failed)
@@ -132,6 +134,7 @@ class StageForward:
                     output = self._forward(*call.args, **call.kwargs)
                     if self._exchange is not None:
                         output = self._exchange.result(output)
+            # The call of the next stage's first block: what it is called with is what this stage sends.
             except StageLeft as left:
                 return self._sent(left.call)
             finally:
@@ -147,6 +150,7 @@ class StageForward:
     def _listen(self) -> None:
         wanted = self.now.wants_ends and self._following is None
         ends, undecided = self.now.ends, self.now.undecided
+        # Only the graph of the last forward is looked at; older ends would keep their graphs alive.
         ends.clear()
 
         def note(name: str, out: object) -> None:
@@ -172,6 +176,7 @@ class StageForward:
             self._collected[name].append(out)
             if undecided is not None:
                 undecided.note(name, tensor_leaves(out))
+            # Nothing behind the last block may run for a micro-batch: the rest is computed once, on all of them.
             if name == last:
                 raise StageLeft(None)
 
@@ -205,6 +210,7 @@ class StageForward:
     def _given(self, received: tuple[Tensor, ...]) -> Iterator[tuple[Tensor, ...]]:
         """The forward inside finds what was received."""
         entered = tuple(_Contiguous.apply(t) if t.requires_grad else t for t in received)
+        # The arguments of the first block come first in the message, and then everything else that the stage uses.
         if self._first is not None:
             self._first.received = entered
         if self._exchange is None:

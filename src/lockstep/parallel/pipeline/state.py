@@ -48,6 +48,7 @@ class Entry:
 
     def begin(self) -> None:
         """Let a micro-batch find what there was; autograd may have saved what the one before it wrote to."""
+        # A clone each time: the backward of the micro-batch before may need the values that its forward has saved.
         if isinstance(self.copy, Tensor):
             self.begun = self.copy.clone()
             self.version = torch_tensors.version(self.begun)
@@ -61,6 +62,7 @@ class Entry:
     def end(self) -> None:
         """Note what a micro-batch left."""
         now = self.entries.get(self.key)
+        # A write with equal values counts too. Otherwise a statistic that a first batch leaves as it was would be lost.
         if (_same(now, self.copy) and not self._is_written(now)) or (is_container(now) and not is_plain(now)):
             return  # nothing was changed, or tensors were noted
         if self.after is _ABSENT:
@@ -75,6 +77,7 @@ class Entry:
     @torch.no_grad()
     def put(self, value: object) -> None:
         """Let the entry be ``value``, in the tensor or container that it was."""
+        # In place: optimizers, hooks and other modules may refer to the same tensor or container.
         if is_container(value) and is_container(self.value):
             set_contents(self.value, copy.deepcopy(value))
             value = self.value
@@ -211,6 +214,8 @@ class ForwardState:
 
     def forget_batch(self) -> None:
         """Put everything back, and remember what changed."""
+        # From now on only these are looked at, because looking at everything would cost each batch a copy of all
+        # buffers.
         self._names |= {(id(e.entries), e.key) for e in self._entries if e.after is not _ABSENT}
         for entry in self._entries:
             entry.put(entry.copy)

@@ -101,11 +101,13 @@ class Tracer(TorchDispatchMode):
             return self._followed(func, args, kwargs or {})
 
     def _followed(self, func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
+        # Fake tensors have no values, so what is chosen by values is chosen by places.
         func, args = self._with_places(func, args)
         called_with = leaves((args, kwargs))
         if self._replays is not None:
             self._replays.operation(func, called_with)
         given = [leaf for leaf in called_with.values() if isinstance(leaf, Tensor)]
+        # Beside a placeholder, a real operand loses its values as well: nothing may be computed from a mixture.
         is_empty = any(is_placeholder(tensor) for tensor in given)
         out = self._without_values(func, args, kwargs, given) if is_empty else func(*args, **kwargs)
         made = tensor_leaves(out).values()
@@ -114,6 +116,8 @@ class Tracer(TorchDispatchMode):
             return out
         random = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
         foreign = random
+        # A result belongs to this segment if anything in it does: a parameter, a tensor made here, or a random number.
+        # What is made of inputs alone is the same on every stage, and each computes it again.
         for tensor in given:
             name = self._parameters.get(storage_of(tensor))
             if name is not None:
@@ -127,6 +131,7 @@ class Tracer(TorchDispatchMode):
                 foreign = foreign or is_placeholder(tensor)
                 continue
             foreign = True
+            # Made within an earlier stage's block, and neither returned nor kept: no message could carry it.
             if born < self._segment:
                 raise self._leak(tensor)
         for tensor in made if foreign else ():
@@ -167,6 +172,7 @@ class Tracer(TorchDispatchMode):
 
     def _emptied(self, tensor: Tensor) -> Tensor:
         """A real tensor without its values, once: torch remembers the shapes that come of it."""
+        # The real tensor is kept beside it, because an id may be given to another object.
         known, empty = self._empty.get(id(tensor), (None, tensor))
         if known is None or empty.shape != tensor.shape or empty.stride() != tensor.stride():
             empty = self._placeholders.of(tensor)
@@ -211,6 +217,8 @@ class Tracer(TorchDispatchMode):
         """Add what stages use beside the arguments of their first blocks."""
         values, cuts = self._values, self.traced.cuts
         paths = [cut.paths for cut in cuts]
+        # Behind the arguments of its first block, a stage is sent what later code uses of earlier stages, in the order
+        # in which the trace saw it. The stage before it sends the same list, so no names travel.
         for stage, cut in enumerate(cuts):
             if stage:
                 kinds = [Kind.of(value.before(stage)) for value in values.messages(stage)]
@@ -240,6 +248,8 @@ class Tracer(TorchDispatchMode):
             )
         self._called += 1
         call = (args, kwargs)
+        # In this order: the arguments as they are in the segment before, then the cut, and then as the new segment has
+        # them.
         args, kwargs = map_leaves(lambda _, leaf: self._values.here(leaf, calling(name)), call)
         if self._starts.get(name, 0) > 0:
             self._cut(name, call, (args, kwargs))
@@ -266,6 +276,8 @@ class Tracer(TorchDispatchMode):
 
     def _like_another(self, like: Hashable, module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
         given = leaves((args, kwargs))
+        # Equal modules on equal shapes give equal shapes: the result of the first call is repeated with new
+        # placeholders.
         key = (like, tuple((path, _shape(leaf)) for path, leaf in given.items()))
         if key not in self._seen:
             out = self._called_for(module, args, kwargs)
@@ -302,6 +314,7 @@ class Tracer(TorchDispatchMode):
         values = leaves(present)
         sent: dict[str, Tensor] = {}
         seen: set[int] = set()
+        # Real inputs that no stage has computed are not sent: the next stage has the same batch.
         for path, leaf in tensor_leaves(call).items():
             if (is_placeholder(leaf) or storage_of(leaf) in self._born) and id(leaf) not in seen:
                 seen.add(id(leaf))

@@ -119,6 +119,7 @@ def example_of(
     weight: Tensor = torch_modules.parameters_of(first)["weight"]
     device = torch.device("cpu") if weight.device.type == "meta" else weight.device
     numbers = torch.Generator().manual_seed(0)
+    # A length that is no number of heads: dims that are mixed up would otherwise have equal sizes and pass.
     length = next(n for n in LENGTHS if n not in (rehearsal.heads, rehearsal.heads // rehearsal.ranks))
 
     def draw(*shape: int) -> Tensor:
@@ -151,12 +152,15 @@ def forward_of_part(rehearsal: TensorRehearsal, example: Example) -> Run:
 
     def whole(name: str, value: Tensor) -> Tensor:
         noted.sources[name] = value.detach().requires_grad_()
+        # A leaf of its own, so that its gradient can be asked for.
         return noted.sources[name] * 1  # a forward may change it in place
 
     def part(name: str, value: Tensor) -> Tensor:
         leaf = noted.parts[name] = value.detach().requires_grad_()
         return leaf * 1 if example.rank is None else RankFeatures.of(leaf * 1, noted.take)
 
+    # Column layers return these numbers and row layers others: the weights of neither are used, because both are linear
+    # and right whatever they are.
     columns = {name: part(name, output) for name, output in example.outputs.items()}
     for name, inner in module.named_modules():
         if name in columns:
@@ -265,6 +269,7 @@ def meetings(whole: Run, parts: Sequence[Run]) -> tuple[tuple[str, ...], bool]:
         GradientsDifferError: no sum over the ranks gives the gradients of the whole run.
     """
     ranks = len(parts)
+    # One random gradient for each row layer's input; its part along the features is what a rank's row layer would give.
     seeds = [
         torch.randn(given.shape, generator=torch.Generator().manual_seed(20 + number)).to(given)
         for number, given in enumerate(whole.given)
@@ -282,6 +287,8 @@ def meetings(whole: Run, parts: Sequence[Run]) -> tuple[tuple[str, ...], bool]:
         found = _gradients(run.given, wanted, own)
         for name, gradient in zip(run.parts, found, strict=False):
             _check_part(name, gradient, of_parts[name], whole, rank, ranks)
+        # Of whole operands that met a rank's features each rank has one addend of the gradient. Their sum over the
+        # ranks is what an all-reduce at that place gives.
         taken = found[len(run.parts) : len(run.parts) + len(run.taken)]
         filled = [_filled(g, leaf) for g, (_, leaf) in zip(taken, run.taken, strict=True)]
         sums = [a + b for a, b in zip(sums, filled, strict=True)] if sums else filled
@@ -317,14 +324,17 @@ def _check_sources(
     partial: set[str] = set()
     for rank, run in enumerate(parts):
         operands = [operand for operand, _ in run.taken]
+        # By the chain rule: what the summed gradients of the operands give, from where these were computed.
         through = dict(zip(run.sources, _gradients(operands, list(run.sources.values()), sums), strict=True))
         for name, tensor in run.sources.items():
             total = _filled(through[name], tensor)
             owner = name.rpartition(".")[0]
+            # It works on a rank's features only, so its gradient is a partial sum on each rank.
             if owner in alone and not meets:
                 total = total + sum(_filled(one[name], tensor) for one in direct)
                 if bool(total.any()):
                     partial.add(owner)
+            # It is whole on each rank, and must have the whole gradient there without a further sum.
             else:
                 total = total + _filled(direct[rank][name], tensor)
             if not _close(total, _filled(expected[name], tensor)):

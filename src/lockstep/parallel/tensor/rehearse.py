@@ -122,12 +122,14 @@ class _DifferentError(Exception):
 
 
 def _compare(rehearsal: TensorRehearsal, call: _Call) -> Passed:
+    # The whole run first: each rank's run must reproduce its own part of it.
     example = example_of(rehearsal, call)
     whole = forward_of_part(rehearsal, example)
     if not whole.given:
         raise _DifferentError(f"'{rehearsal.rows[0]}' was not called")
     parts = _ranks(rehearsal, call, whole)
     partial, meets = meetings(whole, parts)
+    # A module may take another path in training, such as fused attention. Gradients must be right on both.
     trained = _in_training(rehearsal, example)
     if trained is not None:
         also, meets_then = meetings(trained, _ranks(rehearsal, call, trained))
@@ -167,10 +169,12 @@ def _ranks(rehearsal: TensorRehearsal, call: _Call, whole: Run) -> list[Run]:
 def _check_values(whole: Run, part: Run, rank: int, ranks: int) -> None:
     if len(part.given) != len(whole.given):
         raise _DifferentError("its layers are called in another way with a rank's part of the features")
+    # What a row layer is given [..., features / N] must be this rank's features of the whole [..., features].
     for expected, got in zip(whole.given, part.given, strict=True):
         own = expected.chunk(ranks, dim=-1)[rank]
         if got.shape != own.shape or not _close(got, own):
             raise _DifferentError("its features depend on each other, as running it shows")
+    # A mark that reaches the output was summed by no row layer: ranks would go on with different values.
     if part.is_marked:
         raise _DifferentError("it returns something that is computed from a rank's features alone")
     if part.stopped != whole.stopped:
@@ -198,12 +202,14 @@ def _may_be_none(module: nn.Module) -> list[str]:
 def _of_heads(rehearsal: TensorRehearsal, call: _Call, name: str, without: Run) -> tuple[int, ...]:
     """How many dimensions a bias of each head may have that is given as this argument, and can be split by heads."""
     found = []
+    # [batch, heads, queries, keys], or without the batch.
     for dims in (4, 3):
         given = (name, dims)
         try:
             whole = forward_of_part(rehearsal, example_of(rehearsal, call, argument=given))
         except Exception:  # it takes no such thing
             continue
+        # The module ignores the argument, or takes another path with it: this rehearsal says nothing of it.
         if len(whole.given) != len(without.given) or all(map(torch.equal, whole.given, without.given)):
             continue
         try:
