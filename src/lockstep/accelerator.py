@@ -371,7 +371,7 @@ class Accelerator(
         return self.is_local_main_process
 
     @staticmethod
-    def verify_device_map(model: Any) -> bool:
+    def verify_device_map(model: nn.Module) -> bool:
         """Whether a part of ``model`` was dispatched to several devices by a device map.
 
         Examples:

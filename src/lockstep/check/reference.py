@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import psutil
 import torch
@@ -89,7 +88,7 @@ class Reference:
         """The model with these weights and buffers (by full name) inside, on ``device``; afterwards without any."""
         made: dict[int, nn.Parameter] = {}
         empty: list[tuple[dict[str, object], str, nn.Parameter]] = []
-        buffers: list[tuple[dict[str, object], str, Any]] = []
+        buffers: list[tuple[dict[str, object], str, object]] = []
         for prefix, module in self.model.named_modules(remove_duplicate=False):
             registered = torch_modules.parameters_of(module)
             for name, parameter in registered.items():

@@ -92,7 +92,7 @@ class CallCheck:
 
     def _with_check(
         self, signature: Signature, name: str, original: Callable[..., Any]
-    ) -> Callable[..., Any]:
+    ) -> Callable[..., object]:
         @functools.wraps(original)
         def call(*args: object, **kwargs: object) -> object:
             if torch.compiler.is_compiling() or not self._originals or WithoutCollectives.is_active():

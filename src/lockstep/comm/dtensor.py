@@ -117,7 +117,7 @@ def _shown_class() -> type[torch.Tensor]:
         __slots__ = ()
 
         @classmethod
-        def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
             def shown(value: object) -> Any:
                 return vars(value)["whole_value"] if type(value) is cls else value
 

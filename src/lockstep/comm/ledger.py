@@ -104,7 +104,7 @@ class _Recorder(dispatch.TorchDispatchMode):
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
-    ) -> Any:
+    ) -> object:
         # DTensor, whose import takes most of a second.
         if any(hasattr(kind, "device_mesh") for kind in types):
             return NotImplemented  # it comes first, and issues its collectives as operators of their own

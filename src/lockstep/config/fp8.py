@@ -148,7 +148,7 @@ class TERecipeKwargs(KwargsHandler):
     fp8_format: Any = None
     amax_history_len: int | None = None
     amax_compute_algo: Any = None
-    override_linear_precision: Any = None
+    override_linear_precision: object = None
     use_mxfp8_block_scaling: bool | None = None
 
     def __post_init__(self) -> None:

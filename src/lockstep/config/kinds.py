@@ -60,7 +60,7 @@ class ValueKind:
     metavar: str = ""
     bounds: tuple[int, int] | None = None
     words: tuple[str, ...] = ()
-    in_worker: Callable[[Any, str], Any] | None = None
+    in_worker: Callable[[object, str], object] | None = None
     on_flag: Callable[[Any], Any] | None = None
     is_section: bool = False
 
@@ -88,7 +88,7 @@ class ValueKind:
 def _kind(read: Callable[[object], object], **other: Any) -> ValueKind:
     """Of a reader whose messages need a name before them and what to do after them."""
 
-    def with_origin(value: object, origin: str) -> Any:
+    def with_origin(value: object, origin: str) -> object:
         try:
             return read(value)
         except ConfigError as error:

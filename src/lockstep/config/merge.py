@@ -25,7 +25,7 @@ class ExternalSettings:
     settings: Mapping[str, SettingValue]
     warnings: tuple[str, ...] = ()
     plugin: object = None
-    plugins: Mapping[str, tuple[Any, int]] = field(default_factory=dict)
+    plugins: Mapping[str, tuple[object, int]] = field(default_factory=dict)
 
 
 def values_of_settings(settings: Mapping[str, tuple[Any, str]]) -> dict[str, SettingValue]:

@@ -117,7 +117,7 @@ class Options:
     batch: BatchSizes = field(default_factory=BatchSizes)
     config_warnings: tuple[str, ...] = ()
     deepspeed_plugin: object = None
-    deepspeed_plugins: Mapping[str, tuple[Any, int]] = field(default_factory=dict)
+    deepspeed_plugins: Mapping[str, tuple[object, int]] = field(default_factory=dict)
     fsdp_plugin: object = None
     parallelism_config: object = None
     watch: bool = OF_WORKERS["watch"].default

@@ -38,7 +38,7 @@ MOST_NAMES = 200
 BOUNDS = {"step": 1e15, "attempt": 1e9, "time": 1e11}
 BOUND = 1e60
 """Numbers beyond it are nobody's, and not known; those of ``BOUNDS`` have their own."""
-_NOTHING: dict[str, Any] = {}
+_NOTHING: dict[str, object] = {}
 
 
 @dataclass
@@ -225,7 +225,7 @@ def bounded(value: object, bound: float = BOUND) -> float:
     return found if abs(found) < bound else math.nan
 
 
-def _first(value: object) -> Any:
+def _first(value: object) -> object:
     if type(value) is list:
         return value[0] if value else math.nan
     return math.nan if value is None else value

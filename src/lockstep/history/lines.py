@@ -18,7 +18,7 @@ BLOCK = 1 << 17
 LONGEST_LINE = 1 << 26
 
 
-def json_lines(path: Path, newest: int | None = None) -> Iterator[list[dict[str, Any]]]:
+def json_lines(path: Path, newest: int | None = None) -> Iterator[list[dict[str, object]]]:
     """The objects of a file, block by block and in order; lines that hold no whole object are left out.
 
     A file that is not there, or is no plain file, has none. ``newest``: read no more than its last bytes, so many.
@@ -41,7 +41,7 @@ def json_lines(path: Path, newest: int | None = None) -> Iterator[list[dict[str,
             yield _objects(b"".join(rest))
 
 
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+def read_lines(path: Path) -> Iterator[dict[str, object]]:
     """The same, one by one."""
     for block in json_lines(path):
         yield from block
@@ -54,7 +54,7 @@ def _is_plain(path: Path) -> bool:
         return False
 
 
-def _objects(block: bytes) -> list[dict[str, Any]]:
+def _objects(block: bytes) -> list[dict[str, object]]:
     return [found for line in block.split(b"\n") if line and type(found := _value(line)) is dict]
 
 

@@ -65,7 +65,7 @@ class JobLink:
         """``stacks``, ``save`` or ``stop``; the answer is among the ``news``. Raises ControlError."""
         self._tell(verb)
 
-    def news(self, timeout_s: float) -> list[dict[str, Any]]:
+    def news(self, timeout_s: float) -> list[dict[str, object]]:
         """What has come since: messages ``top.said`` and ``top.stack``; waits so long for the first. Raises
         ControlError."""
         if not self._others:
@@ -82,7 +82,7 @@ class JobLink:
     def _tell(self, verb: str, **values: object) -> None:
         self._client.send({"kind": f"top.{verb}", **values})
 
-    def _receive(self, timeout_s: float) -> dict[str, Any] | None:
+    def _receive(self, timeout_s: float) -> dict[str, object] | None:
         return self._client.receive(timeout_s)
 
 

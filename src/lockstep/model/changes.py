@@ -23,13 +23,13 @@ class Subclassed:
     _attributes: ClassVar[tuple[str, ...]] = ()
     """What the mixin adds to the object, and a pickle leaves out."""
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Any:
+    def __deepcopy__(self, memo: dict[int, object]) -> object:
         with attributes_set(self, __class__=self._plain_class):  # as the user's class is copied
             copied = copy.deepcopy(self, memo)
         copied.__class__ = type(self)
         return copied
 
-    def __copy__(self) -> Any:
+    def __copy__(self) -> object:
         with attributes_set(self, __class__=self._plain_class):
             copied = copy.copy(self)
         copied.__class__ = type(self)

@@ -61,7 +61,7 @@ def describe(module: nn.Module, foreign: Callable[[Tensor], bool] = lambda _: Fa
     values: dict[tuple[type, str, str], Any] = {}
     parts: list[Hashable] = []
     for path, inner in module.named_modules(remove_duplicate=False):
-        description: list[Any] = [path, type(inner)]
+        description: list[object] = [path, type(inner)]
         if id(inner) in reader.seen:
             parts.append((*description, reader.seen[id(inner)]))
             continue
@@ -171,7 +171,7 @@ def reading(classes: Iterable[type]) -> Iterator[Reads]:
 
 
 def _noting(original: Any, reads: Reads) -> object:
-    def __getattribute__(self: Any, name: str) -> Any:
+    def __getattribute__(self: Any, name: str) -> object:
         if name != _ANY or not sys._getframe(1).f_globals.get("__name__", "").startswith(_READS):
             reads.add((type(self), name))
         return original(self, name)

@@ -223,7 +223,7 @@ def _as_parts(gradient: torch.Tensor) -> object:
     }
 
 
-def _from_parts(gradient: Any) -> torch.Tensor:
+def _from_parts(gradient: torch.Tensor) -> torch.Tensor:
     if not isinstance(gradient, Mapping):
         return gradient
     return torch.sparse_coo_tensor(

@@ -7,7 +7,6 @@ the lower precision, and what ``forward`` returns is fp32 again.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch import nn
@@ -40,7 +39,7 @@ class AutocastForward(Subclassed):
     _attributes = ("_autocast_settings",)
     _autocast_settings: tuple[str, torch.device, AutocastKwargs]
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         with autocast(*self._autocast_settings):
             outputs = super().__call__(*args, **kwargs)  # type: ignore[misc]
         return to_float32(outputs)

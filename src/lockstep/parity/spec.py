@@ -118,7 +118,7 @@ class ProcessFacts:
             if is_hybrid or name not in ("replicate", "shard")
         }
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return asdict(self)
 
     def write(self, folder: Path) -> None:

@@ -211,7 +211,7 @@ def _made(folder: Path) -> float:
     return folder.stat().st_mtime
 
 
-def facts_of_run(options: Options, step: StepState, runtime: Runtime) -> dict[str, Any]:
+def facts_of_run(options: Options, step: StepState, runtime: Runtime) -> dict[str, object]:
     """What capsules say of how a run is made."""
     return {
         "parallel": str(options.parallel),

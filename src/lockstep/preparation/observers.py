@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch.optim import Optimizer
@@ -51,7 +51,7 @@ class RunObserver:
     def model_prepared(self, model: ParallelModel) -> None:
         """A model that will be trained was prepared."""
 
-    def loader_comes(self, loader: DataLoader[object]) -> DataLoader[Any]:
+    def loader_comes(self, loader: DataLoader[object]) -> DataLoader[object]:
         """What is to be prepared in the place of a loader of the script."""
         return loader
 

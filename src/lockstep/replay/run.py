@@ -136,7 +136,7 @@ class ReplayedRun(RunObserver):
 
     # -- batches -----------------------------------------------------------------------------------------
 
-    def _batches_of(self, loader: PreparedLoader, batches: Iterator[object]) -> Iterator[Any]:
+    def _batches_of(self, loader: PreparedLoader, batches: Iterator[object]) -> Iterator[object]:
         """The capsule's, and behind them the loader's own."""
         own = next(batches, _NOTHING)
         if own is _NOTHING:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from lockstep.replay.verdict import Compared, ReplayFinding, ReplayVerdict
 
 TITLES = ("of", "rank", "micro-batch", "in the run", "in the replay", "bits")
@@ -61,7 +59,7 @@ def remarks(verdict: ReplayVerdict) -> list[str]:
     return found
 
 
-def to_json(verdict: ReplayVerdict) -> dict[str, Any]:
+def to_json(verdict: ReplayVerdict) -> dict[str, object]:
     """All of it."""
     return {
         "format": "lockstep replay 1",

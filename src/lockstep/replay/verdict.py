@@ -72,7 +72,7 @@ class ReplayVerdict:
         """Whether all numbers that were compared are the same."""
         return all(one.is_same for one in self.compared)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return asdict(self)
 
     @classmethod

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from lockstep.history.columns import bounded
 from lockstep.history.text import plain_text
@@ -103,7 +102,7 @@ def _rank(one: Mapping[str, object]) -> RankNow:
     )
 
 
-def _objects(value: object) -> list[Mapping[str, Any]]:
+def _objects(value: object) -> list[Mapping[str, object]]:
     return [one for one in value if isinstance(one, Mapping)] if isinstance(value, list) else []
 
 

@@ -115,12 +115,12 @@ def reduction_of(op: Any) -> tuple[Any, object]:
     return kind, factor
 
 
-def set_group_name(group: Any, name: str) -> None:
+def set_group_name(group: dist.ProcessGroup, name: str) -> None:
     """Give a process group written in Python its name. Relies on: ``_set_group_name``."""
     group._set_group_name(GroupName(name))
 
 
-def group_that_does_nothing(rank: int, ranks: int, name: str) -> Any:
+def group_that_does_nothing(rank: int, ranks: int, name: str) -> dist.ProcessGroup:
     """A process group whose calls go through the dispatcher, where modes see them, and send nothing.
 
     Relies on: ``FakeProcessGroup``, which torch has for its own tests, and ``_register_backend``.
@@ -129,14 +129,16 @@ def group_that_does_nothing(rank: int, ranks: int, name: str) -> Any:
     fake: Any = torch._C._distributed_c10d.FakeProcessGroup
     group._register_backend(CPU, dist.ProcessGroup.BackendType.CUSTOM, fake._create_internal(rank, ranks))
     set_group_name(group, name)
-    return group
+    made: dist.ProcessGroup = group
+    return made
 
 
-def gloo_group(store: Store, rank: int, ranks: int, timeout: timedelta) -> Any:
+def gloo_group(store: Store, rank: int, ranks: int, timeout: timedelta) -> dist.Backend:
     """A backend of gloo, for who makes groups. Relies on: ``_set_sequence_number_for_group`` after its constructor."""
     backend: Any = dist.ProcessGroupGloo(store, rank, ranks, timeout)
     backend._set_sequence_number_for_group()
-    return backend
+    made: dist.Backend = backend
+    return made
 
 
 def set_sparse(tensor: torch.Tensor, new: torch.Tensor) -> None:

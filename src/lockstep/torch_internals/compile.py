@@ -34,7 +34,7 @@ def is_compiled(module: nn.Module) -> bool:
     return hasattr(module, "_orig_mod")
 
 
-def compiled_alike(inner: nn.Module, module: Any) -> nn.Module:
+def compiled_alike(inner: nn.Module, module: nn.Module) -> nn.Module:
     """``inner`` in such a compiled module as ``module`` is. Relies on: its class takes a module and ``dynamo_ctx``."""
     again: nn.Module = type(module)(inner, module.dynamo_ctx)
     return again

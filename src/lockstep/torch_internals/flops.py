@@ -69,7 +69,7 @@ HARMLESS = frozenset(
 """Namespaces of torch whose other operators move data, or compute element by element."""
 
 
-def formulas() -> dict[Any, Formula]:
+def formulas() -> dict[object, Formula]:
     """By operator, without its overload. Relies on: ``flop_registry`` is such a mapping."""
     known: dict[Any, Formula] = dict(flop_counter.flop_registry)
     for name, formula in OURS.items():

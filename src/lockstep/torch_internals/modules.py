@@ -79,7 +79,7 @@ def forward_pre_hooks_of(module: nn.Module) -> list[Callable[..., object]]:
     return list(module._forward_pre_hooks.values())
 
 
-def hooks_of(module: nn.Module) -> list[dict[int, Any]]:
+def hooks_of(module: nn.Module) -> list[dict[int, object]]:
     """All dictionaries of hooks. Relies on: the names of those that have them end so, as ``_forward_hooks`` does."""
     return [
         vars(module)[name] for name in OWN_ATTRIBUTES if name.endswith("_hooks") and vars(module).get(name)

@@ -10,7 +10,7 @@ from lockstep.data.carried import carried_options
 from lockstep.errors import UsageError
 
 
-def with_batch_size(loader: DataLoader[object], size: int) -> DataLoader[Any]:
+def with_batch_size(loader: DataLoader[object], size: int) -> DataLoader[object]:
     """``loader`` with batches of ``size`` samples; of its sampler, dataset and options nothing is copied.
 
     Raises:

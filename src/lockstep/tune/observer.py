@@ -7,7 +7,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +44,7 @@ class TrialObserver(RunObserver):
         self.facts = RankReport(rank=rank)
         self._step: StepState | None = None
         self._models: list[ParallelModel] = []
-        self._loaders: list[DataLoader[Any]] = []
+        self._loaders: list[DataLoader[object]] = []
         self._device = torch.device("cpu")
         self._steps_seen = 0
         self._began = time.perf_counter()
@@ -87,7 +87,7 @@ class TrialObserver(RunObserver):
             MemoryWatch(self.facts.limit, self._over).start()
         self._write()
 
-    def loader_comes(self, loader: DataLoader[object]) -> DataLoader[Any]:
+    def loader_comes(self, loader: DataLoader[object]) -> DataLoader[object]:
         spec = self._spec
         if spec.micro_batch is not None and spec.loader == len(self._loaders):
             ranks = self.facts.data_ranks if self.facts.split_batches else 1

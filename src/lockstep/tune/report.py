@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any
 
 from lockstep.tune.remarks import remarks_on
 from lockstep.tune.trial import SizeTrial, SizeVerdict
@@ -87,7 +86,7 @@ def how_to_use(result: TuneResult) -> list[str]:
     ]
 
 
-def to_json(result: TuneResult) -> dict[str, Any]:
+def to_json(result: TuneResult) -> dict[str, object]:
     """The same for programs. Sizes are rows of a rank, memory is in bytes."""
     trials = []
     for one in result.trials:

@@ -31,7 +31,7 @@ class DeviceParts:
         self._parts = parts
         self._new_event = new_event
         self._steps = 0
-        self._marks: list[tuple[str, Any]] = []
+        self._marks: list[tuple[str, object]] = []
         self._on_their_way: deque[list[tuple[str, Any]]] = deque(maxlen=8)
 
     def step_ends(self) -> dict[str, float] | None:

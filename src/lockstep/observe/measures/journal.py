@@ -122,7 +122,7 @@ def text_of(line: Line) -> str:
     return json.dumps(_rounded(line), separators=(",", ":"), default=str) + "\n"
 
 
-def _rounded(value: object) -> Any:
+def _rounded(value: object) -> object:
     if isinstance(value, float):
         return round(value, DIGITS) if abs(value) >= 1 else float(f"{value:.{DIGITS}g}")
     if isinstance(value, Mapping):

@@ -18,7 +18,7 @@ class LateNumbers:
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._numbers: list[torch.Tensor | None] = []
-        self._copied: Any = None
+        self._copied: object = None
         for tensor in tensors:
             self._numbers.append(self._taken(tensor))
         module = None if self._copied is None else getattr(torch, self._copied, None)

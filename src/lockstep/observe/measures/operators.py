@@ -43,7 +43,7 @@ class OperatorCounter(dispatch.TorchDispatchMode):
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    ) -> object:
         kwargs = kwargs or {}
         if any(hasattr(kind, "device_mesh") for kind in types):
             return NotImplemented  # a DTensor, whose parts come as operators of their own

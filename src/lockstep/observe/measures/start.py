@@ -20,7 +20,7 @@ def describe(
     options: Options,
     models: Sequence[ParallelModel],
     optimizers: Callable[[], Sequence[Any]],
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The values of the event ``start``; what is not known is None."""
     return {
         "world_size": runtime.world_size,
@@ -65,7 +65,7 @@ def dtypes_of(models: Sequence[ParallelModel]) -> list[str]:
     return sorted(str(dtype).removeprefix("torch.") for dtype in found)
 
 
-def optimizer_name(optimizer: Any) -> str:
+def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
     """As ``lockstep estimate`` names it: "adamw", or "sgd-momentum"."""
     name = type(getattr(optimizer, "optimizer", optimizer)).__name__.lower()
     return f"{name}-momentum" if any(group.get("momentum") for group in optimizer.param_groups) else name

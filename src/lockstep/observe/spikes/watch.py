@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -284,7 +284,7 @@ class SpikeWatch:
             "the last checkpoint and lower the learning rate, or raise the thresholds."
         )
 
-    def _skip(self, said: str, samples: int | None) -> dict[str, Any]:
+    def _skip(self, said: str, samples: int | None) -> dict[str, object]:
         """No rank makes the step; the values of the event."""
         skipped = list(range(self._first_batch, self.batches + 1))
         self._skips_in_a_row += 1
@@ -295,7 +295,7 @@ class SpikeWatch:
             logger.warning("%s, which all ranks skip.", said)
         return {"action": "skip", "skipped": skipped, "samples": samples}
 
-    def _go_back(self, said: str) -> dict[str, Any]:
+    def _go_back(self, said: str) -> dict[str, object]:
         """All that was trained on since the newest checkpoint is undone, and left out. Collective."""
         # From rank 0, which is told of checkpoints, to all.
         path: str = self._communicator.gather_object([self._checkpoint[0] if self._checkpoint else ""])[0]

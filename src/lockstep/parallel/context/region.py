@@ -161,7 +161,7 @@ class ContextParallelModel(Subclassed):
 
     _region: ContextRegion
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         call: Any = super().__call__  # type: ignore[misc]
         region: ContextRegion = self._region
         with region.on_loader_chunks(type(self).__name__, args, kwargs):
@@ -198,7 +198,7 @@ class ContextParallelBlock(Subclassed):
     _argument_names: tuple[str, ...]
 
     @torch_compile.disable
-    def __call__(self, *args: object, **kwargs: object) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         call: Any = super().__call__  # type: ignore[misc]
         region, name = self._region, self._block_name
         if not _in_backward():

@@ -159,7 +159,7 @@ class Exchange(TorchFunctionMode):
         """What goes to the next stage beside the arguments of its first block; None for what is missing."""
         return [self._one(source) for source in self._sources]
 
-    def _one(self, source: Source) -> Any:
+    def _one(self, source: Source) -> object:
         if source.kind == "received":
             return self._received[source.number]
         if source.kind == "attribute":

@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.comm.tree import Args, Kwargs, children, leaves, map_leaves, tensor_leaves
 from lockstep.model.equal_modules import Unlike, describe, described, reading
@@ -57,7 +57,7 @@ class Replays:
         self._log: Operations | None = None
 
     def call(
-        self, name: str, module: Any, args: Args, kwargs: Kwargs, run: Callable[[Any, Any, Any], Any]
+        self, name: str, module: nn.Module, args: Args, kwargs: Kwargs, run: Callable[[Any, Any, Any], Any]
     ) -> Any:
         """What the block ``name`` returns; ``run(module, args, kwargs)`` traces it."""
         own: set[int] = set()  # storages of what the block holds, views of which are computed in it
@@ -153,7 +153,7 @@ class Replays:
 
         return _modes(), _skeleton((args, kwargs), kind)
 
-    def _kept_of(self, out: object, given: Mapping[str, object], own: set[int]) -> Any:
+    def _kept_of(self, out: object, given: Mapping[str, object], own: set[int]) -> object:
         """The output as it is to be given again; None if it cannot be."""
         places = {id(leaf): path for path, leaf in given.items() if not isinstance(leaf, _PLAIN)}
         taken = own | {storage_of(leaf) for leaf in tensor_leaves(given).values()}

@@ -93,7 +93,6 @@ class Stage(StageBase):
         try:
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         except RuntimeError as error:
-            # torch wraps what a forward raises in a RuntimeError with the number of the stage; ours says it better.
             if isinstance(error.__cause__, LockstepError):
                 raise error.__cause__ from None  # torch wraps what a forward raises
             raise

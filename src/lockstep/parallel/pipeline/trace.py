@@ -100,7 +100,7 @@ class Tracer(TorchDispatchMode):
         with self._values.paused():
             return self._followed(func, args, kwargs or {})
 
-    def _followed(self, func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
+    def _followed(self, func: TorchFunction, args: Args, kwargs: Kwargs) -> object:
         # Fake tensors have no values, so what is chosen by values is chosen by places.
         func, args = self._with_places(func, args)
         called_with = leaves((args, kwargs))
@@ -142,7 +142,7 @@ class Tracer(TorchDispatchMode):
 
     def _without_values(
         self, func: TorchFunction, args: Args, kwargs: Kwargs, given: Sequence[Tensor]
-    ) -> Any:
+    ) -> object:
         if any(type(tensor) in _REAL for tensor in given) and not changes_arguments(func):
             args, kwargs = map_leaves(
                 lambda _, leaf: self._emptied(leaf) if type(leaf) in _REAL else leaf, (args, kwargs)
@@ -238,7 +238,7 @@ class Tracer(TorchDispatchMode):
         with self._values.paused():
             return self._block(name, module, args, kwargs)
 
-    def _block(self, name: str, module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
+    def _block(self, name: str, module: nn.Module, args: Args, kwargs: Kwargs) -> object:
         expected = self._order[self._called] if self._called < len(self._order) else None
         if name != expected:
             behind = f"'{expected}' is next" if expected else "all blocks have been called"
@@ -266,7 +266,7 @@ class Tracer(TorchDispatchMode):
         self._values.returned(name, out)
         return out
 
-    def _result(self, name: str, module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
+    def _result(self, name: str, module: nn.Module, args: Args, kwargs: Kwargs) -> object:
         like = self.alike(name, module) if self.alike is not None else None
         if like is not None:
             return self._like_another(like, module, args, kwargs)
@@ -274,7 +274,7 @@ class Tracer(TorchDispatchMode):
             return self._replays.call(name, module, args, kwargs, self._called_for)
         return self._called_for(module, args, kwargs)
 
-    def _like_another(self, like: Hashable, module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
+    def _like_another(self, like: Hashable, module: nn.Module, args: Args, kwargs: Kwargs) -> object:
         given = leaves((args, kwargs))
         # Equal modules on equal shapes give equal shapes: the result of the first call is repeated with new
         # placeholders.
@@ -291,7 +291,7 @@ class Tracer(TorchDispatchMode):
         for tensor in given if self.inputs else ():
             self.used |= self.inputs.get(storage_of(tensor), set())
 
-    def _called_for(self, module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
+    def _called_for(self, module: nn.Module, args: Args, kwargs: Kwargs) -> object:
         depth = len(self._stack)
         try:
             with self._values.paused(False), self._values.within_a_block():
@@ -390,7 +390,7 @@ class Tracer(TorchDispatchMode):
                 handle.remove()
 
 
-def _shape(leaf: object) -> Any:
+def _shape(leaf: object) -> object:
     if isinstance(leaf, Tensor):
         return (tuple(leaf.shape), leaf.dtype, leaf.requires_grad, is_placeholder(leaf))
     return leaf if isinstance(leaf, (bool, int, float, str, type(None))) else type(leaf)

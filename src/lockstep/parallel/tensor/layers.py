@@ -45,7 +45,7 @@ class ParallelLayer(nn.Module):
         for name in dims.keys() - dict(plain.named_parameters()).keys():
             self.register_parameter(name, None)
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Any:
+    def __deepcopy__(self, memo: dict[int, object]) -> object:
         import copy
 
         copied = type(self).__new__(type(self))
@@ -428,7 +428,7 @@ class ParallelAttention(nn.Module):
     def _inputs(self) -> tuple[ColumnParallelLinear, ...]:
         return self.q, self.k, self.v
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Any:
+    def __deepcopy__(self, memo: dict[int, object]) -> object:
         return ParallelLayer.__deepcopy__(self, memo)  # type: ignore[arg-type]
 
 

@@ -23,7 +23,7 @@ class OwnGenerators:
     """
 
     def __init__(self) -> None:
-        self._made: dict[int, tuple[Any, str, str]] = {}
+        self._made: dict[int, tuple[object, str, str]] = {}
         self._states: dict[int, bytes] = {}
         self.drawn: dict[str, str] = {}
 

@@ -100,7 +100,7 @@ class BatchPlace:
 
     # Batches ----------------------------------------------------------------------------------------------
 
-    def _batches_of(self, loader: PreparedLoader, batches: Iterator[object]) -> Iterator[Any]:
+    def _batches_of(self, loader: PreparedLoader, batches: Iterator[object]) -> Iterator[object]:
         return self.batches(batches)
 
     def batches(self, batches: Iterator[object]) -> Iterator[Any]:

@@ -75,7 +75,7 @@ def _kinds_of(kind: type) -> Iterator[type]:
         yield from _kinds_of(other)
 
 
-def _repeated(times: Callable[[str], int], step: Callable[..., Any]) -> Callable[..., Any]:
+def _repeated(times: Callable[[str], int], step: Callable[..., Any]) -> Callable[..., object]:
     @wraps(step)
     def repeated(*args: Any, **kwargs: Any) -> None:  # of a scheduler
         caller = str(sys._getframe(1).f_globals.get("__name__"))

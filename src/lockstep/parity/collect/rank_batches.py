@@ -13,7 +13,7 @@ class RankBatches(NamedTuple):
     """A global batch, and what each rank has of it; ``of_ranks`` is empty where its rows do not go round."""
 
     whole: Any
-    of_ranks: tuple[Any, ...]
+    of_ranks: tuple[object, ...]
 
 
 class CollateForRanks:

@@ -67,7 +67,7 @@ def tell_of_world(ranks: int, reduces: Callable[[], None]) -> None:
         given = dict(zip(("backend", "init_method", "timeout"), args, strict=False)) | kwargs
         begin(**{**given, "world_size": 1, "rank": 0})
 
-    def init_device_mesh(device_type: str, mesh_shape: tuple[int, ...], *args: Any, **kwargs: Any) -> Any:
+    def init_device_mesh(device_type: str, mesh_shape: tuple[int, ...], *args: Any, **kwargs: Any) -> object:
         return mesh_of(device_type, (1,) * len(mesh_shape), *args, **kwargs)
 
     dist.get_world_size = get_world_size

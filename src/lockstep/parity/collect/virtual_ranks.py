@@ -93,7 +93,7 @@ class SequentialRanks(BatchPlace):
     def buffers_of_ranks(self, model: ParallelModel) -> Mapping[int, Mapping[str, Tensor]]:
         return self.buffers.of_ranks(model)
 
-    def _batches_of(self, loader: PreparedLoader, batches: Iterator[object]) -> Iterator[Any]:
+    def _batches_of(self, loader: PreparedLoader, batches: Iterator[object]) -> Iterator[object]:
         return self.batches(self._whole_rounds(loader, self._parts(batches)))
 
     def _whole_rounds(self, loader: PreparedLoader, batches: Iterator[object]) -> Iterator[Any]:
@@ -121,7 +121,7 @@ class SequentialRanks(BatchPlace):
             self._is_in_loop = outer
         self._seed_for(self._all_handed // self.ranks, -1)
 
-    def _parts(self, batches: Iterator[object]) -> Iterator[Any]:
+    def _parts(self, batches: Iterator[object]) -> Iterator[object]:
         for batch in batches:
             whole, of_ranks = batch if isinstance(batch, RankBatches) else (batch, ())
             if not self._turns.splits_batches or not self._is_trained_on():

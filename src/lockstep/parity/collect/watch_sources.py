@@ -80,7 +80,7 @@ class SourceWatch:
             return
         note = self._note
 
-        def watched(*args: object, **kwargs: object) -> Any:
+        def watched(*args: object, **kwargs: object) -> object:
             if counts(args, kwargs):
                 note(what, sys._getframe(1))
             return function(*args, **kwargs)

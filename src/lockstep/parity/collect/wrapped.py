@@ -147,7 +147,7 @@ class WrappedRun(ProcessRun):
         self.optimizer_prepared(optimizer)
         step, zero_grad, run = type(optimizer).step, type(optimizer).zero_grad, self
 
-        def paced_step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        def paced_step(self: Optimizer, *args: Any, **kwargs: Any) -> object:
             return run._paced(self, lambda: step(self, *args, **kwargs))
 
         def paced_zero_grad(self: Optimizer, *args: Any, **kwargs: Any) -> None:
@@ -158,7 +158,7 @@ class WrappedRun(ProcessRun):
         vars(optimizer)["step"] = types.MethodType(paced_step, optimizer)
         vars(optimizer)["zero_grad"] = types.MethodType(paced_zero_grad, optimizer)
 
-    def _paced(self, optimizer: Optimizer, step: Callable[[], object]) -> Any:
+    def _paced(self, optimizer: Optimizer, step: Callable[[], object]) -> object:
         place = self.place
         if not isinstance(place, VirtualRanks):
             self._at_rest()
@@ -220,7 +220,7 @@ class WrappedRun(ProcessRun):
 
     def _outermost(
         self, loader: DataLoader[object], iterate: Callable[[Any], Iterator[Any]]
-    ) -> Iterator[Any]:
+    ) -> Iterator[object]:
         batches = self._of_all_ranks(loader, iterate)
         while True:
             self._is_reading = True
@@ -264,7 +264,7 @@ class WrappedRun(ProcessRun):
         ranks = self._spec.ranks
         iterators = []
         for rank in range(ranks):
-            of_rank: DistributedSampler[Any] = DistributedSampler(
+            of_rank: DistributedSampler[object] = DistributedSampler(
                 sampler.dataset, ranks, rank, sampler.shuffle, sampler.seed, sampler.drop_last
             )
             vars(sampler).update(vars(of_rank), epoch=sampler.epoch)

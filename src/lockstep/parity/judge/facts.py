@@ -70,7 +70,7 @@ class RunFacts:
             sizes[axis] = max(sizes.get(axis, 1), len(indices))
         return {axis: size for axis, size in sizes.items() if size > 1}
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """As JSON has it."""
         return asdict(self)
 

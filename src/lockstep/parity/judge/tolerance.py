@@ -101,7 +101,7 @@ class Tolerance(Mapping[str, Limit]):
         """For other processes."""
         path.write_text(json.dumps(self.to_json()), "utf-8")
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """As JSON has it."""
         return {"multiple": self.multiple, "limits": self._limits}
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from lockstep.parity.judge.facts import RunFacts
 from lockstep.parity.judge.tolerance import FEW, SWITCHED
@@ -131,7 +130,7 @@ def remarks(verdict: ParityVerdict) -> list[str]:
     return [*said, *verdict.notes, *facts.notes]
 
 
-def to_json(verdict: ParityVerdict) -> dict[str, Any]:
+def to_json(verdict: ParityVerdict) -> dict[str, object]:
     """The report as JSON has it; infinite numbers are null.
 
     Keys:
@@ -235,7 +234,7 @@ def _shape(shape: Sequence[int]) -> str:
     return f"[{', '.join(map(str, shape))}]"
 
 
-def _finding(finding: Mismatch) -> dict[str, Any]:
+def _finding(finding: Mismatch) -> dict[str, object]:
     return {
         **_item(finding.item),
         "fault": finding.fault.value,
@@ -251,11 +250,11 @@ def _finding(finding: Mismatch) -> dict[str, Any]:
     }
 
 
-def _ratio(ratio: Ratio) -> dict[str, Any]:
+def _ratio(ratio: Ratio) -> dict[str, object]:
     return {"item": _item(ratio.item), "ratio": _finite(ratio.ratio), "distance": _finite(ratio.distance)}
 
 
-def _item(item: TraceItem) -> dict[str, Any]:
+def _item(item: TraceItem) -> dict[str, object]:
     return {**item._asdict(), "kind": item.kind.value, "phase": item.kind.phase}
 
 

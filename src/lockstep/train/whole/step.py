@@ -385,7 +385,7 @@ def _step_of(cls: type[Optimizer]) -> object:
     def step(self: Optimizer, *args: object, **kwargs: object) -> Any:
         return _required(self).step(False, cls, *args, **kwargs)
 
-    def unhooked(self: Optimizer, *args: object, **kwargs: object) -> Any:
+    def unhooked(self: Optimizer, *args: object, **kwargs: object) -> object:
         return _required(self).step(True, cls, *args, **kwargs)
 
     torch_optim.take_for_wrapped(step)  # hooks are the class's own, inside

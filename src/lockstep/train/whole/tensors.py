@@ -299,6 +299,6 @@ def visit_tensors(
     walk(root)
 
 
-def tensors_of(groups: Iterable[Mapping[str, Any]]) -> Iterator[Any]:
+def tensors_of(groups: Iterable[Mapping[str, Any]]) -> Iterator[object]:
     """The parameters of an optimizer's groups."""
     return (parameter for group in groups for parameter in group["params"])
