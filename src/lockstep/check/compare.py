@@ -64,15 +64,15 @@ class Rounded:
         """Tolerance of each gradient: its own distance by rounding, or the median of all if that is larger."""
         apart = {name: relative for name, relative, _, _ in _distances(self.result.gradients, whole)}
         median = sorted(apart.values())[len(apart) // 2] if apart else 0.0
-        return {name: self._of(max(relative, median)) for name, relative in apart.items()}
+        return {name: self._tolerance_of(max(relative, median)) for name, relative in apart.items()}
 
     def of_output(self, path: str, expected: Tensor) -> float:
         """Tolerance of an output, or of the loss."""
         found = self.result.outputs.get(path)
         is_there = found is not None and found.shape == expected.shape
-        return self._of(_distance(found, expected, 0.0) if is_there and found is not None else 0.0)
+        return self._tolerance_of(_distance(found, expected, 0.0) if is_there and found is not None else 0.0)
 
-    def _of(self, relative: float) -> float:
+    def _tolerance_of(self, relative: float) -> float:
         return max(TIMES_ROUNDING * relative, LEAST_EPS * torch.finfo(self.dtype).eps)
 
 
@@ -135,7 +135,7 @@ def _of_outputs(
         relative = _distance(found, expected, 0.0)
         allowed = _of_forward(tolerance, kind) if rounded is None else rounded.of_output(path, expected)
         if relative > allowed:
-            yield Difference(kind, path, _number(found), _number(expected), relative)
+            yield Difference(kind, path, _number_of(found), _number_of(expected), relative)
 
 
 def _of_forward(tolerance: float, kind: str) -> float:
@@ -196,7 +196,7 @@ def _of_buffers(
         if found is None or found.shape != expected.shape:
             continue  # a cache that the forward makes as large as what it needs
         if _distance(found, expected, 0.0) > tolerance:
-            yield Difference("buffer", name, _number(found), _number(expected))
+            yield Difference("buffer", name, _number_of(found), _number_of(expected))
 
 
 def _of_attributes(split: Mapping[str, object], whole: Mapping[str, object]) -> Iterator[Difference]:
@@ -210,7 +210,7 @@ def _of_attributes(split: Mapping[str, object], whole: Mapping[str, object]) -> 
             yield Difference("attribute", name, found, expected)
 
 
-def _number(tensor: Tensor) -> object:
+def _number_of(tensor: Tensor) -> object:
     return tensor.item() if tensor.numel() == 1 else None
 
 

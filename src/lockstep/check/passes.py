@@ -66,7 +66,9 @@ def run_pass(
     """
     with torch.enable_grad():
         output = call(batch)
-        found = {path: _whole(leaf) for path, leaf in leaves(output).items() if isinstance(leaf, Tensor)}
+        found = {
+            path: _full_tensor(leaf) for path, leaf in leaves(output).items() if isinstance(leaf, Tensor)
+        }
         path = find_loss(output)
         objective = found[path] if path is not None else _combination(found.values())
     result = PassResult(path, {path: leaf.detach().cpu() for path, leaf in found.items()})
@@ -89,7 +91,7 @@ def in_full_precision(model: nn.Module) -> Iterator[None]:
             module._autocast_settings = before
 
 
-def _whole(output: Any) -> Tensor:
+def _full_tensor(output: Any) -> Tensor:
     gathered: Tensor = output.full_tensor() if is_dtensor(output) else output
     return gathered
 

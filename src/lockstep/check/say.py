@@ -90,7 +90,7 @@ def different(model: str, parallel: object, when: str, axes: list[str], comparis
         remedies = IN_A_BLOCK
     return (
         f"{model} with parallel='{parallel}' does not compute what the whole model does: {when} "
-        f"{_said(first)}{_others(comparison)}.{where} {remedies}. To train anyway, pass verify='off'."
+        f"{_said(first)}{_other_differences(comparison)}.{where} {remedies}. To train anyway, pass verify='off'."
     )
 
 
@@ -110,25 +110,25 @@ def cannot_run(
 def _said(difference: Difference) -> str:
     name, found, expected = difference.name, difference.found, difference.expected
     if difference.kind == "loss":
-        return f"the loss is {_number(found)} instead of {_number(expected)}{_ratio(found, expected)}"
+        return f"the loss is {_shown(found)} instead of {_shown(expected)}{_ratio(found, expected)}"
     if difference.kind == "output":
         return f"output{name} {_differs(found, expected, difference.relative)}"
     if difference.kind == "gradient":
         if isinstance(found, float) and math.isfinite(difference.relative):
             return (
-                f"the gradient of '{name}' is off by {_percent(difference.relative)} (its norm is {_number(found)} "
-                f"instead of {_number(expected)})"
+                f"the gradient of '{name}' is off by {_percent(difference.relative)} (its norm is {_shown(found)} "
+                f"instead of {_shown(expected)})"
             )
         return f"the gradient of '{name}' {_differs(found, expected, difference.relative)}"
     if difference.kind == "replica":
         return f"the gradient of '{name}', of which ranks hold copies, differs between ranks"
     if difference.kind == "buffer":
-        change = "" if found is None else f" ({_number(found)} instead of {_number(expected)})"
+        change = "" if found is None else f" ({_shown(found)} instead of {_shown(expected)})"
         return f"the buffer '{name}' changes differently{change}"
-    return f"the attribute '{name}' becomes {_number(found)} instead of {_number(expected)}"
+    return f"the attribute '{name}' becomes {_shown(found)} instead of {_shown(expected)}"
 
 
-def _others(comparison: Comparison) -> str:
+def _other_differences(comparison: Comparison) -> str:
     wrong = {d.name for d in comparison.differences if d.kind in ("gradient", "replica")}
     first = comparison.differences[0]
     rest = wrong - {first.name}
@@ -158,7 +158,7 @@ def _percent(relative: float) -> str:
     return "more than its size" if not math.isfinite(relative) else f"{100 * relative:.3g} %"
 
 
-def _number(value: object) -> str:
+def _shown(value: object) -> str:
     return f"{value:.6g}" if isinstance(value, float) else f"{value}"
 
 

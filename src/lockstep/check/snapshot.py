@@ -61,7 +61,7 @@ class Snapshot:
             for name, (_, value) in attributes(module).items()
             if isinstance(value, _PLAIN)
             and name in before.get(id(module), {})
-            and not _same(before[id(module)][name][1], value)
+            and not _is_unchanged(before[id(module)][name][1], value)
         }
 
     @torch.no_grad()
@@ -135,7 +135,7 @@ def _copies(module: nn.Module) -> list[tuple[str, object]]:
     return [(name, copy) for name, (_, copy) in attributes(module).items()]
 
 
-def _same(before: object, now: object) -> bool:
+def _is_unchanged(before: object, now: object) -> bool:
     return bool(before == now) or (before != before and now != now)
 
 

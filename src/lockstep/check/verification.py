@@ -149,17 +149,17 @@ class Verification:
             batch, reason = self._same_batch(batch)
         if reason:
             self._say_not(reason)
-            self._end()
+            self._finish()
             return
         batch = batch.detached()
         self._setup.at_rest()
         with unsynchronized(model.modules()):  # before it is noted what modules keep
             comparison, reason = self._compared_twice(model, batch, chunks)
         axes = self._setup.axes
-        self._tell(comparison, reason, axes if chunks is None else ["chunks", *axes])
+        self._report(comparison, reason, axes if chunks is None else ["chunks", *axes])
         self._is_due = False
         if not self._setup.interval and not self._follows_settings(self._prepared):
-            self._end()
+            self._finish()
 
     def _compared_twice(
         self, model: nn.Module, batch: ComparedBatch, chunks: Chunks | None
@@ -177,7 +177,7 @@ class Verification:
                 comparison, reason = self._compared(model, batch, chunks, live, before, look=True)
         return comparison, reason
 
-    def _end(self) -> None:
+    def _finish(self) -> None:
         self._is_due = False
         self._has_ended = True
         self._reference = None
@@ -194,7 +194,7 @@ class Verification:
         look: bool,
     ) -> tuple[Comparison | None, str]:
         """On rank 0, or why there is none. To ``look`` at modules costs more, and shows where a difference begins."""
-        whole, reason = self._whole(batch, live, look)
+        whole, reason = self._run_reference(batch, live, look)
         reason = self._shared([reason])[0]
         if reason:
             return None, reason
@@ -252,7 +252,7 @@ class Verification:
         result.observed = seen
         return result
 
-    def _whole(self, batch: ComparedBatch, live: Live, look: bool) -> tuple[PassResult | None, str]:
+    def _run_reference(self, batch: ComparedBatch, live: Live, look: bool) -> tuple[PassResult | None, str]:
         """The result on rank 0, or why there is none."""
         if self._reference is None:
             return None, ""
@@ -327,7 +327,7 @@ class Verification:
         args, kwargs, targets = values[0]
         return ComparedBatch(args, kwargs, batch.loss_function, targets).detached(self._setup.device), ""
 
-    def _tell(self, comparison: Comparison | None, reason: str, axes: list[str]) -> None:
+    def _report(self, comparison: Comparison | None, reason: str, axes: list[str]) -> None:
         if reason:
             self._say_not(reason)
             return

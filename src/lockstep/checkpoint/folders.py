@@ -46,7 +46,7 @@ class Folders:
 
     def next(self, output_dir: str | os.PathLike[str] | None) -> tuple[Store, str]:
         """Where the next checkpoint goes."""
-        store, path = self._place(output_dir)
+        store, path = self._store_and_folder(output_dir)
         if output_dir is None:
             for lock in self._locks.values():  # of one that another run took over, this tells
                 lock.acquire()
@@ -68,12 +68,12 @@ class Folders:
 
     def candidates(self, input_dir: str | os.PathLike[str] | None) -> tuple[Store, list[str]]:
         """Where a checkpoint may be that is loaded, best first."""
-        store, path = self._place(input_dir)
+        store, path = self._store_and_folder(input_dir)
         return store, candidates(None if input_dir is None else path, self._project, store)
 
     def next_number(self) -> int:
         """The number of the project's next checkpoint, once one has been loaded."""
-        return number_after(self._project, self._place(None)[0])
+        return number_after(self._project, self._store_and_folder(None)[0])
 
     def unlock(self, directory: str) -> None:
         """Let others write a directory that is not in a project's folder."""
@@ -87,7 +87,7 @@ class Folders:
             lock.release()
         self._locks.clear()
 
-    def _place(self, path: str | os.PathLike[str] | None) -> tuple[Store, str]:
+    def _store_and_folder(self, path: str | os.PathLike[str] | None) -> tuple[Store, str]:
         text = os.fspath(self._project.project_dir or "." if path is None else path)
         if text not in self._stores:  # a store may know which locks this run has taken
             self._stores[text] = store_for(text)

@@ -89,7 +89,7 @@ def merge_states(everywhere: list[Document], ranks: list[int], contents: Checkpo
     if all(document is state for document in documents):
         return state
     state = copy.deepcopy(state)
-    order = _order(contents)
+    order = _parameter_order(contents)
     for other in _distinct(documents)[1:]:
         for number, model in other["models"].items():
             mine = state["models"].setdefault(number, {"ties": {}, "extra": {}})
@@ -152,7 +152,7 @@ def _distinct(documents: list[Document]) -> list[Document]:
     return list({id(document): document for document in documents}.values())
 
 
-def _order(contents: CheckpointContents) -> dict[str, int]:
+def _parameter_order(contents: CheckpointContents) -> dict[str, int]:
     """The places of parameters in whole models."""
     names = (f"{i}.{name}" for i, whole in sorted(contents.whole.items()) for name in whole.names)
     return {name: place for place, name in enumerate(names)}

@@ -72,7 +72,7 @@ def load_checkpoint(
         else:
             assert first_failure is not None
             raise first_failure
-        _tell(checkpointer, store, directory, is_second_choice=first_failure is not None)
+        _warn_of_choice_and_added(checkpointer, store, directory, is_second_choice=first_failure is not None)
         _restore(checkpointer, folder, contents)
 
     # From each rank to all: whether it could look for the number of the next checkpoint.
@@ -170,7 +170,9 @@ def _restore(checkpointer: Checkpointer, folder: str, contents: CheckpointConten
         )
 
 
-def _tell(checkpointer: Checkpointer, store: Store, directory: str, is_second_choice: bool) -> None:
+def _warn_of_choice_and_added(
+    checkpointer: Checkpointer, store: Store, directory: str, is_second_choice: bool
+) -> None:
     """Say that an older checkpoint is loaded, and, once a run, that files were added to one."""
     if not checkpointer.group.is_coordinator:
         return

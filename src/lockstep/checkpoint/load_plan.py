@@ -94,24 +94,24 @@ def create_load_plan(
             _plan_model(plan, model, number, state["models"], contents, everywhere.models[str(number)])
     names = ParameterNames(contents.models, {number: whole.ties for number, whole in contents.whole.items()})
     for name, optimizer in contents.stateful("optimizer"):
-        document, groups = _part(checkpoint, state, name), names.of(optimizer)
+        document, groups = _section(checkpoint, state, name), names.of(optimizer)
         wanted = everywhere.optimizers[name]
         places = OptimizerPlaces(document, optimizer, groups, checkpoint.index, name, wanted)
         plan.items += create_read_items(places.tensors, checkpoint.index)
         plan.states.append((optimizer, places.state_dict()))
         places.check_step(checkpoint.whole(places.small(checkpoint.index)))
     for name, item in contents.stateful("scheduler"):
-        plan.states.append((item, decoded(checkpoint, _part(checkpoint, state, name))))
+        plan.states.append((item, decoded(checkpoint, _section(checkpoint, state, name))))
         check_scheduler(plan.states[-1][1], item, name)
         try_scheduler(item, plan.states[-1][1], name)
     for name, item in contents.stateful("scaler"):
-        plan.states.append((item, decoded(checkpoint, _part(checkpoint, state, name))))
+        plan.states.append((item, decoded(checkpoint, _section(checkpoint, state, name))))
         check_scaler(plan.states[-1][1], item, name)
     for name, item in contents.stateful("loader"):
-        plan.loaders.append((item, decoded(checkpoint, _part(checkpoint, own, name))))
+        plan.loaders.append((item, decoded(checkpoint, _section(checkpoint, own, name))))
         item.check_state_dict(plan.loaders[-1][1])
     for name, item in contents.stateful("object"):
-        document = _part(checkpoint, own, name)
+        document = _section(checkpoint, own, name)
         plan.objects.append((item, decoded(checkpoint, document, _sharded_in(item, name, world_size))))
     for name, item in contents.stateful("window"):
         try:
@@ -122,7 +122,7 @@ def create_load_plan(
                 f"{error}). Load another checkpoint."
             ) from error
     if sources.same_world and ("imported" not in state or "rng" in own):
-        plan.rng = decoded(checkpoint, _part(checkpoint, own, "rng"))
+        plan.rng = decoded(checkpoint, _section(checkpoint, own, "rng"))
         check_rng(plan.rng, checkpoint.root)
         plan.buffers = decoded(checkpoint, own.get("buffers", {}))
         check_buffers(plan.buffers, _tensors_of(plan.models), checkpoint.root)
@@ -130,7 +130,7 @@ def create_load_plan(
     return plan
 
 
-def _part(checkpoint: Checkpoint, document: Document, name: str) -> Document:
+def _section(checkpoint: Checkpoint, document: Document, name: str) -> Document:
     if name not in document:
         raise CheckpointError(f"{checkpoint.root} has no state of {name}. Load another checkpoint.")
     return document[name]

@@ -82,7 +82,7 @@ class OptimizerPlaces:
             for tensor in tensor_names(value)
         }
         self.tensors = {
-            name: self._place(name, index, what) for name in dict.fromkeys(tensor_names(self._value))
+            name: self._placeholder_of(name, index, what) for name in dict.fromkeys(tensor_names(self._value))
         }
 
     def state_dict(self) -> Document:
@@ -177,7 +177,7 @@ class OptimizerPlaces:
         state = {name: values for name, values in value["state"].items() if name in self._parameters}
         return {**value, "state": state, "param_groups": groups}
 
-    def _place(self, name: str, index: Index, what: str) -> torch.Tensor:
+    def _placeholder_of(self, name: str, index: Index, what: str) -> torch.Tensor:
         if name not in index:
             raise CheckpointError(f"{what}: the checkpoint has no tensor {name}. Load another checkpoint.")
         entry = index[name]

@@ -142,16 +142,16 @@ def plan_window(
         for tensor, entry in checkpoint.index.items()
         if ".window." in tensor or tensor.startswith(name)
     }
-    states = _each(documents, lambda document: _checked(decode(document[name], shapes), checkpoint))
+    states = _work_on_each(documents, lambda document: _checked(decode(document[name], shapes), checkpoint))
     numbers = sources.gradient_ranks()
-    unchanged = sources.same_places and item.is_unchanged(_joined(states, numbers))
+    unchanged = sources.same_places and item.is_unchanged(_without_replicas(states, numbers))
     if not unchanged and (sources.is_part or spread or any(document.get("parts") for document in documents)):
         _refuse_gradients(states, checkpoint)
     # Shards are read as they are laid out now; what was not reduced is whole, as each rank's own.
     like = {f"{name}.{path}": place for path, place in item.places().items()}
     dtensors = {path: place for path, place in like.items() if is_dtensor(place)}
     mine = {id(documents[sources.rank])} if unchanged else {id(document) for document in documents}
-    read = _each(
+    read = _work_on_each(
         documents,
         lambda document: (
             _checked(decoded(checkpoint, document[name], dtensors), checkpoint)
@@ -160,7 +160,7 @@ def plan_window(
         ),
     )
     states = [state if found is None else found for state, found in zip(states, read, strict=True)]
-    joined = _joined(states, numbers)
+    joined = _without_replicas(states, numbers)
     if unchanged:
         joined[sources.gradient_rank] = states[sources.rank]
     if spread or any(document.get("parts") for document in documents):
@@ -169,7 +169,7 @@ def plan_window(
     return item, joined, sources.gradient_rank
 
 
-def _each(documents: list[Document], work: Callable[[Document], FoundValue]) -> list[FoundValue]:
+def _work_on_each(documents: list[Document], work: Callable[[Document], FoundValue]) -> list[FoundValue]:
     """``work`` of each document; of one that stands for several ranks once."""
     done: dict[int, FoundValue] = {}
     for document in documents:
@@ -285,7 +285,7 @@ def _has(value: object, what: str, fields: Mapping[str, type | tuple[type, ...]]
             raise TypeError(f"{what}.{key} is {str(value[key])[:60]!r}")
 
 
-def _joined(states: list[Document], numbers: list[int]) -> list[Document]:
+def _without_replicas(states: list[Document], numbers: list[int]) -> list[Document]:
     """Of ranks with the same number the first one's state, with the gradients of all their blocks."""
     joined: dict[int, Document] = {}
     for number, state in zip(numbers, states, strict=True):

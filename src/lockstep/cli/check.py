@@ -165,7 +165,7 @@ def command(
         write_json(json_path, {"format": "lockstep check 1", "agrees": None, "sentence": reason})
         click.echo(f"lockstep check: {escaped_lines(reason)}", err=True)
         sys.exit(COULD_NOT_RUN)
-    _say(verdict, json_path, html)
+    _print_verdict(verdict, json_path, html)
     sys.exit(0 if verdict.agrees else DIFFERS)
 
 
@@ -188,7 +188,7 @@ def _progress() -> Iterator[Callable[[str], None]]:
         yield lambda what: status.update(escape(what))
 
 
-def _say(verdict: ParityVerdict, json_path: Path | None, html: Path | None) -> None:
+def _print_verdict(verdict: ParityVerdict, json_path: Path | None, html: Path | None) -> None:
     from lockstep.parity.report.html import to_html
     from lockstep.parity.report.text import RIGHT, TITLES, remarks, rows, sentence, to_json
 

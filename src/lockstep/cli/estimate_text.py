@@ -54,19 +54,21 @@ def print_estimate(
 ) -> None:
     name, largest = facts.largest()
     trained = "" if facts.trainable == facts.count else f", {facts.trainable:,} of them trained"
-    _say(f"{facts.name} ({facts.kind}): {facts.count:,} parameters{trained}, {size_text(facts.nbytes())}")
-    _say(
+    _print_escaped(
+        f"{facts.name} ({facts.kind}): {facts.count:,} parameters{trained}, {size_text(facts.nbytes())}"
+    )
+    _print_escaped(
         f"stored as {', '.join(facts.stored)}; {facts.blocks} blocks; largest part: {name}, {size_text(largest)}"
     )
     for note in facts.notes:
-        _say(note)
+        _print_escaped(note)
     _print_inference(inference, limits)
     for ranks in dict.fromkeys(row.ranks for row in training):
         _print_training([row for row in training if row.ranks == ranks], limits)
     _print_activations(facts, {row.precision for row in training})
     batch = next(iter((facts.activations or {}).values()), None)
-    _say("")
-    _say(
+    _print_escaped("")
+    _print_escaped(
         TRAINING_NOTE.format(
             optimizer=optimizer,
             with_activations=", and activations" if batch else "",
@@ -80,10 +82,12 @@ def print_averaging(rows: Sequence[AveragingTime], bandwidth: str | None) -> Non
     """By the two kinds of communication that average gradients."""
     if not rows:
         return
-    _say(f"\nTo average {size_text(rows[0].nbytes)} of gradients, at {bandwidth} a second of each link")
+    _print_escaped(
+        f"\nTo average {size_text(rows[0].nbytes)} of gradients, at {bandwidth} a second of each link"
+    )
     cells = [[str(row.ranks), _seconds(row.ring), _seconds(row.parameter_server)] for row in rows]
     print_table(["ranks", "ring", "parameter server"], cells, right=["ranks", "ring", "parameter server"])
-    _say(AVERAGING_NOTE)
+    _print_escaped(AVERAGING_NOTE)
 
 
 def _seconds(value: float) -> str:
@@ -91,7 +95,7 @@ def _seconds(value: float) -> str:
 
 
 def _print_inference(rows: Sequence[InferenceRow], limits: Limits) -> None:
-    _say("\nTo run it")
+    _print_escaped("\nTo run it")
     titles = ["dtype", "weights", "device", "host", "disk", "moved a forward"]
     cells = [
         [
@@ -103,7 +107,7 @@ def _print_inference(rows: Sequence[InferenceRow], limits: Limits) -> None:
         for row in rows
     ]
     _table(titles, cells, fits=limits.hold(0, 0, 0) is not None, right=titles[2:])
-    _say(INFERENCE_NOTE)
+    _print_escaped(INFERENCE_NOTE)
 
 
 def _print_training(rows: Sequence[TrainingRow], limits: Limits) -> None:
@@ -111,8 +115,8 @@ def _print_training(rows: Sequence[TrainingRow], limits: Limits) -> None:
     by_way: dict[str, dict[str, list[TrainingRow]]] = {}
     for row in rows:
         by_way.setdefault(row.way, {}).setdefault(row.precision, []).append(row)
-    _say(f"\nTo train it on {several(rows[0].ranks)}")
-    names = [""] if len(precisions) == 1 else [f" {_name(one)}" for one in precisions]
+    _print_escaped(f"\nTo train it on {several(rows[0].ranks)}")
+    names = [""] if len(precisions) == 1 else [f" {_precision_name(one)}" for one in precisions]
     titles = [
         "parallel",
         *(f"device{name}" for name in names),
@@ -128,7 +132,7 @@ def _print_training(rows: Sequence[TrainingRow], limits: Limits) -> None:
             continue
         devices = [size_text(ways[one][0].device) for one in precisions]
         moved = [size_text(ways[one][0].moved) for one in precisions]
-        found = {_name(one): _fitting(ways[one]) for one in precisions}
+        found = {_precision_name(one): _fitting(ways[one]) for one in precisions}
         same = len(set(found.values())) == 1
         fits = _fitting(ways[precisions[0]]) if same else ", ".join(map(": ".join, found.items()))
         cells.append([way, *devices, size_text(first.host), size_text(first.disk), *moved, fits])
@@ -147,31 +151,33 @@ def _fitting(rows: Sequence[TrainingRow]) -> str:
 def _print_activations(facts: ModelFacts, precisions: set[str]) -> None:
     if not facts.activations:
         return
-    _say("\nActivations on a rank")
+    _print_escaped("\nActivations on a rank")
     titles = ["precision", "activation=none", "full", "offload"]
     rows = [
-        [_name(precision), *map(size_text, (one.none, one.full, one.offload))]
+        [_precision_name(precision), *map(size_text, (one.none, one.full, one.offload))]
         for precision, one in facts.activations.items()
         if precision.split()[0] in precisions
     ]
     _table(titles, rows, fits=True, right=titles[1:], last="")
     one = next(iter(facts.activations.values()))
-    _say(ACTIVATION_NOTE.format(batch=one.batch, sequence=one.sequence))
+    _print_escaped(ACTIVATION_NOTE.format(batch=one.batch, sequence=one.sequence))
 
 
 def _print_suggestions(
     limits: Limits, inference: Sequence[InferenceRow], training: Sequence[TrainingRow]
 ) -> None:
     if limits.hold(0, 0, 0) is None:
-        _say("\nGive --memory (of one device) to see what fits, and the cheapest setting that does.")
+        _print_escaped(
+            "\nGive --memory (of one device) to see what fits, and the cheapest setting that does."
+        )
         return
     found = suggestions(limits, inference, training)
-    _say("\nThe cheapest that fits")
+    _print_escaped("\nThe cheapest that fits")
     print_table(["", ""], ([f"  {what}", line] for what, line in found.items()))
     if all(line == NOTHING for what, line in found.items() if what.startswith("train")):
         least = least_memory(training)
         if least is not None:
-            _say(
+            _print_escaped(
                 f"No way of training fits. The least on a device is {size_text(least.device)}, on "
                 f"{several(least.ranks)} with parallel='{least.parallel}', with {size_text(least.host)} on the host "
                 f"and {size_text(least.disk)} on the disk for each rank."
@@ -185,11 +191,11 @@ def _table(
     print_table(titles, [row[: len(titles)] for row in rows], right=right)
 
 
-def _say(text: str) -> None:
+def _print_escaped(text: str) -> None:
     click.echo("\n".join(escape(line) for line in text.split("\n")))
 
 
-def _name(precision: str) -> str:
+def _precision_name(precision: str) -> str:
     return "fp32" if precision == "no" else precision.replace("gathered", "with ZeRO")
 
 

@@ -173,7 +173,7 @@ def _print_memory(
         if case.row is None:
             table.add_row(*cells, *([Text("-")] * len(columns)), Text(case.reason))
             continue
-        cells += [Text(_number(value(case.row) / scale)) for value in columns.values()]
+        cells += [Text(_three_digits(value(case.row) / scale)) for value in columns.values()]
         table.add_row(*cells, Text(_bar(case.row, full)))
     console.print(table)
     console.print(Text("   ".join(f"{mark} {label}" for mark, label, _ in BAR)))
@@ -190,7 +190,7 @@ def _print_memory(
     )
 
 
-def _number(value: float) -> str:
+def _three_digits(value: float) -> str:
     """Three digits that matter."""
     if value == 0:
         return "0"

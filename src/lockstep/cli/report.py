@@ -63,11 +63,11 @@ def command(runs: tuple[str, ...], output: str | None, as_json: bool, llm: str |
     if as_json:
         click.echo(json.dumps(report.to_json(), indent=2))
         return
-    _say(report)
+    _print_report(report)
     click.echo(f"\n{click.format_filename(path)}" if path is not None else "")
 
 
-def _say(report: RunReport) -> None:
+def _print_report(report: RunReport) -> None:
     from lockstep.cli.output import escape
 
     for place, (title, sentences) in enumerate(report.text()):

@@ -83,14 +83,14 @@ class TopScreen:
             self._is_stopping = False
             self.notice = ""
             if key == "y":
-                self._ask("stop")
+                self._request("stop")
         elif key == "d":
             self._shows_stacks = not self._shows_stacks
             if self._shows_stacks:
                 self._stacks.clear()
-                self._ask("stacks")
+                self._request("stacks")
         elif key == "s":
-            self._ask("save")
+            self._request("save")
         elif key == "x":
             self._is_stopping = self._link is not None
             self.notice = STOP_ASKED if self._is_stopping else UNREACHED
@@ -151,7 +151,7 @@ class TopScreen:
             self._last_step = step
             self._losses.append(self._job.number("loss"))
 
-    def _ask(self, verb: str) -> None:
+    def _request(self, verb: str) -> None:
         if self._link is None:
             self.notice = UNREACHED
             return

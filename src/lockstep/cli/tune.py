@@ -136,7 +136,7 @@ def command(
         write_json(json_path, {"format": "lockstep tune 1", "largest": None, "sentence": reason})
         click.echo(f"lockstep tune: {escaped_lines(reason)}", err=True)
         sys.exit(COULD_NOT_TUNE)
-    _say(result, json_path)
+    _print_result(result, json_path)
     sys.exit(0 if result.largest is not None else NONE_FITS)
 
 
@@ -185,7 +185,7 @@ def _progress() -> Iterator[Callable[[int, str], None]]:
         yield lambda done, what: bar.update(task, completed=done, description=escape(what))
 
 
-def _say(result: TuneResult, json_path: Path | None) -> None:
+def _print_result(result: TuneResult, json_path: Path | None) -> None:
     from lockstep.tune.remarks import remarks_on
     from lockstep.tune.report import RIGHT, TITLES, how_to_use, rows, sentence, to_json
 

@@ -115,7 +115,7 @@ class Communicator:
         call = CollectiveCall(
             "gather", {path: leaf_spec(leaf, at_least_1d=True) for path, leaf in found.items()}
         )
-        calls = self._meet(call, tensors_only("gather", found, "gather_object"), free_dim=0)
+        calls = self._exchange_calls(call, tensors_only("gather", found, "gather_object"), free_dim=0)
         results = {}
         for path in sorted(found):  # dicts of ranks may have been filled in different orders
             rows = [other.leaves[path].shape[0] for other in calls]
@@ -138,7 +138,7 @@ class Communicator:
         for path in found if torch.is_grad_enabled() else ():
             if getattr(found[path], "requires_grad", False):
                 specs[path] = replace(specs[path], kind=f"{specs[path].kind} with gradient")
-        calls = self._meet(CollectiveCall("gather_for_loss", specs), problem, free_dim=0)
+        calls = self._exchange_calls(CollectiveCall("gather_for_loss", specs), problem, free_dim=0)
         results = {}
         for path in sorted(found):
             rows = [other.leaves[path].shape[0] for other in calls]
@@ -161,7 +161,7 @@ class Communicator:
         found = leaves(tree)
         name = f"reduce(reduction={reduction!r}, scale={scale!r})"
         call = CollectiveCall(name, {path: leaf_spec(leaf) for path, leaf in found.items()})
-        self._meet(call, tensors_only("reduce", found, "gather_object"))
+        self._exchange_calls(call, tensors_only("reduce", found, "gather_object"))
         results = {path: self._reduce_tensor(found[path], reduction, scale) for path in sorted(found)}
         return map_leaves(lambda path, _: results[path], tree)
 
@@ -174,7 +174,7 @@ class Communicator:
         call = CollectiveCall(
             f"broadcast(from_process={from_process})", {p: leaf_spec(leaf) for p, leaf in found.items()}
         )
-        self._meet(call, tensors_only("broadcast", found, "broadcast_object_list"))
+        self._exchange_calls(call, tensors_only("broadcast", found, "broadcast_object_list"))
         for path in sorted(found):
             tensor = found[path].detach()
             data = as_bytes(self._carried(tensor))
@@ -207,7 +207,7 @@ class Communicator:
             f"pad_across_processes(dim={dim})", {p: leaf_spec(leaf) for p, leaf in found.items()}
         )
         problem = tensors_only("pad_across_processes", found, "gather_object")
-        calls = self._meet(call, problem, any_shape=True)
+        calls = self._exchange_calls(call, problem, any_shape=True)
 
         def pad(path: str, tensor: torch.Tensor) -> torch.Tensor:
             if path in nested or not -tensor.ndim <= dim < tensor.ndim:
@@ -233,7 +233,7 @@ class Communicator:
         if self.world_size == 1:
             return values
         payload, problem = pickled(values, "gather_object")
-        self._meet(GATHER_OBJECT, problem)
+        self._exchange_calls(GATHER_OBJECT, problem)
         payloads = [payload] * self.world_size
         all_gather_object(payloads, payload, group=self._group)
         return [one for other in payloads for one in pickle.loads(other)]
@@ -246,10 +246,10 @@ class Communicator:
             error: Raised on all ranks if one passes it; see ``error_barrier``.
         """
         if self.world_size == 1:
-            self._meet(GATHER_ALIKE, error)
+            self._exchange_calls(GATHER_ALIKE, error)
             return [value]
         numbers: list[int] = []
-        self._meet(GATHER_ALIKE, error, content=CollectiveCall(repr(value)).digest, numbers=numbers)
+        self._exchange_calls(GATHER_ALIKE, error, content=CollectiveCall(repr(value)).digest, numbers=numbers)
         return [value] * self.world_size if len(set(numbers)) == 1 else self._exchange(value)
 
     def broadcast_object_list(self, values: list[Any], from_process: int = 0) -> list[Any]:
@@ -261,7 +261,7 @@ class Communicator:
         if self.runtime.rank == from_process:
             payload, problem = pickled(values, "broadcast_object_list")
         name = f"broadcast_object_list(list of {len(values)}, from_process={from_process})"
-        self._meet(CollectiveCall(name), problem)
+        self._exchange_calls(CollectiveCall(name), problem)
         box = [payload]
         dist.broadcast_object_list(
             box, group=self._group, group_src=from_process, device=self.runtime.control_device
@@ -297,7 +297,7 @@ class Communicator:
     def barrier(self) -> None:
         """Wait until every rank is here."""
         if self.world_size > 1:
-            self._meet(BARRIER)
+            self._exchange_calls(BARRIER)
 
     def error_barrier(self, error: Exception | None = None) -> None:
         """Fail together: where any rank passes an exception, every rank raises.
@@ -308,11 +308,11 @@ class Communicator:
                 other's class if that is one of ``CAUGHT``.
         """
         if self.world_size > 1:
-            self._meet(AGREE, error)
+            self._exchange_calls(AGREE, error)
         elif error is not None:
             raise error
 
-    def _meet(
+    def _exchange_calls(
         self,
         call: CollectiveCall,
         error: Exception | None = None,

@@ -52,7 +52,7 @@ def whole(tree: object, keep: bool = True) -> Any:
     def gather(tensor: torch.Tensor) -> torch.Tensor | None:
         if not is_dtensor(tensor):
             return tensor
-        place = _place(tensor)
+        place = _memory_key(tensor)
         if place not in gathered:
             every = full(tensor)
             gathered[place] = every.cpu() if keep else None
@@ -61,7 +61,7 @@ def whole(tree: object, keep: bool = True) -> Any:
     return map_tensors(gather, tree)
 
 
-def _place(tensor: torch.Tensor) -> tuple[object, ...]:
+def _memory_key(tensor: torch.Tensor) -> tuple[object, ...]:
     """Equal for tensors that share memory. All ranks agree on which, also where a shard is empty."""
     part = local(tensor)
     return torch_tensors.storage_key(part), part.storage_offset(), tensor.shape, part.dtype

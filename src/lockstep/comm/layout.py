@@ -95,7 +95,7 @@ def local_ranges(
             # A strided placement cuts into ``factor`` parts first, and each rank has its chunk of every one of them.
             parts = _chunks(ranges[dim], factor)
             number, index = mesh_shape[axis], coordinate[axis]
-            ranges[dim] = _joined([one for part in parts for one in _chunks(part, number)[index]])
+            ranges[dim] = _merge_adjacent([one for part in parts for one in _chunks(part, number)[index]])
     return ranges
 
 
@@ -145,7 +145,7 @@ def _cut(ranges: list[Range], begin: int, end: int) -> list[Range]:
     return found
 
 
-def _joined(ranges: list[Range]) -> list[Range]:
+def _merge_adjacent(ranges: list[Range]) -> list[Range]:
     found: list[Range] = []
     for start, count in ranges:
         if found and sum(found[-1]) == start:

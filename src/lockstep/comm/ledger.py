@@ -174,7 +174,7 @@ class CommunicationLedger:
         Raises:
             ValueError: there is no such operation.
         """
-        return len(self._of(operation))
+        return len(self._records_of(operation))
 
     def payload_bytes(self, operation: str | None = None) -> int:
         """Return the bytes of the tensors that collectives were called with.
@@ -185,7 +185,7 @@ class CommunicationLedger:
         Raises:
             ValueError: there is no such operation.
         """
-        return sum(one.payload_bytes for one in self._of(operation))
+        return sum(one.payload_bytes for one in self._records_of(operation))
 
     def wire_bytes(self, operation: str | None = None) -> float:
         """Return the bytes that this rank sends by the ring formulas, such as 2 (N-1)/N of the payload of an
@@ -197,7 +197,7 @@ class CommunicationLedger:
         Raises:
             ValueError: there is no such operation.
         """
-        return float(sum(one.wire_bytes for one in self._of(operation)))
+        return float(sum(one.wire_bytes for one in self._records_of(operation)))
 
     def table(self) -> str:
         """Return a text table. Each operation has a line with its count, payload bytes and bytes sent."""
@@ -208,7 +208,7 @@ class CommunicationLedger:
             lines.append(f"{name:<16}{counts}")
         return "\n".join(lines)
 
-    def _of(self, operation: str | None) -> list[CollectiveRecord]:
+    def _records_of(self, operation: str | None) -> list[CollectiveRecord]:
         if operation is not None and operation not in WIRE_SHARES:
             raise ValueError(f"operation is {operation!r}, but must be one of {', '.join(WIRE_SHARES)}.")
         return [one for one in self.records if operation is None or one.operation == operation]

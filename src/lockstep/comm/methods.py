@@ -42,7 +42,7 @@ def gather_for_metrics(
         elif isinstance(data, (list, tuple)) and 0 < rows < full == len(data):
             data = data[:real]
         elif rows != real and isinstance(data, (list, tuple)):
-            data = data[: _kept(len(data), rows, real)]
+            data = data[: _real_rows(len(data), rows, real)]
         gathered: object = communicator.gather_object(data)
         return gathered[: _samples(step, len(gathered))] if isinstance(gathered, list) else gathered
     if rows != real or 0 < rows < full:
@@ -98,10 +98,10 @@ def _own_rows(step: StepState, rank: int) -> tuple[int, int]:
 def _cut(tensor: torch.Tensor, rows: int, real: int, full: int) -> torch.Tensor:
     if 0 < rows < full and tensor.shape == (full,):
         return tensor[:real]
-    return tensor if tensor.dim() == 0 else tensor[: _kept(tensor.shape[0], rows, real)]
+    return tensor if tensor.dim() == 0 else tensor[: _real_rows(tensor.shape[0], rows, real)]
 
 
-def _kept(length: int, rows: int, real: int) -> int:
+def _real_rows(length: int, rows: int, real: int) -> int:
     return length // rows * real if rows and length % rows == 0 else length
 
 

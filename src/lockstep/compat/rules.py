@@ -149,7 +149,7 @@ def _apply(rule: KeyRule, path: str, value: object) -> Row:
         return Row(path, value, Outcome.USED if settings else Outcome.OFF, text or NOTHING, settings)
     if isinstance(rule, NoEffect) and rule.read is not None:
         rule.read(value, path)
-    asks = _asks(value, rule.default)
+    asks = _asks_for_something(value, rule.default)
     if isinstance(rule, NoEffect):
         why = rule.why if asks or rule.default else NOTHING
         return Row(path, value, Outcome.NO_EFFECT if asks else Outcome.OFF, why)
@@ -159,7 +159,7 @@ def _apply(rule: KeyRule, path: str, value: object) -> Row:
     return Row(path, value, Outcome.OFF, NOTHING)
 
 
-def _asks(value: object, default: tuple[object, ...]) -> bool:
+def _asks_for_something(value: object, default: tuple[object, ...]) -> bool:
     if isinstance(value, Mapping) and "enabled" in value:  # a section with a switch
         value = value["enabled"]
     return not _is_one_of(value, default) if default else not is_off(value)

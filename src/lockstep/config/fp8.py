@@ -46,7 +46,7 @@ def _flag(name: str, default: str = "False") -> bool:
     return bool(str_to_bool(_said(name, default)))
 
 
-def _needs(name: str, package: str) -> None:
+def _require_package(name: str, package: str) -> None:
     if find_spec(package) is None:
         raise ImportError(f"{name} needs the package '{package}'. Install it with: pip install {package}")
 
@@ -90,7 +90,7 @@ class AORecipeKwargs(KwargsHandler):
     enable_fsdp_float8_all_gather: bool | None = None
 
     def __post_init__(self) -> None:
-        _needs("AORecipeKwargs", "torchao")
+        _require_package("AORecipeKwargs", "torchao")
         if self.enable_fsdp_float8_all_gather or getattr(self.config, "enable_fsdp_float8_all_gather", False):
             warnings.warn(
                 "enable_fsdp_float8_all_gather=True has no effect: sharded weights are gathered in bfloat16, "
@@ -152,7 +152,7 @@ class TERecipeKwargs(KwargsHandler):
     use_mxfp8_block_scaling: bool | None = None
 
     def __post_init__(self) -> None:
-        _needs(type(self).__name__, "transformer_engine")
+        _require_package(type(self).__name__, "transformer_engine")
         for name, default in (("margin", "0"), ("interval", "1"), ("amax_history_len", "1024")):
             if getattr(self, name) is None:
                 setattr(self, name, int(_said(name.upper(), default)))

@@ -89,7 +89,7 @@ def read_hostfile(path: str | Path) -> tuple[Host, ...]:
         if not words:
             continue
         try:
-            hosts = list(_distinct([*hosts, _line(words)]))
+            hosts = list(_distinct([*hosts, _parse_line(words)]))
         except ConfigError as error:
             raise ConfigError(f"{path}:{number}: {error}. Write a line such as: host1 slots=8") from None
     if not hosts:
@@ -97,7 +97,7 @@ def read_hostfile(path: str | Path) -> tuple[Host, ...]:
     return tuple(hosts)
 
 
-def _line(words: list[str]) -> Host:
+def _parse_line(words: list[str]) -> Host:
     host = parse_one(words[0])
     for word in words[1:]:
         key, equals, value = word.partition("=")

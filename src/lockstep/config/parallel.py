@@ -152,7 +152,7 @@ class Parallel:
         if isinstance(given, Parallel):
             return given
         if isinstance(given, Mapping):
-            return cls(**{_known(name): value for name, value in given.items()})
+            return cls(**{_known_word(name): value for name, value in given.items()})
         if not isinstance(given, str):
             raise ConfigError(
                 f"parallel is {repr_short(given)}, but must be a text such as 'zero=3', or a Parallel. Pass one of "
@@ -164,8 +164,8 @@ class Parallel:
             if not equals and name in Strategy.list():
                 name, value = "strategy", name
             elif not equals:
-                value = SWITCHED_ON.get(_known(name), "")
-            if _known(name) in values:
+                value = SWITCHED_ON.get(_known_word(name), "")
+            if _known_word(name) in values:
                 raise ConfigError(f"parallel={given!r} says {name} twice. Say it once.")
             if not value:
                 raise ConfigError(f"parallel={given!r}: {name} has no value. Write {name}=VALUE.")
@@ -178,7 +178,7 @@ class Parallel:
         Raises:
             ConfigError: this ``Parallel`` and ``values`` both set a field, to different values.
         """
-        given = {_known(name): value for name, value in values.items() if value is not None}
+        given = {_known_word(name): value for name, value in values.items() if value is not None}
         for name, value in given.items():
             mine = getattr(self, name)
             value = PARSERS[name](value, name)
@@ -407,7 +407,7 @@ class Parallel:
             )
 
 
-def _known(name: str) -> str:
+def _known_word(name: str) -> str:
     return known_word(name, [field.name for field in fields(Parallel)])
 
 

@@ -42,7 +42,7 @@ def known_word(name: str, known: Collection[str]) -> str:
     return name
 
 
-def _word(kind: type[EnumWord]) -> Callable[[object, str], EnumWord]:
+def _word_parser(kind: type[EnumWord]) -> Callable[[object, str], EnumWord]:
     def parse(value: object, origin: str) -> EnumWord:
         if isinstance(value, kind):
             return value
@@ -65,7 +65,7 @@ def _between(low: int, high: int) -> Callable[[object, str], int]:
 def _weights_type(value: object, origin: str) -> QuantizedType | None:
     if isinstance(value, bool):
         value = QuantizedType.INT8 if value else None
-    kind = _optional(_word(QuantizedType))(value, origin)
+    kind = _optional(_word_parser(QuantizedType))(value, origin)
     if kind is QuantizedType.INT4 and origin.endswith("quantized_weights"):
         raise ConfigError(f"{origin}=int4 has too few bits for weights. Use int8.")
     return kind
@@ -83,7 +83,7 @@ def _blocks(value: object, origin: str) -> tuple[str, ...] | BlockRule:
     return tuple(names)
 
 
-def _names(value: object, origin: str) -> tuple[str, ...]:
+def _parse_names(value: object, origin: str) -> tuple[str, ...]:
     names = value.split(",") if isinstance(value, str) else value
     if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) and name for name in names):
         raise ConfigError(
@@ -189,11 +189,11 @@ def text_of(value: object) -> str:
 
 
 PARSERS: dict[str, Callable[[Any, str], object]] = {
-    "strategy": _word(Strategy),
+    "strategy": _word_parser(Strategy),
     "zero": _between(0, 3),
     "replicate": _between(1, MOST_RANKS),
     "hpz": _between(0, MOST_RANKS),
-    "reduce": _optional(_word(ReduceType)),
+    "reduce": _optional(_word_parser(ReduceType)),
     "quantized_weights": _weights_type,
     "quantized_gradients": _weights_type,
     "offload": _offload,
@@ -202,8 +202,8 @@ PARSERS: dict[str, Callable[[Any, str], object]] = {
     "delayed_update": parse_bool,
     "forward_prefetch": parse_bool,
     "sync_batchnorm": parse_bool,
-    "activation": _word(Activation),
-    "compile": _word(Compile),
+    "activation": _word_parser(Activation),
+    "compile": _word_parser(Compile),
     "blocks": _blocks,
     "tp": _between(1, MOST_RANKS),
     "pp": _between(1, MOST_RANKS),
@@ -212,11 +212,11 @@ PARSERS: dict[str, Callable[[Any, str], object]] = {
     "sequence_parallel": parse_bool,
     "loss_parallel": parse_bool,
     "tp_plan": _tp_plan,
-    "cp_method": _word(CPMethod),
-    "schedule": _word(Schedule),
+    "cp_method": _word_parser(CPMethod),
+    "schedule": _word_parser(Schedule),
     "micro_batches": _between(0, 2**20),
     "stages_per_rank": _between(0, 2**10),
-    "split": _names,
+    "split": _parse_names,
     "batch_dims": _batch_dims,
     "loss": _loss,
     "verify": _verify,

@@ -94,7 +94,7 @@ def user_secret(path: Path | None = None) -> Secret:
                 "--secret-file."
             )
     if not os.path.exists(path):  # unlike Path.exists, never raises
-        _make(path)
+        _write_new(path)
     return read_secret(path)
 
 
@@ -132,7 +132,7 @@ def read_secret(path: Path) -> Secret:
         raise ConfigError(f"{path}: {error}") from None
 
 
-def _make(path: Path) -> None:
+def _write_new(path: Path) -> None:
     """Write a new secret where none is; when several processes do it at once, one of them wins."""
     draft = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
     try:

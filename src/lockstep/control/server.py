@@ -142,7 +142,7 @@ class Server:
                 if now >= next_tick:
                     next_tick = now + TICK_S
                     self._tick(now)
-                self._settle()
+                self._act_on_changes()
             self._flush_all()
         finally:
             self._ended.set()
@@ -186,7 +186,7 @@ class Server:
         if not _guarded(handler.received, self._connections[connection], message):
             connection.end()
 
-    def _settle(self) -> None:
+    def _act_on_changes(self) -> None:
         """Act on what changed: handlers who hear of a loss may send to others, and end them."""
         while self._changed:
             connection, _ = self._changed.popitem()
@@ -228,7 +228,7 @@ class Server:
             except OSError:
                 accepted.close()
                 continue
-            connection = Connection(accepted, (address[0], address[1]), self._secret, self._note)
+            connection = Connection(accepted, (address[0], address[1]), self._secret, self._mark_changed)
             self._connections[connection] = ControlConnection(connection, self._in_dispatcher)
             self._strangers[connection] = None
             self._selector.register(accepted, selectors.EVENT_READ, connection)
@@ -241,7 +241,7 @@ class Server:
                 stranger.end()
                 return
 
-    def _note(self, connection: Connection) -> None:
+    def _mark_changed(self, connection: Connection) -> None:
         self._changed[connection] = None
 
     def _flush_all(self) -> None:

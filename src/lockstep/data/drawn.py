@@ -317,7 +317,7 @@ class DrawnOrder:
                 grouped(later, size, self._cut.drop_last),
             )
         else:
-            source = self._whole()
+            source = self._whole_batches()
             first = list(islice(source, beginning))
             batches = chain(first, source)
             skipped = skip_batches(batches, samples, type(self.sampler).__name__, kept)
@@ -342,7 +342,7 @@ class DrawnOrder:
         except (TypeError, NotImplementedError):
             return None
 
-    def _whole(self) -> Iterator[IndexBatch]:
+    def _whole_batches(self) -> Iterator[IndexBatch]:
         for item in self._items:
             self._given += 1
             yield one_batch(item, self.opaque)

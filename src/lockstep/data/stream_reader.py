@@ -58,7 +58,7 @@ class StreamReader:
         if begin.drawing is not None:
             source, draws = self._begun(begin, begin.drawing)
             messages = self._drawn(source, begin.drawing, draws)
-            return self._shown(self._one_behind(messages, begin), draws)
+            return self._with_generators(self._one_behind(messages, begin), draws)
         seeded: Iterator[tuple[WorkerMessage, dict[str, object] | None]] = self._messages()
         if self.inner.num_workers == 0:
             # Reading ahead must not draw numbers that the loop draws too, nor must reading again.
@@ -139,7 +139,7 @@ class StreamReader:
                 return
             yield following, None, draws.states
 
-    def _shown(self, batches: GlobalBatches, draws: PrivateDraws | None) -> GlobalBatches:
+    def _with_generators(self, batches: GlobalBatches, draws: PrivateDraws | None) -> GlobalBatches:
         """``dealt``, with the generators at each of them where torch's loader would have brought them."""
         for this in batches:
             if draws is not None and this.states is not None:

@@ -55,10 +55,10 @@ def _is_plain(path: Path) -> bool:
 
 
 def _objects(block: bytes) -> list[dict[str, object]]:
-    return [found for line in block.split(b"\n") if line and type(found := _value(line)) is dict]
+    return [found for line in block.split(b"\n") if line and type(found := _parse(line)) is dict]
 
 
-def _value(line: bytes) -> Any:
+def _parse(line: bytes) -> Any:
     try:
         return from_json(line)
     except ValueError:

@@ -112,7 +112,7 @@ class LaunchCoordinator:
             self._heartbeat(machine, peer, message)
         elif verb == "finished":
             self._codes.append(_non_negative_int(message, "code"))
-            self._do(self._members.finish(machine, _non_negative_int(message, "round"), self._clock()))
+            self._act_all(self._members.finish(machine, _non_negative_int(message, "round"), self._clock()))
         elif verb == "failed":
             self._failed(message)
         elif verb == "left" and self._watch is not None:
@@ -129,11 +129,11 @@ class LaunchCoordinator:
         machine = peer.data.get("machine")
         if machine is not None and self._peers.get(machine) is peer:
             del self._peers[machine]
-            self._do(self._members.lose(machine, self._clock()))
+            self._act_all(self._members.lose(machine, self._clock()))
 
     def tick(self, now: float) -> None:
         """Look at the time."""
-        self._do(self._members.tick(self._clock()))
+        self._act_all(self._members.tick(self._clock()))
         if self._over is not None:
             return
         if self._suspect is not None and now >= self._suspect[0]:
@@ -177,13 +177,13 @@ class LaunchCoordinator:
             return
         self._peers[request.machine] = peer
         peer.send({"kind": "rendezvous.admitted", "epoch": self._members.epoch})
-        self._do(self._members.join(request, self._clock()))
+        self._act_all(self._members.join(request, self._clock()))
         whom = self._members.lacking()
         if whom and self._members.round is None and request.machine in self._members.members:
             peer.send({"kind": "rendezvous.waiting", "whom": whom})
 
     def _heartbeat(self, machine: str, peer: NodeConnection, message: Mapping[str, object]) -> None:
-        self._do(self._members.heartbeat(machine, self._clock()))
+        self._act_all(self._members.heartbeat(machine, self._clock()))
         peer.send({"kind": "rendezvous.heartbeat"})
         states = message.get("states")
         if isinstance(states, Mapping) and self._watch is not None:
@@ -197,11 +197,11 @@ class LaunchCoordinator:
     def _leave(self, machine: str, name: str, code: int) -> None:
         member = self._members.members.get(machine)
         if self._elastic:
-            self._do(self._members.lose(machine, self._clock(), f"ended there by {name}"))
+            self._act_all(self._members.lose(machine, self._clock(), f"ended there by {name}"))
         elif member is not None:
             self._end(code or signal_code(name), f"ended by {name} on {member.request.name}")
 
-    def _do(self, actions: list[m.MembershipAction]) -> None:
+    def _act_all(self, actions: list[m.MembershipAction]) -> None:
         for action in actions:
             self._act(action)
 
@@ -210,7 +210,7 @@ class LaunchCoordinator:
             case m.RoundStarted():
                 self._start(action)
             case m.NodeEnded(number, machines):
-                self._tell(machines, {"kind": "rendezvous.end", "round": number})
+                self._send_to(machines, {"kind": "rendezvous.end", "round": number})
             case m.Completed():
                 self._complete()
             case m.Missing(request, why, broken) if broken is not None:
@@ -219,7 +219,7 @@ class LaunchCoordinator:
                 self._admit(request)
             case m.JoinRefused(machine, sentence, later):
                 refused = {"kind": "rendezvous.refused", "sentence": sentence, "later": later}
-                self._tell((machine,), refused)
+                self._send_to((machine,), refused)
                 self._peers.pop(machine, None)
             case m.JoinTimeout(sentence):
                 self._end(1, sentence)
@@ -232,7 +232,7 @@ class LaunchCoordinator:
         if self._watch is not None:
             self._watch.start_round(formed.world_size)
         for node in formed.nodes:
-            self._tell(
+            self._send_to(
                 (node.request.machine,),
                 {
                     "kind": "rendezvous.round",
@@ -250,7 +250,7 @@ class LaunchCoordinator:
         # Ranks that stopped for a newcomer have saved their state and end with a code, but the launch goes on.
         code = max(self._codes, default=0)
         if self._reform is not None and code != 0:
-            self._tell(tuple(self._peers), {"kind": "rendezvous.end", "round": self._members.rounds - 1})
+            self._send_to(tuple(self._peers), {"kind": "rendezvous.end", "round": self._members.rounds - 1})
             return
         stopped = self._watch.stopped if self._watch is not None else None
         if self._stop is not None and self._watch is not None and self._watch.nothing_begun:
@@ -265,7 +265,7 @@ class LaunchCoordinator:
         if self._watch is not None and self._watch.steps:
             self._watch.request_stop(JOINING)
             self._reform = self._clock() + self._grace_s
-            self._tell(tuple(self._peers), {"kind": "rendezvous.stopping", "signal": ""})
+            self._send_to(tuple(self._peers), {"kind": "rendezvous.stopping", "signal": ""})
         else:
             self._end_round()
 
@@ -307,7 +307,7 @@ class LaunchCoordinator:
         if self._watch is not None:
             self._end_workers(failure or RoundFailure("", 0))
         if self._members.round is not None:
-            self._do(self._members.fail(self._members.round.number, self._clock()))
+            self._act_all(self._members.fail(self._members.round.number, self._clock()))
 
     def _end_workers(self, failure: RoundFailure) -> None:
         assert self._watch is not None
@@ -338,7 +338,7 @@ class LaunchCoordinator:
             self._stop = self._clock() + self._grace_s, name
             self._reform = None
             shown = name if name.startswith("SIG") else ""
-            self._tell(tuple(self._peers), {"kind": "rendezvous.stopping", "signal": shown})
+            self._send_to(tuple(self._peers), {"kind": "rendezvous.stopping", "signal": shown})
             self._watch.request_stop(name)
 
     def _end(self, code: int, cause: str, note: str = "", rank: int | None = None, summary: str = "") -> None:
@@ -347,10 +347,10 @@ class LaunchCoordinator:
         self._over = {"kind": "rendezvous.over", "code": code, "cause": cause, "note": note, "rank": rank}
         if self._watch is not None and code not in (0, PREEMPTED):
             self._end_workers(RoundFailure(cause, code, rank, summary))
-        self._tell(tuple(self._peers), self._over)
+        self._send_to(tuple(self._peers), self._over)
         self._members.close()
 
-    def _tell(self, machines: tuple[str, ...], message: Mapping[str, object]) -> None:
+    def _send_to(self, machines: tuple[str, ...], message: Mapping[str, object]) -> None:
         if self._over is not None and message is not self._over:
             return  # they were told something more important
         for machine in machines:

@@ -41,7 +41,7 @@ class JobLink:
             ConfigError: it does not tell, with the reason.
             ControlError: the launch has ended.
         """
-        self._tell("look", version=lockstep.__version__)
+        self._send("look", version=lockstep.__version__)
         deadline = time.monotonic() + ANSWER_S
         while True:
             message = self._receive(max(deadline - time.monotonic(), 0.0))
@@ -63,7 +63,7 @@ class JobLink:
 
     def ask(self, verb: str) -> None:
         """``stacks``, ``save`` or ``stop``; the answer is among the ``news``. Raises ControlError."""
-        self._tell(verb)
+        self._send(verb)
 
     def news(self, timeout_s: float) -> list[dict[str, object]]:
         """What has come since: messages ``top.said`` and ``top.stack``; waits so long for the first. Raises
@@ -79,7 +79,7 @@ class JobLink:
         """Leave; the launch goes on."""
         self._client.close()
 
-    def _tell(self, verb: str, **values: object) -> None:
+    def _send(self, verb: str, **values: object) -> None:
         self._client.send({"kind": f"top.{verb}", **values})
 
     def _receive(self, timeout_s: float) -> dict[str, object] | None:

@@ -343,13 +343,13 @@ class Membership:
         patient = self.rounds == 0 and len(waiting) < self._most
         if patient and self._now - self._enough_since < self._last_call_s:
             return []
-        self.round = self._seated(waiting)
+        self.round = self._assign_ranks(waiting)
         self.rounds += 1
         for member in waiting:
             member.phase = Phase.RUNNING
         return [self.round]
 
-    def _seated(self, members: list[Member]) -> RoundStarted:
+    def _assign_ranks(self, members: list[Member]) -> RoundStarted:
         def order(member: Member) -> tuple[bool, int, int]:
             request = member.request
             return (

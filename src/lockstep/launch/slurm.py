@@ -82,7 +82,7 @@ def srun(plan: LaunchPlan, secret: str, environ: Mapping[str, str], directory: s
     return Command(
         title=f"{nodes} node{'' if nodes == 1 else 's'} of job {environ['SLURM_JOB_ID']}",
         arguments=("srun", *words, sys.executable, *node.ARGUMENTS),
-        shown=_shown,
+        shown=_relabelled,
         stdin=description.line(),
     )
 
@@ -155,7 +155,7 @@ def _port(environ: Mapping[str, str]) -> int:
     return PORTS[int(job) % len(PORTS)] if job.isdigit() else PORTS[0]
 
 
-def _shown(line: bytes) -> bytes:
+def _relabelled(line: bytes) -> bytes:
     """srun's label of a line is the task's number, which is the machine's."""
     return LABEL.sub(rb"[machine \1] ", line)
 

@@ -77,7 +77,7 @@ class RunViewers:
         """Take in a wish."""
         verb = str(message.get("kind", "")).partition(".")[2]
         if verb == "look":
-            self._look(peer, message)
+            self._answer_viewer(peer, message)
         elif peer not in self._viewers:
             raise ControlError(
                 "A viewer sent a request before it had connected. Use the same version of Lockstep on all machines."
@@ -106,7 +106,7 @@ class RunViewers:
         for viewer in self._viewers:
             viewer.send({"kind": "top.said", "sentence": sentence})
 
-    def _look(self, peer: ViewerConnection, message: Mapping[str, object]) -> None:
+    def _answer_viewer(self, peer: ViewerConnection, message: Mapping[str, object]) -> None:
         why_not = ""
         if message.get("version") != lockstep.__version__:
             why_not = (

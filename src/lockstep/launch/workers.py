@@ -95,7 +95,7 @@ class Workers:
             local: {
                 **environment,
                 **(spares.variables(local) if spares else {}),
-                **_place(local, nproc, place, run_id, max_restarts),
+                **_torchrun_variables(local, nproc, place, run_id, max_restarts),
                 "ROLE_NAME": role,
             }
             for local in self.ranks
@@ -209,7 +209,9 @@ class Starter:
             self.sweep()
 
 
-def _place(local: int, nproc: int, place: Round, run_id: str, max_restarts: int) -> dict[str, str]:
+def _torchrun_variables(
+    local: int, nproc: int, place: Round, run_id: str, max_restarts: int
+) -> dict[str, str]:
     """What ``torchrun`` tells a worker of its place."""
     rank, world, groups = str(place.base_rank + local), str(place.world_size), str(place.machines)
     return {

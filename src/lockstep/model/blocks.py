@@ -39,12 +39,12 @@ def find_blocks(model: nn.Module, blocks: tuple[str, ...] | BlockRule = ()) -> d
         if not matches:
             rule = getattr(blocks, "__name__", "it")
             raise UsageError(
-                f"The rule for blocks ({rule}) chose none of the {_count(model)} submodules of "
+                f"The rule for blocks ({rule}) chose none of the {_parameter_count(model)} submodules of "
                 f"{_class(model)}. {_what_there_is(model)}"
             )
         return _checked(_outermost(model, matches))
     if not blocks:
-        return _found(model)
+        return _detect(model)
     matches = set()
     every = list(model.named_modules(remove_duplicate=False))
     for pattern in blocks:
@@ -140,7 +140,7 @@ def _first_names(names: list[str], limit: int) -> str:
 # -- found -----------------------------------------------------------------------------------------------
 
 
-def _found(model: nn.Module) -> dict[str, nn.Module]:
+def _detect(model: nn.Module) -> dict[str, nn.Module]:
     in_lists = Counter(_kind(member) for _, _, member in _list_members(model))
     for names in (_not_split(model), _repeated(model, "", in_lists), _layers(model, "")):
         if names:
@@ -227,7 +227,7 @@ def _kind(module: nn.Module) -> str:
     return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
-def _count(model: nn.Module) -> int:
+def _parameter_count(model: nn.Module) -> int:
     return sum(1 for _ in model.modules()) - 1
 
 

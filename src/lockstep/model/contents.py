@@ -171,12 +171,12 @@ def _saved(value: Any, seen: set[int], depth: int) -> Callable[[], None] | None:
     if is_container(value):
         copied = copy.copy(value)
         parts = list(value.values()) if isinstance(value, dict) else list(value)
-        inner = _all(parts, seen, depth)
-        return _both(value, copied, inner)
+        inner = _restorer_of_all(parts, seen, depth)
+        return _restorer_of(value, copied, inner)
     if isinstance(value, (tuple, frozenset)):
-        return _all(list(value), seen, depth)
+        return _restorer_of_all(list(value), seen, depth)
     if isinstance(value, types.FunctionType):
-        return _all([one for one in around(value) if is_container(one)], seen, depth)
+        return _restorer_of_all([one for one in around(value) if is_container(one)], seen, depth)
     return _of_object(value, seen, depth)
 
 
@@ -202,11 +202,11 @@ def _of_object(value: object, seen: set[int], depth: int) -> Callable[[], None] 
     ):
         return None
     before = dict(attributes)
-    inner = _all(list(before.values()), seen, depth)
-    return _both(attributes, before, inner)
+    inner = _restorer_of_all(list(before.values()), seen, depth)
+    return _restorer_of(attributes, before, inner)
 
 
-def _both(container: object, contents: object, inner: Callable[[], None]) -> Callable[[], None]:
+def _restorer_of(container: object, contents: object, inner: Callable[[], None]) -> Callable[[], None]:
     def restore() -> None:
         set_contents(container, contents)
         inner()
@@ -214,7 +214,7 @@ def _both(container: object, contents: object, inner: Callable[[], None]) -> Cal
     return restore
 
 
-def _all(values: list[object], seen: set[int], depth: int) -> Callable[[], None]:
+def _restorer_of_all(values: list[object], seen: set[int], depth: int) -> Callable[[], None]:
     found = [_saved(one, seen, depth + 1) for one in values]
 
     def restore() -> None:

@@ -60,7 +60,7 @@ def count_state(models: Iterable[ParallelModel], optimizers: Iterable[Optimizer]
     """
     models = list(models)
     kinds = (
-        [parameter for model in models for parameter in _kept(model)],
+        [parameter for model in models for parameter in _local_parameters(model)],
         [gradient for model in models for gradient in model.gradients()],
         [
             value
@@ -76,7 +76,7 @@ def count_state(models: Iterable[ParallelModel], optimizers: Iterable[Optimizer]
     return StateBytes(weights, gradient, state, on_disk)
 
 
-def _kept(model: ParallelModel) -> Iterator[torch.Tensor]:
+def _local_parameters(model: ParallelModel) -> Iterator[torch.Tensor]:
     """The parameters, and in the places of gathered ones their shards."""
     shards = {id(whole): shard for sharding in model.shardings for whole, shard in sharding.gathered()}
     return (shards.get(id(parameter), parameter) for parameter in model.module.parameters())
@@ -85,10 +85,10 @@ def _kept(model: ParallelModel) -> Iterator[torch.Tensor]:
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Of this rank's parts, each object once."""
     parts = [local(tensor) for tensor in tensors]
-    return sum({id(part): _size(part) for part in parts}.values())
+    return sum({id(part): _nbytes(part) for part in parts}.values())
 
 
-def _size(part: torch.Tensor) -> int:
+def _nbytes(part: torch.Tensor) -> int:
     """Of a sparse tensor that of its indices and values."""
     if part.layout is torch.strided:
         return part.nbytes

@@ -206,11 +206,11 @@ def _rounded(result: Tensor, args: Args, kwargs: Kwargs) -> Tensor:
     return result.copy_(probabilities >= HALF)
 
 
-def _found(names: str, *places: object) -> list[object]:
+def _existing(names: str, *places: object) -> list[object]:
     return [getattr(place, name) for name in names.split() for place in places if hasattr(place, name)]
 
 
-_DROPOUTS = _found(
+_DROPOUTS = _existing(
     "dropout dropout_ dropout1d dropout2d dropout3d alpha_dropout alpha_dropout_ feature_alpha_dropout "
     "feature_alpha_dropout_ feature_dropout feature_dropout_",
     torch,
@@ -220,17 +220,17 @@ _ARGUMENTS: dict[object, tuple[int, str, object]] = {
     **dict.fromkeys(_DROPOUTS, (1, "p", 0.0)),
     F.scaled_dot_product_attention: (4, "dropout_p", 0.0),
     F.multi_head_attention_forward: (10, "dropout_p", 0.0),
-    **dict.fromkeys(_found("rrelu", F), (3, "training", False)),
+    **dict.fromkeys(_existing("rrelu", F), (3, "training", False)),
 }
-_RECURRENT = set(_found("lstm gru rnn_tanh rnn_relu", torch))
+_RECURRENT = set(_existing("lstm gru rnn_tanh rnn_relu", torch))
 _DRAWS: dict[object, Callable[..., object]] = {
-    **dict.fromkeys(_found("rand rand_like randn randn_like poisson", torch), _constant(HALF)),
-    **dict.fromkeys(_found("randint randint_like", torch), _constant(0)),
-    **dict.fromkeys(_found("randperm", torch), _in_order),
-    **dict.fromkeys(_found("bernoulli", torch, Tensor), _rounded),
-    **dict.fromkeys(_found("multinomial", torch, Tensor), _likeliest),
-    **dict.fromkeys(_found("uniform_", Tensor), _middle),
-    **dict.fromkeys(_found("normal_", Tensor), _shifted),
-    **dict.fromkeys(_found("exponential_ geometric_ log_normal_ bernoulli_", Tensor), _constant(1)),
-    **dict.fromkeys(_found("random_ cauchy_", Tensor), _constant(0)),
+    **dict.fromkeys(_existing("rand rand_like randn randn_like poisson", torch), _constant(HALF)),
+    **dict.fromkeys(_existing("randint randint_like", torch), _constant(0)),
+    **dict.fromkeys(_existing("randperm", torch), _in_order),
+    **dict.fromkeys(_existing("bernoulli", torch, Tensor), _rounded),
+    **dict.fromkeys(_existing("multinomial", torch, Tensor), _likeliest),
+    **dict.fromkeys(_existing("uniform_", Tensor), _middle),
+    **dict.fromkeys(_existing("normal_", Tensor), _shifted),
+    **dict.fromkeys(_existing("exponential_ geometric_ log_normal_ bernoulli_", Tensor), _constant(1)),
+    **dict.fromkeys(_existing("random_ cauchy_", Tensor), _constant(0)),
 }

@@ -87,10 +87,10 @@ def _average(bucket: list[nn.Parameter], replicas: ReplicaGroup) -> None:
             local(parameter.grad).copy_(mean)
         # Only where it matters is the number read, because on an accelerator reading waits for it.
         elif present[number].item():
-            parameter.grad = _like(parameter, mean)
+            parameter.grad = _laid_out_like(parameter, mean)
 
 
-def _like(parameter: object, part: torch.Tensor) -> torch.Tensor:
+def _laid_out_like(parameter: object, part: torch.Tensor) -> torch.Tensor:
     """This rank's ``part`` of a gradient, laid out as the parameter is."""
     if not is_dtensor(parameter):
         return part.clone()

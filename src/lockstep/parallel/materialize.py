@@ -91,7 +91,7 @@ class GroupValues:
         for module in modules:
             initialise = self._initialisers.get(module)
             # One without tensors of its own may have rules for those inside, if they are all at hand.
-            if self._make(module) or (
+            if self._make_tensors(module) or (
                 initialise and _is_bare(module) and present.issuperset(module.modules())
             ):
                 self._initialisers[module](module)
@@ -118,7 +118,7 @@ class GroupValues:
                 parameter.data = self._offloaded.keep(parameter.data)
                 self._at_home.add(id(parameter))
 
-    def _make(self, module: nn.Module) -> bool:
+    def _make_tensors(self, module: nn.Module) -> bool:
         """Whether a tensor of this module was made now."""
         empty = [tensor for _, tensor in _tensors([module]) if tensor.is_meta]
         for tensor in empty:

@@ -284,14 +284,14 @@ class BuffersOnce:
         names = getattr(self.block, "_changed_buffers", ())
         self.current = {name: self.block.get_buffer(name) for name in names}
         for name, tensor in self.current.items():
-            self._set(name, self.copies.get(name, tensor).detach().clone())
+            self._set_buffer(name, self.copies.get(name, tensor).detach().clone())
 
     def __exit__(self, *error: object) -> None:
         for name, tensor in self.current.items():
-            self._set(name, tensor)
+            self._set_buffer(name, tensor)
         self.current = {}
 
-    def _set(self, name: str, tensor: torch.Tensor) -> None:
+    def _set_buffer(self, name: str, tensor: torch.Tensor) -> None:
         path, _, key = name.rpartition(".")
         torch_modules.buffers_of(self.block.get_submodule(path))[key] = tensor
 

@@ -101,11 +101,11 @@ class ParityCheck:
         reference = (
             kept_in(request.against, request.seed, request.steps)
             if request.against is not None
-            else self._made()
+            else self._make_reference()
         )
         verdict = self._compared(reference)
         if self._depends_on_ranks(reference, verdict):
-            with_ranks = self._made(tells_ranks=True)
+            with_ranks = self._make_reference(tells_ranks=True)
             what = "learning rate" if _differs_in(verdict) is ItemKind.RATE else "batch size"
             by = SEEN_WITHOUT_ACCELERATOR if request.program.wrapped else SEEN_WITH_ACCELERATOR
             second = self._compared(
@@ -190,7 +190,7 @@ class ParityCheck:
 
     # The reference ----------------------------------------------------------------------------------------
 
-    def _made(self, tells_ranks: bool = False) -> ReferenceRun:
+    def _make_reference(self, tells_ranks: bool = False) -> ReferenceRun:
         request = self._request
         is_alone = request.reference is None
         self._tell("reference: one process" if is_alone else f"reference: {request.nproc} processes")

@@ -106,14 +106,14 @@ def _placements(facts: ModelFacts, label: str, dtype: str | None, limits: Limits
     least = STREAMED_BLOCKS * largest
     if least >= total:
         return
-    moved = total - _kept(total, largest, limits.device)
+    moved = total - _resident_bytes(total, largest, limits.device)
     if not limits.on_cpu:
         yield row("from RAM", least, host=total, moved=moved)
     staged = 0 if limits.on_cpu else 2 * largest
     yield row("from disk", least, host=staged, disk=total, moved=moved)
 
 
-def _kept(total: int, largest: int, budget: int | None) -> int:
+def _resident_bytes(total: int, largest: int, budget: int | None) -> int:
     """Bytes that stay on the device from forward to forward: all of the budget but what the stream needs."""
     if budget is None:
         return largest

@@ -47,7 +47,7 @@ def count_activations(
     failure: Exception | None = None
     for precision, (dtype, weights) in PRECISIONS.items():
         try:
-            counted[precision] = _count(model, blocks, (batch, sequence), dtype, weights, names)
+            counted[precision] = _count_activations(model, blocks, (batch, sequence), dtype, weights, names)
         except Exception as error:  # kernels of some models are for one type only
             failure = error
     if failure is not None and not counted:
@@ -58,7 +58,7 @@ def count_activations(
     return counted
 
 
-def _count(
+def _count_activations(
     model: nn.Module,
     blocks: Mapping[str, nn.Module],
     size: tuple[int, int],

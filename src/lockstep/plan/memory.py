@@ -120,17 +120,17 @@ class MemoryRow:
     @property
     def host(self) -> int:
         """After a step, on the host."""
-        return self._at(StateLocation.HOST)
+        return self._bytes_at(StateLocation.HOST)
 
     @property
     def disk(self) -> int:
         """After a step, on the disk."""
-        return self._at(StateLocation.DISK)
+        return self._bytes_at(StateLocation.DISK)
 
     @property
     def device(self) -> int:
         """After a step, on the device."""
-        return self._at(StateLocation.DEVICE) + self.buckets
+        return self._bytes_at(StateLocation.DEVICE) + self.buckets
 
     @property
     def host_peak(self) -> int:
@@ -142,7 +142,7 @@ class MemoryRow:
         size: int = getattr(self, part)
         return size if getattr(self.homes, part) is StateLocation.DEVICE else 0
 
-    def _at(self, place: StateLocation) -> int:
+    def _bytes_at(self, place: StateLocation) -> int:
         parts = ("weights", "gradients", "optimizer", "copies")
         return sum(getattr(self, part) for part in parts if getattr(self.homes, part) is place)
 

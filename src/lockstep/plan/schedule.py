@@ -163,7 +163,7 @@ def simulate(orders: Sequence[Sequence[Action]], times: Times = Times()) -> Time
                 spans.append(Span(action, start, start + times.of(action.kind)))
                 here.update(dict.fromkeys(results(action), spans[-1].end))
                 if not action.paired or len(spans) == len(order):
-                    _send(spans, sent)
+                    _publish_results(spans, sent)
                 progress = True
     _check_finished(orders, ranks, stages, here)
     return Timeline(tuple(map(tuple, ranks)))
@@ -186,7 +186,7 @@ def results(action: Action) -> list[ScheduleResult]:
     return [ScheduleResult(kind, action.stage, action.micro_batch) for kind in kinds]
 
 
-def _send(spans: Sequence[Span], sent: dict[ScheduleResult, float]) -> None:
+def _publish_results(spans: Sequence[Span], sent: dict[ScheduleResult, float]) -> None:
     """Give away what the last action gives, and what waited for it."""
     first = len(spans) - 1
     while first and spans[first - 1].action.paired:

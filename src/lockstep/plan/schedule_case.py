@@ -30,14 +30,14 @@ class ScheduleCase:
 
     @property
     def sizes(self) -> str:
-        return f"{_count(self.ranks, 'rank')}, {_count(self.micro_batches, 'micro-batch', 'es')}"
+        return f"{_counted(self.ranks, 'rank')}, {_counted(self.micro_batches, 'micro-batch', 'es')}"
 
     @property
     def title(self) -> str:
         stages = f", {self.stages_per_rank} stages on each" if self.stages_per_rank > 1 else ""
         bubble = f", bubble {self.timeline.bubble:.1%}" if self.timeline else ""
-        return f"{RULES[self.schedule].title}: {_count(self.ranks, 'rank')}{stages}, " + (
-            f"{_count(self.micro_batches, 'micro-batch', 'es')}{bubble}"
+        return f"{RULES[self.schedule].title}: {_counted(self.ranks, 'rank')}{stages}, " + (
+            f"{_counted(self.micro_batches, 'micro-batch', 'es')}{bubble}"
         )
 
     @property
@@ -134,7 +134,7 @@ def parse_times(text: str) -> Times:
     return Times(*numbers)
 
 
-def _count(number: int, noun: str, plural: str = "s") -> str:
+def _counted(number: int, noun: str, plural: str = "s") -> str:
     return f"{number} {noun}{'' if number == 1 else plural}"
 
 

@@ -184,7 +184,7 @@ class StepKeeper:
                 CapsuleFacts(**facts, has_weights=self._policy.capsule_weights).write(staging)
                 shutil.rmtree(target, ignore_errors=True)
                 staging.rename(target)
-                for older in sorted(root.glob("step-*"), key=_made)[: -self._policy.capsules]:
+                for older in sorted(root.glob("step-*"), key=_time_written)[: -self._policy.capsules]:
                     shutil.rmtree(older, ignore_errors=True)
         return target
 
@@ -207,7 +207,7 @@ def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _made(folder: Path) -> float:
+def _time_written(folder: Path) -> float:
     return folder.stat().st_mtime
 
 

@@ -239,7 +239,7 @@ class Preparation:
         self.registry.refuse_shared_parameters(model)
         options = self._options
         self.offload.check_budget(model, self._meshes.axes.shard)
-        whole = _whole(model) if self._meshes.axes.pp > 1 else None
+        whole = _full_model_spec(model) if self._meshes.axes.pp > 1 else None
         before = dict(model.named_parameters(remove_duplicate=False))
         self.registry.note_storages(before.values())
         prepared = parallelize(
@@ -494,6 +494,6 @@ def _after_step(watch: BackwardWatch) -> Callable[[Optimizer, object, object], N
     return after_step
 
 
-def _whole(model: nn.Module) -> FullModelSpec:
+def _full_model_spec(model: nn.Module) -> FullModelSpec:
     """The names of all weights, before other ranks' blocks leave."""
     return FullModelSpec(tuple(model.state_dict()), ties_of(model))

@@ -65,12 +65,12 @@ class ParameterRegistry:
         self._of_models += [sharding for sharding in model.shardings if sharding not in self._of_models]
         if any(map(is_dtensor, after.values())):
             behave_like_plain(shard_like)
-        self._note(before, after)
+        self._note_replaced(before, after)
         if self._active:
             for optimizer in optimizers:
                 self._hand_over(optimizer.optimizer)
 
-    def _note(self, before: Mapping[str, nn.Parameter], after: Mapping[str, nn.Parameter]) -> None:
+    def _note_replaced(self, before: Mapping[str, nn.Parameter], after: Mapping[str, nn.Parameter]) -> None:
         """Which parameters replaced which; one of which no name is left is another rank's now."""
         left = {id(old) for name, old in before.items() if name in after}
         changed = {old: after[name] for name, old in before.items() if name in after}
@@ -161,9 +161,9 @@ class ParameterRegistry:
             choose_implementation(optimizer, self._loss_is_scaled)
             return
         step_on_whole(optimizer, originals, self._storages, self.reshard, gathered)
-        self._tell(optimizer, sharded)
+        self._warn_of_whole_steps(optimizer, sharded)
 
-    def _tell(self, optimizer: Optimizer, sharded: Sequence[torch.Tensor]) -> None:
+    def _warn_of_whole_steps(self, optimizer: Optimizer, sharded: Sequence[torch.Tensor]) -> None:
         if id(optimizer) in self._noted:
             return
         self._noted.add(id(optimizer))

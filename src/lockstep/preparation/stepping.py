@@ -149,15 +149,15 @@ class DrawsAlike:
     def watch(self, optimizer: Optimizer) -> None:
         """From now on, if its step is of its own."""
         if not is_separable(optimizer):
-            optimizer.register_step_pre_hook(self._begin)
-            optimizer.register_step_post_hook(self._end)
+            optimizer.register_step_pre_hook(self._step_begins)
+            optimizer.register_step_post_hook(self._step_ends)
 
-    def _begin(self, optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+    def _step_begins(self, optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         has_closure = any(map(callable, (*args[1:], *kwargs.values())))  # which may draw masks of dropout
         is_checked = not self._before and self._together() and not has_closure
         self._before.append(state_of_generators() if is_checked else None)
 
-    def _end(self, optimizer: Optimizer, *_: object) -> None:
+    def _step_ends(self, optimizer: Optimizer, *_: object) -> None:
         before = self._before.pop()
         if before is None or are_equal(before, state_of_generators()):
             return

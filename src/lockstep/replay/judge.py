@@ -133,7 +133,7 @@ def far_outside(
     """
     if len(ordinary) < LEAST_ORDINARY:
         return None
-    for sizes_of, finding_of in ((_values, _far_value), (_gradients, _far_gradient)):
+    for sizes_of, finding_of in ((_forward_sizes, _far_value), (_gradients, _far_gradient)):
         usual: dict[Key, RecentValues] = {}
         for trace in ordinary:
             for key, size in sizes_of(trace):
@@ -159,7 +159,7 @@ def _sizes(trace: MicroBatchTrace) -> list[tuple[int, bool, float]]:
     return [(number, ended, size) for number, ended, size in sizes if size is not None]
 
 
-def _values(trace: MicroBatchTrace) -> list[tuple[Key, float]]:
+def _forward_sizes(trace: MicroBatchTrace) -> list[tuple[Key, float]]:
     return [((*trace.key(number), has_ended), size) for number, has_ended, size in _sizes(trace)]
 
 

@@ -63,7 +63,7 @@ def job_of(message: Mapping[str, object]) -> JobNow:
         run=_text(message.get("run"), 200),
         elapsed=bounded(message.get("elapsed_s")),
         latest={
-            plain_text(name, 60): _number(value)
+            plain_text(name, 60): _finite_number(value)
             for name, value in (latest.items() if isinstance(latest, Mapping) else ())
         },
         ranks=tuple(_rank(one) for one in _objects(message.get("ranks"))[:MOST_RANKS]),
@@ -79,9 +79,9 @@ def stack_of(message: Mapping[str, object]) -> RankStack:
     lines = message.get("stack")
     kept = lines.splitlines()[-200:] if isinstance(lines, str) else []
     return RankStack(
-        rank=_whole(message.get("rank")),
+        rank=_whole_number(message.get("rank")),
         host=_text(message.get("host"), 100),
-        pid=_whole(message.get("pid")),
+        pid=_whole_number(message.get("pid")),
         place=_text(message.get("place"), 300),
         stack="\n".join(_line(line) for line in kept),
     )
@@ -89,9 +89,9 @@ def stack_of(message: Mapping[str, object]) -> RankStack:
 
 def _rank(one: Mapping[str, object]) -> RankNow:
     return RankNow(
-        rank=_whole(one.get("rank")),
+        rank=_whole_number(one.get("rank")),
         host=_text(one.get("host"), 60),
-        pid=_whole(one.get("pid")),
+        pid=_whole_number(one.get("pid")),
         steps=bounded(one.get("steps")),
         part=_text(one.get("part"), 40),
         still=bounded(one.get("still_s")),
@@ -106,13 +106,13 @@ def _objects(value: object) -> list[Mapping[str, object]]:
     return [one for one in value if isinstance(one, Mapping)] if isinstance(value, list) else []
 
 
-def _number(value: object) -> float:
+def _finite_number(value: object) -> float:
     if value in ("nan", "inf", "-inf"):
         return float(str(value))
     return bounded(value)
 
 
-def _whole(value: object) -> int:
+def _whole_number(value: object) -> int:
     number = bounded(value)
     return int(number) if math.isfinite(number) else -1
 

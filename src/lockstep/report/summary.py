@@ -202,7 +202,7 @@ def why_it_stopped(numbers: RunNumbers) -> str:
     elif numbers.status is RunStatus.HANGS:
         said = f"It stands still{at}{f': {reason}' if reason else ''}."
     elif numbers.status is RunStatus.RUNNING:
-        said = f"It runs; the last step was {whole(numbers.last_step)}{_left(numbers)}, on {date(numbers.last_time)}."
+        said = f"It runs; the last step was {whole(numbers.last_step)}{_to_do(numbers)}, on {date(numbers.last_time)}."
     elif numbers.status is RunStatus.SILENT:
         said = (
             f"It ended without a word{at}: the last sign of it is of {date(numbers.last_time)}. The process was killed"
@@ -213,7 +213,7 @@ def why_it_stopped(numbers: RunNumbers) -> str:
     return said
 
 
-def _left(numbers: RunNumbers) -> str:
+def _to_do(numbers: RunNumbers) -> str:
     if not math.isfinite(numbers.seconds_left):
         return ""
     return f" of {whole(numbers.total_steps)}, with {duration(numbers.seconds_left)} left"

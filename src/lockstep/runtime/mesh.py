@@ -111,7 +111,7 @@ class DeviceMeshes:
         if not (self.axes.splits_model or self.axes.shard > 1):
             return None
         sizes = {_NAMED.get(name, name): int(getattr(self.axes, name)) for name in _ORDER}
-        mesh = self._make({name: size for name, size in sizes.items() if size > 1})
+        mesh = self._make_mesh({name: size for name, size in sizes.items() if size > 1})
         for joint, parts in JOINT_AXES.items():
             present = tuple(part for part in parts if sizes[part] > 1)
             if present:
@@ -144,19 +144,19 @@ class DeviceMeshes:
                     dtensor.flatten(mesh["shard", "cp"], shard)
             return mesh[("replicate", shard) if axes.replicate > 1 else (shard,)]
         if axes.replicate == 1:
-            return self._make({"shard": axes.shard})
-        return self._make({"replicate": axes.replicate, "shard": axes.shard})
+            return self._make_mesh({"shard": axes.shard})
+        return self._make_mesh({"replicate": axes.replicate, "shard": axes.shard})
 
     @cached_property
     def _mesh(self) -> DeviceMesh:
         sizes = {name: getattr(self.axes, name) for name in _ORDER}
-        return self._make({name: size for name, size in sizes.items() if size > 1})
+        return self._make_mesh({name: size for name, size in sizes.items() if size > 1})
 
     @cached_property
     def _experts(self) -> DeviceMesh:
-        return self._make({"replicate": self.axes.data // self.axes.ep, "ep": self.axes.ep})
+        return self._make_mesh({"replicate": self.axes.data // self.axes.ep, "ep": self.axes.ep})
 
-    def _make(self, sizes: dict[str, int]) -> DeviceMesh:
+    def _make_mesh(self, sizes: dict[str, int]) -> DeviceMesh:
         from torch.distributed.device_mesh import init_device_mesh
 
         return init_device_mesh(self._runtime.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))

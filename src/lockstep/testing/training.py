@@ -68,7 +68,7 @@ def run_case(case: ParityCase, spec: RunSpec) -> str | None:
 
 
 def _train(case: ParityCase, run: WarmRun) -> None:
-    model, optimizer, loader, loss = _made(case)
+    model, optimizer, loader, loss = _make_objects(case)
     accelerator = Accelerator(
         cpu=True,
         parallel=case.parallel,
@@ -93,7 +93,7 @@ def _train(case: ParityCase, run: WarmRun) -> None:
     )
 
 
-def _made(case: ParityCase) -> tuple[nn.Module, Optimizer, DataLoader[Any], LossOfBatch]:
+def _make_objects(case: ParityCase) -> tuple[nn.Module, Optimizer, DataLoader[Any], LossOfBatch]:
     made = case.make()
     if not isinstance(made, (tuple, list)) or len(made) != 4:
         what = (

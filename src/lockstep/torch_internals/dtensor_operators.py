@@ -121,7 +121,7 @@ def _is_dtensor(tensor: object) -> TypeGuard[DTensor]:
     return isinstance(tensor, DTensor)
 
 
-def _whole(tensor: object) -> Any:
+def _full_tensor(tensor: object) -> Any:
     if not _is_dtensor(tensor):
         return tensor
     # torch 2.11 would detach the result in place, for which it has no strategy
@@ -149,18 +149,18 @@ class _PlainOperators:
             self._handlers.update(dict.fromkeys(operators, handler))
 
     def _whole_number(self, op: OpOverload, args: OperatorArguments, kwargs: dict[str, object]) -> object:
-        return _whole(args[0]).item()
+        return _full_tensor(args[0]).item()
 
     def _fill(self, op: OpOverload, args: OperatorArguments, kwargs: dict[str, object]) -> object:
         target, *others = args
         whole = torch.empty(target.shape, dtype=target.dtype, device=target._local_tensor.device)
-        op(whole, *map(_whole, others), **kwargs)
+        op(whole, *map(_full_tensor, others), **kwargs)
         target._local_tensor.copy_(self._shard_like(_of_first(whole, target), target)._local_tensor)
         return target
 
     def _draw_like(self, op: OpOverload, args: OperatorArguments, kwargs: dict[str, object]) -> object:
         like, *others = args
-        whole = op(_whole(like), *others, **kwargs)
+        whole = op(_full_tensor(like), *others, **kwargs)
         return self._shard_like(_of_first(whole, like), like)
 
     def _beside(self, op: OpOverload, args: OperatorArguments, kwargs: dict[str, object]) -> object:
@@ -177,13 +177,17 @@ class _PlainOperators:
             return self._as_torch(op, args, kwargs)
         if op in BESIDE_IN_PLACE and any(map(_is_dtensor, args[0])):
             return self._as_torch(op, args, kwargs)
-        whole_args = [[*map(_whole, arg)] if isinstance(arg, (list, tuple)) else _whole(arg) for arg in args]
+        whole_args = [
+            [*map(_full_tensor, arg)] if isinstance(arg, (list, tuple)) else _full_tensor(arg) for arg in args
+        ]
         return op(*whole_args, **kwargs)
 
     def _change(self, op: OpOverload, args: OperatorArguments, kwargs: dict[str, object]) -> object:
         target, *others = args
         if not _is_dtensor(target):
-            return op(*map(_whole, args), **{name: _whole(value) for name, value in kwargs.items()})
+            return op(
+                *map(_full_tensor, args), **{name: _full_tensor(value) for name, value in kwargs.items()}
+            )
         if op is aten.copy_.default and not _is_dtensor(others[0]) and others[0].shape == target.shape:
             self.lost.changes(target)
             target._local_tensor.copy_(self._shard_like(others[0], target)._local_tensor)
@@ -205,7 +209,7 @@ class _PlainOperators:
         """``other``, laid out as ``target`` if it is a DTensor of its shape on another mesh."""
         if not _is_dtensor(other) or other.device_mesh == target.device_mesh or other.shape != target.shape:
             return other
-        return self._shard_like(_whole(other), target)
+        return self._shard_like(_full_tensor(other), target)
 
     def _multiply(self, op: OpOverload, args: OperatorArguments, kwargs: dict[str, object]) -> object:
         given = [one for one in args if isinstance(one, torch.Tensor) and one.numel() > 1]
@@ -245,7 +249,7 @@ def _set_data(
         return
     shard = value if _is_dtensor(value) and value.placements == tensor.placements else None
     with torch.no_grad():
-        part.copy_((shard_like(_whole(value), tensor) if shard is None else shard)._local_tensor)
+        part.copy_((shard_like(_full_tensor(value), tensor) if shard is None else shard)._local_tensor)
 
 
 def _setting_items(
@@ -257,8 +261,10 @@ def _setting_items(
             in_torch(tensor, index, value)
             return
         lost.forgive(value)
-        whole = _whole(tensor).clone()
-        whole[tuple(map(_whole, index)) if isinstance(index, tuple) else _whole(index)] = _whole(value)
+        whole = _full_tensor(tensor).clone()
+        whole[tuple(map(_full_tensor, index)) if isinstance(index, tuple) else _full_tensor(index)] = (
+            _full_tensor(value)
+        )
         tensor._local_tensor.detach().copy_(shard_like(whole, tensor)._local_tensor)
 
     return set_items
@@ -377,4 +383,4 @@ def _nodes_of_dtensors(root: object) -> set[Any]:
 
 
 def _plain(gradients: OperatorArguments) -> tuple[object, ...]:
-    return tuple(map(_whole, gradients))
+    return tuple(map(_full_tensor, gradients))

@@ -135,10 +135,10 @@ def find_batch_size(
     trials: dict[int, SizeTrial] = {}
     while (size := next_size(sizes, start, {n: one.fits for n, one in trials.items()})) is not None:
         trials[size] = _tried(size, share, limit, trials, attempt, ranks)
-    return _chosen(trials, share, runtime.world_size)
+    return _choose(trials, share, runtime.world_size)
 
 
-def _chosen(trials: dict[int, SizeTrial], share: int, ranks: int) -> FoundBatch:
+def _choose(trials: dict[int, SizeTrial], share: int, ranks: int) -> FoundBatch:
     fitting = [one for one in trials.values() if one.fits]
     if not fitting:
         smallest = trials[min(trials)]
@@ -236,18 +236,18 @@ class _SizeOnRank:
         seconds = []
         gradients: tuple[Tensor | None, ...] = ()
         for _ in range(self.steps):
-            began = self._now()
+            began = self._synchronized_time()
             # Not by backward(): DDP would reduce, and what is at parameter.grad would not be the script's any more.
             gradients = torch.autograd.grad(self._loss_of(self._model, batch), parameters, allow_unused=True)
-            seconds.append(self._now() - began)
-        began = self._now()
+            seconds.append(self._synchronized_time() - began)
+        began = self._synchronized_time()
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
         step: Any = step_without_hooks(type(self._optimizer))
         step(self._optimizer)
-        return _Seen(micro_s=min(seconds), step_s=self._now() - began)
+        return _Seen(micro_s=min(seconds), step_s=self._synchronized_time() - began)
 
-    def _now(self) -> float:
+    def _synchronized_time(self) -> float:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter()

@@ -100,9 +100,9 @@ def to_json(result: TuneResult) -> dict[str, object]:
         "sentence": sentence(result),
         "global_batch": result.global_batch,
         "data_ranks": result.script.data_ranks,
-        "script": _chosen(*result.own),
-        "largest": None if result.largest is None else _of(result.largest),
-        "quickest": None if result.quickest is None else _of(result.quickest),
+        "script": _chosen_sizes(*result.own),
+        "largest": None if result.largest is None else _sizes_of(result.largest),
+        "quickest": None if result.quickest is None else _sizes_of(result.quickest),
         "limit": result.limit,
         "use": how_to_use(result),
         "remarks": remarks_on(result),
@@ -110,11 +110,11 @@ def to_json(result: TuneResult) -> dict[str, object]:
     }
 
 
-def _of(trial: SizeTrial) -> dict[str, int]:
-    return _chosen(trial.micro_batch, trial.accumulation)
+def _sizes_of(trial: SizeTrial) -> dict[str, int]:
+    return _chosen_sizes(trial.micro_batch, trial.accumulation)
 
 
-def _chosen(micro_batch: int, accumulation: int) -> dict[str, int]:
+def _chosen_sizes(micro_batch: int, accumulation: int) -> dict[str, int]:
     return {"micro_batch": micro_batch, "accumulation": accumulation}
 
 

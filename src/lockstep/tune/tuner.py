@@ -109,10 +109,12 @@ class Tuner:
         sizes = divisors(rows)
         start = max(size for size in sizes if size <= micro)
         if (start, rows // start) == (micro, accumulation):
-            self._keep(judged(ended, micro, accumulation, rows * facts.data_ranks, self.request.timeout_s))
+            self._keep_trial(
+                judged(ended, micro, accumulation, rows * facts.data_ranks, self.request.timeout_s)
+            )
         fits = {size: trial.fits for size, trial in self._trials.items()}
         while (size := next_size(sizes, start, fits)) is not None:
-            self._keep(self._tried(size, rows, facts))
+            self._keep_trial(self._tried(size, rows, facts))
             fits[size] = self._trials[size].fits
         trials = tuple(trial for _, trial in sorted(self._trials.items()))
         limits = [one.limit for trial in trials for one in trial.ranks if one.limit is not None]
@@ -144,7 +146,7 @@ class Tuner:
         peak = model.peak(size)
         return peak if peak > min(limits) else None
 
-    def _keep(self, trial: SizeTrial) -> None:
+    def _keep_trial(self, trial: SizeTrial) -> None:
         self._trials[trial.micro_batch] = trial
 
     def _ended(

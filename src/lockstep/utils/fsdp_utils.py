@@ -302,7 +302,7 @@ class _Files:
     index: int
 
     @property
-    def _whole(self) -> Path:
+    def _single_file(self) -> Path:
         return Path(self.folder, f"{self.name}_{self.index}.bin" if self.index else f"{self.name}.bin")
 
     @property
@@ -315,18 +315,19 @@ class _Files:
             state_dict_saver.save({self.key: state}, checkpoint_id=self._shards, no_dist=not _has_group())
             return
         if self.accelerator.is_main_process:
-            torch.save(state, self._whole)
+            torch.save(state, self._single_file)
         self.accelerator.wait_for_everyone()
 
     def load(self, shards: dict[str, Any] | None) -> dict[str, Any]:
         """The whole state, or ``shards`` with the values that were saved."""
         self.accelerator.wait_for_everyone()
         if shards is None:
-            if not self._whole.is_file():
+            if not self._single_file.is_file():
                 raise CheckpointError(
-                    f"There is no file or folder {self._whole}. Name the directory that save_fsdp_{self.key} wrote."
+                    f"There is no file or folder {self._single_file}. Name the directory that "
+                    f"save_fsdp_{self.key} wrote."
                 )
-            state: dict[str, Any] = torch.load(self._whole, map_location="cpu", weights_only=True)
+            state: dict[str, Any] = torch.load(self._single_file, map_location="cpu", weights_only=True)
             return state
         folder = self._shards if self._shards.is_dir() else Path(self.folder)
         if not (folder / ".metadata").is_file():

@@ -524,7 +524,7 @@ class DataLoaderDispatcher(_OwnLoader, metaclass=_OrPrepared):
         first: Any = None
         while True:
             read = list(islice(source, per_round))
-            whole = _joined(read)
+            whole = _concatenated(read)
             structure = None if whole is None else get_data_structure(whole)
             [structure] = broadcast_object_list([structure])
             if structure is None:
@@ -601,7 +601,7 @@ def _sliced(
     return slice_tensors(data, tensor_slice)
 
 
-def _joined(batches: list[Any]) -> Any:
+def _concatenated(batches: list[Any]) -> Any:
     """Batches as one; None: there is none."""
     return None if not batches else batches[0] if len(batches) == 1 else concatenate(batches)
 

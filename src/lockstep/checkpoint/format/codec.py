@@ -55,7 +55,7 @@ def encode(value: object, tensors: dict[str, torch.Tensor], path: str) -> object
         return {_TAG: "deque", "items": items, "longest": value.maxlen}
     if isinstance(value, (list, tuple, set, frozenset)):
         items = [encode(item, tensors, f"{path}.{i}") for i, item in enumerate(value)]
-        return items if isinstance(value, list) else {_TAG: _kind(value, _SEQUENCES), "items": items}
+        return items if isinstance(value, list) else {_TAG: _kind_of(value, _SEQUENCES), "items": items}
     if isinstance(value, Mapping):
         return _encode_mapping(value, tensors, path)
     if isinstance(value, (bytes, bytearray)):
@@ -119,7 +119,7 @@ def _decode_tagged(kind: str, value: Document, tensors: Mapping[str, torch.Tenso
     if kind == "dtype":
         return _DTYPES[value["value"]]
     if kind == "device":
-        return torch.device(_text(value["value"]))
+        return torch.device(_key_text(value["value"]))
     if kind == "deque":
         if isinstance(value["longest"], bool):
             raise TypeError("a length is a whole number")
@@ -136,7 +136,7 @@ def _items(value: dict[str, object], tensors: Mapping[str, torch.Tensor]) -> lis
     return [decode(item, tensors) for item in value["items"]]
 
 
-def _text(value: object) -> str:
+def _key_text(value: object) -> str:
     if not isinstance(value, str):
         raise TypeError("a name is a text")
     return value
@@ -149,7 +149,7 @@ def _counter(counts: dict[object, object]) -> Counter[object]:
 
 
 def _encode_mapping(value: Mapping[object, object], tensors: dict[str, torch.Tensor], path: str) -> object:
-    kind = _kind(value, {name: cls for name, cls in _DICTIONARIES.items() if cls is not dict}) or "dict"
+    kind = _kind_of(value, {name: cls for name, cls in _DICTIONARIES.items() if cls is not dict}) or "dict"
     if kind == "dict" and _TAG not in value and all(type(key) is str for key in value):
         return {key: encode(item, tensors, f"{path}.{key}") for key, item in value.items()}
     pairs = [
@@ -159,7 +159,7 @@ def _encode_mapping(value: Mapping[object, object], tensors: dict[str, torch.Ten
     return {_TAG: kind, "items": pairs}
 
 
-def _kind(value: object, kinds: Mapping[str, type]) -> str:
+def _kind_of(value: object, kinds: Mapping[str, type]) -> str:
     return next((name for name, kind in kinds.items() if isinstance(value, kind)), "")
 
 

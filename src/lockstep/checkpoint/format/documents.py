@@ -91,9 +91,9 @@ def canonical(document: object) -> bytes:
             "state_dict() return a flatter state."
         )
     text = json.dumps(document, separators=(",", ":"), allow_nan=False)
-    if _values(text) > MOST_JSON_VALUES:
+    if _least_values(text) > MOST_JSON_VALUES:
         raise UsageError(
-            f"A state has {_values(text)} values beside its tensors, but a checkpoint holds at most "
+            f"A state has {_least_values(text)} values beside its tensors, but a checkpoint holds at most "
             f"{MOST_JSON_VALUES} of them. Let state_dict() return tensors in place of long lists."
         )
     if len(text) >= LARGEST_JSON_BYTES:
@@ -104,7 +104,7 @@ def canonical(document: object) -> bytes:
     return text.encode("ascii") + b"\n"
 
 
-def _values(text: str | bytes) -> int:
+def _least_values(text: str | bytes) -> int:
     """At least the number of values in a text of JSON, counted without reading it."""
     if isinstance(text, bytes):
         return text.count(b",") + text.count(b"[") + text.count(b"{")
@@ -127,9 +127,9 @@ def parse_json(content: bytes, path: str) -> object:
     Raises:
         CheckpointError: it is none.
     """
-    if len(content) > LARGEST_JSON_BYTES or _values(content) > MOST_JSON_VALUES:
+    if len(content) > LARGEST_JSON_BYTES or _least_values(content) > MOST_JSON_VALUES:
         raise CheckpointError(
-            f"{path} has {len(content)} bytes and {_values(content)} values, but at most {LARGEST_JSON_BYTES} "
+            f"{path} has {len(content)} bytes and {_least_values(content)} values, but at most {LARGEST_JSON_BYTES} "
             f"and {MOST_JSON_VALUES} are read. Load another checkpoint."
         )
     try:

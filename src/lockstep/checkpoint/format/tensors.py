@@ -181,13 +181,13 @@ def overlap(pieces: list[ChunkMetadata]) -> bool:
     open_ones: list[ChunkMetadata] = []
     for piece in sorted(pieces, key=lambda piece: piece.offsets[along]):
         open_ones = [o for o in open_ones if o.offsets[along] + o.shape[along] > piece.offsets[along]]
-        if any(all(_meet(piece, other, dim) for dim in dims) for other in open_ones):
+        if any(all(_overlap_along(piece, other, dim) for dim in dims) for other in open_ones):
             return True
         open_ones.append(piece)
     return False
 
 
-def _meet(one: ChunkMetadata, other: ChunkMetadata, dim: int) -> bool:
+def _overlap_along(one: ChunkMetadata, other: ChunkMetadata, dim: int) -> bool:
     return (
         one.offsets[dim] < other.offsets[dim] + other.shape[dim]
         and other.offsets[dim] < one.offsets[dim] + one.shape[dim]

@@ -47,7 +47,7 @@ class RemoteStore:
         self._refuse_foreign(directory)
         self._recover(directory)
         self._sweep(directory)
-        numbers = [0, *(_number(name) for name in self._folders(directory))]
+        numbers = [0, *(_checkpoint_number(name) for name in self._folders(directory))]
         staging = f"{directory}/files-{max(numbers) + 1:06d}-{secrets.token_hex(4)}"
         self._objects.make_folder(staging)
         return staging
@@ -147,7 +147,7 @@ class RemoteStore:
     def _folders(self, directory: str) -> list[str]:
         """Names of the folders of files, the newest first."""
         names = [name for name, size in self._objects.entries(directory).items() if size is None]
-        return sorted(filter(FOLDER.fullmatch, names), key=_number, reverse=True)
+        return sorted(filter(FOLDER.fullmatch, names), key=_checkpoint_number, reverse=True)
 
     def _manifest(self, directory: str) -> Manifest | None:
         """What is published; None if nothing is, or if it is damaged."""
@@ -237,7 +237,7 @@ class RemoteStore:
             )
 
 
-def _number(folder: str) -> int:
+def _checkpoint_number(folder: str) -> int:
     match = FOLDER.fullmatch(folder)
     assert match is not None
     return int(match[1])

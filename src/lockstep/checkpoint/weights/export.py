@@ -289,7 +289,7 @@ def write_pickled(
         old.unlink()
     for one, shard in zip(names, shards, strict=True):
         partial = folder / f"{one}.partial"
-        torch.save({key: _own(state[key]) for key in shard}, partial)
+        torch.save({key: _own_memory(state[key]) for key in shard}, partial)
         os.replace(partial, folder / one)
     if len(shards) > 1:
         where = {key: one for one, shard in zip(names, shards, strict=True) for key in shard}
@@ -300,7 +300,7 @@ def write_pickled(
         (folder / PICKLED_INDEX).unlink(missing_ok=True)
 
 
-def _own(value: object) -> object:
+def _own_memory(value: object) -> object:
     """A tensor without the rest of a larger memory that it is a view of: that would be in the file as well."""
     if not isinstance(value, torch.Tensor):
         return value

@@ -81,20 +81,20 @@ def spread_settings(
     """
     machines = given["num_machines"].value if "num_machines" in given else 1
     parts: list[Translation] = []
-    section = _given(options, FSDP_FLAGS)
+    section = _given_flags(options, FSDP_FLAGS)
     if section or options["use_fsdp"]:
         parts.append(fsdp.from_fsdp(section, "flags --fsdp-*", machines))
-    section = _given(options, DEEPSPEED_FLAGS)
+    section = _given_flags(options, DEEPSPEED_FLAGS)
     if section or options["use_deepspeed"]:
         section[deepspeed.FILE_KEY] = options[deepspeed.FILE_KEY]
         parts.append(deepspeed.from_deepspeed_section(section, "flags of DeepSpeed"))
-    section = _given(options, LAYOUT_FLAGS)
+    section = _given_flags(options, LAYOUT_FLAGS)
     if section:
         parts.append(sections.from_layout(section, "flags --parallelism-config-*", alone=not parts))
-    section = _given(options, MPI_FLAGS)
+    section = _given_flags(options, MPI_FLAGS)
     if section:
         parts.append(sections.from_mpirun(section, "flags --mpirun-*"))
-    section = _given(options, FP8_FLAGS)
+    section = _given_flags(options, FP8_FLAGS)
     if section:
         parts.append(sections.from_fp8(section, "flags --fp8-*"))
     if not parts:
@@ -121,5 +121,5 @@ def _said_by_flags(given: dict[str, SettingValue], machines: int) -> dict[str, S
     return asked
 
 
-def _given(options: dict[str, object], names: tuple[str, ...]) -> dict[str, object]:
+def _given_flags(options: dict[str, object], names: tuple[str, ...]) -> dict[str, object]:
     return {name: options[name] for name in names if options[name] is not None}

@@ -57,8 +57,8 @@ def read_dcp(reader: ForeignReader, folder: str) -> dict[str, object]:
     nested = _Node()
     for key, entry in entries.items():
         parts = [next(values) for _ in entry.chunks]
-        value = parts[0] if entry.shape is None else _whole(reader, name, key, entry, parts)
-        if not _put(nested, entry.path, value):
+        value = parts[0] if entry.shape is None else _assemble(reader, name, key, entry, parts)
+        if not _set_nested(nested, entry.path, value):
             raise reader.broken(name, f"{key!r} is not in the dict that was saved")
     try:
         whole: dict[str, Any] = _lists(nested)
@@ -139,7 +139,7 @@ def _entry(key: Any, about: Any, pieces: dict[Any, Piece], paths: dict[str, Any]
     return DcpEntry(path, _sizes(about.get("size")), dtype, chunks)
 
 
-def _whole(reader: ForeignReader, name: str, key: str, entry: DcpEntry, parts: list[Any]) -> torch.Tensor:
+def _assemble(reader: ForeignReader, name: str, key: str, entry: DcpEntry, parts: list[Any]) -> torch.Tensor:
     """The tensor, put together from its chunks, which must cover it exactly once."""
     assert entry.shape is not None
     assert entry.dtype is not None
@@ -155,7 +155,7 @@ def _whole(reader: ForeignReader, name: str, key: str, entry: DcpEntry, parts: l
             raise reader.broken(
                 chunk.piece[0], f"the chunk of {key!r} at {chunk.offsets} is not {chunk.sizes}"
             )
-    covered, count = sum(_count(chunk.sizes) for chunk in entry.chunks), _count(entry.shape)
+    covered, count = sum(_element_count(chunk.sizes) for chunk in entry.chunks), _element_count(entry.shape)
     if covered != count:
         raise reader.broken(name, f"the chunks of {key!r} have {covered} elements, but it has {count}")
     if _overlap(entry.chunks):
@@ -172,7 +172,7 @@ def _whole(reader: ForeignReader, name: str, key: str, entry: DcpEntry, parts: l
     return whole
 
 
-def _count(sizes: ChunkSizes) -> int:
+def _element_count(sizes: ChunkSizes) -> int:
     count = 1
     for size in sizes:
         count *= size
@@ -181,7 +181,7 @@ def _count(sizes: ChunkSizes) -> int:
 
 def _overlap(chunks: list[DcpChunk]) -> bool:
     """Whether two chunks share an element. Sorted along the dim that is cut most, far ones are not compared."""
-    filled = [chunk for chunk in chunks if _count(chunk.sizes)]
+    filled = [chunk for chunk in chunks if _element_count(chunk.sizes)]
     dims = range(len(filled[0].offsets)) if filled else ()
     dim = max(dims, key=lambda d: len({chunk.offsets[d] for chunk in filled}), default=None)
     if dim is None:
@@ -198,7 +198,7 @@ def _overlap(chunks: list[DcpChunk]) -> bool:
     return False
 
 
-def _put(nested: dict[object, Any], path: tuple[object, ...], value: object) -> bool:
+def _set_nested(nested: dict[object, Any], path: tuple[object, ...], value: object) -> bool:
     """Set the place that ``path`` leads to; positions of lists are keys for now. False: something else is there."""
     *outer, last = path
     here = nested

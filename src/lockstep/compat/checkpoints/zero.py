@@ -70,7 +70,7 @@ def join_stage_1_and_2(span: ZeroSpan, by_rank: Sequence[torch.Tensor], scratch:
         if first < last:
             parts.append(vector[first:last])
         base += len(vector)
-    return _joined(span, parts, by_rank[0].dtype, scratch)
+    return _concatenated(span, parts, by_rank[0].dtype, scratch)
 
 
 def join_stage_3(span: ZeroSpan, by_rank: Sequence[torch.Tensor], scratch: Scratch) -> torch.Tensor:
@@ -81,10 +81,12 @@ def join_stage_3(span: ZeroSpan, by_rank: Sequence[torch.Tensor], scratch: Scrat
         if len(own):
             parts.append(own)
         left -= len(own)
-    return _joined(span, parts, by_rank[0].dtype, scratch)
+    return _concatenated(span, parts, by_rank[0].dtype, scratch)
 
 
-def _joined(span: ZeroSpan, parts: list[torch.Tensor], dtype: torch.dtype, scratch: Scratch) -> torch.Tensor:
+def _concatenated(
+    span: ZeroSpan, parts: list[torch.Tensor], dtype: torch.dtype, scratch: Scratch
+) -> torch.Tensor:
     count, found = math.prod(span.shape), sum(len(part) for part in parts)
     if found != count:
         raise ValueError(f"{span.name} of shape {span.shape} has {found} elements")

@@ -67,7 +67,7 @@ def _number(low: float = -math.inf, below: float = math.inf, above: float = -mat
     return parse
 
 
-def _each(parse_one: Parser) -> Parser:
+def _list_of(parse_one: Parser) -> Parser:
     def parse(value: object, origin: str) -> Rate:
         if isinstance(value, (list, tuple)):
             return tuple(parse_one(item, origin) for item in value)
@@ -88,15 +88,15 @@ def _warmup_type(value: object, origin: str) -> str:
 
 
 _PARSERS: dict[str, Parser] = {
-    "warmup_min_lr": _each(_number(low=0)),
-    "warmup_max_lr": _each(_number(low=0)),
+    "warmup_min_lr": _list_of(_number(low=0)),
+    "warmup_max_lr": _list_of(_number(low=0)),
     "warmup_num_steps": _integer(1),
     "warmup_type": _warmup_type,
     "warmup_min_ratio": _number(low=0),
     "cos_min_ratio": _number(low=0),
     "total_num_steps": _integer(1),
-    "cycle_min_lr": _each(_number(low=0)),
-    "cycle_max_lr": _each(_number(low=0)),
+    "cycle_min_lr": _list_of(_number(low=0)),
+    "cycle_max_lr": _list_of(_number(low=0)),
     "decay_lr_rate": _number(low=0),
     "cycle_first_step_size": _number(above=0),
     "cycle_second_step_size": _number(low=0),
@@ -104,10 +104,10 @@ _PARSERS: dict[str, Parser] = {
     "cycle_second_stair_count": _integer(0),
     "decay_step_size": _number(low=0),
     "cycle_momentum": parse_bool,
-    "cycle_min_mom": _each(_number(low=0, below=1)),
-    "cycle_max_mom": _each(_number(low=0, below=1)),
+    "cycle_min_mom": _list_of(_number(low=0, below=1)),
+    "cycle_max_mom": _list_of(_number(low=0, below=1)),
     "decay_mom_rate": _number(),
-    "lr_range_test_min_lr": _each(_number(low=0)),
+    "lr_range_test_min_lr": _list_of(_number(low=0)),
     "lr_range_test_step_size": _integer(1),
     "lr_range_test_step_rate": _number(),
     "lr_range_test_staircase": parse_bool,

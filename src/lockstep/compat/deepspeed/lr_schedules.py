@@ -77,8 +77,8 @@ class WarmupLR(_LearningRateAlone):
     warmup_type: str = "log"
 
     def lr(self, steps: int, group: int, own_lr: Any) -> object:
-        low = _of(self.warmup_min_lr, group)
-        high = own_lr if self.warmup_max_lr is None else _of(self.warmup_max_lr, group)
+        low = _rate_of_group(self.warmup_min_lr, group)
+        high = own_lr if self.warmup_max_lr is None else _rate_of_group(self.warmup_max_lr, group)
         return low + (high - low) * self._progress(max(0, steps - 1))
 
     def _progress(self, iteration: int) -> float:
@@ -145,7 +145,7 @@ class OneCycle:
     decay_mom_rate: float = 0.0
 
     def lr(self, steps: int, group: int, own_lr: object) -> object:
-        low, high = _of(self.cycle_min_lr, group), _of(self.cycle_max_lr, group)
+        low, high = _rate_of_group(self.cycle_min_lr, group), _rate_of_group(self.cycle_max_lr, group)
         if self._is_in_cycle(steps):
             return low + (high - low) * self._height(steps)
         return low / self._decay(steps, self.decay_lr_rate)
@@ -153,7 +153,7 @@ class OneCycle:
     def betas(self, steps: int, group: int) -> tuple[float, float] | None:
         if not self.cycle_momentum:
             return None
-        low, high = _of(self.cycle_min_mom, group), _of(self.cycle_max_mom, group)
+        low, high = _rate_of_group(self.cycle_min_mom, group), _rate_of_group(self.cycle_max_mom, group)
         if steps == 0:
             return low, 0.99
         if self._is_in_cycle(steps):
@@ -203,7 +203,9 @@ class LRRangeTest(_LearningRateAlone):
         intervals = steps / self.lr_range_test_step_size
         if self.lr_range_test_staircase:
             intervals = math.floor(intervals)
-        return _of(self.lr_range_test_min_lr, group) * (1 + self.lr_range_test_step_rate * intervals)
+        return _rate_of_group(self.lr_range_test_min_lr, group) * (
+            1 + self.lr_range_test_step_rate * intervals
+        )
 
 
 def _warmup(iteration: int, num_steps: int, kind: str) -> float:
@@ -213,7 +215,7 @@ def _warmup(iteration: int, num_steps: int, kind: str) -> float:
     return iteration / num_steps if kind == "linear" else math.log(iteration + 1) / math.log(num_steps)
 
 
-def _of(rate: Rate, group: int) -> float:
+def _rate_of_group(rate: Rate, group: int) -> float:
     return rate[group] if isinstance(rate, tuple) else rate
 
 

@@ -279,13 +279,13 @@ def _supervise(process: subprocess.Popen[bytes], orders: Callable[[], Orders]) -
             return False
         now = orders()
         if now.end:
-            return _end(process)
+            return _end_process(process)
         if now.stop and not asked:
             asked = True
             process.send_signal(signal.SIGTERM)
 
 
-def _end(process: subprocess.Popen[bytes]) -> bool:
+def _end_process(process: subprocess.Popen[bytes]) -> bool:
     if process.poll() is not None:
         return False
     process.terminate()

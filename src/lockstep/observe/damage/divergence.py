@@ -91,7 +91,7 @@ class Digester:
     @torch.no_grad()
     def digest(self, tensor: torch.Tensor) -> torch.Tensor:
         """0-d int64 on the tensor's device; equal for equal bits in equal order, whatever their strides."""
-        words = _words(tensor)
+        words = _as_words(tensor)
         full = words.numel() // COLUMNS
         columns, rows = self._factors(words.device, full + 1)
         rest = words[full * COLUMNS :]
@@ -130,7 +130,7 @@ def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _words(tensor: torch.Tensor) -> torch.Tensor:
+def _as_words(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a tensor as 64-bit words, the last one filled up with zeros; a view where that is possible."""
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if data.storage_offset() % 8:

@@ -168,7 +168,7 @@ class Coordinator:
     def left(self, rank: int) -> None:
         """A launcher has seen that this rank's process ended with exit code 0."""
         last = self._ended[rank].last if rank in self._ended else None
-        self._end(Ended(rank, "has ended with exit code 0", last))
+        self._note_end(Ended(rank, "has ended with exit code 0", last))
 
     def process_states(self, states: Mapping[int, str]) -> None:
         """By pid, of workers on other machines, as their launchers see them."""
@@ -210,9 +210,9 @@ class Coordinator:
         how = "has failed" if message.get("failed") is True else "has ended"
         if message.get("failed") is True:
             self._failed_at = self._now
-        self._end(Ended(rank, how, last))
+        self._note_end(Ended(rank, how, last))
 
-    def _end(self, ended: Ended) -> None:
+    def _note_end(self, ended: Ended) -> None:
         is_news = ended.rank not in self._ended and ended.how != "has failed"
         self._ended[ended.rank] = ended
         if is_news:
@@ -316,7 +316,7 @@ class Coordinator:
         elif self._hang is not None:
             self._follow(self._hang, running, progressed, now)
         elif now - progressed >= SUSPICION_SHARE * self._limit_s(running) and now >= self._next_question:
-            self._ask(running, now)
+            self._ask_ranks(running, now)
         if now >= self._next_stragglers:
             self._next_stragglers = now + STRAGGLERS_EVERY_S
             self._name_stragglers(running)
@@ -334,7 +334,7 @@ class Coordinator:
         usual = max(state.slowest_s for state in running.values())
         return max(self._settings.hang_after_s, USUAL_STEPS * usual)
 
-    def _ask(self, running: Mapping[int, WatchedRank], now: float) -> None:
+    def _ask_ranks(self, running: Mapping[int, WatchedRank], now: float) -> None:
         self._questions += 1
         self._question = _Question(self._questions, now)
         for rank, state in self._ranks.items():
@@ -404,7 +404,7 @@ class Coordinator:
             self._hang = None
             return
         if self.verdict is None and now >= max(hang.since + self._lasts_s(hang.finding), self._next_question):
-            self._ask(running, now)  # what was true when it was named may not be any more
+            self._ask_ranks(running, now)  # what was true when it was named may not be any more
 
     def _lasts_s(self, finding: Finding) -> float:
         """How long what was found may last."""

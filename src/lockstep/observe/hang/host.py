@@ -44,10 +44,10 @@ class CoordinatorHost:
         """The other ranks hear of this one's end before the coordinator ends with it."""
         if self._server is not None:
             with suppress(ControlError):
-                self._server.call(self._leave)
+                self._server.call(self._report_own_end)
             self._server.close()
 
-    def _leave(self) -> None:
+    def _report_own_end(self) -> None:
         if not failure.has_failed():
             self._coordinator.left(0)
 

@@ -148,7 +148,7 @@ class ProcessWatch:
             say(sentence)
         # asked for before the first step was complete: there was nothing to save
         had_nothing = self.clock.boundaries <= 1
-        raise SystemExit(PREEMPTED if places or had_nothing else of_signal(_number(cause)))
+        raise SystemExit(PREEMPTED if places or had_nothing else of_signal(_signal_number(cause)))
 
     def _save(self, cause: str) -> None:
         """All ranks are at the same boundary: save, say where, and go on."""
@@ -193,5 +193,5 @@ def _probe_evidence(runtime: Runtime) -> None:
                 sys.stderr.write(f"lockstep: the explanation of a hang will have less detail: {error}\n")
 
 
-def _number(cause: str) -> int:
+def _signal_number(cause: str) -> int:
     return int(getattr(signal, cause, signal.SIGTERM))

@@ -109,40 +109,45 @@ class Evidence:
 def _evidence(message: Message) -> Evidence:
     return Evidence(
         rank=_integer(message["rank"]),
-        host=_text(message["host"]),
+        host=_printable_text(message["host"]),
         pid=_integer(message["pid"]),
         step=_integer(message["step"]),
         idle_s=_seconds(message["idle_s"]),
-        place=_place(message["place"]),
-        pending=tuple(_collective(one) for one in _list(message["pending"])[:MOST_PENDING]),
-        completed={_text(group): _integer(number, -1) for group, number in _items(message["completed"])},
-        stack=_text(message["stack"], LONGEST_STACK),
+        place=_source_line(message["place"]),
+        pending=tuple(_collective(one) for one in _as_list(message["pending"])[:MOST_PENDING]),
+        completed={
+            _printable_text(group): _integer(number, -1) for group, number in _items(message["completed"])
+        },
+        stack=_printable_text(message["stack"], LONGEST_STACK),
         waits=message["waits"] is True,
-        call=_text(message["call"]),
+        call=_printable_text(message["call"]),
         groups={
-            _text(group): tuple(_integer(rank) for rank in _list(ranks))
+            _printable_text(group): tuple(_integer(rank) for rank in _as_list(ranks))
             for group, ranks in _items(message["groups"])
         },
-        recent=tuple(_collective(one) for one in _list(message["recent"])[-MOST_PENDING:]),
+        recent=tuple(_collective(one) for one in _as_list(message["recent"])[-MOST_PENDING:]),
     )
 
 
-def _place(value: Message | None) -> SourceLine | None:
+def _source_line(value: Message | None) -> SourceLine | None:
     if value is None:
         return None
     return SourceLine(
-        _text(value["file"]), _integer(value["line"]), _text(value["function"]), _text(value["doing"])
+        _printable_text(value["file"]),
+        _integer(value["line"]),
+        _printable_text(value["function"]),
+        _printable_text(value["doing"]),
     )
 
 
 def _collective(value: Message) -> PendingCollective:
     return PendingCollective(
-        operation=_text(value["operation"]),
+        operation=_printable_text(value["operation"]),
         number=None if value["number"] is None else _integer(value["number"]),
-        group=_text(value["group"]),
-        sizes=_text(value["sizes"]),
-        dtype=_text(value["dtype"]),
-        place=_place(value["place"]),
+        group=_printable_text(value["group"]),
+        sizes=_printable_text(value["sizes"]),
+        dtype=_printable_text(value["dtype"]),
+        place=_source_line(value["place"]),
         peer=None if value["peer"] is None else _integer(value["peer"]),
     )
 
@@ -159,7 +164,7 @@ def _seconds(value: Any) -> float:
     return float(value)
 
 
-def _text(value: object, longest: int = LONGEST_TEXT) -> str:
+def _printable_text(value: object, longest: int = LONGEST_TEXT) -> str:
     """Printable text on one line, or, where it may be longer, on several."""
     if not isinstance(value, str):
         raise TypeError(f"{type(value).__name__} instead of text")
@@ -167,7 +172,7 @@ def _text(value: object, longest: int = LONGEST_TEXT) -> str:
     return "".join(one if one.isprintable() or one in kept else "?" for one in value[:longest])
 
 
-def _list(value: object) -> Sequence[Any]:
+def _as_list(value: object) -> Sequence[Any]:
     if not isinstance(value, (list, tuple)) or len(value) > 65536:
         raise TypeError(f"{type(value).__name__} instead of a list")
     return value

@@ -74,7 +74,7 @@ class FlopCounts:
         if self._depth == 0 and self._counter is not None:
             counter, self._counter = self._counter, None
             self._end_counting(counter)
-            self._keep(self._calls, self._of_micro_batch[-1], counter.counts)
+            self._remember(self._calls, self._of_micro_batch[-1], counter.counts)
 
     def backward_begins(self, averages: bool, may_count: bool = True) -> None:
         """The backward of the calls since the last one. ``averages``: over ranks."""
@@ -91,7 +91,7 @@ class FlopCounts:
             counter, self._in_backward = self._in_backward, None
             self._end_counting(counter)
             if is_complete:
-                self._keep(self._backwards, self._of_step[-1], counter.counts)
+                self._remember(self._backwards, self._of_step[-1], counter.counts)
 
     def is_compiled(self) -> None:
         """Operations of compiled code cannot be seen, and looking on would run it in other ways."""
@@ -155,7 +155,7 @@ class FlopCounts:
         counter.__exit__(None, None, None)
         self._counting_s += time.perf_counter() - self._counting_since
 
-    def _keep(self, known: dict[Hashable, OperatorCounts], key: Hashable, counts: OperatorCounts) -> None:
+    def _remember(self, known: dict[Hashable, OperatorCounts], key: Hashable, counts: OperatorCounts) -> None:
         known[key] = counts
         if counts.unknown:
             self.unknown_because = (

@@ -92,10 +92,10 @@ class MemoryOfSteps:
             return None
         if has_grown and self.latest:
             self.is_due = True
-        self.latest = {**self._state, **self._rest(peak), "peak": peak}
+        self.latest = {**self._state, **self._unaccounted(peak), "peak": peak}
         return self.latest
 
-    def _rest(self, peak: int) -> dict[str, int]:
+    def _unaccounted(self, peak: int) -> dict[str, int]:
         rest = max(0, peak - sum(self._state.values()))
         if self._before is None or peak <= self._before[1]:
             return {"other": rest}

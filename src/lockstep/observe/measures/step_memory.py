@@ -42,7 +42,7 @@ class StepMemory:
         self._ended = threading.Event()
         self._began = time.perf_counter()
         self._points: list[tuple[float, int, str]] = []
-        self._look()
+        self._sample()
         self._thread = threading.Thread(target=self._watch, name="lockstep-step-memory", daemon=True)
         self._thread.start()
 
@@ -50,14 +50,14 @@ class StepMemory:
         """The step is over."""
         self._ended.set()
         self._thread.join()
-        self._look()
+        self._sample()
         return self._points
 
     def _watch(self) -> None:
         # a step that takes much longer than expected is not followed to its end
         while len(self._points) < 2 * MOST_POINTS and not self._ended.wait(self._every):
-            self._look()
+            self._sample()
 
-    def _look(self) -> None:
+    def _sample(self) -> None:
         passed, part = time.perf_counter() - self._began, self._part()
         self._points.append((round(passed, 6), self._allocated(), part))

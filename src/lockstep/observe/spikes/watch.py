@@ -237,7 +237,7 @@ class SpikeWatch:
                 found.append(Spike(kind, value, score))
         return max(found, key=lambda spike: spike.score, default=None)
 
-    def _kept(self, spike: Spike, seen: dict[str, float | None], samples: int | None) -> str | None:
+    def _write_capsule(self, spike: Spike, seen: dict[str, float | None], samples: int | None) -> str | None:
         """Where the step was written down."""
         if self._keeper is None:
             return None
@@ -260,7 +260,7 @@ class SpikeWatch:
     def _refuse(self, spike: Spike, seen: dict[str, float | None]) -> None:
         """Skip the step, go back, or stop."""
         samples = self._samples()
-        capsule = self._kept(spike, seen, samples)
+        capsule = self._write_capsule(spike, seen, samples)
         said = f"{_sentence(spike)} in step {self.steps}"
         if self.policy.action == "rollback":
             event = self._go_back(said)

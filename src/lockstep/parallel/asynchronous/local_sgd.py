@@ -79,7 +79,7 @@ class LocalRounds(TrainingBlock):
             return
         self._in_round += 1
         if self._in_round >= self.steps:
-            self._meet("at the end of a round", merge=True)
+            self._synchronize("at the end of a round", merge=True)
 
     def _begin(self) -> None:
         self._others_know = False
@@ -88,7 +88,7 @@ class LocalRounds(TrainingBlock):
         """Give all ranks the same parameters. Collective."""
         raise NotImplementedError
 
-    def _meet(self, where: str, merge: bool) -> None:
+    def _synchronize(self, where: str, merge: bool) -> None:
         self._others_know = True  # whatever is raised from here on is raised on all ranks
         meet(self._communicator, f"{self._name} {where}", self.num_steps)
         if merge:
@@ -100,7 +100,7 @@ class LocalRounds(TrainingBlock):
 
     def _end(self) -> None:
         # also right after a meeting: another rank may not have ended
-        self._meet("at the end of its block", merge=self._in_round > 0 or self.num_steps == 0)
+        self._synchronize("at the end of its block", merge=self._in_round > 0 or self.num_steps == 0)
 
     def _report_failure(self, error: BaseException) -> None:
         if self._others_know or not isinstance(error, Exception) or is_consequence(error):

@@ -242,7 +242,7 @@ class BoundedStaleness(TrainingBlock):
         last = rounds.take(wait=True)
         assert last is not None
         self._check_words(rounds, last, self._steps)
-        self._leave(rounds)
+        self._close_rounds(rounds)
         average(self._communicator, floating_buffers(self.model))
 
     # Applying updates -------------------------------------------------------------------------------
@@ -270,14 +270,14 @@ class BoundedStaleness(TrainingBlock):
         present = [{key: group[key] for key in values} for group, values in groups]
         window_ends = self._trainer.sync_gradients
         try:
-            self._put(gradients, settings)
+            self._set_gradients(gradients, settings)
             self._trainer.sync_gradients = True  # else the prepared optimizer would not step
             self._update()
         finally:
-            self._put(own, present)
+            self._set_gradients(own, present)
             self._trainer.sync_gradients = window_ends
 
-    def _put(self, gradients: list[torch.Tensor | None], settings: list[dict[str, object]]) -> None:
+    def _set_gradients(self, gradients: list[torch.Tensor | None], settings: list[dict[str, object]]) -> None:
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = gradient
         for group, values in zip(self._optimizer.param_groups, settings, strict=True):
@@ -321,7 +321,7 @@ class BoundedStaleness(TrainingBlock):
         words = total.words
         if set(words) in ({MessageWord.ENDED}, {MessageWord.RUNNING}):
             return
-        self._leave(rounds)
+        self._close_rounds(rounds)
         if MessageWord.FAILED in words:
             raise LockstepError(
                 f"Rank {words.index(MessageWord.FAILED)} left BoundedStaleness with an exception after "
@@ -334,7 +334,7 @@ class BoundedStaleness(TrainingBlock):
             "made more. Let every rank make the same number of steps: prepare the loader with even_batches=True."
         )
 
-    def _leave(self, rounds: Rounds, limit_s: float | None = None) -> None:
+    def _close_rounds(self, rounds: Rounds, limit_s: float | None = None) -> None:
         self._rounds = None
         rounds.close(limit_s)
 
@@ -346,7 +346,7 @@ class BoundedStaleness(TrainingBlock):
         with suppress(Exception):  # the error that counts is the one on its way
             if not is_consequence(error):
                 rounds.post(self._form.pack(MessageWord.FAILED))
-            self._leave(rounds, FAREWELL_S if isinstance(error, Exception) else 0)
+            self._close_rounds(rounds, FAREWELL_S if isinstance(error, Exception) else 0)
         self._rounds = None
 
 

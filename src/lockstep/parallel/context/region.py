@@ -215,7 +215,7 @@ class ContextParallelBlock(Subclassed):
         region.is_inside = True
         output = call(*args, **{key: split(key, value) for key, value in kwargs.items()})
         region.is_inside = False
-        return _leave(region, name, output, hidden.shape[0], length // region.layout.size)
+        return _leave_block(region, name, output, hidden.shape[0], length // region.layout.size)
 
     @torch_compile.disable
     def forward(self, *args: object, **kwargs: object) -> Any:
@@ -314,7 +314,7 @@ def _enter(region: ContextRegion, block: str, hidden: Tensor, named: dict[str, o
     return length * size
 
 
-def _leave(region: ContextRegion, block: str, output: object, batch: int, local_length: int) -> object:
+def _leave_block(region: ContextRegion, block: str, output: object, batch: int, local_length: int) -> object:
     tensors = list(tensor_leaves(output).values())
     if not tensors or tensors[0].shape[:2] != (batch, local_length):
         found = f"{list(tensors[0].shape)}" if tensors else "no tensor"

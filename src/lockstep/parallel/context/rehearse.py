@@ -77,13 +77,13 @@ def rehearse(module: nn.Module, call: BlockCall, suspecting: Callable[[int], InB
     try:
         with torch.no_grad(), _left_as_it_was(module):
             whole, again = run(0, count), run(0, count)
-            if not _same(whole.output, again.output, 0, count):
+            if not _is_slice_of(whole.output, again.output, 0, count):
                 return UNKNOWN  # random, or it changes from call to call
             halves = [run(start, half) for start in (0, half)]
     except Exception:  # whatever a user's forward raises of other lengths
         return UNKNOWN
     for start, part in zip((0, half), halves, strict=True):
-        if not _same(whole.output, part.output, start, half):
+        if not _is_slice_of(whole.output, part.output, start, half):
             return Verdict(True, _first_difference(whole, halves, half))
     suspected = whole.suspected & halves[0].suspected & halves[1].suspected
     return Verdict(True, suspected=suspected & SCORES)
@@ -159,7 +159,7 @@ def _by_positions(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return value * (1 + query.mean(-1, keepdim=True).tanh()) + key.mean(-1, keepdim=True).tanh()
 
 
-def _same(whole: object, part: object, start: int, count: int) -> bool:
+def _is_slice_of(whole: object, part: object, start: int, count: int) -> bool:
     """Of all tensors [b, positions, ...]; others, such as a balance loss, are those of a rank's positions."""
     expected, found = tensor_leaves(whole), tensor_leaves(part)
     for path, tensor in expected.items():

@@ -74,7 +74,7 @@ def _spread(
         for name, stacked in list(experts.named_parameters(recurse=False, remove_duplicate=False)):
             if id(stacked) not in made:
                 _take_first_ranks_values(stacked, data)
-                made[id(stacked)] = _part(stacked, mesh)
+                made[id(stacked)] = _local_experts(stacked, mesh)
                 made[id(made[id(stacked)])] = made[id(stacked)]
             setattr(experts, name, made[id(stacked)])
         if mesh.size() > 1:
@@ -100,7 +100,7 @@ def share_routing(model: nn.Module, data_group: dist.ProcessGroup | None = None)
             layer.ranks = Ranks(data, None, ())
 
 
-def _part(stacked: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
+def _local_experts(stacked: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
     """This rank's experts of a stacked parameter."""
     if mesh.size() == 1:
         return stacked

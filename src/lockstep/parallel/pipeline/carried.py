@@ -145,12 +145,12 @@ class Values(TorchFunctionMode):
             if changed is not None:
                 instead = self._instead[id(changed)][1]
                 self._of.pop(id(instead), None)
-                self._note(instead, Source("function", self._block, ITSELF, name, number))
+                self._note_source(instead, Source("function", self._block, ITSELF, name, number))
                 self._of[id(changed)] = self._of[id(instead)]
             passed_on = set(map(id, given.values()))  # as by to(), where nothing is to be changed
             for path, leaf in tensor_leaves(out).items():
                 if id(leaf) not in passed_on:
-                    self._note(leaf, Source("function", self._block, path, name, number))
+                    self._note_source(leaf, Source("function", self._block, path, name, number))
         return out
 
     def _taken(self, changed: Tensor, args: Args, kwargs: Kwargs) -> Any:
@@ -171,7 +171,7 @@ class Values(TorchFunctionMode):
         self.first_change = min(self.first_change, self._now())
         return map_leaves(lambda _, leaf: instead if leaf is changed else leaf, (args, kwargs))
 
-    def _note(self, tensor: Tensor, source: Source) -> None:
+    def _note_source(self, tensor: Tensor, source: Source) -> None:
         if id(tensor) not in self._of:
             self._of[id(tensor)] = Value(self._now(), source, tensor)
             self._alive.append(tensor)
@@ -185,18 +185,18 @@ class Values(TorchFunctionMode):
         self._block = block
         self._counts.clear()
         for path, leaf in tensor_leaves(out).items():
-            self._note(leaf, Source("output", block, path))
+            self._note_source(leaf, Source("output", block, path))
 
     def arrived(self, leaf: Tensor, new: Tensor, path: str) -> None:
         """``new`` stands for ``leaf`` from now on, as an argument of the first block of a segment."""
-        value = self._value(leaf)
+        value = self._value_of(leaf)
         if value is not None:
             value.arrives[self._now()] = path
             value.seen[self._now()] = new
             self._of[id(new)] = value
             self._alive.append(new)
 
-    def _value(self, leaf: Tensor) -> Value | None:
+    def _value_of(self, leaf: Tensor) -> Value | None:
         for tensor in (self._instead.get(id(leaf), (leaf, leaf))[1], carried(leaf), leaf):
             if id(tensor) in self._of:
                 return self._of[id(tensor)]
@@ -218,7 +218,7 @@ class Values(TorchFunctionMode):
                 return tensor
         if self._birth(leaf) is None and id(leaf) not in self._changed:  # every stage has it
             return carried(leaf)
-        value = self._value(leaf) if is_placeholder(leaf) or id(leaf) in self._changed else None
+        value = self._value_of(leaf) if is_placeholder(leaf) or id(leaf) in self._changed else None
         if value is None:
             return carried(leaf)  # an operation that uses it says so
         new = value.seen.get(now)
@@ -250,7 +250,7 @@ class Values(TorchFunctionMode):
         def source(value: Value) -> Source:
             if value.segment == segment - 1:
                 return value.source
-            return Source("received", number=_place(value, segment - 1, before, paths))
+            return Source("received", number=_message_index(value, segment - 1, before, paths))
 
         return tuple(source(value) for value in self.messages(segment))
 
@@ -258,12 +258,12 @@ class Values(TorchFunctionMode):
         """The order in which a segment uses what it received."""
         messages = self.messages(segment)
         return tuple(
-            Fetch(_place(value, segment, messages, paths), by, leaf.ndim, leaf.dtype)
+            Fetch(_message_index(value, segment, messages, paths), by, leaf.ndim, leaf.dtype)
             for value, by, leaf in self._order.get(segment, ())
         )
 
 
-def _place(value: Value, segment: int, messages: Sequence[Value], paths: Sequence[str]) -> int:
+def _message_index(value: Value, segment: int, messages: Sequence[Value], paths: Sequence[str]) -> int:
     if segment in value.arrives:
         return list(paths).index(value.arrives[segment])
     return len(paths) + list(messages).index(value)

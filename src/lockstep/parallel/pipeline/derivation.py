@@ -93,7 +93,7 @@ class Derivation:
             return int(tensors[path].shape[dim])
         if not self.is_on:
             return batch_size(call, given)
-        return batch_of(call, given, lambda tried: self._used(tried, arguments.loss_fn))
+        return batch_of(call, given, lambda tried: self._used_arguments(tried, arguments.loss_fn))
 
     def dims(self, arguments: Arguments, size: int, rows: int) -> BatchDims:
         """Which dimension of each argument is cut: known from another call, or found. ``rows``: of a micro-batch."""
@@ -111,7 +111,7 @@ class Derivation:
                 given,
                 names,
                 rows,
-                lambda tried: self._used(tried, arguments.loss_fn),
+                lambda tried: self._used_arguments(tried, arguments.loss_fn),
                 self._title,
             )
         else:
@@ -123,7 +123,7 @@ class Derivation:
             logger.warning("%s: each micro-batch gets its rows of %s.", self._title, described(found, names))
         return found
 
-    def _used(self, call: Call, loss_fn: LossFunction | None) -> set[str] | None:
+    def _used_arguments(self, call: Call, loss_fn: LossFunction | None) -> set[str] | None:
         return used_arguments(self._module, self._stages.layout, call, loss_fn)
 
     # -- state and loss ----------------------------------------------------------------------------------
@@ -145,13 +145,13 @@ class Derivation:
         """
         plan = batch.plan
         has_numbers = plan.micro_batches > 1 and plan.has_tensors_without_rows(self._stages.layout)
-        kind = self._kind(batch)
+        kind = self._batch_kind(batch)
         plan.kinds = self._kinds.setdefault(kind, {})
         known = self._reductions.get(kind)
         if known is None or (has_numbers and kind not in self._knows_numbers):
             known = self._reductions[kind] = self._rehearsed(batch, has_numbers)
             self._knows_numbers |= {kind} if has_numbers else set()
-            self._say(known, "the first batch")
+            self._log_reduction(known, "the first batch")
         known.settings = self._settings if known.was_found or has_numbers else None
         known.puts_together = has_numbers
         return known
@@ -165,7 +165,7 @@ class Derivation:
             self._setting = () if is_first else tuple(digest for digest, _ in from_ranks)
             self.refuse_batch_norm()
             return self.reduction(batch)
-        kind = self._kind(batch)
+        kind = self._batch_kind(batch)
         before = self._reductions[kind].undecided
         if why == "undecided":
             del self._reductions[kind]
@@ -177,10 +177,10 @@ class Derivation:
         # Its gradient is right whatever parts it has; tensors that come to it may still be means or sums.
         rest = Undecided(before.places, is_watched=before.is_watched)
         self._reductions[kind] = FoundReduction("whole", True, undecided=rest)
-        self._say(self._reductions[kind], "this batch")
+        self._log_reduction(self._reductions[kind], "this batch")
         return self._reductions[kind]
 
-    def _kind(self, batch: Batch) -> object:
+    def _batch_kind(self, batch: Batch) -> object:
         settings = settings_of_call(batch.whole), self._setting
         return batch.plan.loss, batch.loss_fn is not None, self._module.training, settings
 
@@ -269,7 +269,7 @@ class Derivation:
             del undecided.places[place]
         return undecided
 
-    def _say(self, reduction: FoundReduction, when: str) -> None:
+    def _log_reduction(self, reduction: FoundReduction, when: str) -> None:
         if dist.get_rank() == 0 and reduction.word == "whole" and reduction.was_found:
             logger.warning(
                 "%s: on %s the loss is neither the mean nor the sum of the losses of the micro-batches (for "

@@ -110,7 +110,7 @@ def first_is_named(
     except Exception as error:
         key = f"lockstep/pipeline/{dist.get_process_group_ranks(group)}/{title}/{part}/{call}"
         if not failure.is_consequence(error):
-            _tell(key, error)
+            _publish_error(key, error)
             raise
         message = _reported_error(key)
         if message is None:
@@ -137,7 +137,7 @@ def text_of(error: Exception) -> str:
     return f"{type(cause).__name__}: {failure.first_line(cause)[:MOST_CHARACTERS].rstrip('.')}."
 
 
-def _tell(key: str, error: Exception) -> None:
+def _publish_error(key: str, error: Exception) -> None:
     text = text_of(error)
     try:
         store = default_store()

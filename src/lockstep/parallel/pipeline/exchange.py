@@ -88,12 +88,12 @@ class Exchange(TorchFunctionMode):
         if name in self._functions and not self._inside:
             number = self._counts[name]
             self._counts[name] += 1
-            self._keep(out, "function", self._block, name, number)
+            self._keep_wanted(out, "function", self._block, name, number)
             if (itself := Source("function", self._block, ITSELF, name, number)) in self._wanted:
                 self._found[itself] = kwargs["out"] if "out" in kwargs else args[0]
         return out
 
-    def _keep(self, out: object, kind: Any, block: str, function: str = "", number: int = 0) -> None:
+    def _keep_wanted(self, out: object, kind: Any, block: str, function: str = "", number: int = 0) -> None:
         for path, leaf in leaves(out).items():
             source = Source(kind, block, path, function, number)
             if source in self._wanted:
@@ -126,7 +126,7 @@ class Exchange(TorchFunctionMode):
         self._block = block
         self._counts.clear()
         if block in self._outputs:
-            self._keep(out, "output", block)
+            self._keep_wanted(out, "output", block)
 
     def here(self, leaf: object, by: str) -> object:
         """The real tensor for which ``leaf`` stands, if it is known."""
@@ -157,9 +157,9 @@ class Exchange(TorchFunctionMode):
 
     def sent(self) -> list[Any]:
         """What goes to the next stage beside the arguments of its first block; None for what is missing."""
-        return [self._one(source) for source in self._sources]
+        return [self._value_of_source(source) for source in self._sources]
 
-    def _one(self, source: Source) -> object:
+    def _value_of_source(self, source: Source) -> object:
         if source.kind == "received":
             return self._received[source.number]
         if source.kind == "attribute":

@@ -275,9 +275,9 @@ class Tail:
 
     def joined(self, outputs: dict[str, list[object]]) -> dict[str, object]:
         """The outputs of each block for all micro-batches as one."""
-        return {name: self._join(name, each) for name, each in outputs.items()}
+        return {name: self._join_outputs(name, each) for name, each in outputs.items()}
 
-    def _join(self, name: str, each: list[object]) -> object:
+    def _join_outputs(self, name: str, each: list[object]) -> object:
         found = [leaves(one) for one in each]
 
         def join(path: str, leaf: object) -> object:

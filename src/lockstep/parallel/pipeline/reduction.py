@@ -113,12 +113,12 @@ def denominators(loss: Tensor, ends: Sequence[Tensor]) -> tuple[list[object], li
         if module is not None and not module.startswith(("torch.", "lockstep.")):
             plain.append("unknown")
         for value in torch_autograd.saved_by(node):
-            _note(value, plain, tensors)
+            _note_denominator(value, plain, tensors)
         waiting += [following for following, _ in node.next_functions]
     return plain, tensors
 
 
-def _note(value: object, plain: list[object], tensors: list[Tensor]) -> None:
+def _note_denominator(value: object, plain: list[object], tensors: list[Tensor]) -> None:
     if isinstance(value, Tensor):
         if value.ndim == 0 and not value.is_complex():
             tensors.append(torch_autograd.copy_of_saved(value))

@@ -63,7 +63,7 @@ class Rehearsal:
             if not needs_whole and any(self.stages.tell(bool(self.failures))):
                 self.failures.clear()  # what is no matter of memory comes again
                 self.whole = {}
-        looks = self._look if self.looks_at_loss or whole_plan is not None else None
+        looks = self._compare_with_whole if self.looks_at_loss or whole_plan is not None else None
         once = self._pass(self.batch.parts, self._finish, looks)
         fill_only(self.stages, self.batch.plan, once, find=True)
 
@@ -104,7 +104,7 @@ class Rehearsal:
         self.whole = outputs
         return ()
 
-    def _look(self, outputs: BlockOutputs) -> tuple[Tensor, ...]:
+    def _compare_with_whole(self, outputs: BlockOutputs) -> tuple[Tensor, ...]:
         with self.stages.state.without_differences(lambda: self.word == "whole"):
             try:
                 unknown = self._compared(outputs) if self.whole else []
@@ -192,7 +192,7 @@ class Rehearsal:
             for index in range(len(batch.parts))
         ]
         self.undecided.edges = set.intersection(*without)
-        dims = {key: plan.row_dim(*_place(key)) for key in gradients}
+        dims = {key: plan.row_dim(*_block_and_path(key)) for key in gradients}
         if all(dim is None for dim in dims.values()):
             return "whole"
 
@@ -204,7 +204,7 @@ class Rehearsal:
                 if dim is not None:
                     rows = value.shape[dim] // plan.micro_batches
                     value = value.narrow(dim, index * rows, rows)
-                elif plan.kinds.get(_place(key)) != "sum":
+                elif plan.kinds.get(_block_and_path(key)) != "sum":
                     value = value / plan.micro_batches
                 shares.append(value.reshape(-1).float())
             return torch.cat(shares)
@@ -220,7 +220,7 @@ def _leaf(_: str, value: object) -> object:
     return value.detach().requires_grad_(value.is_floating_point())
 
 
-def _place(key: str) -> tuple[str, str]:
+def _block_and_path(key: str) -> tuple[str, str]:
     name, _, path = key[2:].partition("']")
     return name, path
 

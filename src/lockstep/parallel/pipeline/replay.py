@@ -70,8 +70,8 @@ class Replays:
 
         before = describe(module, is_known)
         given = leaves((args, kwargs))
-        kinds = self._kinds(args, kwargs)
-        if kinds != self._kinds(args, kwargs):  # something in it is like nothing else
+        kinds = self._kinds_of(args, kwargs)
+        if kinds != self._kinds_of(args, kwargs):  # something in it is like nothing else
             return run(module, args, kwargs)
         caches = [leaf for leaf in given.values() if is_cache(leaf)]
         known = self._traced.setdefault((before.structure, kinds), [])
@@ -85,7 +85,7 @@ class Replays:
         with reading(kinds_inside) as reads:
             out = run(module, args, kwargs)
         after = describe(module, lambda tensor: storage_of(tensor) not in own and self._is_known(tensor))
-        is_whole = before == after and kinds == self._kinds(args, kwargs)
+        is_whole = before == after and kinds == self._kinds_of(args, kwargs)
         if is_whole and self._log is not None:
             self._operations[name] = before.structure, kinds, tuple(self._log.noted)
             self._remain_inside(out, given)
@@ -134,7 +134,7 @@ class Replays:
         holders = gc.get_referrers(*given_to_gc) if left else []
         return any(id(holder) not in own and not isinstance(holder, types.FrameType) for holder in holders)
 
-    def _kinds(self, args: Args, kwargs: Kwargs) -> Hashable:
+    def _kinds_of(self, args: Args, kwargs: Kwargs) -> Hashable:
         numbers: dict[int, int] = {}
 
         def number(key: int) -> int:
@@ -189,9 +189,9 @@ class Operations:
         self._numbers: dict[int, int] = {}
 
     def note(self, function: TorchFunction, given: Mapping[str, object]) -> None:
-        self.noted.append((function, tuple((path, self._kind(leaf)) for path, leaf in given.items())))
+        self.noted.append((function, tuple((path, self._kind_of(leaf)) for path, leaf in given.items())))
 
-    def _kind(self, leaf: object) -> Hashable:
+    def _kind_of(self, leaf: object) -> Hashable:
         if not isinstance(leaf, Tensor):
             return type(leaf), leaf if isinstance(leaf, _CONSTANTS) else Unlike()
         self.alive.append(leaf)

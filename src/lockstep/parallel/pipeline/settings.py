@@ -68,31 +68,31 @@ class Settings:
             ]
             self._modules.append(_Watched.of(f"{name}." if name else "", vars(module), keys))
         self._changes: Counter[str] = Counter()
-        self._values = self._now()
+        self._values = self._read_values()
 
-    def _keep(self, wanted: Callable[[_Watched, str], bool]) -> None:
+    def _restrict_to(self, wanted: Callable[[_Watched, str], bool]) -> None:
         self._modules = [
             _Watched.of(one.prefix, one.attributes, (key for key in one.keys if wanted(one, key)))
             for one in self._modules
         ]
 
-    def _now(self) -> list[object]:
+    def _read_values(self) -> list[object]:
         try:
             return [one.get(one.attributes) for one in self._modules]
         except KeyError:  # one was deleted
-            self._keep(lambda one, key: key in one.attributes)
+            self._restrict_to(lambda one, key: key in one.attributes)
             self._values = []
-            return self._now()
+            return self._read_values()
 
     def leave_out(self, names: Iterable[str]) -> None:
         """Forwards change these attributes themselves."""
         unwanted = set(names)
-        self._keep(lambda one, key: f"{one.prefix}{key}" not in unwanted)
-        self._values = self._now()
+        self._restrict_to(lambda one, key: f"{one.prefix}{key}" not in unwanted)
+        self._values = self._read_values()
 
     def have_changed(self) -> bool:
         """Whether the script has set one of them since this was last asked."""
-        now = self._now()
+        now = self._read_values()
         if now == self._values:
             return False
         before, self._values = self._values, now
@@ -102,7 +102,7 @@ class Settings:
         for one, old, new in zip(self._modules, before, now, strict=True):
             if old == new:
                 continue
-            for key, a, b in zip(one.keys, _each(one.keys, old), _each(one.keys, new), strict=True):
+            for key, a, b in zip(one.keys, _as_values(one.keys, old), _as_values(one.keys, new), strict=True):
                 if a != b and self._counts(f"{one.prefix}{key}", a, b):
                     found = True
         return found
@@ -119,10 +119,10 @@ class Settings:
             tuple(
                 value == 0 if self._changes[f"{one.prefix}{key}"] > MOST_CHANGES else value
                 for one, values in zip(self._modules, self._values, strict=True)
-                for key, value in zip(one.keys, _each(one.keys, values), strict=True)
+                for key, value in zip(one.keys, _as_values(one.keys, values), strict=True)
             )
         )
 
 
-def _each(keys: tuple[str, ...], values: Any) -> tuple[object, ...]:
+def _as_values(keys: tuple[str, ...], values: Any) -> tuple[object, ...]:
     return values if len(keys) > 1 else (values,)

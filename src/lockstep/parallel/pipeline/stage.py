@@ -36,12 +36,12 @@ class StageModule(nn.Module):
         self.micro_batch: int | None = None
         for name, registered in parameters.items():
             # The same dict: whoever replaces one replaces it in the model.
-            torch_modules.set_parameters_of(self._at(name), registered)
+            torch_modules.set_parameters_of(self._module_at(name), registered)
         for name, module in modules.items():
             path, _, key = name.rpartition(".")
-            self._at(path).add_module(key, module)
+            self._module_at(path).add_module(key, module)
 
-    def _at(self, name: str) -> nn.Module:
+    def _module_at(self, name: str) -> nn.Module:
         module: nn.Module = self
         for key in name.split(".") if name else ():
             if key not in torch_modules.children_of(module):
@@ -84,11 +84,11 @@ class Stage(StageBase):
         self._module = module
         self._executed = executed
 
-    def _note(self, kind: str, micro_batch: int) -> None:
+    def _note_action(self, kind: str, micro_batch: int) -> None:
         self._executed.append((self.group_rank, self.stage_index, kind, micro_batch))
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: object, **kwargs: object) -> object:
-        self._note("F", fwd_chunk_id)
+        self._note_action("F", fwd_chunk_id)
         self._module.micro_batch = fwd_chunk_id
         try:
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
@@ -102,11 +102,11 @@ class Stage(StageBase):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: object = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        self._note("B" if full_backward else "I", bwd_chunk_id)
+        self._note_action("B" if full_backward else "I", bwd_chunk_id)
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: object, **kwargs: object) -> None:
-        self._note("W", bwd_chunk_id)
+        self._note_action("W", bwd_chunk_id)
         super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
 

@@ -130,7 +130,7 @@ class StageForward:
         self._listen()
         with self.now.state.micro_batch(), changed(self._changes), self.now.autocast():
             try:
-                with self._given(received):
+                with self._receiving(received):
                     output = self._forward(*call.args, **call.kwargs)
                     if self._exchange is not None:
                         output = self._exchange.result(output)
@@ -138,7 +138,7 @@ class StageForward:
             except StageLeft as left:
                 return self._sent(left.call)
             finally:
-                self._let_go()
+                self._forget_received()
             if self._following is not None:
                 raise UsageError(
                     f"The forward ended without calling the block '{self._following.block}', at which the next "
@@ -187,7 +187,7 @@ class StageForward:
                 self.now.state.micro_batch(),
                 changed(self._changes),
                 self.now.autocast(),
-                self._given(received) as entered,
+                self._receiving(received) as entered,
             ):
                 if self._exchange is not None:
                     # What comes after the blocks runs again on what was received, before it was changed in place.
@@ -197,7 +197,7 @@ class StageForward:
         except StageLeft:
             pass
         finally:
-            self._let_go()
+            self._forget_received()
             for block in self._own.values():
                 block.keep = None
         if micro_batch + 1 < len(self.now.calls):
@@ -207,7 +207,7 @@ class StageForward:
             return self.now.whole(collected)
 
     @contextmanager
-    def _given(self, received: tuple[Tensor, ...]) -> Iterator[tuple[Tensor, ...]]:
+    def _receiving(self, received: tuple[Tensor, ...]) -> Iterator[tuple[Tensor, ...]]:
         """The forward inside finds what was received."""
         entered = tuple(_Contiguous.apply(t) if t.requires_grad else t for t in received)
         # The arguments of the first block come first in the message, and then everything else that the stage uses.
@@ -225,7 +225,7 @@ class StageForward:
         with self._exchange:
             yield entered
 
-    def _let_go(self) -> None:
+    def _forget_received(self) -> None:
         if self._first is not None:
             self._first.received = ()
         if self._exchange is not None:

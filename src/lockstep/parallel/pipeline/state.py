@@ -63,11 +63,13 @@ class Entry:
         """Note what a micro-batch left."""
         now = self.entries.get(self.key)
         # A write with equal values counts too. Otherwise a statistic that a first batch leaves as it was would be lost.
-        if (_same(now, self.copy) and not self._is_written(now)) or (is_container(now) and not is_plain(now)):
+        if (_equal_values(now, self.copy) and not self._is_written(now)) or (
+            is_container(now) and not is_plain(now)
+        ):
             return  # nothing was changed, or tensors were noted
         if self.after is _ABSENT:
             self.after = _copied(now)
-        elif not _same(now, self.after):
+        elif not _equal_values(now, self.after):
             self.differs = True
 
     def _is_written(self, now: object) -> bool:
@@ -81,8 +83,12 @@ class Entry:
         if is_container(value) and is_container(self.value):
             set_contents(self.value, copy.deepcopy(value))
             value = self.value
-        if isinstance(value, Tensor) and isinstance(self.value, Tensor) and _alike(value, self.value):
-            if not _same(value, self.value):
+        if (
+            isinstance(value, Tensor)
+            and isinstance(self.value, Tensor)
+            and _has_same_layout(value, self.value)
+        ):
+            if not _equal_values(value, self.value):
                 self.value.copy_(value)
             value = self.value
         self.entries[self.key] = value
@@ -260,15 +266,15 @@ def _copied(value: object) -> object:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def _alike(a: Tensor, b: Tensor) -> bool:
+def _has_same_layout(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
 
 
-def _same(a: object, b: object) -> bool:
+def _equal_values(a: object, b: object) -> bool:
     if is_placeholder(a) or is_placeholder(b):
         return True  # noted of another stage's: it has no value here
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        if not _alike(a, b):
+        if not _has_same_layout(a, b):
             return False
         return bool(((a == b) | ((a != a) & (b != b))).all())
     if isinstance(a, Tensor) or isinstance(b, Tensor):

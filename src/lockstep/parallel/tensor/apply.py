@@ -115,7 +115,7 @@ def make_plan(
         )
     found = dict(find_blocks(model) if blocks is None else blocks)
     is_part = isinstance(options.plan, TensorPlan)  # of a model that was looked at whole
-    plan = complete(model, _chosen(model, ranks, options.plan, found), ranks)
+    plan = complete(model, _choose_plan(model, ranks, options.plan, found), ranks)
     if not is_part and plan.source != INFERRED:
         plan = with_meetings(model, plan, ranks)
     if plan.source == BROUGHT and not plan.entries:
@@ -153,7 +153,7 @@ def _check_meetings(plan: TensorPlan) -> None:
         )
 
 
-def _chosen(model: nn.Module, ranks: int, wanted: object, blocks: dict[str, nn.Module]) -> TensorPlan:
+def _choose_plan(model: nn.Module, ranks: int, wanted: object, blocks: dict[str, nn.Module]) -> TensorPlan:
     if isinstance(wanted, TensorPlan):
         return wanted
     if wanted in WORDS and any(isinstance(module, ParallelLayer) for module in model.modules()):

@@ -38,7 +38,7 @@ class ParallelLayer(nn.Module):
         self.mesh = mesh
         self.sequence_parallel = sequence_parallel and mesh is not None
 
-    def _take(self, plain: nn.Module, dims: dict[str, int | None]) -> None:
+    def _take_parameters(self, plain: nn.Module, dims: dict[str, int | None]) -> None:
         """``dims``: parameter -> the dimension that is split."""
         for name, parameter in plain.named_parameters():
             self.register_parameter(name, _split(parameter, self.mesh, dims[name]))
@@ -108,7 +108,7 @@ class ColumnParallelLinear(ParallelLayer):
         if not gather_output:
             check_divides(out_features, "output features of a ColumnParallelLinear", mesh)
         self.in_features, self.out_features, self.gather_output = in_features, out_features, gather_output
-        self._take(
+        self._take_parameters(
             nn.Linear(in_features, out_features, bias, device=device, dtype=dtype), {"weight": 0, "bias": 0}
         )
 
@@ -188,7 +188,7 @@ class RowParallelLinear(ParallelLayer):
             out_features,
             input_is_parallel,
         )
-        self._take(
+        self._take_parameters(
             nn.Linear(in_features, out_features, bias, device=device, dtype=dtype),
             {"weight": 1, "bias": None},
         )
@@ -258,7 +258,7 @@ class VocabParallelEmbedding(ParallelLayer):
         plain = nn.Embedding(num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype)
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.padding_idx = plain.padding_idx
-        self._take(plain, {"weight": 0})
+        self._take_parameters(plain, {"weight": 0})
 
     def forward(self, tokens: Tensor) -> Tensor:
         weight = local_value(self.weight)

@@ -113,7 +113,7 @@ class _CrossEntropy(torch.autograd.Function):
         smoothing: float,
     ) -> Tensor:
         x = local.to(torch.promote_types(local.dtype, torch.float32))
-        place, is_here = _places(target, mesh, classes)
+        place, is_here = _local_indices(target, mesh, classes)
         largest = all_reduce(x.amax(-1), mesh, "max")
         exponentials = (x - largest.unsqueeze(-1)).exp()
         at_target = x.gather(-1, place.unsqueeze(-1)).squeeze(-1).masked_fill(~is_here, 0.0)
@@ -135,7 +135,7 @@ class _CrossEntropy(torch.autograd.Function):
         return result.to(ctx.dtype), None, None, None, None, None
 
 
-def _places(target: Tensor, mesh: DeviceMesh, classes: int) -> tuple[Tensor, Tensor]:
+def _local_indices(target: Tensor, mesh: DeviceMesh, classes: int) -> tuple[Tensor, Tensor]:
     """(index of each target [...] among this rank's classes, whether it is there); 0 where it is not."""
     start, length = part_of(classes, mesh)
     place = target - start
@@ -164,7 +164,7 @@ def _dim(x: Tensor, dim: int) -> int:
     return dim % x.dim()
 
 
-def _like(local: Tensor, x: DTensor, dtype: torch.dtype | None = None) -> object:
+def _dtensor_like(local: Tensor, x: DTensor, dtype: torch.dtype | None = None) -> object:
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(
@@ -182,11 +182,11 @@ def _log_softmax(operator: object, args: Args, kwargs: Kwargs) -> object:
     dim = _dim(x, dim)
     local = dtensor.local_tensor(x)
     if not _is_split(x, dim):
-        return _like(torch.log_softmax(_on_whole(x, dim), dim), x)
+        return _dtensor_like(torch.log_softmax(_on_whole(x, dim), dim), x)
     wide = local.to(torch.promote_types(local.dtype, torch.float32))
     shifted = wide - all_reduce(wide.amax(dim, keepdim=True), x.device_mesh, "max")
     total = all_reduce(shifted.exp().sum(dim, keepdim=True), x.device_mesh)
-    return _like(shifted - total.log(), x, torch.float32 if half_to_float else local.dtype)
+    return _dtensor_like(shifted - total.log(), x, torch.float32 if half_to_float else local.dtype)
 
 
 def _log_softmax_backward(operator: object, args: Args, kwargs: Kwargs) -> object:
@@ -196,13 +196,13 @@ def _log_softmax_backward(operator: object, args: Args, kwargs: Kwargs) -> objec
     total = given.sum(dim, keepdim=True)
     if _is_split(output, dim):
         total = all_reduce(total, output.device_mesh)
-    return _like(given - dtensor.local_tensor(output).exp() * total, output, dtype)
+    return _dtensor_like(given - dtensor.local_tensor(output).exp() * total, output, dtype)
 
 
 def _nll_loss(operator: object, args: Args, kwargs: Kwargs) -> object:
     x, target, weight, reduction, ignored = args
-    local, target, mesh, classes = _rows(x, target)
-    place, is_here = _places(target, mesh, classes)
+    local, target, mesh, classes = _class_rows(x, target)
+    place, is_here = _local_indices(target, mesh, classes)
     at_target = local.gather(-1, place.unsqueeze(-1)).squeeze(-1).masked_fill(~is_here, 0.0)
     counts = _counts(target, weight, ignored, local)
     losses = -all_reduce(at_target, mesh) * counts
@@ -214,16 +214,16 @@ def _nll_loss(operator: object, args: Args, kwargs: Kwargs) -> object:
 
 def _nll_loss_backward(operator: object, args: Args, kwargs: Kwargs) -> object:
     gradient, x, target, weight, reduction, ignored, total = args
-    local, target, mesh, classes = _rows(x, target)
-    place, is_here = _places(target, mesh, classes)
+    local, target, mesh, classes = _class_rows(x, target)
+    place, is_here = _local_indices(target, mesh, classes)
     scale = -gradient * _counts(target, weight, ignored, local)
     if reduction == MEAN:
         scale = scale / total
     result = torch.zeros_like(local).scatter_(-1, place.unsqueeze(-1), (scale * is_here).unsqueeze(-1))
-    return _like(result if x.dim() < 3 else result.movedim(-1, 1), x)
+    return _dtensor_like(result if x.dim() < 3 else result.movedim(-1, 1), x)
 
 
-def _rows(x: DTensor, target: Tensor) -> tuple[Tensor, Tensor, DeviceMesh, int]:
+def _class_rows(x: DTensor, target: Tensor) -> tuple[Tensor, Tensor, DeviceMesh, int]:
     """(local logits [..., classes / N], target [...], mesh, classes) of logits [classes] or [batch, classes, ...]."""
     dim = 1 if x.dim() > 1 else 0
     if not _is_split(x, dim):

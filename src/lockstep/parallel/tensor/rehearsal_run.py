@@ -166,7 +166,7 @@ def forward_of_part(rehearsal: TensorRehearsal, example: Example) -> Run:
         if name in columns:
             inner.forward = lambda *_, _output=columns[name], **__: _output
         elif name in rehearsal.rows:
-            inner.forward = _row(noted, features(inner)[1], whole)
+            inner.forward = _row_forward(noted, features(inner)[1], whole)
         else:
             own = torch_modules.parameters_of(inner)
             for key, parameter in own.items():
@@ -210,7 +210,7 @@ def _reporting(rehearsal: TensorRehearsal, holder: nn.Module, x: Tensor, width: 
     return x
 
 
-def _row(noted: Run, width: int, whole: Callable[[str, Tensor], Tensor]) -> Callable[..., Tensor]:
+def _row_forward(noted: Run, width: int, whole: Callable[[str, Tensor], Tensor]) -> Callable[..., Tensor]:
     def forward(given: Tensor, *_: object, **__: object) -> Tensor:
         number = len(noted.given)
         noted.given.append(unmarked(given))

@@ -56,7 +56,7 @@ def run_rehearsal(rehearsal: TensorRehearsal) -> Passed | str:
         except (_DifferentError, GradientsDifferError) as error:
             return Different(error)
         except Exception as error:  # whatever a user's forward raises
-            reason = reason or f"running it raised {_line(error)}"
+            reason = reason or f"running it raised {_one_line(error)}"
     return reason
 
 
@@ -160,7 +160,9 @@ def _ranks(rehearsal: TensorRehearsal, call: _Call, whole: Run) -> list[Run]:
         try:
             part = forward_of_part(rehearsal, example)
         except Exception as error:  # whatever a user's forward raises of a part
-            raise _DifferentError(f"with a rank's part of its features it raises {_line(error)}") from error
+            raise _DifferentError(
+                f"with a rank's part of its features it raises {_one_line(error)}"
+            ) from error
         _check_values(whole, part, rank, ranks)
         parts.append(part)
     return parts
@@ -220,6 +222,6 @@ def _of_heads(rehearsal: TensorRehearsal, call: _Call, name: str, without: Run) 
     return tuple(found)
 
 
-def _line(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     text = str(error).strip().splitlines()
     return type(error).__name__ + (f" ({text[0][:60]})" if text else "")

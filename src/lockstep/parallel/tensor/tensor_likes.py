@@ -54,14 +54,16 @@ class ReportedWidth(Tensor):
             shape = torch.Size((*tensor.whole.shape[:-1], tensor.width))
             dim = args[1] if len(args) > 1 else kwargs.get("dim")
             return shape if dim is None else shape[dim]
-        return func(*map(_whole, args), **{name: _whole(value) for name, value in kwargs.items()})
+        return func(
+            *map(_without_marks, args), **{name: _without_marks(value) for name, value in kwargs.items()}
+        )
 
 
-def _whole(value: object) -> object:
+def _without_marks(value: object) -> object:
     if isinstance(value, ReportedWidth):
         return value.whole
     if isinstance(value, (list, tuple)):
-        return type(value)(map(_whole, value)) if type(value) in (list, tuple) else value
+        return type(value)(map(_without_marks, value)) if type(value) in (list, tuple) else value
     return value
 
 

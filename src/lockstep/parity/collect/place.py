@@ -66,7 +66,7 @@ class BatchPlace:
             self._is_ahead = True
         if self._is_ahead and self._begun != self._all_trained:
             self._begun = self._all_trained
-            self._begin(self._trained, self._all_trained)
+            self._begin_batch(self._trained, self._all_trained)
 
     def backward_begins(self) -> None:
         """Gradients come."""
@@ -119,13 +119,13 @@ class BatchPlace:
         )
 
     def _hand_out(self, batch: object) -> None:
-        self._begin(self._handed, self._all_handed)
+        self._begin_batch(self._handed, self._all_handed)
         self._handed += 1
         self._all_handed += 1
         self._awaits_backward = True
         self.on_batch(batch)
 
-    def _begin(self, number: int, of_all: int) -> None:
+    def _begin_batch(self, number: int, of_all: int) -> None:
         """Batch ``number`` of the step comes, ``of_all`` in the run."""
         self.micro_batch = number
         self._seed_for(of_all, self.data_rank)

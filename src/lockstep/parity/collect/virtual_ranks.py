@@ -94,7 +94,7 @@ class SequentialRanks(BatchPlace):
         return self.buffers.of_ranks(model)
 
     def _batches_of(self, loader: PreparedLoader, batches: Iterator[object]) -> Iterator[object]:
-        return self.batches(self._whole_rounds(loader, self._parts(batches)))
+        return self.batches(self._whole_rounds(loader, self._parts_of_ranks(batches)))
 
     def _whole_rounds(self, loader: PreparedLoader, batches: Iterator[object]) -> Iterator[Any]:
         for batch in batches:
@@ -121,7 +121,7 @@ class SequentialRanks(BatchPlace):
             self._is_in_loop = outer
         self._seed_for(self._all_handed // self.ranks, -1)
 
-    def _parts(self, batches: Iterator[object]) -> Iterator[object]:
+    def _parts_of_ranks(self, batches: Iterator[object]) -> Iterator[object]:
         for batch in batches:
             whole, of_ranks = batch if isinstance(batch, RankBatches) else (batch, ())
             if not self._turns.splits_batches or not self._is_trained_on():
@@ -153,9 +153,9 @@ class SequentialRanks(BatchPlace):
         elif number < self.ranks and not self._turns.splits_batches:
             self._turns.data_ended(batches_for(number, self.ranks))
 
-    def _begin(self, number: int, of_all: int) -> None:
+    def _begin_batch(self, number: int, of_all: int) -> None:
         self._turn_to(number % self.ranks)
-        super()._begin(number // self.ranks, of_all // self.ranks)
+        super()._begin_batch(number // self.ranks, of_all // self.ranks)
 
     def _turn_to(self, rank: int) -> None:
         """The next batch is one of ``rank``."""

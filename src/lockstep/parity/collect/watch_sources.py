@@ -78,7 +78,7 @@ class SourceWatch:
         function = getattr(owner, name)
         if isinstance(function, type):  # stays a class, for isinstance
             return
-        note = self._note
+        note = self._note_source
 
         def watched(*args: object, **kwargs: object) -> object:
             if counts(args, kwargs):
@@ -89,9 +89,9 @@ class SourceWatch:
 
     def _audit(self, event: str, args: object) -> None:
         if event == "socket.getaddrinfo" and "the network" not in self._found:
-            self._note("the network", sys._getframe(1))
+            self._note_source("the network", sys._getframe(1))
 
-    def _note(self, what: str, frame: FrameType | None) -> None:
+    def _note_source(self, what: str, frame: FrameType | None) -> None:
         while frame is not None:
             path = frame.f_code.co_filename
             if self._is_own(path):

@@ -40,13 +40,13 @@ def of_rows(case: Case) -> str:
         whose = sorted({elsewhere[found[index]].data_rank for index in taken} - {-1})
         of = f" of data {of_ranks(whose)}" if whose else ""
         said.append(
-            f"{_rows(taken)} {_are(taken)} also in another batch{of} of the reference: it looks as if "
+            f"{_rows_text(taken)} {_are(taken)} also in another batch{of} of the reference: it looks as if "
             f"{'a sample was' if len(taken) == 1 else 'samples were'} read twice"
         )
     if repeated > 0:
         said.append(f"{count(repeated, 'row')} {'is' if repeated == 1 else 'are'} in it more than once")
     if lost:
-        said.append(f"{_rows(lost)} of the reference {_are(lost)} missing")
+        said.append(f"{_rows_text(lost)} of the reference {_are(lost)} missing")
     if foreign and not taken and len(foreign) == len(found):
         return "None of its rows is one of the reference's: it looks as if another seed, or an unseeded one, was used."
     return f"{'; '.join(said)[:1].upper()}{'; '.join(said)[1:]}." if said else ""
@@ -89,7 +89,7 @@ def _named(other: TraceItem, item: TraceItem) -> str:
     return ", ".join(said)
 
 
-def _rows(places: list[int]) -> str:
+def _rows_text(places: list[int]) -> str:
     return f"{'row' if len(places) == 1 else 'rows'} {indices(places)}"
 
 

@@ -40,7 +40,7 @@ def of_some_ranks(case: Case) -> str:
 
 
 def _terms(case: Case, part: RankPart, sketches: Sequence[Tensor]) -> Terms | None:
-    rows = _rows(part, len(sketches[0]))
+    rows = _rows_of_part(part, len(sketches[0]))
     if rows is None or not bool(part.found.isfinite().all()):
         return None
     found = row_sketch(part.found).double().reshape(-1)
@@ -59,7 +59,7 @@ def _terms(case: Case, part: RankPart, sketches: Sequence[Tensor]) -> Terms | No
     return None
 
 
-def _rows(part: RankPart, rows: int) -> slice | None:
+def _rows_of_part(part: RankPart, rows: int) -> slice | None:
     """Which rows of the whole a rank has; None: none that are whole."""
     if not part.boxes:
         return slice(0, rows)

@@ -35,7 +35,7 @@ def of_another_batch(case: Case) -> str:
     item = case.item
     if not item.kind.is_of_micro_batch and item.kind is not ItemKind.BUFFER:
         return ""
-    others = [one for one in _alike(case) if one != item]
+    others = [one for one in _other_micro_batches(case) if one != item]
     for other in others:
         if case.all_close(lambda one, other=other: case.part_of(other, one)):  # type: ignore[misc]
             return f"It is that of {_whose(other, item)}."
@@ -90,18 +90,18 @@ def swapped_shards(case: Case) -> str:
 def other_order(case: Case) -> str:
     """Rows, or slices along another dimension, in another order."""
     for dim in range(max((one.found.ndim for one in case.parts), default=0)):
-        orders = [_order(case, one.found, one.expected, dim) for one in case.parts]
+        orders = [_order_of_slices(case, one.found, one.expected, dim) for one in case.parts]
         moved = [order for order in orders if order is not None]
         if moved and len(moved) == len(orders):
             return f"It looks as if {_moved(moved[0], dim)}."
     return ""
 
 
-def _order(case: Case, found: Tensor, expected: Tensor, dim: int) -> list[int] | None:
+def _order_of_slices(case: Case, found: Tensor, expected: Tensor, dim: int) -> list[int] | None:
     """Which slice of what is expected each slice of what was found is; None if they are no others in another order."""
     if found.shape != expected.shape or dim >= found.ndim or not 2 <= found.shape[dim] <= MOST_ROWS:
         return None
-    mine, theirs = _rows(found, dim), _rows(expected, dim)
+    mine, theirs = _flat_rows(found, dim), _flat_rows(expected, dim)
     near = case.near
     if mine.shape[1] == 1:
         if len(mine) < LEAST_OF_SINGLE:
@@ -116,7 +116,7 @@ def _order(case: Case, found: Tensor, expected: Tensor, dim: int) -> list[int] |
     )
 
 
-def _rows(tensor: Tensor, dim: int) -> Tensor:
+def _flat_rows(tensor: Tensor, dim: int) -> Tensor:
     rows = tensor.double().movedim(dim, 0).reshape(tensor.shape[dim], -1)
     if rows.shape[1] > MOST_COLUMNS:
         rows = rows[:, torch.linspace(0, rows.shape[1] - 1, MOST_COLUMNS).long()]
@@ -134,7 +134,7 @@ def _moved(order: list[int], dim: int) -> str:
     return f"{count(changed, 'row') if dim == 0 else f'{changed} {along}'} of {number} are in another order"
 
 
-def _alike(case: Case) -> list[TraceItem]:
+def _other_micro_batches(case: Case) -> list[TraceItem]:
     """The item in other micro-batches of this step, on all data ranks."""
     item = case.item
     return [

@@ -149,7 +149,7 @@ def tolerance_of(
         of_batches[_of_all_batches(item)] = max(spread, of_batches.get(_of_all_batches(item), 0.0))
     usual = _usual(spreads)
     unknown = UnknownSigns(trace, by_rounding, floors, multiple)
-    rows = _rows(trace)
+    rows = _row_counts(trace)
     outputs = {(item.name, trace.shape(item)) for item in trace if item.kind is ItemKind.OUTPUT}
     chooses = any(_is_chosen(shape, rows) for _, shape in outputs)
     choices = _choices(outputs) if chooses else set()
@@ -189,7 +189,7 @@ def tolerance_of(
     return Tolerance(limits, multiple)
 
 
-def _rows(trace: Trace) -> set[int]:
+def _row_counts(trace: Trace) -> set[int]:
     """How many rows tensors have of which each belongs to a sample, or to a position of one."""
     batches = {trace.shape(item)[0] for item in trace if item.kind is ItemKind.BATCH}
     shapes = (trace.shape(item) for item in trace if item.kind is ItemKind.OUTPUT)

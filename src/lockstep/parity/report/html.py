@@ -75,14 +75,14 @@ def to_html(verdict: ParityVerdict) -> str:
     parts = [
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{_text(title)}</title><style>{_STYLE}</style></head><body>",
-        f'<h1>{_text(title)}</h1><p class="answer{differs}">{_prose(sentence(verdict))}</p>',
+        f"<title>{_escaped(title)}</title><style>{_STYLE}</style></head><body>",
+        f'<h1>{_escaped(title)}</h1><p class="answer{differs}">{_prose(sentence(verdict))}</p>',
     ]
     if verdict.findings:
         parts.append(f"<h2>What differs</h2>{_table(verdict)}")
     if verdict.ratios:
         parts.append(f"<h2>Distance by what is allowed</h2>{_strip(verdict)}{_legend()}")
-    parts += [f'<p class="remark">{_text(remark)}</p>' for remark in remarks(verdict)]
+    parts += [f'<p class="remark">{_escaped(remark)}</p>' for remark in remarks(verdict)]
     return "\n".join([*parts, "</body></html>"]) + "\n"
 
 
@@ -123,7 +123,7 @@ def _strip(verdict: ParityVerdict) -> str:
     letters = "".join(f'<th title="{phase}">{COLUMNS[phase]}</th>' for _, phase in columns)
     lines = [f"<tr><th></th>{heads}</tr><tr><th></th>{letters}</tr>"]
     for name, of_module in list(cells.items())[:MOST_MODULES]:
-        lines.append(f"<tr><th>{_text(name)}</th>{_cells(name, of_module, columns)}</tr>")
+        lines.append(f"<tr><th>{_escaped(name)}</th>{_cells(name, of_module, columns)}</tr>")
     return f'<div class="scroll"><table class="strip">{"".join(lines)}</table></div>'
 
 
@@ -135,7 +135,7 @@ def _cells(name: str, of_module: Mapping[tuple[int, str], float], columns: list[
             said.append(f'<td class="{first.strip()}"></td>')
             continue
         ratio = of_module[step, phase]
-        label = _text(f"step {step}, {phase}, {name}: {size(ratio)} of what is allowed")
+        label = _escaped(f"step {step}, {phase}, {name}: {size(ratio)} of what is allowed")
         said.append(f'<td class="{shade(ratio)}{first}" title="{label}"></td>')
     return "".join(said)
 
@@ -163,8 +163,8 @@ def _table(verdict: ParityVerdict) -> str:
 
 def _prose(text: str) -> str:
     """Names between backquotes as code."""
-    return re.sub(r"`([^`]*)`", r"<code>\1</code>", _text(text))
+    return re.sub(r"`([^`]*)`", r"<code>\1</code>", _escaped(text))
 
 
-def _text(text: str) -> str:
+def _escaped(text: str) -> str:
     return escape("".join(character if character.isprintable() else "?" for character in text))

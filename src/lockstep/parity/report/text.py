@@ -87,7 +87,7 @@ def described(finding: Mismatch, facts: RunFacts) -> str:
         return f"the reference has nothing like {what} on {of_ranks(finding.ranks)}"
     if finding.fault is Fault.SHAPE:
         found, expected = finding.shapes or ((), ())
-        return f"{what}{ranks} has the shape {_shape(found)} in place of {_shape(expected)}"
+        return f"{what}{ranks} has the shape {_shape_text(found)} in place of {_shape_text(expected)}"
     explains = f" (rounding explains {size(finding.spread)})" if finding.spread else ""
     return f"{what}{ranks} {_differs(finding)}{explains}"
 
@@ -100,7 +100,7 @@ def rows(verdict: ParityVerdict, most: int = MOST_ROWS) -> list[tuple[str, ...]]
             "" if one.fault is Fault.STEP else one.item.kind.phase,
             "" if one.fault is Fault.STEP else named(one.item, verdict.facts).removeprefix("the "),
             _ranks(one),
-            _found(one),
+            _finding_text(one),
             size(one.distance) if one.fault is Fault.DIFFERS else "",
             size(one.spread) if one.fault is Fault.DIFFERS else "",
             one.looks_like,
@@ -214,11 +214,11 @@ def _times(factor: float) -> str:
     return f"{digits} times the reference"
 
 
-def _found(finding: Mismatch) -> str:
+def _finding_text(finding: Mismatch) -> str:
     if finding.fault is Fault.DIFFERS:
         return _differs(finding).removeprefix("is ").removeprefix("has ")
     if finding.fault is Fault.SHAPE and finding.shapes:
-        return f"shape {_shape(finding.shapes[0])}, not {_shape(finding.shapes[1])}"
+        return f"shape {_shape_text(finding.shapes[0])}, not {_shape_text(finding.shapes[1])}"
     if finding.fault is Fault.STEP:
         return "in the candidate alone" if finding.distance == 0 else "in the reference alone"
     return "on no rank" if finding.fault is Fault.MISSING else "not in the reference"
@@ -230,7 +230,7 @@ def _ranks(finding: Mismatch) -> str:
     return of_ranks(finding.ranks).removeprefix("ranks ").removeprefix("rank ") if finding.ranks else ""
 
 
-def _shape(shape: Sequence[int]) -> str:
+def _shape_text(shape: Sequence[int]) -> str:
     return f"[{', '.join(map(str, shape))}]"
 
 

@@ -24,14 +24,14 @@ def join_traces(paths: Sequence[Path], target: Path) -> Trace:
         order.update(dict.fromkeys(trace))
     writer = TraceWriter(target)
     for item in sorted(order, key=lambda item: min(t.position(item) for t in traces if item in t)):
-        whole = _whole(item, [trace for trace in traces if item in trace])
+        whole = _assemble(item, [trace for trace in traces if item in trace])
         if whole is not None:
             writer.add(item, whole)
     writer.close({**traces[0].facts, "parts": {}})
     return Trace(target)
 
 
-def _whole(item: TraceItem, traces: Sequence[Trace]) -> torch.Tensor | None:
+def _assemble(item: TraceItem, traces: Sequence[Trace]) -> torch.Tensor | None:
     for trace in traces:
         if item.key not in trace.facts["parts"]:
             return trace.tensor(item)

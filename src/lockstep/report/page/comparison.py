@@ -24,7 +24,7 @@ from lockstep.words import bytes_text, date, digits, duration, percent, short, w
 Figure = Callable[[RunNumbers], str]
 
 
-def _known(value: float, text: Callable[[float], str]) -> str:
+def _or_unknown(value: float, text: Callable[[float], str]) -> str:
     return text(value) if math.isfinite(value) else ""
 
 
@@ -35,10 +35,10 @@ FIGURES: dict[str, Figure] = {
     "loss at the end": lambda one: digits(one.loss.last, 5) if one.loss else "",
     "lowest loss": lambda one: digits(one.loss.least, 5) if one.loss else "",
     "a step": lambda one: duration(one.step_times.median) if one.step_times else "",
-    "samples/s": lambda one: _known(one.samples_per_second, short),
-    "tokens/s": lambda one: _known(one.tokens_per_second, short),
-    "MFU": lambda one: _known(one.peak_share, percent),
-    "goodput": lambda one: _known(one.goodput.share, percent) if one.goodput else "",
+    "samples/s": lambda one: _or_unknown(one.samples_per_second, short),
+    "tokens/s": lambda one: _or_unknown(one.tokens_per_second, short),
+    "MFU": lambda one: _or_unknown(one.peak_share, percent),
+    "goodput": lambda one: _or_unknown(one.goodput.share, percent) if one.goodput else "",
     "on the clock": lambda one: duration(one.goodput.total) if one.goodput else "",
     "peak memory": lambda one: bytes_text(one.memory["peak"]) if "peak" in one.memory else "",
     "sent in a step": lambda one: bytes_text(sum(one.bytes_per_step.values())) if one.bytes_per_step else "",

@@ -43,17 +43,21 @@ def _goodput(numbers: RunNumbers) -> str:
     if wall is None or not wall.total > 0:
         return ""
     rows = [
-        ("steps that count", [("steps that count", wall.productive, 2)], _part(wall.productive, wall.total))
+        (
+            "steps that count",
+            [("steps that count", wall.productive, 2)],
+            _share_of_time(wall.productive, wall.total),
+        )
     ]
     rows += [
-        (LOST[name], [(LOST[name], seconds, COLOURS[name])], _part(seconds, wall.total))
+        (LOST[name], [(LOST[name], seconds, COLOURS[name])], _share_of_time(seconds, wall.total))
         for name, seconds in sorted(wall.lost.items(), key=lambda one: -one[1])
         if seconds > 0.001 * wall.total
     ]
     return bars(rows, wall.total)
 
 
-def _part(seconds: float, wall: float) -> str:
+def _share_of_time(seconds: float, wall: float) -> str:
     return f"{percent(seconds / wall)}, {duration(seconds)}"
 
 
@@ -75,7 +79,7 @@ def checkpoints(run: RunHistory, numbers: RunNumbers) -> str:
             duration(event.number("seconds")) if math.isfinite(event.number("seconds")) else "",
             bytes_text(event.number("bytes")) if math.isfinite(event.number("bytes")) else "",
             _answer(event, "verified"),
-            _kept(run, event),
+            _capsule_text(run, event),
         )
         for event in newest
     ]
@@ -103,7 +107,7 @@ def _answer(event: RunEvent, key: str) -> str:
     return {True: "yes", False: "no"}.get(value, "") if isinstance(value, bool) else ""
 
 
-def _kept(run: RunHistory, event: RunEvent) -> str:
+def _capsule_text(run: RunHistory, event: RunEvent) -> str:
     there = run.on_disk.get(event.text("path"))
     if there is None:
         return _answer(event, "kept")

@@ -208,7 +208,7 @@ def methods_with_parameters(cls: type[Optimizer]) -> list[str]:
         name: inspect.unwrap(value) for name, value in own.items() if isinstance(value, FunctionType)
     }
     touching: set[str] = set()
-    words = {name: set(_words(function.__code__)) for name, function in functions.items()}
+    words = {name: set(_names_in_code(function.__code__)) for name, function in functions.items()}
     while True:
         found = {name for name in words if words[name] & (_PARAMETERS | touching)}
         if found == touching:
@@ -219,13 +219,13 @@ def methods_with_parameters(cls: type[Optimizer]) -> list[str]:
     )
 
 
-def _words(code: CodeType) -> Iterator[str]:
+def _names_in_code(code: CodeType) -> Iterator[str]:
     """The names and strings in a function and in those that it defines."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, str):
             yield constant
         elif isinstance(constant, CodeType):
-            yield from _words(constant)
+            yield from _names_in_code(constant)
         elif isinstance(constant, (tuple, frozenset)):
             yield from (word for word in constant if isinstance(word, str))

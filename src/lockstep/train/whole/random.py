@@ -31,16 +31,16 @@ def set_generators(state: dict[str, Any]) -> None:
 
 
 def are_equal(one: dict[str, object], other: dict[str, object]) -> bool:
-    return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    return one.keys() == other.keys() and all(_is_same_state(one[key], other[key]) for key in one)
 
 
-def _same(one: object, other: Any) -> bool:
+def _is_same_state(one: object, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
     if isinstance(one, np.ndarray):
         return bool(np.array_equal(one, other))
     if isinstance(one, (tuple, list)):
-        return len(one) == len(other) and all(map(_same, one, other))
+        return len(one) == len(other) and all(map(_is_same_state, one, other))
     return bool(one == other)
 
 

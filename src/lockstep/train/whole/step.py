@@ -222,7 +222,7 @@ class WholeStep:
     def _begin(self) -> None:
         self._before_gathering()
         self._find_wholes()
-        wholes = self._used()
+        wholes = self._current_parameters()
         self._check_alike(wholes)
         self._random.begin()
         for whole in wholes:
@@ -240,7 +240,7 @@ class WholeStep:
     def _suspend(self) -> None:
         self._guard.__exit__(None, None, None)
         self._is_suspended = True
-        for whole in self._used():
+        for whole in self._current_parameters():
             whole.write_back()
         self._exchange(to_whole=False)
         self._random.suspend()
@@ -249,7 +249,7 @@ class WholeStep:
     def _resume(self) -> None:
         self._before_gathering()
         self._random.resume()
-        for whole in self._used():
+        for whole in self._current_parameters():
             whole.gather()
         self._exchange(to_whole=True)
         self._is_suspended = False
@@ -257,7 +257,7 @@ class WholeStep:
 
     @torch.no_grad()
     def _end(self) -> None:
-        wholes = self._used()
+        wholes = self._current_parameters()
         for whole in wholes:
             whole.write_back()
         self._before = []  # which holds state too
@@ -265,7 +265,7 @@ class WholeStep:
             values = self.optimizer.state.get(whole.whole)
             if isinstance(values, dict):
                 self._state.cut(whole, values)
-        self._leave()
+        self._shard_again()
 
     @torch.no_grad()
     def _discard(self) -> None:
@@ -280,20 +280,20 @@ class WholeStep:
         for values, before in self._before:
             values.clear()
             values.update(before)
-        self._leave()
+        self._shard_again()
 
-    def _leave(self) -> None:
+    def _shard_again(self) -> None:
         self._rename_state(to_whole=False)
         self._exchange(to_whole=False)
         self._runs = self._is_suspended = False
         self._before = []
         self._random.end()
-        for whole in self._used():
+        for whole in self._current_parameters():
             whole.release()
 
     # -----------------------------------------------------------------------------------------------------
 
-    def _used(self) -> list[WholeParameter]:
+    def _current_parameters(self) -> list[WholeParameter]:
         """The parameters of now, in order."""
         found = []
         for parameter in tensors_of(self.optimizer.param_groups):

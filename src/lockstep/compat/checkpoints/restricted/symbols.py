@@ -126,7 +126,7 @@ def _size(arguments: list[Any]) -> Items:
     return Items("tuple", sizes("torch.Size", Items("tuple", items)))
 
 
-def _joined(name: str, separator: str) -> Callable[[list[object]], str]:
+def _joining(name: str, separator: str) -> Callable[[list[object]], str]:
     def make(arguments: list[object]) -> str:
         needs(name, all(isinstance(part, (str, int)) for part in arguments))
         return separator.join(map(str, arguments))
@@ -235,10 +235,10 @@ def _listed() -> dict[tuple[str, str], Symbol | Word]:
     add(("torch.nn.parameter",), "Buffer", None, "tensor type")
     add(("torch._C",), "Generator", _generator)
     add(("torch",), "Size", _size)
-    add(("torch",), "device", _joined("torch.device", ":"))
-    add(("torch.serialization",), "_get_layout", _joined("torch.layout", ""))
+    add(("torch",), "device", _joining("torch.device", ":"))
+    add(("torch.serialization",), "_get_layout", _joining("torch.layout", ""))
     for path in _PATHS:
-        add(("pathlib", "pathlib._local"), path, _joined(path, "/"))
+        add(("pathlib", "pathlib._local"), path, _joining(path, "/"))
     add(("collections",), "OrderedDict", _mapping)
     add(("collections",), "defaultdict", _mapping)
     add(("collections",), "Counter", _counter)
