@@ -106,11 +106,16 @@ class Accelerator(
 
     - An uncaught exception ends the process with its rank and a record for the launcher (``sys.excepthook``).
     - With ``watch``, SIGTERM, SIGUSR1 and SIGUSR2 stop the run at a step boundary. Two daemon threads report this
-      rank's progress to the launcher, over TCP on this machine. Without ``lockstep launch``, they report to rank 0.
+      rank's progress to the launcher over TCP. Without ``lockstep launch``, rank 0 has a third thread with a TCP
+      server for these reports. A process that trains alone has one thread, and no socket for others.
     - With ``watch``, in runs of up to 16 ranks on CPUs, the collectives in ``torch.distributed`` are replaced. The
       replacements first compare the script's own calls between the ranks.
 
-    All of this ends with the process group. ``watch=False`` leaves signals, threads, sockets and functions alone.
+    - On CPUs, the ranks of one host exchange tensors through shared memory, and a daemon thread continues
+      asynchronous calls. ``LOCKSTEP_BACKEND=gloo`` leaves both out, and so does ``lockstep launch --backend gloo``.
+
+    All of this ends with the process group. ``watch=False`` leaves signals, sockets, functions of torch, and the
+    threads of the watch alone.
 
     Raises:
         ConfigError: a value is unknown or contradicts another one. The message names it.

@@ -96,6 +96,12 @@ def make_log_folder(path: str | None) -> None:
         raise ConfigError(f"--log-dir {path}: cannot be made: {reason}. Name another directory.") from None
 
 
+def rank_log(folder: str | Path, rank: int | str, stream: str, restart: int = 0) -> str:
+    """The file for a rank's ``out`` or ``err``. What was written before a restart stays."""
+    suffix = f".restart-{restart}" if restart else ""
+    return os.path.join(folder, f"rank-{rank}{suffix}.{stream}")
+
+
 def worker_arguments(command: tuple[str, ...]) -> tuple[str, ...]:
     """Arguments of the interpreter for a worker whose life is tied to that of this process."""
     # -I -S: neither the user's site nor PYTHON* variables concern the program in between

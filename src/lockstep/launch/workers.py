@@ -17,7 +17,7 @@ from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, S
 
 from lockstep.config.sources import inherited_environment
 from lockstep.launch import bare
-from lockstep.launch.backend import say, worker_arguments
+from lockstep.launch.backend import rank_log, say, worker_arguments
 from lockstep.launch.network import store_on
 from lockstep.launch.plan import LaunchPlan
 from lockstep.launch.rendezvous import Round
@@ -45,16 +45,14 @@ class RankLogs(LogsSpecs):
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Destinations by local rank; also tells each worker its error file."""
         destination = LogsDest()
-        suffix = f".restart-{self.round}" if self.round else ""  # what was written before stays
         for local_rank, environment in envs.items():
             rank = environment["RANK"]
-            error_file = os.path.join(self._work_dir, f"rank-{rank}{suffix}.error.json")
+            error_file = rank_log(self._work_dir, rank, "error.json", self.round)
             environment["TORCHELASTIC_ERROR_FILE"] = error_file
             destination.error_files[local_rank] = error_file
             out = err = ""  # torch's word for the console
             if self._log_dir:
-                out = os.path.join(self._log_dir, f"rank-{rank}{suffix}.out")
-                err = os.path.join(self._log_dir, f"rank-{rank}{suffix}.err")
+                out, err = (rank_log(self._log_dir, rank, stream, self.round) for stream in ("out", "err"))
                 self.stderr_of[local_rank] = err
             destination.stdouts[local_rank], destination.stderrs[local_rank] = out, err
             if self.tee:

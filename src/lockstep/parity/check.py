@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from lockstep.parallel.autocast import DTYPES
 from lockstep.parity.judge.decide import judge, judge_repeat
 from lockstep.parity.judge.facts import RankFacts, RunFacts
 from lockstep.parity.judge.tolerance import tolerance_of
@@ -30,7 +31,6 @@ from lockstep.parity.trace.file import Trace
 from lockstep.parity.trace.items import ItemKind
 from lockstep.parity.trace.joined import join_traces
 
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 DEPENDS_ON_RANKS = (
     "The script computes its {what} from the number of processes, which was {count} in the reference ({by})."
 )

@@ -28,28 +28,16 @@ from lockstep.checkpoint.format.documents import (
 )
 from lockstep.comm.collectives import as_bytes
 from lockstep.errors import CheckpointError, UsageError
+from lockstep.offload.files.checkpoint_files import DTYPES as FILE_DTYPES
 
 Item = TypeVar("Item")
 
-DTYPES: dict[str, torch.dtype] = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "U16": torch.uint16,
-    "I16": torch.int16,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "U32": torch.uint32,
-    "I32": torch.int32,
-    "F32": torch.float32,
-    "U64": torch.uint64,
-    "I64": torch.int64,
-    "F64": torch.float64,
-    "C64": torch.complex64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
+DTYPES = {
+    name: dtype
+    for name, dtype in FILE_DTYPES.items()
+    if name not in ("F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
 }
-"""The dtypes of safetensors files by their names there."""
+"""The dtypes that checkpoints have, by their names in safetensors files."""
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 

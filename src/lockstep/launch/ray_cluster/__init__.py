@@ -15,7 +15,15 @@ from typing import Any, TextIO
 
 from lockstep.config.sources import inherited_environment
 from lockstep.errors import ConfigError
-from lockstep.launch.backend import SECRET, Command, forwarded, make_log_folder, say, without_secrets
+from lockstep.launch.backend import (
+    SECRET,
+    Command,
+    forwarded,
+    make_log_folder,
+    rank_log,
+    say,
+    without_secrets,
+)
 from lockstep.launch.guard_process import run_guarded
 from lockstep.launch.plan import FaultPolicy, LaunchPlan
 from lockstep.launch.ray_cluster.cluster import (
@@ -273,7 +281,7 @@ class Console:
 
     def _file(self, directory: Path, rank: int, stream: str) -> TextIO:
         if (rank, stream) not in self._open:
-            path = directory / f"rank-{rank}.{stream}"
+            path = Path(rank_log(directory, rank, stream))
             self._open[rank, stream] = path.open("w", encoding="utf-8")
             if stream == "err":
                 self.files[rank] = str(path)
