@@ -41,7 +41,7 @@ _HOME = {
     "NoCheckpointError": "lockstep.errors",
     "notebook_launcher": "lockstep.launch.functions",
     "OffloadError": "lockstep.errors",
-    "PartialState": "lockstep.runtime.control",
+    "PartialState": "lockstep.runtime.run_state",
     "ProfileKwargs": "lockstep.config.handlers",
     "ProjectConfiguration": "lockstep.config.handlers",
     "set_seed": "lockstep.runtime.seed",

@@ -34,8 +34,8 @@ from lockstep.offload.dispatch.module_hooks import cpu_offload_with_hook as cpu_
 from lockstep.parallel.asynchronous.diloco import DiLoCo as DiLoCo
 from lockstep.parallel.asynchronous.local_sgd import LocalSGD as LocalSGD
 from lockstep.parallel.asynchronous.stale import BoundedStaleness as BoundedStaleness
-from lockstep.runtime.control import PartialState as PartialState
 from lockstep.runtime.memory import find_executable_batch_size as find_executable_batch_size
+from lockstep.runtime.run_state import PartialState as PartialState
 from lockstep.runtime.seed import set_seed as set_seed
 from lockstep.runtime.seed import synchronize_rng_states as synchronize_rng_states
 from lockstep.tune.in_process import find_batch_size as find_batch_size

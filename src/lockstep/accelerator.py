@@ -34,13 +34,15 @@ from lockstep.errors import StateResetError
 from lockstep.observe import hang
 from lockstep.observe.methods import TrackingMethods
 from lockstep.parallel.float8 import check_float8
+from lockstep.preparation.batches import BatchMethods
 from lockstep.preparation.checks import check_backend
 from lockstep.preparation.files import FileMethods
 from lockstep.preparation.observers import RunObserver
 from lockstep.preparation.training import TrainingMethods
 from lockstep.runtime import process
-from lockstep.runtime.control import ProcessControl, RunState
+from lockstep.runtime.control import ProcessControl
 from lockstep.runtime.memory import release_memory
+from lockstep.runtime.run_state import RunState
 from lockstep.runtime.step import StepState
 from lockstep.train.accumulation import Accumulation
 from lockstep.train.loss_scale import LossScaler
@@ -61,7 +63,13 @@ def _external_settings(*asked: Any) -> ExternalSettings:
 
 
 class Accelerator(
-    ProcessControl, OptionsView, CollectiveMethods, TrainingMethods, FileMethods, TrackingMethods
+    ProcessControl,
+    OptionsView,
+    CollectiveMethods,
+    TrainingMethods,
+    BatchMethods,
+    FileMethods,
+    TrackingMethods,
 ):
     """Makes a plain training loop run on one process or on many.
 

@@ -15,14 +15,8 @@ from lockstep.data.loader import PreparedLoader
 from lockstep.data.prepare import prepare_data_loader
 from lockstep.data.skip import LaterItems, skip_first_batches
 from lockstep.errors import ConfigError
-from lockstep.utils.loaders import (
-    DataLoaderAdapter,
-    DataLoaderDispatcher,
-    DataLoaderShard,
-    DataLoaderStateMixin,
-    SkipDataLoader,
-    get_sampler,
-)
+from lockstep.utils.loader_adapter import DataLoaderAdapter, DataLoaderStateMixin, get_sampler
+from lockstep.utils.loaders import DataLoaderDispatcher, DataLoaderShard, SkipDataLoader
 
 __all__ = [
     "BatchSamplerShard",

@@ -1,7 +1,7 @@
 """Names that scripts import from ``accelerate.launchers``."""
 
 from lockstep.launch.functions import debug_launcher, notebook_launcher
-from lockstep.runtime.control import PartialState
+from lockstep.runtime.run_state import PartialState
 
 __all__ = ["check_launch", "debug_launcher", "notebook_launcher"]
 

@@ -8,7 +8,7 @@ from typing import Any
 from lockstep.accelerator import Accelerator
 from lockstep.config.enums import DistributedType
 from lockstep.errors import ArgumentError
-from lockstep.runtime.control import PartialState, RunState
+from lockstep.runtime.run_state import PartialState, RunState
 from lockstep.runtime.step import StepState
 
 __all__ = [

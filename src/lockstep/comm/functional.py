@@ -10,7 +10,7 @@ import torch
 from lockstep.comm.collectives import Communicator, Reduction
 from lockstep.comm.tree import Tree, map_leaves, map_tensors
 from lockstep.runtime import process
-from lockstep.runtime.control import PartialState
+from lockstep.runtime.run_state import PartialState
 
 
 def _communicator() -> Communicator:

@@ -20,7 +20,7 @@ from lockstep.offload.dispatch.loading import load_checkpoint_in_model
 from lockstep.offload.dispatch.module_hooks import add_hook_to_module
 from lockstep.utils.dataclasses import BnbQuantizationConfig
 from lockstep.utils.imports import is_4bit_bnb_available, is_8bit_bnb_available
-from lockstep.utils.modeling import set_module_tensor_to_device
+from lockstep.utils.module_tensors import set_module_tensor_to_device
 from lockstep.utils.offload import offload_weight
 
 __all__ = [

@@ -13,229 +13,22 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler
 
-from lockstep.accelerator import Accelerator
 from lockstep.comm.functional import slice_tensors
 from lockstep.comm.tree import concatenate, find_batch_size, send_to_device
 from lockstep.config.enums import RNGType
 from lockstep.data.loader import PreparedLoader, check_skip
-from lockstep.errors import ConfigError, MissingExtraError, UsageError
+from lockstep.errors import ConfigError
 from lockstep.runtime import process
 from lockstep.runtime.seed import synchronize_rng_states
-from lockstep.runtime.step import StepState
+from lockstep.utils.loader_adapter import (
+    DataLoaderAdapter,
+    DataLoaderStateMixin,
+    get_sampler,
+    state_of_latest,
+)
 from lockstep.utils.operations import broadcast, broadcast_object_list, get_data_structure, initialize_tensors
-
-
-def get_sampler(dataloader: Any) -> Any:
-    """Return the sampler that draws the indices of a loader's samples.
-
-    Args:
-        dataloader: A ``DataLoader``, also a prepared one, over a map-style dataset.
-
-    Examples:
-        ```python
-        import torch
-        from lockstep.data_loader import get_sampler
-
-        loader = torch.utils.data.DataLoader(range(4), batch_size=2, shuffle=True)
-        assert isinstance(get_sampler(loader), torch.utils.data.RandomSampler)
-        ```
-    """
-    sampler: Any = dataloader.batch_sampler
-    while hasattr(sampler, "batch_sampler"):
-        sampler = sampler.batch_sampler
-    found = getattr(sampler, "sampler", None)
-    return dataloader.sampler if found is None else found
-
-
-class DataLoaderStateMixin:
-    """A mixin for classes of loaders. Through it ``gradient_state`` knows which loader runs and whether it is at its
-    end.
-
-    Call ``begin()`` and ``end()`` around an iteration, and set ``end_of_dataloader`` before the last batch is
-    yielded. Then an accumulation window ends with the loader, as with prepared loaders.
-
-    Attributes:
-        end_of_dataloader: Whether the last batch was yielded.
-        remainder: The number of samples in the last global batch, if it is not complete. 0: it is. -1: it is not
-            known.
-        gradient_state: The state of the latest ``Accelerator``, from ``GradientState()``.
-
-    Examples:
-        ```python
-        from lockstep import Accelerator
-        from lockstep.data_loader import DataLoaderStateMixin
-        from lockstep.state import GradientState
-
-        class Batches(DataLoaderStateMixin):
-            def __init__(self):
-                self.gradient_state = GradientState()
-
-            def __iter__(self):
-                self.begin()
-                for number in range(3):
-                    self.end_of_dataloader = number == 2
-                    yield number
-                self.end()
-                self.reset()
-
-        accelerator = Accelerator(gradient_accumulation_steps=2)
-        assert list(Batches()) == [0, 1, 2]
-        ```
-    """
-
-    end_of_dataloader = False
-    remainder = -1
-    gradient_state: StepState
-
-    def reset(self) -> None:
-        """Set ``end_of_dataloader`` and ``remainder`` to their values from before an iteration."""
-        self.end_of_dataloader = False
-        self.remainder = -1
-
-    def begin(self) -> None:
-        """Note that an iteration begins."""
-        self.reset()
-        total = getattr(self, "total_batch_size", None)
-        dataset = getattr(self, "dataset", None)
-        if total and not getattr(self, "_drop_last", False) and hasattr(dataset, "__len__"):
-            self.remainder = getattr(dataset, "total_dataset_length", len(dataset)) % total  # type: ignore[arg-type]
-        self.gradient_state._add_dataloader(self)
-
-    def end(self) -> None:
-        """Note that the iteration has ended."""
-        self.gradient_state._remove_dataloader(self)
-
-
-class DataLoaderAdapter:
-    """A loader with a ``DataLoader`` inside, ``base_dataloader``.
-
-    Its other attributes are those of ``base_dataloader``, and ``isinstance`` takes it for one. It does not share
-    samples out to ranks: ``accelerator.prepare`` does.
-
-    Args:
-        dataset: The dataset.
-        use_stateful_dataloader: Let torchdata's ``StatefulDataLoader`` read the data. It has a ``state_dict``.
-        batch_sampler: The sampler of batches.
-        kwargs: Further arguments of ``torch.utils.data.DataLoader``.
-
-    Raises:
-        ImportError: ``use_stateful_dataloader`` is True, and torchdata is not installed.
-
-    Examples:
-        ```python
-        from lockstep.data_loader import DataLoaderAdapter
-
-        loader = DataLoaderAdapter(range(4), batch_size=2)
-        assert loader.batch_size == 2  # of the loader inside
-        assert len(loader.base_dataloader) == 2
-        ```
-    """
-
-    def __init__(
-        self,
-        dataset: object,
-        use_stateful_dataloader: bool = False,
-        batch_sampler: object = None,
-        **kwargs: object,
-    ) -> None:
-        self.use_stateful_dataloader = use_stateful_dataloader
-        kind: Any = DataLoader
-        if use_stateful_dataloader:
-            try:
-                from torchdata.stateful_dataloader import StatefulDataLoader
-            except ImportError as error:
-                raise MissingExtraError("use_stateful_dataloader", "torchdata", "torchdata") from error
-            kind = StatefulDataLoader
-        self.base_dataloader: Any = kind(dataset, batch_sampler=batch_sampler, **kwargs)
-        if hasattr(self.base_dataloader, "state_dict"):
-            self.dl_state_dict: dict[str, Any] = self.base_dataloader.state_dict()
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "base_dataloader" or name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.base_dataloader, name)
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:
-        return type(self.base_dataloader)
-
-    def __len__(self) -> int:
-        return len(self.base_dataloader)
-
-    def __reduce_ex__(self, protocol: object) -> Any:
-        kept = {name: value for name, value in vars(self).items() if name != "gradient_state"}
-        return _restored, (type(self), kept)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position after the last batch that was yielded, in torchdata's form.
-
-        Raises:
-            UsageError: the loader was made without ``use_stateful_dataloader``.
-
-        Examples:
-            ```python
-            from lockstep.data_loader import DataLoaderAdapter
-
-            loader = DataLoaderAdapter(range(4), use_stateful_dataloader=True, batch_size=2)
-            assert loader.state_dict()
-            ```
-        """
-        if not hasattr(self, "dl_state_dict"):
-            raise UsageError(
-                "This loader has no position to save, because it is a torch DataLoader. Make it with "
-                "use_stateful_dataloader=True, or pass a DataLoader to accelerator.prepare()."
-            )
-        return self.dl_state_dict
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue at the position in ``state_dict``, in the next iteration.
-
-        Examples:
-            ```python
-            from lockstep.data_loader import DataLoaderAdapter
-
-            loader = DataLoaderAdapter(range(4), use_stateful_dataloader=True, batch_size=2)
-            loader.load_state_dict(loader.state_dict())
-            ```
-        """
-        self.state_dict()
-        self.base_dataloader.load_state_dict(state_dict)
-        self.dl_state_dict = self.base_dataloader.state_dict()
-
-    def adjust_state_dict_for_prefetch(self) -> None:
-        """Do nothing. A class that reads ahead changes ``dl_state_dict`` here, so that it counts the batches that
-        were yielded.
-
-        Examples:
-            ```python
-            from lockstep.data_loader import DataLoaderAdapter
-
-            loader = DataLoaderAdapter(range(4), use_stateful_dataloader=True, batch_size=2)
-            loader.adjust_state_dict_for_prefetch()  # for classes that read ahead
-            ```
-        """
-
-    def _update_state_dict(self) -> None:
-        """Note the position. The iteration is one batch ahead when the next one was read already."""
-        if hasattr(self.base_dataloader, "state_dict"):
-            self.dl_state_dict = self.base_dataloader.state_dict()
-            self.adjust_state_dict_for_prefetch()
-            self.dl_state_dict["_iterator_finished"] = getattr(self, "end_of_dataloader", False)
-
-
-def _restored(kind: type, state: dict[str, Any]) -> Any:
-    loader: Any = object.__new__(kind)
-    loader.__dict__.update(state)
-    if issubclass(kind, DataLoaderStateMixin):
-        loader.gradient_state = _state_of_latest()
-    return loader
-
-
-def _state_of_latest() -> StepState:
-    latest = Accelerator.latest()
-    return StepState() if latest is None else latest.gradient_state
 
 
 class _OrPrepared(type):
@@ -427,7 +220,7 @@ class DataLoaderShard(_OwnLoader, metaclass=_OrPrepared):
         self.rng_types = rng_types
         self.synchronized_generator = synchronized_generator
         self.skip_batches = skip_batches
-        self.gradient_state = _state_of_latest()
+        self.gradient_state = state_of_latest()
         self._drop_last = _drop_last
         self._non_blocking = _non_blocking
         self.iteration = iteration
@@ -499,7 +292,7 @@ class DataLoaderDispatcher(_OwnLoader, metaclass=_OrPrepared):
         super().__init__(dataset, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
         self.split_batches = split_batches
         self.skip_batches = skip_batches
-        self.gradient_state = _state_of_latest()
+        self.gradient_state = state_of_latest()
         self.state = process.start_runtime()
         self._drop_last = _drop_last
         self._non_blocking = _non_blocking
@@ -586,7 +379,7 @@ class SkipDataLoader(_OwnLoader):
         check_skip(skip_batches, None)
         super().__init__(dataset, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
         self.skip_batches = skip_batches
-        self.gradient_state = _state_of_latest()
+        self.gradient_state = state_of_latest()
 
     def __iter__(self) -> Iterator[Any]:
         return self._ahead(iter(self.base_dataloader), self.skip_batches)

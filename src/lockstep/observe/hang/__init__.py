@@ -3,7 +3,8 @@
 In every process: ``process`` (the one watch of it), ``worker`` (its threads, and the gate that holds the main thread
 at a step boundary), ``signals``; what it says of itself: ``evidence`` (torch's flight recorder) and ``stacks`` (where
 the user's code is), as ``records``. For all of them: ``coordinator``, which asks and decides, from ``ranks`` (what is
-known of each, which are slow, and the boundary at which all stop); ``diagnosis`` (who is to blame, in one sentence)
+known of each, which are slow, and the boundary at which all stop); ``host`` runs it on rank 0 if there is no launcher
+of ours; ``diagnosis`` (who is to blame, in one sentence)
 from ``waits`` (who waits for whom).
 """
 
