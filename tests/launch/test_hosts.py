@@ -41,7 +41,7 @@ def plan_for(command: list[str], names: str = "hosta,hostb") -> LaunchPlan:
         2,
         len(listed),
         len(listed),
-        reach=Transport("hosts", listed),
+        transport=Transport("hosts", listed),
         environment={"OMP_NUM_THREADS": "1"},
     )
 

@@ -370,11 +370,11 @@ def test_the_image_is_required_and_nothing_is_started(tmp_path: Path) -> None:
         ConfigError,
         "image=",
         manifests,
-        dataclasses.replace(without, reach=dataclasses.replace(without.reach, options={})),
+        dataclasses.replace(without, transport=dataclasses.replace(without.transport, options={})),
     )
     expect_refusal(ConfigError, "--dry-run", launch, without)
-    unwritable = dataclasses.replace(without.reach, output=str(tmp_path / "no" / "job.yaml"))
-    expect_refusal(ConfigError, "No such file", launch, dataclasses.replace(without, reach=unwritable))
+    unwritable = dataclasses.replace(without.transport, output=str(tmp_path / "no" / "job.yaml"))
+    expect_refusal(ConfigError, "No such file", launch, dataclasses.replace(without, transport=unwritable))
 
 
 def commands_of_the_page() -> list[list[str]]:

@@ -18,8 +18,10 @@ from tests.launch.fakes import CANARY, Fakes, canaries
 from tests.launch.helpers import run, start, wait_until
 
 HOSTILE = st.text(st.sampled_from(list(";$()`\"'\n\\ -x=MCA:,é")), max_size=30)
-PLAN = LaunchPlan(("python", "t.py"), 2, reach=Transport("mpi"))
-TWO = replace(PLAN, num_machines=2, min_machines=2, reach=Transport("mpi", parse_hosts("hosta:4,me@hostb:4")))
+PLAN = LaunchPlan(("python", "t.py"), 2, transport=Transport("mpi"))
+TWO = replace(
+    PLAN, num_machines=2, min_machines=2, transport=Transport("mpi", parse_hosts("hosta:4,me@hostb:4"))
+)
 
 
 @pytest.fixture
@@ -61,8 +63,8 @@ def test_hosts_take_the_processes_of_a_machine_each_and_meet_at_the_first() -> N
     ("plan", "sentence"),
     [
         (replace(TWO, min_machines=1), "min_machines asks for restarts"),
-        (replace(PLAN, survival=FaultPolicy(max_restarts=2)), "max_restarts 2 asks for restarts"),
-        (replace(TWO, reach=Transport("mpi")), "mpirun does not know which machines to use. Set --hosts"),
+        (replace(PLAN, fault_policy=FaultPolicy(max_restarts=2)), "max_restarts 2 asks for restarts"),
+        (replace(TWO, transport=Transport("mpi")), "mpirun does not know which machines to use. Set --hosts"),
         (replace(PLAN, log_dir="logs"), "--log-dir is not available with --mpi"),
     ],
 )

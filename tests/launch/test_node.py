@@ -47,9 +47,13 @@ def test_what_a_machine_is_told_is_one_line_from_which_everything_comes_back(
 
 
 def test_a_plan_comes_back_with_all_its_parts() -> None:
-    reach = Transport("mpi", (Host("a", 2, "me"), Host("b")), {"x": "y"}, None, None, ("A", "B"))
+    transport = Transport("mpi", (Host("a", 2, "me"), Host("b")), {"x": "y"}, None, None, ("A", "B"))
     plan = replace(
-        PLAN, survival=FaultPolicy(3, 1.5, 2.5, False), reach=reach, environment={"A": "b"}, tee=True
+        PLAN,
+        fault_policy=FaultPolicy(3, 1.5, 2.5, False),
+        transport=transport,
+        environment={"A": "b"},
+        tee=True,
     )
     assert plan_from_data(from_line(as_line(plan_as_data(plan)))) == plan
 
@@ -62,7 +66,7 @@ def test_a_plan_comes_back_with_all_its_parts() -> None:
             st.lists(inner)
             | st.dictionaries(
                 st.sampled_from(
-                    ["plan", "secret", "environment", "directory", "numbered_by", "command", "reach"]
+                    ["plan", "secret", "environment", "directory", "numbered_by", "command", "transport"]
                 ),
                 inner,
             )
@@ -125,6 +129,6 @@ def test_the_first_host_of_slurms_lists(nodes: str, first: str) -> None:
 
 def test_a_shown_document_has_no_secret_and_a_real_one_only_those_that_were_asked_for() -> None:
     environ = {"HF_TOKEN": "canary", "WANDB_API_KEY": "canary", "NCCL_DEBUG": "INFO"}
-    plan = replace(PLAN, reach=Transport("hosts", forward_env=("HF_TOKEN",)))
+    plan = replace(PLAN, transport=Transport("hosts", forward_env=("HF_TOKEN",)))
     assert "canary" not in node_of(plan, "<secret>", environ, "/").line()
     assert node_of(plan, "ab" * 32, environ, "/").environment == {"HF_TOKEN": "canary", "NCCL_DEBUG": "INFO"}

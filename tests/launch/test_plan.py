@@ -65,11 +65,11 @@ def test_only_what_was_said_travels_to_the_workers() -> None:
 
 def test_a_list_of_hosts_says_how_many_machines_and_processes() -> None:
     listed = plan({"hosts": "a:4,me@b:4"})
-    assert (listed.reach.backend, listed.num_machines, listed.nproc) == ("hosts", 2, 4)
-    assert [host.target for host in listed.reach.hosts] == ["a", "me@b"]
+    assert (listed.transport.backend, listed.num_machines, listed.nproc) == ("hosts", 2, 4)
+    assert [host.target for host in listed.transport.hosts] == ["a", "me@b"]
     assert plan({"hosts": "a:4,b:4", "nproc": 2}).nproc == 2
     assert plan({"hosts": "a,b,c", "exclude_hosts": "b", "nproc": 2}).num_machines == 2
-    assert plan({"hosts": "a,b", "mpi": True, "nproc": 2}).reach.backend == "mpi"
+    assert plan({"hosts": "a,b", "mpi": True, "nproc": 2}).transport.backend == "mpi"
 
 
 def test_slurm_counts_its_nodes() -> None:
@@ -84,9 +84,9 @@ def test_machines_that_may_leave_give_restarts_and_sizes_that_must_all_fit() -> 
         {"num_machines": 4, "min_machines": 1, "nproc": 2}, main_process_ip="a", main_process_port=1
     )
     assert (elastic.elastic, elastic.nproc, elastic.min_machines, elastic.machine_rank) == (True, 2, 1, None)
-    assert elastic.survival.max_restarts == 1000
-    assert plan({"nproc": 1}).survival.max_restarts == 0
-    assert plan({"nproc": 1, "max_restarts": 3}).survival.max_restarts == 3
+    assert elastic.fault_policy.max_restarts == 1000
+    assert plan({"nproc": 1}).fault_policy.max_restarts == 0
+    assert plan({"nproc": 1, "max_restarts": 3}).fault_policy.max_restarts == 3
     with pytest.raises(ConfigError, match="2 processes"):
         plan(
             {"num_machines": 4, "min_machines": 2, "nproc": 1, "parallel": "zero=3 replicate=2"},
@@ -106,7 +106,11 @@ def test_settings_of_failures_and_of_the_network_reach_the_plan() -> None:
             "secret_file": "s",
         }
     )
-    assert (said.survival.hang_timeout_s, said.survival.grace_s, said.survival.watch) == (9.0, 2.0, False)
+    assert (said.fault_policy.hang_timeout_s, said.fault_policy.grace_s, said.fault_policy.watch) == (
+        9.0,
+        2.0,
+        False,
+    )
     assert (said.interface, said.secret_file) == ("ib0", "s")
     assert (said.environment["LOCKSTEP_WATCH"], said.environment["LOCKSTEP_GRACE"]) == ("false", "2.0")
 

@@ -23,12 +23,14 @@ HOSTILE = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs
     st.sampled_from(list(";$()`\"'\n\r\\ -#SBATCH=!")), max_size=30
 )
 INSIDE = {"SLURM_JOB_ID": "31", "SLURM_JOB_NUM_NODES": "2"}
-PLAN = LaunchPlan(("python", "t.py"), 4, 2, 2, reach=Transport("slurm"), environment={"OMP_NUM_THREADS": "3"})
+PLAN = LaunchPlan(
+    ("python", "t.py"), 4, 2, 2, transport=Transport("slurm"), environment={"OMP_NUM_THREADS": "3"}
+)
 
 
 def with_options(**options: str) -> LaunchPlan:
     named = {key.replace("_", "-"): value for key, value in options.items()}
-    return replace(PLAN, reach=Transport("slurm", options=named))
+    return replace(PLAN, transport=Transport("slurm", options=named))
 
 
 @pytest.fixture
@@ -117,7 +119,7 @@ def test_options_that_are_not_the_users_are_refused(options: dict[str, str], sen
 
 
 def test_a_secret_does_not_get_into_slurms_files() -> None:
-    plan = replace(PLAN, reach=Transport("slurm", forward_env=("HF_TOKEN",)))
+    plan = replace(PLAN, transport=Transport("slurm", forward_env=("HF_TOKEN",)))
     expect_refusal(ConfigError, "HF_TOKEN", launch.sbatch_arguments, plan, {"HF_TOKEN": "x"})
     assert parse(launch.srun(plan, "ab" * 32, {**INSIDE, "HF_TOKEN": "x"}, "/").stdin or "").environment[
         "HF_TOKEN"

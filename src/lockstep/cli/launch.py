@@ -107,7 +107,7 @@ def command_function(ctx: click.Context, script: str, arguments: tuple[str, ...]
     from lockstep.launch.backend import get_backend
     from lockstep.launch.local import end_process
 
-    end_process(get_backend(plan.reach.backend).launch(plan))
+    end_process(get_backend(plan.transport.backend).launch(plan))
 
 
 command = LaunchCommand(
@@ -207,7 +207,7 @@ def _without_effect(
             f"it before {target}."
         )
     said = "--multi-gpu" if options["multi_gpu"] else loaded.gpus if loaded is not None else ""
-    if said and plan.reach.backend == LOCAL and not plan.settings["use_cpu"].value:
+    if said and plan.transport.backend == LOCAL and not plan.settings["use_cpu"].value:
         import torch
 
         if not torch.accelerator.is_available():
@@ -265,13 +265,13 @@ def _print(plan: LaunchPlan) -> None:
     from lockstep.launch.backend import get_backend
     from lockstep.launch.plan import describe_plan
 
-    if plan.reach.backend == "k8s":
+    if plan.transport.backend == "k8s":
         from lockstep.launch.kubernetes import manifests
 
         click.echo(manifests(plan), nl=False)
         return
     console = Console(soft_wrap=True, highlight=False)
-    for command in get_backend(plan.reach.backend).commands(plan):
+    for command in get_backend(plan.transport.backend).commands(plan):
         for line in command.lines():
             console.print(line, markup=False, style=None if line.startswith(" ") else "bold")
     console.print("from the configuration:", style="bold")

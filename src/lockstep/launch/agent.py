@@ -117,7 +117,7 @@ class Agent:
         give_up: float | None = None
         cause_limit: float | None = None
         stop_code: int | None = None
-        interval, next_look = self._plan.survival.monitor_interval_s, 0.0
+        interval, next_look = self._plan.fault_policy.monitor_interval_s, 0.0
         while True:
             message = self._rendezvous.receive(min(interval, MONITOR_INTERVAL_S))
             verb = verb_of(message)
@@ -157,7 +157,7 @@ class Agent:
                 reported = True
                 self._rendezvous.tell("finished", round=place.number, code=max(codes.values()))
             elif any(codes.values()):  # some have stopped at the boundary, so the others are about to
-                give_up = give_up or now + self._plan.survival.grace_s
+                give_up = give_up or now + self._plan.fault_policy.grace_s
                 if now > give_up:
                     workers.end(signal.SIGTERM, GRACE_S)
                     reported = True

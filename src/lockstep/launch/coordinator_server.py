@@ -52,18 +52,18 @@ class CoordinatorServer:
             run=run,
             first=machine,
             now=time.monotonic(),
-            last_call_s=plan.survival.last_call_s,
-            join_limit_s=plan.survival.join_timeout_s,
+            last_call_s=plan.fault_policy.last_call_s,
+            join_limit_s=plan.fault_policy.join_timeout_s,
         )
-        watched = plan.survival.watch
-        limits = WatchSettings(hang_timeout_s=plan.survival.hang_timeout_s)
+        watched = plan.fault_policy.watch
+        limits = WatchSettings(hang_timeout_s=plan.fault_policy.hang_timeout_s)
         self._watch = coordinator = Coordinator(limits, self._say_of_run)
         self._say, self._strangers = say, set[str]()
         self._coordinator = LaunchCoordinator(
             members,
-            Restarts(plan.survival.max_restarts),
+            Restarts(plan.fault_policy.max_restarts),
             coordinator if watched else None,
-            grace_s=plan.survival.grace_s,
+            grace_s=plan.fault_policy.grace_s,
             elastic=plan.elastic,
             say=self._say_of_launch,
         )

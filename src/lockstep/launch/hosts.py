@@ -38,12 +38,12 @@ def launch(plan: LaunchPlan) -> int:
     from lockstep.launch.backend import secret_for_machines
 
     started = ssh_programs(plan, secret_for_machines(plan).hex(), inherited_environment(), os.getcwd())
-    return Programs(started, plan.survival.grace_s, plan.min_machines).run()
+    return Programs(started, plan.fault_policy.grace_s, plan.min_machines).run()
 
 
 def ssh_programs(plan: LaunchPlan, secret: str, environ: Mapping[str, str], directory: str) -> list[Command]:
     """What is started for each host. Raises ConfigError when the machines could not meet."""
-    hosts = plan.reach.hosts
+    hosts = plan.transport.hosts
     address, port = meeting_point(plan)
     found = []
     for rank, host in enumerate(hosts):
@@ -99,7 +99,7 @@ def meeting_point(plan: LaunchPlan) -> tuple[str | None, int | None]:
     """
     if plan.num_machines == 1:
         return plan.address, plan.port
-    first = plan.reach.hosts[0]
+    first = plan.transport.hosts[0]
     if plan.address is None and first.name in LOOPBACK_NAMES:
         raise ConfigError(
             f"hosts begins with {first.name}, but on each of the other {plan.num_machines - 1} machines this "

@@ -45,7 +45,7 @@ def launch(plan: LaunchPlan) -> int:
         ConfigError: the log directory cannot be written, a port is taken, an address is not of this
             machine or cannot be reached, or the other machines do not let this one in.
     """
-    signals = Signals(plan.survival.watch)
+    signals = Signals(plan.fault_policy.watch)
     signals.install()
     work_dir = make_work_folder()
     try:
@@ -87,7 +87,7 @@ def _run(
             own_address=meeting.own,
             store_port=plan.port or 0 if plan.num_machines == 1 else 0,
         )
-        limit_s = plan.survival.join_timeout_s
+        limit_s = plan.fault_policy.join_timeout_s
         rendezvous = Rendezvous(address, secret, identity, say, machine, coordinator_limit_s=limit_s)
         stack.callback(rendezvous.close)
         progress = _progress(plan, server)
@@ -143,7 +143,7 @@ def _host(
 
 def _progress(plan: LaunchPlan, server: CoordinatorServer | None) -> LaunchProgress | None:
     """The line of progress, where somebody may see one: on the machine that hosts the coordinator."""
-    if server is None or not plan.survival.watch:
+    if server is None or not plan.fault_policy.watch:
         return None
     from lockstep.launch.progress import STDERR, LaunchProgress, StatusRow, wants_line
 
@@ -178,7 +178,7 @@ def _control(
     plan: LaunchPlan, launch_id: str, address: tuple[str, int], run: str, secret: Secret, work_dir: str
 ) -> dict[str, str]:
     """Where workers find the coordinator, and its secret in a file: variables are shown, logged and handed on."""
-    if not plan.survival.watch:
+    if not plan.fault_policy.watch:
         return {}
     path = write_place(work_dir, launch_id, address, run, secret)
     return {"LOCKSTEP_CONTROL": name_of(address), "LOCKSTEP_CONTROL_FILE": path}

@@ -31,7 +31,7 @@ class Transport:
     forward_env: tuple[str, ...] = ()
 
 
-def reach_of(value: Mapping[str, Any], output: str | None = None) -> Transport:
+def transport_of(value: Mapping[str, Any], output: str | None = None) -> Transport:
     """The part of the settings (name -> value) that says how machines are reached.
 
     Raises:

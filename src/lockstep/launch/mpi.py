@@ -36,7 +36,7 @@ def launch(plan: LaunchPlan) -> int:
 
     port = free_port() if plan.num_machines == 1 else SHOWN_PORT
     program = mpirun(plan, inherited_environment(), port)
-    programs = Programs([program], plan.survival.grace_s, least=1, translate=_signal_for)
+    programs = Programs([program], plan.fault_policy.grace_s, least=1, translate=_signal_for)
     return run_guarded(lambda _: programs.run())
 
 
@@ -48,7 +48,7 @@ def mpirun(plan: LaunchPlan, environ: Mapping[str, str], free: int) -> Command:
     _check(plan, environ)
     total = plan.nproc * plan.num_machines
     values = {
-        **forwarded(environ, plan.reach.forward_env),
+        **forwarded(environ, plan.transport.forward_env),
         "OMP_NUM_THREADS": str(max(1, available_cores() // plan.nproc)),
         **plan.environment,
         **_meeting(plan, free),
@@ -63,8 +63,8 @@ def mpirun(plan: LaunchPlan, environ: Mapping[str, str], free: int) -> Command:
         "--tag-output",
         "-q",
     ]
-    if plan.reach.hosts:
-        words += ["--host", ",".join(f"{host.target}:{plan.nproc}" for host in plan.reach.hosts)]
+    if plan.transport.hosts:
+        words += ["--host", ",".join(f"{host.target}:{plan.nproc}" for host in plan.transport.hosts)]
     elif plan.num_machines == 1:
         words += ["--host", f"localhost:{plan.nproc}"]
     for name in sorted(values):
@@ -96,8 +96,8 @@ def _meeting(plan: LaunchPlan, free: int) -> dict[str, str]:
 
 
 def _check(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
-    if plan.elastic or plan.survival.max_restarts:
-        what = "min_machines" if plan.elastic else f"max_restarts {plan.survival.max_restarts}"
+    if plan.elastic or plan.fault_policy.max_restarts:
+        what = "min_machines" if plan.elastic else f"max_restarts {plan.fault_policy.max_restarts}"
         raise ConfigError(
             f"{what} asks for restarts, but mpirun ends all processes when one fails. Use --hosts or --slurm instead."
         )
@@ -105,7 +105,7 @@ def _check(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
         raise ConfigError(
             "--log-dir is not available with --mpi. Use mpirun's own --output-filename, or --hosts."
         )
-    if plan.num_machines > 1 and not plan.reach.hosts:
+    if plan.num_machines > 1 and not plan.transport.hosts:
         if "SLURM_JOB_ID" not in environ:
             raise ConfigError(
                 f"num_machines is {plan.num_machines}, but mpirun does not know which machines to use. Set "

@@ -34,7 +34,7 @@ MAX_BYTES = 16 * 1024 * 1024
 def plan_as_data(plan: LaunchPlan) -> dict[str, object]:
     """A plan in plain data, without the origins of its settings."""
     data = {item.name: getattr(plan, item.name) for item in fields(plan) if item.name != "settings"}
-    return data | {"survival": asdict(plan.survival), "reach": asdict(plan.reach)}
+    return data | {"fault_policy": asdict(plan.fault_policy), "transport": asdict(plan.transport)}
 
 
 def plan_from_data(data: Any) -> LaunchPlan:
@@ -45,15 +45,15 @@ def plan_from_data(data: Any) -> LaunchPlan:
     """
     try:
         values = dict(data)
-        reach = dict(values.pop("reach"))
-        hosts = tuple(Host(**host) for host in reach.pop("hosts"))
-        forward = tuple(reach.pop("forward_env"))
+        fields = dict(values.pop("transport"))
+        hosts = tuple(Host(**host) for host in fields.pop("hosts"))
+        forward = tuple(fields.pop("forward_env"))
         command = tuple(values.pop("command"))
-        survival = FaultPolicy(**values.pop("survival"))
+        fault_policy = FaultPolicy(**values.pop("fault_policy"))
         if not command or not all(isinstance(word, str) for word in command):
             raise TypeError("command")
-        where = Transport(hosts=hosts, forward_env=forward, **reach)
-        return LaunchPlan(command=command, survival=survival, reach=where, **values)
+        transport = Transport(hosts=hosts, forward_env=forward, **fields)
+        return LaunchPlan(command=command, fault_policy=fault_policy, transport=transport, **values)
     except (TypeError, ValueError, KeyError, AttributeError):
         raise ConfigError(
             "The plan that this machine received is of another version of Lockstep. Install the same version on "
@@ -110,8 +110,8 @@ def node_of(
     plan: LaunchPlan, secret: str, environ: Mapping[str, str], directory: str, numbered_by: str = ""
 ) -> Node:
     """What a machine of ``plan`` is told. With a ``secret`` that is only a placeholder, no other is in it either."""
-    environment = forwarded(environ, plan.reach.forward_env)
-    own = replace(plan, reach=Transport(), secret_file=None)
+    environment = forwarded(environ, plan.transport.forward_env)
+    own = replace(plan, transport=Transport(), secret_file=None)
     if not is_hexadecimal(secret):
         environment = without_secrets(environment)
     return Node(own, secret, environment, directory, numbered_by)

@@ -26,7 +26,7 @@ from lockstep.config.values import SettingValue
 from lockstep.config.world import BatchSizes, fitted
 from lockstep.errors import ConfigError
 from lockstep.launch.machines import SettingValues as SettingValues
-from lockstep.launch.machines import Transport, check_counted, machines_of, reach_of
+from lockstep.launch.machines import Transport, check_counted, machines_of, transport_of
 from lockstep.launch.membership import JOIN_LIMIT_S, LAST_CALL_S
 
 ELASTIC_RESTARTS = 1000
@@ -130,8 +130,8 @@ class LaunchPlan:
     port: int | None = None
     interface: str | None = None
     secret_file: str | None = None
-    survival: FaultPolicy = field(default_factory=FaultPolicy)
-    reach: Transport = field(default_factory=Transport)
+    fault_policy: FaultPolicy = field(default_factory=FaultPolicy)
+    transport: Transport = field(default_factory=Transport)
     environment: Mapping[str, str] = field(default_factory=dict)
     role: str = SETTINGS["role"].default
     log_dir: str | None = None
@@ -206,7 +206,7 @@ def make_plan(
     """
     value = {name: setting.value for name, setting in settings.items()}
     shown = dict(settings)
-    reach = reach_of(value, output)
+    transport = transport_of(value, output)
     machines = value["num_machines"]
     least = value["min_machines"] or machines
     total = value["num_processes"]
@@ -222,15 +222,15 @@ def make_plan(
         raise ConfigError(
             "--tee also shows the output that goes to log files, but there is no --log-dir. Give --log-dir."
         )
-    if log_dir is not None and reach.backend == LOCAL:
+    if log_dir is not None and transport.backend == LOCAL:
         _check_folder(log_dir)
-    if output is not None and reach.backend != "k8s":
+    if output is not None and transport.backend != "k8s":
         raise ConfigError(
             "--output names the file for the manifests of --k8s, but --k8s is missing. Add --k8s, or remove "
             "--output."
         )
     threads = value["num_cpu_threads_per_process"]
-    if threads is None and reach.backend == LOCAL:  # other machines count their own cores
+    if threads is None and transport.backend == LOCAL:  # other machines count their own cores
         threads = max(1, cores // nproc)
         shown["num_cpu_threads_per_process"] = SettingValue(
             threads, f"default: {cores} cores over {nproc} processes"
@@ -250,8 +250,8 @@ def make_plan(
         port=value["main_process_port"],
         interface=value["interface"],
         secret_file=value["secret_file"],
-        survival=_survival(value, restarts),
-        reach=reach,
+        fault_policy=_fault_policy(value, restarts),
+        transport=transport,
         environment=_worker_environment(settings, threads, program.as_accelerate),
         role=value["role"],
         log_dir=log_dir,
@@ -261,7 +261,7 @@ def make_plan(
     )
 
 
-def _survival(value: Mapping[str, Any], restarts: int) -> FaultPolicy:
+def _fault_policy(value: Mapping[str, Any], restarts: int) -> FaultPolicy:
     policy = FaultPolicy(
         restarts, value["hang_timeout"], value["grace"], value["watch"], value["monitor_interval"]
     )

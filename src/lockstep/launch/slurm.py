@@ -57,8 +57,8 @@ def launch(plan: LaunchPlan) -> int:
         from lockstep.launch.backend import secret_for_machines
 
         program = srun(plan, secret_for_machines(plan).hex(), environ, os.getcwd())
-        code = Programs([program], plan.survival.grace_s, least=1).run()
-        if code == PREEMPTED and plan.reach.options.get(AFTER_STOP) == REQUEUE:
+        code = Programs([program], plan.fault_policy.grace_s, least=1).run()
+        if code == PREEMPTED and plan.transport.options.get(AFTER_STOP) == REQUEUE:
             _run(("scontrol", "requeue", environ["SLURM_JOB_ID"]))
         return code
     return _run(sbatch_arguments(plan, environ), batch_script(plan))
@@ -76,7 +76,7 @@ def srun(plan: LaunchPlan, secret: str, environ: Mapping[str, str], directory: s
     words.append("--wait=0" if plan.elastic else "--wait=30")
     words += ["--no-kill"] if plan.elastic else []
     cores = environ.get("SLURM_CPUS_PER_TASK") or _cores(environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
-    if cores and "cpus-per-task" not in plan.reach.options:
+    if cores and "cpus-per-task" not in plan.transport.options:
         words.append(f"--cpus-per-task={cores}")  # otherwise a node's one task would get one core
     words += _options(plan)
     return Command(
@@ -93,16 +93,16 @@ def sbatch_arguments(plan: LaunchPlan, environ: Mapping[str, str]) -> tuple[str,
     Raises:
         ConfigError: a secret was to travel, which Slurm would keep in a file.
     """
-    kept = [name for name in plan.reach.forward_env if is_secret(name)]
+    kept = [name for name in plan.transport.forward_env if is_secret(name)]
     if kept:
         raise ConfigError(
             f"forward_env names {kept[0]}, which sbatch would store in Slurm's files. Let the script read it "
             "from a file that only you can read, or launch inside an allocation (salloc)."
         )
-    names = sorted({*forwarded(environ, plan.reach.forward_env), *ALWAYS_EXPORTED} & set(environ))
+    names = sorted({*forwarded(environ, plan.transport.forward_env), *ALWAYS_EXPORTED} & set(environ))
     nodes = f"{plan.min_machines}-{plan.num_machines}" if plan.elastic else str(plan.num_machines)
     words = [f"--nodes={nodes}", "--ntasks-per-node=1", f"--export={','.join(names)}"]
-    given = plan.reach.options
+    given = plan.transport.options
     if "job-name" not in given:
         words.append("--job-name=lockstep")
     if "signal" not in given:
@@ -118,8 +118,8 @@ def sbatch_arguments(plan: LaunchPlan, environ: Mapping[str, str]) -> tuple[str,
 
 def batch_script(plan: LaunchPlan) -> str:
     """What the first node of the job runs. The plan is one quoted word of ASCII without line breaks."""
-    after = {AFTER_STOP: REQUEUE} if plan.reach.options.get(AFTER_STOP) == REQUEUE else {}
-    inner = replace(plan, reach=replace(plan.reach, options=after))
+    after = {AFTER_STOP: REQUEUE} if plan.transport.options.get(AFTER_STOP) == REQUEUE else {}
+    inner = replace(plan, transport=replace(plan.transport, options=after))
     words = (sys.executable, "-m", "lockstep.launch.slurm", as_line(plan_as_data(inner)))
     return f"#!/bin/sh\nexec {shlex.join(words)}\n"
 
@@ -127,7 +127,7 @@ def batch_script(plan: LaunchPlan) -> str:
 def _options(plan: LaunchPlan) -> list[str]:
     """The user's long options; one without a value is a switch."""
     words = []
-    for key, value in plan.reach.options.items():
+    for key, value in plan.transport.options.items():
         if key == AFTER_STOP:
             if value != REQUEUE:
                 raise ConfigError(
@@ -171,7 +171,7 @@ def main(argv: list[str]) -> int:
     """What the batch job does."""
     try:
         plan = plan_from_data(from_line(argv[1]))
-        if plan.reach.backend != node.SLURM or not Path("/proc/self").exists():
+        if plan.transport.backend != node.SLURM or not Path("/proc/self").exists():
             raise ConfigError("This plan is not for Slurm. Start it by `lockstep launch --slurm`.")
         return launch(plan)
     except LockstepError as error:

@@ -167,7 +167,9 @@ class Starter:
         self._store: TCPStore | None = None
         self._spares = (
             Spares(work_dir, plan.log_dir, say)
-            if plan.survival.warm_restarts and plan.survival.max_restarts and is_possible(plan.command)
+            if plan.fault_policy.warm_restarts
+            and plan.fault_policy.max_restarts
+            and is_possible(plan.command)
             else None
         )
 
@@ -184,7 +186,7 @@ class Starter:
             environment,
             self._logs,
             run_id=self._launch_id,
-            max_restarts=plan.survival.max_restarts,
+            max_restarts=plan.fault_policy.max_restarts,
             role=plan.role,
             spares=self._spares,
         )

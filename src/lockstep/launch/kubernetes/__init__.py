@@ -33,7 +33,7 @@ def launch(plan: LaunchPlan) -> int:
         ConfigError: an option is unknown or breaks a rule of Kubernetes, or the file cannot be written.
     """
     text = manifests(plan)
-    path = plan.reach.output
+    path = plan.transport.output
     if path is None:
         raise ConfigError(
             "--k8s writes manifests and starts nothing. Add --dry-run to print them, or -o FILE to write them."
@@ -54,14 +54,14 @@ def manifests(plan: LaunchPlan) -> str:
         ConfigError: an option is unknown or breaks a rule of Kubernetes.
     """
     _check(plan)
-    options = parse_options(plan.reach.options, _script(plan))
+    options = parse_options(plan.transport.options, _script(plan))
     documents = documents_of(plan, options)
     return "".join(f"# {line}\n" for line in _comments(plan, options)) + as_yaml(documents)
 
 
 def documents_of(plan: LaunchPlan, options: KubernetesOptions) -> list[KubernetesObject]:
     """The resources of a plan's kind, as data."""
-    return KINDS[plan.reach.kind or "jobset"](plan, options, _named(plan))
+    return KINDS[plan.transport.kind or "jobset"](plan, options, _named(plan))
 
 
 def _check(plan: LaunchPlan) -> None:
@@ -81,14 +81,14 @@ def _check(plan: LaunchPlan) -> None:
 def _named(plan: LaunchPlan) -> dict[str, str]:
     """The variables that ``--forward-env`` names; nothing else of this machine concerns a container."""
     environ = inherited_environment()
-    for name in plan.reach.forward_env:
+    for name in plan.transport.forward_env:
         if is_secret(name):
             raise ConfigError(
                 f"forward_env names {name}, whose value would be readable in the manifest. Remove it, and pass "
                 "it to the containers by a Secret of Kubernetes."
             )
-    known = {name: environ[name] for name in plan.reach.forward_env if name in environ}
-    return forwarded(known, plan.reach.forward_env)
+    known = {name: environ[name] for name in plan.transport.forward_env if name in environ}
+    return forwarded(known, plan.transport.forward_env)
 
 
 def _script(plan: LaunchPlan) -> str:
@@ -98,7 +98,7 @@ def _script(plan: LaunchPlan) -> str:
 
 def _comments(plan: LaunchPlan, options: KubernetesOptions) -> list[str]:
     machines = f"{plan.min_machines} to {plan.num_machines}" if plan.elastic else f"{plan.num_machines}"
-    lines = [f"{plan.reach.kind} {options.name}: {plan.nproc} processes on each of {machines} machines."]
+    lines = [f"{plan.transport.kind} {options.name}: {plan.nproc} processes on each of {machines} machines."]
     if plan.num_machines > 1:
         namespace = [] if options.namespace is None else ["--namespace", options.namespace]
         create = ["kubectl", "create", "secret", "generic", options.secret_name, *namespace]

@@ -102,7 +102,7 @@ def pytorchjob(
         "nprocPerNode": str(plan.nproc),
         "runPolicy": {
             "cleanPodPolicy": "Running",
-            "backoffLimit": max(plan.survival.max_restarts, RESTARTS) * plan.num_machines,
+            "backoffLimit": max(plan.fault_policy.max_restarts, RESTARTS) * plan.num_machines,
         },
         "pytorchReplicaSpecs": {
             name: {
@@ -118,7 +118,7 @@ def pytorchjob(
         spec["elasticPolicy"] = {
             "minReplicas": plan.min_machines,
             "maxReplicas": plan.num_machines,
-            "maxRestarts": plan.survival.max_restarts,
+            "maxRestarts": plan.fault_policy.max_restarts,
             "rdzvBackend": "c10d",
             "rdzvHost": host,
             "rdzvPort": plan.port or pod.PORT,

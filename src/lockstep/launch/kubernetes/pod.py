@@ -39,21 +39,21 @@ class PodMachine:
 
 def arguments(plan: LaunchPlan, machine: PodMachine) -> list[str]:
     """What follows ``COMMAND``, for the kubelet, which expands ``$(NAME)`` and nothing else."""
-    survival = plan.survival
+    fault_policy = plan.fault_policy
     words = ["--nproc", str(plan.nproc)]
     if plan.num_machines > 1:
         nodes = f"{plan.min_machines}:{plan.num_machines}" if plan.elastic else str(plan.num_machines)
         words += ["--nnodes", nodes, "--rdzv", f"{machine.meeting_host}:{plan.port or PORT}"]
         if machine.rank is not None:
             words += ["--node-rank", machine.rank]
-    words += ["--max-restarts", str(survival.max_restarts), "--grace", _seconds(survival.grace_s)]
-    words += ["--hang-timeout", _seconds(survival.hang_timeout_s)]
-    words += [] if survival.watch else ["--no-watch"]
-    words += [] if survival.warm_restarts else ["--no-warm-restarts"]
+    words += ["--max-restarts", str(fault_policy.max_restarts), "--grace", _seconds(fault_policy.grace_s)]
+    words += ["--hang-timeout", _seconds(fault_policy.hang_timeout_s)]
+    words += [] if fault_policy.watch else ["--no-watch"]
+    words += [] if fault_policy.warm_restarts else ["--no-warm-restarts"]
     usual = FaultPolicy()
-    if survival.monitor_interval_s != usual.monitor_interval_s:
-        words += ["--monitor-interval", _seconds(survival.monitor_interval_s)]
-    waits = (survival.join_timeout_s, survival.last_call_s)
+    if fault_policy.monitor_interval_s != usual.monitor_interval_s:
+        words += ["--monitor-interval", _seconds(fault_policy.monitor_interval_s)]
+    waits = (fault_policy.join_timeout_s, fault_policy.last_call_s)
     if waits != (usual.join_timeout_s, usual.last_call_s):
         words += ["--rdzv-conf", f"join_timeout={_seconds(waits[0])},last_call_timeout={_seconds(waits[1])}"]
     if plan.role != LaunchPlan.role:
@@ -140,7 +140,7 @@ def pod_spec(
     spec: KubernetesObject = {
         "automountServiceAccountToken": False,  # training does not talk to the API server
         "containers": [{key: value for key, value in container.items() if value}],
-        "terminationGracePeriodSeconds": math.ceil(plan.survival.grace_s) + MARGIN_S,
+        "terminationGracePeriodSeconds": math.ceil(plan.fault_policy.grace_s) + MARGIN_S,
         "volumes": volumes,
     }
     if restart is not None:
@@ -176,7 +176,7 @@ def indexed_job(
         "completions": plan.num_machines,
         "completionMode": "Indexed",
         # a launcher that gives up takes those of the other machines with it
-        "backoffLimit": plan.survival.max_restarts * plan.num_machines,
+        "backoffLimit": plan.fault_policy.max_restarts * plan.num_machines,
         "podFailurePolicy": {
             "rules": [
                 {

@@ -100,9 +100,9 @@ def check(plan: LaunchPlan) -> None:
                 f"{name} is {value}, but Ray chooses where its workers run, and they find each other. Remove "
                 f"{name}."
             )
-    if plan.survival.hang_timeout_s != FaultPolicy().hang_timeout_s:
+    if plan.fault_policy.hang_timeout_s != FaultPolicy().hang_timeout_s:
         raise ConfigError(
-            f"hang_timeout is {plan.survival.hang_timeout_s:g} s, but on Ray rank 0 watches the others, with "
+            f"hang_timeout is {plan.fault_policy.hang_timeout_s:g} s, but on Ray rank 0 watches the others, with "
             f"{FaultPolicy().hang_timeout_s:g} s. Remove hang_timeout."
         )
 
@@ -111,10 +111,10 @@ def job_of(plan: LaunchPlan) -> Job:
     """What each rank runs. The interpreter is that of Ray's worker there."""
     environ = inherited_environment()
     watching = {
-        "LOCKSTEP_WATCH": str(plan.survival.watch).lower(),
-        "LOCKSTEP_GRACE": f"{plan.survival.grace_s:.17g}",
+        "LOCKSTEP_WATCH": str(plan.fault_policy.watch).lower(),
+        "LOCKSTEP_GRACE": f"{plan.fault_policy.grace_s:.17g}",
     }
-    values = {**forwarded(environ, plan.reach.forward_env), **watching, **plan.environment}
+    values = {**forwarded(environ, plan.transport.forward_env), **watching, **plan.environment}
     environment = {name: value for name, value in values.items() if name not in OF_A_MACHINE}
     python = plan.command[0] == sys.executable
     return Job(plan.command[1:] if python else plan.command, python, os.getcwd(), environment)
@@ -131,7 +131,7 @@ def trainer_arguments(
         use_gpu=use_gpu,
         resources_per_worker={"CPU": cpus_of_a_worker(plan), **({"GPU": 1} if use_gpu else {})},
     )
-    failure = ray.train.FailureConfig(max_failures=plan.survival.max_restarts)
+    failure = ray.train.FailureConfig(max_failures=plan.fault_policy.max_restarts)
     return {
         "train_loop_config": {"record": record, "job": job_of(plan)},
         "torch_config": NoGroupConfig(),
@@ -162,7 +162,7 @@ def _run(ray: Any, plan: LaunchPlan, console: Console) -> int:
         )
         fit = _Fit(trainer)
         fit.start()
-        end = _follow(ray, record, fit, received, console, plan.survival.grace_s)
+        end = _follow(ray, record, fit, received, console, plan.fault_policy.grace_s)
         if end is not None:
             console.say(f"ended by {end.name}; all processes were ended.")
             return of_signal(end)
