@@ -105,6 +105,8 @@ class SavePlanner:
 
     def signature(self, tensors: Tensors, own: Collection[str] = ()) -> str:
         """A digest of what a plan depends on, of this rank's ``tensors``."""
+        # All that a plan depends on, and no values: the same digest on each rank means that the last plan still
+        # holds.
         described = [
             (name, name in own, str(t.dtype), tuple(t.shape), tuple(local(t).shape), *_spread(t))
             for name, t in tensors.items()
@@ -163,6 +165,7 @@ def _global_plan(local_plans: list[list[LocalShards]], rank: int, ranks: list[in
     index: Index = {}
     mine: Files = {}
     boxes: dict[tuple[str, str], ShardRegion] = {}
+    # Every rank makes the whole plan from the same local plans, so nothing of it has to be sent.
     for writer, items in zip(ranks, _deduplicated(local_plans), strict=True):
         for file, of_file in _into_files(items, writer).items():
             taken: set[str] = set()
@@ -183,6 +186,7 @@ def _deduplicated(local_plans: list[list[LocalShards]]) -> list[list[WriteItem]]
     for number, of_rank in enumerate(local_plans):
         for one in of_rank:
             for box in one.boxes:
+                # Boxes with equal offsets and shapes are copies of one part, on ranks that replicate it.
                 found = holders.setdefault((one.name, box.offsets, box.shape), [])
                 # Copies that may differ have one candidate: who writes them is not a matter of bytes.
                 if not (one.is_own and found):
@@ -238,6 +242,8 @@ def _into_files(items: list[WriteItem], rank: int) -> dict[str, list[WriteItem]]
     for item in items:
         groups.setdefault(group_of(item.source.name), []).append(item)
     total = sum(item.nbytes for item in items)
+    # A few files for each rank, so that threads can write them at the same time; no small ones, and none too large to
+    # copy.
     limit = min(max(total // PARTS, SMALLEST_PART_BYTES), LARGEST_PART_BYTES)
     files = {}
     for group, members in groups.items():
@@ -259,6 +265,7 @@ def group_of(name: str) -> str:
 def _piece_of(item: WriteItem, file: str, taken: Collection[str]) -> ChunkMetadata:
     name, (offsets, shape, _) = item.source.name, item.box
     key = name if file.startswith("state") else name.split(".", 2)[2]
+    # A part gets the place of its first element as its name: other libraries see at once that it is not the whole.
     if shape != item.source.shape:
         key += "@" + "x".join(str(offset) for offset in offsets)
     return ChunkMetadata(file=file, key=free_key(key, taken), offsets=offsets, shape=shape)

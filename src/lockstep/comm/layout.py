@@ -111,6 +111,8 @@ def _in_order(mesh_shape: Sequence[int], placements: Sequence[object]) -> list[t
     # From the last axis on: an early cut goes to the front, a late one behind all cuts of the axes after it.
     for axis in reversed(range(len(placements))):
         dim, factor = dim_of(placements[axis]), _factor(placements[axis])
+        # Number of chunks into which axes behind this one cut the same dim. torch writes it as the split factor if
+        # this axis was cut after them.
         later = math.prod(
             mesh_shape[other]
             for other in range(axis + 1, len(placements))
@@ -138,6 +140,7 @@ def _chunks(ranges: list[Range], number: int) -> list[list[Range]]:
 def _cut(ranges: list[Range], begin: int, end: int) -> list[Range]:
     found, place = [], 0
     for start, count in ranges:
+        # ``place`` counts positions in the list of ranges, ``start`` positions in the tensor.
         first, last = max(begin, place), min(end, place + count)
         if first < last:
             found.append((start + first - place, last - first))
@@ -148,6 +151,7 @@ def _cut(ranges: list[Range], begin: int, end: int) -> list[Range]:
 def _merge_adjacent(ranges: list[Range]) -> list[Range]:
     found: list[Range] = []
     for start, count in ranges:
+        # Ranges that touch are one, so that a part without strides is one box.
         if found and sum(found[-1]) == start:
             found[-1] = (found[-1][0], found[-1][1] + count)
         else:

@@ -106,6 +106,7 @@ class LaunchCoordinator:
             self._join(peer, offer_of(message))
             return
         machine = peer.data.get("machine")
+        # A launcher that connected anew has another connection: what still comes through the old one is out of date.
         if machine is None or self._peers.get(machine) is not peer:
             return
         if verb == "heartbeat":
@@ -136,6 +137,7 @@ class LaunchCoordinator:
         self._act_all(self._members.tick(self._clock()))
         if self._over is not None:
             return
+        # The cause has had its time, so the rank that was heard first is blamed.
         if self._suspect is not None and now >= self._suspect[0]:
             self._fail(self._suspect[1])
         if self._stop is not None and self._watch is not None and self._watch.nothing_begun:
@@ -145,6 +147,7 @@ class LaunchCoordinator:
             # before any rank has completed a step there is nothing to save
             code = signal_code(name) if self._watch is None or self._watch.steps else PREEMPTED
             self._end(code, f"{name}, but not all ranks stopped within {self._grace_s:g} s")
+        # Workers that do not reach a step boundary in time are ended, so that the newcomer can start.
         if self._reform is not None and now >= self._reform:
             self._end_round()
         verdict = self._watch.verdict if self._watch is not None else None
@@ -172,6 +175,7 @@ class LaunchCoordinator:
 
     def _join(self, peer: NodeConnection, request: m.JoinRequest) -> None:
         peer.data["machine"] = request.machine
+        # It came too late: it hears how the launch ended, as the others did.
         if self._over is not None:
             peer.send(self._over)
             return
@@ -278,6 +282,7 @@ class LaunchCoordinator:
         summary = str(message.get("summary"))
         failure = RoundFailure(f"rank {rank}{where} failed ({summary}){self._at_step()}", code, rank, summary)
         stopped = self._watch.stopped if self._watch is not None else None
+        # The workers were asked to stop for a newcomer; what fails while they do is no failure of the run.
         if self._reform is not None:
             self._end_round()
         elif stopped is not None:
@@ -292,6 +297,7 @@ class LaunchCoordinator:
         if self._over is not None:
             return
         self._suspect = None
+        # Somebody wants the launch to end, so no further round follows.
         if self._stop is not None:
             self._end(failure.code, failure.cause, rank=failure.rank)
             return

@@ -242,6 +242,7 @@ class Membership:
         self._arrivals += 1
         self.members[request.machine] = Member(request, self._arrivals, self._now)
         if self.round is not None:
+            # A fixed launch has no place left by now; an elastic one ends its round for it.
             actions.append(Newcomer(request, self.round.number))
         return actions
 
@@ -251,6 +252,7 @@ class Membership:
 
         if self._closed:
             return refused("the launch is over. Start all of its machines again.")
+        # It may be a launcher that missed the end of its launch and now finds another one at the same address.
         if request.epoch not in ("", self.epoch):
             return refused("this machine belongs to an earlier launch. Start `lockstep launch` here again.")
         if request.run != self._run:
@@ -284,6 +286,8 @@ class Membership:
         member = self.members.pop(machine, None)
         if member is None:
             return []
+        # A machine that only waits may leave without harm. One of the running round may not, even if its workers are
+        # done: the others may need them, such as for a checkpoint.
         broken = member.phase in (Phase.RUNNING, Phase.FINISHED) and self.round is not None
         number = self.round.number if broken and self.round is not None else None
         missing = Missing(member.request, why, number)
@@ -296,6 +300,7 @@ class Membership:
             if silent_s > self._dead_after_s:
                 actions += self._lose(machine, f"it was silent for {silent_s:.0f} s")
         if self.round is None and not self._closed and self._now - self._gathering_since > self._join_limit_s:
+            # Only between rounds: while a round runs, nobody has to come.
             self._closed = True
             whom = self.lacking() or "those of the last round"
             limit_s = f"{self._join_limit_s:.0f}"
@@ -311,6 +316,7 @@ class Membership:
             return []
         assert self.round is not None
         member.phase = Phase.FINISHED
+        # The round is complete when the last machine says so.
         if any(self.members[node.request.machine].phase is not Phase.FINISHED for node in self.round.nodes):
             return []
         self._leave_round()
@@ -334,6 +340,7 @@ class Membership:
         waiting = [member for member in self.members.values() if member.phase is Phase.WAITING]
         if self.round is not None or self._closed or len(waiting) < len(self.members):
             return []
+        # Without the machine that hosts the coordinator there is no address at which workers could meet.
         if len(waiting) < self._least or self._first not in self.members:
             self._enough_since = None
             return []

@@ -153,6 +153,7 @@ class _PlainOperators:
 
     def _fill(self, op: OpOverload, args: OperatorArguments, kwargs: dict[str, object]) -> object:
         target, *others = args
+        # Drawn whole on every rank and sent from the first, because the ranks' generators may stand at different places.
         whole = torch.empty(target.shape, dtype=target.dtype, device=target._local_tensor.device)
         op(whole, *map(_full_tensor, others), **kwargs)
         target._local_tensor.copy_(self._shard_like(_of_first(whole, target), target)._local_tensor)
@@ -173,6 +174,8 @@ class _PlainOperators:
         sharded = [one for one in tensors if _is_dtensor(one)]
         whole = [one for one in tensors if not _is_dtensor(one) and one.dim() > 0]
         asks = torch.is_grad_enabled() and any(one.requires_grad for one in tensors)
+        # Only plain averages are meant. Whatever needs a gradient, or mixes shapes, is left to torch, which refuses
+        # it.
         if not whole or asks or not {one.shape for one in whole} <= {one.shape for one in sharded}:
             return self._as_torch(op, args, kwargs)
         if op in BESIDE_IN_PLACE and any(map(_is_dtensor, args[0])):
@@ -228,6 +231,7 @@ class _PlainOperators:
 
     def _as_torch(self, op: OpOverload, args: OperatorArguments, kwargs: dict[str, object]) -> object:
         """What torch would have done."""
+        # Without the handler torch finds its own way; with it, this would call itself.
         handler = self._handlers.pop(op)
         try:
             return op(*args, **kwargs)
@@ -261,6 +265,7 @@ def _setting_items(
             in_torch(tensor, index, value)
             return
         lost.forgive(value)
+        # Changed as a whole, and cut again: an index says nothing about whose elements it means.
         whole = _full_tensor(tensor).clone()
         whole[tuple(map(_full_tensor, index)) if isinstance(index, tuple) else _full_tensor(index)] = (
             _full_tensor(value)
@@ -309,6 +314,7 @@ class LostChanges:
     def note(self, tensor: DTensor, part: object) -> None:
         """``part`` was taken of ``tensor``."""
         copy = getattr(part, "_local_tensor", None)
+        # A part with memory of its own is a copy: what is written to it, torch would lose without a word.
         if copy is not None and storage_key(copy) != storage_key(tensor._local_tensor):
             self._parts[storage_key(copy)] = tensor.shape
             weakref.finalize(part, self._parts.pop, storage_key(copy), None)

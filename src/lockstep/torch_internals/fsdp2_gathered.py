@@ -57,6 +57,7 @@ class GatheredParameter(nn.Parameter):
     @property
     def grad(self) -> torch.Tensor | None:
         own: torch.Tensor | None = GRAD.__get__(self)
+        # torch reads ``grad`` itself in backward, and must see its own.
         if own is not None or self._watched is None or is_in_backward() or is_tracing():
             return own
         return self._watched.reduced_grad()
@@ -81,6 +82,7 @@ class GatheredParameter(nn.Parameter):
 
 def watch(whole: Any, watched: object) -> None:
     """Let a plain parameter be a ``GatheredParameter``: the same object, of which autograd knows."""
+    # Its class is changed in place, because autograd, hooks and the module refer to this very object.
     whole.__class__ = GatheredParameter
     whole._watched = watched
 
@@ -119,6 +121,7 @@ def watch_group(
     to_sharded_post_forward = group._to_sharded_post_forward
 
     def gather() -> None:
+        # torch calls it also where the weights are gathered already, and what was noted before still counts.
         is_new = not group.is_unsharded
         to_unsharded()
         if is_new:
@@ -126,6 +129,7 @@ def watch_group(
 
     def drop() -> None:
         before_drop()
+        # Before torch frees the memory in which the changes are.
         watched.keep()
         to_sharded()
 
@@ -233,6 +237,8 @@ class Watched:
         if not is_written and bits_digest(DATA.__get__(self._whole)) == self._before:
             return None
         rows, shard = self._rows(), self.param.sharded_param._local_tensor
+        # In bf16 or quantised, the rows have fewer bits than the shard, and would round it. A shard that was changed
+        # as well has two new values: neither may win unseen.
         if rows is None or not self._is_exact or rows.dtype != shard.dtype or self.shard_changed():
             return False
         shard.copy_(rows)

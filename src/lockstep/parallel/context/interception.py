@@ -77,8 +77,10 @@ class SplitSequence(InBlock):
                 "Pass one of them",
             )
         self.attentions += 1
+        # Keys of another length are those of another sequence, which every rank has whole.
         if key.shape[2] != self.length:
             return self._of_whole_keys(query, key, value, attn_mask, dropout_p, scale, enable_gqa)
+        # Autocast would act within torch's function, which is not called here.
         query, key, value = _cast_by_autocast(query, key, value)
         if self.method is CPMethod.ULYSSES:
             try:
@@ -91,6 +93,8 @@ class SplitSequence(InBlock):
             except UsageError as error:
                 raise UsageError(f"{self.where}: {error}") from None
         if attn_mask is not None and attn_mask.shape[-2:] == (self.whole, self.whole):
+            # A mask that only hides later positions is the causal one, which the ring applies by itself, chunk by
+            # chunk.
             visible = self.masks.visible(attn_mask)
             is_causal = visible is Visible.UP_TO_QUERY
             attn_mask = attn_mask if visible is Visible.OTHER else None
@@ -181,6 +185,7 @@ class SplitSequence(InBlock):
             assert in_proj_weight is not None
             weights = in_proj_weight.chunk(3)
         biases = in_proj_bias.chunk(3) if in_proj_bias is not None else (None,) * 3
+        # torch's function is replaced as a whole, because it would look at the sizes of the sequence on the way.
         q, k, v = (
             F.linear(tensor, weight, bias).unflatten(2, (num_heads, -1)).permute(1, 2, 0, 3)
             for tensor, weight, bias in zip((query, key, value), weights, biases, strict=True)

@@ -201,6 +201,7 @@ class ContextParallelBlock(Subclassed):
     def __call__(self, *args: object, **kwargs: object) -> object:
         call: Any = super().__call__  # type: ignore[misc]
         region, name = self._region, self._block_name
+        # Activation checkpointing calls blocks again in backward: these calls are as those of the last forward were.
         if not _in_backward():
             region.last_by_caller = region.split is not None
         if region.last_by_caller:
@@ -221,6 +222,7 @@ class ContextParallelBlock(Subclassed):
     def forward(self, *args: object, **kwargs: object) -> Any:
         forward = super().forward  # type: ignore[misc]
         region, name = self._region, self._block_name
+        # Generation: each rank computes the whole sequence.
         if region.whole and not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         hidden = hidden_states(name, args, kwargs)
@@ -278,6 +280,8 @@ def _enter(region: ContextRegion, block: str, hidden: Tensor, named: dict[str, o
     repeated = _in_backward()
     chain = region.chains[block]
     if block in region.begin_of if repeated else block == chain.first and region.local_length is None:
+        # The first block of a chain splits the sequence, in training always. Without gradients, a length that does
+        # not divide, or a cache of keys, is computed whole on each rank.
         cached = next((name for name, value in named.items() if holds_cache(name, value)), None)
         if not torch.is_grad_enabled() and (cached or not region.layout.fits(length)):
             region.whole = True
@@ -297,6 +301,7 @@ def _enter(region: ContextRegion, block: str, hidden: Tensor, named: dict[str, o
         return length
     if region.whole and not torch.is_grad_enabled():
         return None
+    # Between the first and the last block of a chain, each rank has its chunk, and blocks must hand on chunks.
     if not repeated and region.local_length != length:
         if region.local_length is None or region.chain is None:
             raise UsageError(
@@ -311,6 +316,7 @@ def _enter(region: ContextRegion, block: str, hidden: Tensor, named: dict[str, o
     if not repeated and block == chain.first:
         region.chain = chain
         region.begin_of.discard(block)
+    # The block gets a chunk, so the whole is ``size`` times as long.
     return length * size
 
 

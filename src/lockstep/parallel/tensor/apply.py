@@ -221,6 +221,7 @@ def _split(
         for name, module in modules.items()
         if not name or next(module.parameters(), None) is not None
     }
+    # First what is whole on each rank: its gradients are sums where it works on chunks or on features.
     _reductions(specs, plan, blocks if options.sequence_parallel else {})
     specs[""].parts.append(Root(group, HasDropout(model), device))
     if options.sequence_parallel:
@@ -236,6 +237,7 @@ def _split(
             if parent not in regions:
                 regions[parent] = ColumnRowRegion(group, HasDropout(modules[parent]), device)
                 specs[parent].parts.append(regions[parent])
+            # One of its layers is enough: the region marks the outputs of all.
             regions[parent].meets |= name in met
             specs[name].layer = _linear_part(name, modules[name], style, group, regions[parent])
             specs[name].layer.in_sequence = _inside(name, blocks) and options.sequence_parallel

@@ -44,6 +44,8 @@ def complete(model: nn.Module, plan: TensorPlan, ranks: int) -> TensorPlan:
     regions: list[AttentionRegion] = []
     known = Found(attributes=COUNTS)
     for name, module in modules.items():
+        # Query, key and value must all be split, because each rank computes some of the heads and needs all three of
+        # these.
         for columns, query, key in projections(module):
             entries = {entry.name: entry for entry in plan.entries}
             names = [joined_name(name, column) for column in columns]
@@ -66,8 +68,10 @@ def complete(model: nn.Module, plan: TensorPlan, ranks: int) -> TensorPlan:
             }
             rehearsal = TensorRehearsal(modules[place], styles, (row,), ranks, prefix, heads[0])
             found = rehearsed_region(known, rehearsal, name, module, heads)
+            # It ran, and a rank's part was wrong: the layers stay whole, or the user's plan is refused.
             if isinstance(found, Different):
                 plan = without(plan, name, [*names, joined_name(place, row)], found)
+            # It could not be run alone, so the names of its attributes must do.
             elif isinstance(found, str):
                 regions.append(by_names_alone(name, module, heads, ranks))
             else:
@@ -95,6 +99,7 @@ def with_ties(model: nn.Module, plan: TensorPlan) -> TensorPlan:
     for name, module in model.named_modules():
         weight = torch_modules.parameters_of(module).get("weight")
         if weight is not None:
+            # By identity: the layers that share a weight have names of their own.
             owners.setdefault(id(weight), []).append((name, module))
     for sharing in owners.values():
         dims = {name: _dim(entries[name].style) if name in entries else None for name, _ in sharing}
@@ -118,6 +123,7 @@ def with_ties(model: nn.Module, plan: TensorPlan) -> TensorPlan:
 
 def _dim(style: str) -> int | None:
     """The dimension of an [out, in] weight that is split; a number of its own for packed layers."""
+    # Pieces are cut one by one, so such a shard is not that of a plain cut along dim 0.
     if style in PACKED:
         return 10 + PACKED[style]
     if style in COLUMN_STYLES or style == "embedding_rowwise":
@@ -202,6 +208,7 @@ def _check_embedding(name: str, module: nn.Embedding, style: str, ranks: int) ->
 
 def _check_parts(name: str, number: int, kind: str, ranks: int) -> None:
     """Parts may differ by some elements, but each rank has one."""
+    # Parts are cut as by torch.chunk: ceil(n / N) for each rank, and what is left for the last.
     if -(-number // ranks) * (ranks - 1) >= number:
         raise UsageError(
             f"The {number} {kind} of '{name}' are too few for tp={ranks} ranks: the last rank would have none. "
@@ -253,6 +260,7 @@ def _groups(modules: dict[str, nn.Module], plan: TensorPlan) -> dict[str, list[P
         if entry.style in (*COLUMNS, "rowwise"):
             groups.setdefault(called(modules, entry.name), []).append(entry)
     while True:
+        # A group without both column and row layers is joined with the module around it, until none is left.
         alone = next(
             (
                 name

@@ -76,6 +76,7 @@ class ColumnRowRegion(ParallelHook):
         """``x`` [..., features] for a column layer, and for those after it that read the same."""
         if self.gathers and self.group.is_split:
             return x  # gathered as the module was entered
+        # Query, key and value read one input: it is copied once, so that backward sums its gradient once.
         if self._sent is None or self._sent[0] is not x:
             if in_sequence and self.group.is_split:
                 sent = communication.gather_sequence(x, self.group.mesh)
@@ -92,6 +93,7 @@ class ColumnRowRegion(ParallelHook):
 
     def begin_parts(self) -> None:
         if self._stream is None and self._drops():
+            # Each rank drops other elements of other features, as one process would.
             self._stream = stream_of_rank(self._device, self.group.mesh)
 
     def end_parts(self) -> None:
@@ -136,6 +138,7 @@ class HeadArguments(ParallelHook):
         for name, (place, dims) in self.places.items():
             where: int | str = place if place < len(args) else name
             value = args[place] if place < len(args) else kwargs.get(name)
+            # [..., heads, queries, keys]: a bias of each head goes with the heads that this rank has.
             if isinstance(value, Tensor) and value.dim() in dims and value.shape[-3] == self.heads:
                 own = communication.split(unmarked(value), self.region.group.mesh, -3)
                 args, kwargs = with_argument(args, kwargs, where, self.region.marked(own))
@@ -151,6 +154,7 @@ class SplitLayer(ParallelHook):
         self._is_inside = False
 
     def value(self, module: nn.Module, name: str, parameter: DTensor) -> Tensor | WeightElsewhere | None:
+        # Read from outside of the layer, such as for a penalty on weights: the rank's part alone would be wrong.
         if not self._is_inside:
             return WeightElsewhere(self.group, parameter, module)
         return parameter.to_local()
@@ -192,6 +196,7 @@ class ColwiseParallel(SplitLayer):
             return super().value(module, name, parameter)
         # It is held whole, see ``parameters.placement``: each rank has the gradient of its part.
         mesh = self.group.mesh
+        # The parts of q, k and v lie apart in the whole bias, so it can't be a plain shard.
         bias = communication.copy(parameter.to_local(), mesh)
         return communication.part_of_pieces(bias, self.pieces, mesh.get_local_rank(), mesh.size())
 
@@ -200,6 +205,8 @@ class ColwiseParallel(SplitLayer):
 
     def leave(self, module: nn.Module, output: Tensor) -> object:
         if self.size:
+            # The output layer has no row layer behind it: its features are gathered, or stay split for a loss that
+            # can take them.
             return leave_logits(output, self.group, self.size, self.is_head and module.training)
         self.region.begin_parts()
         return self.region.marked(output)
@@ -225,10 +232,11 @@ class RowwiseParallel(SplitLayer):
             return super().value(module, name, parameter)
         if not self._is_inside:
             return spec_of(module).whole_value(parameter)
-        # It is added to the sum, once. Conv1D insists on one.
+        # It is added to the sum, once: if each rank added it, the sum would have it N times. Conv1D insists on one.
         return parameter.to_local().new_zeros(parameter.shape) if hasattr(module, "nf") else None
 
     def take(self, module: nn.Module, x: Tensor) -> Tensor:
+        # What follows the row layer is whole again: all ranks draw the same numbers.
         self.region.end_parts()
         x = unmarked(x)
         if self.splits:
@@ -270,6 +278,8 @@ class VocabularyParallel(SplitLayer):
 
     def take(self, module: nn.Module, x: Tensor) -> Tensor:
         local = x - self._start
+        # Rows of other ranks look up row 0 and are set to zero behind it, so the sum over the ranks has one row that
+        # counts.
         self._elsewhere = (local < 0) | (local >= self._length)
         return local.masked_fill(self._elsewhere, 0)
 

@@ -114,13 +114,17 @@ class _CrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         x = local.to(torch.promote_types(local.dtype, torch.float32))
         place, is_here = _local_indices(target, mesh, classes)
+        # The maximum over all ranks is subtracted, so that no exponential overflows.
         largest = all_reduce(x.amax(-1), mesh, "max")
         exponentials = (x - largest.unsqueeze(-1)).exp()
         at_target = x.gather(-1, place.unsqueeze(-1)).squeeze(-1).masked_fill(~is_here, 0.0)
+        # One message for the three sums, [3, ...].
         sums = all_reduce(torch.stack([exponentials.sum(-1), at_target, x.sum(-1)]), mesh)
         normaliser = sums[0].log() + largest
         losses = normaliser - (1 - smoothing) * sums[1] - smoothing / classes * sums[2]
         counts = target != ignored
+        # Softmax, in the memory of the exponentials: as large as this rank's logits, and the only large tensor that
+        # is kept.
         ctx.save_for_backward(exponentials.div_(sums[0].unsqueeze(-1)), place, is_here, counts)
         ctx.classes, ctx.smoothing, ctx.dtype = classes, smoothing, local.dtype
         return losses.masked_fill(~counts, 0.0)
