@@ -93,6 +93,7 @@ class OptimizerPlaces:
         for i, (saved, group) in enumerate(
             zip(state["param_groups"], self._optimizer.param_groups, strict=True)
         ):
+            # A learning rate that is text would be noticed only in the next step.
             for key in saved.keys() & group.keys() - {"params"}:
                 check_kind(saved[key], group[key], f"{self._what}.param_groups.{i}.{key}")
         numbers = {name: number for name, (number, _) in self._parameters.items()}
@@ -109,6 +110,7 @@ class OptimizerPlaces:
         found = []
         for name in self.tensors:
             key, owner = self._owners.get(name, ("", None))
+            # Only these are read for the trial step: the large ones have the parameters' shapes, and need no values.
             if owner is None or key == "step" or index[name].shape != tuple(owner.shape):
                 found.append(name)
         return found if self._by_name and keeps_shapes(self._optimizer) else []
@@ -153,6 +155,7 @@ class OptimizerPlaces:
         place_of = {name: number for number, name in enumerate(flat)}
         number = 0
         for saved_group, group, of_all in zip(saved, names, everywhere, strict=True):
+            # A script may have renamed its modules; then the order of the parameters decides, as in torch.
             same_names = set(saved_group) == set(of_all)
             if not same_names and len(group) != len(of_all):
                 other = sorted(set(saved_group) - set(of_all))
@@ -185,6 +188,7 @@ class OptimizerPlaces:
         if owner is None or (key == "step" and not entry.shape):  # torch counts in plain numbers
             return torch.empty(entry.shape, dtype=entry.torch_dtype)
         is_of_another_shape = entry.shape != tuple(owner.shape)
+        # Some optimizers keep state of other shapes, such as factored moments: these can only be whole.
         has_shapes = keeps_shapes(self._optimizer)
         is_spread = is_dtensor(owner) and bool(entry.shape)
         if is_of_another_shape and is_spread and _steps_on_whole(self._optimizer) and not has_shapes:

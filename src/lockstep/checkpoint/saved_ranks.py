@@ -144,12 +144,14 @@ def plan_window(
     }
     states = _work_on_each(documents, lambda document: _checked(decode(document[name], shapes), checkpoint))
     numbers = sources.gradient_ranks()
+    # With the same ranks and the same layout, each rank goes on with its own gradients, and nothing has to be summed.
     unchanged = sources.same_places and item.is_unchanged(_without_replicas(states, numbers))
     if not unchanged and (sources.is_part or spread or any(document.get("parts") for document in documents)):
         _refuse_gradients(states, checkpoint)
     # Shards are read as they are laid out now; what was not reduced is whole, as each rank's own.
     like = {f"{name}.{path}": place for path, place in item.places().items()}
     dtensors = {path: place for path, place in like.items() if is_dtensor(place)}
+    # With other ranks, each one's gradients are addends of the window's: all of them are read.
     mine = {id(documents[sources.rank])} if unchanged else {id(document) for document in documents}
     read = _work_on_each(
         documents,
@@ -208,6 +210,7 @@ def _check_form(state: Document) -> None:
             "divisor": (torch.Tensor, type(None)),
         },
     )
+    # The bounds keep a file that was made by hand from giving numbers with which a loop would never end.
     window = state["window"]
     if not 0 <= window["micro_batch"] < 2**48 or not 1 <= window["accumulation_steps"] < 2**48:
         raise ValueError(f"micro-batch {window['micro_batch']} of {window['accumulation_steps']}")
@@ -292,6 +295,7 @@ def _without_replicas(states: list[Document], numbers: list[int]) -> list[Docume
         if number not in joined:
             joined[number] = {**state, "models": [dict(model) for model in state["models"]]}
             continue
+        # Ranks of one number share their data, and hold different blocks: what one lacks, another one has.
         for mine, other in zip(joined[number]["models"], state["models"], strict=True):
             for kind in GRADIENTS:
                 mine[kind] = {**other[kind], **mine[kind]}

@@ -153,7 +153,7 @@ class _PlainOperators:
 
     def _fill(self, op: OpOverload, args: OperatorArguments, kwargs: dict[str, object]) -> object:
         target, *others = args
-        # Drawn whole on every rank and sent from the first, because the ranks' generators may stand at different places.
+        # Drawn whole on every rank and sent from the first: the generators of ranks may stand at different places.
         whole = torch.empty(target.shape, dtype=target.dtype, device=target._local_tensor.device)
         op(whole, *map(_full_tensor, others), **kwargs)
         target._local_tensor.copy_(self._shard_like(_of_first(whole, target), target)._local_tensor)

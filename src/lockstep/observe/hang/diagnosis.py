@@ -138,6 +138,7 @@ def diagnose(
         if rank not in seen and rank not in silent and rank not in ended:
             silent[rank] = Silent(rank, "", 0, 0.0, "absent")
     waits = Waits(seen, world_size, {rank: one.last for rank, one in ended.items()})
+    # From what is certain to what is only likely. A rank that is gone explains everything that waits for it.
     found = (
         of_ended(ended, waits, seen)
         or (of_silence(silent, waits) if silent else None)
@@ -161,6 +162,7 @@ def waiting_for(found: Finding, waits: Waits) -> tuple[int, ...]:
 
 def of_ended(ended: Mapping[int, Ended], waits: Waits, seen: dict[int, Evidence]) -> Finding | None:
     """Ranks wait for one that has ended without entering their collective: it never will."""
+    # Only those that wait for an ended rank themselves: the others wait behind them.
     direct = [wait for wait in waits.all() if wait.awaited & set(ended)]
     if not direct:
         return None
@@ -182,6 +184,7 @@ def of_ended(ended: Mapping[int, Ended], waits: Waits, seen: dict[int, Evidence]
 def of_silence(silent: dict[int, Silent], waits: Waits) -> Finding:
     """Some ranks do not answer; blames those in one state, the one that explains most."""
     states = {rank: one.state if one.state in SILENCE else "unknown" for rank, one in sorted(silent.items())}
+    # In the order of the table: a lost process outweighs one that is only slow to answer.
     worst = next(state for state in SILENCE if state in states.values())
     ranks = [rank for rank, state in states.items() if state == worst]
     cause, words, advice = SILENCE[worst]
@@ -217,6 +220,7 @@ def of_sides(sides: list[list[tuple[int, PendingCollective]]], seen: dict[int, E
         at = f" at {one.place}" if one.place else ""
         parts.append(f"{named(ranks)} in {title(one, seen.get(ranks[0]))} of {contents(one)}{at}")
     few = [rank for side in sides[1:] for rank, _ in side]
+    # The smaller side took another path than most; if the sides are equal, nobody can tell which one is wrong.
     blamed = sorted(few if len(few) < len(sides[0]) else [*few, *(rank for rank, _ in sides[0])])
     fact = "the ranks are in collectives that do not belong together: " + ", ".join(parts)
     if alone := call_for_every_rank(blamed, seen):
@@ -234,6 +238,7 @@ def of_absence(waits: Waits, seen: dict[int, Evidence]) -> Finding | None:
     direct = [wait for wait in waits.all() if wait.awaited & ends]
     if not direct:
         return None
+    # The collective in which most ranks wait.
     first = max(direct, key=lambda wait: (sum(1 for other in direct if other.key == wait.key), -wait.rank))
     same = [wait for wait in direct if wait.key == first.key]
     ranks = sorted(first.awaited & ends)

@@ -120,6 +120,7 @@ class WholeStep:
         """Parameters were replaced, or are known for the first time."""
         self._originals.update(originals)
         by_original = {id(original): shard for shard, original in self._originals.items()}
+        # An optimizer may refer to the parameter as it was, to the shard, or to what was gathered from it just now.
         by_original.update({whole: id(shard) for whole, shard in in_use.items()})
         self._find_wholes()
 
@@ -135,6 +136,7 @@ class WholeStep:
             return tensor
 
         optimizer, groups = self.optimizer, self.optimizer.param_groups
+        # Groups and state are changed in each step; here everything else that the optimizer refers to.
         skip = [self, groups, optimizer.state, *groups, *(group["params"] for group in groups)]
         visit_tensors(optimizer, replace, skip)
         for values in optimizer.state.values():
@@ -179,6 +181,7 @@ class WholeStep:
         """``method(...)`` with whole parameters. Collective."""
         if self.runs:
             return method(*args, **kwargs)
+        # Suspended: its own closure calls it again, whose step would begin within this one.
         if self._runs:
             raise UsageError(
                 f"The closure that {self.name}.step got calls {self.name}.{getattr(method, '__name__', 'step')}. "
@@ -190,6 +193,7 @@ class WholeStep:
             with self._guard:
                 result = method(*args, **kwargs)
         except BaseException:
+            # Half of a step must not reach the shards, so the state is put back as it was before.
             self._discard()
             raise
         self._end()
@@ -222,6 +226,7 @@ class WholeStep:
     def _begin(self) -> None:
         self._before_gathering()
         self._find_wholes()
+        # Compared before anything is gathered: ranks with different lists would wait for each other for ever.
         wholes = self._current_parameters()
         self._check_alike(wholes)
         self._random.begin()

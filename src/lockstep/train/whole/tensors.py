@@ -82,6 +82,8 @@ class WholeParameter:
     def __init__(self, sharded: torch.Tensor, original: nn.Parameter | None) -> None:
         self.sharded = sharded
         device = torch.device(sharded.device_mesh.device_type)  # type: ignore[attr-defined]
+        # The original is used again if it can be, because hooks, groups and attributes of the optimizer may refer to
+        # it.
         is_alike = (
             original is not None
             and original.dtype == sharded.dtype
@@ -115,6 +117,7 @@ class WholeParameter:
         """Have the values and the gradient of now. Collective."""
         whole = self.whole
         values = gathered(self.sharded.detach())
+        # In place, if the memory is there: views of it that the optimizer keeps must see the new values.
         if whole.shape == values.shape and whole.device == values.device:
             whole.data.copy_(values)  # what shares its memory goes on to
         else:
@@ -146,6 +149,7 @@ class WholeParameter:
             sharded.grad = None
         elif sharded.grad is None:
             sharded.grad = shard_like(gradient, sharded)
+        # A gradient that the step has not touched need not be cut again.
         elif known is None or known.tensor is not gradient or known.version != version(gradient):
             _copy_part(gradient, sharded.grad)
 
@@ -263,6 +267,7 @@ def visit_tensors(
     Modules, functions and classes are not looked into, nor is what is in ``skip``.
     """
     seen = {id(item) for item in skip}
+    # Depth first, each object once: optimizers refer to themselves through their groups and hooks.
     kept: list[object] = []  # what is looked at must not make room for another object of the same identity
 
     def walk(item: object) -> object:
