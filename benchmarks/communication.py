@@ -2,7 +2,7 @@
 
     python benchmarks/communication.py
 
-``CommunicationLedger`` counts every collective of one step; a ring all-reduce of a payload of B bytes
+``CommCounter`` counts every collective of one step; a ring all-reduce of a payload of B bytes
 over N ranks sends 2 (N-1)/N B from each. The payload is 4 bytes a parameter for DDP, 2 with the fp16 or
 bf16 hook; PowerSGD of rank r replaces an n x m matrix by (n + m) r numbers where that at least halves it
 (Vogels et al., PowerSGD, NeurIPS 2019). DDP also broadcasts the model's buffers, (N-1)/N of their bytes.

@@ -21,8 +21,8 @@ from lockstep.check.observe import Observed
 from lockstep.comm.dtensor import is_dtensor
 from lockstep.comm.tree import LossFunction, leaves, map_leaves, map_tensors
 from lockstep.parallel.autocast import AutocastForward
-from lockstep.parallel.context.dealt import IGNORED
 from lockstep.parallel.context.region import ContextRegion, regions_of
+from lockstep.parallel.context.sharded_loader import IGNORED
 from lockstep.parallel.pipeline.micro_batch import find_loss
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lockstep.check import say
+from lockstep.check import sentences
 from lockstep.check.compare import Comparison, Rounded, compare_with_whole, tolerance_of
 from lockstep.check.observe import observed
 from lockstep.check.passes import Chunks, ComparedBatch, PassResult, in_full_precision, run_pass, shapes_of
@@ -243,12 +243,14 @@ class Verification:
         except Exception as error:  # whatever a user's forward raises once it is split
             if failure.is_consequence(error):
                 raise
-            for cause in say.causes_of(error):
+            for cause in sentences.causes_of(error):
                 if isinstance(cause, LockstepError):  # torch's schedules wrap what a stage raises
                     raise cause from error
-            setup, cause = self._setup, say.causes_of(error)[-1]
-            name = module_noted(error) or say.module_of(cause, model)
-            raise UsageError(say.cannot_run(self._name, setup.parallel, setup.axes, cause, name)) from error
+            setup, cause = self._setup, sentences.causes_of(error)[-1]
+            name = module_noted(error) or sentences.module_of(cause, model)
+            raise UsageError(
+                sentences.cannot_run(self._name, setup.parallel, setup.axes, cause, name)
+            ) from error
         result.observed = seen
         return result
 
@@ -260,7 +262,10 @@ class Verification:
             with _threads_of_all(self._communicator.runtime):
                 result = self._reference.run(batch, live, self._setup.device, self._without_chance, look)
         except Exception as error:  # whatever a user's forward raises
-            return None, f"the whole model raises {type(error).__name__} on rank 0: {say.line_of(error)}."
+            return (
+                None,
+                f"the whole model raises {type(error).__name__} on rank 0: {sentences.line_of(error)}.",
+            )
         return (result, "") if result.gradients else (None, "no gradient comes of its outputs.")
 
     def _rounded(self, batch: ComparedBatch, live: Live) -> Rounded | None:
@@ -322,7 +327,7 @@ class Verification:
         except Exception as error:  # of pickle, or of what it pickles
             return (
                 batch,
-                f"its batch cannot be sent to other ranks ({type(error).__name__}: {say.line_of(error)}).",
+                f"its batch cannot be sent to other ranks ({type(error).__name__}: {sentences.line_of(error)}).",
             )
         args, kwargs, targets = values[0]
         return ComparedBatch(args, kwargs, batch.loss_function, targets).detached(self._setup.device), ""
@@ -337,9 +342,9 @@ class Verification:
             parallel = self._setup.parallel
             when = f"in training call {self._calls}" if self._has_verified else "on the first batch"
             text = (
-                say.verified(self._name, parallel, when, comparison)
+                sentences.verified(self._name, parallel, when, comparison)
                 if is_right
-                else say.different(self._name, parallel, when, axes, comparison)
+                else sentences.different(self._name, parallel, when, axes, comparison)
             )
         text, is_right = self._shared([text, is_right])
         if not is_right:
@@ -350,7 +355,7 @@ class Verification:
 
     def _say_not(self, reason: str) -> None:
         if self._communicator.runtime.is_main:
-            logger.warning("%s", say.not_verified(self._name, self._setup.parallel, reason))
+            logger.warning("%s", sentences.not_verified(self._name, self._setup.parallel, reason))
 
 
 class _BeforeForward(UncopiedHook):

@@ -5,7 +5,7 @@ with "connection closed by peer" on some of them, or returns wrong numbers. Here
 what each rank called on which line.
 
 Every rank lays down a record of 512 bytes about its call in the main group's store, and reads those of the others of
-its group. So neither the numbers of the group's collectives nor what a ``CommunicationLedger`` counts change, a rank
+its group. So neither the numbers of the group's collectives nor what a ``CommCounter`` counts change, a rank
 that is in another collective meanwhile is not disturbed, and waiting can have a limit.
 """
 

@@ -114,7 +114,7 @@ class _Recorder(dispatch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class CommunicationLedger:
+class CommCounter:
     """A context manager that records the collectives of this rank inside of the block, in their order, in
     ``records``.
 
@@ -140,7 +140,7 @@ class CommunicationLedger:
         self.records: list[CollectiveRecord] = []
         self._exits = ExitStack()
 
-    def __enter__(self) -> CommunicationLedger:
+    def __enter__(self) -> CommCounter:
         dispatch.probe()
         owner = threading.get_ident()
         for name in CALLED_BY_HOOKS:
@@ -254,3 +254,7 @@ def ranks_of(func: object, args: tuple[object, ...], kwargs: dict[str, object]) 
     """The global ranks of the group in an operator's arguments."""
     given = dict(zip(dispatch.argument_names(func), args, strict=False)) | kwargs
     return tuple(dist.get_process_group_ranks(group_of(given)))
+
+
+CommunicationLedger = CommCounter
+"""The name that it had before."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from lockstep.comm.collectives import Communicator, Reduction
-from lockstep.comm.ledger import CommunicationLedger
+from lockstep.comm.ledger import CommCounter
 from lockstep.comm.tree import Tree, leaves, map_tensors
 from lockstep.config.options import Options
 from lockstep.errors import UsageError
@@ -345,8 +345,8 @@ class CollectiveMethods:
         """
         return sample_weights(self._step, self.meshes.data_rank, self.runtime.device)
 
-    def communication(self) -> AbstractContextManager[CommunicationLedger]:
-        """Count the collectives, and the bytes they send, inside of the block. See ``CommunicationLedger``.
+    def communication(self) -> AbstractContextManager[CommCounter]:
+        """Count the collectives, and the bytes they send, inside of the block. See ``CommCounter``.
 
         Examples:
             ```python
@@ -361,4 +361,4 @@ class CollectiveMethods:
             assert ledger.wire_bytes("all_reduce") == 2 * (ranks - 1) / ranks * 4000
             ```
         """
-        return CommunicationLedger()
+        return CommCounter()

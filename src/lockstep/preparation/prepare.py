@@ -202,7 +202,7 @@ class Preparation:
 
     def _shard_sequences(self, prepared: list[object]) -> None:
         """As DeepSpeed does for loaders that are prepared together with a model."""
-        from lockstep.parallel.context.dealt import shard_sequences
+        from lockstep.parallel.context.sharded_loader import shard_sequences
 
         models = [item for item in prepared if isinstance(item, nn.Module)]
         for loader in prepared if models else ():

@@ -19,7 +19,7 @@ from lockstep.config.world import BatchSizes
 from lockstep.data.loader import PreparedLoader
 from lockstep.errors import UsageError
 from lockstep.model.changes import UncopiedHook
-from lockstep.observe.measures.tokens import tokens_in
+from lockstep.observe.measures.batches import tokens_in
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parity.collect.trainers import set_window_of_trainer, window_of_trainer
 from lockstep.preparation.observers import ObservedRun, RunObserver

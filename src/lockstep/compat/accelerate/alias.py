@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec, PathFinder
+from importlib.metadata import Distribution
 from importlib.util import spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -17,7 +19,29 @@ from lockstep.compat.accelerate.interface import ROOT, NotOffered, Offered
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
-    from importlib.metadata import Distribution, DistributionFinder
+    from importlib.metadata import DistributionFinder
+
+
+# Libraries look for the version, and for the name of a company, to tell Accelerate from packages of the same name.
+METADATA = f"""\
+Metadata-Version: 2.1
+Name: accelerate
+Version: {interface.VERSION}
+Summary: The interface of Accelerate {interface.VERSION}, offered by Lockstep
+Home-page: https://github.com/huggingface/accelerate
+"""
+FILES = {"METADATA": METADATA, "PKG-INFO": METADATA, "top_level.txt": "accelerate\n"}
+
+
+class InterfaceDistribution(Distribution):
+    """A distribution without files."""
+
+    def read_text(self, filename: str) -> str | None:
+        return FILES.get(filename)
+
+    def locate_file(self, path: str | os.PathLike[str]) -> Path:
+        return Path(__file__).parent / path
+
 
 TESTS = f"{ROOT}.test_utils"
 
@@ -83,7 +107,6 @@ class AliasFinder:
     def find_distributions(self, context: DistributionFinder.Context | None = None) -> Iterable[Distribution]:
         if context is not None and context.name not in (None, ROOT):
             return []
-        from lockstep.compat.accelerate.metadata import InterfaceDistribution
 
         return [InterfaceDistribution()]
 

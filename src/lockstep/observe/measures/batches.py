@@ -1,8 +1,9 @@
-"""Batches that loaders have handed out and no backward has used: some scripts take several before they train."""
+"""How large batches are, and which of them no backward has used yet: some scripts take several before they train."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -38,3 +39,27 @@ class WaitingBatches:
         is no new one."""
         waiting = self._latest if loader is None else self._of.get(loader)
         return waiting.popleft() if waiting else None
+
+
+TOKEN_NAMES = ("input_ids", "tokens")
+"""Entries of a batch that hold tokens."""
+
+
+def tokens_in(batch: object) -> int | None:
+    """Elements of the batch's ``input_ids`` (or ``tokens``), [batch, sequence] or of any shape; None: it has none.
+
+    Padding counts: it costs what other tokens cost. So do rows that only complete a batch.
+    """
+    if isinstance(batch, Mapping):
+        for name in TOKEN_NAMES:
+            if name in batch:
+                count = getattr(batch[name], "numel", None)
+                return int(count()) if callable(count) else None
+        return None
+    if isinstance(batch, (list, tuple)):
+        for part in batch:
+            if isinstance(part, Mapping):
+                return tokens_in(part)
+        return None
+    count = getattr(getattr(batch, "input_ids", None), "numel", None)
+    return int(count()) if callable(count) else None

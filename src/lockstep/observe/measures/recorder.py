@@ -17,7 +17,7 @@ from torch import nn
 from lockstep.config.options import Options
 from lockstep.config.world import ParallelDims
 from lockstep.errors import UsageError
-from lockstep.observe.measures.batches import BatchSize, WaitingBatches
+from lockstep.observe.measures.batches import BatchSize, WaitingBatches, tokens_in
 from lockstep.observe.measures.communication import HiddenCommunication, is_seen
 from lockstep.observe.measures.device_parts import device_parts_of
 from lockstep.observe.measures.flops import FlopCounts, StepCounts, shapes_of
@@ -34,7 +34,6 @@ from lockstep.observe.measures.sent import bytes_by_axis
 from lockstep.observe.measures.start import describe
 from lockstep.observe.measures.step import StepMeasures
 from lockstep.observe.measures.step_memory import StepMemory, allocated_bytes
-from lockstep.observe.measures.tokens import tokens_in
 from lockstep.observe.measures.writer import RunWriter
 from lockstep.parallel.parallel_model import ParallelModel, is_compiled_module
 from lockstep.runtime.failure import first_line

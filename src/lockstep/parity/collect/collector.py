@@ -15,12 +15,12 @@ from lockstep.comm.tree import leaves
 from lockstep.data.loader import PreparedLoader
 from lockstep.model.changes import UncopiedHook
 from lockstep.parallel.parallel_model import ParallelModel
+from lockstep.parity.collect.batch_position import BatchPosition
 from lockstep.parity.collect.outputs import ModuleOutputs
-from lockstep.parity.collect.place import BatchPlace
 from lockstep.parity.trace.items import ItemKind, TraceItem
 from lockstep.parity.trace.regions import ShardAxes, region
-from lockstep.parity.trace.rows import row_digests
 from lockstep.parity.trace.sinks import Sink
+from lockstep.parity.trace.sketch import row_digests
 from lockstep.preparation.observers import ObservedRun, RunObserver
 from lockstep.torch_internals import autograd as torch_autograd
 from lockstep.train.whole.step import on_shards
@@ -45,7 +45,7 @@ class RunCollector(RunObserver):
         self._axes = ShardAxes()
         self._models: list[ParallelModel] = []
         self._run: ObservedRun | None = None
-        self.place: BatchPlace = BatchPlace()
+        self.place: BatchPosition = BatchPosition()
         self.made = 0
         self._outputs = ModuleOutputs(sink, self._item, self._add)
         self._backwards: Counter[tuple[object, ...]] = Counter()
@@ -59,7 +59,7 @@ class RunCollector(RunObserver):
         self._has_forward = False
         self.compares_own_buffers = True
 
-    def attach(self, run: ObservedRun, place: BatchPlace, axes: ShardAxes) -> None:
+    def attach(self, run: ObservedRun, place: BatchPosition, axes: ShardAxes) -> None:
         """The run has begun: where it stands, and which parts of a model this rank holds."""
         self._run = run
         self.place, self._axes = place, axes

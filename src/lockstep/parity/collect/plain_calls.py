@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from lockstep.parity.collect.place import BatchPlace
+from lockstep.parity.collect.batch_position import BatchPosition
 
 
 class BackwardSeer(Protocol):
     """Is told of each backward."""
 
-    place: BatchPlace
+    place: BatchPosition
 
     def plain_backward(self, loss: Tensor) -> float | None:
         """A backward begins: what it is to be multiplied by; None: the ``Accelerator`` has done it."""
@@ -40,7 +40,7 @@ def see_backward(seer: BackwardSeer) -> Callable[[], None]:
     return end
 
 
-def keep_gradients(module: nn.Module, place: BatchPlace) -> None:
+def keep_gradients(module: nn.Module, place: BatchPosition) -> None:
     """Let ``module.zero_grad`` wait where gradients of some ranks wait for those of others."""
     original = module.zero_grad
 

@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.config.options import Options
 from lockstep.config.parallel import Parallel
 from lockstep.config.world import axes_of
 from lockstep.data.loader import PreparedLoader
+from lockstep.model.changes import UncopiedHook
+from lockstep.parallel.determinism import WithoutDropout, without_dropout
 from lockstep.parallel.parallel_model import ParallelModel
-from lockstep.parity.collect.chance import switch_dropout_off
-from lockstep.parity.collect.place import BatchPlace
+from lockstep.parity.collect.batch_position import BatchPosition
 from lockstep.parity.collect.plain_calls import step_schedulers_when
 from lockstep.parity.collect.process import ProcessRun
 from lockstep.parity.collect.rank_batches import collate_for_ranks
 from lockstep.parity.collect.rank_buffers import BufferBroadcast, Sharing
+from lockstep.parity.collect.reported_ranks import report_length, report_ranks
 from lockstep.parity.collect.spanning import (
     ALONE,
     GATHERED,
     refuse_shared_routing,
     refuse_synchronised_statistics,
 )
-from lockstep.parity.collect.told import tell_length, tell_of_ranks
 from lockstep.parity.collect.trainers import accumulate_more
 from lockstep.parity.collect.virtual_ranks import AccumulatedRanks, RanksInTurn, SequentialRanks, VirtualRanks
 from lockstep.parity.spec import Role
@@ -81,7 +83,7 @@ class PreparedRun(ProcessRun):
         known = self._sink.facts.get("broadcast", self._broadcast.value)
         self.compares_own_buffers = known == self._broadcast.value or self._facts.accumulation == 1
         if spec.tells_ranks:
-            self.restores.append(tell_of_ranks(spec.ranks))
+            self.restores.append(report_ranks(spec.ranks))
         if not spec.is_alone:
             return replace(options, parallel=parallel, mixed_precision=own_precision)
         return replace(of_one_process(options), mixed_precision=own_precision)
@@ -95,11 +97,11 @@ class PreparedRun(ProcessRun):
             turns = RanksInTurn(
                 data_ranks, run.step, run.models, seed, self._splits_batches, self._data_ended, self.refuse
             )
-            place: BatchPlace = (
+            place: BatchPosition = (
                 AccumulatedRanks(turns, self._window) if self._window else VirtualRanks(turns, run.optimizers)
             )
         else:
-            place = BatchPlace(meshes.data_rank, run.models, seed)
+            place = BatchPosition(meshes.data_rank, run.models, seed)
             sizes = {name: int(getattr(meshes.axes, name)) for name in AXES}
             self._facts = replace(
                 self._facts,
@@ -114,7 +116,7 @@ class PreparedRun(ProcessRun):
     def loader_prepared(self, loader: PreparedLoader) -> None:
         super().loader_prepared(loader)
         if self._spec.tells_ranks:
-            tell_length(loader, self._facts.data_ranks)
+            report_length(loader, self._facts.data_ranks)
         if self.place.has_all_ranks and self._splits_batches:
             collate_for_ranks(loader, self._facts.data_ranks)
 
@@ -178,3 +180,32 @@ def _is_synchronised(model: ParallelModel) -> Callable[[str], bool]:
     }
     names = {name for name, buffer in model.plain.named_buffers() if id(buffer) in shared}
     return names.__contains__
+
+
+def switch_dropout_off(model: ParallelModel) -> None:
+    """Layers of a model drop nothing from now on, nor do functions that it calls in ``forward``."""
+    ended = _DropsAgain()
+    ended.stack.enter_context(without_dropout(list(model.plain.modules())))
+    model.module.register_forward_pre_hook(_DropsNothing(ended), prepend=True)
+    model.module.register_forward_hook(ended, always_call=True)
+
+
+class _DropsAgain(UncopiedHook):
+    """A forward hook: functions drop again. It holds what keeps layers from it."""
+
+    def __init__(self) -> None:
+        self.stack = ExitStack()
+        self.modes = ExitStack()
+
+    def __call__(self, module: nn.Module, args: object, output: object) -> None:
+        self.modes.close()
+
+
+class _DropsNothing(UncopiedHook):
+    """A forward pre-hook: functions drop nothing."""
+
+    def __init__(self, ended: _DropsAgain) -> None:
+        self._ended = ended
+
+    def __call__(self, module: nn.Module, args: object) -> None:
+        self._ended.modes.enter_context(WithoutDropout())

@@ -12,7 +12,7 @@ from torch import Tensor
 from lockstep.comm.tree import map_tensors
 from lockstep.data.loader import PreparedLoader
 from lockstep.parallel.parallel_model import ParallelModel
-from lockstep.parity.collect.place import BatchPlace
+from lockstep.parity.collect.batch_position import BatchPosition
 from lockstep.parity.collect.rank_batches import RankBatches
 from lockstep.parity.collect.rank_buffers import RankBuffers
 from lockstep.parity.judge.words import count
@@ -55,7 +55,7 @@ def batches_for(batches: int, ranks: int) -> str:
     return f"{count(batches, 'batch', 'batches')} for {ranks} ranks"
 
 
-class SequentialRanks(BatchPlace):
+class SequentialRanks(BatchPosition):
     """The place of a reference that stands for several ranks.
 
     A prepared loader of one process hands out batches in the order in which the ranks are given them: the first to rank

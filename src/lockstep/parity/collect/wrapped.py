@@ -26,12 +26,12 @@ from lockstep.comm.dtensor import is_dtensor
 from lockstep.config.options import Options
 from lockstep.errors import UsageError
 from lockstep.parallel.parallel_model import ParallelModel
-from lockstep.parity.collect.place import BatchPlace
+from lockstep.parity.collect.batch_position import BatchPosition
 from lockstep.parity.collect.plain_calls import step_schedulers_when
 from lockstep.parity.collect.process import ProcessRun
 from lockstep.parity.collect.rank_buffers import BufferBroadcast, Sharing
+from lockstep.parity.collect.reported_ranks import report_world_size
 from lockstep.parity.collect.spanning import refuse_synchronised_statistics
-from lockstep.parity.collect.told import tell_of_world
 from lockstep.parity.collect.virtual_ranks import RanksInTurn, VirtualRanks, batches_for
 from lockstep.parity.collect.watch_sources import SourceWatch
 from lockstep.parity.spec import Role, RunSpec
@@ -64,9 +64,9 @@ class WrappedRun(ProcessRun):
             self.place = VirtualRanks(turns, self._optimizers)
             step_schedulers_when(self.place.schedules)
         else:
-            self.place = BatchPlace(rank, self._models, spec.seed)
+            self.place = BatchPosition(rank, self._models, spec.seed)
         if spec.tells_ranks:
-            tell_of_world(spec.ranks, self._refuse_own_reductions)
+            report_world_size(spec.ranks, self._refuse_own_reductions)
         self.place.on_batch = self._batch_comes
         self._see_optimizers()
         self._see_batches()

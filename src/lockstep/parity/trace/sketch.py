@@ -1,11 +1,22 @@
-"""Few numbers of each row of a matrix, which add up as the rows do: by them a sum is known again by its terms."""
+"""Rows of batches as numbers: a digest of each, and a few that add up as rows do, by which a sum's terms are known."""
 
 from __future__ import annotations
 
+import zlib
 from functools import lru_cache
 
 import torch
 from torch import Tensor
+
+from lockstep.comm.collectives import as_bytes
+
+
+def row_digests(batch: Tensor) -> Tensor:
+    """A number for each row of a batch [rows, ...], int64 [rows]; of a 0-d one for all of it, int64 [1]."""
+    rows = batch.detach().cpu()
+    rows = rows.reshape(1, 1) if rows.ndim == 0 else rows.reshape(len(rows), -1)
+    return torch.tensor([zlib.crc32(as_bytes(row).numpy()) for row in rows], dtype=torch.int64)  # type: ignore[arg-type]
+
 
 COLUMNS = 8
 """Numbers that stand for a row."""

@@ -5,18 +5,42 @@ from __future__ import annotations
 import re
 
 from lockstep.history.attempts import RunStatus
+from lockstep.history.events import named
 from lockstep.history.read import RunHistory
 from lockstep.report.draw.hover import SCRIPT, policy
-from lockstep.report.draw.html import columns, paragraph, safe
+from lockstep.report.draw.html import columns, long_table, paragraph, safe, section
 from lockstep.report.draw.style import STYLE
 from lockstep.report.numbers import RunNumbers
 from lockstep.report.page.curves import curves
 from lockstep.report.page.happened import checkpoints, data_position, timeline
 from lockstep.report.page.memory import memory
-from lockstep.report.page.setup import machine, settings
 from lockstep.report.page.step_time import communication, step_time
+from lockstep.report.started import configuration, environment
 from lockstep.report.summary import chapters, headline
 from lockstep.words import date
+
+
+def machine(run: RunHistory) -> str:
+    title = "Environment"
+    starts = named(run.events, "start")
+    rows = environment(starts[-1]) if starts else []
+    if not rows:
+        return section(
+            title, paragraph("How the run was started is not known: events.jsonl has no such line.")
+        )
+    return section(title, long_table(("", "value"), rows, "entries", wide=("value",)))
+
+
+def settings(run: RunHistory) -> str:
+    title = "Configuration"
+    starts = named(run.events, "start")
+    rows = configuration(starts[-1]) if starts else []
+    if not rows:
+        return section(title, paragraph("No setting was written when the run started."))
+    # what somebody has said comes before what nobody did
+    rows.sort(key=lambda row: row[2] in ("default", ""))
+    return section(title, long_table(("setting", "value", "from"), rows, "settings"))
+
 
 STATUS = {
     RunStatus.FINISHED: "good",

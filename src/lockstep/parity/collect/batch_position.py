@@ -14,7 +14,7 @@ from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.runtime.seed import set_seed
 
 
-class BatchPlace:
+class BatchPosition:
     """Of a rank that trains on its own batches.
 
     A script may take several batches before it trains on the first of them, as transformers' Trainer does. From then on

@@ -19,16 +19,16 @@ OF_METRICS = 16
 """Elements that a script may reduce to report something; more are taken for gradients."""
 
 
-class _ToldLoader(PreparedLoader):
+class _ReportingLoader(PreparedLoader):
     """A loader with all ranks' batches, and the length that one rank's has."""
 
-    told_ranks = 1
+    reported_ranks = 1
 
     def __len__(self) -> int:
-        return -(-super().__len__() // self.told_ranks)
+        return -(-super().__len__() // self.reported_ranks)
 
 
-def tell_of_ranks(ranks: int) -> Callable[[], None]:
+def report_ranks(ranks: int) -> Callable[[], None]:
     """Let ``accelerator.num_processes`` be so many, until what is returned is called."""
     original = ProcessControl.num_processes
     ProcessControl.num_processes = property(lambda self: ranks)  # type: ignore[method-assign,assignment]
@@ -39,13 +39,13 @@ def tell_of_ranks(ranks: int) -> Callable[[], None]:
     return restore
 
 
-def tell_length(loader: PreparedLoader, ranks: int) -> None:
+def report_length(loader: PreparedLoader, ranks: int) -> None:
     """Let ``len`` of a loader be that of one of so many ranks."""
-    loader.__class__ = _ToldLoader
-    vars(loader)["told_ranks"] = ranks
+    loader.__class__ = _ReportingLoader
+    vars(loader)["reported_ranks"] = ranks
 
 
-def tell_of_world(ranks: int, reduces: Callable[[], None]) -> None:
+def report_world_size(ranks: int, reduces: Callable[[], None]) -> None:
     """Let a script that uses ``torch.distributed`` itself be told of so many ranks, where its group has one.
 
     Libraries that it calls get the group as it is. ``reduces`` is called where it reduces what may be gradients.
