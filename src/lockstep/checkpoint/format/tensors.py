@@ -28,7 +28,7 @@ from lockstep.checkpoint.format.documents import (
 )
 from lockstep.comm.collectives import as_bytes
 from lockstep.errors import CheckpointError, UsageError
-from lockstep.offload.files.checkpoint_files import DTYPES as FILE_DTYPES
+from lockstep.model.dtypes import DTYPES as FILE_DTYPES
 
 Item = TypeVar("Item")
 
