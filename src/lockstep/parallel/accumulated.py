@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.comm.dtensor import is_dtensor, shard_like
 from lockstep.parallel.ddp.apply import mark_used
@@ -85,9 +84,7 @@ def accumulated(model: ParallelModel, spent: Collection[int]) -> Accumulated:
             found.spent.append(name)
         else:
             found.local[name] = _as_parts(parameter.grad.detach())
-    if isinstance(model.module, DistributedDataParallel):
-        replica = model.module
-        found.takes_buffers = not replica.modules_buffers or bool(replica.will_sync_module_buffers())
+    found.takes_buffers = model.takes_buffers
     return found
 
 
@@ -101,8 +98,7 @@ def clear(model: ParallelModel) -> None:
             parameter.grad = None
     for parameter in plain.parameters():
         parameter.grad = None
-    if isinstance(model.module, DistributedDataParallel):
-        model.module.require_forward_param_sync = True
+    model.takes_buffers = True
 
 
 @torch.no_grad()
@@ -129,8 +125,7 @@ def put_back(model: ParallelModel, states: list[Accumulated], rank: int) -> None
     for name, gradient in own.local.items():
         if name not in inside:
             places[name].grad = _fitted(_from_parts(gradient), places[name])
-    if isinstance(model.module, DistributedDataParallel):
-        model.module.require_forward_param_sync = own.takes_buffers
+    model.takes_buffers = own.takes_buffers
 
 
 @torch.no_grad()

@@ -108,6 +108,15 @@ class ParallelModel:
         """(name, gradient) of those that this rank keeps to itself until an accumulation window ends."""
         yield from ()
 
+    @property
+    def takes_buffers(self) -> bool:
+        """Whether the next forward takes rank 0's buffers, as after a backward that averages. May be set."""
+        return True
+
+    @takes_buffers.setter
+    def takes_buffers(self, value: bool) -> None:
+        pass
+
     # -- a step ------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -168,6 +177,14 @@ class ReplicatedModel(ParallelModel):
         for name, parameter in self.module.module.named_parameters():
             if parameter.grad is not None and parameter.grad.layout is torch.strided:
                 yield name, parameter.grad
+
+    @property
+    def takes_buffers(self) -> bool:
+        return not self.module.modules_buffers or bool(self.module.will_sync_module_buffers())
+
+    @takes_buffers.setter
+    def takes_buffers(self, value: bool) -> None:
+        self.module.require_forward_param_sync = value
 
 
 class SplitModel(ParallelModel):
