@@ -20,7 +20,7 @@ from lockstep.checkpoint import (
     empty_like,
     group_of,
 )
-from lockstep.comm import CommunicationLedger, Communicator, local
+from lockstep.comm import CommCounter, Communicator, local
 from lockstep.errors import CheckpointError, UsageError
 from tests.patching import module_of
 from tests.refusals import expect_refusal
@@ -70,9 +70,9 @@ def planned(kind: str) -> dict[str, Any]:
     if kind == "own":
         tensors[f"rank.{rank}.x"] = numbered(10 + rank)
     planner = SavePlanner(CheckpointGroup(rank, list(range(world))))
-    with CommunicationLedger() as first:
+    with CommCounter() as first:
         plan = exchanged(planner, tensors, accelerator._communicator)
-    with CommunicationLedger() as second:
+    with CommCounter() as second:
         again = exchanged(planner, dict(tensors), accelerator._communicator)
     index = {name: (e.dtype, e.shape, [p.model_dump() for p in e.pieces]) for name, e in plan.index.items()}
     # What this rank says it writes, piece by piece, from the elements that it holds.

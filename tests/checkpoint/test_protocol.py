@@ -19,7 +19,7 @@ from torch import nn
 import lockstep
 from lockstep import Accelerator
 from lockstep.checkpoint import plan_files, save_checkpoint
-from lockstep.comm import CommunicationLedger, Communicator
+from lockstep.comm import CommCounter, Communicator
 from tests.patching import module_of
 
 CHECKPOINT = Path(lockstep.__file__).parent / "checkpoint"
@@ -92,7 +92,7 @@ def calls(parallel: str, directory: str) -> dict[str, tuple[list[Call], int]]:
         return plan_files(*args)
 
     def note(kind: str, action: Any) -> None:
-        with Calls() as made, CommunicationLedger() as ledger:
+        with Calls() as made, CommCounter() as ledger:
             action()
             accelerator._checkpointer.wait()
         found[kind] = made.seen, ledger.count()
@@ -103,7 +103,7 @@ def calls(parallel: str, directory: str) -> dict[str, tuple[list[Call], int]]:
     with (
         mock.patch.object(module_of(save_checkpoint), "plan_files", plan_later),
         Calls() as made,
-        CommunicationLedger() as ledger,
+        CommCounter() as ledger,
     ):
         accelerator.save_state(directory, blocking=False)
         found["returned"] = list(made.seen), ledger.count()

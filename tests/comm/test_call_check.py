@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.comm import SIGNATURES, CallCheck, CommunicationLedger
+from lockstep.comm import SIGNATURES, CallCheck, CommCounter
 from lockstep.errors import CollectiveMismatchError
 
 F, D = torch.float32, torch.float64
@@ -217,7 +217,7 @@ def permitted() -> dict[str, Any]:
     for handle in reversed(handles) if rank else handles:
         handle.wait()
 
-    with CommunicationLedger() as ledger:
+    with CommCounter() as ledger:
         dist.all_reduce(torch.ones(4))
         dist.barrier()
     results["ledger"] = [(one.operation, one.payload_bytes) for one in ledger.records]
@@ -228,7 +228,7 @@ def permitted() -> dict[str, Any]:
     # A name taken before goes unchecked: rank 1 does not take part in a comparison.
     imported_before(torch.ones(1)) if rank else dist.all_reduce.__wrapped__(torch.ones(1))
 
-    with CommunicationLedger():
+    with CommCounter():
         check.uninstall()
         check.install()
         check.uninstall()

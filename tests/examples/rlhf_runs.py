@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lockstep import Accelerator, GradScalerKwargs
-from lockstep.comm import CommunicationLedger
+from lockstep.comm import CommCounter
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RECIPE = EXAMPLES / "recipes" / "rlhf"
@@ -105,7 +105,7 @@ def generates(count: int, ends_at_once: tuple[int, ...] = (), **changes: Any) ->
     )
     sampler, rollout.SampleByRow = rollout.SampleByRow, EndsAtOnce if ends_at_once else rollout.SampleByRow
     try:
-        with CommunicationLedger() as ledger:
+        with CommCounter() as ledger:
             answers = rollout.generate(models, ids, mask, task, given, iteration=0)
     finally:
         rollout.SampleByRow = sampler

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lockstep import Accelerator, BoundedStaleness
 from lockstep.big_modeling import disk_offload
-from lockstep.comm import CommunicationLedger
+from lockstep.comm import CommCounter
 from lockstep.nn import ColumnParallelLinear, MixtureOfExperts, ParallelMLP, VocabParallelEmbedding
 from lockstep.offload.files import Pages
 from lockstep.offload.weights import streamer_of
@@ -58,7 +58,7 @@ def train_with_engine(parallel: str, micro_batches: int, optimizer: str) -> tupl
     model, stepping = accelerator.prepare(plain, getattr(world, optimizer)(plain.parameters()))
     for step in range(3):
         inputs, targets = (world.share(tensor, rank, size) for tensor in world.batch(step))
-        with CommunicationLedger() as ledger:
+        with CommCounter() as ledger:
             pairs = zip(inputs.chunk(micro_batches), targets.chunk(micro_batches), strict=True)
             for micro_inputs, micro_targets in pairs:
                 with accelerator.accumulate(model):
@@ -73,7 +73,7 @@ def train_from_scratch(name: str, *arguments: Any) -> tuple[list[Tensor], float]
     """The same from a lesson, with the bytes of a step as the engine's ledger counts them."""
     dist.init_process_group("gloo")
     module = lesson(name)
-    with CommunicationLedger() as ledger:
+    with CommCounter() as ledger:
         trained = module.train(3, *arguments)
     sent = sum(record.wire_bytes for record in ledger.records if record.operation != "broadcast")
     if name == "zero3":
@@ -123,10 +123,10 @@ def all_reduce_by_both() -> None:
     module, size = lesson("ring_all_reduce"), accelerator.num_processes
     tensor = torch.randn(size * 64, generator=torch.Generator().manual_seed(accelerator.process_index))
     sent = []
-    with CommunicationLedger() as ledger:
+    with CommCounter() as ledger:
         ours = module.all_reduce(tensor.clone())
     sent.append(ledger.wire_bytes())
-    with CommunicationLedger() as ledger:
+    with CommCounter() as ledger:
         theirs = accelerator.reduce(tensor.clone(), reduction="sum")
     sent.append(ledger.wire_bytes("all_reduce"))
     assert_close([ours], [theirs])
@@ -185,7 +185,7 @@ def tensor_parallel_by_both() -> None:
     results = []
     for mlp in (scratch, engine):
         given = inputs.clone().requires_grad_()
-        with CommunicationLedger() as ledger:
+        with CommCounter() as ledger:
             outputs = mlp(given)
             outputs.square().sum().backward()
         results.append([outputs, given.grad])
@@ -235,7 +235,7 @@ def pipeline_by_engine(schedule: str) -> tuple[list[Tensor], float]:
     before = [parameter.detach().clone() for parameter in plain.parameters()]
     model, optimizer = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=1.0))
     inputs, _ = lesson("world").batch(0)
-    with CommunicationLedger() as ledger:
+    with CommCounter() as ledger:
         accelerator.backward(model(inputs, inputs.roll(1, dims=1)))
     optimizer.step()
     after = accelerator.get_state_dict(model)
@@ -280,7 +280,7 @@ def ring_attention_by_both() -> None:
 
     def run(chunks: list[Tensor], attention: Any) -> tuple[list[Tensor], float]:
         chunks = [chunk.clone().requires_grad_() for chunk in chunks]
-        with CommunicationLedger() as ledger:
+        with CommCounter() as ledger:
             out = attention(*chunks)
             out.square().sum().backward()
         return [out.detach(), *(chunk.grad for chunk in chunks)], ledger.wire_bytes()
@@ -318,7 +318,7 @@ def experts_by_both() -> None:
     results = []
     for layer in (scratch, engine):
         given = tokens.clone().requires_grad_()
-        with CommunicationLedger() as ledger:
+        with CommCounter() as ledger:
             outputs = layer(given)
             outputs.square().sum().backward()
         results.append([outputs, given.grad])
@@ -388,7 +388,7 @@ def loss_scale_by_engine(
         with lesson("gradient_checkpointing").kept_bytes(model) as kept:
             loss = tiny * world.mean_loss(model, inputs, targets)
         scale = accelerator.scaler.get_scale()
-        with CommunicationLedger() as ledger:
+        with CommCounter() as ledger:
             accelerator.backward(loss)
             optimizer.step()
         scales.append((scale, accelerator.optimizer_step_was_skipped))
@@ -400,7 +400,7 @@ def loss_scale_by_engine(
 def loss_scale_from_scratch(steps: int) -> tuple[list[Tensor], list[tuple[float, bool]], int, float]:
     dist.init_process_group("gloo")
     module, world = lesson("loss_scaling"), lesson("world")
-    with CommunicationLedger() as ledger:
+    with CommCounter() as ledger:
         trained, scale = module.train(steps)
     with lesson("gradient_checkpointing").kept_bytes(model := world.small_model()) as kept:
         module.half_loss(model, *(world.share(tensor, 0, dist.get_world_size()) for tensor in world.batch(0)))
@@ -431,10 +431,10 @@ def int8_by_both() -> None:
     module, size = lesson("int8_gradients"), dist.get_world_size()
     gradient = torch.randn(size * 1024, generator=torch.Generator().manual_seed(dist.get_rank()))
     engine, sent = torch.empty(1024), []
-    with CommunicationLedger() as ledger:
+    with CommCounter() as ledger:
         QuantizedReduceScatter(8)(engine, gradient, dist.group.WORLD, dist.ReduceOp.AVG)
     sent.append(ledger.wire_bytes())
-    with CommunicationLedger() as ledger:
+    with CommCounter() as ledger:
         ours = module.quantized_reduce_scatter(gradient)
     sent.append(ledger.wire_bytes())
     assert_close([ours], [engine], within=1e-7)

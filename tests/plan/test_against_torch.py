@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from lockstep.comm import CommunicationLedger
+from lockstep.comm import CommCounter
 from lockstep.plan import ModelSize, dtypes, sent_bytes, state_bytes
 from lockstep.runtime import start_runtime
 from lockstep.utils import Parallel
@@ -77,7 +77,7 @@ def count(text: str, precision: str, micro_batches: int) -> dict[str, Any]:
     step(model, plan, micro_batches)
     optimizer.step()
     optimizer.zero_grad()
-    with CommunicationLedger() as ledger:
+    with CommCounter() as ledger:
         step(model, plan, micro_batches)
     optimizer.step()
     weights = [local(parameter) for parameter in model.parameters()]

@@ -57,7 +57,7 @@ BEHIND = {
         "lockstep.train.scheduler.PreparedScheduler",
     ),
     "What methods of `Accelerator` return": (
-        "lockstep.comm.ledger.CommCounter",
+        "lockstep.comm.counter.CommCounter",
         "lockstep.observe.state_bytes.StateBytes",
         "lockstep.parallel.asynchronous.stale.StalenessReport",
         "lockstep.tune.in_process.FoundBatch",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from lockstep.comm.collectives import Communicator, Reduction
-from lockstep.comm.ledger import CommCounter
+from lockstep.comm.counter import CommCounter
 from lockstep.comm.tree import Tree, leaves, map_tensors
 from lockstep.config.options import Options
 from lockstep.errors import UsageError
@@ -354,11 +354,11 @@ class CollectiveMethods:
             from lockstep import Accelerator
 
             accelerator = Accelerator()
-            with accelerator.communication() as ledger:
+            with accelerator.communication() as counter:
                 accelerator.reduce(torch.ones(1000), reduction="sum")
             # All-reduce sends 2 (N - 1) / N of the bytes.
             ranks = accelerator.num_processes
-            assert ledger.wire_bytes("all_reduce") == 2 * (ranks - 1) / ranks * 4000
+            assert counter.wire_bytes("all_reduce") == 2 * (ranks - 1) / ranks * 4000
             ```
         """
         return CommCounter()

@@ -246,9 +246,9 @@ class TrainingMethods:
 
             accelerator = Accelerator()
             model = accelerator.prepare(torch.nn.Linear(4, 1))
-            with accelerator.alone(model), accelerator.communication() as ledger:
+            with accelerator.alone(model), accelerator.communication() as counter:
                 accelerator.backward(model(torch.randn(8, 4)).sum())
-            assert ledger.wire_bytes() == 0  # the gradients stay on this rank
+            assert counter.wire_bytes() == 0  # the gradients stay on this rank
             ```
         """
         for observer in RunObserver.registered:

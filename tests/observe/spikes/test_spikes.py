@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lockstep import Accelerator, DamageChecks, SpikeError, SpikePolicy
-from lockstep.comm import CommunicationLedger
+from lockstep.comm import CommCounter
 from lockstep.errors import ConfigError, UsageError
 from tests.observe.spikes.problem import PLANTED, ROWS, STEPS, Cell, Run, batches, events_of, loss_of, plainly
 from tests.refusals import expect_refusal
@@ -118,7 +118,7 @@ def collectives() -> tuple[int, int]:
     for policy in (None, POLICY):
         cell = Cell(data=2)
         run = Run(cell, policy, batches(cell, {}))
-        with CommunicationLedger() as ledger:
+        with CommCounter() as ledger:
             run.train()
         counts.append(ledger.count())
         run.accelerator.free_memory()

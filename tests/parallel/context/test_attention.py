@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from lockstep.comm import CommunicationLedger
+from lockstep.comm import CommCounter
 from lockstep.config import CPMethod
 from lockstep.parallel.context import CpuFlash, Plain, SequenceLayout, ring_attention, ulysses_attention
 from lockstep.runtime import start_runtime
@@ -144,12 +144,12 @@ def sent_by_attention(method: CPMethod, heads: tuple[int, int], dtype: torch.dty
     *inputs, gradient = (layout.local(tensor, 2) for tensor in tensors_of(case))
     inputs = [tensor.requires_grad_() for tensor in inputs]
     operation = "send" if method is RING else "all_to_all"
-    with CommunicationLedger() as forward:
+    with CommCounter() as forward:
         if method is RING:
             out = ring_attention(*inputs, layout, causal=True)
         else:
             out = ulysses_attention(*inputs, layout, is_causal=True)
-    with CommunicationLedger() as backward:
+    with CommCounter() as backward:
         out.backward(gradient)
     assert forward.count() == forward.count(operation) + forward.count("recv")
     return [(ledger.count(operation), int(ledger.wire_bytes(operation))) for ledger in (forward, backward)]

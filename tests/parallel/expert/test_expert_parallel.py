@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from lockstep.comm import CommunicationLedger, local, total_norm, whole
+from lockstep.comm import CommCounter, local, total_norm, whole
 from lockstep.config import Activation
 from lockstep.errors import CollectiveMismatchError, ConfigError, UsageError
 from lockstep.nn import MixtureOfExperts, load_balance_loss, router_z_loss
@@ -175,9 +175,9 @@ def traffic(factor: float | None, bf16: bool) -> dict[str, Any]:
     inputs, labels = spread.mine(problem.batch(0))
     found: dict[str, Any] = {}
     with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-        with CommunicationLedger() as forward:
+        with CommCounter() as forward:
             loss = problem.task_loss(spread.model, inputs, labels)
-    with CommunicationLedger() as backward:
+    with CommCounter() as backward:
         (loss + BALANCE * load_balance_loss(spread.model)).backward()
     for name, ledger in (("forward", forward), ("backward", backward)):
         found[name] = [(one.operation, one.payload_bytes, one.dtype) for one in ledger.records]
@@ -234,7 +234,7 @@ def recomputed() -> list[str]:
             block.router.weight.zero_()  # everything goes to expert 0
     apply_activation_checkpointing(spread.model, Activation.FULL, dict(spread.model.blocks.named_children()))
     loss = problem.task_loss(spread.model, *spread.mine(problem.batch(0)))
-    with CommunicationLedger() as ledger:
+    with CommCounter() as ledger:
         (loss + load_balance_loss(spread.model)).backward()
     return [one.operation for one in ledger.records]
 
@@ -251,7 +251,7 @@ def evaluation() -> dict[str, list[str]]:
         spread = Spread(lambda: MixtureOfExperts(WIDTH, HIDDEN, EXPERTS), ep)
         for training in (True, False):
             spread.model.train(training)
-            with torch.no_grad(), CommunicationLedger() as ledger:
+            with torch.no_grad(), CommCounter() as ledger:
                 spread.model(torch.randn(3, WIDTH))
             found[f"ep={ep} training={training}"] = [one.operation for one in ledger.records]
     return found

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lockstep.comm import CommunicationLedger
+from lockstep.comm import CommCounter
 from lockstep.parallel.tensor import TensorOptions, tensor_parallel
 from lockstep.runtime import start_runtime
 from parallel.tensor import problem
@@ -24,7 +24,7 @@ def count(kind: str) -> dict[str, Any]:
     for sequence in (False, True):
         model = problem.make_model(kind)
         plan = tensor_parallel(model, mesh, TensorOptions(sequence_parallel=sequence, loss_parallel=True))
-        with CommunicationLedger() as ledger:
+        with CommCounter() as ledger:
             problem.loss_of(model, tokens, labels).backward()
         found[f"sequence={sequence}"] = Counter((r.operation, r.payload_bytes) for r in ledger.records)
     parameters = list(model.parameters())

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lockstep.comm import CommunicationLedger
+from lockstep.comm import CommCounter
 from lockstep.errors import UsageError
 from lockstep.nn import vocab_parallel_cross_entropy
 from lockstep.parallel.tensor import handle_split_logits
@@ -72,7 +72,7 @@ def on_parts() -> dict[str, Any]:
         loss.backward()
         found["loops"].append((type(loss) is Tensor, loss.detach(), logits.grad.full_tensor()))
     logits = split(torch.bfloat16)
-    with CommunicationLedger() as ledger:
+    with CommCounter() as ledger:
         # Of a leaf, torch 2.11 gathers the gradient to copy it.
         loss = vocab_parallel_cross_entropy(logits * 1, target)
         loss.backward()

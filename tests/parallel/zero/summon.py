@@ -11,7 +11,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from lockstep import Accelerator
-from lockstep.comm import CommunicationLedger
+from lockstep.comm import CommCounter
 from lockstep.errors import LockstepError, UsageError
 from lockstep.torch_internals import params
 
@@ -65,7 +65,7 @@ def generates(parallel: str) -> dict[str, Any]:
         whole(input_ids=tokens, labels=tokens).loss.backward()
         alone.step()
         alone.zero_grad()
-        with CommunicationLedger() as ledger, accelerator.summon_full_params(model) as unwrapped:
+        with CommCounter() as ledger, accelerator.summon_full_params(model) as unwrapped:
             before = ledger.count()
             for call in range(rank):  # rank 0 never
                 ids = prompts(rank, 2 + call)
@@ -209,7 +209,7 @@ def wrapper_is_called() -> tuple[int, list[float]]:
     model = accelerator.prepare(WithBuffer())
     with torch.no_grad():
         accelerator.unwrap_model(model).shift.fill_(float(accelerator.process_index + 1))
-    with accelerator.summon_full_params(model), CommunicationLedger() as ledger:
+    with accelerator.summon_full_params(model), CommCounter() as ledger:
         for _ in range(accelerator.process_index):
             model(torch.ones(1, 4))
     accelerator.backward(model(torch.ones(1, 4)).sum())
@@ -222,7 +222,7 @@ def buffers_and_bf16() -> tuple[int, list[float], str]:
     model = accelerator.prepare(WithBuffer())
     with torch.no_grad():
         model.shift.fill_(float(accelerator.process_index + 1))
-    with CommunicationLedger() as ledger, accelerator.summon_full_params(model) as unwrapped:
+    with CommCounter() as ledger, accelerator.summon_full_params(model) as unwrapped:
         before = ledger.count()
         for _ in range(accelerator.process_index):
             unwrapped(torch.ones(1, 4))

@@ -12,7 +12,7 @@ from torch import nn
 from torch.func import functional_call
 
 from lockstep import Accelerator, AutocastKwargs, GradScalerKwargs
-from lockstep.comm import CommunicationLedger
+from lockstep.comm import CommCounter
 from lockstep.plan import NONE, dtypes
 from lockstep.utils import Parallel
 from parallel import zero_precision_problem as oracle
@@ -252,7 +252,7 @@ def observed_types(parallel: str, precision: str) -> dict[str, str]:
         module.weight.register_hook(note)
 
     model.layers[0].up.register_forward_hook(look)
-    with CommunicationLedger() as ledger:
+    with CommCounter() as ledger:
         for tokens, labels in problem.make_batches(2):
             with accelerator.accumulate(model):
                 accelerator.backward(problem.loss_of(model, tokens, labels))

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.tensor import DTensor
 
-from lockstep.comm import CommunicationLedger
+from lockstep.comm import CommCounter
 from lockstep.config import QuantizedType
 from lockstep.errors import ConfigError, UsageError
 from lockstep.parallel.zero import QuantizedAllGather, QuantizedReduceScatter, quantize_collectives
@@ -287,7 +287,7 @@ def step_bytes(
     start_runtime(cpu=True)
     model = sharded_model(weights, gradients, mesh_shape, reshard_after_forward=hpz or True)
     for _ in range(2):
-        with CommunicationLedger() as ledger:
+        with CommCounter() as ledger:
             loss_of(model).backward()
     return [(r.operation, r.group_size, r.payload_bytes, float(r.wire_bytes)) for r in ledger.records]
 

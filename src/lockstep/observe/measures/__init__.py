@@ -8,6 +8,7 @@ if not TYPE_CHECKING:
     __getattr__ = names_of_modules(
         __name__,
         {
+            "batches": ["tokens_in"],
             "device_parts": ["device_parts_of", "DeviceParts", "EVERY"],
             "flops": ["FlopCounts", "FREE_KINDS", "SHARE"],
             "journal": ["Journal", "text_of"],
@@ -16,6 +17,5 @@ if not TYPE_CHECKING:
             "peaks": ["peak_of", "peak_of_name", "precision_of", "TABLE"],
             "run_folder": ["RunFolder"],
             "step": ["StepMeasures"],
-            "tokens": ["tokens_in"],
         },
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lockstep.comm import ledger
+from lockstep.comm import counter
 from lockstep.torch_internals import dispatch, flops
 from lockstep.torch_internals.autograd import is_in_backward
 
@@ -51,7 +51,7 @@ class OperatorCounter(dispatch.TorchDispatchMode):
         if any(hasattr(kind, "fake_mode") or kind.__name__ == "FakeTensor" for kind in types):
             return result  # of a stage that another rank computes
         packet = func.overloadpacket
-        known = ledger.OPERATORS.get(dispatch.schema_of(func).name)
+        known = counter.OPERATORS.get(dispatch.schema_of(func).name)
         if known is not None:
             self._sends(func, known, args, kwargs)
         elif packet in self._attention_backwards or packet in self._formulas:
@@ -87,8 +87,8 @@ class OperatorCounter(dispatch.TorchDispatchMode):
     def _sends(
         self, func: object, known: tuple[str, str, bool], args: tuple[object, ...], kwargs: dict[str, Any]
     ) -> None:
-        one = ledger.record(func, known, args, kwargs)
-        ranks = ledger.ranks_of(func, args, kwargs)
+        one = counter.record(func, known, args, kwargs)
+        ranks = counter.ranks_of(func, args, kwargs)
         if one.wire_bytes:
             self.counts.sent_bytes[ranks] += float(one.wire_bytes)
 

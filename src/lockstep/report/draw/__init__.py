@@ -8,12 +8,11 @@ if not TYPE_CHECKING:
     __getattr__ = names_of_modules(
         __name__,
         {
-            "charts": ["bars", "line_chart", "PlotLine", "stacked_chart"],
+            "charts": ["bars", "line_chart", "means", "PlotLine", "stacked_chart", "thinned"],
             "hover": ["policy", "SCRIPT"],
             "html": ["long_table", "MOST_ROWS", "safe", "table"],
             "scale": ["Scale", "scale_of", "span_of"],
             "style": ["STYLE"],
             "svg": ["area", "HEIGHT", "line", "WIDTH"],
-            "thin": ["means", "thinned"],
         },
     )

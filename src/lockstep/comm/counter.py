@@ -128,11 +128,11 @@ class CommCounter:
         from lockstep import Accelerator
 
         accelerator = Accelerator()
-        with accelerator.communication() as ledger:
+        with accelerator.communication() as counter:
             accelerator.gather(torch.ones(1000))
-        accelerator.print(ledger.table())  # each operation with its calls and bytes
-        assert ledger.payload_bytes() >= 4000 * ledger.count("all_gather")
-        assert ledger.wire_bytes() >= 4000 * (accelerator.num_processes - 1)
+        accelerator.print(counter.table())  # each operation with its calls and bytes
+        assert counter.payload_bytes() >= 4000 * counter.count("all_gather")
+        assert counter.wire_bytes() >= 4000 * (accelerator.num_processes - 1)
         ```
     """
 

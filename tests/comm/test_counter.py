@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-from lockstep.comm import CommunicationLedger
+from lockstep.comm import CommCounter
 from lockstep.runtime import start_runtime
 from tests.refusals import expect_refusal
 
@@ -27,7 +27,7 @@ def ddp_steps(hook: str | None, bucket_cap_mb: float = 0.1) -> tuple[float, int,
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
         ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     for _ in range(4):  # buckets are rebuilt after the first step; PowerSGD starts after its second
-        with CommunicationLedger() as ledger:
+        with CommCounter() as ledger:
             ddp(torch.randn(4, 64)).sum().backward()
     return ledger.wire_bytes(), ledger.count("all_reduce"), {one.operation for one in ledger.records}
 
@@ -53,7 +53,7 @@ def test_power_sgd_sends_its_factors_and_the_biases(run_distributed):
 def every_operation() -> dict[str, tuple[int, int, float]]:
     start_runtime(cpu=True)
     rank, x = dist.get_rank(), torch.ones(4)
-    with CommunicationLedger() as ledger:
+    with CommCounter() as ledger:
         dist.all_reduce(x)
         dist.all_gather([torch.empty(4), torch.empty(4)], x)
         dist.all_gather_into_tensor(torch.empty(8), x)
@@ -92,7 +92,7 @@ def functional_collectives() -> tuple[float, float]:
     import torch.distributed._functional_collectives as functional
 
     start_runtime(cpu=True)
-    with CommunicationLedger() as ledger:
+    with CommCounter() as ledger:
         functional.all_reduce(torch.ones(4), "sum", dist.group.WORLD).sum()
         functional.all_gather_tensor(torch.ones(4), 0, dist.group.WORLD).sum()
     return ledger.wire_bytes("all_reduce"), ledger.wire_bytes("all_gather")
@@ -106,7 +106,7 @@ def sub_group() -> float:
     start_runtime(cpu=True)
     group = dist.new_group([0, 1])
     dist.new_group([2, 3])
-    with CommunicationLedger() as ledger:
+    with CommCounter() as ledger:
         if dist.get_rank() < 2:
             dist.all_reduce(torch.ones(4), group=group)
     dist.barrier()  # rank 0 has the store in which the others meet
@@ -118,4 +118,4 @@ def test_the_size_of_the_group_counts_not_that_of_the_world(run_distributed):
 
 
 def test_an_unknown_operation_is_refused_with_the_known_ones():
-    expect_refusal(ValueError, "all_reduce", CommunicationLedger().count, "allreduce")
+    expect_refusal(ValueError, "all_reduce", CommCounter().count, "allreduce")
