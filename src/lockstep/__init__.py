@@ -10,7 +10,7 @@ from typing import Any
 
 __version__ = "1.0.0"
 
-_HOME = {
+_MODULE_OF = {
     "Accelerator": "lockstep.accelerator",
     "AutocastKwargs": "lockstep.config.handlers",
     "BoundedStaleness": "lockstep.parallel.asynchronous.stale",
@@ -69,18 +69,18 @@ _MODULES = (
     "utils",
 )
 
-__all__ = ["__version__", *sorted(_HOME)]
+__all__ = ["__version__", *sorted(_MODULE_OF)]
 
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return import_module(f"lockstep.{name}")
-    if name not in _HOME:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'lockstep' has no attribute '{name}'")
-    value = getattr(import_module(_HOME[name]), name)
+    value = getattr(import_module(_MODULE_OF[name]), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME, *_MODULES})
+    return sorted({*globals(), *_MODULE_OF, *_MODULES})

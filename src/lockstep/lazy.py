@@ -8,18 +8,18 @@ from importlib import import_module
 from typing import Any
 
 
-def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
+def lazy_names(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
     """The ``__getattr__`` of ``package``.
 
     Args:
         package: The ``__name__`` of the package.
-        homes: Name -> the module that defines it; ``module:other`` where it is called ``other`` there.
+        modules: Name -> the module that defines it; ``module:other`` where it is called ``other`` there.
     """
 
     def resolve(name: str) -> Any:
-        if name not in homes:
+        if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        module, _, other = homes[name].partition(":")
+        module, _, other = modules[name].partition(":")
         value = getattr(import_module(module), other or name)
         setattr(sys.modules[package], name, value)
         return value

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import Accelerator
 from lockstep.control import name_of
-from lockstep.launch import JobLink, link_here, link_to, running_launches
+from lockstep.launch import JobConnection, connect_here, connect_to, running_launches
 from lockstep.report import JobNow, job_of, stack_of
 from tests.launch.helpers import START_LIMIT_S, start, wait_until
 from tests.launch.looked_at import Steps
@@ -32,12 +32,12 @@ class Job:
         self.process = start(
             "--nproc", nproc, "--cpu", SCRIPT, out, place, OMP_NUM_THREADS="1", TMPDIR=str(out)
         )
-        self.link: JobLink | None = None
+        self.link: JobConnection | None = None
 
-    def connect(self) -> JobLink:
+    def connect(self) -> JobConnection:
         wait_until(lambda: self.steps(0) > 2 or self.process.poll() is not None, START_LIMIT_S)
         assert self.process.poll() is None, self.process.communicate()
-        self.link = link_here()
+        self.link = connect_here()
         assert self.link is not None
         # also the coordinator has heard of steps
         self.look_until(lambda now: len(now.ranks) == self.nproc and all(one.steps > 0 for one in now.ranks))
@@ -223,7 +223,7 @@ def test_the_secret_stands_where_its_user_alone_can_read_it(job: Callable[..., J
     assert secret not in repr(launch) and secret not in (folder / "launch.json").read_text()
     for path in (run.out / "run").glob("*"):
         assert secret not in path.read_text()
-    link = link_to(("localhost", launch.address[1]), None)  # another name of this address
+    link = connect_to(("localhost", launch.address[1]), None)  # another name of this address
     assert job_of(link.look()).ranks
     link.close()
     folder.chmod(0o755)  # somebody else could have put it there

@@ -19,10 +19,10 @@ from lockstep.errors import ConfigError, ControlError
 from lockstep.launch import (
     MOST_SENTENCES,
     MOST_VIEWERS,
-    JobLink,
+    JobConnection,
     RunViewers,
-    link_here,
-    link_to,
+    connect_here,
+    connect_to,
     make_work_folder,
     running_launches,
     write_place,
@@ -82,7 +82,7 @@ def launch() -> Iterator[Launch]:
         yield found
 
 
-def sentences(link: JobLink, count: int) -> list[str]:
+def sentences(link: JobConnection, count: int) -> list[str]:
     found: list[str] = []
     while len(found) < count:
         found += [message["sentence"] for message in link.news(10)]
@@ -90,7 +90,7 @@ def sentences(link: JobLink, count: int) -> list[str]:
 
 
 def test_a_viewer_is_told_how_the_launch_stands_and_all_hear_what_is_asked_for(launch: Launch) -> None:
-    first, second = JobLink(launch.server.address, SECRET), JobLink(launch.server.address, SECRET)
+    first, second = JobConnection(launch.server.address, SECRET), JobConnection(launch.server.address, SECRET)
     for link in (first, second):
         view = link.look()
         assert view["run"] == "train.py on 1 machine" and view["latest"] == {"step": 7, "loss": "nan"}
@@ -111,7 +111,7 @@ def test_a_viewer_is_told_how_the_launch_stands_and_all_hear_what_is_asked_for(l
 
 
 def test_stacks_go_to_those_who_asked_for_them(launch: Launch) -> None:
-    first, second = JobLink(launch.server.address, SECRET), JobLink(launch.server.address, SECRET)
+    first, second = JobConnection(launch.server.address, SECRET), JobConnection(launch.server.address, SECRET)
     first.look()
     second.look()
     first.ask("stacks")
@@ -123,20 +123,20 @@ def test_stacks_go_to_those_who_asked_for_them(launch: Launch) -> None:
 
 
 def test_another_version_is_refused_with_both_named(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    link = JobLink(launch.server.address, SECRET)
+    link = JobConnection(launch.server.address, SECRET)
     monkeypatch.setattr(lockstep, "__version__", lockstep.__version__)  # as it was, after this test
-    monkeypatch.setattr(module_of(link_to), "lockstep", type("Other", (), {"__version__": "0.9"}))
+    monkeypatch.setattr(module_of(connect_to), "lockstep", type("Other", (), {"__version__": "0.9"}))
     with pytest.raises(ConfigError, match=rf"{lockstep.__version__}.*0\.9"):
         link.look()
 
 
 def test_one_that_knows_no_viewers_is_told_from_one_that_is_gone() -> None:
     with Server(SECRET, "127.0.0.1", 0, {}) as server, pytest.raises(ControlError, match="is lost"):
-        JobLink(server.address, SECRET).look()
+        JobConnection(server.address, SECRET).look()
 
 
 def test_there_are_only_so_many_viewers_and_sentences(launch: Launch) -> None:
-    links = [JobLink(launch.server.address, SECRET) for _ in range(MOST_VIEWERS + 1)]
+    links = [JobConnection(launch.server.address, SECRET) for _ in range(MOST_VIEWERS + 1)]
     for link in links[:-1]:
         link.look()
     expect_refusal(ConfigError, "connected", links[-1].look)
@@ -158,7 +158,7 @@ def test_who_asks_before_looking_is_disconnected(launch: Launch) -> None:
 def test_strange_messages_of_one_viewer_do_not_disturb_another(
     launch: Launch, message: dict[str, Any]
 ) -> None:
-    bystander = JobLink(launch.server.address, SECRET)
+    bystander = JobConnection(launch.server.address, SECRET)
     bystander.look()
     client = PlainClient(launch.server.address).shake_hands(RAW)
     client.send(message)
@@ -181,28 +181,28 @@ def test_the_secret_comes_from_a_file_a_launch_here_a_variable_or_the_users_own(
     launch: Launch, folders: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     address = launch.server.address
-    expect_refusal(ConfigError, "secret", link_to, address, None)
+    expect_refusal(ConfigError, "secret", connect_to, address, None)
     shared = Server(derived(SECRET, "launch"), "127.0.0.1", 0, {"top": launch.viewers})
     with shared:
         path = folders / "secret"
         path.write_text(SECRET.hex())
         path.chmod(0o600)
-        link_to(shared.address, str(path)).look()
+        connect_to(shared.address, str(path)).look()
         monkeypatch.setenv("LOCKSTEP_SECRET", SECRET.hex())
-        link_to(shared.address, None).look()
+        connect_to(shared.address, None).look()
         monkeypatch.delenv("LOCKSTEP_SECRET")
         (folders / "config" / "lockstep").mkdir(parents=True, mode=0o700)
         path.rename(folders / "config" / "lockstep" / "secret")
-        link_to(shared.address, None).look()
+        connect_to(shared.address, None).look()
     write_place(make_work_folder(), "id-1", address, "train.py", SECRET)
-    link_to(address, None).look()
-    assert link_here("id-2") is None
-    for link in (link_here("id-1"), link_here()):
+    connect_to(address, None).look()
+    assert connect_here("id-2") is None
+    for link in (connect_here("id-1"), connect_here()):
         assert link is not None
         link.look()
     write_place(make_work_folder(), "id-2", ("127.0.0.1", 1), "other.py", SECRET)
     with pytest.raises(ConfigError, match=r"\.py.*\.py"):
-        link_here()
+        connect_here()
 
 
 def test_folders_that_others_could_have_made_are_passed_over(folders: Path) -> None:
@@ -231,7 +231,7 @@ def test_what_cannot_be_reached_is_refused_in_a_sentence(
         check_refused(capsys, ["top", name_of(unused.getsockname())], "Cannot reach 127.0.0.1")
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = name_of(other.getsockname())
-        monkeypatch.setattr(module_of(link_to), "CONNECT_S", 0.2)
+        monkeypatch.setattr(module_of(connect_to), "CONNECT_S", 0.2)
         check_refused(capsys, ["top", address], "did not answer within")
     check_refused(capsys, ["top", "host:99999"], "host:99999")
     check_refused(capsys, ["top", "--secret-file", str(folders / "none"), "127.0.0.1:5"], "Cannot use")

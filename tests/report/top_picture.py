@@ -19,7 +19,7 @@ from rich.terminal_theme import MONOKAI
 
 from lockstep.cli import TopScreen
 from lockstep.history import read_run
-from lockstep.launch import link_here
+from lockstep.launch import connect_here
 from tests.launch.helpers import COMMAND, environment
 
 ROOT = Path(__file__).parents[2]
@@ -34,7 +34,7 @@ def take(folder: Path, out: Path) -> None:
     while not (folder / "run" / "measures.jsonl").exists() or len(read_run(folder).steps) < STEP:
         assert time.monotonic() < end, "the job does not train"
         time.sleep(0.5)
-    screen = TopScreen(str(folder), link_here())
+    screen = TopScreen(str(folder), connect_here())
     console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True, highlight=False)
     console.print(screen.rendered())
     screen.close()

@@ -113,20 +113,20 @@ def _screen(run: str | None, secret_file: str | None) -> TopScreen:
     from lockstep.cli.top_screen import TopScreen
     from lockstep.config.values import parse_endpoint
     from lockstep.errors import ConfigError
-    from lockstep.launch.job import link_here, link_to
+    from lockstep.launch.job import connect_here, connect_to
 
     if run is None:
-        link = link_here()
-        if link is None:
+        connection = connect_here()
+        if connection is None:
             raise ConfigError(
                 "No launch of yours runs on this machine. Name a run's folder, or HOST:PORT of a launch on "
                 "another machine."
             )
-        return TopScreen(None, link)
+        return TopScreen(None, connection)
     if ":" in run and not os.path.lexists(run):
-        return TopScreen(None, link_to(parse_endpoint(run), secret_file))
+        return TopScreen(None, connect_to(parse_endpoint(run), secret_file))
     screen = TopScreen(run, None)
-    screen.find_link()
+    screen.connect()
     return screen
 
 

@@ -18,7 +18,7 @@ from lockstep.report.live_job import job_screen, keys_line, ranks_panel, stacks_
 from lockstep.report.numbers import numbers_of
 
 if TYPE_CHECKING:
-    from lockstep.launch.job import JobLink
+    from lockstep.launch.job import JobConnection
 
 LAUNCH_ID = "LOCKSTEP_LAUNCH_ID"
 STOP_ASKED = "Stop the run at its next step boundary? y: yes, any other key: no."
@@ -26,19 +26,19 @@ UNREACHED = "The keys work only with a launch of this user that runs on this mac
 
 
 class TopScreen:
-    """A run's folder, a link to the launch that runs it, or both.
+    """A run's folder, a connection to the launch that runs it, or both.
 
     Attributes:
-        is_over: There is a link alone, and the launch has ended.
-        notice: What came of the last key, or why there is no link any more.
+        is_over: There is a connection alone, and the launch has ended.
+        notice: What came of the last key, or why there is no connection any more.
 
     Raises:
         ConfigError: it is no run's folder, or the launch refuses.
     """
 
-    def __init__(self, path: str | None, link: JobLink | None) -> None:
+    def __init__(self, path: str | None, connection: JobConnection | None) -> None:
         self._path = path
-        self._link = link
+        self._connection = connection
         self._run: RunHistory | None = None
         self._job: JobNow | None = None
         self._losses: deque[float] = deque(maxlen=SPARKLINE)
@@ -56,9 +56,9 @@ class TopScreen:
                 "it."
             )
 
-    def find_link(self) -> None:
+    def connect(self) -> None:
         """Connect to the launch that writes the folder, if it is one of this user on this machine."""
-        from lockstep.launch.job import link_here
+        from lockstep.launch.job import connect_here
 
         assert self._run is not None
         started = numbers_of(self._run, time.time()).started
@@ -66,7 +66,7 @@ class TopScreen:
         if not isinstance(launch_id, str) or not launch_id:
             return
         try:
-            self._link = link_here(launch_id)
+            self._connection = connect_here(launch_id)
         except ConfigError as error:
             self.notice = str(error)
         self._look_at_job()
@@ -92,7 +92,7 @@ class TopScreen:
         elif key == "s":
             self._request("save")
         elif key == "x":
-            self._is_stopping = self._link is not None
+            self._is_stopping = self._connection is not None
             self.notice = STOP_ASKED if self._is_stopping else UNREACHED
         else:
             return False
@@ -100,10 +100,10 @@ class TopScreen:
 
     def take_news(self) -> bool:
         """Take in what the launch has told; returns whether it has told anything."""
-        if self._link is None:
+        if self._connection is None:
             return False
         try:
-            news = self._link.news(0.0)
+            news = self._connection.news(0.0)
         except ControlError as error:
             self._lost(error)
             return True
@@ -135,14 +135,14 @@ class TopScreen:
 
     def close(self) -> None:
         """Leave the launch."""
-        if self._link is not None:
-            self._link.close()
+        if self._connection is not None:
+            self._connection.close()
 
     def _look_at_job(self) -> None:
-        if self._link is None:
+        if self._connection is None:
             return
         try:
-            self._job = job_of(self._link.look())
+            self._job = job_of(self._connection.look())
         except ControlError as error:
             self._lost(error)
             return
@@ -152,17 +152,17 @@ class TopScreen:
             self._losses.append(self._job.number("loss"))
 
     def _request(self, verb: str) -> None:
-        if self._link is None:
+        if self._connection is None:
             self.notice = UNREACHED
             return
         try:
-            self._link.ask(verb)
+            self._connection.ask(verb)
         except ControlError as error:
             self._lost(error)
 
     def _lost(self, error: ControlError) -> None:
         """The launch has ended, or is out of reach."""
-        self._link, self.notice = None, str(error)
+        self._connection, self.notice = None, str(error)
         self.is_over = self._path is None
         if self._path is not None:
             self._job = None

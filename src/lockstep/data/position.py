@@ -32,7 +32,7 @@ class Progress(NamedTuple):
             (worker + 1) % workers,
         )
 
-    def dealt_anew(self) -> Progress:
+    def from_here(self) -> Progress:
         """The same samples, behind which another way of dealing begins."""
         return Progress(self.samples, self.samples, tuple(0 for _ in self.rounds), self.turn)
 
@@ -205,7 +205,7 @@ def read_state(
     if not any(behind.samples):
         behind, inner = nothing(here.streams), None
     elif not same_dealing:
-        behind = behind.dealt_anew()
+        behind = behind.from_here()
     same_world = saved.world_size == here.world_size
     draws = SavedDraws.read(state["draws"]) if "draws" in state else None
     if draws is not None and not (same_dealing and saved.num_workers == here.num_workers):

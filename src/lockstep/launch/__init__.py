@@ -19,7 +19,7 @@ if not TYPE_CHECKING:
             "coordinator_server": ["CoordinatorServer"],
             "hosts": ["meeting_point", "SSH", "ssh_arguments", "ssh_programs"],
             "inventory": ["gather_inventory", "problems_of_environment"],
-            "job": ["JobLink", "link_here", "link_to"],
+            "job": ["JobConnection", "connect_here", "connect_to"],
             "local": ["end_process"],
             "machines": ["Transport"],
             "membership": [

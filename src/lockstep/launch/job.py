@@ -19,7 +19,7 @@ CONNECT_S = 5.0
 ANSWER_S = 10.0
 
 
-class JobLink:
+class JobConnection:
     """A connection to the coordinator of a launch.
 
     Raises:
@@ -86,23 +86,23 @@ class JobLink:
         return self._client.receive(timeout_s)
 
 
-def link_to(address: tuple[str, int], secret_file: str | None) -> JobLink:
+def connect_to(address: tuple[str, int], secret_file: str | None) -> JobConnection:
     """Connect to a launch by its address.
 
     Its secret is that of ``secret_file``, of a launch of this user on this machine, of LOCKSTEP_SECRET, or the user's
     own, in this order.
 
     Raises:
-        ConfigError: no secret is known; or see ``JobLink``.
+        ConfigError: no secret is known; or see ``JobConnection``.
     """
     if secret_file is not None:
-        return JobLink(address, derived(read_secret(Path(secret_file).expanduser()), "launch"))
+        return JobConnection(address, derived(read_secret(Path(secret_file).expanduser()), "launch"))
     here = with_address(address)
     if here is not None:
-        return JobLink(address, here.secret)
+        return JobConnection(address, here.secret)
     said = inherited_environment().get("LOCKSTEP_SECRET")
     if said:
-        return JobLink(address, derived(Secret.from_hex(said), "launch"))
+        return JobConnection(address, derived(Secret.from_hex(said), "launch"))
     own = user_config_folder() / "secret"
     if not os.path.exists(own):
         raise ConfigError(
@@ -110,17 +110,17 @@ def link_to(address: tuple[str, int], secret_file: str | None) -> JobLink:
             "listens there. Give the --secret-file of the launch, or run this command on one of its machines as "
             "the user who started it."
         )
-    return JobLink(address, derived(read_secret(own), "launch"))
+    return JobConnection(address, derived(read_secret(own), "launch"))
 
 
-def link_here(launch_id: str = "") -> JobLink | None:
+def connect_here(launch_id: str = "") -> JobConnection | None:
     """Connect to the launch of this user on this machine with this id, or to the only one; None: there is none.
 
     Raises:
-        ConfigError: there are several, and no id was given; or see ``JobLink``.
+        ConfigError: there are several, and no id was given; or see ``JobConnection``.
     """
     found = [one for one in running_launches() if launch_id in ("", one.launch_id)]
     if len(found) > 1:
         listed = ", ".join(f"{name_of(one.address)} ({one.run})" for one in found[:8])
         raise ConfigError(f"{len(found)} launches run here: {listed}. Name one of these addresses.")
-    return JobLink(found[0].address, found[0].secret) if found else None
+    return JobConnection(found[0].address, found[0].secret) if found else None

@@ -74,7 +74,7 @@ class GroupValues:
         self._initialisers = initialisers
         self._world_size = world_size
         self._offloaded = offloaded
-        self._at_home: set[int] = set()
+        self._offloaded_ids: set[int] = set()
 
     @torch.no_grad()
     def fill(self, modules: Iterable[nn.Module]) -> None:
@@ -97,7 +97,7 @@ class GroupValues:
                 self._initialisers[module](module)
                 made.append(module)
             if self._offloaded is not None:
-                self._send_home(module, module in made)
+                self._offload_parameters(module, module in made)
         for module in made if self._offloaded is None else ():
             _check_filled(module)
         tensors = {id(tensor): tensor for _, tensor in _tensors(modules)}.values()
@@ -108,15 +108,15 @@ class GroupValues:
             for tensor in tensors:
                 dist.broadcast(tensor.data, src=0)
 
-    def _send_home(self, module: nn.Module, was_made: bool) -> None:
+    def _offload_parameters(self, module: nn.Module, was_made: bool) -> None:
         """Move a module's parameters to where they are kept, before the next module's are made."""
         assert self._offloaded is not None
         if was_made:
             _check_filled(module)
         for parameter in torch_modules.parameters_of(module).values():
-            if parameter is not None and id(parameter) not in self._at_home:
+            if parameter is not None and id(parameter) not in self._offloaded_ids:
                 parameter.data = self._offloaded.keep(parameter.data)
-                self._at_home.add(id(parameter))
+                self._offloaded_ids.add(id(parameter))
 
     def _make_tensors(self, module: nn.Module) -> bool:
         """Whether a tensor of this module was made now."""

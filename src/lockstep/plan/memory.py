@@ -43,21 +43,21 @@ class StateLocations:
     copies: StateLocation | None = None
 
 
-# offload -> weights, gradients, optimizer, copies; HOME is what offload_to says
-HOME = None
+# offload -> weights, gradients, optimizer, copies; OFFLOADED is what offload_to says
+OFFLOADED = None
 TABLE: dict[Offload, tuple[StateLocation | None, StateLocation | None, StateLocation | None, bool]] = {
     Offload.NONE: (StateLocation.DEVICE, StateLocation.DEVICE, StateLocation.DEVICE, False),
-    Offload.OPTIMIZER: (StateLocation.DEVICE, StateLocation.DEVICE, HOME, True),
-    Offload.PARAMS: (HOME, HOME, StateLocation.HOST, False),
-    Offload.ALL: (HOME, HOME, HOME, False),
+    Offload.OPTIMIZER: (StateLocation.DEVICE, StateLocation.DEVICE, OFFLOADED, True),
+    Offload.PARAMS: (OFFLOADED, OFFLOADED, StateLocation.HOST, False),
+    Offload.ALL: (OFFLOADED, OFFLOADED, OFFLOADED, False),
 }
 
 
 def state_locations(parallel: Parallel) -> StateLocations:
     """Where the state of a model spread like this rests, with an accelerator as the device."""
-    home = StateLocation.HOST if parallel.offload_folder is None else StateLocation.DISK
+    rest = StateLocation.HOST if parallel.offload_folder is None else StateLocation.DISK
     weights, gradients, optimizer, copies = TABLE[parallel.offload]
-    return StateLocations(weights or home, gradients or home, optimizer or home, home if copies else None)
+    return StateLocations(weights or rest, gradients or rest, optimizer or rest, rest if copies else None)
 
 
 FP32 = 4
@@ -86,7 +86,7 @@ class MemoryRow:
     """Bytes of state on one of ``ranks`` ranks, and what it sends in a step.
 
     From one step to the next: ``weights``, ``gradients`` (until ``zero_grad``), ``optimizer``, DDP's
-    ``buckets``, and ``copies`` (with ``offload=optimizer``: the weights that the host steps). ``homes`` says where
+    ``buckets``, and ``copies`` (with ``offload=optimizer``: the weights that the host steps). ``locations`` says where
     they lie. Within a step, on the device: ``gathered_weights`` (offloaded without ZeRO: those that are streamed),
     ``kept_weights`` (hpz), ``unreduced_gradients`` (stage 1: whole ones; ``replicate``: shards without the other
     replicas' part), ``block_gradients`` and ``averaged_gradients`` (``replicate``: what was averaged over the
@@ -108,7 +108,7 @@ class MemoryRow:
     averaged_gradients: int = 0
     staging: int = 0
     fetched: int = 0
-    homes: StateLocations = field(default_factory=StateLocations)
+    locations: StateLocations = field(default_factory=StateLocations)
     textbook: int = 0
     sent: Traffic = field(default_factory=Traffic)
 
@@ -140,11 +140,11 @@ class MemoryRow:
     def on_device(self, part: str) -> int:
         """Bytes of ``weights``, ``gradients`` or ``optimizer`` that rest on the device."""
         size: int = getattr(self, part)
-        return size if getattr(self.homes, part) is StateLocation.DEVICE else 0
+        return size if getattr(self.locations, part) is StateLocation.DEVICE else 0
 
     def _bytes_at(self, place: StateLocation) -> int:
         parts = ("weights", "gradients", "optimizer", "copies")
-        return sum(getattr(self, part) for part in parts if getattr(self.homes, part) is place)
+        return sum(getattr(self, part) for part in parts if getattr(self.locations, part) is place)
 
     @property
     def peak(self) -> int:
@@ -228,7 +228,7 @@ def state_bytes(
         optimizer=state * trained,
         copies=FP32 * trained if parallel.offload is Offload.OPTIMIZER else 0,
         fetched=FP32 * trained if parallel.offload is Offload.OPTIMIZER else 0,
-        homes=state_locations(parallel),
+        locations=state_locations(parallel),
         textbook=_textbook(size, shard, parallel, mixed_precision, state),
         sent=sent_bytes(size, ranks, parallel, mixed_precision, micro_batches),
     )

@@ -6,7 +6,7 @@ from typing import Any
 
 from lockstep.lazy import lazy_names
 
-_HOME = {
+_MODULE_OF = {
     "align_module_device": "lockstep.offload.dispatch.storage",
     "AutocastKwargs": "lockstep.config.handlers",
     "broadcast": "lockstep.comm.functional",
@@ -130,13 +130,13 @@ _HOME = {
     "WEIGHTS_NAME": "lockstep.checkpoint.weights:PICKLED_WEIGHTS",
 }
 
-__all__ = sorted(_HOME)
+__all__ = sorted(_MODULE_OF)
 
-_own = lazy_names(__name__, _HOME)
+_own = lazy_names(__name__, _MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:
-    return _own(name) if name in _HOME else _of_accelerate(name)
+    return _own(name) if name in _MODULE_OF else _of_accelerate(name)
 
 
 def _of_accelerate(name: str) -> Any:
@@ -155,4 +155,4 @@ def _of_accelerate(name: str) -> Any:
 def __dir__() -> list[str]:
     from lockstep.compat.accelerate.interface import GATHERING, names_in
 
-    return sorted({*globals(), *_HOME, *names_in(GATHERING)})
+    return sorted({*globals(), *_MODULE_OF, *names_in(GATHERING)})

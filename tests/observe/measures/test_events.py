@@ -14,7 +14,7 @@ import torch
 
 from lockstep import Accelerator, DamageChecks
 from lockstep.history import EVENTS, MEASURES, read_lines
-from lockstep.observe.hang import WatchedRank, told_of_others
+from lockstep.observe.hang import WatchedRank, totals_of_ranks
 from tests.observe.hang import test_stop_signals as stopping
 from tests.observe.hang.test_coordinator import FakePeer, Run
 
@@ -60,9 +60,9 @@ def watched(local_s: float, own: Any) -> WatchedRank:
 
 def test_what_only_some_ranks_know_is_of_none() -> None:
     ranks = {0: watched(1.0, {"a": 1}), 1: watched(0.0, {"a": 2, "b": 3}), 2: watched(2.0, {"b": "x"})}
-    assert told_of_others(ranks, 4) == {"local_s": [1.0, None, 2.0, None], "sums": {}}
-    assert told_of_others({**ranks, 2: watched(2.0, {"a": 5.0})}, 3)["sums"] == {"a": 7.0}
-    assert told_of_others({1: watched(1.0, "nonsense")}, 2) == {"local_s": [None, 1.0], "sums": {}}
+    assert totals_of_ranks(ranks, 4) == {"local_s": [1.0, None, 2.0, None], "sums": {}}
+    assert totals_of_ranks({**ranks, 2: watched(2.0, {"a": 5.0})}, 3)["sums"] == {"a": 7.0}
+    assert totals_of_ranks({1: watched(1.0, "nonsense")}, 2) == {"local_s": [None, 1.0], "sums": {}}
 
 
 def test_damage_is_an_event(tmp_path: Path) -> None:

@@ -65,12 +65,12 @@ Names = dict[str, Offered | NotOffered]
 
 def _read() -> dict[str, Names]:
     found: dict[str, Names] = {}
-    for module, homes in OFFERED.items():
+    for module, of_module in OFFERED.items():
         names_in = found.setdefault(module, {})
-        for home, text in homes.items():
+        for source, text in of_module.items():
             for word in text.split():
                 name, _, other = word.partition("=")
-                names_in[name] = Offered(home, other or name)
+                names_in[name] = Offered(source, other or name)
     for reason, modules in NOT_OFFERED.items():
         for module, text in modules.items():
             found.setdefault(module, {}).update(dict.fromkeys(text.split(), NotOffered(reason)))

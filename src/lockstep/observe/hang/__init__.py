@@ -30,7 +30,7 @@ else:
                 "numbers_of",
                 "state_of",
                 "Straggler",
-                "told_of_others",
+                "totals_of_ranks",
                 "WatchedRank",
             ],
             "records": ["Evidence", "PendingCollective", "SourceLine"],

@@ -20,7 +20,7 @@ from lockstep.observe.hang.ranks import (
     find_stragglers,
     integer_of,
     state_of,
-    told_of_others,
+    totals_of_ranks,
 )
 from lockstep.observe.hang.records import Evidence, Message
 from lockstep.observe.hang.view import ranks_of
@@ -322,7 +322,7 @@ class Coordinator:
             self._name_stragglers(running)
         if now >= self._next_report and self._world_size > 1:
             self._next_report = now + max(TELL_EVERY_S, self._world_size / 100)
-            self._tell_first("ranks", **told_of_others(self._ranks, self._world_size))
+            self._tell_first("ranks", **totals_of_ranks(self._ranks, self._world_size))
 
     def _tell_first(self, verb: str, **values: object) -> None:
         """Tell rank 0, which writes down what the run does."""

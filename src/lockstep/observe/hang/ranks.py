@@ -114,7 +114,7 @@ def numbers_of(value: object) -> dict[str, float | str]:
     }
 
 
-def told_of_others(ranks: Mapping[int, WatchedRank], world_size: int) -> dict[str, object]:
+def totals_of_ranks(ranks: Mapping[int, WatchedRank], world_size: int) -> dict[str, object]:
     """What rank 0 is told of all: ``local_s`` of each rank (None: not known), and sums of the other ranks' numbers.
 
     A sum is there where each of the others has told its number.
