@@ -192,18 +192,34 @@ def _parsed(line: str) -> FileMapping | None:
     return FileMapping(start, end, int(fields[2], 16), fields[1].endswith("p"), fields[5], identity)
 
 
-def _unwritten(start: int, end: int) -> list[tuple[int, int]]:
-    """The pages from ``start`` to ``end`` that are no copies made by writing to a private mapping, as ranges."""
+def is_untouched(tensor: torch.Tensor) -> bool:
+    """Whether nobody has read or written a mapped tensor since its pages were let go or its file was written past them.
+
+    False also where the system does not tell.
+    """
+    start, end = _extent(tensor)
+    start, end = _outer_start(start), _outer_end(end)
+    entries = _page_entries(start, end)
+    return len(entries) == (end - start) // _PAGE and not bool((entries & _IS_PRESENT).any())
+
+
+def _page_entries(start: int, end: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+    """What the system says of the pages from ``start`` to ``end``: too few where it does not tell."""
     try:
         with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
-            entries = np.frombuffer(
+            return np.frombuffer(
                 os.pread(
                     pagemap.fileno(), (end - start) // _PAGE * _ENTRY_BYTES, start // _PAGE * _ENTRY_BYTES
                 ),
                 np.uint64,
             )
     except OSError:
-        entries = np.empty(0, np.uint64)
+        return np.empty(0, np.uint64)
+
+
+def _unwritten(start: int, end: int) -> list[tuple[int, int]]:
+    """The pages from ``start`` to ``end`` that are no copies made by writing to a private mapping, as ranges."""
+    entries = _page_entries(start, end)
     if len(entries) < (end - start) // _PAGE:
         return []  # not known: none is let go
     clean = ((entries & _IS_PRESENT) == 0) | ((entries & _IS_OF_FILE) != 0)

@@ -5,14 +5,15 @@ from typing import TYPE_CHECKING
 from lockstep.lazy import names_of_modules
 
 if TYPE_CHECKING:
-    from lockstep.offload.optimizer.gradients import norm_of as norm_of
-    from lockstep.offload.optimizer.gradients import scale_offloaded as scale_offloaded
+    from lockstep.offload.optimizer.clipping import norm_of as norm_of
+    from lockstep.offload.optimizer.clipping import scale_offloaded as scale_offloaded
 else:
     __getattr__ = names_of_modules(
         __name__,
         {
             "attach": ["HOOK_READS_NOTHING", "offload_step"],
-            "gradients": ["GradientFile", "norm_of", "scale_offloaded"],
+            "clipping": ["norm_of", "scale_offloaded"],
+            "gradients": ["GradientFile"],
             "offloaded": ["OffloadedStep"],
         },
     )

@@ -1,4 +1,4 @@
-"""Gradients in a file: each is written there as it appears, maybe clipped there, and read from there by the step.
+"""Gradients in a file: a thread writes each one there as it appears; the step reads them from there.
 
 Reference: Rajbhandari et al., ZeRO-Infinity, SC 2021.
 """
@@ -6,28 +6,45 @@ Reference: Rajbhandari et al., ZeRO-Infinity, SC 2021.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import torch
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lockstep.comm.dtensor import is_dtensor, local
 from lockstep.offload.files.direct import FreedMemory, OffloadFile, aligned, aligned_buffer, region_of
-from lockstep.offload.optimizer.states import StepRegion, like_parameter, read_all, region_to_move, write_all
+from lockstep.offload.optimizer.clipping import KnownNorm, norms_of
+from lockstep.offload.optimizer.states import like_parameter
 from lockstep.torch_internals import autograd as torch_autograd
+from lockstep.torch_internals import tensors as torch_tensors
+
+_UNDER_WAY = 2
+"""So many gradients wait in memory to be written; the next one waits for the first of them."""
+
+
+@dataclass(frozen=True)
+class _Write:
+    """A gradient that a thread writes to its place in the file. Until then it is an ordinary tensor in memory."""
+
+    parameter: weakref.ref[torch.Tensor]
+    gradient: torch.Tensor
+    version: int
+    offset: int
+    norm: Future[KnownNorm | None]
 
 
 class GradientFile:
     """Keeps the gradients of parameters in host memory or in shards of it (DTensor) in a file.
 
-    After backward ``parameter.grad`` is mapped from the file, with the value and dtype that it would have had; host
-    memory holds one gradient at a time besides what autograd itself does. A gradient that came before in the same
-    accumulation window is read, added to and written back. Everything else may be done to gradients as ever.
+    After backward ``parameter.grad`` is mapped from the file, with the value and dtype that it would have had. During
+    backward a thread writes what has appeared, and takes its norm if gradients were clipped before; host memory holds
+    a few gradients at a time besides what autograd itself does. A gradient that came before in the same accumulation
+    window is read and added to. Everything else may be done to gradients as ever.
 
     Gradients with a graph of their own (``create_graph=True``), sparse ones, and those of another dtype than their
     parameter stay in memory.
@@ -43,10 +60,15 @@ class GradientFile:
     def __init__(self, parameters: Iterable[torch.Tensor], folder: Path) -> None:
         unique = {id(p): p for p in parameters if p.requires_grad and local(p.detach()).numel()}
         self.file = OffloadFile(folder, sum(aligned(local(p.detach()).nbytes) for p in unique.values()))
-        largest = max((aligned(local(p.detach()).nbytes) for p in unique.values()), default=0)
-        self._buffer = aligned_buffer(largest)
+        self.norms = norms_of(self.file)
+        self._largest = max((aligned(local(p.detach()).nbytes) for p in unique.values()), default=0)
+        self._buffer = aligned_buffer(self._largest)
+        self._earlier_buffer = torch.empty(0, dtype=torch.uint8)
         self._freed = FreedMemory()
         self._earlier: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._thread = ThreadPoolExecutor(1, "lockstep-gradients")
+        self._writes: deque[_Write] = deque()
+        self._backward = torch_autograd.NO_BACKWARD
         self._handles: list[RemovableHandle] = []
         for parameter in unique.values():
             self._watch(parameter, self.file.place(aligned(local(parameter.detach()).nbytes)))
@@ -56,6 +78,8 @@ class GradientFile:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._settle()
+        self._thread.shutdown()
 
     def _watch(self, parameter: torch.Tensor, offset: int) -> None:
         reference = weakref.ref(parameter)  # a hook that held its parameter would keep it for ever
@@ -105,70 +129,77 @@ class GradientFile:
             return
         if region_of(here) == (self.file, offset):
             return  # added to in place, through the mapping
-        buffer = self._buffer[: aligned(here.nbytes)]
-        held = buffer[: here.numel() * here.element_size()].view(here.dtype).view(here.shape)
-        if earlier is None:
-            held.copy_(here)
+        if earlier is not None:
+            here.add_(self._in_memory(earlier, offset))
+        self._settle(_UNDER_WAY - 1)
+        self._writes.append(self._begin_to_write(parameter, gradient, here, offset))
+        if torch_tensors.has_hook(parameter, torch_tensors.POST_ACCUMULATE):
+            self._settle()  # the hook may change it
         else:
-            if region_of(earlier) == (self.file, offset):
-                self.file.read(offset, buffer)
-            else:
-                held.copy_(earlier)
-            held.add_(here)
+            self._settle_at_end_of_backward()
+
+    def _in_memory(self, earlier: torch.Tensor, offset: int) -> torch.Tensor:
+        """What came before for the same parameter; it is good until the next call."""
+        if region_of(earlier) != (self.file, offset):
+            return earlier
+        if not self._earlier_buffer.numel():
+            self._earlier_buffer = aligned_buffer(self._largest)
+        buffer = self._earlier_buffer[: aligned(earlier.nbytes)]
+        self.file.read(offset, buffer)
+        return buffer[: earlier.nbytes].view(earlier.dtype).view(earlier.shape)
+
+    def _begin_to_write(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, here: torch.Tensor, offset: int
+    ) -> _Write:
+        self.norms.forget(offset)
+        norm = self._thread.submit(self._write, here, offset, self.norms.norm_type, torch.get_num_threads())
+        return _Write(weakref.ref(parameter), gradient, torch_tensors.version(here), offset, norm)
+
+    @torch.no_grad()
+    def _write(
+        self, here: torch.Tensor, offset: int, norm_type: float | None, threads: int
+    ) -> KnownNorm | None:
+        """In the thread: returns the norm, if it is asked for."""
+        if torch.get_num_threads() != threads:  # how a norm is summed up depends on it
+            torch.set_num_threads(threads)
+        buffer = self._buffer[: aligned(here.nbytes)]
+        held = buffer[: here.nbytes].view(here.dtype).view(here.shape)
+        held.copy_(here)
+        norm = None if norm_type is None else KnownNorm(norm_type, torch.linalg.vector_norm(held, norm_type))
         self.file.write(offset, buffer)
-        mapped = self.file.tensor(offset, here.shape, here.dtype)
-        parameter.grad = like_parameter(mapped, parameter)
         self._freed.add(buffer.numel())
+        return norm
+
+    def _settle_at_end_of_backward(self) -> None:
+        if not torch_autograd.is_in_backward():
+            self._settle()
+        elif self._backward != (backward := torch_autograd.current_backward()):
+            self._backward = backward
+            torch_autograd.at_end_of_backward(self._settle)
+
+    @torch.no_grad()
+    def _settle(self, left: int = 0) -> None:
+        """Wait until at most so many gradients are in memory; map the others from the file, where they are written."""
+        while len(self._writes) > left:
+            write = self._writes.popleft()
+            try:
+                norm = write.norm.result()
+            except BaseException:
+                self._writes.clear()  # these stay in memory: one error is enough
+                raise
+            parameter, here = write.parameter(), local(write.gradient)
+            if parameter is None or parameter.grad is not write.gradient:
+                continue
+            if torch_tensors.version(here) != write.version:  # it was changed while it was in memory
+                again = self._begin_to_write(parameter, write.gradient, here, write.offset)
+                norm = again.norm.result()
+            mapped = self.file.tensor(write.offset, here.shape, here.dtype)
+            parameter.grad = like_parameter(mapped, parameter)
+            if norm is not None:
+                self.norms.keep(write.offset, mapped, norm)
 
     def _belongs_here(self, here: torch.Tensor, gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
         plain = here.layout == torch.strided and here.device.type == "cpu" and here.is_contiguous()
         shard = local(parameter.detach())
         alike = (here.shape, here.dtype) == (shard.shape, shard.dtype)
         return plain and alike and not gradient.requires_grad
-
-
-@torch.no_grad()
-def norm_of(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """``torch.nn.utils.get_total_norm`` of plain tensors, to the last bit; those in files are let go one by one."""
-    regions = [region_of(gradient) for gradient in gradients]
-    if not any(regions):
-        return get_total_norm(gradients, norm_type)
-    norms = []
-    for gradient, region in zip(gradients, regions, strict=True):
-        norms.append(torch.linalg.vector_norm(gradient, norm_type))
-        if region is not None:
-            file, offset = region
-            file.drop(offset, aligned(gradient.nbytes))
-    return torch.linalg.vector_norm(torch.stack(norms), norm_type)
-
-
-@torch.no_grad()
-def scale_offloaded(gradients: Iterable[torch.Tensor], max_norm: float, norm: torch.Tensor) -> None:
-    """``torch.nn.utils.clip_grads_with_norm_`` of gradients, this rank's shards of them.
-
-    Those in files are read and written back one by one, past the page cache; none if they need no scaling.
-    """
-    buffer = torch.empty(0, dtype=torch.uint8)
-    in_memory: list[torch.Tensor] = []
-    moved: list[tuple[torch.Tensor, StepRegion]] = []
-    for gradient in map(local, gradients):
-        region = region_to_move(gradient, changes=True)
-        if region is None:
-            in_memory.append(gradient)
-        else:
-            moved.append((gradient, region))
-    _scale(in_memory, max_norm, norm)
-    if not moved or bool(float(max_norm) / (norm + 1e-6) >= 1.0):
-        return
-    for gradient, region in moved:
-        if buffer.numel() < region.nbytes:
-            buffer = aligned_buffer(region.nbytes)
-        read_all([region], buffer)
-        _scale([region.within(buffer)], max_norm, norm)
-        write_all([region], buffer)
-        torch.autograd.graph.increment_version(gradient)
-
-
-def _scale(gradients: list[torch.Tensor], max_norm: float, norm: torch.Tensor) -> None:
-    holders: Any = [SimpleNamespace(grad=gradient) for gradient in gradients]
-    clip_grads_with_norm_(holders, max_norm, norm)
