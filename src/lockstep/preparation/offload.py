@@ -134,9 +134,12 @@ class OffloadManager:
             step.backward_begins(unit)
 
     def ready(self, unit: WeightGroup) -> None:
-        """Wait, in the thread that loads, until no step will change this unit."""
+        """Wait, in the thread that loads, until no step will change this unit elsewhere than in its pages."""
         for step in self._steps.values():
-            step.ready(unit)
+            if self._device.type == "cpu":
+                step.ready_in_place(unit)
+            else:
+                step.ready(unit)
 
     # -----------------------------------------------------------------------------------------------------
 

@@ -271,7 +271,10 @@ def test_state_on_disk_moves_the_bytes_of_the_formula(tmp_path: Path) -> None:
         assert region_of(state["exp_avg"]) and region_of(state["exp_avg_sq"]) and not region_of(state["step"])
 
 
-def test_parameters_in_a_file_are_read_and_written_with_their_state(tmp_path: Path) -> None:
+@pytest.mark.parametrize("pages", ["there", "gone"])
+def test_parameters_in_a_file_are_read_and_written_with_their_state(pages: str, tmp_path: Path) -> None:
+    """If their pages are in memory, they are stepped there and not read."""
+
     def run(offloaded: bool) -> Any:
         torch.manual_seed(0)
         model = Model(width=64)
@@ -288,12 +291,18 @@ def test_parameters_in_a_file_are_read_and_written_with_their_state(tmp_path: Pa
             files = [home]
         for tokens in batches(3):
             loss_of(model, tokens).backward()
+            for file in files:
+                if pages == "gone":
+                    file.drop(0, file.nbytes)
             optimizer.step()
+            if offloaded:
+                step.wait()  # a forward would bring pages of others, too
             optimizer.zero_grad()
         result = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
         stepped = [p for p in model.parameters() if p.requires_grad and p is not model.unused]
         padded = sum(-(-p.numel() * 4 // ALIGNMENT) * ALIGNMENT for p in stepped)
-        assert all(file.bytes_read == file.bytes_written == 3 * padded for file in files)
+        for file in files:
+            assert (file.bytes_read, file.bytes_written) == (3 * padded * (pages == "gone"), 3 * padded)
         return result
 
     assert_same(run(False), run(True))
@@ -564,6 +573,7 @@ def test_a_disk_that_fails_in_the_middle_is_told_of_once_and_then_nothing_is_ste
     with pytest.raises(OffloadError, match=r"half done: \d of 5 parts .*Input/output error.*last checkpoint"):
         for unit in units:
             step.forward_begins(unit)
+        step.wait()  # state is written after new parameters are shown
     monkeypatch.undo()
     for unit in units:
         step.forward_begins(unit)
@@ -706,3 +716,98 @@ def compare_sharded(folder: str) -> None:
 
 def test_shards_are_stepped_where_they_are(run_distributed: Any, tmp_path: Path) -> None:
     run_distributed(compare_sharded, 2, str(tmp_path))
+
+
+def state_files_read(step: OffloadedStep) -> int:
+    step._threads._reads.submit(bool).result()  # the thread has read what it was to read
+    return step.bytes_read
+
+
+CHANGES_OF_STATE: dict[str, Callable[[Any, Any], object]] = {
+    "nothing": lambda optimizer, kept: None,
+    "in place": lambda optimizer, kept: kept.mul_(0.5),
+    "without a version": lambda optimizer, kept: kept.data.mul_(0.5),
+    "another tensor": lambda optimizer, kept: optimizer.state[optimizer.param_groups[0]["params"][0]].update(
+        exp_avg=kept.clone() * 0.5
+    ),
+    "loaded": lambda optimizer, kept: optimizer.load_state_dict(halved(optimizer.state_dict())),
+}
+
+
+def halved(state: Any) -> Any:
+    for own in state["state"].values():
+        own["exp_avg"] = own["exp_avg"] * 0.5
+    return state
+
+
+@pytest.mark.parametrize("change", CHANGES_OF_STATE)
+def test_state_of_the_first_units_is_read_during_backward_and_again_if_it_was_changed(
+    change: str, tmp_path: Path
+) -> None:
+    def run(offloaded: bool) -> Any:
+        torch.manual_seed(0)
+        model = Model(width=64)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        units = units_of(model)
+        step = offload_step(optimizer, units, tmp_path) if offloaded else None
+        first = model.embedding.weight
+        room = [sum(-(-tensor.numel() // 1024) * 2 * 4096 for tensor in u.tensors.values()) for u in units]
+        for index, tokens in enumerate(batches(6)):
+            loss_of(model, tokens).backward()
+            before = 0
+            if step is not None and index:
+                before = state_files_read(step)
+                for unit in reversed(units):
+                    step.backward_begins(unit)
+                assert state_files_read(step) - before == sum(room[:3])
+            if index == 1:
+                kept = optimizer.state[first]["exp_avg"]
+            if index == 3:
+                CHANGES_OF_STATE[change](optimizer, kept)
+            optimizer.step()
+            if step is not None:
+                step.wait()
+                again = step.bytes_read - before - sum(room) * bool(index)
+                assert (again == 0) == (change == "nothing" or index != 3)
+            optimizer.zero_grad()
+        return copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+
+    if not direct.OffloadFile(tmp_path, 1).is_direct:
+        pytest.skip("this file system does not read past the page cache")
+    assert_same(run(False), run(True))
+
+
+def test_pages_that_are_brought_for_the_forward_are_stepped_where_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who brings them does not wait for a step that has not begun with them, and nobody reads them again."""
+    torch.manual_seed(0)
+    plain, model = Model(width=64), Model(width=64)
+    model.load_state_dict(plain.state_dict())
+    units = units_of(model)
+    home = direct.OffloadFile(tmp_path, 100 * ALIGNMENT)
+    for parameter in model.parameters():
+        mapped = home.tensor(home.place(parameter.numel() * 4), parameter.shape, torch.float32)
+        parameter.data = mapped.copy_(parameter.data)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (plain, model)]
+    step = offload_step(optimizers[1], units, tmp_path)
+    for m in (plain, model):
+        loss_of(m, next(batches())).backward()
+    home.drop(0, home.nbytes)
+    gate, reached = threading.Event(), threading.Event()
+    compute = step._threads._compute
+    monkeypatch.setattr(
+        step._threads, "_compute", lambda *args: (reached.set(), gate.wait(20), compute(*args))
+    )
+    optimizers[1].step()
+    assert reached.wait(20)  # the first unit is computed, and the second is read
+    step.ready_in_place(units[3])
+    gate.set()
+    step.ready_in_place(units[0])
+    assert step._run is not None and step._run.items[0].shown.is_set()
+    step.wait()
+    optimizers[0].step()
+    assert_same([p.detach() for p in plain.parameters()], [p.detach().clone() for p in model.parameters()])
+    padded = [sum(-(-t.numel() // 1024) * 4096 for t in unit.tensors.values()) for unit in units]
+    assert (home.bytes_read, home.bytes_written) == (sum(padded) - padded[3], sum(padded))
+    step.close()

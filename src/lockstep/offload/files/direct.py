@@ -135,6 +135,19 @@ class OffloadFile:
         with self._lock:
             self.bytes_written += buffer.numel()
 
+    def flush(self, offset: int, nbytes: int) -> None:
+        """Write what was changed through the tensor of an aligned region to the disk. It stays in memory, too.
+
+        Raises:
+            OffloadError: The file cannot be written.
+        """
+        try:
+            _write_pages(self._fd, self._map, offset, nbytes)
+        except OSError as error:
+            raise self._failed("write", offset, nbytes, error.strerror or str(error)) from error
+        with self._lock:
+            self.bytes_written += nbytes
+
     def drop(self, offset: int, nbytes: int) -> None:
         """Let go the memory of a region that was read or written through its tensor; nothing is lost."""
         if hasattr(self._map, "madvise"):
@@ -162,6 +175,20 @@ class OffloadFile:
             f"Could not {verb} {nbytes} bytes at {offset} of an offload file in {self.folder}: {why}. "
             "Check that disk, or offload to another folder."
         )
+
+
+_WRITE_AND_WAIT = 1 | 2 | 4  # wait for writes before, write, wait for these
+
+
+def _write_pages(fd: int, mapped: mmap.mmap, offset: int, nbytes: int) -> None:
+    """Write the pages of a mapped file that were changed, but not what the file system notes about the file."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "sync_file_range"):
+        mapped.flush(offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY, nbytes)
+        return
+    if libc.sync_file_range(fd, ctypes.c_int64(offset), ctypes.c_int64(nbytes), _WRITE_AND_WAIT):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
 
 
 def _check_aligned(offset: int, buffer: torch.Tensor) -> None:

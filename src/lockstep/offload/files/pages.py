@@ -197,10 +197,22 @@ def is_untouched(tensor: torch.Tensor) -> bool:
 
     False also where the system does not tell.
     """
+    return _share_present(tensor) == 0
+
+
+def is_mostly_present(tensor: torch.Tensor) -> bool:
+    """Whether most pages of a mapped tensor were read in. False also where the system does not tell."""
+    share = _share_present(tensor)
+    return share is not None and share > 0.5
+
+
+def _share_present(tensor: torch.Tensor) -> float | None:
     start, end = _extent(tensor)
     start, end = _outer_start(start), _outer_end(end)
     entries = _page_entries(start, end)
-    return len(entries) == (end - start) // _PAGE and not bool((entries & _IS_PRESENT).any())
+    if not len(entries) or len(entries) < (end - start) // _PAGE:
+        return None
+    return float(((entries & _IS_PRESENT) != 0).mean())
 
 
 def _page_entries(start: int, end: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:

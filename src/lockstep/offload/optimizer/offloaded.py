@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from lockstep.offload.files.direct import OffloadFile, region_of
 from lockstep.offload.optimizer.device import HostSide
 from lockstep.offload.optimizer.kernel import KernelEntry, settings_of, why_not_separable
 from lockstep.offload.optimizer.states import StateFiles
-from lockstep.offload.optimizer.threads import StepItem, StepRun, StepThreads
+from lockstep.offload.optimizer.threads import BUFFERS, StepItem, StepRun, StepThreads
 from lockstep.offload.optimizer.work import StepWork
 from lockstep.offload.weights.groups import WeightGroup
 
@@ -86,6 +87,7 @@ class OffloadedStep:
         if host is not None:
             self._undo.callback(host.close)
         self._run: StepRun | None = None
+        self._last: StepRun | None = None  # whose state may be read early for the next one
         self._waits_for: dict[int, list[StepItem]] = {}
         self._broken: OffloadError | None = None
         self._work.adopt_state()
@@ -166,8 +168,23 @@ class OffloadedStep:
                 waited = self._waits_for.setdefault(id(unit), [])
                 if (item := items[id(units[0])]) not in waited:
                     waited.append(item)
+        self._forget_changed()
+        self._last = run
         self._threads.start(run)
         self._wait(strays)
+
+    def _read_early(self) -> None:
+        """Begin to read the state of the units that are stepped first, while backward computes."""
+        last = self._last
+        if self._work.files is None or last is None or not last.over.is_set() or self._threads.early:
+            return
+        reads = (self._work.early_read(item) for item in last.items[:BUFFERS])
+        self._threads.read_early([read for read in takewhile(bool, reads) if read is not None])
+
+    def _forget_changed(self) -> None:
+        """Do not use what was read early, if the state was changed since."""
+        if not all(early.is_unchanged() for early in self._threads.early):
+            self._threads.forget_early()
 
     def _items(self, entries: list[KernelEntry]) -> tuple[list[StepItem], dict[int, StepItem]]:
         """Parameters without a unit, a few at a time, and the others by their (first) unit, in order."""
@@ -189,7 +206,7 @@ class OffloadedStep:
 
     def _wait(self, items: Sequence[StepItem]) -> None:
         for item in items:
-            item.done.wait()
+            item.shown.wait()
         if any(not item.succeeded for item in items):
             self._raise_error()
         if self._work.host is not None:
@@ -210,7 +227,9 @@ class OffloadedStep:
             OffloadError: The step failed.
         """
         if self._run is not None:
+            self._run.over.wait()
             self._wait(self._run.items)
+            self._raise_error()  # of what was written after it was shown
             self._run = None
             self._waits_for = {}
 
@@ -239,8 +258,9 @@ class OffloadedStep:
 
     def after_load(self) -> None:
         """All state was loaded: what a failed step left does not matter."""
-        self._run = self._broken = None
+        self._run = self._broken = self._last = None
         self._waits_for = {}
+        self._threads.forget_early()
         self._work.adopt_state()
 
     @property
@@ -267,12 +287,19 @@ class OffloadedStep:
             OffloadError: Its step failed.
         """
         self._wait(self._waits_for.get(id(unit), ()))
+        self._read_early()
 
     def ready(self, unit: WeightGroup) -> None:
         """For other threads: until ``unit`` is stepped, or has failed to be, which ``forward_begins`` then raises."""
         if not self._delayed:
             for item in self._waits_for.get(id(unit), ()):
-                item.done.wait()
+                item.shown.wait()
+
+    def ready_in_place(self, unit: WeightGroup) -> None:
+        """``ready`` for who brings the pages of mapped parameters. A step that has not begun uses these pages."""
+        for item in self._waits_for.get(id(unit), ()):
+            if not item.leave_in_place():
+                item.shown.wait()
 
     def at_close(self, undo: Callable[[], object]) -> None:
         """Call it when this ends."""

@@ -56,10 +56,14 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def arrange(regions: list[StepRegion]) -> int:
-    """Sort regions as they lie in their files, and give each its place in one buffer; returns the buffer's size."""
-    regions.sort(key=lambda region: (id(region.file), region.offset))
-    end = 0
+def in_order(regions: Iterable[StepRegion]) -> list[StepRegion]:
+    """Regions as they lie in their files."""
+    return sorted(regions, key=lambda region: (id(region.file), region.offset))
+
+
+def arrange(regions: Iterable[StepRegion], start: int = 0) -> int:
+    """Give regions (``in_order``) their places in one buffer from ``start`` on; returns where the last one ends."""
+    end = start
     for region in regions:
         region.place = end
         end += region.nbytes
@@ -80,7 +84,7 @@ def write_all(regions: Iterable[StepRegion], buffer: torch.Tensor) -> None:
 
 def _runs(regions: Iterable[StepRegion]) -> Iterator[tuple[StepRegion, int]]:
     """The first of each run of regions that follow each other in file and buffer, and the run's size."""
-    # They come in the order of ``arrange``: neighbours in the file are neighbours in the buffer.
+    # They come ``in_order``: neighbours in the file are neighbours in the buffer.
     first: StepRegion | None = None
     nbytes = 0
     for region in regions:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -13,33 +13,72 @@ import torch
 from lockstep.errors import OffloadError
 from lockstep.offload.copies import Event
 from lockstep.offload.files.direct import aligned_buffer
+from lockstep.offload.files.pages import is_untouched
 from lockstep.offload.optimizer.device import Fetched
 from lockstep.offload.optimizer.kernel import KernelEntry, OptimizerSettings
-from lockstep.offload.optimizer.states import StepRegion, arrange, read_all, write_all
+from lockstep.offload.optimizer.states import StepRegion, arrange, in_order, read_all, write_all
+from lockstep.torch_internals import tensors as torch_tensors
 
-_BUFFERS = 3
+BUFFERS = 3
+"""So many items are in memory at once."""
+
+RegionKey = tuple[int, str]
+
+
+VALUE = "value"
+"""The role of a region that holds a parameter."""
 
 
 @dataclass(eq=False)
 class StepItem:
     """Parameters that are stepped together.
 
-    ``regions`` of theirs that lie in files, by parameter and role; their gradients on the way from a device, and the
-    event of new values having come there.
+    ``states`` and ``others`` (parameters, gradients): regions of theirs that are moved to a buffer, by parameter and
+    role. ``in_place``: regions of parameters that are stepped where they are mapped. ``fetched``: gradients on the way
+    from a device; ``published``: the event of new values having come there.
+
+    ``shown`` is set when the forward finds the new values (``succeeded`` tells whether it does), ``done`` when files
+    have everything, too.
     """
 
     name: str
     entries: list[KernelEntry]
-    regions: dict[tuple[int, str], StepRegion] = field(default_factory=dict)
+    states: dict[RegionKey, StepRegion] = field(default_factory=dict)
+    others: dict[RegionKey, StepRegion] = field(default_factory=dict)
+    in_place: list[StepRegion] = field(default_factory=list)
     fetched: list[Fetched | None] = field(default_factory=list)
     published: Event = None
+    shown: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
     succeeded: bool = False
 
-    def end(self, succeeded: bool) -> None:
+    def __post_init__(self) -> None:
+        self.parameters = [entry.parameter for entry in self.entries]
+        self.nbytes_besides_states = 0
+        self._lock = threading.Lock()
+        self._is_begun = self._is_awaited = False
+
+    def begin(self) -> bool:
+        """Its regions are about to be chosen. Returns whether somebody brings the pages of its parameters."""
+        with self._lock:
+            self._is_begun = True
+            return self._is_awaited
+
+    def leave_in_place(self) -> bool:
+        """Have parameters stepped where they are mapped, since their pages are wanted there. False: it is too late."""
+        with self._lock:
+            self._is_awaited = self._is_awaited or not self._is_begun
+            return self._is_awaited
+
+    def show(self) -> None:
+        """New values are where the forward finds them."""
+        self.succeeded = True
+        self.shown.set()
+
+    def end(self) -> None:
         """Let go of gradients and whoever waits."""
-        self.succeeded = self.succeeded or succeeded
-        self.entries, self.regions, self.fetched = [], {}, []
+        self.entries, self.states, self.others, self.in_place, self.fetched = [], {}, {}, [], []
+        self.shown.set()
         self.done.set()
 
 
@@ -51,6 +90,7 @@ class StepRun:
         self.settings = settings
         self.error: BaseException | None = None
         self.failed: StepItem | None = None
+        self.over = threading.Event()
         self._lock = threading.Lock()
 
     def fail(self, item: StepItem, error: BaseException) -> None:
@@ -75,8 +115,12 @@ class _Buffer:
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
+    @property
+    def nbytes(self) -> int:
+        return self._bytes.numel()
+
     def of(self, nbytes: int) -> torch.Tensor:
-        if self._bytes.numel() < nbytes:
+        if self.nbytes < nbytes:
             self._bytes = torch.empty(0, dtype=torch.uint8)  # the old one goes before the new one comes
             self._bytes = aligned_buffer(nbytes)
         return self._bytes[:nbytes]
@@ -90,6 +134,34 @@ class _Staged:
     buffer: _Buffer | None = None
 
 
+@dataclass(eq=False)
+class EarlyRead:
+    """State that is read before its step begins.
+
+    ``item``: of the step before, which writes the ``regions``. ``buffer``: where they are, in the end.
+    """
+
+    item: StepItem
+    regions: list[StepRegion]
+    buffer: Future[_Buffer] = field(default_factory=Future)
+
+    def __post_init__(self) -> None:
+        self._versions = self._versions_now()
+
+    def _versions_now(self) -> list[int]:
+        return [torch_tensors.version(region.like) for region in self.regions]
+
+    def is_unchanged(self) -> bool:
+        """Whether nobody wrote to the tensors, or looked at them: writes through ``data`` have no version."""
+        unchanged = self._versions_now() == self._versions
+        return unchanged and all(is_untouched(region.like) for region in self.regions)
+
+    def is_of(self, item: StepItem) -> bool:
+        """Whether these are the regions of the state of ``item``, in the order of ``arrange``."""
+        places = [(region.file, region.offset, region.nbytes) for region in self.regions]
+        return places == [(r.file, r.offset, r.nbytes) for r in in_order(item.states.values())]
+
+
 class StepThreads:
     """Runs steps in the background, item by item.
 
@@ -97,7 +169,7 @@ class StepThreads:
     what the largest item has in files. They are kept for the next step.
 
     Args:
-        stage: The regions of an item that are to be read for it, set as ``StepItem.regions``.
+        stage: Sets which regions of an item are moved.
         compute: Steps an item, whose regions are in the given buffer.
     """
 
@@ -111,82 +183,149 @@ class StepThreads:
         self._reads = ThreadPoolExecutor(1, "lockstep-step-read")
         self._writes = ThreadPoolExecutor(1, "lockstep-step-write")
         self._free: SimpleQueue[_Buffer] = SimpleQueue()
-        for _ in range(_BUFFERS):
+        self._early: list[EarlyRead] = []
+        for _ in range(BUFFERS):
             self._free.put(_Buffer())
 
     def start(self, run: StepRun) -> None:
         """Begin to step the items; returns at once."""
-        self._steps.submit(self._go, run)
+        early, self._early = self._early, []
+        self._steps.submit(self._go, run, early)
+
+    def read_early(self, reads: list[EarlyRead]) -> None:
+        """Begin to read for the first items of the next step, if the step before is over and nothing was read yet.
+
+        At most ``BUFFERS`` of them.
+        """
+        self._early = reads
+        for early in reads:
+            early.buffer = self._reads.submit(self._read_state, early)
+
+    @property
+    def early(self) -> Sequence[EarlyRead]:
+        """What was read, or is being read, for the next step."""
+        return self._early
+
+    def forget_early(self) -> None:
+        """What was read early is not what is in the files any more."""
+        early, self._early = self._early, []
+        if early:
+            self._steps.submit(self._forget, early)
 
     def close(self) -> None:
+        self.forget_early()
         for pool in (self._steps, self._reads, self._writes):
             pool.shutdown()
 
-    def _go(self, run: StepRun) -> None:
+    def _go(self, run: StepRun, early: list[EarlyRead]) -> None:
         writes: list[Future[None]] = []
         coming: list[Future[_Staged]] = []
         item = run.items[0]
         try:
-            coming.append(self._read_ahead(item))
+            coming.append(self._read_ahead(item, early))
             for index, item in enumerate(run.items):
                 staged = coming.pop().result()
                 try:
                     if index + 1 < len(run.items):
-                        coming.append(self._read_ahead(run.items[index + 1]))
+                        coming.append(self._read_ahead(run.items[index + 1], early))
                     if run.error is not None:  # of what was written meanwhile
                         raise run.error
                     self._compute(run, item, staged.data)
                 except BaseException:
                     self._give_back(staged)
                     raise
-                if staged.buffer is None:
-                    item.end(succeeded=True)
+                if not any(role == VALUE for _, role in item.others):
+                    item.show()
+                if staged.buffer is None and not item.in_place:
+                    item.end()
                 else:
                     writes.append(self._writes.submit(self._write_back, run, item, staged))
         except BaseException as error:
             run.fail(item, error)
         finally:
-            self._wind_up(run, coming, writes)
+            self._wind_up(run, early, coming, writes)
 
-    def _wind_up(self, run: StepRun, coming: list[Future[_Staged]], writes: list[Future[None]]) -> None:
+    def _wind_up(
+        self,
+        run: StepRun,
+        early: list[EarlyRead],
+        coming: list[Future[_Staged]],
+        writes: list[Future[None]],
+    ) -> None:
         """Whatever happened: nothing is under way any more, all buffers are free, and nobody waits."""
+        self._forget(early)
         for read in coming:
             if read.exception() is None:
                 self._give_back(read.result())
         for write in writes:
             write.exception()
         for item in run.items:
-            item.end(succeeded=False)
+            item.end()
+        run.over.set()
 
-    def _read_ahead(self, item: StepItem) -> Future[_Staged]:
+    def _read_ahead(self, item: StepItem, early: list[EarlyRead]) -> Future[_Staged]:
         self._stage(item)
-        if item.regions:
-            return self._reads.submit(self._read, item)
+        item.nbytes_besides_states = sum(region.nbytes for region in item.others.values())
+        if early and not early[0].is_of(item):
+            self._forget(early)
+        if item.states or item.others:
+            return self._reads.submit(self._read, item, early.pop(0) if early else None)
         nothing: Future[_Staged] = Future()
         nothing.set_result(_Staged(torch.empty(0, dtype=torch.uint8)))
         return nothing
 
-    def _read(self, item: StepItem) -> _Staged:
+    def _read_state(self, early: EarlyRead) -> _Buffer:
+        early.item.done.wait()
         buffer = self._free.get()
         try:
-            regions = list(item.regions.values())
-            data = buffer.of(arrange(regions))
-            read_all(regions, data)
+            nbytes = arrange(early.regions)
+            read_all(early.regions, buffer.of(nbytes + early.item.nbytes_besides_states))
         except BaseException:
             self._free.put(buffer)
+            raise
+        return buffer
+
+    def _forget(self, early: list[EarlyRead]) -> None:
+        while early:
+            read = early.pop().buffer
+            if read.exception() is None:
+                self._free.put(read.result())
+
+    def _read(self, item: StepItem, early: EarlyRead | None) -> _Staged:
+        states, others = in_order(item.states.values()), in_order(item.others.values())
+        nbytes_of_states = arrange(states)
+        nbytes = arrange(others, nbytes_of_states)
+        buffer = None
+        if early is not None and early.buffer.exception() is None:
+            buffer = early.buffer.result()
+        if buffer is not None and buffer.nbytes >= nbytes:
+            states = []  # they are there
+        try:
+            buffer = buffer or self._free.get()
+            data = buffer.of(nbytes)
+            read_all(states, data)
+            read_all(others, data)
+        except BaseException:
+            if buffer is not None:
+                self._free.put(buffer)
             raise
         return _Staged(data, buffer)
 
     def _write_back(self, run: StepRun, item: StepItem, staged: _Staged) -> None:
         try:
-            regions = list(item.regions.values())
-            arrange(regions)
-            write_all([region for region in regions if region.changes], staged.data)
-            item.end(succeeded=True)
+            changed = [(role, region) for (_, role), region in item.others.items() if region.changes]
+            write_all(in_order(region for role, region in changed if role == VALUE), staged.data)
+            item.show()
+            write_all(in_order(region for role, region in changed if role != VALUE), staged.data)
+            write_all(in_order(item.states.values()), staged.data)
+            for region in item.in_place:
+                region.file.flush(region.offset, region.nbytes)
         except BaseException as error:
             run.fail(item, error)
+            item.succeeded = False
         finally:
             self._give_back(staged)
+            item.end()
 
     def _give_back(self, staged: _Staged) -> None:
         if staged.buffer is not None:

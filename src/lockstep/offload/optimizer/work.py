@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, TypeGuard
 
 import torch
@@ -10,10 +11,18 @@ from torch.optim import Optimizer
 from lockstep.comm.dtensor import local
 from lockstep.errors import UsageError
 from lockstep.offload.files.direct import FreedMemory
+from lockstep.offload.files.pages import is_mostly_present
 from lockstep.offload.optimizer.device import HostSide, take_kept
 from lockstep.offload.optimizer.kernel import KernelEntry, step_some
-from lockstep.offload.optimizer.states import StateFiles, is_large, like_parameter, region_to_move
-from lockstep.offload.optimizer.threads import StepItem, StepRun
+from lockstep.offload.optimizer.states import (
+    StateFiles,
+    StepRegion,
+    in_order,
+    is_large,
+    like_parameter,
+    region_to_move,
+)
+from lockstep.offload.optimizer.threads import VALUE, EarlyRead, StepItem, StepRun
 from lockstep.torch_internals import tensors as torch_tensors
 
 
@@ -68,33 +77,47 @@ class StepWork:
                 host.note_version(entry.parameter)
 
     def stage(self, item: StepItem) -> None:
-        """What is to be read for an item, if it lies in files."""
-        item.regions.clear()
+        """What is to be moved for an item, if it lies in files."""
+        is_awaited = item.begin()
         for index, entry in enumerate(item.entries):
             host = self._host_of(entry.parameter)
             item.fetched.append(
                 host.fetch(entry.parameter, entry.watched, entry.gradient) if host is not None else None
             )
-            self._add_region(item, (index, "value"), entry.value, changes=not self._delayed)
-            if host is None:
-                self._add_region(item, (index, "gradient"), entry.gradient, changes=False)
-            for name, value in self._state[entry.parameter].items():
-                if is_large(value, entry.parameter):
-                    self._add_region(item, (index, f"state {name}"), local(value), changes=True)
+            value = region_to_move(entry.value, changes=not self._delayed)
+            if value is not None and self._is_stepped_in_place(entry.value, is_awaited):
+                item.in_place.append(value)
+            elif value is not None:
+                item.others[index, VALUE] = value
+            if host is None and (gradient := region_to_move(entry.gradient, changes=False)) is not None:
+                item.others[index, "gradient"] = gradient
+            for name, region in self._state_regions(entry.parameter):
+                item.states[index, name] = region
 
-    def _add_region(self, item: StepItem, key: tuple[int, str], tensor: torch.Tensor, changes: bool) -> None:
-        region = region_to_move(tensor, changes)
-        if region is not None:
-            item.regions[key] = region
+    def _is_stepped_in_place(self, value: torch.Tensor, is_awaited: bool) -> bool:
+        """Parameters of which backward has left the pages, or of which somebody brings them for the forward."""
+        return self.host is None and not self._delayed and (is_awaited or is_mostly_present(value))
+
+    def _state_regions(self, parameter: torch.Tensor) -> Iterator[tuple[str, StepRegion]]:
+        for name, value in self._state.get(parameter, {}).items():
+            if is_large(value, parameter):
+                region = region_to_move(local(value), changes=True)
+                if region is not None:
+                    yield f"state {name}", region
+
+    def early_read(self, item: StepItem) -> EarlyRead | None:
+        """What can be read for the next step of an item, which has been stepped."""
+        regions = in_order(region for p in item.parameters for _, region in self._state_regions(p))
+        return EarlyRead(item, regions) if regions and all(r.file.is_direct for r in regions) else None
 
     def compute(self, run: StepRun, item: StepItem, buffer: torch.Tensor) -> None:
         def held(index: int, role: str, tensor: torch.Tensor) -> torch.Tensor:
-            region = item.regions.get((index, role))
+            region = item.others.get((index, role)) or item.states.get((index, role))
             return region.within(buffer) if region is not None else tensor
 
         values, gradients, states = [], [], []
         for index, entry in enumerate(item.entries):
-            value = held(index, "value", entry.value)
+            value = held(index, VALUE, entry.value)
             values.append(value.clone() if self._delayed else value)
             fetched = item.fetched[index]
             if fetched is not None and self.host is not None:
@@ -131,7 +154,7 @@ class StepWork:
                 if not self._delayed:
                     host.publish(entry.parameter, value)
         item.published = host.copies.copied()
-        if item.regions:
+        if item.others or item.states:
             host.copies.wait(item.published)  # before the buffer that holds the values has others
 
     def _keep(self, parameter: torch.Tensor, before: dict[str, object], now: dict[str, object]) -> None:
