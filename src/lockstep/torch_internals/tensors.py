@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -75,6 +76,12 @@ def negated_lazily(tensor: Tensor) -> Tensor:
 def sparse_parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """(indices, values), coalesced or not. Relies on: ``_indices`` and ``_values`` do not coalesce."""
     return tensor._indices(), tensor._values()
+
+
+def functions_of_subclasses_disabled() -> AbstractContextManager[object]:
+    """Inside, a subclass is not told of what is done to its tensors. Relies on: ``DisableTorchFunctionSubclass``."""
+    context: AbstractContextManager[object] = torch._C.DisableTorchFunctionSubclass()
+    return context
 
 
 TENSOR, POST_ACCUMULATE = "register_hook", "register_post_accumulate_grad_hook"

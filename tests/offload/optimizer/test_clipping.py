@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +14,12 @@ from torch import nn
 
 from lockstep.errors import OffloadError
 from lockstep.offload.files.direct import OffloadFile, region_of
-from lockstep.offload.optimizer.clipping import norm_of
+from lockstep.offload.optimizer.attach import offload_step
+from lockstep.offload.optimizer.clipping import norm_of, scale_offloaded
 from lockstep.offload.optimizer.gradients import GradientFile
+from lockstep.offload.optimizer.offloaded import OffloadedStep
 from tests.offload.optimizer.test_gradients import gradients
-from tests.offload.optimizer.test_offloaded import Model, assert_same, batches, loss_of
+from tests.offload.optimizer.test_offloaded import Model, announce, assert_same, batches, loss_of, units_of
 
 Change = Callable[[Any], object]
 
@@ -134,3 +137,130 @@ def test_a_backward_that_fails_leaves_gradients_that_are_right(tmp_path: Path) -
         loss_of(model, next(batches())).backward()
     assert_same(gradients(plain), gradients(ours))
     assert all(region_of(g) for g in found(ours))
+
+
+def clip(model: nn.Module, max_norm: float = 0.05) -> None:
+    norm = norm_of(found(model), 2.0)
+    scale_offloaded(found(model), max_norm, norm)
+
+
+def trained_pair(folder: Path) -> tuple[list[Any], list[torch.optim.AdamW], GradientFile, OffloadedStep]:
+    plain, ours, file = pair(folder)
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in (plain, ours)]
+    units = units_of(ours)
+    step = offload_step(optimizers[1], units, folder)
+    announce(units, step)
+    return [plain, ours], optimizers, file, step
+
+
+def clip_both(models: list[Any]) -> None:
+    plain, ours = models
+    nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
+    clip(ours)
+
+
+def test_the_step_scales_gradients_and_nobody_writes_them(tmp_path: Path) -> None:
+    models, optimizers, file, step = trained_pair(tmp_path)
+    for tokens in batches():
+        started = file.file.bytes_written
+        for model in models:
+            loss_of(model, tokens).backward()
+        before = file.file.bytes_read, file.file.bytes_written
+        clip_both(models)
+        versions = [g._version for g in found(models[1])]
+        for optimizer in optimizers:
+            optimizer.step()
+        step.wait()
+        assert file.file.bytes_read - before[0] == before[1] - started > 0
+        assert file.file.bytes_written == before[1]
+        assert [g._version for g in found(models[1])] == versions  # it is counted as a change when clipped
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    step.close()
+    assert_same([p.detach() for p in models[0].parameters()], [p.detach() for p in models[1].parameters()])
+
+
+LOOKS: dict[str, Change] = {
+    "a copy": lambda g: g.clone(),
+    "its data": lambda g: g.data.clone(),
+    "detached": lambda g: g.detach().clone(),
+    "a view": lambda g: g.view(-1)[3:9].clone(),
+    "an array": lambda g: torch.from_numpy(g.numpy().copy()),
+    "a sum": lambda g: g.sum(),
+    "of a list": lambda g: torch._foreach_mul([g], 1.0)[0],
+    "stacked": lambda g: torch.stack([g, g]),
+    "keyword": lambda g: torch.add(input=g, other=g),
+    "another one's operand": lambda g: torch.ones_like(g, memory_format=torch.contiguous_format) + g,
+    "copied deeply": lambda g: copy.deepcopy(g),
+    "an element": lambda g: torch.tensor(g.flatten()[1].item()),
+    "written out": lambda g: torch.tensor(
+        [float(word) for word in str(g.flatten()[:2].tolist())[1:-1].split(",")]
+    ),
+    "changed": lambda g: g.mul_(2).clone(),
+    "changed without a version": lambda g: g.data.mul_(2).clone(),
+}
+
+
+@pytest.mark.parametrize("moment", ["before the step", "after the step"])
+@pytest.mark.parametrize("look", LOOKS)
+def test_who_looks_at_a_clipped_gradient_sees_it_scaled(look: str, moment: str, tmp_path: Path) -> None:
+    models, optimizers, _, step = trained_pair(tmp_path)
+    seen: list[list[Any]] = [[], []]
+    for tokens in batches(3):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            loss_of(model, tokens).backward()
+        clip_both(models)
+        for model, optimizer, values in zip(models, optimizers, seen, strict=True):
+            if moment == "after the step":
+                optimizer.step()
+                if look.startswith("changed"):
+                    step.wait()
+            gradient = model.blocks[1].linear.weight.grad
+            assert (gradient.shape, gradient.dtype, gradient.is_contiguous()) == (
+                (35, 35),
+                torch.float32,
+                True,
+            )
+            values.append(LOOKS[look](gradient))
+            assert type(gradient) is torch.Tensor
+            if moment == "before the step":
+                optimizer.step()
+    step.close()
+    assert_same(*seen)
+    assert_same(gradients(models[0]), gradients(models[1]))
+    assert_same([p.detach() for p in models[0].parameters()], [p.detach() for p in models[1].parameters()])
+
+
+def test_clipped_gradients_are_clipped_again_and_added_to(tmp_path: Path) -> None:
+    models, optimizers, _, step = trained_pair(tmp_path)
+    for tokens in batches(4):
+        for model in models:
+            loss_of(model, tokens).backward()
+        clip_both(models)
+        nn.utils.clip_grad_norm_(models[0].parameters(), 0.01)
+        clip(models[1], 0.01)
+        nn.utils.clip_grad_value_(models[0].parameters(), 1e-4)
+        nn.utils.clip_grad_value_(models[1].parameters(), 1e-4)
+        clip_both(models)
+        for optimizer in optimizers:
+            optimizer.step()
+    step.close()
+    assert_same(gradients(models[0]), gradients(models[1]))
+    assert_same([p.detach() for p in models[0].parameters()], [p.detach() for p in models[1].parameters()])
+
+
+def test_a_gradient_that_was_left_behind_does_not_scale_the_next_one(tmp_path: Path) -> None:
+    """Both lie at one place in the file."""
+    models, _, _, step = trained_pair(tmp_path)
+    tokens = next(batches())
+    for model in models:
+        loss_of(model, tokens).backward()
+    clip_both(models)
+    kept = models[1].blocks[1].linear.weight.grad
+    for model in models:
+        model.zero_grad()
+        loss_of(model, tokens).backward()
+    assert kept.sum() == models[0].blocks[1].linear.weight.grad.sum()
+    assert_same(gradients(models[0]), gradients(models[1]))
+    step.close()

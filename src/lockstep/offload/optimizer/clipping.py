@@ -1,4 +1,4 @@
-"""Clipping of gradients that lie in files: norms that were taken before they were written, and scaling.
+"""Clipping of gradients that lie in files: norms that were taken before they were written, and scaling by the step.
 
 Reference: Rajbhandari et al., ZeRO-Infinity, SC 2021.
 """
@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import get_total_norm
 
-from lockstep.comm.dtensor import local
-from lockstep.offload.files.direct import OffloadFile, aligned, aligned_buffer, region_of
+from lockstep.comm.dtensor import is_dtensor, local
+from lockstep.offload.files.direct import OffloadFile, aligned, region_of
 from lockstep.offload.files.pages import is_untouched
-from lockstep.offload.optimizer.states import StepRegion, read_all, region_to_move, write_all
+from lockstep.offload.optimizer import unscaled
+from lockstep.offload.optimizer.scale import Scale
+from lockstep.offload.optimizer.states import StepRegion, region_to_move
 from lockstep.torch_internals import tensors as torch_tensors
 
 
@@ -29,20 +29,32 @@ class KnownNorm:
     norm: torch.Tensor
 
 
-class GradientNorms:
-    """Norms of gradients in a file, by their place in it. ``norm_type``: which are asked for; None: none yet."""
+class GradientNotes:
+    """Of gradients in a file, by their place in it: norms that are known, and which are still to be scaled.
+
+    ``norm_type``: which norms are asked for; None: none yet.
+    """
 
     def __init__(self) -> None:
         self.norm_type: float | None = None
         self._known: dict[int, tuple[int, KnownNorm]] = {}  # and the version of the gradient
+        self._unscaled: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
 
     def keep(self, offset: int, gradient: torch.Tensor, norm: KnownNorm) -> None:
         """The gradient (mapped, of any shape) was written at ``offset``, and nobody has seen it yet."""
         self._known[offset] = torch_tensors.version(gradient), norm
 
     def forget(self, offset: int) -> None:
-        """Something else is about to be written there."""
+        """Another gradient is about to be written there."""
         self._known.pop(offset, None)
+        if (gradient := self._unscaled.pop(offset, None)) is not None:
+            unscaled.forget(gradient)
+
+    def scale_later(self, offset: int, gradient: torch.Tensor, scale: Scale) -> None:
+        """Leave the scaling of a gradient, plain and mapped, to the step."""
+        self._known.pop(offset, None)
+        self._unscaled[offset] = gradient
+        unscaled.scale_later(gradient, scale)
 
     def find(
         self, file: OffloadFile, offset: int, gradient: torch.Tensor, norm_type: float
@@ -56,12 +68,12 @@ class GradientNorms:
         return known.norm if file.is_direct and is_untouched(gradient) else None
 
 
-_NORMS: WeakKeyDictionary[OffloadFile, GradientNorms] = WeakKeyDictionary()
+_NOTES: WeakKeyDictionary[OffloadFile, GradientNotes] = WeakKeyDictionary()
 
 
-def norms_of(file: OffloadFile) -> GradientNorms:
-    """Those of the gradients in ``file``."""
-    return _NORMS.setdefault(file, GradientNorms())
+def notes_of(file: OffloadFile) -> GradientNotes:
+    """Those on the gradients in ``file``."""
+    return _NOTES.setdefault(file, GradientNotes())
 
 
 @torch.no_grad()
@@ -79,7 +91,7 @@ def norm_of(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor
             norms.append(torch.linalg.vector_norm(gradient, norm_type))
             continue
         file, offset = region
-        norm = norms_of(file).find(file, offset, gradient, norm_type)
+        norm = notes_of(file).find(file, offset, gradient, norm_type)
         if norm is None:
             norm = torch.linalg.vector_norm(gradient, norm_type)
             file.drop(offset, aligned(gradient.nbytes))
@@ -91,30 +103,25 @@ def norm_of(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor
 def scale_offloaded(gradients: Iterable[torch.Tensor], max_norm: float, norm: torch.Tensor) -> None:
     """``torch.nn.utils.clip_grads_with_norm_`` of gradients, this rank's shards of them.
 
-    Those in files are read and written back one by one, past the page cache; none if they need no scaling.
+    Those in files are scaled by the step that reads them. Shards (DTensor) in files are read and written back one by
+    one, past the page cache. None is touched if they need no scaling.
     """
-    buffer = torch.empty(0, dtype=torch.uint8)
+    scale = Scale(max_norm, norm.clone())
     in_memory: list[torch.Tensor] = []
     moved: list[tuple[torch.Tensor, StepRegion]] = []
-    for gradient in map(local, gradients):
-        region = region_to_move(gradient, changes=True)
+    for gradient in gradients:
+        region = region_to_move(local(gradient), changes=True)
         if region is None:
-            in_memory.append(gradient)
+            in_memory.append(local(gradient))
         else:
             moved.append((gradient, region))
-    _scale(in_memory, max_norm, norm)
-    if not moved or bool(float(max_norm) / (norm + 1e-6) >= 1.0):
+    scale.apply(in_memory)
+    if not moved or scale.changes_nothing():
         return
     for gradient, region in moved:
-        if buffer.numel() < region.nbytes:
-            buffer = aligned_buffer(region.nbytes)
-        read_all([region], buffer)
-        _scale([region.within(buffer)], max_norm, norm)
-        norms_of(region.file).forget(region.offset)
-        write_all([region], buffer)
-        torch.autograd.graph.increment_version(gradient)
-
-
-def _scale(gradients: list[torch.Tensor], max_norm: float, norm: torch.Tensor) -> None:
-    holders: Any = [SimpleNamespace(grad=gradient) for gradient in gradients]
-    clip_grads_with_norm_(holders, max_norm, norm)
+        torch.autograd.graph.increment_version(local(gradient))
+        if is_dtensor(gradient):
+            unscaled.scale_in_file(region, scale)
+            notes_of(region.file).forget(region.offset)
+        else:
+            notes_of(region.file).scale_later(region.offset, gradient, scale)

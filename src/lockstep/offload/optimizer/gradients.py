@@ -18,8 +18,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lockstep.comm.dtensor import is_dtensor, local
 from lockstep.offload.files.direct import FreedMemory, OffloadFile, aligned, aligned_buffer, region_of
-from lockstep.offload.optimizer.clipping import KnownNorm, norms_of
+from lockstep.offload.optimizer.clipping import KnownNorm, notes_of
 from lockstep.offload.optimizer.states import like_parameter
+from lockstep.offload.optimizer.unscaled import look_at
 from lockstep.torch_internals import autograd as torch_autograd
 from lockstep.torch_internals import tensors as torch_tensors
 
@@ -60,7 +61,7 @@ class GradientFile:
     def __init__(self, parameters: Iterable[torch.Tensor], folder: Path) -> None:
         unique = {id(p): p for p in parameters if p.requires_grad and local(p.detach()).numel()}
         self.file = OffloadFile(folder, sum(aligned(local(p.detach()).nbytes) for p in unique.values()))
-        self.norms = norms_of(self.file)
+        self.notes = notes_of(self.file)
         self._largest = max((aligned(local(p.detach()).nbytes) for p in unique.values()), default=0)
         self._buffer = aligned_buffer(self._largest)
         self._earlier_buffer = torch.empty(0, dtype=torch.uint8)
@@ -94,6 +95,8 @@ class GradientFile:
                 and not gradient.is_sparse
             ):
                 self._put_aside(here)
+            elif here is not None and here.grad is not None:
+                look_at(local(here.grad))
 
         def accumulated(here: torch.Tensor) -> None:
             self._accumulated(here, offset, self._earlier.pop(here, None))
@@ -151,8 +154,8 @@ class GradientFile:
     def _begin_to_write(
         self, parameter: torch.Tensor, gradient: torch.Tensor, here: torch.Tensor, offset: int
     ) -> _Write:
-        self.norms.forget(offset)
-        norm = self._thread.submit(self._write, here, offset, self.norms.norm_type, torch.get_num_threads())
+        self.notes.forget(offset)
+        norm = self._thread.submit(self._write, here, offset, self.notes.norm_type, torch.get_num_threads())
         return _Write(weakref.ref(parameter), gradient, torch_tensors.version(here), offset, norm)
 
     @torch.no_grad()
@@ -196,7 +199,7 @@ class GradientFile:
             mapped = self.file.tensor(write.offset, here.shape, here.dtype)
             parameter.grad = like_parameter(mapped, parameter)
             if norm is not None:
-                self.norms.keep(write.offset, mapped, norm)
+                self.notes.keep(write.offset, mapped, norm)
 
     def _belongs_here(self, here: torch.Tensor, gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
         plain = here.layout == torch.strided and here.device.type == "cpu" and here.is_contiguous()

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from lockstep.comm.dtensor import is_dtensor
 from lockstep.errors import OffloadError
+from lockstep.offload.optimizer.scale import Scale
 from lockstep.torch_internals import tensors as torch_tensors
 
 GroupSettings = dict[str, Any]
@@ -90,7 +91,7 @@ class KernelEntry:
     """What a step needs of one parameter.
 
     ``value``, ``gradient``: plain tensors on the host: the whole, or this rank's shard. ``watched``: the gradient that
-    the user sees, and its version at ``step``.
+    the user sees, and its version at ``step``. ``scale``: what is to be done to ``gradient`` (in a file) first.
     """
 
     parameter: torch.Tensor
@@ -99,6 +100,7 @@ class KernelEntry:
     gradient: torch.Tensor
     watched: torch.Tensor
     version: int
+    scale: Scale | None = None
 
 
 @dataclass(frozen=True)

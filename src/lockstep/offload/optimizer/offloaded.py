@@ -27,6 +27,7 @@ from lockstep.offload.optimizer.device import HostSide
 from lockstep.offload.optimizer.kernel import KernelEntry, settings_of, why_not_separable
 from lockstep.offload.optimizer.states import StateFiles
 from lockstep.offload.optimizer.threads import BUFFERS, StepItem, StepRun, StepThreads
+from lockstep.offload.optimizer.unscaled import is_read_until
 from lockstep.offload.optimizer.work import StepWork
 from lockstep.offload.weights.groups import WeightGroup
 
@@ -162,6 +163,10 @@ class OffloadedStep:
         strays, items = self._items(entries)
         self._run = run = StepRun(strays + list(items.values()), settings_of(self._optimizer, self._class))
         self._waits_for = {}
+        for item in run.items:
+            for parameter in item.parameters:
+                if parameter.grad is not None:
+                    is_read_until(parameter.grad, item.shown)
         for entry in entries:
             units = self._units_of.get(id(entry.parameter), [])
             for unit in units:

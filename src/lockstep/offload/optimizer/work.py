@@ -12,6 +12,7 @@ from lockstep.comm.dtensor import local
 from lockstep.errors import UsageError
 from lockstep.offload.files.direct import FreedMemory
 from lockstep.offload.files.pages import is_mostly_present
+from lockstep.offload.optimizer import unscaled
 from lockstep.offload.optimizer.device import HostSide, take_kept
 from lockstep.offload.optimizer.kernel import KernelEntry, step_some
 from lockstep.offload.optimizer.states import (
@@ -24,6 +25,8 @@ from lockstep.offload.optimizer.states import (
 )
 from lockstep.offload.optimizer.threads import VALUE, EarlyRead, StepItem, StepRun
 from lockstep.torch_internals import tensors as torch_tensors
+
+GRADIENT = "gradient"
 
 
 class StepWork:
@@ -53,7 +56,8 @@ class StepWork:
 
     def entry(self, parameter: torch.Tensor, group: int) -> KernelEntry:
         assert parameter.grad is not None
-        gradient = local(parameter.grad)
+        scale = unscaled.scale_of(parameter.grad)
+        gradient = unscaled.as_in_file(local(parameter.grad))
         if gradient.layout != torch.strided:
             raise UsageError(
                 f"A parameter of shape {tuple(parameter.shape)} has a sparse gradient, which an offloaded step "
@@ -63,7 +67,8 @@ class StepWork:
         value = local(parameter.detach()).data
         if (host := self._host_of(parameter)) is not None:
             value = host.master(parameter)
-        return KernelEntry(parameter, group, value, gradient.data, gradient, torch_tensors.version(gradient))
+        version = torch_tensors.version(gradient)
+        return KernelEntry(parameter, group, value, gradient.data, gradient, version, scale)
 
     def _host_of(self, parameter: torch.Tensor) -> HostSide | None:
         return self.host if self.host is not None and self.host.serves(parameter) else None
@@ -90,7 +95,7 @@ class StepWork:
             elif value is not None:
                 item.others[index, VALUE] = value
             if host is None and (gradient := region_to_move(entry.gradient, changes=False)) is not None:
-                item.others[index, "gradient"] = gradient
+                item.others[index, GRADIENT] = gradient
             for name, region in self._state_regions(entry.parameter):
                 item.states[index, name] = region
 
@@ -123,7 +128,9 @@ class StepWork:
             if fetched is not None and self.host is not None:
                 gradients.append(self.host.arrived(fetched))
             else:
-                gradients.append(held(index, "gradient", entry.gradient))
+                gradients.append(held(index, GRADIENT, entry.gradient))
+            if entry.scale is not None:  # in the buffer, not in the file
+                entry.scale.apply(gradients[-1:])
             states.append(
                 {
                     name: held(index, f"state {name}", local(value))
