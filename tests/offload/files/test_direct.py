@@ -155,3 +155,32 @@ def test_nothing_is_left_of_a_killed_process(tmp_path: Path) -> None:
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("system_writes_ranges", [True, False])
+def test_what_is_changed_through_a_tensor_is_written_by_flush(
+    system_writes_ranges: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not system_writes_ranges:
+        monkeypatch.setattr("ctypes.CDLL", lambda *_, **__: object())
+    file = OffloadFile(tmp_path, 4 * ALIGNMENT)
+    file.place(ALIGNMENT)
+    tensor = file.tensor(file.place(2 * ALIGNMENT), (2 * ALIGNMENT // 4,), torch.float32)
+    tensor.copy_(torch.arange(tensor.numel()))
+    file.flush(ALIGNMENT, 2 * ALIGNMENT)
+    assert (file.bytes_read, file.bytes_written) == (0, 2 * ALIGNMENT)
+    buffer = aligned_buffer(2 * ALIGNMENT)
+    file.read(ALIGNMENT, buffer)
+    assert torch.equal(buffer.view(torch.float32), torch.arange(tensor.numel(), dtype=torch.float32))
+
+
+def test_a_flush_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = OffloadFile(tmp_path, ALIGNMENT)
+
+    def fails(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("lockstep.offload.files.direct._write_pages", fails)
+    with pytest.raises(OffloadError, match="Could not write 4096 bytes at 0 .*Input/output error"):
+        file.flush(0, ALIGNMENT)
+    assert file.bytes_written == 0

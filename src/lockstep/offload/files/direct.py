@@ -182,12 +182,15 @@ _WRITE_AND_WAIT = 1 | 2 | 4  # wait for writes before, write, wait for these
 
 def _write_pages(fd: int, mapped: mmap.mmap, offset: int, nbytes: int) -> None:
     """Write the pages of a mapped file that were changed, but not what the file system notes about the file."""
+    code = errno.ENOSYS
     libc = ctypes.CDLL(None, use_errno=True)
-    if not hasattr(libc, "sync_file_range"):
-        mapped.flush(offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY, nbytes)
-        return
-    if libc.sync_file_range(fd, ctypes.c_int64(offset), ctypes.c_int64(nbytes), _WRITE_AND_WAIT):
-        code = ctypes.get_errno()
+    if hasattr(libc, "sync_file_range"):
+        failed = libc.sync_file_range(fd, ctypes.c_int64(offset), ctypes.c_int64(nbytes), _WRITE_AND_WAIT)
+        code = ctypes.get_errno() if failed else 0
+    if code in (errno.ENOSYS, errno.EINVAL, errno.ESPIPE, errno.EOPNOTSUPP):  # not on this file system
+        start = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        mapped.flush(start, offset + nbytes - start)
+    elif code:
         raise OSError(code, os.strerror(code))
 
 
