@@ -6,7 +6,8 @@
 On a CPU: steps of one model through Accelerator with each `offload`, in turns with the two bounds of such a step. One
 is computing alone: the plain loop, with torch's fused AdamW and everything in memory. The other is moving alone: as
 many bytes as a step has moved to and from the disk (the system counts them), in blocks, past the page cache, by one
-thread that reads and one that writes. Gradients are clipped. After the last step the parameters are compared bit for bit.
+thread that reads and one that writes. Gradients are clipped. After the last step the parameters are compared bit for
+bit.
 
 Beside the times stands what the main thread did in a step: how long it computed, and how long it waited for a step, a
 read or a write. The rest of a step is the time in which other processes had the processor.
@@ -137,10 +138,11 @@ class Transfers:
     """What a step has read and written, without computing: blocks through one buffer each way."""
 
     def __init__(self, blocks: int, moved: tuple[int, int], folder: str) -> None:
-        from lockstep.offload.files.direct import OffloadFile, aligned, aligned_buffer
+        from lockstep.offload.files import ALIGNMENT, OffloadFile, aligned_buffer
 
         nbytes = PARAMETERS_OF_A_BLOCK * 4
-        self.moved = dict(zip(("read", "write"), map(aligned, moved), strict=True))
+        whole = (-(-count // ALIGNMENT) * ALIGNMENT for count in moved)
+        self.moved = dict(zip(("read", "write"), whole, strict=True))
         self.file = OffloadFile(folder, blocks * nbytes)
         self.offsets = [self.file.place(nbytes) for _ in range(blocks)]
         self.buffers = {what: aligned_buffer(nbytes).zero_() for what in self.moved}

@@ -15,7 +15,7 @@ from torch import nn
 
 from lockstep import Accelerator
 from lockstep.errors import ConfigError, OffloadError
-from lockstep.offload.files import region_of
+from lockstep.offload.files import OffloadFile, region_of
 from tests.refusals import expect_refusal
 
 WIDTH, STEPS, MICRO_BATCHES = 24, 5, 2
@@ -168,6 +168,32 @@ def test_two_ranks_train_to_the_bits_of_the_same_strategy_without_offload(
     run_distributed: Any, tmp_path: Path
 ) -> None:
     assert run_distributed(compare_with_unoffloaded, 2, str(tmp_path), timeout_s=120) == [[], []]
+
+
+def test_gradients_are_written_once_and_read_once_also_if_they_are_clipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accelerator = Accelerator(cpu=True, parallel=f"offload=all offload_to={tmp_path}")
+    model: Any = Model()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    read_for_norms: list[int] = []
+    drop = OffloadFile.drop
+    monkeypatch.setattr(
+        OffloadFile, "drop", lambda file, offset, n: (read_for_norms.append(offset), drop(file, offset, n))
+    )
+    data = batches()
+    for step in range(1, 4):
+        accelerator.backward(loss_of(model, next(data)))
+        trained = [p for p in model.parameters() if p.requires_grad]
+        (file,) = {region_of(p.grad)[0] for p in trained}
+        norm = accelerator.clip_grad_norm_(model.parameters(), 1e-3)
+        assert norm > 1e-3
+        optimizer.step()
+        accelerator.unwrap_model(model).state_dict()  # waits for the step
+        assert (file.bytes_read, file.bytes_written) == (step * file.nbytes, step * file.nbytes)
+        assert len(read_for_norms) == len(trained) or not file.is_direct
+        optimizer.zero_grad()
+    accelerator.free_memory()
 
 
 def test_a_delayed_update_shows_one_step_later() -> None:

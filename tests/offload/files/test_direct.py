@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import gc
 import os
@@ -162,7 +163,7 @@ def test_what_is_changed_through_a_tensor_is_written_by_flush(
     system_writes_ranges: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not system_writes_ranges:
-        monkeypatch.setattr("ctypes.CDLL", lambda *_, **__: object())
+        monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: object())
     file = OffloadFile(tmp_path, 4 * ALIGNMENT)
     file.place(ALIGNMENT)
     tensor = file.tensor(file.place(2 * ALIGNMENT), (2 * ALIGNMENT // 4,), torch.float32)
@@ -177,10 +178,12 @@ def test_what_is_changed_through_a_tensor_is_written_by_flush(
 def test_a_flush_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = OffloadFile(tmp_path, ALIGNMENT)
 
-    def fails(*_: object) -> None:
-        raise OSError(5, "Input/output error")
+    class Failing:
+        def sync_file_range(self, *_: object) -> int:
+            ctypes.set_errno(errno.EIO)
+            return -1
 
-    monkeypatch.setattr("lockstep.offload.files.direct._write_pages", fails)
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: Failing())
     with pytest.raises(OffloadError, match="Could not write 4096 bytes at 0 .*Input/output error"):
         file.flush(0, ALIGNMENT)
     assert file.bytes_written == 0

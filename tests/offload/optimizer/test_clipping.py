@@ -13,11 +13,14 @@ import torch
 from torch import nn
 
 from lockstep.errors import OffloadError
-from lockstep.offload.files.direct import OffloadFile, region_of
-from lockstep.offload.optimizer.attach import offload_step
-from lockstep.offload.optimizer.clipping import norm_of, scale_offloaded
-from lockstep.offload.optimizer.gradients import GradientFile
-from lockstep.offload.optimizer.offloaded import OffloadedStep
+from lockstep.offload.files import OffloadFile, region_of
+from lockstep.offload.optimizer import (
+    GradientFile,
+    OffloadedStep,
+    norm_of,
+    offload_step,
+    scale_offloaded,
+)
 from tests.offload.optimizer.test_gradients import gradients
 from tests.offload.optimizer.test_offloaded import Model, announce, assert_same, batches, loss_of, units_of
 

@@ -772,7 +772,7 @@ def test_state_of_the_first_units_is_read_during_backward_and_again_if_it_was_ch
             optimizer.zero_grad()
         return copy.deepcopy((model.state_dict(), optimizer.state_dict()))
 
-    if not direct.OffloadFile(tmp_path, 1).is_direct:
+    if not OffloadFile(tmp_path, 1).is_direct:
         pytest.skip("this file system does not read past the page cache")
     assert_same(run(False), run(True))
 
@@ -785,7 +785,7 @@ def test_pages_that_are_brought_for_the_forward_are_stepped_where_they_are(
     plain, model = Model(width=64), Model(width=64)
     model.load_state_dict(plain.state_dict())
     units = units_of(model)
-    home = direct.OffloadFile(tmp_path, 100 * ALIGNMENT)
+    home = OffloadFile(tmp_path, 100 * ALIGNMENT)
     for parameter in model.parameters():
         mapped = home.tensor(home.place(parameter.numel() * 4), parameter.shape, torch.float32)
         parameter.data = mapped.copy_(parameter.data)
