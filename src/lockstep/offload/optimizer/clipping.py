@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn.utils import get_total_norm
+from torch.utils.weak import TensorWeakRef
 
 from lockstep.comm.dtensor import is_dtensor, local
 from lockstep.offload.files.direct import OffloadFile, aligned, region_of
@@ -38,7 +39,7 @@ class GradientNotes:
     def __init__(self) -> None:
         self.norm_type: float | None = None
         self._known: dict[int, tuple[int, KnownNorm]] = {}  # and the version of the gradient
-        self._unscaled: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
+        self._unscaled: dict[int, TensorWeakRef] = {}
 
     def keep(self, offset: int, gradient: torch.Tensor, norm: KnownNorm) -> None:
         """The gradient (mapped, of any shape) was written at ``offset``, and nobody has seen it yet."""
@@ -47,13 +48,14 @@ class GradientNotes:
     def forget(self, offset: int) -> None:
         """Another gradient is about to be written there."""
         self._known.pop(offset, None)
-        if (gradient := self._unscaled.pop(offset, None)) is not None:
+        reference = self._unscaled.pop(offset, None)
+        if reference is not None and (gradient := reference()) is not None:
             unscaled.forget(gradient)
 
     def scale_later(self, offset: int, gradient: torch.Tensor, scale: Scale) -> None:
         """Leave the scaling of a gradient, plain and mapped, to the step."""
         self._known.pop(offset, None)
-        self._unscaled[offset] = gradient
+        self._unscaled[offset] = TensorWeakRef(gradient)
         unscaled.scale_later(gradient, scale)
 
     def find(
