@@ -178,7 +178,11 @@ class GradientFile:
             self._settle()
         elif self._backward != (backward := torch_autograd.current_backward()):
             self._backward = backward
-            torch_autograd.at_end_of_backward(self._settle)
+            torch_autograd.at_end_of_backward(self._end_backward)
+
+    def _end_backward(self) -> None:
+        self._backward = torch_autograd.NO_BACKWARD  # others at the end of it may bring more
+        self._settle()
 
     @torch.no_grad()
     def _settle(self, left: int = 0) -> None:
