@@ -17,7 +17,7 @@ from lockstep.comm.dtensor import is_dtensor, local
 from lockstep.offload.files.direct import OffloadFile, aligned, region_of
 from lockstep.offload.files.pages import is_untouched
 from lockstep.offload.optimizer import unscaled
-from lockstep.offload.optimizer.scale import Scale
+from lockstep.offload.optimizer.scale import GradientScale
 from lockstep.offload.optimizer.states import StepRegion, region_to_move
 from lockstep.torch_internals import tensors as torch_tensors
 
@@ -52,7 +52,7 @@ class GradientNotes:
         if reference is not None and (gradient := reference()) is not None:
             unscaled.forget(gradient)
 
-    def scale_later(self, offset: int, gradient: torch.Tensor, scale: Scale) -> None:
+    def scale_later(self, offset: int, gradient: torch.Tensor, scale: GradientScale) -> None:
         """Leave the scaling of a gradient, plain and mapped, to the step."""
         self._known.pop(offset, None)
         self._unscaled[offset] = TensorWeakRef(gradient)
@@ -108,7 +108,7 @@ def scale_offloaded(gradients: Iterable[torch.Tensor], max_norm: float, norm: to
     Those in files are scaled by the step that reads them. Shards (DTensor) in files are read and written back one by
     one, past the page cache. None is touched if they need no scaling.
     """
-    scale = Scale(max_norm, norm.clone())
+    scale = GradientScale(max_norm, norm.clone())
     in_memory: list[torch.Tensor] = []
     moved: list[tuple[torch.Tensor, StepRegion]] = []
     for gradient in gradients:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lockstep.comm.dtensor import is_dtensor
 from lockstep.errors import OffloadError
-from lockstep.offload.optimizer.scale import Scale
+from lockstep.offload.optimizer.scale import GradientScale
 from lockstep.torch_internals import tensors as torch_tensors
 
 GroupSettings = dict[str, Any]
@@ -100,7 +100,7 @@ class KernelEntry:
     gradient: torch.Tensor
     watched: torch.Tensor
     version: int
-    scale: Scale | None = None
+    scale: GradientScale | None = None
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch.nn.utils import clip_grads_with_norm_
 
 
 @dataclass(frozen=True)
-class Scale:
+class GradientScale:
     """What ``clip_grads_with_norm_`` does to gradients of which ``norm`` (0-d) is the norm."""
 
     max_norm: float
@@ -23,6 +23,6 @@ class Scale:
 
     @torch.no_grad()
     def apply(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Scale plain tensors in place."""
+        """GradientScale plain tensors in place."""
         holders: Any = [SimpleNamespace(grad=gradient) for gradient in gradients]
         clip_grads_with_norm_(holders, self.max_norm, self.norm)

@@ -14,7 +14,7 @@ import torch
 
 from lockstep.comm.tree import leaves
 from lockstep.offload.files.direct import aligned_buffer
-from lockstep.offload.optimizer.scale import Scale
+from lockstep.offload.optimizer.scale import GradientScale
 from lockstep.offload.optimizer.states import StepRegion, read_all, region_to_move, write_all
 from lockstep.torch_internals import tensors as torch_tensors
 
@@ -25,7 +25,7 @@ _PENDING = "_offload_scale"
 class _Pending:
     """``reads``: events after which steps have read the gradient as it is in its file."""
 
-    scale: Scale
+    scale: GradientScale
     reads: list[threading.Event] = field(default_factory=list)
 
 
@@ -61,13 +61,13 @@ _TELLS_NO_VALUE = {
 }
 
 
-def scale_later(gradient: torch.Tensor, scale: Scale) -> None:
+def scale_later(gradient: torch.Tensor, scale: GradientScale) -> None:
     """Have a gradient, a plain tensor in a file, scaled by the step, or when it is looked at."""
     vars(gradient)[_PENDING] = _Pending(scale)
     gradient.__class__ = _Unscaled
 
 
-def scale_of(gradient: torch.Tensor) -> Scale | None:
+def scale_of(gradient: torch.Tensor) -> GradientScale | None:
     """What is still to be done to a gradient of any kind; None: nothing."""
     return vars(gradient)[_PENDING].scale if type(gradient) is _Unscaled else None
 
@@ -87,7 +87,7 @@ def is_read_until(gradient: torch.Tensor, read: threading.Event) -> None:
 
 
 def look_at(gradient: torch.Tensor) -> None:
-    """Scale it now, if that is still to be done: somebody looks at it of whom torch does not tell."""
+    """GradientScale it now, if that is still to be done: somebody looks at it of whom torch does not tell."""
     if type(gradient) is _Unscaled:
         _scale_now(gradient)
 
@@ -109,7 +109,7 @@ def _scale_now(gradient: torch.Tensor) -> None:
     scale_in_file(region, pending.scale)
 
 
-def scale_in_file(region: StepRegion, scale: Scale) -> None:
+def scale_in_file(region: StepRegion, scale: GradientScale) -> None:
     """Read it, scale it and write it back, past the page cache."""
     buffer = aligned_buffer(region.nbytes)
     read_all([region], buffer)
