@@ -23,6 +23,6 @@ class GradientScale:
 
     @torch.no_grad()
     def apply(self, gradients: Sequence[torch.Tensor]) -> None:
-        """GradientScale plain tensors in place."""
+        """Scale plain tensors in place."""
         holders: Any = [SimpleNamespace(grad=gradient) for gradient in gradients]
         clip_grads_with_norm_(holders, self.max_norm, self.norm)

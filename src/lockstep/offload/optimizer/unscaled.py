@@ -87,7 +87,7 @@ def is_read_until(gradient: torch.Tensor, read: threading.Event) -> None:
 
 
 def look_at(gradient: torch.Tensor) -> None:
-    """GradientScale it now, if that is still to be done: somebody looks at it of whom torch does not tell."""
+    """Scale it now, if that is still to be done: somebody looks at it of whom torch does not tell."""
     if type(gradient) is _Unscaled:
         _scale_now(gradient)
 
