@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -15,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from lockstep.errors import CollectiveMismatchError
 from lockstep.shared_memory import ADDRESS_BYTES, GatheredBuffers, RankSlots, Segment
 from tests.patching import module_of
-from tests.shared_memory.test_group import group_of_all, numbers
+from tests.shared_memory.test_group import Onlooker, group_of_all, numbers
 
 
 def gather(
@@ -59,7 +60,13 @@ def is_reduced(found: Tensor, size: int, dtype: torch.dtype, op: Any = dist.Redu
 SIZES = (5, 40_000, 300_000, 7, 300_001, 40_000, 0, 300_000, 5, 5, 5, 5)
 
 
-def values() -> list[str]:
+def values(seen: bool) -> list[str]:
+    group_of_all()
+    with Onlooker() if seen and dist.get_rank() == 0 else nullcontext():
+        return wrong_values()
+
+
+def wrong_values() -> list[str]:
     group = group_of_all()
     wrong = []
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
@@ -72,9 +79,10 @@ def values() -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_gathers_and_sums_are_those_of_formulas(run_distributed, ranks: int) -> None:
-    assert run_distributed(values, ranks) == [[]] * ranks
+@pytest.mark.parametrize(("ranks", "seen"), [(2, False), (2, True), (3, False), (4, False)])
+def test_gathers_and_sums_are_those_of_formulas(run_distributed, ranks: int, seen: bool) -> None:
+    """``seen``: a dispatch mode looks on, on one rank."""
+    assert run_distributed(values, ranks, seen) == [[]] * ranks
 
 
 def copies() -> list[int]:
@@ -134,6 +142,27 @@ def test_ranks_may_have_their_tensors_in_different_memory(run_distributed, ranks
         assert all(found)
 
 
+def abandoned() -> list[bool]:
+    """One rank asks for a tensor where a mode looks on, which may refuse the call, and does not gather it."""
+    group, found = group_of_all(), []
+    kept: list[Tensor] = []
+    for number in range(24):
+        if number % 3 == dist.get_rank():
+            with Onlooker():
+                kept.append(group.gathered.allocate(1000 * dist.get_world_size(), torch.float32).fill_(-1.0))
+        output = gather(group, 2000 + number, torch.float32)
+        later = gather(group, 1000 + number, torch.float32)
+        found.append(is_gathered(output, 2000 + number, torch.float32))
+        found.append(is_gathered(later, 1000 + number, torch.float32))
+        kept = kept[-2:]
+    return found
+
+
+def test_a_rank_may_ask_for_a_tensor_and_not_gather_it(run_distributed) -> None:
+    for found in run_distributed(abandoned, 3):
+        assert all(found)
+
+
 def too_large() -> tuple[list[bool], int, int]:
     group = group_of_all()
     with mock.patch.object(module_of(GatheredBuffers), "LARGEST_BYTES", 1000):
@@ -166,7 +195,7 @@ def forked() -> bool:
     group = group_of_all()
     output = gather(group, 100, torch.float32)
     output = gather(group, 100, torch.float32)
-    word = group.gathered.word(dist.get_rank(), group.gathered._number % group.gathered.count)
+    word = group.gathered.word(dist.get_rank(), group.gathered._calls % group.gathered.count)
     child = os.fork()
     if child == 0:
         del output

@@ -25,6 +25,7 @@ from lockstep.shared_memory.call_code import call_code
 from lockstep.shared_memory.layout import PAGE_BYTES, WORDS_A_LINE
 from lockstep.shared_memory.segment import TOKEN_BYTES, Segment, SegmentAddress
 from lockstep.shared_memory.slots import RankSlots, Steps
+from lockstep.torch_internals.dispatch import modes_are_active, unseen_by_modes
 
 LARGEST_BYTES = 256 * 1024 * 1024
 """Of one region. Larger tensors go through the slots, so that the ranks need little memory for all of them."""
@@ -59,7 +60,8 @@ class Regions:
         assert self._segment is not None
         kind = ctypes.c_char * (count * dtype.itemsize)
         memory = kind.from_buffer(self._segment.memory, self.offset(region) + first * dtype.itemsize)
-        return torch.frombuffer(memory, dtype=dtype), memory
+        with unseen_by_modes():
+            return torch.frombuffer(memory, dtype=dtype), memory
 
     def fits(self, count: int, dtype: torch.dtype) -> bool:
         return 0 < count * dtype.itemsize <= self.capacity
@@ -126,30 +128,38 @@ class GatheredBuffers(Regions):
 
     def __init__(self, slots: RankSlots) -> None:
         super().__init__(slots, GATHERED_REGIONS)
-        self._number = 0
+        self._calls = 0
 
     def allocate(self, count: int, dtype: torch.dtype) -> Tensor:
         """The output (count,) of the next all-gather of the group."""
-        self._number += 1
-        region = self._number % self.count
-        if not self.fits(count, dtype) or not self._is_free(region):
+        number = self._calls + 1
+        region = number % self.count
+        # A mode may refuse the call that is to follow, on this rank alone.
+        if modes_are_active() or not self.fits(count, dtype) or not self._is_free(region, number):
             return self.give(torch.empty(count, dtype=dtype, device="cpu"))
         tensor, memory = self.tensor(region, count, dtype)
         index = self.word(self.slots.rank, region)
-        self.words[index] = self._number
+        self.words[index] = number
         weakref.finalize(memory, _release, self.words, index, os.getpid()).atexit = False
-        return self.give(tensor, self._number)
+        return self.give(tensor, number)
 
-    def _is_free(self, region: int) -> bool:
+    def _is_free(self, region: int, number: int) -> bool:
         """Whether no rank still reads what an earlier call left there. Others may have begun this one."""
-        return all(
-            self.words[self.word(rank, region)] in (0, self._number) for rank in range(self.slots.ranks)
+        mine = self.words[self.word(self.slots.rank, region)]
+        return mine == 0 and all(
+            self.words[self.word(rank, region)] in (0, number) for rank in range(self.slots.ranks)
         )
 
     def all_gather(
         self, collectives: HostCollectives, mine: Memory, gathered: Sequence[int], use: int
     ) -> Steps:
         """(n,) of each rank, which lies at its place in the output already."""
+        self._calls += 1
+        return self._all_gather(collectives, mine, gathered, use)
+
+    def _all_gather(
+        self, collectives: HostCollectives, mine: Memory, gathered: Sequence[int], use: int
+    ) -> Steps:
         slots = self.slots
         call = call_code("all_gather", mine.flat.numel(), mine.flat.dtype, root=IN_BUFFERS)
         slots.begin_chunk(call, use)

@@ -194,7 +194,10 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def _allgather_base(self, output: Tensor, input: Tensor, opts: CollectiveOptions = None) -> PendingCall:
         opts = opts or c10d.AllgatherOptions()
         if modes_are_active():
-            self._shown._allgather_base(output, input, opts)
+            (shown,) = alike(
+                [output]
+            )  # what does nothing writes into all parts of it, in ``gathered`` those of others
+            self._shown._allgather_base(shown, input, opts)
         return self._all_gather_flat([output], [input], opts, output)
 
     all_gather_single: Any = _allgather_base

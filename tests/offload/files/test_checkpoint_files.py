@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from lockstep.errors import CheckpointError
-from lockstep.offload.files import DTYPES, FileBacked, MappedFiles, read, stored_tensors
+from lockstep.model import DTYPES
+from lockstep.offload.files import FileBacked, MappedFiles, read, stored_tensors
 from tests.refusals import expect_refusal
 
 TENSORS = {"a.w": torch.arange(12.0).view(3, 4), "b": torch.arange(5), "scalar": torch.tensor(2.5)}

@@ -8,7 +8,7 @@ if not TYPE_CHECKING:
     __getattr__ = names_of_modules(
         __name__,
         {
-            "checkpoint_files": ["DTYPES", "stored_tensors"],
+            "checkpoint_files": ["stored_tensors"],
             "direct": ["aligned_buffer", "ALIGNMENT", "OffloadFile", "region_of"],
             "offload_folder": ["FileWriter", "index_of", "regions_of", "TensorToWrite", "write_to_folder"],
             "pages": ["map_file", "Pages"],

@@ -38,7 +38,6 @@ from lockstep.runtime.step import waiting_for_ranks
 from lockstep.shared_memory.buffers import GatheredBuffers, ReducedBuffers
 from lockstep.shared_memory.group import SharedMemoryGroup
 from lockstep.torch_internals import c10d, fsdp2, gloo
-from lockstep.torch_internals.dispatch import modes_are_active
 from lockstep.torch_internals.fsdp2_gathered import ShardedModule
 
 MOST_RANKS = 8
@@ -67,7 +66,7 @@ class BroadcastAllGather(ShardCollective):
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        if self.buffers is None or modes_are_active():
+        if self.buffers is None:
             return super().allocate(size, dtype=dtype, device=device)
         return self.buffers.allocate(math.prod(map(int, size)), dtype)
 
@@ -113,7 +112,7 @@ class ExchangeReduceScatter(ShardCollective):
     ) -> torch.Tensor:
         """An input, and then its output, which keeps its own memory: gradients are views of it."""
         elements = math.prod(map(int, size))
-        if self.buffers is None or modes_are_active() or elements == self._output_elements:
+        if self.buffers is None or elements == self._output_elements:
             self._output_elements = 0
             return super().allocate(size, dtype=dtype, device=device)
         self._output_elements = elements // self.buffers.slots.ranks
