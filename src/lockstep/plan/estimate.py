@@ -196,9 +196,9 @@ def carried_bytes(state: MemoryRow, plan: Parallel, on_cpu: bool = False) -> tup
     passes = 1 if plan.zero in (1, 2) and state.ranks > 1 else 2
     link = state.gradients + (passes * state.weights if plan.offloads_params else state.gradients)
     disk = 0
-    if state.locations.weights is StateLocation.DISK:
+    if state.homes.weights is StateLocation.DISK:
         disk += passes * state.weights + 2 * state.gradients + 2 * state.weights
-    if state.locations.optimizer is StateLocation.DISK:
+    if state.homes.optimizer is StateLocation.DISK:
         disk += 2 * (state.optimizer + (0 if on_cpu else state.copies))
     return (0 if on_cpu else link), disk
 

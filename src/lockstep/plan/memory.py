@@ -86,7 +86,7 @@ class MemoryRow:
     """Bytes of state on one of ``ranks`` ranks, and what it sends in a step.
 
     From one step to the next: ``weights``, ``gradients`` (until ``zero_grad``), ``optimizer``, DDP's
-    ``buckets``, and ``copies`` (with ``offload=optimizer``: the weights that the host steps). ``locations`` says where
+    ``buckets``, and ``copies`` (with ``offload=optimizer``: the weights that the host steps). ``homes`` says where
     they lie. Within a step, on the device: ``gathered_weights`` (offloaded without ZeRO: those that are streamed),
     ``kept_weights`` (hpz), ``unreduced_gradients`` (stage 1: whole ones; ``replicate``: shards without the other
     replicas' part), ``block_gradients`` and ``averaged_gradients`` (``replicate``: what was averaged over the
@@ -108,7 +108,7 @@ class MemoryRow:
     averaged_gradients: int = 0
     staging: int = 0
     fetched: int = 0
-    locations: StateLocations = field(default_factory=StateLocations)
+    homes: StateLocations = field(default_factory=StateLocations)
     textbook: int = 0
     sent: Traffic = field(default_factory=Traffic)
 
@@ -140,11 +140,11 @@ class MemoryRow:
     def on_device(self, part: str) -> int:
         """Bytes of ``weights``, ``gradients`` or ``optimizer`` that rest on the device."""
         size: int = getattr(self, part)
-        return size if getattr(self.locations, part) is StateLocation.DEVICE else 0
+        return size if getattr(self.homes, part) is StateLocation.DEVICE else 0
 
     def _bytes_at(self, place: StateLocation) -> int:
         parts = ("weights", "gradients", "optimizer", "copies")
-        return sum(getattr(self, part) for part in parts if getattr(self.locations, part) is place)
+        return sum(getattr(self, part) for part in parts if getattr(self.homes, part) is place)
 
     @property
     def peak(self) -> int:
@@ -228,7 +228,7 @@ def state_bytes(
         optimizer=state * trained,
         copies=FP32 * trained if parallel.offload is Offload.OPTIMIZER else 0,
         fetched=FP32 * trained if parallel.offload is Offload.OPTIMIZER else 0,
-        locations=state_locations(parallel),
+        homes=state_locations(parallel),
         textbook=_textbook(size, shard, parallel, mixed_precision, state),
         sent=sent_bytes(size, ranks, parallel, mixed_precision, micro_batches),
     )

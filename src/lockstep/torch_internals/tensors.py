@@ -84,6 +84,27 @@ def functions_of_subclasses_disabled() -> AbstractContextManager[object]:
     return context
 
 
+TELLS_NO_VALUE = {
+    *(
+        getattr(torch.Tensor, name).__get__
+        for name in (
+            *("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn"),
+            *("is_sparse", "is_cpu", "is_cuda", "is_meta", "is_quantized", "is_nested", "_version"),
+        )
+    ),
+    *(
+        getattr(torch.Tensor, name)
+        for name in (
+            *("size", "dim", "numel", "stride", "is_contiguous", "element_size", "storage_offset"),
+            *("is_floating_point", "is_complex", "__len__"),
+        )
+    ),
+}
+"""Functions, as ``__torch_function__`` is told of them, that do not read the elements of a tensor.
+
+Relies on: attributes are told of as ``__get__``; ``_version``.
+"""
+
 TENSOR, POST_ACCUMULATE = "register_hook", "register_post_accumulate_grad_hook"
 """The kinds of hooks, by the methods that set them."""
 _HOOKS = {TENSOR: "_backward_hooks", POST_ACCUMULATE: "_post_accumulate_grad_hooks"}

@@ -35,30 +35,12 @@ class _Unscaled(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func not in _TELLS_NO_VALUE:
+        if func not in torch_tensors.TELLS_NO_VALUE:
             for tensor in leaves((args, kwargs)).values():
                 if type(tensor) is cls:
                     _scale_now(tensor)
         with torch_tensors.functions_of_subclasses_disabled():
             return func(*args, **kwargs)
-
-
-_TELLS_NO_VALUE = {
-    *(
-        getattr(torch.Tensor, name).__get__
-        for name in (
-            *("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn"),
-            *("is_sparse", "is_cpu", "is_cuda", "is_meta", "is_quantized", "is_nested", "_version"),
-        )
-    ),
-    *(
-        getattr(torch.Tensor, name)
-        for name in (
-            *("size", "dim", "numel", "stride", "is_contiguous", "element_size", "storage_offset"),
-            *("is_floating_point", "is_complex", "__len__"),
-        )
-    ),
-}
 
 
 def scale_later(gradient: torch.Tensor, scale: GradientScale) -> None:
