@@ -105,7 +105,7 @@ class ExchangeReduceScatter(ShardCollective):
 
     def __init__(self) -> None:
         self.buffers: ReducedBuffers | None = None
-        self._output_elements = 0  # of the output that belongs to the last input
+        self._output_elements = 0  # of the output that is to come after the last input
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
@@ -129,9 +129,14 @@ class ExchangeReduceScatter(ShardCollective):
         """Reduce ``input_tensor`` (N n,) over the ranks; this rank's part of the result into ``output_tensor`` (n,).
 
         Raises:
-            UsageError: ``op`` is not SUM, AVG or PREMUL_SUM.
+            UsageError: ``op`` is not SUM, AVG or PREMUL_SUM, or this torch asks for an output before its input.
         """
         factor = factor_of(op, group.size())
+        if self._output_elements:
+            raise UsageError(
+                f"torch {torch.__version__} asks for the memory of gradients in another order than this version of "
+                "Lockstep knows. Use lockstep launch --backend gloo, or a torch that the README lists."
+            )
         if not is_small_on_gloo(group):
             with waiting_for_ranks():
                 return reduce_scatter_tensor(output_tensor, input_tensor, op, group=group, async_op=async_op)
