@@ -16,11 +16,11 @@ from lockstep.config.options import Options
 from lockstep.config.values import suggestion
 from lockstep.errors import ConfigError
 from lockstep.observe import trackers
-from lockstep.observe.trackers.base import GeneralTracker
 from lockstep.runtime.process import Runtime
 
 if TYPE_CHECKING:
     from lockstep.observe.measures.measures import Measures
+    from lockstep.observe.trackers.base import GeneralTracker
     from lockstep.observe.trackers.run import TrackerSet
 
 TRACE_NAME = "profile_{rank}.json"

@@ -19,7 +19,6 @@ from lockstep.checkpoint.contents import (
     checked_stateful,
     refuse_options,
 )
-from lockstep.checkpoint.weights.model import save
 from lockstep.comm.collectives import Communicator, raise_on_all_ranks
 from lockstep.comm.dtensor import is_dtensor, whole
 from lockstep.config.options import Options
@@ -146,6 +145,8 @@ class FileMethods:
             assert torch.load("mean.pt")["mean"].shape == (4,)
             ```
         """
+        from lockstep.checkpoint.weights.model import save
+
         save(obj, f, self._options.project.save_on_each_node, safe_serialization)
 
     def save_model(

@@ -13,7 +13,6 @@ from lockstep.comm.methods import gather_for_loss
 from lockstep.comm.tree import LossFunction, Tree
 from lockstep.config.handlers import AutocastKwargs, GradientAccumulationPlugin
 from lockstep.config.options import Options
-from lockstep.observe.state_bytes import StateBytes, count_state
 from lockstep.parallel.autocast import autocast
 from lockstep.parallel.parallel_model import PipelinedModel, call_of
 from lockstep.preparation.observers import RunObserver
@@ -26,6 +25,7 @@ from lockstep.train.accumulation import Accumulation, trigger_sync
 if TYPE_CHECKING:
     from lockstep.observe.measures.measures import Measures
     from lockstep.observe.spikes.watch import SpikeWatch
+    from lockstep.observe.state_bytes import StateBytes
     from lockstep.preparation.prepare import Preparation
     from lockstep.train.loss_scale import LossScaler
 
@@ -480,4 +480,6 @@ class TrainingMethods:
             ```
         """
         self._preparation.offload.finish()
+        from lockstep.observe.state_bytes import count_state
+
         return count_state(self._preparation.models, self._preparation.optimizers)
