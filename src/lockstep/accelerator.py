@@ -33,7 +33,6 @@ from lockstep.config.sources import control_endpoint, imports_file
 from lockstep.errors import StateResetError
 from lockstep.observe import hang
 from lockstep.observe.methods import TrackingMethods
-from lockstep.parallel.float8 import check_float8
 from lockstep.preparation.batches import BatchMethods
 from lockstep.preparation.checks import check_backend
 from lockstep.preparation.files import FileMethods
@@ -216,6 +215,8 @@ class Accelerator(
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.runtime = process.start_runtime(options.cpu, options.init)
         if options.fp8 is not None:
+            from lockstep.parallel.float8 import check_float8
+
             check_float8(options.fp8, options.parallel, self.runtime.device)
         if options.cpu_affinity:
             process.apply_affinity(self.runtime)

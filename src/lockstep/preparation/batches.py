@@ -10,7 +10,6 @@ import torch
 
 from lockstep.comm.collectives import Communicator
 from lockstep.config.options import Options
-from lockstep.data.skip import skip_first_batches
 from lockstep.errors import ConfigError
 from lockstep.parallel import ddp
 from lockstep.runtime.mesh import DeviceMeshes
@@ -102,6 +101,8 @@ class BatchMethods:
                 print(batch.shape)
             ```
         """
+        from lockstep.data.skip import skip_first_batches
+
         return skip_first_batches(dataloader, num_batches)
 
     def deepspeed_ulysses_dl_adapter(self, dataloader: object, model: object) -> Any:
