@@ -7,12 +7,14 @@ from typing import Any
 import torch.distributed as dist
 
 from lockstep.config.enums import CPUBackend
+from lockstep.torch_internals import c10d
 
 
 def register() -> None:
     """Let torch know the backend, once a process. What it is made of is imported with the first group."""
     if CPUBackend.SHM.value not in dist.Backend.backend_list:
         dist.Backend.register_backend(CPUBackend.SHM.value, _make_group, extended_api=True, devices=["cpu"])
+        c10d.records_itself(CPUBackend.SHM.value)  # in ``history``
 
 
 def _make_group(options: Any, _: object = None) -> Any:

@@ -38,6 +38,16 @@ def register_work(tensor: torch.Tensor, work: object) -> None:
     found._register_work(tensor, work)
 
 
+def records_itself(backend: str) -> None:
+    """Keep torch's flight recorder from groups of this backend, which have no C++ backend that it could follow.
+
+    Relies on: ``_FR_SELF_RECORDING_BACKENDS``, since 2.15; before, only torch's own backends were recorded.
+    """
+    known = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", None)
+    if isinstance(known, set):
+        known.add(backend)
+
+
 def names_of_groups() -> dict[object, str]:
     """Process group -> its name, as the flight recorder has it. Relies on: ``_world.pg_names``; none if it is gone."""
     world = getattr(dist.distributed_c10d, "_world", None)
