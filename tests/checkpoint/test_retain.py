@@ -67,9 +67,8 @@ def test_the_candidates_of_a_named_directory_are_it_and_what_it_replaced(tmp_pat
     assert candidates(path, project(tmp_path), STORE) == [path, f"{path}.old"]
 
 
-def test_no_candidates_are_an_error(tmp_path: Path) -> None:
-    with pytest.raises(NoCheckpointError):
-        candidates(None, project(tmp_path), STORE)
+def test_a_project_may_have_no_candidates_and_must_have_a_folder(tmp_path: Path) -> None:
+    assert candidates(None, project(tmp_path), STORE) == []
     with pytest.raises(UsageError):
         candidates(None, ProjectConfiguration(tmp_path), STORE)
 

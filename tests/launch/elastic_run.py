@@ -2,8 +2,8 @@
 
     elastic_run.py FOLDER SAMPLES PAUSE_S [FAULT:RANK:STEP ...]
 
-One fault a round, in order: a signal's name or ``raise``, which comes to ``RANK`` after ``STEP``. While there is a file
-``slow`` in the folder, a step takes a second.
+With ``IN_MEMORY`` in the environment, it saves in memory. One fault a round, in order: a signal's name or ``raise``,
+which comes to ``RANK`` after ``STEP``. While there is a file ``slow`` in the folder, a step takes a second.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def main() -> None:
             }
             ledger.write(json.dumps(line) + "\n")
             ledger.flush()
-            accelerator.save_state()
+            accelerator.save_state(in_memory="IN_MEMORY" in os.environ)
             if rank == 0:
                 (folder / "committed.part").write_text(f"{round} {progress.step} {time.time()}")
                 (folder / "committed.part").rename(folder / "committed")

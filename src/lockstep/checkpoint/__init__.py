@@ -9,6 +9,7 @@ if not TYPE_CHECKING:
             "checkpointer": ["Checkpointer"],
             "contents": ["CheckpointContents", "DataCoordinates", "FullModelSpec"],
             "deferred": ["DeferredCopies", "FrozenTensor", "SMALL_BYTES"],
+            "folders_in_memory": ["FoldersInMemory"],
             "folders": ["candidates", "next_directory", "numbers", "prune", "superfluous"],
             "load": ["load_checkpoint"],
             "planner": ["group_of", "SavePlan", "SavePlanner"],

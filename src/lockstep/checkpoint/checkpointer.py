@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from lockstep.checkpoint.contents import CheckpointContents, Hooks
 from lockstep.checkpoint.deferred import DeferredCopies
@@ -17,14 +19,36 @@ from lockstep.errors import CheckpointError
 from lockstep.runtime.process import Runtime
 from lockstep.runtime.step import StepState
 
+if TYPE_CHECKING:
+    from lockstep.checkpoint.folders_in_memory import FoldersInMemory
+
 logger = logging.getLogger("lockstep.checkpoint")
+
+
+@dataclass(frozen=True)
+class SaveTarget:
+    """Where a save goes.
+
+    Args:
+        folders: They know where the next checkpoint is made.
+        group: The ranks that write one checkpoint together.
+        sharing: Of these, the ranks that see the folder in which this rank writes.
+        planner: Makes the plans of the group.
+        holds_all: Whether all that the group writes comes to lie in that folder.
+    """
+
+    folders: Folders | FoldersInMemory
+    group: CheckpointGroup
+    sharing: CheckpointGroup
+    planner: SavePlanner
+    holds_all: bool
 
 
 class Checkpointer:
     """The checkpoints of one run; ``save`` and ``load`` are the functions that make and read them.
 
-    ``committed`` is called on rank 0 with the directory of each checkpoint that has become complete, by the thread
-    that wrote it.
+    ``committed`` is called on rank 0 with the directory of each checkpoint that has become complete, and whether it is
+    one in memory, by the thread that wrote it.
     """
 
     def __init__(
@@ -32,7 +56,7 @@ class Checkpointer:
         runtime: Runtime,
         communicator: Communicator,
         project: ProjectConfiguration,
-        committed: Callable[[str], None],
+        committed: Callable[[str, bool], None],
         step: StepState,
     ) -> None:
         self.runtime = runtime
@@ -45,6 +69,34 @@ class Checkpointer:
         self.planner = SavePlanner(self.group)
         self.background = Background(step)
         self.has_warned_of_added = False
+        self.memory: FoldersInMemory | None = None
+        self.saves_in_memory = False
+        self._memory_planner: SavePlanner | None = None
+        self._gloo: Communicator | None = None
+
+    @property
+    def on_disk(self) -> SaveTarget:
+        """The project's folders."""
+        return SaveTarget(self.folders, self.group, self.group, self.planner, True)
+
+    def in_memory(self, memory: FoldersInMemory) -> SaveTarget:
+        """The memory of the machines; all ranks write one checkpoint, also where machines share no file system."""
+        group = self.group
+        if len(group.ranks) < self.runtime.world_size:
+            group = CheckpointGroup(self.runtime.rank, list(range(self.runtime.world_size)))
+            self._memory_planner = self._memory_planner or SavePlanner(group)
+        planner = self._memory_planner or self.planner
+        return SaveTarget(memory, group, memory.group, planner, len(memory.machines) <= 2)
+
+    def is_in_memory(self, path: str) -> bool:
+        """Whether that is the path of a checkpoint in memory, which the next one there replaces."""
+        return self.memory is not None and path.startswith(f"{self.memory.path}/")
+
+    def gloo_communicator(self) -> Communicator:
+        """Of a group of its own: for what goes on while training uses the main one. Collective, once a run."""
+        if self._gloo is None:
+            self._gloo = self.communicator.with_gloo()
+        return self._gloo
 
     def wait(self) -> None:
         """Wait for a save that runs in the background. Raises CheckpointError if it failed."""
@@ -61,8 +113,7 @@ class Checkpointer:
 class Background:
     """At most one save at a time, in a thread of its own; the process does not end before it does.
 
-    ``communicator`` is the thread's, of a group of its own, as training uses the main one. ``copies`` are those that
-    it makes, which training waits for through ``step``.
+    ``copies`` are those that it makes, which training waits for through ``step``.
     """
 
     def __init__(self, step: StepState) -> None:
@@ -70,7 +121,6 @@ class Background:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._what = ""
-        self.communicator: Communicator | None = None
         self.stager = HostStager()
         self.copies: DeferredCopies | None = None
 

@@ -20,7 +20,7 @@ from lockstep.checkpoint.store.verify import is_published, read_manifest, root_o
 from lockstep.checkpoint.writer import ELSEWHERE, CheckpointGroup, explained
 from lockstep.config.handlers import ProjectConfiguration
 from lockstep.config.values import join_names
-from lockstep.errors import ArgumentError, CheckpointError, NoCheckpointError, UsageError
+from lockstep.errors import ArgumentError, CheckpointError, UsageError
 
 logger = logging.getLogger("lockstep.checkpoint")
 
@@ -67,7 +67,7 @@ class Folders:
             return StagingArea(path, replaces, superfluous(directory, self._project, store, self.damaged))
 
     def candidates(self, input_dir: str | os.PathLike[str] | None) -> tuple[Store, list[str]]:
-        """Where a checkpoint may be that is loaded, best first."""
+        """Where a checkpoint may be that is loaded, best first; of the project, perhaps nowhere."""
         store, path = self._store_and_folder(input_dir)
         return store, candidates(None if input_dir is None else path, self._project, store)
 
@@ -145,10 +145,7 @@ def candidates(input_dir: str | None, project: ProjectConfiguration, store: Stor
             "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)."
         )
     folder = folder_of(project)
-    found = [f"{folder}/checkpoint_{number}" for number in reversed(numbers(folder, store))]
-    if not found:
-        raise NoCheckpointError(f"There is no checkpoint in {folder}. Save one first.")
-    return found
+    return [f"{folder}/checkpoint_{number}" for number in reversed(numbers(folder, store))]
 
 
 def numbers(folder: str, store: Store) -> list[int]:

@@ -15,9 +15,11 @@ from contextlib import ExitStack, contextmanager
 
 from lockstep.checkpoint.checkpointer import Checkpointer
 from lockstep.checkpoint.contents import CheckpointContents
-from lockstep.checkpoint.folders import added_files
+from lockstep.checkpoint.folders import added_files, folder_of
+from lockstep.checkpoint.folders_in_memory import MemoryCheckpoint, newest_first
 from lockstep.checkpoint.format.documents import Manifest, canonical, digest_of
 from lockstep.checkpoint.global_state import first_ranks, global_names, local_names
+from lockstep.checkpoint.in_memory import candidates_in_memory, opened_in_memory
 from lockstep.checkpoint.load_plan import create_load_plan
 from lockstep.checkpoint.reader import Checkpoint
 from lockstep.checkpoint.store.base import Store, UnreachableError
@@ -38,7 +40,7 @@ def load_checkpoint(
 
     Args:
         checkpointer: What the run keeps between saves.
-        input_dir: The directory, or None for the project's newest checkpoint that is whole.
+        input_dir: The directory, or None for the project's newest checkpoint that is whole, in memory or on disk.
         list_contents: What is restored, looked at when it is called.
     """
     communicator, group, folders = checkpointer.communicator, checkpointer.group, checkpointer.folders
@@ -52,34 +54,48 @@ def load_checkpoint(
     # checkpoints are there: file systems may show a new directory to some ranks later.
     with raise_on_all_ranks(communicator):
         store, found = folders.candidates(input_dir)
-    places: list[str] = communicator.gather_object([found])[group.coordinator]
+    on_disk: list[str] = communicator.gather_object([found])[group.coordinator]
+
+    # From the first rank of each machine to all, for the project's newest: the checkpoints that it has in memory.
+    in_memory = candidates_in_memory(checkpointer) if input_dir is None else []
+    places = newest_first(on_disk, in_memory)
+    if not places:
+        raise NoCheckpointError(
+            f"There is no checkpoint in {folder_of(checkpointer.project)}. Save one first."
+        )
 
     first_failure: Exception | None = None
     with ExitStack() as copies:
-        for directory in places:
+        for place in places:
             try:
-                folder = copies.enter_context(_verified(checkpointer, store, directory))
+                if isinstance(place, MemoryCheckpoint):
+                    folder = copies.enter_context(opened_in_memory(checkpointer, place))
+                else:
+                    folder = copies.enter_context(_verified(checkpointer, store, place))
                 break
             except LockstepError as error:
                 # From each rank to all: whether the place did not answer. An older checkpoint is no answer to that.
                 if any(communicator.gather_object([isinstance(error, UnreachableError)])):
                     raise
-                folders.damaged.add(directory)
+                folders.damaged.add(str(place))
                 if first_failure is None or isinstance(first_failure, NoCheckpointError):
                     first_failure = error
                 if len(places) > 1 and group.is_coordinator:
-                    logger.warning("Skipped %s: %s", directory, error)
+                    logger.warning("Skipped %s: %s", place, error)
         else:
             assert first_failure is not None
             raise first_failure
-        _warn_of_choice_and_added(checkpointer, store, directory, is_second_choice=first_failure is not None)
+        is_on_disk = not isinstance(place, MemoryCheckpoint)
+        _warn_of_choice_and_added(
+            checkpointer, store if is_on_disk else None, str(place), first_failure is not None
+        )
         _restore(checkpointer, folder, contents)
 
     # From each rank to all: whether it could look for the number of the next checkpoint.
     if checkpointer.project.automatic_checkpoint_naming:
         with raise_on_all_ranks(communicator):
             checkpointer.project.iteration = folders.next_number()
-    return directory
+    return str(place) if is_on_disk else folder
 
 
 @contextmanager
@@ -171,13 +187,14 @@ def _restore(checkpointer: Checkpointer, folder: str, contents: CheckpointConten
 
 
 def _warn_of_choice_and_added(
-    checkpointer: Checkpointer, store: Store, directory: str, is_second_choice: bool
+    checkpointer: Checkpointer, store: Store | None, directory: str, is_second_choice: bool
 ) -> None:
-    """Say that an older checkpoint is loaded, and, once a run, that files were added to one."""
+    """Say that an older checkpoint is loaded, and, once a run, that files were added to one that is on disk."""
     if not checkpointer.group.is_coordinator:
         return
     # In other stores files of a checkpoint lie in a folder of their own.
-    names = [] if checkpointer.has_warned_of_added or not store.is_local else added_files(store, directory)
+    looks = store is not None and store.is_local and not checkpointer.has_warned_of_added
+    names = added_files(store, directory) if store is not None and looks else []
     if names:
         checkpointer.has_warned_of_added = True
         logger.warning(

@@ -9,9 +9,9 @@ to which. Everything that is called in between plans, names or touches files, an
     gather_object        each rank sends a value to all, and has a list of what they sent, by rank
 
 ``save`` is what is done at once, ``write_checkpoint`` what a thread may do while training goes on, in a process group
-of its own; where nothing speaks against it (``SaveRequest.plans_at_once``), the thread does ``plan_files`` too. A
-checkpoint is there once the coordinator has published it, by one rename or one put; until then nothing that was saved
-before is touched.
+of its own (for a save in memory it is ``write_in_memory``); where nothing speaks against it
+(``SaveRequest.plans_at_once``), the thread does ``plan_files`` too. A checkpoint is there once the coordinator has
+published it, by one rename or one put; until then nothing that was saved before is touched.
 """
 
 from __future__ import annotations
@@ -19,13 +19,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
-
-import torch.distributed as dist
 
 from lockstep.checkpoint.checkpointer import Checkpointer
 from lockstep.checkpoint.contents import CheckpointContents
-from lockstep.checkpoint.folders import StagingArea, remove_older
+from lockstep.checkpoint.folders import Folders, StagingArea, remove_older
 from lockstep.checkpoint.format.documents import canonical, digest_of
 from lockstep.checkpoint.global_state import (
     digests_of,
@@ -50,6 +47,7 @@ def save_checkpoint(
     list_contents: Callable[[], CheckpointContents],
     settings: Mapping[str, object],
     blocking: bool = True,
+    in_memory: bool = False,
     add_files: Callable[[str], None] | None = None,
 ) -> str:
     """Write a checkpoint and return its directory. Every rank calls it, and all raise alike.
@@ -61,20 +59,27 @@ def save_checkpoint(
         settings: How the run is set up, for the manifest.
         blocking: False: return as soon as what is saved is sure to be the state of now; a failure after that is
             raised by the next call.
+        in_memory: Write to the memory of the machines, of which each keeps a copy of another one's part.
         add_files: Called on each rank with the local directory in which the checkpoint is made; files that it writes
             there belong to it.
     """
-    communicator, group, folders = checkpointer.communicator, checkpointer.group, checkpointer.folders
-    background = checkpointer.background
+    communicator, background = checkpointer.communicator, checkpointer.background
     checkpointer.wait()
+    target = checkpointer.on_disk
+    if in_memory:
+        from lockstep.checkpoint.in_memory import begin_saving, write_in_memory  # with what few runs need
+
+        target = checkpointer.in_memory(begin_saving(checkpointer))
+    folders = target.folders
 
     def request() -> SaveRequest:
         contents = list_contents()
         store, directory = folders.next(output_dir)
-        state = collect(contents, group.rank)
+        state = collect(contents, target.group.rank)
         copies = None if blocking else background.defer(contents)
+        is_numbered = output_dir is None and not in_memory
         called = SaveRequest(
-            checkpointer, contents, settings, add_files, output_dir is None, store, directory, state, copies
+            checkpointer, target, contents, settings, add_files, is_numbered, store, directory, state, copies
         )
         if not called.changes_state:
             called.freeze()
@@ -106,15 +111,13 @@ def save_checkpoint(
 
         # From each rank to all: whether they save to one directory, and the coordinator could lock it.
         with raise_on_all_ranks(communicator):
-            group.refuse_different([of_rank for _, of_rank, _ in called])
-            if group.is_coordinator:
+            target.sharing.refuse_different([of_rank for _, of_rank, _ in called])
+            if target.sharing.is_coordinator:
                 requested.area = folders.begin(requested.store, directory, requested.is_numbered)
-                undo.callback(Writer(requested.store, directory, requested.area.path, group).abandon)
+                undo.callback(Writer(requested.store, directory, requested.area.path, target.sharing).abandon)
 
-        # Once a run: all make a group for the thread.
-        if not blocking and background.communicator is None:
-            own_group = dist.new_group(backend="gloo") if communicator.world_size > 1 else None
-            background.communicator = Communicator(replace(checkpointer.runtime, backend="gloo"), own_group)
+        # Once a run: all make a group for the thread, and for files.
+        writes_by = communicator if blocking and not in_memory else checkpointer.gloo_communicator()
 
         planned = plan_files(communicator, requested) if plans_at_once else None
         undo.pop_all()
@@ -123,15 +126,16 @@ def save_checkpoint(
     checkpointer.project.iteration += requested.is_numbered
 
     def write() -> None:
-        used = communicator if copies is None else background.communicator
-        assert used is not None
         try:
-            writer, staged, area = planned or plan_files(used, requested)
-            write_checkpoint(used, writer, staged, area.replaces, area.older)
+            writer, staged, area = planned or plan_files(writes_by, requested)
+            if isinstance(folders, Folders):
+                write_checkpoint(writes_by, writer, staged, area.replaces, area.older)
+            else:
+                write_in_memory(writes_by, writer, staged, folders, requested.adds_files)
         finally:
             folders.unlock(directory)
         if checkpointer.runtime.is_main:
-            checkpointer.committed(directory)
+            checkpointer.committed(directory, in_memory)
 
     if copies is None:
         write()
@@ -153,11 +157,12 @@ def plan_files(communicator: Communicator, request: SaveRequest) -> tuple[Writer
     Returns this rank's part in it, what it writes, and where; nothing is left of the staging area if this raises.
     """
     checkpointer, contents, state = request.checkpointer, request.contents, request.state
-    group, planner, rank = checkpointer.group, checkpointer.planner, checkpointer.group.rank
+    group, planner, rank = request.target.group, request.target.planner, request.target.group.rank
+    sharing = request.target.sharing
 
     # From the coordinator to the ranks that share the directory: its staging area.
-    area: StagingArea = communicator.gather_object([request.area])[group.coordinator]
-    writer = Writer(request.store, request.directory, area.path, group)
+    area: StagingArea = communicator.gather_object([request.area])[sharing.coordinator]
+    writer = Writer(request.store, request.directory, area.path, sharing)
     with ExitStack() as undo:
         undo.callback(writer.abandon)
 
@@ -217,7 +222,8 @@ def plan_files(communicator: Communicator, request: SaveRequest) -> tuple[Writer
             plan = planner.plan
             if not checkpointer.hooks.save:
                 refuse_missing_tensors(contents, state.common, plan.index)
-            writer.check_room(plan.nbytes)
+            if request.target.holds_all:
+                writer.check_room(plan.nbytes)
             staged = request.stage(plan, tensors)
         undo.pop_all()
     return writer, staged, area

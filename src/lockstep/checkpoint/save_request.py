@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from lockstep.checkpoint.checkpointer import Checkpointer
+from lockstep.checkpoint.checkpointer import Checkpointer, SaveTarget
 from lockstep.checkpoint.contents import CheckpointContents, SaveHook
 from lockstep.checkpoint.deferred import DeferredCopies
 from lockstep.checkpoint.folders import StagingArea
@@ -31,6 +31,7 @@ class SaveRequest:
     """
 
     checkpointer: Checkpointer
+    target: SaveTarget
     contents: CheckpointContents
     settings: Mapping[str, object]
     add_files: Callable[[str], None] | None
@@ -51,18 +52,20 @@ class SaveRequest:
         return (
             self.copies is None
             or self.copies.uncloned
-            or not self.checkpointer.planner.has_plan
+            or not self.target.planner.has_plan
             or self.changes_state
             or self.add_files is not None
         )
 
     @property
+    def adds_files(self) -> bool:
+        """Whether hooks, or ``add_files``, may write into the staging area."""
+        return bool(self.checkpointer.hooks.save) or self.add_files is not None
+
+    @property
     def gathers(self) -> bool:
         """Whether machines share no file system, so that each needs all shards."""
-        return (
-            self.checkpointer.project.save_on_each_node
-            and len(self.checkpointer.group.ranks) < self.checkpointer.communicator.world_size
-        )
+        return len(self.target.group.ranks) < self.checkpointer.communicator.world_size
 
     @property
     def changes_state(self) -> bool:
@@ -77,7 +80,7 @@ class SaveRequest:
     def stage(self, plan: SavePlan, tensors: dict[str, torch.Tensor]) -> StagedState:
         """What this rank will write. Of a save in the background only what is to be copied is kept of the state."""
         checkpointer, state, copies = self.checkpointer, self.state, self.copies
-        group = checkpointer.group
+        group = self.target.group
         if copies is None:
             files = {file: TensorFile(plan.content(file, tensors)) for file in plan.mine}
         else:

@@ -11,7 +11,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
@@ -102,6 +102,11 @@ class Communicator:
         pairs = (runtime.backend or "").split(",")
         # "cpu:gloo,cuda:nccl" names the devices whose tensors the group takes; "gloo" takes cpu.
         self._devices = {pair.split(":")[0] for pair in pairs if ":" in pair} or {runtime.control_device.type}
+
+    def with_gloo(self) -> Communicator:
+        """One of all ranks, in a new group of gloo: for a thread of its own, or for files."""
+        group = dist.new_group(backend="gloo") if self.world_size > 1 else None
+        return Communicator(replace(self.runtime, backend="gloo"), group)
 
     def gather(self, tree: Tree) -> Tree:
         """Every tensor replaced by the concatenation along dim 0 of all ranks' tensors, in rank order.
@@ -294,6 +299,30 @@ class Communicator:
             dist.recv(received, group=self._group, group_src=from_process)
         return received.cpu().view(like.dtype).view(like.shape)
 
+    def exchange_bytes(
+        self,
+        sent: Sequence[tuple[torch.Tensor, int]],
+        received: Sequence[tuple[torch.Tensor, int]],
+        most_bytes: int,
+    ) -> None:
+        """Send bytes to some ranks, and receive others, in messages of at most ``most_bytes``.
+
+        Each pair is a tensor of uint8, shape (n,), in host memory, and the other rank. Between two ranks both sides
+        have the same sizes in the same order.
+        """
+        requests: list[dist.Work | None] = []
+        for data, rank in sent:
+            requests += [
+                dist.isend(part, group=self._group, group_dst=rank) for part in _parts(data, most_bytes)
+            ]
+        for data, rank in received:
+            requests += [
+                dist.irecv(part, group=self._group, group_src=rank) for part in _parts(data, most_bytes)
+            ]
+        for request in requests:
+            if request is not None:
+                request.wait()
+
     def barrier(self) -> None:
         """Wait until every rank is here."""
         if self.world_size > 1:
@@ -473,3 +502,7 @@ def pickled(values: list[object], operation: str) -> tuple[bytes, Exception | No
             f"{operation} sends values as pickles, but {type(error).__name__}: {error}. "
             "Pass values that can be pickled, or tensors to gather or broadcast."
         )
+
+
+def _parts(data: torch.Tensor, most_bytes: int) -> list[torch.Tensor]:
+    return list(data.split(most_bytes)) if data.numel() else []

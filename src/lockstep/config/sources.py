@@ -125,6 +125,7 @@ OTHER_VARIABLES = (
     "LOCKSTEP_CONTROL_SECRET",
     "LOCKSTEP_RESTART",
     "LOCKSTEP_LAUNCH_ID",
+    "LOCKSTEP_MEMORY_FOLDER",
     "LOCKSTEP_SHARED_CONSOLE",
     "LOCKSTEP_CONTROL_FILE",
     "LOCKSTEP_ORPHAN_WATCH",
@@ -230,6 +231,11 @@ def named_config_file(environ: Environ | None = None) -> str | None:
 def is_launched(environ: Environ | None = None) -> bool:
     """Whether a launcher of ours started this process, and so has read the configuration file."""
     return bool((os.environ if environ is None else environ).get("LOCKSTEP_LAUNCH_ID"))
+
+
+def memory_folder(environ: Environ | None = None) -> str | None:
+    """Where the launcher said that checkpoints in memory lie; None where no launcher keeps them."""
+    return (os.environ if environ is None else environ).get("LOCKSTEP_MEMORY_FOLDER") or None
 
 
 def shares_console(environ: Environ | None = None) -> bool:

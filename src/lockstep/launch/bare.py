@@ -14,14 +14,15 @@ which are no children of the launcher or of the workers, are for a guard that en
 
 ends what a launcher leaves behind, whatever way it ended. The launcher writes ``done`` when nothing is to be ended. If
 the pipe closes without it, every process with this launch's identity in its environment is killed: data-loader workers
-and children of shell scripts too, which a death signal for direct children does not reach. Twice a second it says that
-it is there. Linux; elsewhere it does nothing but that.
+and children of shell scripts too, which a death signal for direct children does not reach. Then it removes the launch's
+checkpoints in memory. Twice a second it says that it is there. Linux; elsewhere it does nothing but that.
 """
 
 from __future__ import annotations
 
 import os
 import select
+import shutil
 import signal
 import sys
 import time
@@ -29,6 +30,8 @@ from collections.abc import Collection
 from contextlib import suppress
 
 ID_VARIABLE = "LOCKSTEP_LAUNCH_ID"
+# the folder in memory in which workers keep checkpoints, as long as the launch lasts
+MEMORY_VARIABLE = "LOCKSTEP_MEMORY_FOLDER"
 # in the environment of the watches: they end by themselves
 WATCH_VARIABLE = "LOCKSTEP_ORPHAN_WATCH"
 # in the environment of processes that wait for the next round, and of their watches: its own mark, and more
@@ -72,6 +75,13 @@ def end(launch_id: str, with_watches: bool = False, spares: Collection[str] = ()
         time.sleep(0.02)
 
 
+def remove_memory() -> None:
+    """Let go of the checkpoints that the launch has in memory; nobody writes them any more."""
+    folder = os.environ.get(MEMORY_VARIABLE)
+    if folder:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def run_guard(launch_id: str) -> None:
     """Wait for the launcher's end, then end what is left. Meanwhile say twice a second that this process lives."""
     words = b""
@@ -88,6 +98,7 @@ def run_guard(launch_id: str) -> None:
             words += read
     if words != DONE and os.path.isdir("/proc/self"):
         end(launch_id)
+        remove_memory()
 
 
 def run_watch(descriptor: int, launch_id: str) -> None:
@@ -97,6 +108,7 @@ def run_watch(descriptor: int, launch_id: str) -> None:
     [(_, event)] = ended.poll()
     if event & select.POLLIN:
         end(launch_id)
+        remove_memory()
 
 
 def leave_watch(launcher: int, launch_id: str) -> None:

@@ -8,10 +8,11 @@ import sys
 import time
 import uuid
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 from lockstep.config.sources import export_environment
 from lockstep.launch import bare
+from lockstep.runtime.memory_folder import MemoryFolder
 
 WAIT_S = 2.0
 SILENT_S = 3.0
@@ -20,16 +21,26 @@ FIRST_WORD_S = 20.0  # on a machine that is busy, an interpreter takes its time 
 
 def run_guarded(run: Callable[[GuardProcess], int]) -> int:
     """What ``run`` returns. Unless that is 0, all that it started is ended after it, and whenever this process ends."""
-    guard_process = GuardProcess()
-    try:
-        # what is started from here on inherits it
+    with ExitStack() as stack:
+        # what is started from here on inherits the variables
+        export_environment({bare.MEMORY_VARIABLE: _memory_folder(stack)})
+        guard_process = GuardProcess()
+        stack.callback(guard_process.close)
         export_environment({bare.ID_VARIABLE: guard_process.launch_id})
         code = run(guard_process)
         if code == 0:
             guard_process.finished()
         return code
-    finally:
-        guard_process.close()
+
+
+def _memory_folder(stack: ExitStack) -> str:
+    """Where workers may keep checkpoints in memory, until the launch is over; nowhere on a system that has no place."""
+    try:
+        folder = MemoryFolder()
+    except OSError:
+        return ""
+    stack.callback(folder.close)
+    return folder.path
 
 
 class GuardProcess:

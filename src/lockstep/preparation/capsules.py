@@ -197,7 +197,7 @@ class StepKeeper:
                 self._communicator.runtime,
                 self._communicator,
                 ProjectConfiguration(),
-                lambda path: None,
+                lambda *_: None,
                 self._step,
             )
         save_checkpoint(self._checkpointer, directory, lambda: replace(self._contents(), parts={}), {})

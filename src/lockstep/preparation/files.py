@@ -300,6 +300,7 @@ class FileMethods:
         safe_serialization: bool = True,
         *,
         blocking: bool = True,
+        in_memory: bool = False,
         **save_model_func_kwargs: object,
     ) -> str:
         """Write a checkpoint, and return its directory. Call it on every rank.
@@ -312,6 +313,8 @@ class FileMethods:
             safe_serialization: False: ``torch.save`` also writes the weights to ``pytorch_model.bin``, for other
                 readers. A warning says that such a file can run code.
             blocking: False: return at once. The state of this moment is copied and written while training goes on.
+            in_memory: True: keep the checkpoint in the memory of the machines, each with a copy of another one's part,
+                as long as the launch lasts. ``load_state()`` finds it if it is the newest.
             save_model_func_kwargs: Refused: options of Accelerate that mean nothing here.
 
         Raises:
@@ -344,20 +347,20 @@ class FileMethods:
                 warn_of_pickles("save_state")
             add_files = self._pickled_weights(output_dir)
         self._save_began = time.perf_counter()
-        if self._preparation.spikes is not None:
+        if self._preparation.spikes is not None and not in_memory:  # which goes back to those on disk
             self._preparation.spikes.save_begins()
         part = self._step.clock.enter("save")
         try:
             return save_checkpoint(
-                self._checkpointer, output_dir, contents, self._settings(), blocking, add_files
+                self._checkpointer, output_dir, contents, self._settings(), blocking, in_memory, add_files
             )
         finally:
             self._step.clock.enter(part)
 
-    def _committed(self, path: str) -> None:
+    def _committed(self, path: str, in_memory: bool) -> None:
         """A checkpoint is complete; told to rank 0 by the thread that wrote it."""
         self._watch.committed(path)
-        if self._preparation.spikes is not None:
+        if self._preparation.spikes is not None and not in_memory:
             self._preparation.spikes.saved(path)
         self.measures.saved(path, time.perf_counter() - self._save_began)
 
@@ -417,7 +420,7 @@ class FileMethods:
 
         began = time.perf_counter()
         path = load_checkpoint(self._checkpointer, input_dir, contents)
-        if self._preparation.spikes is not None:
+        if self._preparation.spikes is not None and not self._checkpointer.is_in_memory(path):
             self._preparation.spikes.loaded(path)
         self.measures.loaded(path, self._window.loaded_steps, time.perf_counter() - began)
         for observer in RunObserver.registered:

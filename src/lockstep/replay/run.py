@@ -205,7 +205,7 @@ class ReplayedRun(RunObserver):
         if facts.has_weights:
             models = [model.plain for model in self._run.models]
             checkpointer = Checkpointer(
-                runtime, Communicator(runtime), ProjectConfiguration(), lambda path: None, StepState()
+                runtime, Communicator(runtime), ProjectConfiguration(), lambda *_: None, StepState()
             )
             load_checkpoint(checkpointer, self._folder / WEIGHTS, lambda: CheckpointContents(models, {}))
             return

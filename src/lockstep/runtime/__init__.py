@@ -21,6 +21,7 @@ if not TYPE_CHECKING:
             "control": ["split_between"],
             "failure": ["install_excepthook", "is_consequence", "report_of"],
             "memory": ["is_out_of_memory"],
+            "memory_folder": ["MemoryFolder"],
             "process": [
                 "check_same_versions",
                 "current_runtime",

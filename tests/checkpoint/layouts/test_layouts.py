@@ -34,7 +34,7 @@ def checkpointer() -> Checkpointer:
         accelerator.runtime,
         accelerator._communicator,
         ProjectConfiguration(),
-        lambda directory: None,
+        lambda *_: None,
         StepState(),
     )
 
