@@ -89,6 +89,21 @@ def lockstep_contender(layers: int, parallel: str) -> dict[str, Callable[[str], 
     }
 
 
+def memory_contender(layers: int, parallel: str) -> dict[str, Callable[[str], Any]]:
+    from lockstep import Accelerator, ProjectConfiguration
+
+    project = ProjectConfiguration(
+        tempfile.gettempdir(), automatic_checkpoint_naming=True
+    )  # nothing is written there
+    accelerator = Accelerator(cpu=True, parallel=parallel, project_config=project)
+    objects = Objects(accelerator, layers)
+    assert objects is not None
+    return {
+        "save": lambda _: accelerator.save_state(in_memory=True),
+        "load": lambda _: accelerator.load_state(),
+    }
+
+
 class StandStill:
     """What a save in the background costs training."""
 
@@ -167,12 +182,18 @@ def accelerate_contender(layers: int, parallel: str) -> dict[str, Callable[[str]
     return {"save": accelerator.save_state, "load": accelerator.load_state}
 
 
-CONTENDERS = {"lockstep": lockstep_contender, REFERENCE: dcp_contender, "accelerate": accelerate_contender}
+IN_MEMORY = "lockstep, in memory"
+CONTENDERS = {
+    "lockstep": lockstep_contender,
+    IN_MEMORY: memory_contender,
+    REFERENCE: dcp_contender,
+    "accelerate": accelerate_contender,
+}
 # Accelerate trains as DDP on CPUs, whatever its FSDP plugin says.
 CONFIGURATIONS = {
-    "1 process": (1, "ddp", ["lockstep", REFERENCE, "accelerate"]),
-    "2 processes, DDP": (2, "ddp", ["lockstep", REFERENCE, "accelerate"]),
-    "2 processes, zero=3": (2, "zero=3", ["lockstep", REFERENCE]),
+    "1 process": (1, "ddp", ["lockstep", IN_MEMORY, REFERENCE, "accelerate"]),
+    "2 processes, DDP": (2, "ddp", ["lockstep", IN_MEMORY, REFERENCE, "accelerate"]),
+    "2 processes, zero=3": (2, "zero=3", ["lockstep", IN_MEMORY, REFERENCE]),
 }
 
 
@@ -216,7 +237,7 @@ def work(chosen: argparse.Namespace) -> None:
                     if turn >= 0:
                         taken[name].setdefault(kind, []).append(value)
             if rank == 0:
-                shutil.rmtree(place)
+                shutil.rmtree(place, ignore_errors=True)
                 shutil.rmtree(place + "-later", ignore_errors=True)
                 os.sync()  # nobody pays for another's pages
             if dist.is_initialized():

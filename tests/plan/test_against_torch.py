@@ -31,7 +31,7 @@ def sharded(plan: Parallel, precision: str) -> Any:
     if plan.replicate == 1:
         mesh = mesh["shard"]
     compute = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-    reduce = TORCH[plan.reduce] if plan.reduce else None
+    reduce = TORCH[plan.reduce] if plan.reduce else compute  # which torch before 2.15 does without being told
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
     model = BlocksAndRoot(WIDTH, BLOCKS)
     for block in model.blocks:

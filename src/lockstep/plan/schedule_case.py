@@ -198,8 +198,11 @@ def _executed(torch_name: str, rank: int, ranks: int, micro_batches: int) -> lis
     import torch
     from torch.distributed.pipelining.schedules import get_schedule_class
 
+    from lockstep.torch_internals.pipelining import without_setup
+
     stage = _RecordingStage(rank, rank, ranks, ranks)
     schedule = get_schedule_class(torch_name)(stage, micro_batches, loss_fn=_no_loss)
+    without_setup(schedule)
     with torch.enable_grad():
         schedule.step(target=torch.zeros(micro_batches), return_outputs=False)
     return stage.actions

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import operator
+import re
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -301,8 +302,9 @@ Examples:
 def _describe(named: dict[str, Any]) -> None:
     """Give each ``is_..._available`` its name, and an example in its docstring."""
     for name, function in named.items():
-        if name.startswith("is_") and name.endswith("_available") and name != "is_available":
-            subject = name[len("is_") : -len("_available")]
+        described = re.fullmatch(r"is_(\w+)_available", name)
+        if described:
+            subject = described[1]
             function.__name__ = function.__qualname__ = name
             function.__doc__ = _DOCSTRING.format(what=function.__doc__, name=name, subject=subject)
 

@@ -93,6 +93,15 @@ class ScheduleRuntime(schedules._PipelineScheduleRuntime):
         self._stages_forward_initialized = True
 
 
+def without_setup(schedule: Any) -> None:
+    """Let a schedule of one stage on each rank call its stage without preparing messages between ranks.
+
+    Relies on: ``_initialize_stage``, which the loop calls before the first micro-batch.
+    """
+    expect(callable(schedule._initialize_stage), "a schedule prepares its stage in _initialize_stage")
+    schedule._initialize_stage = lambda *_, **__: None
+
+
 def complete(actions: list[ScheduleAction]) -> list[ScheduleAction]:
     """One phase of a schedule with what belongs to it: around each stage's own actions its sharded parameters are
     gathered and given back, after its last backward gradients are reduced, and at the end sends are waited for.
