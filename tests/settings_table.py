@@ -25,9 +25,11 @@ def table() -> str:
 def cells(setting: Setting) -> tuple[str, str, str, str]:
     flags = [flag.partition("/")[0] for flag in setting.flags.split()]  # of --watch/--no-watch the first
     longest_first = sorted(flags, key=lambda flag: not flag.startswith("--"))
-    meaning = setting.help
-    if setting.note and setting.note not in meaning.lower():
-        note = setting.note[:1].upper() + setting.note[1:] if not meaning else f"In a file: {setting.note}"
+    meaning = setting.meaning
+    if setting.values and setting.values not in meaning.lower():
+        note = (
+            setting.values[:1].upper() + setting.values[1:] if not meaning else f"In a file: {setting.values}"
+        )
         meaning = f"{meaning} {note}.".strip()
     elif not meaning:
         meaning = "A name that `torch.compile` knows."

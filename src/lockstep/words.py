@@ -8,6 +8,7 @@ from datetime import datetime, timezone
 _UNITS = ((60, "min", 1, "s", 60), (3600, "h", 60, "min", 24), (86400, "d", 3600, "h", math.inf))
 """Seconds, name, and those of the smaller unit that is said with it; from how many on the next one is taken."""
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
+BINARY_UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 _BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
@@ -35,6 +36,21 @@ def bytes_text(count: float) -> str:
         if abs(count) >= unit:
             return f"{digits(count / unit)} {name}"
     return f"{digits(count)} B"
+
+
+def memory_text(count: int) -> str:
+    """512 B; 1.25 GiB, of 2^30 bytes; 0."""
+    unit, name = next((one for one in BINARY_UNITS if count >= one[0]), BINARY_UNITS[-1])
+    if unit == 1:
+        return f"{count} B" if count else "0"
+    return f"{three_digits(count / unit)} {name}"
+
+
+def three_digits(number: float) -> str:
+    """0, 1.25, 12.5, 1,250."""
+    if number == 0:
+        return "0"
+    return f"{number:,.0f}" if number >= 100 else f"{number:.1f}" if number >= 10 else f"{number:.2f}"
 
 
 def short(number: float) -> str:

@@ -205,8 +205,8 @@ def test_env_prints_json_and_no_secrets(
     [
         (["lanch"], "Did you mean 'launch'?"),
         (["launch"], "Missing argument 'SCRIPT'"),
-        (["launch", "--nproc", "-4", "x.py"], "-4 is not in the range"),
-        (["launch", "--nproc", "abc", "x.py"], "'abc' is not a valid integer"),
+        (["launch", "--nproc", "-4", "x.py"], "'-4' is not an integer from 1 to 1000000"),
+        (["launch", "--nproc", "abc", "x.py"], "'abc' is not an integer from 1 to 1000000"),
         (["launch", "--nprc", "2", "x.py"], "'--nproc'?"),
         (["launch", "missing.py"], "the script 'missing.py' does not exist"),
         (

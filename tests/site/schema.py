@@ -15,7 +15,7 @@ NAMES = {bool: "boolean", int: "integer", float: "number", str: "string"}
 def described(setting: Setting) -> dict[str, Any]:
     """The schema of one key."""
     kind = setting.kind
-    text = setting.help or setting.note
+    text = setting.meaning or setting.values
     found: dict[str, Any] = {"description": text} if text else {}
     if kind.words:
         found["enum"] = list(kind.words)
@@ -53,7 +53,7 @@ def variables() -> str:
         [
             ", ".join(f"`{name}`" for name in one.variables),
             f"`{one.name}`",
-            (one.help or one.note).replace("|", "\\|"),
+            (one.meaning or one.values).replace("|", "\\|"),
         ]
         for settings in TOPICS.values()
         for one in settings

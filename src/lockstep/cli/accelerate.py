@@ -151,10 +151,10 @@ def estimate_memory(
     MODEL is a folder or config.json of transformers, a name on the Hugging Face Hub, weights in files, or module:Class.
     No weights are made or read. See also: lockstep estimate, which compares ways to train.
     """
-    from lockstep.cli.estimate_text import size_text
     from lockstep.cli.output import print_table
     from lockstep.errors import UsageError
     from lockstep.plan.estimate import Limits, training_rows
+    from lockstep.words import memory_text
 
     if trust_remote_code:
         raise UsageError(
@@ -166,11 +166,11 @@ def estimate_memory(
     largest = max((sum(unit.values()) for unit in facts.units.values()), default=0)
     rows = []
     for dtype in dtypes:
-        sizes = [size_text(count * BITS[dtype] // 8) for count in (largest, elements)]
+        sizes = [memory_text(count * BITS[dtype] // 8) for count in (largest, elements)]
         trained = "N/A"
         if dtype in PRECISIONS:
             first = training_rows(facts, [1], [PRECISIONS[dtype]], "adam", Limits())[0]
-            trained = size_text(first.device)
+            trained = memory_text(first.device)
         rows.append((dtype, *sizes, trained))
     click.echo(f"Memory for loading {facts.name}: {facts.count:,} parameters")
     print_table(("dtype", "largest part", "total size", "training using Adam"), rows, ())

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from lockstep.cli.integers import IntegerRange
 from lockstep.cli.output import escape, escaped_lines, kept_folder, print_table, write_json
+from lockstep.cli.values import IntegerRange
 from lockstep.config.checks import MAX_PROCESSES
 from lockstep.config.settings import SETTINGS
 

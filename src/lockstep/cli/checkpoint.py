@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from lockstep.cli.integers import IntegerRange
 from lockstep.cli.output import escape, print_table, progress
+from lockstep.cli.values import IntegerRange
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.store.base import Store
@@ -228,7 +228,7 @@ def _show_list(store: Store, places: list[str], as_json: bool) -> None:
 @command.command("merge", epilog=MERGE_EPILOG)
 @click.argument("source", metavar="SRC")
 @click.argument("out", metavar="OUT")
-@click.option("--model", type=IntegerRange(min=0), help="Number of the model, if the checkpoint has several.")
+@click.option("--model", type=IntegerRange(0), help="Number of the model, if the checkpoint has several.")
 @click.option("--force", is_flag=True, help="Overwrite an existing file.")
 def merge_command(source: str, out: str, model: int | None, force: bool) -> None:
     """Write the weights of SRC, a checkpoint or a folder of sharded weights, as the one file OUT.
@@ -255,7 +255,7 @@ def merge_command(source: str, out: str, model: int | None, force: bool) -> None
 @click.option(
     "--dtype", type=click.Choice(list(DTYPES)), help="Dtype of floating-point tensors (default: as saved)."
 )
-@click.option("--model", type=IntegerRange(min=0), help="Number of the model, if the checkpoint has several.")
+@click.option("--model", type=IntegerRange(0), help="Number of the model, if the checkpoint has several.")
 @click.option("--force", is_flag=True, help="Replace weights that are in OUT.")
 def convert_command(
     source: str, out: str, to: str, max_shard_size: str, dtype: str | None, model: int | None, force: bool

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import click
 
-from lockstep.cli.integers import IntegerRange
 from lockstep.cli.output import escape
+from lockstep.cli.values import IntegerRange, options_of, value_type
 from lockstep.compat.rules import Row
-from lockstep.config.checks import MAX_MACHINES, MAX_PORT, MAX_PROCESSES, MAX_THREADS
+from lockstep.config.checks import MAX_PROCESSES
+from lockstep.config.settings import SETTINGS
 from lockstep.config.sources import user_config_file
 
-PRECISION = click.Choice(["no", "fp16", "bf16", "fp8"], case_sensitive=False)
+PRECISION = SETTINGS["mixed_precision"]
 
 EPILOG = """\b
 Examples:
@@ -48,25 +49,31 @@ Examples:
 @click.option(
     "--config-file", type=str, help="Where to write (default: the file that launch reads by default)."
 )
-@click.option("--num-processes", type=IntegerRange(1, MAX_PROCESSES), help="Processes over all machines.")
-@click.option("--num-machines", type=IntegerRange(1, MAX_MACHINES), help="Number of machines.")
-@click.option("--machine-rank", type=IntegerRange(0, MAX_MACHINES - 1), help="This machine's number, from 0.")
-@click.option("--main-process-ip", type=str, help="Address of the machine with rank 0.")
-@click.option("--main-process-port", type=IntegerRange(0, MAX_PORT), help="Port there.")
-@click.option("--mixed-precision", type=PRECISION, help="Precision of autocast.")
-@click.option("--cpu", "use_cpu", is_flag=True, default=None, help="Train on CPUs only.")
-@click.option("--num-cpu-threads", "num_cpu_threads_per_process", type=IntegerRange(1, MAX_THREADS),
-              help="Threads of each process.")  # fmt: skip
-@click.option("--gradient-accumulation-steps", type=IntegerRange(min=1), help="Micro-batches in a step.")
-@click.option(
-    "--parallel", type=str, help="How models are divided over processes, such as 'zero=3 activation=full'."
+@options_of(
+    "num_processes",
+    "num_machines",
+    "machine_rank",
+    "main_process_ip",
+    "main_process_port",
+    "mixed_precision",
+    "use_cpu",
+    "num_cpu_threads_per_process",
+    "gradient_accumulation_steps",
+    "parallel",
 )
 @click.option(
     "--yes", "-y", is_flag=True, help="Ask nothing. Use the defaults for all settings without an option."
 )
 @click.option("--force", is_flag=True, help="Overwrite an existing file without asking.")
 @click.pass_context
-def command(ctx: click.Context, config_file: str | None, yes: bool, force: bool, **flags: object) -> None:
+def command(
+    ctx: click.Context,
+    config_file: str | None,
+    yes: bool,
+    force: bool,
+    num_machines: tuple[int, int] | None,
+    **flags: object,
+) -> None:
     """Write a configuration file. Without options, it asks for the settings."""
     given = {name: value for name, value in flags.items() if value is not None}
     if ctx.invoked_subcommand is not None:
@@ -77,6 +84,9 @@ def command(ctx: click.Context, config_file: str | None, yes: bool, force: bool,
         return
     if config_file is not None and not config_file.strip():
         raise click.UsageError(f"--config-file {config_file!r} is not a path. Name a file, or drop it.")
+    if num_machines is not None:
+        least, most = num_machines
+        given["num_machines"] = most if least == most else f"{least}:{most}"
     if given or yes:
         answers = given
     else:
@@ -102,7 +112,9 @@ def command(ctx: click.Context, config_file: str | None, yes: bool, force: bool,
 
 @command.command("default", epilog=DEFAULT_EPILOG)
 @click.option("--config-file", help="Where to write (default: the file that launch reads by default).")
-@click.option("--mixed-precision", type=PRECISION, default="no", help="Precision of autocast.")
+@click.option(
+    PRECISION.flag, type=value_type(PRECISION), default=str(PRECISION.default), help=PRECISION.meaning
+)
 def default_command(config_file: str | None, mixed_precision: str) -> None:
     """Write a file for all GPUs of this machine, or for its CPU. Asks nothing, and replaces no file."""
     from lockstep.cli.accelerate_commands import write_basic_config

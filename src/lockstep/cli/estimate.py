@@ -53,11 +53,12 @@ def command(model: str, arguments: str | None, optimizer: str, as_json: bool, **
     MODEL is a module path (package.module:Class or file.py:function), the folder or config.json of a transformers
     model, or a folder or file of safetensors. No weights are made or read.
     """
+    from lockstep.cli.values import process_counts
     from lockstep.config.files import parse_json
     from lockstep.config.values import parse_integer, parse_precision
     from lockstep.plan.estimate import inference_rows, training_rows
 
-    ranks = _integers(options["ranks"], "--ranks")
+    ranks = list(dict.fromkeys(process_counts(options["ranks"], "--ranks", MAX_RANKS)))
     precisions = [str(parse_precision(part, "--precision")) for part in options["precision"].split(",")[:4]]
     batch, sequence = options["batch"], options["sequence"]
     if (batch is None) != (sequence is None):
@@ -95,17 +96,6 @@ def _averaging(facts: ModelFacts, ranks: Sequence[int], bandwidth: str | None) -
 
     speed = bytes_of(bandwidth, "--bandwidth", 1)
     return [averaging_time(4 * facts.trainable, count, speed) for count in ranks]
-
-
-def _integers(text: str, flag: str) -> list[int]:
-    from lockstep.config.checks import MAX_PROCESSES
-    from lockstep.config.values import parse_integer
-    from lockstep.errors import ConfigError
-
-    parts = text.split(",", MAX_RANKS)
-    if len(parts) > MAX_RANKS:
-        raise ConfigError(f"{flag} has {text.count(',') + 1} numbers. Give at most {MAX_RANKS}.")
-    return list(dict.fromkeys(parse_integer(part, flag, 1, MAX_PROCESSES) for part in parts))
 
 
 def _limits(options: dict[str, Any]) -> Limits:

@@ -18,8 +18,7 @@ from lockstep.plan.estimate import (
 )
 from lockstep.plan.estimate_model import ModelFacts
 from lockstep.plan.traffic import AveragingTime
-
-UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
+from lockstep.words import memory_text
 
 INFERENCE_NOTE = (
     "Counted: parameters and buffers, in a forward. A streamed model needs room for 4 of its largest block on the "
@@ -55,10 +54,10 @@ def print_estimate(
     name, largest = facts.largest()
     trained = "" if facts.trainable == facts.count else f", {facts.trainable:,} of them trained"
     _print_escaped(
-        f"{facts.name} ({facts.kind}): {facts.count:,} parameters{trained}, {size_text(facts.nbytes())}"
+        f"{facts.name} ({facts.kind}): {facts.count:,} parameters{trained}, {memory_text(facts.nbytes())}"
     )
     _print_escaped(
-        f"stored as {', '.join(facts.stored)}; {facts.blocks} blocks; largest part: {name}, {size_text(largest)}"
+        f"stored as {', '.join(facts.stored)}; {facts.blocks} blocks; largest part: {name}, {memory_text(largest)}"
     )
     for note in facts.notes:
         _print_escaped(note)
@@ -83,7 +82,7 @@ def print_averaging(rows: Sequence[AveragingTime], bandwidth: str | None) -> Non
     if not rows:
         return
     _print_escaped(
-        f"\nTo average {size_text(rows[0].nbytes)} of gradients, at {bandwidth} a second of each link"
+        f"\nTo average {memory_text(rows[0].nbytes)} of gradients, at {bandwidth} a second of each link"
     )
     cells = [[str(row.ranks), _seconds(row.ring), _seconds(row.parameter_server)] for row in rows]
     print_table(["ranks", "ring", "parameter server"], cells, right=["ranks", "ring", "parameter server"])
@@ -101,7 +100,7 @@ def _print_inference(rows: Sequence[InferenceRow], limits: Limits) -> None:
         [
             row.dtype,
             row.placement,
-            *map(size_text, (row.device, row.host, row.disk, row.moved)),
+            *map(memory_text, (row.device, row.host, row.disk, row.moved)),
             _yes(row.fits),
         ]
         for row in rows
@@ -130,12 +129,12 @@ def _print_training(rows: Sequence[TrainingRow], limits: Limits) -> None:
         if first.reason:
             cells.append([way, *["-"] * (len(titles) - 1), first.reason])
             continue
-        devices = [size_text(ways[one][0].device) for one in precisions]
-        moved = [size_text(ways[one][0].moved) for one in precisions]
+        devices = [memory_text(ways[one][0].device) for one in precisions]
+        moved = [memory_text(ways[one][0].moved) for one in precisions]
         found = {_precision_name(one): _fitting(ways[one]) for one in precisions}
         same = len(set(found.values())) == 1
         fits = _fitting(ways[precisions[0]]) if same else ", ".join(map(": ".join, found.items()))
-        cells.append([way, *devices, size_text(first.host), size_text(first.disk), *moved, fits])
+        cells.append([way, *devices, memory_text(first.host), memory_text(first.disk), *moved, fits])
     _table(titles, cells, fits=limits.hold(0, 0, 0) is not None, right=titles[1:])
 
 
@@ -154,7 +153,7 @@ def _print_activations(facts: ModelFacts, precisions: set[str]) -> None:
     _print_escaped("\nActivations on a rank")
     titles = ["precision", "activation=none", "full", "offload"]
     rows = [
-        [_precision_name(precision), *map(size_text, (one.none, one.full, one.offload))]
+        [_precision_name(precision), *map(memory_text, (one.none, one.full, one.offload))]
         for precision, one in facts.activations.items()
         if precision.split()[0] in precisions
     ]
@@ -178,9 +177,9 @@ def _print_suggestions(
         least = least_memory(training)
         if least is not None:
             _print_escaped(
-                f"No way of training fits. The least on a device is {size_text(least.device)}, on "
-                f"{several(least.ranks)} with parallel='{least.parallel}', with {size_text(least.host)} on the host "
-                f"and {size_text(least.disk)} on the disk for each rank."
+                f"No way of training fits. The least on a device is {memory_text(least.device)}, on "
+                f"{several(least.ranks)} with parallel='{least.parallel}', with {memory_text(least.host)} on the host "
+                f"and {memory_text(least.disk)} on the disk for each rank."
             )
 
 
@@ -201,18 +200,3 @@ def _precision_name(precision: str) -> str:
 
 def _yes(fits: bool | None) -> str:
     return "yes" if fits else "no"
-
-
-def size_text(count: int) -> str:
-    """Bytes with three digits that matter."""
-    if count < UNITS[-2][0]:
-        return f"{count} B" if count else "0"
-    scale, unit = next((scale, unit) for scale, unit in UNITS if count >= scale)
-    value = count / scale
-    return (
-        f"{value:,.0f} {unit}"
-        if value >= 100
-        else f"{value:.1f} {unit}"
-        if value >= 10
-        else f"{value:.2f} {unit}"
-    )

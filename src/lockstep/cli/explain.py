@@ -12,17 +12,18 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.config.checks import MAX_ACCUMULATION_STEPS, MAX_PROCESSES
+from lockstep.cli.values import process_counts
+from lockstep.config.checks import MAX_ACCUMULATION_STEPS
 from lockstep.config.parallel import Parallel
 from lockstep.config.values import parse_integer, parse_precision
 from lockstep.errors import ConfigError
 from lockstep.plan.memory import MemoryRow, state_bytes
 from lockstep.plan.sizes import dtypes, parse_count
+from lockstep.words import BINARY_UNITS, three_digits
 
 COMPARED = ("ddp", "zero=1", "zero=2", "zero=3")
 MAX_ROWS = 64
 BAR_WIDTH = 20
-UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 
 # title, bytes; a column that is zero everywhere is left out unless it is in ALWAYS
 COLUMNS: dict[str, Callable[[MemoryRow], int]] = {
@@ -95,7 +96,7 @@ def explain_parallel(
         return state_bytes(parameters, n, plan, mixed_precision, optimizer, block=block, micro_batches=steps)
 
     state(Parallel(), 1)  # what is wrong for every row is an error, not a row's reason
-    cases = [_case(plan, n, state) for n in _ranks(ranks) for plan in plans]
+    cases = [_case(plan, n, state) for n in process_counts(ranks, "--ranks", MAX_ROWS) for plan in plans]
     said = {
         "parameters": parameters,
         "blocks": count,
@@ -111,15 +112,6 @@ def explain_parallel(
     console.width = max(console.width, 110)
     _print_memory(console, cases, said, compared=len(plans) > 1)
     _print_dtypes(console, plans, mixed_precision)
-
-
-def _ranks(text: str) -> list[int]:
-    numbers = [
-        parse_integer(part, "--ranks", 1, MAX_PROCESSES) for part in text.split(",", MAX_ROWS)[:MAX_ROWS]
-    ]
-    if text.count(",") >= MAX_ROWS:
-        raise ConfigError(f"--ranks has {text.count(',') + 1} numbers. Give at most {MAX_ROWS}.")
-    return numbers
 
 
 def _case(plan: Parallel, ranks: int, state: Callable[[Parallel, int], MemoryRow]) -> ExplainedRow:
@@ -147,7 +139,7 @@ def _print_memory(
         title: value for title, value in COLUMNS.items() if title in ALWAYS or any(value(row) for row in rows)
     }
     largest = max((value(row) for row in rows for value in columns.values()), default=1)
-    scale, unit = next((scale, unit) for scale, unit in UNITS if largest >= scale)
+    scale, unit = next((scale, unit) for scale, unit in BINARY_UNITS if largest >= scale)
     full = max((row.peak for row in rows), default=1)
 
     name = "ddp and ZeRO" if compared else str(cases[0].parallel)
@@ -173,7 +165,7 @@ def _print_memory(
         if case.row is None:
             table.add_row(*cells, *([Text("-")] * len(columns)), Text(case.reason))
             continue
-        cells += [Text(_three_digits(value(case.row) / scale)) for value in columns.values()]
+        cells += [Text(three_digits(value(case.row) / scale)) for value in columns.values()]
         table.add_row(*cells, Text(_bar(case.row, full)))
     console.print(table)
     console.print(Text("   ".join(f"{mark} {label}" for mark, label, _ in BAR)))
@@ -188,13 +180,6 @@ def _print_memory(
             "the communication backend keep."
         )
     )
-
-
-def _three_digits(value: float) -> str:
-    """Three digits that matter."""
-    if value == 0:
-        return "0"
-    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
 def _bar(row: MemoryRow, full: int) -> str:

@@ -23,6 +23,7 @@ from lockstep.config.merge import (
     parallel_sources,
     values_of_settings,
 )
+from lockstep.config.settings import DECLARED
 from lockstep.config.sources import (
     CONFIG_VARIABLE,
     accelerate_config_file,
@@ -159,22 +160,25 @@ def _of_several_machines(given: dict[str, SettingValue]) -> dict[str, SettingVal
     found: dict[str, SettingValue] = {}
     if "num_machines" in given:
         least, most = given["num_machines"].value
-        found["num_machines"] = SettingValue(most, "flag --nnodes")
-        found["min_machines"] = SettingValue(least, "flag --nnodes")
+        source = f"flag {DECLARED['num_machines'].flag}"
+        found["num_machines"] = SettingValue(most, source)
+        found["min_machines"] = SettingValue(least, source)
     if "rdzv" in given:
+        flag = DECLARED["rdzv"].flag
         for name, value in zip(("main_process_ip", "main_process_port"), given["rdzv"].value, strict=True):
             if name in given:
-                raise ConfigError(f"--rdzv and --{dashes(name)} both set the same address. Give one of them.")
-            found[name] = SettingValue(value, "flag --rdzv")
-    for name, flag in (("slurm_options", "--slurm-option"), ("k8s_options", "--k8s-option")):
+                raise ConfigError(f"{flag} and --{dashes(name)} both set the same address. Give one of them.")
+            found[name] = SettingValue(value, f"flag {flag}")
+    for name in ("slurm_options", "k8s_options"):
         if name in given:
+            flag = DECLARED[name].flag
             pairs = given[name].value
             if len(dict(pairs)) != len(pairs):
                 raise ConfigError(f"{flag} gives an option twice. Give it once.")
             found[name] = SettingValue(dict(pairs), f"flag {flag}")
     if "forward_env" in given:
         names = [name for group in given["forward_env"].value for name in group]
-        found["forward_env"] = SettingValue(tuple(dict.fromkeys(names)), "flag --forward-env")
+        found["forward_env"] = SettingValue(tuple(dict.fromkeys(names)), given["forward_env"].source)
     return found
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import click
 
-from lockstep.cli.integers import IntegerRange
+from lockstep.cli.values import option
 from lockstep.compat.accelerate.flags import (
     FOREIGN_FLAGS,
     FOREIGN_SWITCHES,
@@ -17,40 +17,10 @@ from lockstep.compat.accelerate.flags import (
     REFUSED_SWITCHES,
     UNUSED_SWITCHES,
 )
-from lockstep.config.settings import TOPICS, Setting
-from lockstep.errors import ConfigError
+from lockstep.config.settings import TOPICS
 
 TEE_VALUE = re.compile(r"[0-3]|[0-9]+:[0-3](,[0-9]+:[0-3])*")
 """What torchrun's --tee takes: nothing, stdout, stderr or both, of all processes or of some."""
-
-
-class Checked(click.ParamType):
-    """A value read by a function that raises ConfigError."""
-
-    def __init__(self, name: str, parse: Callable[[object], object]) -> None:
-        self.name = name
-        self._parse = parse
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> object:
-        try:
-            return self._parse(value)
-        except ConfigError as error:
-            self.fail(f"{error}.", param, ctx)
-
-
-def option(setting: Setting) -> click.Option:
-    """The flag of a setting."""
-    words, kind = [*setting.flags.split(), setting.name], setting.kind
-    if kind.type is bool:
-        return click.Option(words, is_flag=True, default=None, help=setting.help)
-    value: click.ParamType
-    if kind.words:
-        value = click.Choice(list(kind.words), case_sensitive=False)
-    elif kind.bounds is not None:
-        value = IntegerRange(*kind.bounds)
-    else:
-        value = Checked(kind.metavar, kind.on_flag or kind.as_data)
-    return click.Option(words, type=value, multiple=setting.is_repeated, help=setting.help)
 
 
 def dashes(token: str) -> str:

@@ -8,8 +8,9 @@ from typing import Any
 
 import click
 
-from lockstep.cli.integers import IntegerRange
-from lockstep.config.checks import MAX_ACCUMULATION_STEPS, MAX_MACHINES, MAX_PORT, MAX_PROCESSES
+from lockstep.cli.values import IntegerRange, value_type
+from lockstep.config.settings import SETTINGS
+from lockstep.config.values import MAX_PORT, USUAL_PORT
 
 SHARDING = {
     "none": "",
@@ -18,7 +19,6 @@ SHARDING = {
     "zero=3": "and weights",
 }
 BACKENDS = ("no", "inductor", "aot_eager", "eager", "cudagraphs")
-MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 
 def ask() -> dict[str, object]:
@@ -30,23 +30,24 @@ def ask() -> dict[str, object]:
     answers["use_cpu"] = click.confirm("Train on CPUs only", default=gpus == 0)
     usual = machines if answers["use_cpu"] or not gpus else machines * gpus
     answers["num_processes"] = click.prompt(
-        "How many processes over all machines", default=usual, type=IntegerRange(1, MAX_PROCESSES)
+        "How many processes over all machines", default=usual, type=value_type(SETTINGS["num_processes"])
     )
     answers["mixed_precision"] = click.prompt(
         "Mixed precision",
         default="no" if answers["use_cpu"] else "bf16",
-        type=click.Choice(["no", "fp16", "bf16", "fp8"], case_sensitive=False),
+        type=value_type(SETTINGS["mixed_precision"]),
     )
     if answers["num_processes"] > 1:
         answers |= _sharding()
-    answers["gradient_accumulation_steps"] = click.prompt(
-        "Micro-batches in a step", default=1, type=IntegerRange(1, MAX_ACCUMULATION_STEPS)
+    steps = SETTINGS["gradient_accumulation_steps"]
+    answers[steps.name] = click.prompt(
+        "Micro-batches in a step", default=steps.default, type=value_type(steps)
     )
     return answers | _compilation()
 
 
 def _machines() -> dict[str, object]:
-    machines = click.prompt("How many machines", default=1, type=IntegerRange(1, MAX_MACHINES))
+    machines = click.prompt("How many machines", default=1, type=value_type(SETTINGS["min_machines"]))
     answers: dict[str, object] = {"num_machines": machines}
     if machines > 1:
         answers["machine_rank"] = click.prompt(
@@ -54,7 +55,7 @@ def _machines() -> dict[str, object]:
         )
         answers["main_process_ip"] = click.prompt("Address of machine 0")
         answers["main_process_port"] = click.prompt(
-            "Port there", type=IntegerRange(1, MAX_PORT), default=29500
+            "Port there", type=IntegerRange(1, MAX_PORT), default=USUAL_PORT
         )
     return answers
 
@@ -79,7 +80,8 @@ def _compilation() -> dict[str, object]:
     answers: dict[str, object] = {"dynamo_backend": backend}
     if not click.confirm("With other options than the usual ones", default=False):
         return answers
-    answers["dynamo_mode"] = click.prompt("Mode", default="default", type=click.Choice(MODES))
+    mode = SETTINGS["dynamo_mode"]
+    answers[mode.name] = click.prompt("Mode", default=mode.kind.words[0], type=value_type(mode))
     for name, question in (
         ("dynamo_use_fullgraph", "Fail where a model does not compile to one graph"),
         ("dynamo_use_dynamic", "Compile for all shapes"),

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import click
 
-from lockstep.cli.integers import IntegerRange
 from lockstep.cli.output import escaped_lines, print_table, write_json
+from lockstep.cli.values import IntegerRange
 
 NOTHING, COULD_NOT_RUN = 1, 2
 

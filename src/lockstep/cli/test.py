@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from lockstep.cli.integers import IntegerRange
+from lockstep.cli.values import IntegerRange
 from lockstep.config.checks import MAX_PROCESSES
 
 EPILOG = """\b

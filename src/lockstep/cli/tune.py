@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from lockstep.cli.integers import IntegerRange
 from lockstep.cli.output import escape, escaped_lines, kept_folder, print_table, write_json
+from lockstep.cli.values import IntegerRange
 from lockstep.config.checks import MAX_PROCESSES
 
 if TYPE_CHECKING:
@@ -149,10 +149,12 @@ def _tuned(tuner: Tuner) -> TuneResult:
 
 
 def _say_plan(request: TuneRequest, data_ranks: int) -> None:
-    from lockstep.tune.report import size_text
     from lockstep.tune.search import divisors
+    from lockstep.words import memory_text
 
-    limit = "what is free when it starts" if request.memory_limit is None else size_text(request.memory_limit)
+    limit = (
+        "what is free when it starts" if request.memory_limit is None else memory_text(request.memory_limit)
+    )
     click.echo(
         f"Each trial: {escaped_lines(' '.join(['lockstep launch', *request.flags, *request.words]))}, ended after "
         f"{request.steps} optimizer steps or {request.timeout_s:g} s. Memory of each rank: {limit}."

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from lockstep.config.enums import StringEnum
 from lockstep.config.files import check_depth
 from lockstep.config.merge import merge_settings
+from lockstep.config.settings import SETTINGS
 from lockstep.config.values import FALSE_WORDS, SettingValue, repr_short, suggestion
 from lockstep.errors import ConfigError
 
@@ -29,6 +30,11 @@ class Used:
 
     to: str
     read: Callable[[object, str], Any]
+
+
+def same(setting: str) -> Used:
+    """A key with the meaning, and so the values, of a setting of ours."""
+    return Used(setting, SETTINGS[setting].kind.read)
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,13 @@ MAX_PORT = values.MAX_PORT
 MAX_THREADS = 4096
 MAX_ACCUMULATION_STEPS = 1_000_000_000
 MAX_RESTARTS = 1_000_000
+ELASTIC_RESTARTS = 1000
+"""How often processes start again where machines may leave and join, and nothing else is said."""
 
 LOCAL = "local"
-# the switches of RunConfig that choose how machines are reached, and how a message names them
-SWITCHES = {"slurm": "--slurm", "mpi": "--mpi", "ray": "--ray", "k8s": "--k8s"}
-HOST_LISTS = {"hosts": "--hosts", "hostfile": "--hostfile"}
+# the settings that choose how machines are reached; their flags have the same names
+SWITCHES = ("slurm", "mpi", "ray", "k8s")
+HOST_LISTS = ("hosts", "hostfile")
 KUBERNETES_KINDS = ("trainjob", "pytorchjob", "jobset")
 # settings that only some ways of launching have -> those
 ONLY_WITH = {
@@ -43,9 +45,9 @@ def backend_of(settings: Mapping[str, object]) -> str:
     if lists and asked != ["mpi"]:  # mpirun takes a list of hosts, too
         asked += lists
     if len(asked) > 1:
-        flags = [(SWITCHES | HOST_LISTS)[name] for name in asked]
+        first, second = asked[:2]
         raise ConfigError(
-            f"{asked[0]} and {asked[1]} are two ways to launch ({' and '.join(flags[:2])}). Give one of them."
+            f"{first} and {second} are two ways to launch (--{first} and --{second}). Give one of them."
         )
     backend = LOCAL if not asked else "hosts" if asked[0] in HOST_LISTS else asked[0]
     for name, backends in ONLY_WITH.items():

@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import Any, Literal
 
 from lockstep.config.enums import DDPCommunicationHookType, DynamoBackend
-from lockstep.config.values import suggestion
+from lockstep.config.values import parse_integer, suggestion
 from lockstep.errors import ConfigError
 
 
@@ -307,7 +307,10 @@ class GradientAccumulationPlugin(KwargsHandler):
 
     def __post_init__(self) -> None:
         if self.num_steps is not None:
-            check_positive("gradient_accumulation_steps", self.num_steps)
+            from lockstep.config.settings import OF_WORKERS  # which workers need only where it is said
+
+            setting = OF_WORKERS["gradient_accumulation_steps"]
+            self.num_steps = setting.kind.read(self.num_steps, setting.name)
 
 
 @dataclass
@@ -469,7 +472,7 @@ class ProjectConfiguration:
     def __post_init__(self) -> None:
         self.set_directories(self.project_dir)
         if self.total_limit is not None:
-            check_positive("total_limit", self.total_limit)
+            self.total_limit = parse_integer(self.total_limit, "total_limit", at_least=1)
         if not isinstance(self.iteration, int) or isinstance(self.iteration, bool) or self.iteration < 0:
             raise ConfigError(
                 f"iteration is {self.iteration!r}, but must be an integer of at least 0. Pass the number of the "
@@ -493,11 +496,3 @@ def parse_hook(name: str, value: str) -> DDPCommunicationHookType:
             f"{name} is {str(value)!r}, which is not one of {', '.join(known)}.{suggestion(str(value), known)}"
         )
     return DDPCommunicationHookType(value)
-
-
-def check_positive(name: str, value: object) -> None:
-    """Raise ConfigError unless ``value`` is an integer of at least 1."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(
-            f"{name} is {value!r}, but must be an integer of at least 1. Pass a positive integer."
-        )

@@ -18,11 +18,11 @@ from lockstep.config.files import check_readable, parse_json
 from lockstep.config.hosts import parse_filter, parse_hosts
 from lockstep.config.parallel import Parallel
 from lockstep.config.values import (
+    integer_between,
     parse_bool,
     parse_endpoint,
     parse_gpus,
     parse_host,
-    parse_integer,
     parse_interface,
     parse_interval,
     parse_machines,
@@ -33,7 +33,6 @@ from lockstep.config.values import (
     parse_seconds,
     parse_word,
     plain,
-    refused,
     repr_short,
     suggestion,
 )
@@ -50,6 +49,7 @@ class ValueKind:
         metavar: How help shows the value of a flag; "": a switch, or what ``bounds`` and ``words`` say.
         bounds: The least and the greatest, of integers.
         words: All allowed ones.
+        values: What the documentation says of values in a file; "": nothing, or the words.
         in_worker: Reads what workers have from their environment or from code, if that is another matter.
         on_flag: Reads a flag's text, if that is another matter.
         is_section: In a file a section, in the environment JSON.
@@ -60,9 +60,14 @@ class ValueKind:
     metavar: str = ""
     bounds: tuple[int, int] | None = None
     words: tuple[str, ...] = ()
+    values: str = ""
     in_worker: Callable[[object, str], object] | None = None
     on_flag: Callable[[Any], Any] | None = None
     is_section: bool = False
+
+    def __post_init__(self) -> None:
+        if self.words and not self.values:
+            object.__setattr__(self, "values", ", ".join(f"`{word}`" for word in self.words))
 
     def for_worker(self, value: object, origin: str) -> object:
         """The value as an ``Accelerator`` takes it."""
@@ -99,9 +104,7 @@ def _kind(read: Callable[[object], object], **other: Any) -> ValueKind:
 
 def integer(at_least: int, at_most: int) -> ValueKind:
     """Integers within bounds."""
-    return ValueKind(
-        lambda value, origin: parse_integer(value, origin, at_least, at_most), int, bounds=(at_least, at_most)
-    )
+    return ValueKind(integer_between(at_least, at_most), int, bounds=(at_least, at_most))
 
 
 def one_of(*words: str) -> ValueKind:
@@ -127,12 +130,6 @@ def _precision(value: object, origin: str) -> PrecisionType:
     return parse_precision(value, origin or "mixed_precision")
 
 
-def _truth(value: object, origin: str) -> bool:
-    if not isinstance(value, (bool, str)):
-        raise refused(value, origin, "a truth value", "Use 'true' or 'false'.")
-    return parse_bool(value, origin)
-
-
 def _path(value: object) -> str:
     if not isinstance(value, str) or not value or "\0" in value:
         raise ConfigError(f"{repr_short(value)} is not the path of a file")
@@ -152,13 +149,6 @@ def _readable(value: object, origin: str) -> str | None:
     return os.path.expanduser(str(value))
 
 
-def _norm_of_flag(value: object) -> float:
-    try:
-        return readers.number(value, "")
-    except ConfigError:
-        raise ConfigError(f"{repr_short(value)} is not a number of at least 0") from None
-
-
 def _norm_in_worker(value: object, origin: str) -> float | None:
     return None if value in ("auto", "none") else readers.number(value, origin)
 
@@ -167,13 +157,13 @@ def _parallel(value: str | Parallel | Mapping[str, object] | None, origin: str) 
     try:
         return Parallel.parse(value)
     except ConfigError as error:
-        raise ConfigError(f"{origin}: {error}" if origin else str(error)) from None
+        raise ConfigError(f"{origin}: {error}" if origin else str(error).removeprefix("parallel: ")) from None
 
 
 def _parallel_of_flag(value: str) -> str:
     if not str(value).strip():
         raise ConfigError(f"{repr_short(value)} has no word such as zero=3 or ddp")
-    return str(Parallel.parse(value))
+    return str(_parallel(value, ""))
 
 
 def _section(read: Callable[[object, str], object]) -> ValueKind:
@@ -211,21 +201,10 @@ def _backend(value: object, origin: str) -> object:
     return word
 
 
-COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-
-
-def _compile_mode(value: object) -> str:
-    if value not in COMPILE_MODES:
-        raise ConfigError(f"{repr_short(value)} is not one of {', '.join(COMPILE_MODES)}")
-    return str(value)
-
-
-SWITCH = ValueKind(_truth, bool)
-PRECISION = ValueKind(
-    _precision, PrecisionType, words=("no", "fp16", "bf16", "fp8"), in_worker=parse_precision
-)
-SECONDS = _kind(parse_seconds, type=float, metavar="SECONDS")
-INTERVAL = _kind(parse_interval, type=float, metavar="SECONDS")
+SWITCH = ValueKind(parse_bool, bool, values="true or false")
+PRECISION = ValueKind(_precision, PrecisionType, words=tuple(PrecisionType.list()), in_worker=parse_precision)
+SECONDS = _kind(parse_seconds, type=float, metavar="SECONDS", values="seconds")
+INTERVAL = _kind(parse_interval, type=float, metavar="SECONDS", values="seconds")
 HOST = _kind(parse_host, metavar="HOST")
 INTERFACE = _kind(parse_interface, metavar="NAME")
 GPUS = _kind(parse_gpus, metavar="GPUS")
@@ -246,10 +225,12 @@ MACHINES = replace(integer(1, MAX_MACHINES), bounds=None, metavar="N or MIN:MAX"
 FILE = _kind(_path, metavar="FILE", on_flag=_flag_path)
 FOLDER = _kind(_path, metavar="DIRECTORY", on_flag=_flag_path)
 READABLE_FILE = _kind(_path, metavar="FILE", on_flag=_flag_path, in_worker=_readable)
-NORM = ValueKind(readers.number, float, metavar="NORM", on_flag=_norm_of_flag, in_worker=_norm_in_worker)
+NORM = ValueKind(readers.number, float, metavar="NORM", in_worker=_norm_in_worker)
 PARALLEL = ValueKind(_parallel, metavar="WORDS", on_flag=_parallel_of_flag)
 OPTIMIZER = _section(readers.optimizer)
 SCHEDULER = _section(readers.scheduler)
-GRAD_SCALER = _section(readers.grad_scaler)
+GRAD_SCALER = replace(
+    _section(readers.grad_scaler), values=", ".join(f"`{name}`" for name in readers.SCALER_FIELDS)
+)
 COMPILER = ValueKind(_backend, metavar="NAME")
-COMPILE_MODE = _kind(_compile_mode, words=COMPILE_MODES)
+COMPILE_MODE = one_of("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")

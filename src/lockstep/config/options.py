@@ -56,6 +56,7 @@ HANDLERS = (
     ProfileKwargs,
     DamageChecks,
 )
+STEPS = OF_WORKERS["gradient_accumulation_steps"]
 RECIPES = (AORecipeKwargs, TERecipeKwargs)
 WITHOUT_DEFAULTS = (*RECIPES, SpikePolicy)
 
@@ -122,7 +123,7 @@ class Options:
     parallelism_config: object = None
     watch: bool = OF_WORKERS["watch"].default
     grace_s: float = OF_WORKERS["grace"].default
-    cpu_affinity: bool = False
+    cpu_affinity: bool = OF_WORKERS["cpu_affinity"].default
     run_dir: Path | None = None
     log_measures: bool = False
     said: Mapping[str, SettingValue] = field(default_factory=dict)
@@ -213,7 +214,10 @@ def resolve_options(
     value = {name: said.value for name, said in asked.items()}
     accumulation = gradient_accumulation_plugin or GradientAccumulationPlugin()
     if accumulation.num_steps is None:
-        accumulation = replace(accumulation, num_steps=value.get("gradient_accumulation_steps", 1))
+        accumulation = replace(
+            accumulation,
+            num_steps=value.get(STEPS.name, STEPS.default),
+        )
     parallel = parallel_of(asked)
     by_blocks = parallel.compile is Compile.BLOCKS
     compiling = _compile_options(settings, dynamo_plugin, "inductor" if by_blocks else "no")

@@ -17,7 +17,14 @@ from lockstep.config.enums import (
     Strategy,
     StringEnum,
 )
-from lockstep.config.values import bytes_of, parse_bool, parse_integer, repr_short, suggestion
+from lockstep.config.values import (
+    bytes_of,
+    integer_between,
+    parse_bool,
+    parse_integer,
+    repr_short,
+    suggestion,
+)
 from lockstep.errors import ConfigError
 
 EnumWord = TypeVar("EnumWord", bound=StringEnum)
@@ -56,10 +63,6 @@ def _word_parser(kind: type[EnumWord]) -> Callable[[object, str], EnumWord]:
 
 def _optional(parse: Callable[[object, str], EnumWord]) -> Callable[[object, str], EnumWord | None]:
     return lambda value, origin: None if value in (None, "no", "none") else parse(value, origin)
-
-
-def _between(low: int, high: int) -> Callable[[object, str], int]:
-    return lambda value, origin: parse_integer(value, origin, low, high)
 
 
 def _weights_type(value: object, origin: str) -> QuantizedType | None:
@@ -190,9 +193,9 @@ def text_of(value: object) -> str:
 
 PARSERS: dict[str, Callable[[Any, str], object]] = {
     "strategy": _word_parser(Strategy),
-    "zero": _between(0, 3),
-    "replicate": _between(1, MOST_RANKS),
-    "hpz": _between(0, MOST_RANKS),
+    "zero": integer_between(0, 3),
+    "replicate": integer_between(1, MOST_RANKS),
+    "hpz": integer_between(0, MOST_RANKS),
     "reduce": _optional(_word_parser(ReduceType)),
     "quantized_weights": _weights_type,
     "quantized_gradients": _weights_type,
@@ -205,17 +208,17 @@ PARSERS: dict[str, Callable[[Any, str], object]] = {
     "activation": _word_parser(Activation),
     "compile": _word_parser(Compile),
     "blocks": _blocks,
-    "tp": _between(1, MOST_RANKS),
-    "pp": _between(1, MOST_RANKS),
-    "cp": _between(1, MOST_RANKS),
-    "ep": _between(1, MOST_RANKS),
+    "tp": integer_between(1, MOST_RANKS),
+    "pp": integer_between(1, MOST_RANKS),
+    "cp": integer_between(1, MOST_RANKS),
+    "ep": integer_between(1, MOST_RANKS),
     "sequence_parallel": parse_bool,
     "loss_parallel": parse_bool,
     "tp_plan": _tp_plan,
     "cp_method": _word_parser(CPMethod),
     "schedule": _word_parser(Schedule),
-    "micro_batches": _between(0, 2**20),
-    "stages_per_rank": _between(0, 2**10),
+    "micro_batches": integer_between(0, 2**20),
+    "stages_per_rank": integer_between(0, 2**10),
     "split": _parse_names,
     "batch_dims": _batch_dims,
     "loss": _loss,

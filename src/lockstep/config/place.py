@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lockstep.config.checks import MAX_PROCESSES
+from lockstep.config.checks import MAX_PORT, MAX_PROCESSES
 from lockstep.config.values import parse_host, parse_integer, plain
 from lockstep.errors import ConfigError
 
@@ -145,7 +145,7 @@ def _rendezvous(
             f"missing, so they cannot meet. Export MASTER_ADDR (the host of rank 0) and MASTER_PORT (a free port "
             f"there), or for independent runs export WORLD_SIZE=1."
         )
-    return _host(environ), _integer(environ, "MASTER_PORT", at_least=0, at_most=65535)
+    return _host(environ), _integer(environ, "MASTER_PORT", at_least=0, at_most=MAX_PORT)
 
 
 def _host(environ: Environ) -> str | None:

@@ -8,7 +8,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.config.values import decimal_number, parse_bool, parse_integer, repr_short, suggestion
+from lockstep.config.values import (
+    decimal_number,
+    integer_between,
+    parse_bool,
+    refused,
+    repr_short,
+    suggestion,
+)
 from lockstep.errors import ConfigError
 
 MAX_SCALE_POWER = 32
@@ -38,15 +45,11 @@ class SchedulerConfig:
     params: dict[str, Any]
 
 
-def integer(at_least: int, at_most: int | None = None) -> Callable[[object, str], int]:
-    return lambda value, key: parse_integer(value, key, at_least, at_most)
-
-
 def number(value: object, key: str) -> float:
     """A finite number of at least 0."""
     result = decimal_number(value)
     if not 0 <= result < math.inf:
-        raise ConfigError(f"{key}={repr_short(value)} is not a number of at least 0. Set such a number.")
+        raise refused(value, key, "a number of at least 0", "Set such a number.")
     return result
 
 
@@ -55,20 +58,14 @@ def positive(value: object, key: str) -> float | None:
     return number(value, key) or None
 
 
-def truth(value: object, key: str) -> bool:
-    if not isinstance(value, (bool, int, str)):
-        raise ConfigError(f"{key}={repr_short(value)} is not a truth value. Use true or false.")
-    return parse_bool(value, key)
-
-
 def switch(value: object, key: str) -> bool | None:
     """True, or nothing said."""
-    return truth(value, key) or None
+    return parse_bool(value, key) or None
 
 
 def several(value: object, key: str) -> int | None:
     """A number of ranks; 0 and 1 are nothing said."""
-    ranks = integer(0, 2**20)(value, key)
+    ranks = integer_between(0, 2**20)(value, key)
     return ranks if ranks > 1 else None
 
 
@@ -80,11 +77,11 @@ def ulysses(value: object, key: str) -> dict[str, object]:
 
 def int8(value: object, key: str) -> str | None:
     """Quantised, or nothing said."""
-    return "int8" if truth(value, key) else None
+    return "int8" if parse_bool(value, key) else None
 
 
 def power_of_two(value: object, key: str) -> float:
-    return 2.0 ** integer(0, MAX_SCALE_POWER)(value, key)
+    return 2.0 ** integer_between(0, MAX_SCALE_POWER)(value, key)
 
 
 def word(known: Mapping[str, object]) -> Callable[[object, str], object]:
@@ -113,7 +110,7 @@ def dtype(value: object, key: str) -> str:
     """``fp32``, ``fp16`` or ``bf16`` from any of their names, or from a torch.dtype."""
     text = str(value).lower()
     if text not in DTYPE_WORDS:
-        raise ConfigError(f"{key}={repr_short(value)} is not one of fp32, fp16, bf16. Use one of them.")
+        raise refused(value, key, "one of fp32, fp16, bf16", "Use one of them.")
     return DTYPE_WORDS[text]
 
 
@@ -123,12 +120,12 @@ offload_device = word({"none": None, "cpu": "cpu", "nvme": "nvme"})
 
 def offloaded_to_host(value: object, key: str) -> str | None:
     """DeepSpeed's older switches, as a device."""
-    return "cpu" if truth(value, key) else None
+    return "cpu" if parse_bool(value, key) else None
 
 
 def offload_all(value: object, key: str) -> str | None:
     """FSDP's switch: where parameters rest, gradients and optimizer state do."""
-    return "all" if truth(value, key) else None
+    return "all" if parse_bool(value, key) else None
 
 
 def folder(value: object, key: str) -> str | None:
@@ -136,7 +133,7 @@ def folder(value: object, key: str) -> str | None:
     if value in ("", "none"):
         return None
     if not isinstance(value, (str, os.PathLike)) or "\0" in str(value):
-        raise ConfigError(f"{key}={repr_short(value)} is not a path. Give the name of a folder.")
+        raise refused(value, key, "a path", "Give the name of a folder.")
     return str(value)
 
 
@@ -146,7 +143,7 @@ def names(value: object, key: str) -> tuple[str, ...] | None:
     if not isinstance(parts, (list, tuple, set, frozenset)) or not all(
         isinstance(part, str) for part in parts
     ):
-        raise ConfigError(f"{key}={repr_short(value)} is not a list of names. Write them as 'Block,Layer'.")
+        raise refused(value, key, "a list of names", "Write them as 'Block,Layer'.")
     found = tuple(part.strip() for part in parts if part.strip())
     return (tuple(sorted(found)) if isinstance(parts, (set, frozenset)) else found) or None
 
@@ -165,44 +162,45 @@ SCALER_FIELDS: dict[str, Callable[[object, str], float]] = {
     "init_scale": number,
     "growth_factor": number,
     "backoff_factor": number,
-    "growth_interval": integer(1, 2**31 - 1),
+    "growth_interval": integer_between(1, 2**31 - 1),
 }
 
 
 def grad_scaler(value: object, key: str) -> dict[str, float] | None:
     """Fields of ``GradScalerKwargs``."""
     if not isinstance(value, Mapping):
-        raise ConfigError(
-            f"{key}={repr_short(value)} is not a section. Write keys such as init_scale: 65536."
-        )
+        raise refused(value, key, "a section", "Write keys such as init_scale: 65536.")
     for name in value:
         if name not in SCALER_FIELDS:
             near = suggestion(str(name), SCALER_FIELDS) or f" Known keys: {', '.join(SCALER_FIELDS)}."
-            raise ConfigError(f"{key} has no key {repr_short(name)}.{near}")
-    return {name: SCALER_FIELDS[name](item, f"{key}.{name}") for name, item in value.items()} or None
+            raise ConfigError(f"{key or 'it'} has no key {repr_short(name)}.{near}")
+    return {name: SCALER_FIELDS[name](item, _inner(key, name)) for name, item in value.items()} or None
+
+
+def _inner(key: str, name: str) -> str:
+    """How a message calls a key of the section ``key``, or of the one that is named already."""
+    return f"{key}.{name}" if key else name
 
 
 def _described(value: object, key: str, off: tuple[str, ...] = ()) -> tuple[str, dict[str, object]] | None:
     """Type and parameters of an object that a file describes."""
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{key}={repr_short(value)} is not a section. Write its type and params.")
+        raise refused(value, key, "a section", "Write its type and params.")
     for name, item in value.items():
         if name not in ("type", "params") and (name not in off or item):
             near = suggestion(str(name), ("type", "params")) or " It may have type and params."
             raise ConfigError(
-                f"{key} has the key {repr_short(name)}, which is not known or not available.{near}"
+                f"{key or 'it'} has the key {repr_short(name)}, which is not known or not available.{near}"
             )
     kind, params = value.get("type"), value.get("params")
     if kind is None and not params:
         return None
     if not isinstance(kind, str) or not kind:
-        raise ConfigError(
-            f"{key}.type={repr_short(kind)} is not a name. Write one such as AdamW or WarmupLR."
-        )
+        raise refused(kind, _inner(key, "type"), "a name", "Write one such as AdamW or WarmupLR.")
     if params is None:
         params = {}
     if not isinstance(params, Mapping) or not all(isinstance(name, str) for name in params):
-        raise ConfigError(
-            f"{key}.params={repr_short(params)} is not a section of named values. Write lines such as lr: 0.001."
+        raise refused(
+            params, _inner(key, "params"), "a section of named values", "Write lines such as lr: 0.001."
         )
     return kind, dict(params)

@@ -16,7 +16,7 @@ from lockstep.errors import ConfigError
 def _field(setting: Setting) -> Any:
     kind = setting.kind
     annotation = kind.type if setting.default is not None else kind.type | None
-    default = Field(setting.default, description=setting.help or setting.note)
+    default = Field(setting.default, description=setting.meaning or setting.values)
     return Annotated[annotation, BeforeValidator(partial(_read, setting))], default
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from lockstep.config import kinds
 from lockstep.config.checks import (
+    ELASTIC_RESTARTS,
     KUBERNETES_KINDS,
     MAX_ACCUMULATION_STEPS,
     MAX_MACHINES,
@@ -30,7 +31,7 @@ class Setting:
     Attributes:
         name: Its key in files.
         kind: What its values are.
-        help: What its flag does, in a sentence; "": it has none.
+        help: What its flag does, in a sentence; "": it has none. ``{default}`` stands for the default.
         flags: The words of the flag, the first plain one as people are shown it.
         default: What holds where nobody says it; None: what ``help`` says, or nothing.
         argument: The argument of ``Accelerator`` by which workers take it; "": the launcher alone needs it.
@@ -39,7 +40,7 @@ class Setting:
         is_in_files: Whether files may say it; else it is a flag or variable only.
         is_in_other_files: Whether those of DeepSpeed and Accelerate say it too, so that both must agree.
         is_repeated: Whether its flag may be given several times.
-        note: What the table of keys in the documentation says of its values.
+        note: What the table of keys in the documentation says of its values, if more than its kind does.
     """
 
     name: str
@@ -54,6 +55,33 @@ class Setting:
     is_in_other_files: bool = False
     is_repeated: bool = False
     note: str = ""
+
+    @property
+    def meaning(self) -> str:
+        """The help, with the default."""
+        default = self.default
+        number = f"{default:g}" if isinstance(default, float) else str(default)
+        return self.help.replace("{default}", ("no", "yes")[default] if isinstance(default, bool) else number)
+
+    @property
+    def values(self) -> str:
+        """What its values are, for the documentation; "": a flag's help says it."""
+        return (self.note or self.kind.values) if self.is_in_files else ""
+
+    @property
+    def flag(self) -> str:
+        """The word of the flag that people are shown; of ``--watch/--no-watch`` the first."""
+        return next(word for word in self.flags.split() if word.startswith("--")).partition("/")[0]
+
+    @property
+    def off_flag(self) -> str:
+        """The word that turns it off, of those that are on by default."""
+        return self.flags.partition("/")[2]
+
+    @property
+    def variable(self) -> str:
+        """The environment variable by which processes of a launch get it."""
+        return self.variables[0]
 
 
 def _flag(name: str, kind: ValueKind, help: str, flags: str) -> Setting:
@@ -103,18 +131,17 @@ TOPICS: dict[str, tuple[Setting, ...]] = {
         Setting("gpu_ids", kinds.GPUS, "GPUs to use: 'all' or numbers such as 0,1.", "--gpu-ids"),
         _worker("enable_cpu_affinity", kinds.SWITCH, "LOCKSTEP_CPU_AFFINITY ACCELERATE_CPU_AFFINITY",
                 "Run each process on the cores beside its GPU.", "--enable-cpu-affinity",
-                argument="cpu_affinity", default=False, note="true or false"),
+                argument="cpu_affinity", default=False),
         _worker("backend", kinds.one_of(*(one.value for one in CPUBackend)), "LOCKSTEP_BACKEND",
-                "How processes on CPUs communicate: shm (shared memory on one host; default) or gloo.", "--backend",
-                note="`shm`, `gloo`"),
+                "How processes on CPUs communicate: shm (shared memory on one host; default) or gloo.", "--backend"),
         Setting("role", kinds.WORD, "The value of ROLE_NAME in the processes.", "--role", "default"),
     ),
     "Training": (
         _worker("mixed_precision", kinds.PRECISION, "LOCKSTEP_MIXED_PRECISION ACCELERATE_MIXED_PRECISION",
-                "Precision of autocast.", "--mixed-precision", default=PrecisionType.NO,
-                note="`no`, `fp16`, `bf16`, `fp8`"),
+                "Precision of autocast.", "--mixed-precision", default=PrecisionType.NO),
         _worker("fp8_pad_inner_dim", kinds.SWITCH, "ACCELERATE_FP8_PAD_INNER_DIM", is_in_other_files=True,
-                note="true or false: whether fp8 pads sizes that 16 does not divide; read by `AORecipeKwargs`"),
+                note=f"{kinds.SWITCH.values}: whether fp8 pads sizes that 16 does not divide; read by "
+                     "`AORecipeKwargs`"),
         _worker("gradient_accumulation_steps", _STEPS,
                 "LOCKSTEP_GRADIENT_ACCUMULATION_STEPS ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
                 "Micro-batches in a step.", "--gradient-accumulation-steps", default=1, is_in_other_files=True),
@@ -130,7 +157,7 @@ TOPICS: dict[str, tuple[Setting, ...]] = {
         _worker("scheduler", kinds.SCHEDULER, "LOCKSTEP_SCHEDULER", is_in_other_files=True,
                 note="the same for the schedule"),
         _worker("grad_scaler", kinds.GRAD_SCALER, "LOCKSTEP_GRAD_SCALER",
-                note="`init_scale`, `growth_interval`, `growth_factor`, `backoff_factor` of fp16"),
+                note=f"{kinds.GRAD_SCALER.values} of fp16"),
         _worker("deepspeed_config_file", kinds.READABLE_FILE,
                 "LOCKSTEP_DEEPSPEED_CONFIG_FILE ACCELERATE_DEEPSPEED_CONFIG_FILE",
                 "A DeepSpeed JSON; all other settings must agree with it.", "--deepspeed-config-file",
@@ -139,19 +166,18 @@ TOPICS: dict[str, tuple[Setting, ...]] = {
                 "Compile models with this backend of torch.compile, such as inductor.", "--dynamo-backend",
                 default="no", is_in_other_files=True),
         _worker("dynamo_mode", kinds.COMPILE_MODE, "LOCKSTEP_DYNAMO_MODE ACCELERATE_DYNAMO_MODE",
-                "The mode of torch.compile.", "--dynamo-mode", is_in_other_files=True,
-                note=", ".join(f"`{word}`" for word in kinds.COMPILE_MODE.words)),
+                "The mode of torch.compile.", "--dynamo-mode", is_in_other_files=True),
         _worker("dynamo_use_fullgraph", kinds.SWITCH,
                 "LOCKSTEP_DYNAMO_USE_FULLGRAPH ACCELERATE_DYNAMO_USE_FULLGRAPH",
                 "Fail if a model does not compile to one graph.", "--dynamo-use-fullgraph",
-                is_in_other_files=True, note="true or false"),
+                is_in_other_files=True),
         _worker("dynamo_use_dynamic", kinds.SWITCH, "LOCKSTEP_DYNAMO_USE_DYNAMIC ACCELERATE_DYNAMO_USE_DYNAMIC",
                 "Compile for all shapes, and not only for those that occur.", "--dynamo-use-dynamic",
-                is_in_other_files=True, note="true or false"),
+                is_in_other_files=True),
         _worker("dynamo_use_regional_compilation", kinds.SWITCH,
                 "LOCKSTEP_DYNAMO_USE_REGIONAL_COMPILATION ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION",
                 "Compile repeated blocks one by one.", "--dynamo-use-regional-compilation",
-                is_in_other_files=True, note="true or false"),
+                is_in_other_files=True),
     ),
     "Several machines, one command on each": (
         Setting("num_machines", kinds.MACHINES, "Number of machines; with MIN:MAX they may leave and join.",
@@ -167,7 +193,7 @@ TOPICS: dict[str, tuple[Setting, ...]] = {
                 "Port there (one machine: a free one by default).", "--main-process-port --master-port"),
         Setting("rdzv_backend", kinds.one_of("static", "c10d"),
                 "Machines are numbered by --node-rank (static) or in the order of arrival (c10d).", "--rdzv-backend",
-                "static", note="`static`, `c10d`"),
+                "static"),
         Setting("rdzv_conf", kinds.RENDEZVOUS,
                 "Seconds to wait: join_timeout=N for all machines, last_call_timeout=N for further ones.",
                 "--rdzv-conf", note="a section such as `{join_timeout: 900}`"),
@@ -188,15 +214,13 @@ TOPICS: dict[str, tuple[Setting, ...]] = {
         Setting("exclude_hosts", kinds.HOST_FILTER, "All hosts of the list but these.", "--exclude-hosts",
                 is_in_other_files=True),
         Setting("slurm", kinds.SWITCH, "Start by Slurm: srun inside an allocation, otherwise sbatch.", "--slurm",
-                is_in_other_files=True, note="true or false"),
+                is_in_other_files=True),
         Setting("slurm_options", kinds.PAIRS, "A long option of srun or sbatch: partition=gpu.",
                 "--slurm-option", is_repeated=True, note="a section such as `{partition: gpu}`"),
         Setting("mpi", kinds.SWITCH, "Start by mpirun (Open MPI) on --hosts or --hostfile.", "--mpi",
-                is_in_other_files=True, note="true or false"),
-        Setting("ray", kinds.SWITCH, "Start on a Ray cluster. Needs the package ray[train].", "--ray",
-                note="true or false"),
-        Setting("k8s", kinds.one_of(*KUBERNETES_KINDS), "Write Kubernetes manifests of this kind.", "--k8s",
-                note=", ".join(f"`{kind}`" for kind in KUBERNETES_KINDS)),
+                is_in_other_files=True),
+        Setting("ray", kinds.SWITCH, "Start on a Ray cluster. Needs the package ray[train].", "--ray"),
+        Setting("k8s", kinds.one_of(*KUBERNETES_KINDS), "Write Kubernetes manifests of this kind.", "--k8s"),
         Setting("k8s_options", kinds.PAIRS, "An option of the manifests, such as image=NAME.", "--k8s-option",
                 is_repeated=True,
                 note="a section such as `{image: registry/train:1}`"),
@@ -206,18 +230,18 @@ TOPICS: dict[str, tuple[Setting, ...]] = {
     ),
     "Failures": (
         Setting("max_restarts", kinds.integer(0, MAX_RESTARTS),
-                "Restarts after a failure (default: 0; with --nnodes MIN:MAX 1000).", "--max-restarts"),
+                f"Restarts after a failure (default: 0; with --nnodes MIN:MAX {ELASTIC_RESTARTS}).", "--max-restarts"),
         Setting("warm_restarts", kinds.SWITCH,
-                "Import libraries before a restart is needed (default: yes).",
-                "--warm-restarts/--no-warm-restarts", True, note="true or false"),
-        Setting("hang_timeout", kinds.SECONDS, "How long a hang may last (default: 300).", "--hang-timeout",
-                300.0, note="seconds"),
-        Setting("grace", kinds.SECONDS, "Time from a stop signal to SIGKILL (default: 30).", "--grace", 30.0,
-                argument="grace", variables=("LOCKSTEP_GRACE",), note="seconds"),
-        Setting("monitor_interval", kinds.INTERVAL, "Seconds between two checks of the processes (default: 0.1).",
-                "--monitor-interval", 0.1, note="seconds"),
-        Setting("watch", kinds.SWITCH, "Watch the workers for hangs (default: yes).", "--watch/--no-watch", True,
-                argument="watch", variables=("LOCKSTEP_WATCH",), note="true or false"),
+                "Import libraries before a restart is needed (default: {default}).",
+                "--warm-restarts/--no-warm-restarts", True),
+        Setting("hang_timeout", kinds.SECONDS, "How long a hang may last (default: {default}).", "--hang-timeout",
+                300.0),
+        Setting("grace", kinds.SECONDS, "Time from a stop signal to SIGKILL (default: {default}).", "--grace", 30.0,
+                argument="grace", variables=("LOCKSTEP_GRACE",)),
+        Setting("monitor_interval", kinds.INTERVAL, "Seconds between two checks of the processes (default: {default}).",
+                "--monitor-interval", 0.1),
+        Setting("watch", kinds.SWITCH, "Watch the workers for hangs (default: {default}).", "--watch/--no-watch", True,
+                argument="watch", variables=("LOCKSTEP_WATCH",)),
         Setting("debug", kinds.SWITCH, "Set TORCH_DISTRIBUTED_DEBUG=DETAIL.", "--debug", False),
     ),
     "Output": (
@@ -231,10 +255,11 @@ TOPICS: dict[str, tuple[Setting, ...]] = {
 }  # fmt: skip
 """All settings, by the topic under which help shows them."""
 
-SETTINGS = {
-    one.name: one for settings in TOPICS.values() for one in settings if one.is_in_files or one.argument
-}
+DECLARED = {one.name: one for settings in TOPICS.values() for one in settings}
+SETTINGS = {name: one for name, one in DECLARED.items() if one.is_in_files or one.argument}
 """Those of a run: everything but what the command line alone says."""
+
+THREADS_VARIABLE = SETTINGS["num_cpu_threads_per_process"].variable
 
 IN_FILES = {name: one for name, one in SETTINGS.items() if one.is_in_files}
 OF_WORKERS = {one.argument: one for one in SETTINGS.values() if one.argument}

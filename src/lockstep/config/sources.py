@@ -116,10 +116,11 @@ def speaks_accelerate(environ: Environ | None = None) -> bool:
     return any(environ.get(name) for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"))
 
 
+CONFIG_VARIABLE = "LOCKSTEP_CONFIG_FILE"
 IMPORTS_VARIABLE = "LOCKSTEP_IMPORTS_FILE"
 
 OTHER_VARIABLES = (
-    "LOCKSTEP_CONFIG_FILE",
+    CONFIG_VARIABLE,
     "LOCKSTEP_SECRET",
     "LOCKSTEP_CONTROL",
     "LOCKSTEP_CONTROL_SECRET",
@@ -132,6 +133,7 @@ OTHER_VARIABLES = (
     "LOCKSTEP_SPARE",
     IMPORTS_VARIABLE,
 )
+"""What processes of ours tell each other on one machine, and what says where settings are."""
 
 
 def unknown_variables(environ: Environ | None = None) -> tuple[str, ...]:
@@ -145,8 +147,6 @@ def unknown_variables(environ: Environ | None = None) -> tuple[str, ...]:
         if name.startswith("LOCKSTEP_") and name not in known
     )
 
-
-CONFIG_VARIABLE = "LOCKSTEP_CONFIG_FILE"
 
 TELLING = (
     "LOCKSTEP_",
@@ -246,8 +246,8 @@ def shares_console(environ: Environ | None = None) -> bool:
 def user_config_file(environ: Environ | None = None) -> Path:
     """Where `lockstep config` writes: LOCKSTEP_CONFIG_FILE, or config.yaml in the user's configuration folder."""
     environ = os.environ if environ is None else environ
-    if environ.get("LOCKSTEP_CONFIG_FILE"):
-        return Path(os.path.expanduser(environ["LOCKSTEP_CONFIG_FILE"]))  # keeps ~nobody, and raises nothing
+    if environ.get(CONFIG_VARIABLE):
+        return Path(os.path.expanduser(environ[CONFIG_VARIABLE]))  # keeps ~nobody, and raises nothing
     return user_config_folder(environ) / "config.yaml"
 
 

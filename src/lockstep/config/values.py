@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -15,6 +15,8 @@ from lockstep.errors import ConfigError
 TRUE_WORDS = frozenset({"1", "true", "t", "yes", "y", "on"})
 FALSE_WORDS = frozenset({"0", "false", "f", "no", "n", "off"})
 MAX_PORT = 65535
+USUAL_PORT = 29500
+"""Torch's default of MASTER_PORT."""
 MAX_MACHINES = 100_000
 MAX_SECONDS = 10_000_000.0
 MAX_INTERVAL_S = 3600.0
@@ -140,6 +142,11 @@ def parse_integer(value: object, origin: str, at_least: int, at_most: int | None
             text if origin else value, origin, f"an integer {bounds}", "Set a number in that range."
         )
     return number
+
+
+def integer_between(at_least: int, at_most: int | None = None) -> Callable[[object, str], int]:
+    """A reader of integers within bounds."""
+    return lambda value, origin: parse_integer(value, origin, at_least, at_most)
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from lockstep.config.sources import inherited_environment
+from lockstep.config.settings import THREADS_VARIABLE
+from lockstep.config.sources import OTHER_VARIABLES, inherited_environment
 from lockstep.control import Secret, new_secret, read_secret
 from lockstep.errors import ConfigError
 from lockstep.launch import bare
@@ -130,7 +131,7 @@ def secret_for_machines(plan: LaunchPlan) -> Secret:
 PREFIXES = ("LOCKSTEP_", "NCCL_", "GLOO_", "TORCH_")
 NAMES = frozenset(
     {
-        "OMP_NUM_THREADS",
+        THREADS_VARIABLE,
         "CUDA_VISIBLE_DEVICES",
         "PYTHONPATH",
         "PYTHONUNBUFFERED",
@@ -138,19 +139,6 @@ NAMES = frozenset(
         "PATH",
         "LANG",
         "LC_ALL",
-    }
-)
-# what one process of ours tells another on the same machine
-OWN_MACHINE = frozenset(
-    {
-        "LOCKSTEP_CONFIG_FILE",
-        "LOCKSTEP_CONTROL",
-        "LOCKSTEP_CONTROL_FILE",
-        "LOCKSTEP_IMPORTS_FILE",
-        "LOCKSTEP_LAUNCH_ID",
-        "LOCKSTEP_MEMORY_FOLDER",
-        "LOCKSTEP_RESTART",
-        "LOCKSTEP_SHARED_CONSOLE",
     }
 )
 SECRET_WORDS = re.compile(r"TOKEN|SECRET|KEY|PASSW|CREDENTIAL", re.IGNORECASE)
@@ -163,7 +151,7 @@ def is_secret(name: str) -> bool:
 
 def travels(name: str) -> bool:
     """Whether a variable goes along without being named."""
-    if is_secret(name) or name in OWN_MACHINE:
+    if is_secret(name) or name in OTHER_VARIABLES:
         return False
     return name in NAMES or name.startswith(PREFIXES)
 

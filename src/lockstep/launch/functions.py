@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from lockstep.config.settings import SETTINGS, THREADS_VARIABLE
 from lockstep.config.sources import export_environment, inherited_environment, restore_environment
-from lockstep.config.values import parse_integer, parse_precision
+from lockstep.config.values import MAX_PORT, parse_integer, parse_precision
 from lockstep.errors import ConfigError, UsageError
 from lockstep.launch.network import LOOPBACK, free_port
 from lockstep.launch.plan import available_cores
 
+USE_CPU = SETTINGS["use_cpu"].variable
 # what the rendezvous of torch's agent would take; a function is launched once and not restarted
 UNUSED_BY_DEFAULT = {"rdzv_endpoint": "", "rdzv_conf": None, "max_restarts": 0}
 
@@ -90,11 +92,13 @@ def notebook_launcher(
         raise ConfigError(
             f"num_nodes is {nodes} but master_addr or use_port is missing. Pass the address and the port of node 0."
         )
-    environment = {} if precision == "no" else {"LOCKSTEP_MIXED_PRECISION": str(precision)}
+    environment = {} if precision == "no" else {SETTINGS["mixed_precision"].variable: str(precision)}
     if nproc * nodes == 1:
         _run_here(function, args, environment)
         return
-    port = free_port() if use_port is None else parse_integer(use_port, "use_port", 0, 65535) or free_port()
+    port = (
+        free_port() if use_port is None else parse_integer(use_port, "use_port", 0, MAX_PORT) or free_port()
+    )
     environment |= {"MASTER_ADDR": master_addr or LOOPBACK, "MASTER_PORT": str(port)}
     _run_forked(function, args, nproc, nodes, node, environment)
 
@@ -126,7 +130,7 @@ def debug_launcher(
         ```
     """
     nproc = parse_integer(num_processes, "num_processes", at_least=1)
-    environment = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free_port()), "LOCKSTEP_USE_CPU": "true"}
+    environment = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free_port()), USE_CPU: "true"}
     _run_forked(function, args, nproc, 1, 0, environment)
 
 
@@ -162,12 +166,12 @@ def _run_forked(
             "this process already belongs to a process group, which its children cannot share. Restart the "
             "notebook, and create the Accelerator inside the function only."
         )
-    if torch.cuda.is_initialized() and environment.get("LOCKSTEP_USE_CPU") != "true":
+    if torch.cuda.is_initialized() and environment.get(USE_CPU) != "true":
         raise UsageError(
             "CUDA was already used in this process, so it cannot be forked. Restart the notebook, and create the "
             "Accelerator and move tensors to a GPU inside the function only."
         )
-    shared = {"OMP_NUM_THREADS": str(max(1, available_cores() // nproc)), **environment}
+    shared = {THREADS_VARIABLE: str(max(1, available_cores() // nproc)), **environment}
     start_processes(
         _worker,
         args=(function, tuple(args), nproc, nodes, node, shared),
@@ -200,6 +204,6 @@ def _worker(
     # One process is not distributed.
     export_environment(environment | ranks if nproc * nodes > 1 else environment)
     process.end_runtime()  # what the parent found out about itself does not hold here
-    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # OpenMP read the parent's setting long ago
+    torch.set_num_threads(int(environment[THREADS_VARIABLE]))  # OpenMP read the parent's setting long ago
     function(*args)
     process.end_runtime()

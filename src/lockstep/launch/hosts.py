@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from lockstep.config.hosts import Host
 from lockstep.config.sources import inherited_environment
+from lockstep.config.values import USUAL_PORT
 from lockstep.errors import ConfigError
 from lockstep.launch import node
 from lockstep.launch.backend import SECRET, Command
@@ -20,7 +21,7 @@ from lockstep.launch.programs import Programs
 # no questions, a bounded wait, and a connection whose other end is gone is noticed within 20 s
 SSH = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15",
        "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=4")  # fmt: skip
-PORT = 29500
+PORT = USUAL_PORT
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 
 

@@ -13,6 +13,8 @@ from lockstep.errors import ConfigError
 
 SettingValues = dict[str, SettingValue]
 
+ALLOCATED_NODES = "SLURM_JOB_NUM_NODES"
+
 
 @dataclass(frozen=True)
 class Transport:
@@ -75,11 +77,16 @@ def machines_of(
         return _listed(settings, hosts, settings[listed]._replace(value=listed), nproc)
     found: SettingValues = {}
     if backend == "slurm" and settings["num_machines"].source == "default" and environ.get("SLURM_JOB_ID"):
-        variable = "SLURM_JOB_NUM_NODES"
-        if environ.get(variable):
-            count = parse_integer(environ[variable], variable, at_least=1)
-            found["num_machines"] = SettingValue(count, f"environment variable {variable}")
+        count = allocated_nodes(environ)
+        if count is not None:
+            found["num_machines"] = SettingValue(count, f"environment variable {ALLOCATED_NODES}")
     return found
+
+
+def allocated_nodes(environ: Mapping[str, str]) -> int | None:
+    """The number of nodes of Slurm's allocation, if it says one. Raises ConfigError if that is no number."""
+    said = environ.get(ALLOCATED_NODES)
+    return parse_integer(said, ALLOCATED_NODES, at_least=1) if said else None
 
 
 def _listed(

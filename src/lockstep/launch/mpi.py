@@ -7,6 +7,7 @@ import signal
 from collections.abc import Mapping
 from dataclasses import replace
 
+from lockstep.config.settings import THREADS_VARIABLE
 from lockstep.config.sources import inherited_environment
 from lockstep.errors import ConfigError
 from lockstep.launch.backend import Command, forwarded, without_secrets
@@ -49,7 +50,7 @@ def mpirun(plan: LaunchPlan, environ: Mapping[str, str], free: int) -> Command:
     total = plan.nproc * plan.num_machines
     values = {
         **forwarded(environ, plan.transport.forward_env),
-        "OMP_NUM_THREADS": str(max(1, available_cores() // plan.nproc)),
+        THREADS_VARIABLE: str(max(1, available_cores() // plan.nproc)),
         **plan.environment,
         **_meeting(plan, free),
     }

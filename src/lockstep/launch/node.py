@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, BinaryIO
 
 from lockstep.config.hosts import Host
+from lockstep.config.settings import THREADS_VARIABLE
 from lockstep.config.sources import export_environment, inherited_environment
 from lockstep.config.values import parse_integer
 from lockstep.errors import ConfigError, LockstepError
@@ -145,8 +146,8 @@ def local_plan(node: Node, environ: Mapping[str, str], cores: int) -> LaunchPlan
         ConfigError: Slurm was to say its number, and does not.
     """
     plan = node.plan
-    if "OMP_NUM_THREADS" not in plan.environment:
-        threads = {"OMP_NUM_THREADS": str(max(1, cores // plan.nproc))}
+    if THREADS_VARIABLE not in plan.environment:
+        threads = {THREADS_VARIABLE: str(max(1, cores // plan.nproc))}
         plan = replace(plan, environment={**plan.environment, **threads})
     if node.numbered_by != SLURM or plan.num_machines == 1:
         return plan

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config import kinds, readers
-from lockstep.config.checks import LOCAL, check_topology
+from lockstep.config.checks import ELASTIC_RESTARTS, LOCAL, check_topology
 from lockstep.config.merge import (
     joined_sources,
     merge_settings,
@@ -20,7 +20,7 @@ from lockstep.config.merge import (
     precision_of,
     values_of_settings,
 )
-from lockstep.config.settings import OF_WORKERS, SETTINGS, Setting
+from lockstep.config.settings import OF_WORKERS, SETTINGS, THREADS_VARIABLE, Setting
 from lockstep.config.sources import said_by_environment
 from lockstep.config.values import SettingValue
 from lockstep.config.world import BatchSizes, fitted
@@ -29,7 +29,6 @@ from lockstep.launch.machines import SettingValues as SettingValues
 from lockstep.launch.machines import Transport, check_counted, machines_of, transport_of
 from lockstep.launch.membership import JOIN_LIMIT_S, LAST_CALL_S
 
-ELASTIC_RESTARTS = 1000
 ALIAS = "lockstep.compat.accelerate"
 """The module that runs a script for which ``import accelerate`` means this library."""
 TEXTS = (kinds.PARALLEL, kinds.OPTIMIZER, kinds.SCHEDULER, kinds.GRAD_SCALER)
@@ -294,7 +293,7 @@ def _worker_environment(
     value = {
         name: None if setting.source == "default" else setting.value for name, setting in settings.items()
     }
-    environment = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+    environment = {} if threads is None else {THREADS_VARIABLE: str(threads)}
     for setting in OF_WORKERS.values():
         if value[setting.name] is not None:
             for variable in setting.variables if as_accelerate else setting.variables[:1]:

@@ -17,10 +17,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from lockstep.config.settings import THREADS_VARIABLE
 from lockstep.config.sources import inherited_environment
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.launch import node
 from lockstep.launch.backend import SECRET, Command, forwarded, is_secret
+from lockstep.launch.machines import allocated_nodes
 from lockstep.launch.node import as_line, from_line, plan_as_data, plan_from_data
 from lockstep.launch.plan import LaunchPlan
 from lockstep.launch.programs import NOT_FOUND, Programs
@@ -66,7 +68,7 @@ def launch(plan: LaunchPlan) -> int:
 
 def srun(plan: LaunchPlan, secret: str, environ: Mapping[str, str], directory: str) -> Command:
     """The step with one task on each node. Every task reads the same document; Slurm numbers them."""
-    nodes = min(plan.num_machines, int(environ.get("SLURM_JOB_NUM_NODES") or plan.num_machines))
+    nodes = min(plan.num_machines, allocated_nodes(environ) or plan.num_machines)
     port = plan.port or _port(environ)
     own = replace(plan, num_machines=nodes, min_machines=min(plan.min_machines, nodes), port=port)
     description = node.node_of(own, secret, environ, directory, node.SLURM)
@@ -112,7 +114,7 @@ def sbatch_arguments(plan: LaunchPlan, environ: Mapping[str, str]) -> tuple[str,
     if "open-mode" not in given:
         words.append("--open-mode=append")
     if not {"cpus-per-task", "exclusive", "cpus-per-gpu"} & set(given):
-        words.append(f"--cpus-per-task={plan.nproc * int(plan.environment.get('OMP_NUM_THREADS', 1))}")
+        words.append(f"--cpus-per-task={plan.nproc * int(plan.environment.get(THREADS_VARIABLE, 1))}")
     return ("sbatch", *words, *_options(plan))
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lockstep.config.enums import Schedule
-from lockstep.config.values import repr_short
+from lockstep.config.values import decimal_number, repr_short
 from lockstep.errors import ConfigError, UsageError
 from lockstep.plan.schedule import Action, Timeline, Times, simulate
 from lockstep.plan.schedule_table import RULES, checked, formula_bubble
@@ -120,10 +120,7 @@ def parse_times(text: str) -> Times:
     Raises:
         ConfigError: the text is something else.
     """
-    try:
-        numbers = [float(part) for part in text[:200].split(",")]
-    except ValueError:
-        numbers = []
+    numbers = [decimal_number(part) for part in text[:200].split(",")]
     if len(numbers) not in (2, 3) or not all(1e-3 <= number <= 1e3 for number in numbers):  # nor nan
         raise ConfigError(
             f"--times={repr_short(text)} is not two or three numbers from 0.001 to 1000. Give forward,backward such as "

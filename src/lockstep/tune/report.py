@@ -7,15 +7,10 @@ from dataclasses import asdict
 from lockstep.tune.remarks import remarks_on
 from lockstep.tune.trial import SizeTrial, SizeVerdict
 from lockstep.tune.tuner import TuneResult
+from lockstep.words import memory_text
 
 TITLES = ("micro-batch", "accumulation", "samples/s", "tokens/s", "peak of a rank", "verdict")
 RIGHT = TITLES[:-1]
-UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
-
-
-def size_text(size: int) -> str:
-    """1.5 GiB."""
-    return next((f"{size / unit:.1f} {name}" for unit, name in UNITS if size >= unit), f"{size} B")
 
 
 def rows(result: TuneResult) -> list[tuple[str, ...]]:
@@ -28,7 +23,7 @@ def rows(result: TuneResult) -> list[tuple[str, ...]]:
             _rate(one.tokens_per_s),
             ""
             if one.peak is None
-            else ("~" if one.verdict is SizeVerdict.RULED_OUT else "") + size_text(one.peak),
+            else ("~" if one.verdict is SizeVerdict.RULED_OUT else "") + memory_text(one.peak),
             verdict(one, result.limit),
         )
         for one in result.trials
@@ -37,7 +32,7 @@ def rows(result: TuneResult) -> list[tuple[str, ...]]:
 
 def verdict(trial: SizeTrial, limit: int | None) -> str:
     """In words."""
-    of = "" if limit is None else f" of {size_text(limit)}"
+    of = "" if limit is None else f" of {memory_text(limit)}"
     match trial.verdict:
         case SizeVerdict.FITS:
             return "fits"
@@ -57,7 +52,7 @@ def sentence(result: TuneResult) -> str:
     batch = f"with a global batch of {result.global_batch}"
     if largest is None:
         tried = result.trials[0].micro_batch
-        of = "" if result.limit is None else f" of {size_text(result.limit)} for each rank"
+        of = "" if result.limit is None else f" of {memory_text(result.limit)} for each rank"
         return f"No micro-batch fits {batch}: {tried} is too large already. Shard the model, or raise the limit{of}."
     text = f"The largest micro-batch that fits {batch} is {_size(largest)}"
     if quickest is None:

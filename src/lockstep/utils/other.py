@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from lockstep.comm.dtensor import is_dtensor
-from lockstep.errors import ConfigError
+from lockstep.config.values import MAX_PORT, USUAL_PORT, parse_integer
 from lockstep.torch_internals import compile as torch_compile
 from lockstep.torch_internals import modules as torch_modules
 from lockstep.utils import (
@@ -431,9 +431,7 @@ def is_port_in_use(port: int | str | None = None) -> bool:
             assert is_port_in_use(server.getsockname()[1])
         ```
     """
-    number = 29500 if port is None else int(port)
-    if not 0 <= number < 65536:
-        raise ConfigError(f"port is {port}, but must be from 0 to 65535. Pass a number in this range.")
+    number = USUAL_PORT if port is None else parse_integer(port, "port", 0, MAX_PORT)
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         return probe.connect_ex(("127.0.0.1", number)) == 0
 

@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping
 
 from lockstep.compat.deepspeed.section import file_name
-from lockstep.compat.rules import Detail, NoEffect, Refused, Table, Translation, Used, translate
+from lockstep.compat.rules import Detail, NoEffect, Refused, Table, Translation, Used, same, translate
 from lockstep.config import readers as read
 from lockstep.config.settings import SETTINGS
-from lockstep.config.values import SettingValue
+from lockstep.config.values import SettingValue, integer_between, parse_bool
 from lockstep.errors import ConfigError
 
 MPI_SECTION = "mpirun_config"
@@ -55,9 +55,9 @@ FP8_SECTION, FP8_PREFIX = "fp8_config", "fp8_"
 OF_TE, OF_MSAMP = "a setting of TransformerEngine", "a setting of MS-AMP"
 FP8_KEYS: Table = {
     "backend": Refused("fp8 by another package than torchao", ("ao", "torchao", "no"), "Say AO."),
-    "pad_inner_dim": Used("fp8_pad_inner_dim", read.truth),
+    "pad_inner_dim": same("fp8_pad_inner_dim"),
     "enable_fsdp_float8_all_gather": NoEffect(
-        "sharded weights are gathered in bfloat16, and cast then", read=read.truth
+        "sharded weights are gathered in bfloat16, and cast then", read=parse_bool
     ),
     "use_autocast_during_eval": Refused(OF_TE),
     "margin": Refused(OF_TE, (0, "0")),
@@ -85,8 +85,8 @@ def from_fp8(section: Mapping[str, object], where: str) -> Translation:
 
 LAYOUT_PREFIX = "parallelism_config_"
 LAYOUT_KEYS: Table = {
-    "dp_replicate_size": Used("copies", read.integer(1)),
-    "dp_shard_size": Used("shards", read.integer(1)),
+    "dp_replicate_size": Used("copies", integer_between(1)),
+    "dp_shard_size": Used("shards", integer_between(1)),
     "tp_size": Used("tp", read.several),
     "cp_size": Used("cp", read.several),
     "sp_size": Used("ulysses", read.several),

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import sys
 
-from lockstep.compat.rules import Detail, NoEffect, Refused, Table, Used, section
+from lockstep.compat.rules import Detail, NoEffect, Refused, Table, Used, same, section
 from lockstep.config import readers as read
+from lockstep.config.parallel_words import PARSERS
+from lockstep.config.values import integer_between, parse_bool
 
 SIZES = "torch's engine gathers and averages one block at a time, whatever its size"
 TIMES = "times are measured with lockstep's profiler"
@@ -45,7 +47,7 @@ OFFLOAD_OPTIMIZER: Table = {
 }
 
 ZERO: Table = {
-    "stage": Used("zero", read.integer(0, 3)),
+    "stage": Used("zero", PARSERS["zero"]),
     "contiguous_gradients": NoEffect("gradients of a block are always one buffer", (True,)),
     "reduce_scatter": NoEffect("gradients are averaged by reduce-scatter", (True,)),
     "reduce_bucket_size": NoEffect(SIZES, (500_000_000,)),
@@ -105,11 +107,11 @@ ZERO_STAGE3: Table = {
 }
 
 FP16: Table = {
-    "enabled": Used("fp16", read.truth),
+    "enabled": Used("fp16", parse_bool),
     "auto_cast": NoEffect("autocast casts inputs where an operation needs it", (True, False)),
     "loss_scale": Used("loss_scale", read.positive),
     "initial_scale_power": Used("init_scale", read.power_of_two),
-    "loss_scale_window": Used("growth_interval", read.integer(1, 2**31 - 1)),
+    "loss_scale_window": Used("growth_interval", read.SCALER_FIELDS["growth_interval"]),
     "hysteresis": NoEffect(SCALE, (2, 1)),
     "consecutive_hysteresis": NoEffect(SCALE),
     "min_loss_scale": NoEffect(SCALE, (1, 1.0, 0)),
@@ -118,7 +120,7 @@ FP16: Table = {
 }
 
 BF16: Table = {
-    "enabled": Used("bf16", read.truth),
+    "enabled": Used("bf16", parse_bool),
     "immediate_grad_update": NoEffect("gradients accumulate in the type of their parameters", (True, False)),
     "check_grad_overflow": NoEffect("clip_grad_norm_ returns a norm that shows it", (True, False)),
     "bf16_master_weights_and_grads": Refused("master weights in bf16"),
@@ -211,13 +213,13 @@ TENSOR: Table = {
 }
 
 KEYS: Table = {
-    "train_batch_size": Used("train_batch_size", read.integer(1)),
-    "train_micro_batch_size_per_gpu": Used("micro_batch_size", read.integer(1)),
-    "gradient_accumulation_steps": Used("gradient_accumulation_steps", read.integer(1)),
+    "train_batch_size": Used("train_batch_size", integer_between(1)),
+    "train_micro_batch_size_per_gpu": same("micro_batch_size"),
+    "gradient_accumulation_steps": same("gradient_accumulation_steps"),
     "managed_gradient_accumulation": NoEffect("accelerator.accumulate manages it", (True,)),
-    "gradient_clipping": Used("gradient_clipping", read.number),
-    "optimizer": Used("optimizer", read.optimizer),
-    "scheduler": Used("scheduler", read.scheduler),
+    "gradient_clipping": same("gradient_clipping"),
+    "optimizer": same("optimizer"),
+    "scheduler": same("scheduler"),
     "fp16": FP16,
     "bf16": BF16,
     "bfloat16": BF16,

@@ -8,7 +8,7 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from lockstep.compat.deepspeed.lr_schedules import SCHEDULES, LRSchedule, Rate
-from lockstep.config.values import parse_bool, parse_integer, repr_short, suggestion
+from lockstep.config.values import integer_between, parse_bool, repr_short, suggestion
 from lockstep.errors import ConfigError
 
 Parser = Callable[[Any, str], Any]  # (value, where it stands) -> the value, or ConfigError
@@ -77,10 +77,6 @@ def _list_of(parse_one: Parser) -> Parser:
     return parse
 
 
-def _integer(at_least: int) -> Parser:
-    return lambda value, origin: parse_integer(value, origin, at_least)
-
-
 def _warmup_type(value: object, origin: str) -> str:
     if value not in ("log", "linear"):
         raise ConfigError(f"{origin} is {repr_short(value)}, but must be 'log' or 'linear'. Use one of them.")
@@ -90,25 +86,25 @@ def _warmup_type(value: object, origin: str) -> str:
 _PARSERS: dict[str, Parser] = {
     "warmup_min_lr": _list_of(_number(low=0)),
     "warmup_max_lr": _list_of(_number(low=0)),
-    "warmup_num_steps": _integer(1),
+    "warmup_num_steps": integer_between(1),
     "warmup_type": _warmup_type,
     "warmup_min_ratio": _number(low=0),
     "cos_min_ratio": _number(low=0),
-    "total_num_steps": _integer(1),
+    "total_num_steps": integer_between(1),
     "cycle_min_lr": _list_of(_number(low=0)),
     "cycle_max_lr": _list_of(_number(low=0)),
     "decay_lr_rate": _number(low=0),
     "cycle_first_step_size": _number(above=0),
     "cycle_second_step_size": _number(low=0),
-    "cycle_first_stair_count": _integer(0),
-    "cycle_second_stair_count": _integer(0),
+    "cycle_first_stair_count": integer_between(0),
+    "cycle_second_stair_count": integer_between(0),
     "decay_step_size": _number(low=0),
     "cycle_momentum": parse_bool,
     "cycle_min_mom": _list_of(_number(low=0, below=1)),
     "cycle_max_mom": _list_of(_number(low=0, below=1)),
     "decay_mom_rate": _number(),
     "lr_range_test_min_lr": _list_of(_number(low=0)),
-    "lr_range_test_step_size": _integer(1),
+    "lr_range_test_step_size": integer_between(1),
     "lr_range_test_step_rate": _number(),
     "lr_range_test_staircase": parse_bool,
 }

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from lockstep.compat.deepspeed.config import finish, from_deepspeed
-from lockstep.compat.rules import NoEffect, Refused, Table, Translation, Used, translate
+from lockstep.compat.rules import NoEffect, Refused, Table, Translation, Used, same, translate
 from lockstep.config import readers as read
 from lockstep.config.hosts import parse_filter
 from lockstep.config.merge import merge_settings
+from lockstep.config.parallel_words import PARSERS
 from lockstep.config.values import SettingValue, repr_short
 from lockstep.errors import ConfigError
 
@@ -58,13 +59,13 @@ LAUNCHER_KEY, HOSTFILE_KEY = "deepspeed_multinode_launcher", "deepspeed_hostfile
 
 # Accelerate's own names, in its file and its plugin
 DEEPSPEED_KEYS: Table = {
-    "zero_stage": Used("zero", read.integer(0, 3)),
+    "zero_stage": Used("zero", PARSERS["zero"]),
     "offload_optimizer_device": Used("optimizer_device", read.offload_device),
     "offload_param_device": Used("param_device", read.offload_device),
     "offload_optimizer_nvme_path": Used("optimizer_folder", read.folder),
     "offload_param_nvme_path": Used("param_folder", read.folder),
-    "gradient_accumulation_steps": Used("gradient_accumulation_steps", read.integer(1)),
-    "gradient_clipping": Used("gradient_clipping", read.number),
+    "gradient_accumulation_steps": same("gradient_accumulation_steps"),
+    "gradient_clipping": same("gradient_clipping"),
     "zero3_init_flag": NoEffect(META),
     "zero3_save_16bit_model": NoEffect(
         "save_model always writes whole weights", (True, False, "true", "false")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from lockstep.compat.rules import Detail, NoEffect, Refused, Table, Translation, Used, translate
 from lockstep.config import readers as read
-from lockstep.config.values import SettingValue, parse_bool, repr_short
+from lockstep.config.values import SettingValue, integer_between, parse_bool, repr_short
 from lockstep.errors import ConfigError
 
 PREFIX = "fsdp_"
@@ -52,7 +52,7 @@ PREFETCH = NoEffect(
     "backward always gathers one block ahead", ("backward_pre", "1", 1), read.word(PREFETCH_WORDS)
 )
 KEYS: Table = {
-    "version": NoEffect("both versions are torch's fully_shard", ("1", "2", 1, 2), read.integer(1, 2)),
+    "version": NoEffect("both versions are torch's fully_shard", ("1", "2", 1, 2), integer_between(1, 2)),
     "sharding_strategy": Used("", read.word(STRATEGY_WORDS)),
     "reshard_after_forward": Used("", _reshard),
     "auto_wrap_policy": NoEffect(
@@ -76,7 +76,7 @@ KEYS: Table = {
     "sync_module_states": NoEffect("all ranks always begin with the weights of rank 0", (True, "true", "1")),
     "use_orig_params": NoEffect("the optimizer always sees the original parameters", (True, "true", "1")),
     "limit_all_gathers": NoEffect("torch's engine limits them", (True, "true", "1")),
-    "activation_checkpointing": Used("checkpointing", read.truth),
+    "activation_checkpointing": Used("checkpointing", parse_bool),
     "activation_checkpointing_offload": Used("checkpointing_offload", read.switch),
     "ignored_modules": Refused("modules that are not sharded"),
     "param_init_fn": Refused(

@@ -10,12 +10,14 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+from lockstep.config.settings import DECLARED, THREADS_VARIABLE
+from lockstep.config.values import RENDEZVOUS_KEYS, USUAL_PORT
 from lockstep.errors import ConfigError
 from lockstep.launch.kubernetes.options import KubernetesOptions
 from lockstep.launch.plan import FaultPolicy, LaunchPlan
 from lockstep.runtime.failure import PREEMPTED
 
-PORT = 29500
+PORT = USUAL_PORT
 COMMAND = ("lockstep", "launch")
 # after the launcher's own limit, before the kubelet's SIGKILL: the launcher ends its workers and says why
 MARGIN_S = 10
@@ -40,29 +42,36 @@ class PodMachine:
 def arguments(plan: LaunchPlan, machine: PodMachine) -> list[str]:
     """What follows ``COMMAND``, for the kubelet, which expands ``$(NAME)`` and nothing else."""
     fault_policy = plan.fault_policy
-    words = ["--nproc", str(plan.nproc)]
+    words = _said("nproc", plan.nproc)
     if plan.num_machines > 1:
         nodes = f"{plan.min_machines}:{plan.num_machines}" if plan.elastic else str(plan.num_machines)
-        words += ["--nnodes", nodes, "--rdzv", f"{machine.meeting_host}:{plan.port or PORT}"]
+        words += _said("num_machines", nodes)
+        words += _said("rdzv", f"{machine.meeting_host}:{plan.port or PORT}")
         if machine.rank is not None:
-            words += ["--node-rank", machine.rank]
-    words += ["--max-restarts", str(fault_policy.max_restarts), "--grace", _seconds(fault_policy.grace_s)]
-    words += ["--hang-timeout", _seconds(fault_policy.hang_timeout_s)]
-    words += [] if fault_policy.watch else ["--no-watch"]
-    words += [] if fault_policy.warm_restarts else ["--no-warm-restarts"]
+            words += _said("machine_rank", machine.rank)
+    words += _said("max_restarts", fault_policy.max_restarts)
+    words += _said("grace", _seconds(fault_policy.grace_s))
+    words += _said("hang_timeout", _seconds(fault_policy.hang_timeout_s))
+    words += [] if fault_policy.watch else [DECLARED["watch"].off_flag]
+    words += [] if fault_policy.warm_restarts else [DECLARED["warm_restarts"].off_flag]
     usual = FaultPolicy()
     if fault_policy.monitor_interval_s != usual.monitor_interval_s:
-        words += ["--monitor-interval", _seconds(fault_policy.monitor_interval_s)]
+        words += _said("monitor_interval", _seconds(fault_policy.monitor_interval_s))
     waits = (fault_policy.join_timeout_s, fault_policy.last_call_s)
     if waits != (usual.join_timeout_s, usual.last_call_s):
-        words += ["--rdzv-conf", f"join_timeout={_seconds(waits[0])},last_call_timeout={_seconds(waits[1])}"]
+        texts = [f"{key}={_seconds(wait)}" for key, wait in zip(RENDEZVOUS_KEYS, waits, strict=True)]
+        words += _said("rdzv_conf", ",".join(texts))
     if plan.role != LaunchPlan.role:
-        words += ["--role", plan.role]
+        words += _said("role", plan.role)
     if plan.interface is not None:
-        words += ["--interface", plan.interface]
+        words += _said("interface", plan.interface)
     if plan.log_dir is not None:
-        words += ["--log-dir", plan.log_dir, *(["--tee"] if plan.tee else [])]
+        words += _said("log_dir", plan.log_dir) + ([DECLARED["tee"].flag] if plan.tee else [])
     return words + [escaped(word) for word in program(plan)]
+
+
+def _said(setting: str, value: object) -> list[str]:
+    return [DECLARED[setting].flag, str(value)]
 
 
 def _seconds(value: float) -> str:
@@ -72,7 +81,7 @@ def _seconds(value: float) -> str:
 def program(plan: LaunchPlan) -> list[str]:
     """The script with its arguments, as ``lockstep launch`` takes them; the interpreter is the image's."""
     if plan.command[0] != sys.executable:
-        return ["--no-python", *plan.command]
+        return [DECLARED["no_python"].flag, *plan.command]
     return list(plan.command[1:])
 
 
@@ -86,9 +95,9 @@ def environment(
 ) -> list[KubernetesObject]:
     """The variables of the container: what was said of the run, and its secret by reference."""
     values = {**forwarded, **plan.environment}
-    if "OMP_NUM_THREADS" not in values and options.cpu is not None:
+    if THREADS_VARIABLE not in values and options.cpu is not None:
         cores = int(options.cpu[:-1]) / 1000 if options.cpu.endswith("m") else float(options.cpu)
-        values["OMP_NUM_THREADS"] = str(max(1, int(cores) // plan.nproc))
+        values[THREADS_VARIABLE] = str(max(1, int(cores) // plan.nproc))
     entries: list[KubernetesObject] = [
         {"name": name, "value": escaped(value)} for name, value in sorted(values.items())
     ]

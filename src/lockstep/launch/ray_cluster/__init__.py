@@ -13,6 +13,7 @@ from signal import SIGTERM, Signals
 from types import TracebackType
 from typing import Any, TextIO
 
+from lockstep.config.settings import SETTINGS
 from lockstep.config.sources import inherited_environment
 from lockstep.errors import ConfigError
 from lockstep.launch.backend import (
@@ -111,8 +112,8 @@ def job_of(plan: LaunchPlan) -> Job:
     """What each rank runs. The interpreter is that of Ray's worker there."""
     environ = inherited_environment()
     watching = {
-        "LOCKSTEP_WATCH": str(plan.fault_policy.watch).lower(),
-        "LOCKSTEP_GRACE": f"{plan.fault_policy.grace_s:.17g}",
+        SETTINGS["watch"].variable: str(plan.fault_policy.watch).lower(),
+        SETTINGS["grace"].variable: f"{plan.fault_policy.grace_s:.17g}",
     }
     values = {**forwarded(environ, plan.transport.forward_env), **watching, **plan.environment}
     environment = {name: value for name, value in values.items() if name not in OF_A_MACHINE}

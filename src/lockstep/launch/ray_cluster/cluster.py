@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from lockstep.config.settings import THREADS_VARIABLE
 from lockstep.config.sources import export_environment, inherited_environment
 from lockstep.control.secret import new_secret
 from lockstep.errors import ConfigError, MissingExtraError
@@ -87,7 +88,7 @@ def connect(plan: LaunchPlan) -> Any:
 
 def cpus_of_a_worker(plan: LaunchPlan) -> int:
     """Cores that Ray sets aside for each process, and from which it derives OMP_NUM_THREADS."""
-    said = plan.environment.get("OMP_NUM_THREADS")
+    said = plan.environment.get(THREADS_VARIABLE)
     if said is not None:
         return int(said)
     return max(1, available_cores() // plan.nproc) if plan.num_machines == 1 else 1

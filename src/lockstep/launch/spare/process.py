@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import NoReturn
 
 from lockstep.config.sources import IMPORTS_VARIABLE, environment_digests
+from lockstep.launch.bare import SPARE_VARIABLE as VARIABLE
 from lockstep.launch.spare import preload
 from lockstep.launch.spare.preload import EnvironmentReads, Unfit
 from lockstep.launch.spare.prologue import Prologue, Target, read_prologue, target_of
 
-VARIABLE = "LOCKSTEP_SPARE"
 ONLY_TOP = "top"
 """Third part of the variable's value: no modules but those that the script imports at its top."""
 NAME = b"lockstep-spare"

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import IO, Any
 
 from lockstep.config.sources import IMPORTS_VARIABLE
+from lockstep.launch.bare import SPARE_VARIABLE as VARIABLE
 from lockstep.launch.spare import site
 from lockstep.torch_internals import elastic
 from lockstep.torch_internals.elastic import OwnProcesses
 
 SITE = os.path.dirname(os.path.abspath(site.__file__ or ""))
-VARIABLE = "LOCKSTEP_SPARE"
 ANSWER_S = 2.0
 PROBE_S = 30.0
 PROBE, PROBED = "probe", 71
