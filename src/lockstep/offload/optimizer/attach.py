@@ -133,7 +133,7 @@ class _Offloaded(Optimizer):
 torch_optim.take_for_wrapped(_Offloaded.step)
 
 
-def _begin(self: _Offloaded, closure: Callable[[], object] | None = None) -> Any:
+def _begin(self: _Offloaded, closure: Callable[[], object] | None = None) -> object:
     loss = self._offloaded_step.step(closure)
     if _has_hook_that_reads(self):
         self._offloaded_step.finish()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
+from pathlib import Path
 
 import torch
 from torch.nn.utils import get_total_norm
@@ -58,24 +58,27 @@ class GradientNotes:
         self._unscaled[offset] = TensorWeakRef(gradient)
         unscaled.scale_later(gradient, scale)
 
-    def find(
-        self, file: OffloadFile, offset: int, gradient: torch.Tensor, norm_type: float
-    ) -> torch.Tensor | None:
-        """The norm of a gradient (mapped, of any shape) if it is known and the gradient is what was written."""
+    def find(self, offset: int, gradient: torch.Tensor, norm_type: float) -> torch.Tensor | None:
+        """The norm of a gradient (mapped, of any shape) if it is known and of this version of the gradient."""
         self.norm_type = norm_type
         version, known = self._known.get(offset, (0, None))
         if known is None or known.norm_type != norm_type or version != torch_tensors.version(gradient):
             return None
+        return known.norm
+
+
+class OffloadedGradients(OffloadFile):
+    """A file of gradients, with ``notes`` on them."""
+
+    def __init__(self, folder: Path, nbytes: int) -> None:
+        super().__init__(folder, nbytes)
+        self.notes = GradientNotes()
+
+    def norm(self, offset: int, gradient: torch.Tensor, norm_type: float) -> torch.Tensor | None:
+        """The norm of a gradient (mapped, of any shape) if it is known and the gradient is what was written."""
+        norm = self.notes.find(offset, gradient, norm_type)
         # Writes through ``gradient.data`` have no version, but they bring pages to memory.
-        return known.norm if file.is_direct and is_untouched(gradient) else None
-
-
-_NOTES: WeakKeyDictionary[OffloadFile, GradientNotes] = WeakKeyDictionary()
-
-
-def notes_of(file: OffloadFile) -> GradientNotes:
-    """Those on the gradients in ``file``."""
-    return _NOTES.setdefault(file, GradientNotes())
+        return norm if norm is not None and self.is_direct and is_untouched(gradient) else None
 
 
 @torch.no_grad()
@@ -93,7 +96,7 @@ def norm_of(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor
             norms.append(torch.linalg.vector_norm(gradient, norm_type))
             continue
         file, offset = region
-        norm = notes_of(file).find(file, offset, gradient, norm_type)
+        norm = file.norm(offset, gradient, norm_type) if isinstance(file, OffloadedGradients) else None
         if norm is None:
             norm = torch.linalg.vector_norm(gradient, norm_type)
             file.drop(offset, aligned(gradient.nbytes))
@@ -122,8 +125,9 @@ def scale_offloaded(gradients: Iterable[torch.Tensor], max_norm: float, norm: to
         return
     for gradient, region in moved:
         torch.autograd.graph.increment_version(local(gradient))
+        notes = region.file.notes if isinstance(region.file, OffloadedGradients) else GradientNotes()
         if is_dtensor(gradient):
             unscaled.scale_in_file(region, scale)
-            notes_of(region.file).forget(region.offset)
+            notes.forget(region.offset)
         else:
-            notes_of(region.file).scale_later(region.offset, gradient, scale)
+            notes.scale_later(region.offset, gradient, scale)

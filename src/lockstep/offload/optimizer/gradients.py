@@ -17,8 +17,8 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lockstep.comm.dtensor import is_dtensor, local
-from lockstep.offload.files.direct import FreedMemory, OffloadFile, aligned, aligned_buffer, region_of
-from lockstep.offload.optimizer.clipping import KnownNorm, notes_of
+from lockstep.offload.files.direct import FreedMemory, aligned, aligned_buffer, region_of
+from lockstep.offload.optimizer.clipping import KnownNorm, OffloadedGradients
 from lockstep.offload.optimizer.states import like_parameter
 from lockstep.offload.optimizer.unscaled import look_at
 from lockstep.torch_internals import autograd as torch_autograd
@@ -60,8 +60,10 @@ class GradientFile:
 
     def __init__(self, parameters: Iterable[torch.Tensor], folder: Path) -> None:
         unique = {id(p): p for p in parameters if p.requires_grad and local(p.detach()).numel()}
-        self.file = OffloadFile(folder, sum(aligned(local(p.detach()).nbytes) for p in unique.values()))
-        self.notes = notes_of(self.file)
+        self.file = OffloadedGradients(
+            folder, sum(aligned(local(p.detach()).nbytes) for p in unique.values())
+        )
+        self.notes = self.file.notes
         self._largest = max((aligned(local(p.detach()).nbytes) for p in unique.values()), default=0)
         self._buffer = aligned_buffer(self._largest)
         self._earlier_buffer = torch.empty(0, dtype=torch.uint8)

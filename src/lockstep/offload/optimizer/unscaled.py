@@ -33,7 +33,7 @@ class _Unscaled(torch.Tensor):
     """A gradient that is mapped from its file and is to be scaled before it is looked at."""
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         kwargs = kwargs or {}
         if func not in torch_tensors.TELLS_NO_VALUE:
             for tensor in leaves((args, kwargs)).values():
