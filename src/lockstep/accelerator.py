@@ -270,7 +270,7 @@ class Accelerator(
         return next((found for made in reversed(cls._made) if (found := made()) is not None), None)
 
     @classmethod
-    def _several_plugins(cls) -> dict[str, Any] | None:
+    def _several_plugins(cls) -> dict[str, object] | None:
         """Those of the latest ``Accelerator``, which one that is made without any shares; None: it has not several."""
         latest = cls.latest()
         several = {} if latest is None else latest._options.deepspeed_plugins
@@ -425,7 +425,7 @@ class Accelerator(
         self._change_options(deepspeed_plugin=plugin, parallel=replace(self.parallel, zero=stage))
         self.state.deepspeed_plugin = plugin
 
-    def _fsdp_plugin(self) -> Any:
+    def _fsdp_plugin(self) -> object:
         """The plugin that was passed, or one that says how models are sharded; None: they are not."""
         if not self.is_fsdp2:
             return None

@@ -37,7 +37,7 @@ def _numbered(name: str, index: int) -> str:
 def save_accelerator_state(
     output_dir: str | os.PathLike[str],
     model_states: Sequence[Mapping[str, Any]],
-    optimizers: Sequence[Any],
+    optimizers: Sequence[object],
     schedulers: Sequence[Any],
     dataloaders: Sequence[Any],
     process_index: int,
@@ -110,8 +110,8 @@ def load_accelerator_state(
     process_index: int,
     scaler: torch.amp.GradScaler | None = None,
     map_location: str | None = None,
-    load_kwargs: Mapping[str, Any] | None = None,
-    **load_model_func_kwargs: Any,
+    load_kwargs: Mapping[str, object] | None = None,
+    **load_model_func_kwargs: object,
 ) -> dict[str, Any]:
     """Read the states that ``save_accelerator_state`` wrote into objects. No code in the files is run.
 
@@ -198,7 +198,7 @@ def _read(path: Path, **options: object) -> Any:
     return load(path, **options)
 
 
-def _own_sampler(loader: Any) -> Any:
+def _own_sampler(loader: Any) -> object:
     """The sampler that is saved for itself: of a sharded stream that is drawn by seed and epoch."""
     if not isinstance(loader.dataset, IterableDatasetShard):
         return None

@@ -124,7 +124,7 @@ def generate_device_map(
     return {name: device if isinstance(device, int) else num_processes - 1 for name, device in placed.items()}
 
 
-def find_pippy_batch_size(args: Sequence[Any] | None, kwargs: Mapping[str, object] | None) -> int | None:
+def find_pippy_batch_size(args: Sequence[object] | None, kwargs: Mapping[str, object] | None) -> int | None:
     """Return the batch size: n of the first tensor of shape [n, ...] among arguments. None: there is no such tensor.
 
     Args:
@@ -186,7 +186,7 @@ def build_pipeline(
 
 
 def pippy_forward(
-    forward: Callable[..., Any], num_chunks: int, gather_output: bool, *args: Any, **kwargs: Any
+    forward: Callable[..., Any], num_chunks: int, gather_output: bool, *args: object, **kwargs: object
 ) -> Any:
     """Call the schedule of ``build_pipeline``. Rank 0 passes the inputs, and the last rank gets the output.
 

@@ -16,7 +16,7 @@ def lazy_names(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]
         modules: Name -> the module that defines it; ``module:other`` where it is called ``other`` there.
     """
 
-    def resolve(name: str) -> Any:
+    def resolve(name: str) -> object:
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         module, _, other = modules[name].partition(":")

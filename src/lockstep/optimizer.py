@@ -60,7 +60,7 @@ def patch_optimizer_step(
     """
 
     @functools.wraps(method)
-    def step(*args: Any, **kwargs: Any) -> Any:
+    def step(*args: Any, **kwargs: object) -> object:
         accelerated_optimizer._accelerate_step_called = True  # type: ignore[attr-defined]
         return method(*args, **kwargs)
 

@@ -53,7 +53,7 @@ class ThreadLocalSharedDict(threading.local):
 class _SharedByLatest:
     """What the states of the latest ``Accelerator`` show, as a mapping; empty where there is none."""
 
-    def __get__(self, instance: object, owner: type) -> dict[str, Any]:
+    def __get__(self, instance: object, owner: type) -> dict[str, object]:
         latest = Accelerator.latest()
         if latest is None:
             return {}

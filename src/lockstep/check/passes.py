@@ -212,7 +212,7 @@ class Chunks:
         return torch.where(own > 0, loss, loss.new_zeros(())) * own / total * group.size()
 
 
-def _mapped(function: Callable[[str, Any], object], batch: ComparedBatch) -> ComparedBatch:
+def _mapped(function: Callable[[str, object], object], batch: ComparedBatch) -> ComparedBatch:
     args, kwargs, targets = map_leaves(function, (tuple(batch.args), batch.kwargs, tuple(batch.targets)))
     return replace(batch, args=args, kwargs=kwargs, targets=targets)
 

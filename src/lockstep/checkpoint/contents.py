@@ -34,13 +34,13 @@ class AccumulationWindow(Stateful, Protocol):
     def places(self) -> dict[str, torch.Tensor]:
         """Where reduced gradients are, by their path in the state."""
 
-    def is_unchanged(self, states: list[dict[str, Any]]) -> bool:
+    def is_unchanged(self, states: list[dict[str, object]]) -> bool:
         """Whether ranks that are spread as those that saved these go on."""
 
     def check(self, states: list[dict[str, Any]]) -> None:
         """Raise CheckpointError unless the states are of these models."""
 
-    def load_state_dicts(self, states: list[dict[str, Any]], rank: int) -> None:
+    def load_state_dicts(self, states: list[dict[str, object]], rank: int) -> None:
         """Go on in it: one state for each rank with gradients of its own, and the number of this rank's. Collective."""
 
 

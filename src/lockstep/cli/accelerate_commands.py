@@ -34,7 +34,7 @@ _FIXED = {
 class FileSettings:
     """The settings of a configuration file of ours, as they are written."""
 
-    def __init__(self, settings: dict[str, Any]) -> None:
+    def __init__(self, settings: dict[str, object]) -> None:
         self._settings = settings
 
     def __getattr__(self, name: str) -> Any:
@@ -127,7 +127,7 @@ class LaunchParser(argparse.ArgumentParser):
         return namespace, []
 
 
-def _attributes(words: Sequence[str]) -> dict[str, Any]:
+def _attributes(words: Sequence[str]) -> dict[str, object]:
     """What the words say, by Accelerate's names; what they do not say is None, and False of switches."""
     from lockstep.cli.launch import command
 

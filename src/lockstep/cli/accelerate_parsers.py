@@ -117,7 +117,7 @@ class _Noted(argparse.Action):
         namespace.nondefault = {*getattr(namespace, "nondefault", ()), self.dest}
 
 
-def _noted(options: dict[str, Any]) -> dict[str, Any]:
+def _noted(options: dict[str, object]) -> dict[str, Any]:
     action = options.get("action", "store")
     if action == "store_true":
         return {"default": False, **options, "action": _Noted, "nargs": 0, "is_flag": True}
@@ -138,7 +138,9 @@ def clean_option(option: str) -> str | None:
     return option[2:].replace("-", "_") if option.startswith("--") else None
 
 
-def _parser(name: str, subparsers: Any, run: Callable[[argparse.Namespace], Any]) -> argparse.ArgumentParser:
+def _parser(
+    name: str, subparsers: Any, run: Callable[[argparse.Namespace], object]
+) -> argparse.ArgumentParser:
     # ``tpu-config`` and the like are no part of this: each parser is for one command.
     options: dict[str, Any] = (
         {"formatter_class": SubcommandHelpFormatter} if name in ("default", "update") else {}
@@ -250,7 +252,7 @@ def to_fsdp2_command(args: argparse.Namespace) -> None:
     _run("to-fsdp2", args)
 
 
-def convert_config_to_fsdp2(config: dict[str, Any]) -> dict[str, Any]:
+def convert_config_to_fsdp2(config: dict[str, object]) -> dict[str, Any]:
     """A configuration, as it is in a file, with ``fsdp_config`` in the words of FSDP 2. One without that is returned.
 
     Raises:

@@ -245,7 +245,7 @@ def group_of(given: dict[str, Any]) -> dist.ProcessGroup:
     return c10d.group_named(dist.ProcessGroup.unbox(given["process_group"]).group_name)
 
 
-def group_size(given: dict[str, Any]) -> int:
+def group_size(given: dict[str, object]) -> int:
     """Number of ranks of the group in an operator's arguments."""
     return int(group_of(given).size())
 

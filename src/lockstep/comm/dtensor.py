@@ -118,7 +118,7 @@ def _shown_class() -> type[torch.Tensor]:
 
         @classmethod
         def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
-            def shown(value: object) -> Any:
+            def shown(value: object) -> object:
                 return vars(value)["whole_value"] if type(value) is cls else value
 
             # Lists of tensors, as torch.cat takes them, are one level deep.

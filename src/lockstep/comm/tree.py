@@ -146,7 +146,7 @@ def concatenate(data: Sequence[Tree], dim: int = 0) -> Tree:
             f"{' and '.join(str(sorted(part)) for part in parts)}. Give all the same structure."
         )
 
-    def join(path: str, first: object) -> Any:
+    def join(path: str, first: object) -> object:
         values = [part[path] for part in parts]
         if all(isinstance(value, torch.Tensor) for value in values):
             return torch.cat([value.reshape(1) if value.ndim == 0 else value for value in values], dim=dim)

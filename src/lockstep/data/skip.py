@@ -59,7 +59,7 @@ def skip_first_batches(dataloader: DataLoader[object], num_batches: int = 0) -> 
 class LaterItems(Sampler[Any]):
     """What ``sampler`` yields after its first ``skipped`` items."""
 
-    def __init__(self, sampler: Sampler[Any] | Iterable[object], skipped: int) -> None:
+    def __init__(self, sampler: Sampler[object] | Iterable[object], skipped: int) -> None:
         self.sampler = sampler
         self.skipped = skipped
 

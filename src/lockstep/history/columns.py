@@ -169,7 +169,7 @@ class ColumnReader:
             )},
         )  # fmt: skip
 
-    def _append(self, name: str, values: list[Any]) -> None:
+    def _append(self, name: str, values: list[object]) -> None:
         found = numbers(values)
         bound = BOUNDS.get(name)
         # a loss may be infinite, which is worth saying; a step may not

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -60,7 +60,7 @@ class StepKeeper:
         loaders: Callable[[], int],
         contents: Callable[[], CheckpointContents],
         folder: Callable[[], Path | None],
-        facts: Callable[[], dict[str, Any]],
+        facts: Callable[[], dict[str, object]],
     ) -> None:
         self._policy = policy
         self._communicator = communicator

@@ -76,7 +76,7 @@ class ModuleWatch:
         for node in torch_autograd.nodes_of(loss):
             node.register_hook(self._after_node(trace, node))
 
-    def _after_node(self, trace: MicroBatchTrace, node: Any) -> Callable[[Any, Any], None]:
+    def _after_node(self, trace: MicroBatchTrace, node: Any) -> Callable[[object, object], None]:
         number, name, line = torch_autograd.sequence_number(node), node.name(), line_of(node)
 
         def after(passed_on: Any, got: Any) -> None:

@@ -328,7 +328,7 @@ def _only_if(condition: Callable[[], bool], function: Function) -> Function:
     return run  # type: ignore[return-value]
 
 
-def _decorator(condition: Callable[[], bool], function: Any) -> Any:
+def _decorator(condition: Callable[[], bool], function: Any) -> object:
     if function is not None:
         return _only_if(condition, function)
     return lambda decorated: _only_if(condition, decorated)

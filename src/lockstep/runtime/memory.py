@@ -132,7 +132,7 @@ def find_executable_batch_size(
     batch_size = starting_batch_size
 
     @functools.wraps(function)
-    def with_batch_size(*args: object, **kwargs: object) -> Any:
+    def with_batch_size(*args: object, **kwargs: object) -> object:
         nonlocal batch_size
         _check_arguments(function, args)
         clear_device_cache(garbage_collection=True)

@@ -21,7 +21,7 @@ class _SharedState:
     Libraries ask by it whether there is a state; there is nothing behind it that could be written.
     """
 
-    def __get__(self, instance: object, owner: type) -> dict[str, Any]:
+    def __get__(self, instance: object, owner: type) -> dict[str, object]:
         runtime = process.current_runtime()
         if runtime is None:
             return {}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch.distributed as dist
 
 from lockstep.config.enums import CPUBackend
@@ -17,7 +15,7 @@ def register() -> None:
         c10d.records_itself(CPUBackend.SHM.value)  # in ``history``
 
 
-def _make_group(options: Any, _: object = None) -> Any:
+def _make_group(options: object, _: object = None) -> object:
     from lockstep.shared_memory.join import make_group
 
     return make_group(options)

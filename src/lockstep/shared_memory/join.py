@@ -54,7 +54,7 @@ def make_group(options: Any) -> Any:
     return c10d.gloo_group(c10d.PrefixStore("gloo", store), rank, ranks, options.timeout)
 
 
-def find_hosts(store: Any, rank: int, ranks: int) -> tuple[list[list[int]], str]:
+def find_hosts(store: object, rank: int, ranks: int) -> tuple[list[list[int]], str]:
     """The ranks that can share memory, host by host in the order of their first ranks; or why none can."""
     if ranks == 1:
         return [], "it has one rank"

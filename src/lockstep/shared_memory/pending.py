@@ -41,7 +41,7 @@ class PendingCall(dist.Work):
         self,
         queue: CallQueue,
         rows: Iterable[Steps],
-        result: Any,
+        result: object,
         staging: CallTensors | None,
         source: int = -1,
     ) -> None:
@@ -97,7 +97,7 @@ class PendingCall(dist.Work):
                 for future in futures:
                     future.set_result(None)
 
-    def _value(self, _: object) -> Any:
+    def _value(self, _: object) -> object:
         if self.error is not None:
             raise self.error
         return self.value

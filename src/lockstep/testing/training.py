@@ -93,7 +93,7 @@ def _train(case: ParityCase, run: WarmRun) -> None:
     )
 
 
-def _make_objects(case: ParityCase) -> tuple[nn.Module, Optimizer, DataLoader[Any], LossOfBatch]:
+def _make_objects(case: ParityCase) -> tuple[nn.Module, Optimizer, DataLoader[object], LossOfBatch]:
     made = case.make()
     if not isinstance(made, (tuple, list)) or len(made) != 4:
         what = (
@@ -121,7 +121,7 @@ def _check_type(case: ParityCase, value: object, types: Any, name: str, expected
         )
 
 
-def _check_count(case: ParityCase, batches: DataLoader[Any] | Sequence[object]) -> None:
+def _check_count(case: ParityCase, batches: DataLoader[object] | Sequence[object]) -> None:
     try:
         count = len(batches)
     except TypeError:  # a stream: its end will show

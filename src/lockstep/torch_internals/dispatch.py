@@ -161,7 +161,7 @@ class SeesFunctions(TorchFunctionMode):
         func: TorchFunction,
         types: object,
         args: tuple[object, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        kwargs: dict[str, object] | None = None,
     ) -> object:
         self.has_seen = True
         return func(*args, **(kwargs or {}))

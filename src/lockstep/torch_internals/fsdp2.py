@@ -75,7 +75,7 @@ def is_in_forward(root: Any) -> bool:
 
 
 def pre_forward(
-    root: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    root: Any, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> tuple[Any, Any]:
     """Begin a forward of the sharded model with something else than its own ``forward``; (args, kwargs) for that.
 

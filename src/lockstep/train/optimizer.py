@@ -168,7 +168,7 @@ class PreparedOptimizer(Optimizer):
             return self._step_state.turns.step(self.optimizer, lambda: self._step_if_due(closure))
         return self._step_if_due(closure)
 
-    def _step_if_due(self, closure: object) -> Any:
+    def _step_if_due(self, closure: object) -> object:
         if not self._step_state.sync_gradients:
             return None
         self._step_state.stepping = True
@@ -179,7 +179,7 @@ class PreparedOptimizer(Optimizer):
             self._step_state.stepping = False
             self._step_state.clock.enter("other")
 
-    def _step(self, closure: Any) -> Any:
+    def _step(self, closure: Any) -> object:
         if self._step_state.being_saved is not None:
             self._step_state.being_saved.before_step(self.optimizer)
         self._step_state.clock.stepped()
@@ -230,7 +230,7 @@ class PreparedOptimizer(Optimizer):
                 self._after_clip(norm)
 
     def _clipping_after(self, closure: Callable[[], object]) -> Callable[[], Any]:
-        def compute_and_clip() -> Any:
+        def compute_and_clip() -> object:
             loss = closure()
             self._clip()
             return loss

@@ -64,7 +64,7 @@ def _saved(values: dict[str, Any], without: Iterable[str] = ()) -> SavedValues:
     ]
 
 
-def _put_back(values: dict[str, Any], saved: SavedValues) -> None:
+def _put_back(values: dict[str, object], saved: SavedValues) -> None:
     for key, value, copied in saved:
         if _is_tensor(value):
             value.copy_(copied)

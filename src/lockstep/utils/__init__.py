@@ -139,7 +139,7 @@ def __getattr__(name: str) -> Any:
     return _own(name) if name in _MODULE_OF else _of_accelerate(name)
 
 
-def _of_accelerate(name: str) -> Any:
+def _of_accelerate(name: str) -> object:
     """What ``accelerate.utils`` has under this name, from the module where it is here."""
     from lockstep.compat.accelerate.interface import GATHERING, NotOffered, find
 

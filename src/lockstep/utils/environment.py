@@ -191,9 +191,9 @@ def _purge_tests(cls: type) -> None:
             setattr(cls, name, _purged(test))
 
 
-def _purged(function: Callable[..., object]) -> Callable[..., Any]:
+def _purged(function: Callable[..., object]) -> Callable[..., object]:
     @functools.wraps(function)
-    def purged(*args: object, **kwargs: object) -> Any:
+    def purged(*args: object, **kwargs: object) -> object:
         with _restored():
             return function(*args, **kwargs)
 

@@ -131,7 +131,9 @@ def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:
     return prepared
 
 
-def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping: Mapping[int, Any]) -> None:
+def fsdp2_switch_optimizer_parameters(
+    optimizer: torch.optim.Optimizer, mapping: Mapping[int, object]
+) -> None:
     """Let an optimizer step other parameters than before.
 
     Args:

@@ -338,7 +338,7 @@ class _Files:
         return shards
 
 
-def _model_state(model: nn.Module, whole: bool, adapter_only: bool) -> dict[str, Any]:
+def _model_state(model: nn.Module, whole: bool, adapter_only: bool) -> dict[str, object]:
     plain = unwrap(model, keep_compile=False)
     state = get_model_state_dict(plain, options=StateDictOptions(full_state_dict=whole, cpu_offload=whole))
     if not (adapter_only and is_peft_model(plain)):

@@ -196,9 +196,9 @@ def transformer_engine_required(func: Callable[..., object]) -> Callable[..., An
     return _required(func, is_transformer_engine_available, "transformer_engine")
 
 
-def _required(func: Callable[..., object], check: Callable[[], bool], package: str) -> Callable[..., Any]:
+def _required(func: Callable[..., object], check: Callable[[], bool], package: str) -> Callable[..., object]:
     @functools.wraps(func)
-    def checked(*args: object, **kwargs: object) -> Any:
+    def checked(*args: object, **kwargs: object) -> object:
         if not check():
             raise ImportError(
                 f"{func.__name__} needs the package '{package}'. Install it with: pip install {package}"

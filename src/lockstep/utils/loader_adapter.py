@@ -209,7 +209,7 @@ class DataLoaderAdapter:
             self.dl_state_dict["_iterator_finished"] = getattr(self, "end_of_dataloader", False)
 
 
-def _restored(kind: type, state: dict[str, Any]) -> Any:
+def _restored(kind: type, state: dict[str, object]) -> object:
     loader: Any = object.__new__(kind)
     loader.__dict__.update(state)
     if issubclass(kind, DataLoaderStateMixin):

@@ -45,7 +45,7 @@ class _OwnLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     _drop_last = False
 
-    def _ahead(self, batches: Iterator[object], skipped: int = 0) -> Iterator[Any]:
+    def _ahead(self, batches: Iterator[object], skipped: int = 0) -> Iterator[object]:
         """Batches; before the last one is handed out, ``end_of_dataloader`` is True."""
         self.begin()
         try:
@@ -390,16 +390,16 @@ class SkipDataLoader(_OwnLoader):
 
 def _sliced(
     data: object, tensor_slice: slice, process_index: int | None = None, num_processes: int | None = None
-) -> Any:
+) -> object:
     return slice_tensors(data, tensor_slice)
 
 
-def _concatenated(batches: list[Any]) -> Any:
+def _concatenated(batches: list[object]) -> object:
     """Batches as one; None: there is none."""
     return None if not batches else batches[0] if len(batches) == 1 else concatenate(batches)
 
 
-def _completed(batch: object, first: object, missing: int) -> Any:
+def _completed(batch: object, first: object, missing: int) -> object:
     """A batch with ``missing`` more rows, taken from the beginning of the first batch."""
     rows = find_batch_size(first)
     parts = [batch]

@@ -239,7 +239,9 @@ def _place_of(name: str, device_map: Mapping[str, object]) -> Any:
     return device_map.get(name)
 
 
-def clean_device_map(device_map: MutableMapping[str, Any], module_name: str = "") -> MutableMapping[str, Any]:
+def clean_device_map(
+    device_map: MutableMapping[str, object], module_name: str = ""
+) -> MutableMapping[str, Any]:
     """Join the entries of modules whose parts are all on one device, in place, and return the device map.
 
     Args:

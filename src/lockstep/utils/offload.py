@@ -32,7 +32,7 @@ def offload_weight(
     weight: torch.Tensor,
     weight_name: str,
     offload_folder: Folder,
-    index: MutableMapping[str, Any] | None = None,
+    index: MutableMapping[str, object] | None = None,
 ) -> MutableMapping[str, Any] | None:
     """Write one tensor to ``<weight_name>.dat`` in a folder, as raw bytes, and return ``index``.
 
@@ -177,7 +177,7 @@ class OffloadedWeightsLoader(Mapping[str, Any]):
         self,
         state_dict: Mapping[str, torch.Tensor] | None = None,
         save_folder: Folder | None = None,
-        index: Mapping[str, Mapping[str, Any]] | None = None,
+        index: Mapping[str, Mapping[str, object]] | None = None,
         device: torch.device | str | int | None = None,
     ) -> None:
         if state_dict is None and save_folder is None and index is None:

@@ -134,7 +134,7 @@ def is_namedtuple(data: object) -> bool:
     return isinstance(data, tuple) and hasattr(data, "_fields")
 
 
-def honor_type(obj: Any, generator: Iterator[Any]) -> Any:
+def honor_type(obj: Any, generator: Iterator[object]) -> Any:
     """Return the items of ``generator`` as a list, tuple or named tuple of the type of ``obj``.
 
     Examples:
@@ -443,7 +443,7 @@ def chained_operation(function: Callable[..., object]) -> Callable[..., Any]:
     """
 
     @functools.wraps(function)
-    def named(*args: object, **kwargs: object) -> Any:
+    def named(*args: object, **kwargs: object) -> object:
         try:
             return function(*args, **kwargs)
         except DistributedOperationException as error:

@@ -130,7 +130,7 @@ def _files(reader: ForeignReader, folder: str) -> tuple[list[str], list[str]]:
 
 
 def _read_zero(
-    reader: ForeignReader, models: list[dict[str, Any]], name: str, optims: list[str], state: ImportedState
+    reader: ForeignReader, models: list[dict[str, object]], name: str, optims: list[str], state: ImportedState
 ) -> None:
     read = zip(optims, reader.read_all(optims), strict=True)
     saved = [_optimizer_state(reader, file, value) for file, value in read]
@@ -318,7 +318,7 @@ def _read_plain(reader: ForeignReader, first: dict[str, Any], name: str, state: 
     state.optimizers.append(optimizer(saved, f"{name}['optimizer']"))
 
 
-def _read_rest(first: dict[str, Any], name: str, state: ImportedState) -> None:
+def _read_rest(first: dict[str, object], name: str, state: ImportedState) -> None:
     """The scheduler, and what the script gave as ``client_state``."""
     scheduler = first.get("lr_scheduler")
     if isinstance(scheduler, dict):

@@ -180,7 +180,7 @@ def filled(
     return values
 
 
-def _class_of(config: OptimizerConfig) -> tuple[type[Optimizer], dict[str, Any]]:
+def _class_of(config: OptimizerConfig) -> tuple[type[Optimizer], dict[str, object]]:
     name = config.type.lower()
     classes = {
         key.lower(): value
@@ -205,7 +205,7 @@ def _class_of(config: OptimizerConfig) -> tuple[type[Optimizer], dict[str, Any]]
     return classes[name], config.params
 
 
-def _adam(config: OptimizerConfig) -> tuple[type[Optimizer], dict[str, Any]]:
+def _adam(config: OptimizerConfig) -> tuple[type[Optimizer], dict[str, object]]:
     params = dict(config.params)
     for name, (same, instead) in _ADAM_SWITCHES.items():
         if name in params and parse_bool(params.pop(name), f"optimizer.params.{name}") != same:
@@ -220,13 +220,13 @@ def _adam(config: OptimizerConfig) -> tuple[type[Optimizer], dict[str, Any]]:
     return torch.optim.AdamW if decoupled else torch.optim.Adam, params
 
 
-def _rates(dummy: DummyOptim, known: Mapping[str, object]) -> dict[str, Any]:
+def _rates(dummy: DummyOptim, known: Mapping[str, object]) -> dict[str, object]:
     rates = {"lr": dummy.lr, "weight_decay": dummy.weight_decay}
     # Not every optimizer decays weights. Zero asks for nothing; any other value is refused by its name.
     return {name: value for name, value in rates.items() if name in known or value}
 
 
-def _checked(value: Any, default: object, name: str) -> Any:
+def _checked(value: Any, default: object, name: str) -> object:
     """``value`` if it is of the same sort as the parameter's default; lists become tuples."""
     if isinstance(default, bool):
         return parse_bool(value, f"optimizer.params.{name}")

@@ -135,5 +135,5 @@ class HfDeepSpeedConfig:
 _TYPES = {"fp16": "float16", "bf16": "bfloat16"}
 
 
-def _copied(section: Mapping[str, object]) -> dict[str, Any]:
+def _copied(section: Mapping[str, object]) -> dict[str, object]:
     return {key: _copied(value) if isinstance(value, Mapping) else value for key, value in section.items()}

@@ -381,7 +381,7 @@ POLICY_KEYS: Table = {
 POLICY_FIELDS = ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype")
 
 
-def _policy(policy: object) -> dict[str, Any]:
+def _policy(policy: object) -> dict[str, object]:
     """A mixed precision policy, which may be a word, a mapping or torch's object, as a mapping of texts."""
     if policy is None:
         return {}
@@ -395,7 +395,7 @@ def _policy(policy: object) -> dict[str, Any]:
     }
 
 
-def _offloads(value: object) -> Any:
+def _offloads(value: object) -> object:
     """``cpu_offload`` may be a truth value, or one of torch's objects that ask for it."""
     if value is None or isinstance(value, (bool, str, int)):
         return value

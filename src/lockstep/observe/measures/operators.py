@@ -42,7 +42,7 @@ class OperatorCounter(dispatch.TorchDispatchMode):
         self._without = set(dispatch.operators_of(flops.WITHOUT_FORMULA))
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Any, types: Any, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
     ) -> object:
         kwargs = kwargs or {}
         if any(hasattr(kind, "device_mesh") for kind in types):
@@ -63,7 +63,9 @@ class OperatorCounter(dispatch.TorchDispatchMode):
             self.counts.unknown.add(dispatch.schema_of(func).name)
         return result
 
-    def _applies(self, packet: object, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:
+    def _applies(
+        self, packet: object, args: tuple[Any, ...], kwargs: dict[str, object], result: object
+    ) -> None:
         if packet in self._attention_backwards:
             self._attends_back(*args[:4])
         else:
@@ -85,7 +87,7 @@ class OperatorCounter(dispatch.TorchDispatchMode):
         self.counts.again += forward * width // (width + width_of_values)
 
     def _sends(
-        self, func: object, known: tuple[str, str, bool], args: tuple[object, ...], kwargs: dict[str, Any]
+        self, func: object, known: tuple[str, str, bool], args: tuple[object, ...], kwargs: dict[str, object]
     ) -> None:
         one = counter.record(func, known, args, kwargs)
         ranks = counter.ranks_of(func, args, kwargs)

@@ -83,7 +83,7 @@ class RunFolder:
         if self._journal is not None:
             self._journal.close()
 
-    def _append(self, file: str, line: dict[str, Any]) -> None:
+    def _append(self, file: str, line: dict[str, object]) -> None:
         if self._journal is None:
             return
         if not self._has_begun:

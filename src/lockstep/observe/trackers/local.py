@@ -193,7 +193,7 @@ class JSONLinesTracker(GeneralTracker):
         self.file.flush()
 
 
-def _finite(value: object) -> Any:
+def _finite(value: object) -> object:
     """``value`` with the floats that JSON cannot write as strings."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
@@ -204,7 +204,7 @@ def _finite(value: object) -> Any:
     return value
 
 
-def _serialisable(value: object) -> Any:
+def _serialisable(value: object) -> object:
     """``value``, from ``plain``, with every object that is not plain data as its ``str``."""
     if isinstance(value, dict):
         return {key: _serialisable(item) for key, item in value.items()}

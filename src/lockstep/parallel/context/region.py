@@ -167,7 +167,7 @@ class ContextParallelModel(Subclassed):
         with region.on_loader_chunks(type(self).__name__, args, kwargs):
             return self._call(region, call, args, kwargs)
 
-    def _call(self, region: ContextRegion, call: Callable[..., object], args: Args, kwargs: Kwargs) -> Any:
+    def _call(self, region: ContextRegion, call: Callable[..., object], args: Args, kwargs: Kwargs) -> object:
         region.begin()
         mode: AbstractContextManager[object] = nullcontext()
         if region.split is not None and hasattr(getattr(self, "config", None), "_attn_implementation"):

@@ -29,7 +29,7 @@ Around = Callable[[Any, Iterator[Any]], Iterator[Any]]
 def shard_sequences(models: Sequence[nn.Module], before: Around | None = None) -> Around:
     """What makes of an iteration over whole batches one over this rank's chunks of them, for these models."""
 
-    def around(loader: object, batches: Iterator[object]) -> Iterator[Any]:
+    def around(loader: object, batches: Iterator[object]) -> Iterator[object]:
         batches = batches if before is None else before(loader, batches)
         regions = [region for model in models for region in regions_of(model)]
         return _chunks(batches, regions) if regions else batches

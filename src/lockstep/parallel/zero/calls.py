@@ -104,12 +104,12 @@ class OtherCalls:
             self._entered = None
             self._after(output)
 
-    def _as_forward(self, name: str, method: Any) -> Callable[..., Any]:
+    def _as_forward(self, name: str, method: Any) -> Callable[..., object]:
         """``method`` of the model, which runs as ``forward`` if it is called with tensors."""
         bound = method.__get__(self._root)
 
         @functools.wraps(bound)
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: Any, **kwargs: object) -> object:
             if self._is_inside():
                 return bound(*args, **kwargs)
             if not self._computes(args, kwargs):
@@ -170,7 +170,7 @@ def _has_own(module: nn.Module, blocks: set[nn.Module]) -> bool:
     )
 
 
-def _methods(cls: type) -> Iterator[tuple[str, Any]]:
+def _methods(cls: type) -> Iterator[tuple[str, object]]:
     """Public methods that a user's class adds to ``nn.Module``."""
     for name in dir(cls):
         if name.startswith("_") or hasattr(nn.Module, name):

@@ -79,7 +79,7 @@ def watched_generator_class(
             made(generator, sys._getframe(1))
             return generator
 
-        def manual_seed(self, seed: int) -> Any:
+        def manual_seed(self, seed: int) -> object:
             seeded(self)
             return super().manual_seed(seed)
 

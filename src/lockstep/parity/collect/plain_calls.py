@@ -75,9 +75,9 @@ def _kinds_of(kind: type) -> Iterator[type]:
         yield from _kinds_of(other)
 
 
-def _repeated(times: Callable[[str], int], step: Callable[..., Any]) -> Callable[..., object]:
+def _repeated(times: Callable[[str], int], step: Callable[..., object]) -> Callable[..., object]:
     @wraps(step)
-    def repeated(*args: Any, **kwargs: Any) -> None:  # of a scheduler
+    def repeated(*args: Any, **kwargs: object) -> None:  # of a scheduler
         caller = str(sys._getframe(1).f_globals.get("__name__"))
         number, scheduler = times(caller), args[0]
         total = getattr(scheduler, "total_steps", None)  # of OneCycleLR, which refuses to go on after them

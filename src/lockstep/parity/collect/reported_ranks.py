@@ -52,7 +52,7 @@ def report_world_size(ranks: int, reduces: Callable[[], None]) -> None:
     """
     reduce = dist.all_reduce
 
-    def all_reduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def all_reduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> object:
         if tensor.numel() > OF_METRICS and _is_of_script(sys._getframe(1)):
             reduces()
         return reduce(tensor, *args, **kwargs)
@@ -63,11 +63,13 @@ def report_world_size(ranks: int, reduces: Callable[[], None]) -> None:
     def get_world_size(group: Any = None) -> int:
         return ranks if group is None and _is_of_script(sys._getframe(1)) else size_of(group)
 
-    def init_process_group(*args: Any, **kwargs: Any) -> None:
+    def init_process_group(*args: Any, **kwargs: object) -> None:
         given = dict(zip(("backend", "init_method", "timeout"), args, strict=False)) | kwargs
         begin(**{**given, "world_size": 1, "rank": 0})
 
-    def init_device_mesh(device_type: str, mesh_shape: tuple[int, ...], *args: Any, **kwargs: Any) -> object:
+    def init_device_mesh(
+        device_type: str, mesh_shape: tuple[int, ...], *args: object, **kwargs: Any
+    ) -> object:
         return mesh_of(device_type, (1,) * len(mesh_shape), *args, **kwargs)
 
     dist.get_world_size = get_world_size

@@ -254,7 +254,7 @@ class WrappedRun(ProcessRun):
 
     def _of_all_ranks(
         self, loader: DataLoader[object], iterate: Callable[[DataLoader[Any]], Iterator[Any]]
-    ) -> Iterator[Any]:
+    ) -> Iterator[object]:
         """The batches of a loader; of one whose sampler knows of ranks those of all of them, in turn."""
         sampler = _distributed_sampler(loader)
         self._has_drawn_batch |= sampler is not None

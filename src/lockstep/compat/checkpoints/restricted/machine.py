@@ -89,7 +89,7 @@ class Machine(_Reader):
 
     # what fills: nothing of a file is hashed here
 
-    def put_pairs(self, items: list[Any]) -> None:
+    def put_pairs(self, items: list[object]) -> None:
         if len(items) % 2:
             raise RefusedFile("its pickle has a key without a value")
         self.top(Mapping).pairs.extend(zip(items[::2], items[1::2], strict=True))
@@ -103,7 +103,7 @@ class Machine(_Reader):
         self.append(Mapping())
         self.put_pairs(items)
 
-    def append_items(self, items: list[Any]) -> None:
+    def append_items(self, items: list[object]) -> None:
         target = self.stack[-1]
         target = target.items if isinstance(target, Items) and target.kind == "deque" else self.top(list)
         target.extend(items)
