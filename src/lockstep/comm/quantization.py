@@ -98,7 +98,7 @@ def dequantize(
     bits: int = 8,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The (..., count) values that ``quantize`` took, within its error: float32, or written into ``out``.
+    """The values (..., count) that ``quantize`` took, within its error: float32, or written into ``out`` (..., count).
 
     Raises:
         ConfigError: ``bits`` is neither 8 nor 4, or ``block`` is not positive.

@@ -169,7 +169,7 @@ class Staging:
         self._buffers: list[tuple[torch.Tensor, Event]] = []  # and when each may be filled again
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Give the copy to the device; ``source`` may be changed once it is done."""
+        """Give the copy to the device, of tensors of one shape; ``source`` may be changed once it is done."""
         if self._copies.reads(source):
             self._copies.copy(target, source)
             return

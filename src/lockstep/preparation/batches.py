@@ -38,7 +38,9 @@ class BatchMethods:
         def _accumulation(self) -> Accumulation: ...
 
     @contextmanager
-    def join_uneven_inputs(self, joinables: Sequence[object], even_batches: bool | None = None) -> Iterator[None]:
+    def join_uneven_inputs(
+        self, joinables: Sequence[object], even_batches: bool | None = None
+    ) -> Iterator[None]:
         """Inside of the block, ranks may have different numbers of batches.
 
         A rank that has no more batches takes part in the averages of the others, until all ranks have none. Gradient

@@ -80,7 +80,7 @@ class RankReduction(NamedTuple):
             block.flat.mul_(self.factor)
 
     def after(self, total: Tensor, ranks: int) -> None:
-        """What the combined values become, in place."""
+        """What the combined values [n] become, in place."""
         if self.kind == dist.ReduceOp.AVG:
             total.div_(ranks)
 
@@ -103,7 +103,7 @@ def check_reduction(kind: object, dtype: torch.dtype) -> None:
 
 
 def combine_in_order(parts: Sequence[Tensor], combine: Combine, out: Tensor) -> None:
-    """All ranks' parts, the first rank's first. ``out`` may be one of the first two."""
+    """Combine all ranks' parts [n], the first rank's first, in ``out`` [n]; it may be one of the first two."""
     combine(parts[0], parts[1], out=out)
     for part in parts[2:]:
         combine(out, part, out=out)

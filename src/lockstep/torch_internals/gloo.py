@@ -49,7 +49,7 @@ def gather_under_a_short_name() -> torch.library.Library:
 
 
 def all_gather(input: Tensor, group_size: int, group_name: object) -> Tensor:
-    """The ranks' tensors, concatenated along the first dimension. As in torch, to be waited for."""
+    """The ranks' tensors [n, ...], concatenated to [n * group_size, ...]. As in torch, to be waited for."""
     input = input.contiguous()
     if input.is_complex():  # gloo has no complex numbers
         return torch.view_as_complex(all_gather(torch.view_as_real(input), group_size, group_name))
@@ -61,14 +61,17 @@ def all_gather(input: Tensor, group_size: int, group_name: object) -> Tensor:
 
 
 def all_gather_out(input: Tensor, group_size: int, group_name: object, *, out: Tensor) -> Tensor:
-    """``all_gather`` into a tensor that is there. Groups written in Python are reached as well, unlike from C++."""
+    """``all_gather`` into a flat tensor [n * group_size] that is there.
+
+    Groups written in Python are reached as well, unlike from C++.
+    """
     group: Any = c10d.group_named(str(group_name))
     c10d.register_work(out, group._allgather_base(out, input))
     return out
 
 
 def all_gather_each(inputs: list[Tensor], group_size: int, group_name: object) -> list[Tensor]:
-    """``all_gather`` of each."""
+    """``all_gather`` of each tensor [n, ...]."""
     return [all_gather(tensor, group_size, group_name) for tensor in inputs]
 
 

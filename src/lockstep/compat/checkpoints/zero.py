@@ -63,7 +63,11 @@ def spans_of_stage_3(
 
 
 def join_stage_1_and_2(span: ZeroSpan, by_rank: Sequence[torch.Tensor], scratch: Scratch) -> torch.Tensor:
-    """The parameter; a view where one rank has all of it. Raises ValueError if elements are missing."""
+    """The parameter, of ``span.shape``, from the ranks' vectors [n]; a view where one rank has all of it.
+
+    Raises:
+        ValueError: elements are missing.
+    """
     parts, base = [], 0
     for vector in by_rank:
         first, last = max(span.start - base, 0), min(span.start + span.length - base, len(vector))
@@ -74,7 +78,11 @@ def join_stage_1_and_2(span: ZeroSpan, by_rank: Sequence[torch.Tensor], scratch:
 
 
 def join_stage_3(span: ZeroSpan, by_rank: Sequence[torch.Tensor], scratch: Scratch) -> torch.Tensor:
-    """The parameter; a view where there is one rank. Raises ValueError if elements are missing."""
+    """The parameter, of ``span.shape``, from the ranks' vectors [n]; a view where there is one rank.
+
+    Raises:
+        ValueError: elements are missing.
+    """
     parts, left = [], math.prod(span.shape)
     for vector in by_rank:
         own = vector[span.start : span.start + min(span.length, left)]

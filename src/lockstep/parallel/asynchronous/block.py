@@ -186,7 +186,7 @@ def floating_buffers(model: nn.Module) -> list[torch.Tensor]:
 
 
 def buckets(tensors: Iterable[torch.Tensor], limit_bytes: int = BUCKET_BYTES) -> Iterator[list[torch.Tensor]]:
-    """The tensors, in order, in lists of one type and device and of at most ``limit_bytes`` (or one tensor)."""
+    """The tensors, of any shape, in lists of one type and device and of at most ``limit_bytes`` (or one tensor)."""
     waiting: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:
         bucket = waiting.setdefault((tensor.dtype, tensor.device), [])
@@ -201,7 +201,10 @@ def buckets(tensors: Iterable[torch.Tensor], limit_bytes: int = BUCKET_BYTES) ->
 def means(
     communicator: Communicator, tensors: Iterable[torch.Tensor]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """(tensor, its mean over the ranks) of each, by type and device; halves are added up in fp32. Collective."""
+    """(tensor, its mean over the ranks) of each, of any shape, by type and device. Collective.
+
+    Halves are added up in fp32.
+    """
     for bucket in buckets(tensors):
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
         parts = communicator.reduce(flat, "mean").split([tensor.numel() for tensor in bucket])
@@ -211,7 +214,7 @@ def means(
 
 @torch.no_grad()
 def average(communicator: Communicator, tensors: Iterable[torch.Tensor]) -> None:
-    """Replace each tensor by its mean over the ranks. Collective."""
+    """Replace each tensor, of any shape, by its mean over the ranks. Collective."""
     for tensor, mean in means(communicator, tensors):
         tensor.detach().copy_(mean)
 

@@ -18,7 +18,7 @@ OuterOptimizer = Callable[[list[torch.Tensor]], Optimizer]
 
 
 def nesterov(parameters: list[torch.Tensor]) -> Optimizer:
-    """The outer optimizer of the paper."""
+    """The outer optimizer of the paper, for parameters of any shape."""
     return SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
 
 

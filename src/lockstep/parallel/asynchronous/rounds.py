@@ -76,7 +76,7 @@ class MessageFormat:
     def pack(
         self, word: MessageWord, gradients: Sequence[torch.Tensor | None] = (), staleness: int = 0
     ) -> torch.Tensor:
-        """This rank's message; the gradients, of all parameters or of none, are copied.
+        """This rank's message [numel]; the gradients, of all parameters or of none, of their shapes, are copied.
 
         Raises:
             UsageError: a gradient is sparse.
@@ -101,7 +101,7 @@ class MessageFormat:
         return message
 
     def read(self, total: torch.Tensor) -> Total:
-        """The sum of all ranks' messages, taken apart; on an accelerator it must be ready."""
+        """The sum [numel] of all ranks' messages, taken apart; on an accelerator it must be ready."""
         gradients, numbers = total.split([sum(self._sizes), self._numbers])
         said = [int(number) for number in numbers.tolist()]
         words = len(self._sizes)
@@ -158,7 +158,7 @@ class Rounds:
         self._thread.start()
 
     def post(self, message: torch.Tensor) -> None:
-        """Begin the next round with this rank's message, which from now on belongs to the round."""
+        """Begin the next round with this rank's message [numel], which from now on belongs to the round."""
         number = self._posted
         server = number % self._world_size
         this = _Round(number, message)

@@ -139,7 +139,7 @@ class Masks:
         self._seen: dict[int, tuple[weakref.ref[Tensor], int, Visible]] = {}
 
     def visible(self, mask: Tensor) -> Visible:
-        """Waits for the device where the mask is a new one."""
+        """What a mask [..., S, S] or [..., 1, S] shows. Waits for the device where it is a new one."""
         known = self._seen.get(id(mask))
         if known is not None and known[0]() is mask and known[1] == torch_tensors.version(mask):
             return known[2]

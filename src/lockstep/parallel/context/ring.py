@@ -210,14 +210,14 @@ Merged = tuple[Tensor, Tensor]
 
 class Kernel(Protocol):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Merged:
-        """Output and log-sum-exp over these keys."""
+        """Output and log-sum-exp over these keys, of q, k and v as in ``Three``."""
 
     def backward(self, gradient: Tensor, qkv: Three, merged: Merged, causal: bool, scale: float) -> Three:
         """Gradients of q, k and v from that of the output, of its shape. ``merged`` is over all keys."""
 
 
 def kernel_for(q: Tensor) -> Kernel:
-    """The kernel for tensors of this device, dtype and head dimension."""
+    """The kernel for tensors of this device, dtype and head dimension; ``q`` is [batch, heads, positions, head_dim]."""
     if q.device.type == "cpu" and q.dtype in (torch.float32, torch.float64, *_HALF):
         return CpuFlash()
     if q.device.type == "cuda" and q.dtype in _HALF and q.shape[-1] <= 256:

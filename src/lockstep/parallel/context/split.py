@@ -21,7 +21,7 @@ def split_sequence(
 ) -> Iterator[None]:
     """A block in which ``buffers`` hold this rank's chunk, and ``models`` work on chunks. Backward belongs inside.
 
-    ``buffers`` are changed in place, along ``buffer_seq_dims``, and restored at the end, but for
+    ``buffers`` [..., sequence, ...] are changed in place, along ``buffer_seq_dims``, and restored at the end, but for
     ``no_restore_buffers``. Everything with a sequence dimension that the forward uses must be among them, also
     position ids and labels. Take a mean over the local positions as the loss: chunks are equal, so that the mean
     over the ranks is the mean over the sequence, as for gradients. Next-token labels must be shifted before the

@@ -140,7 +140,7 @@ class LocalStages:
         return [bool(flag) for flag in gathered.tolist()]
 
     def from_last(self, value: Tensor | None, like: Joined | Kind) -> Tensor:
-        """The tensor of the rank with the last stage, on all ranks."""
+        """The tensor of the rank with the last stage, of the shape of ``like``, on all ranks."""
         if value is None:
             value = torch.empty(like.shape, dtype=like.dtype, device=self.device)
         elif value.shape != like.shape:

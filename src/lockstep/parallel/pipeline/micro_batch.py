@@ -130,7 +130,7 @@ class Joined:
         return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
     def split(self, gradient: Tensor, count: int) -> list[Tensor]:
-        """The gradient for each micro-batch's tensor."""
+        """The gradient for each micro-batch's tensor: [batch, ...] in ``count`` parts of its rows."""
         return list(gradient.chunk(count))
 
 

@@ -52,9 +52,9 @@ def found(whole: Tensor, parts: Sequence[Tensor], gradients: Sequence[Tensor], o
 
 
 def kind_of(whole: Tensor, parts: Sequence[Tensor]) -> str:
-    """What a tensor without rows is over the batch: ``mean`` or ``sum`` of those of the micro-batches, "": neither.
+    """What a tensor without rows, of any shape, is over the batch: ``mean`` or ``sum`` of those of the micro-batches.
 
-    What is the same for all of them is a mean, too.
+    "": neither. What is the same for all of them is a mean, too.
     """
     # In float64, so that adding up the parts does not round more than the loss itself did.
     values = torch.stack([part.detach().double() for part in parts])
@@ -70,7 +70,10 @@ def kind_of(whole: Tensor, parts: Sequence[Tensor]) -> str:
 
 
 def same_rows(whole: Tensor, parts: Sequence[Tensor], dim: int, is_autocast: bool) -> bool:
-    """Whether the rows of micro-batches are those of the batch. ``is_autocast``: what made them was rounded."""
+    """Whether the rows of micro-batches, along ``dim``, are those of the batch, of any shape.
+
+    ``is_autocast``: what made them was rounded.
+    """
     rows = torch.cat([part.detach() for part in parts], dim)
     if rows.shape != whole.shape:
         return False

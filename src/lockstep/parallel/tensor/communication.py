@@ -45,7 +45,7 @@ def part_of_pieces(x: Tensor, pieces: int, rank: int, ranks: int) -> Tensor:
 
 
 def copy(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """``x``, of which each rank will use a part of the result: its gradient is the sum over the ranks."""
+    """``x``, of any shape, of which each rank will use a part of the result: its gradient is the sum over the ranks."""
     return _Copy.apply(x, mesh) if torch.is_grad_enabled() and x.requires_grad else x
 
 
@@ -59,7 +59,7 @@ def own_gradient(x: Tensor) -> Tensor:
 
 
 def reduce(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The sum over the ranks."""
+    """The sum over the ranks of ``x``, of any shape."""
     return _Reduce.apply(x, mesh)
 
 
@@ -69,17 +69,20 @@ def gather(x: Tensor, mesh: DeviceMesh, dim: int, size: int) -> Tensor:
 
 
 def split(x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
-    """This rank's part along ``dim``."""
+    """This rank's part along ``dim``: [..., size, ...] to [..., size / ranks, ...]."""
     return _Split.apply(x, mesh, dim)
 
 
 def gather_sequence(x: Tensor, mesh: DeviceMesh, dim: int = 1) -> Tensor:
-    """The ranks' parts concatenated, of which each rank will use a part of the result."""
+    """The ranks' parts [..., length, ...] concatenated to [..., length * ranks, ...].
+
+    Each rank will use a part of the result.
+    """
     return _GatherSequence.apply(x, mesh, dim)
 
 
 def scatter_sequence(x: Tensor, mesh: DeviceMesh, dim: int = 1) -> Tensor:
-    """This rank's part of the sum over the ranks."""
+    """This rank's part of the sum over the ranks: [..., length, ...] to [..., length / ranks, ...]."""
     return _ScatterSequence.apply(x, mesh, dim)
 
 

@@ -110,5 +110,5 @@ def part(trace: Trace, item: TraceItem, boxes: Sequence[tuple[Sequence[int], Seq
 
 
 def flat(tensors: Sequence[Tensor]) -> Tensor:
-    """All elements of some tensors, in double precision."""
+    """All elements of some tensors of any shape, [numel of all], in double precision."""
     return torch.cat([one.reshape(-1).double() for one in tensors])
