@@ -309,7 +309,9 @@ def check_cuda_p2p_ib_support() -> bool:
     names, count = get_gpu_info()
     if count < 2 or not any(f"RTX 40{number}0" in name for name in names for number in range(6, 10)):
         return True
-    return [int(part) for part in get_driver_version().split(".")[:2]] >= [550, 40]
+    from packaging.version import Version  # here, because few machines come so far
+
+    return Version(get_driver_version()) >= Version("550.40")
 
 
 def check_cuda_fp8_capability() -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import logging
 import platform
+import re
 import socket
 import warnings
 from collections.abc import Mapping, MutableMapping
@@ -464,9 +465,11 @@ def check_os_kernel() -> None:
     """
     if platform.system() != "Linux":
         return
+    from packaging.version import Version  # here, because most runs compare no versions
+
     release = platform.release()
-    numbers = [int(part) for part in release.split("-")[0].split(".")[:2] if part.isdigit()]
-    if numbers < [5, 5]:
+    found = re.match(r"[0-9]+(\.[0-9]+)*", release)
+    if found is not None and Version(found[0]) < Version("5.5"):
         logger.warning(
             f"This Linux kernel is {release}; processes can hang with those before 5.5.0. Update it."
         )

@@ -4,6 +4,10 @@ It is the one of the standard library that is written in Python. Of its opcodes
 (https://docs.python.org/3/library/pickletools.html) those stay that read plain values and move them about. Those that
 look up, call, hash or fill something are replaced here, and the rest are gone: extension codes, out-of-band buffers,
 and texts of Python 2 in quotes, which no torch file uses.
+
+It is not torch's ``weights_only`` unpickler, which calls torch's functions with the arguments of a file. So 344 bytes
+take 4 GiB, a nested key ends the process, and no checksum is compared. ``docs/importing-checkpoints.md`` has each case,
+and ``tests/compat/checkpoints/test_hostile.py`` shows that torch still behaves so.
 """
 
 from __future__ import annotations
