@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
+from lockstep.checkpoint.contents import Stateful
 from lockstep.checkpoint.weights import PICKLED_WEIGHTS, WEIGHTS
 from lockstep.checkpoint.weights.model import save
 from lockstep.data_loader import IterableDatasetShard, SeedableRandomSampler
@@ -29,6 +30,16 @@ __all__ = ["load_accelerator_state", "load_custom_state", "save_accelerator_stat
 logger = get_logger(__name__)
 
 
+class RandomDevice(Protocol):
+    """``torch.cuda`` and the like."""
+
+    def is_available(self) -> bool: ...
+
+    def get_rng_state_all(self) -> list[torch.Tensor]: ...
+
+    def set_rng_state_all(self, new_state: Iterable[torch.Tensor]) -> None: ...
+
+
 def _numbered(name: str, index: int) -> str:
     stem, _, ending = name.partition(".")
     return f"{stem}_{index}.{ending}" if index else name
@@ -37,8 +48,8 @@ def _numbered(name: str, index: int) -> str:
 def save_accelerator_state(
     output_dir: str | os.PathLike[str],
     model_states: Sequence[Mapping[str, Any]],
-    optimizers: Sequence[object],
-    schedulers: Sequence[Any],
+    optimizers: Sequence[Stateful],
+    schedulers: Sequence[Stateful],
     dataloaders: Sequence[Any],
     process_index: int,
     step: int,
@@ -104,8 +115,8 @@ def save_accelerator_state(
 def load_accelerator_state(
     input_dir: str | os.PathLike[str],
     models: Sequence[torch.nn.Module],
-    optimizers: Sequence[Any],
-    schedulers: Sequence[Any],
+    optimizers: Sequence[Stateful],
+    schedulers: Sequence[Stateful],
     dataloaders: Sequence[Any],
     process_index: int,
     scaler: torch.amp.GradScaler | None = None,
@@ -151,7 +162,7 @@ def load_accelerator_state(
         raise TypeError(
             f"map_location is {map_location!r}, but must be None, 'cpu' or 'on_device'. Use one of them."
         )
-    device: Any = process.start_runtime().device if map_location == "on_device" else "cpu"
+    device: torch.device | str = process.start_runtime().device if map_location == "on_device" else "cpu"
     folder, options = Path(input_dir), dict(load_kwargs or {})
     for index, model in enumerate(models):
         _load_model(model, folder, index, device, load_model_func_kwargs)
@@ -179,7 +190,7 @@ def load_accelerator_state(
 
 
 def _load_model(
-    model: torch.nn.Module, folder: Path, index: int, device: Any, options: Mapping[str, Any]
+    model: torch.nn.Module, folder: Path, index: int, device: torch.device | str, options: Mapping[str, Any]
 ) -> None:
     path = folder / _numbered(WEIGHTS, index)
     if path.exists():
@@ -226,14 +237,14 @@ def _set_random_states(states: Mapping[str, Any]) -> None:
             device.set_rng_state_all(states[key])
 
 
-def _devices() -> Iterator[tuple[str, Any]]:
+def _devices() -> Iterator[tuple[str, RandomDevice]]:
     """Those that are here, and what their states are called in the file."""
     names = {"torch_cuda_manual_seed": torch.cuda, "torch_xpu_manual_seed": torch.xpu}
     return ((key, device) for key, device in names.items() if device.is_available())
 
 
 def save_custom_state(
-    obj: Any, path: str | os.PathLike[str], index: int = 0, save_on_each_node: bool = False
+    obj: Stateful, path: str | os.PathLike[str], index: int = 0, save_on_each_node: bool = False
 ) -> None:
     """Write the ``state_dict()`` of an object to ``custom_checkpoint_<index>.pkl`` in an existing folder, on rank 0.
 
@@ -257,7 +268,7 @@ def save_custom_state(
     save(obj.state_dict(), Path(path) / f"custom_checkpoint_{index}.pkl", save_on_each_node)
 
 
-def load_custom_state(obj: Any, path: str | os.PathLike[str], index: int = 0) -> None:
+def load_custom_state(obj: Stateful, path: str | os.PathLike[str], index: int = 0) -> None:
     """Read the state that ``save_custom_state`` wrote into an object.
 
     The file may have tensors of any shape and plain values only. No code in it is run.

@@ -41,7 +41,7 @@ class ThreadLocalSharedDict(threading.local):
     """
 
     def __init__(self, thread_local: bool = False) -> None:
-        self._storage: dict[str, Any] = {}
+        self._storage: dict[str, object] = {}
 
     def __get__(self, obj: object, objtype: type | None = None) -> dict[str, Any]:
         return self._storage

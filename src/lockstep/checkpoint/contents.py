@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from lockstep.comm.tree import StateDict
 from lockstep.errors import ArgumentError, UsageError
 
 SaveHook = Callable[[list[nn.Module], list[dict[str, Any]], str], None]
@@ -23,9 +24,9 @@ Hook = TypeVar("Hook")
 class Stateful(Protocol):
     """What can be saved and loaded."""
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> StateDict: ...
 
-    def load_state_dict(self, state: dict[str, Any], /) -> object: ...
+    def load_state_dict(self, state: StateDict, /) -> object: ...
 
 
 class AccumulationWindow(Stateful, Protocol):

@@ -78,10 +78,10 @@ class CustomArgumentParser(argparse.ArgumentParser):
     What a command line says is listed in the namespace's ``nondefault``.
     """
 
-    def add_argument(self, *args: Any, **kwargs: Any) -> Any:
+    def add_argument(self, *args: Any, **kwargs: Any) -> argparse.Action:
         return super().add_argument(*_both_spellings(args), **_noted(kwargs))
 
-    def add_argument_group(self, *args: Any, **kwargs: Any) -> Any:
+    def add_argument_group(self, *args: Any, **kwargs: Any) -> argparse._ArgumentGroup:
         made = super().add_argument_group(*args, **kwargs)
         made.__class__ = CustomArgumentGroup
         return made
@@ -94,7 +94,7 @@ _Group: Any = type(argparse.ArgumentParser(add_help=False).add_argument_group())
 class CustomArgumentGroup(_Group):
     """A group of options of a ``CustomArgumentParser``."""
 
-    def add_argument(self, *args: Any, **kwargs: Any) -> Any:
+    def add_argument(self, *args: Any, **kwargs: Any) -> argparse.Action:
         return super().add_argument(*_both_spellings(args), **_noted(kwargs))
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from enum import Enum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import yaml
 
@@ -17,17 +18,21 @@ from lockstep.config.sources import user_config_file
 from lockstep.errors import ConfigError
 
 Config = TypeVar("Config", bound="BaseConfig")
+Section: TypeAlias = dict[str, Any] | None
+"""Keys of another library, with whatever it takes."""
+
+ConfigPath: TypeAlias = str | os.PathLike[str]
 
 
-def settings_of(path: str | Path | None) -> dict[str, Any]:
+def settings_of(path: ConfigPath | None) -> dict[str, Any]:
     """What a configuration file says, checked; None: the one that ``lockstep config`` wrote.
 
     Raises:
         ConfigError: it cannot be read, or is no configuration.
     """
-    path = user_config_file() if path is None else path
+    path = user_config_file() if path is None else Path(path)
     load(path)
-    said: dict[str, Any] = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+    said: dict[str, object] = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     # YAML reads an unquoted NO as false.
     return {**said, "distributed_type": "NO"} if said.get("distributed_type") is False else said
 
@@ -40,9 +45,9 @@ class BaseConfig:
         ValueError: an unknown environment or way to distribute.
     """
 
-    compute_environment: Any
-    distributed_type: Any
-    mixed_precision: Any
+    compute_environment: ComputeEnvironment | str
+    distributed_type: DistributedType | str
+    mixed_precision: str | None
     use_cpu: bool
     debug: bool
 
@@ -59,20 +64,20 @@ class BaseConfig:
         }
         return {name: value for name, value in plain.items() if value is not None and value != {}}
 
-    def to_yaml_file(self, yaml_file: Any) -> None:
+    def to_yaml_file(self, yaml_file: ConfigPath) -> None:
         Path(yaml_file).write_text(yaml.safe_dump(self.to_dict()), encoding="utf-8")
 
-    def to_json_file(self, json_file: Any) -> None:
+    def to_json_file(self, json_file: ConfigPath) -> None:
         text = json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n"
         Path(json_file).write_text(text, encoding="utf-8")
 
     @classmethod
-    def from_yaml_file(cls: type[Config], yaml_file: object = None) -> Config:
+    def from_yaml_file(cls: type[Config], yaml_file: ConfigPath | None = None) -> Config:
         """Read a file; None: the one that ``lockstep config`` wrote. Raises ValueError for unknown keys."""
         return cls._read(yaml_file)
 
     @classmethod
-    def from_json_file(cls: type[Config], json_file: object = None) -> Config:
+    def from_json_file(cls: type[Config], json_file: ConfigPath | None = None) -> Config:
         """``from_yaml_file``: JSON is YAML."""
         return cls._read(json_file)
 
@@ -94,7 +99,7 @@ class BaseConfig:
         return cls(**{**standard, **said})
 
     @classmethod
-    def _read(cls: type[Config], path: Any) -> Config:
+    def _read(cls: type[Config], path: ConfigPath | None) -> Config:
         said = settings_of(path)
         unknown = cls.unknown(said)
         if unknown:
@@ -130,22 +135,22 @@ class ClusterConfig(BaseConfig):
     same_network: bool | None = False
     main_training_function: str = "main"
     enable_cpu_affinity: bool = False
-    fp8_config: Any = None
-    deepspeed_config: Any = None
-    fsdp_config: Any = None
-    parallelism_config: Any = None
-    megatron_lm_config: Any = None
-    mpirun_config: Any = None
-    downcast_bf16: Any = False
+    fp8_config: Section = None
+    deepspeed_config: Section = None
+    fsdp_config: Section = None
+    parallelism_config: Section = None
+    megatron_lm_config: Section = None
+    mpirun_config: Section = None
+    downcast_bf16: bool | str = False
     tpu_name: str | None = None
     tpu_zone: str | None = None
     tpu_use_cluster: bool = False
     tpu_use_sudo: bool = False
     command_file: str | None = None
-    commands: Any = None
-    tpu_vm: Any = None
-    tpu_env: Any = None
-    dynamo_config: Any = None
+    commands: list[str] | None = None
+    tpu_vm: list[str] | None = None
+    tpu_env: list[str] | None = None
+    dynamo_config: Section = None
 
     def __post_init__(self) -> None:
         for name in SECTIONS:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from lockstep.comm.tree import send_to_device
+from lockstep.comm.tree import StateDict, send_to_device
 from lockstep.data.batch_sharding import ShardPlan
 from lockstep.data.continued import batches_behind, until_used
 from lockstep.data.drawn import Drawing, SavedDraws, SeededSampler, generators_of, of_samplers
@@ -94,7 +94,7 @@ class PreparedLoader(DataLoader[Any]):
         self._running: tuple[GlobalBatches, LoaderProgress, Iteration] | None = None
         self.around: Callable[[PreparedLoader, Iterator[Any]], Iterator[Any]] | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> StateDict:
         return {**self.__dict__, "_running": None}  # a copy is in no loop
 
     def __getattr__(self, name: str) -> Any:
@@ -284,7 +284,7 @@ class PreparedLoader(DataLoader[Any]):
             samples = None if samples is None or read.counts is None else samples + read.counts.total
         return batches, samples
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the exact position in the global order as plain values. ``inner`` is the state of torchdata's loader.
 
         In a loop, and after a ``break``, the position is after the last batch that the loop received. After the last

@@ -197,7 +197,7 @@ class DrawnBatches(Iterator[Any]):
             self._batches = self._make()
         return self._batches
 
-    def __next__(self) -> Any:
+    def __next__(self) -> object:
         return next(self.come())
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, IterDataPipe, get_worker_info, graph_settings
 
+from lockstep.comm.tree import StateDict
 from lockstep.data.batch_sharding import GlobalBatch, ShardPlan, grouped, later, rounds
 from lockstep.data.order import announce_epoch_to
 from lockstep.data.position import Progress
@@ -212,7 +213,7 @@ class ResumableStream(ShardedStream):
         self._source, self._ended = None, False
         return super().__iter__()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         if self._loaded is not None:
             return self._loaded  # no sample was read since
         dataset, source = self._dataset, self._source

@@ -42,7 +42,7 @@ class TellingCollate:
         self.collate = collate
         self.last_sent: States | None = None
 
-    def __call__(self, rows: object) -> Any:
+    def __call__(self, rows: object) -> object:
         batch = self.collate(rows)
         worker = get_worker_info()
         if worker is None:

@@ -28,7 +28,7 @@ class JobConnection:
 
     def __init__(self, address: tuple[str, int], secret: Secret) -> None:
         self.address = address
-        self._others: list[dict[str, Any]] = []
+        self._others: list[dict[str, object]] = []
         try:
             self._client = Client(address, secret, CONNECT_S)
         except ControlError as error:

@@ -194,7 +194,7 @@ class CheckedOptimizer(PreparedOptimizer):
         self._checks: DamageWatch | None = checks
         checks.add(optimizer)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # The checks belong to one Accelerator, which neither a copy nor a file should carry along.
         return {**super().__getstate__(), "_checks": None}
 

@@ -52,7 +52,7 @@ class StepClock:
         self.parts: StepParts | None = None
         self.at_batch: list[Callable[[object], None]] = []
         self.at_step: list[Callable[[], None]] = []
-        self.at_news: list[Callable[[str, Mapping[str, Any]], None]] = []
+        self.at_news: list[Callable[[str, Mapping[str, object]], None]] = []
         self.own: Mapping[str, float] = {}
         self.others: Mapping[str, Any] = {}
         self.latest: Callable[[], Mapping[str, float]] | None = None

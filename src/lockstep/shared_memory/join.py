@@ -31,7 +31,7 @@ PROCESSOR = "x86_64"
 FORMAT = 2
 
 
-def make_group(options: Any) -> Any:
+def make_group(options: Any) -> object:
     """What torch calls on each rank for a group with this backend.
 
     Where no two ranks can share memory, for a reason that all of them learn, it is gloo.

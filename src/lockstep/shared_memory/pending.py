@@ -137,7 +137,7 @@ class PendingCall(dist.Work):
     def synchronize(self) -> None:
         self.wait()
 
-    def get_future(self) -> torch.futures.Future[Any]:
+    def get_future(self) -> torch.futures.Future[object]:
         ended: torch.futures.Future[None] = torch.futures.Future()
         # Not by set_exception, which DDP's reducer takes for a value. What a callback raises is an error in C++, too.
         future = ended.then(self._value)

@@ -52,7 +52,7 @@ def complete_optimizer(optimizer: Optimizer) -> None:
         Optimizer.__setstate__(optimizer, {})
 
 
-def with_step_hooks(step: Callable[..., object]) -> Callable[..., Any]:
+def with_step_hooks(step: Callable[..., object]) -> Callable[..., object]:
     """``step`` with the optimizer's hooks before and after it. Relies on: ``Optimizer.profile_hook_step``."""
     return Optimizer.profile_hook_step(step)
 

@@ -345,7 +345,7 @@ def _model_state(model: nn.Module, whole: bool, adapter_only: bool) -> dict[str,
         return dict(state)
     from peft import get_peft_model_state_dict
 
-    adapters: dict[str, Any] = get_peft_model_state_dict(
+    adapters: dict[str, object] = get_peft_model_state_dict(
         plain, state_dict=state, adapter_name=str(plain.active_adapter), save_embedding_layers=False
     )
     return adapters

@@ -7,6 +7,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from lockstep.accelerator import Accelerator
+from lockstep.comm.tree import StateDict
 from lockstep.errors import MissingExtraError, UsageError
 from lockstep.runtime.step import StepState
 
@@ -134,7 +135,7 @@ class DataLoaderAdapter:
             kind = StatefulDataLoader
         self.base_dataloader: Any = kind(dataset, batch_sampler=batch_sampler, **kwargs)
         if hasattr(self.base_dataloader, "state_dict"):
-            self.dl_state_dict: dict[str, Any] = self.base_dataloader.state_dict()
+            self.dl_state_dict: dict[str, object] = self.base_dataloader.state_dict()
 
     def __getattr__(self, name: str) -> Any:
         if name == "base_dataloader" or name.startswith("__"):
@@ -152,7 +153,7 @@ class DataLoaderAdapter:
         kept = {name: value for name, value in vars(self).items() if name != "gradient_state"}
         return _restored, (type(self), kept)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the position after the last batch that was yielded, in torchdata's form.
 
         Raises:
@@ -173,7 +174,7 @@ class DataLoaderAdapter:
             )
         return self.dl_state_dict
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Continue at the position in ``state_dict``, in the next iteration.
 
         Examples:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -90,6 +90,9 @@ _DTYPES = (
 TENSOR_INT_TO_DTYPE = dict(enumerate(_DTYPES, 1))
 TENSOR_TYPE_TO_INT = {dtype: number for number, dtype in TENSOR_INT_TO_DTYPE.items()}
 
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+
 
 def is_tensor_information(tensor_info: object) -> bool:
     """Return whether ``tensor_info`` is a ``TensorInformation``.
@@ -105,7 +108,7 @@ def is_tensor_information(tensor_info: object) -> bool:
     return isinstance(tensor_info, TensorInformation)
 
 
-def is_torch_xpu_tensor(tensor: Any) -> bool:
+def is_torch_xpu_tensor(tensor: torch.Tensor) -> bool:
     """Return whether ``tensor`` is a tensor of any shape on a GPU of Intel.
 
     Examples:
@@ -351,7 +354,7 @@ class ConvertOutputsToFp32:
     def __call__(self, *args: object, **kwargs: object) -> Any:
         return convert_to_fp32(self.model_forward(*args, **kwargs))
 
-    def __getstate__(self) -> Any:
+    def __getstate__(self) -> NoReturn:
         raise UsageError(
             "A prepared model that computes in mixed precision cannot be pickled. Unwrap it first: "
             "accelerator.unwrap_model(model, keep_fp32_wrapper=False)."
@@ -379,7 +382,7 @@ def convert_outputs_to_fp32(model_forward: Callable[..., object]) -> Callable[..
     return forward
 
 
-def verify_operation(function: Callable[..., object]) -> Callable[..., Any]:
+def verify_operation(function: Callable[Given, Result]) -> Callable[Given, Result]:
     """Decorate a collective function so that it first compares the shapes of its tensors between the ranks.
 
     ``gather`` and the other functions here compare without it.
@@ -408,7 +411,7 @@ def verify_operation(function: Callable[..., object]) -> Callable[..., Any]:
     """
 
     @functools.wraps(function)
-    def verified(*args: object, **kwargs: object) -> Any:
+    def verified(*args: Given.args, **kwargs: Given.kwargs) -> Result:
         tensor = args[0] if args else kwargs["tensor"]
         shapes = gather_object([get_shape(tensor)]) if process.start_runtime().world_size > 1 else []
         if any(shape != shapes[0] for shape in shapes):
@@ -421,7 +424,7 @@ def verify_operation(function: Callable[..., object]) -> Callable[..., Any]:
     return verified
 
 
-def chained_operation(function: Callable[..., object]) -> Callable[..., Any]:
+def chained_operation(function: Callable[Given, Result]) -> Callable[Given, Result]:
     """Decorate a function so that a ``DistributedOperationException`` that it raises begins with its name.
 
     Args:
@@ -443,7 +446,7 @@ def chained_operation(function: Callable[..., object]) -> Callable[..., Any]:
     """
 
     @functools.wraps(function)
-    def named(*args: object, **kwargs: object) -> object:
+    def named(*args: Given.args, **kwargs: Given.kwargs) -> Result:
         try:
             return function(*args, **kwargs)
         except DistributedOperationException as error:
@@ -454,7 +457,10 @@ def chained_operation(function: Callable[..., object]) -> Callable[..., Any]:
 
 @contextmanager
 def GatheredParameters(
-    params: Any, modifier_rank: int | None = None, fwd_module: nn.Module | None = None, enabled: bool = True
+    params: torch.Tensor | Iterable[torch.Tensor],
+    modifier_rank: int | None = None,
+    fwd_module: nn.Module | None = None,
+    enabled: bool = True,
 ) -> Iterator[None]:
     """Inside of the block, sharded parameters are whole on every rank. Enter it on every rank.
 

@@ -87,7 +87,7 @@ def optimizer(saved: Any, where: str) -> dict[str, Any]:
         )
     require_plain(saved, where)
     states, groups = saved["state"], saved["param_groups"]
-    names: dict[Any, object] = {}
+    names: dict[object, object] = {}
     for group in groups:
         given = group.get("param_names")
         new = given if isinstance(given, list) and len(given) == len(group["params"]) else group["params"]

@@ -27,7 +27,7 @@ def is_of_trainer(plugin: Any) -> bool:
     return hasattr(plugin.hf_ds_config, "trainer_config_process")
 
 
-def left_by_trainer(known: Any) -> dict[str, Any]:
+def left_by_trainer(known: Any) -> dict[str, object]:
     """What of transformers' ``HfTrainerDeepSpeedConfig`` is for us.
 
     Raises:

@@ -77,7 +77,7 @@ class HfDeepSpeedConfig:
     def find_config_node(self, ds_key_long: str) -> tuple[Any, str]:
         """Return the section that has the key ``ds_key_long``, or None, and the last part of the key."""
         *path, key = ds_key_long.split(".")
-        section: Any = self.config
+        section: object = self.config
         for part in path:
             section = section.get(part) if isinstance(section, Mapping) else None
             if section is None:

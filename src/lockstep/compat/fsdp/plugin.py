@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.compat.fsdp.section import KEYS, WRAP_WORDS, from_fsdp
 from lockstep.compat.rules import NoEffect, Table, Translation, Used, translate
@@ -14,6 +14,9 @@ from lockstep.config.enums import Activation
 from lockstep.config.parallel import Parallel
 from lockstep.config.values import SettingValue
 from lockstep.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 @dataclass
@@ -125,7 +128,7 @@ class FullyShardedDataParallelPlugin:
         self.state_dict_config = getattr(fsdp, kinds[0])(**options)
         self.optim_state_dict_config = getattr(fsdp, kinds[1])(**options)
 
-    def set_auto_wrap_policy(self, model: Any) -> None:
+    def set_auto_wrap_policy(self, model: nn.Module) -> None:
         """Replace the name of a policy, or torch's function for it, by one that knows the classes of ``model``.
 
         Call it before the ``Accelerator`` is made. ``prepare`` reads the policy of that moment.
@@ -148,7 +151,7 @@ class FullyShardedDataParallelPlugin:
         """
         from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
-        policy: Any = self.auto_wrap_policy
+        policy: object = self.auto_wrap_policy
         if isinstance(policy, str):
             known = {
                 "TRANSFORMER_BASED_WRAP": transformer_auto_wrap_policy,
@@ -408,10 +411,10 @@ def _plain(value: object) -> Any:
     return name if isinstance(name, str) and hasattr(value, "value") else value
 
 
-def block_rule(policy: Callable[..., object]) -> Callable[[str, Any], bool]:
+def block_rule(policy: Callable[..., object]) -> Callable[[str, nn.Module], bool]:
     """A wrap policy of ``torch.distributed.fsdp.wrap`` as a rule (name, module) -> bool."""
 
-    def is_block(name: str, module: Any) -> bool:
+    def is_block(name: str, module: nn.Module) -> bool:
         size = sum(parameter.numel() for parameter in module.parameters())
         return bool(policy(module=module, recurse=False, nonwrapped_numel=size))
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from lockstep.comm.tree import StateDict
 from lockstep.errors import UsageError
 from lockstep.model.changes import UncopiedHook
 from lockstep.offload.copies import Copies
@@ -105,7 +106,7 @@ class _Offloaded(Optimizer):
         vars(self)["state"] = state
         self._offloaded_step.after_load()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         self._offloaded_step.finish()
         self._offloaded_step.refuse_if_broken()
         return super().state_dict()

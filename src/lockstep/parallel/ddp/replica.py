@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from lockstep.comm.tree import tensor_leaves
+from lockstep.comm.tree import StateDict, tensor_leaves
 from lockstep.errors import UsageError
 from lockstep.model.changes import attributes_set
 from lockstep.model.contents import every_parameter
@@ -79,7 +79,7 @@ class DistributedDataParallel(TorchDDP):
                 raise
             return getattr(self.module, name)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> StateDict:
         return {**super().__getstate__(), "_averaged": {}}
 
     def forward(self, *args: object, **kwargs: object) -> Any:

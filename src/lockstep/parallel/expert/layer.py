@@ -269,7 +269,7 @@ class MixtureOfExperts(nn.Module):
                 stacklevel=2,
             )
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_load": None}  # part of a graph, which can neither be copied nor pickled
 
     def extra_repr(self) -> str:

@@ -81,7 +81,7 @@ class Instead(nn.Module):
         except AttributeError:
             return getattr(torch_modules.children_of(self)["replaced"], name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: Tensor | nn.Module) -> None:
         if name.startswith("_") or name == "training" or name in self._own:
             super().__setattr__(name, value)
         else:
@@ -101,7 +101,7 @@ class AbsentBlock(Instead):
         copy = self.__dict__.get("_copy")
         return super().__getattr__(name) if copy is None else getattr(copy, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: Tensor | nn.Module) -> None:
         copy = self.__dict__.get("_copy")
         if copy is None or name.startswith("_") or name == "training":
             nn.Module.__setattr__(self, name, value)

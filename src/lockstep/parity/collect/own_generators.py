@@ -83,7 +83,7 @@ def watched_generator_class(
             seeded(self)
             return super().manual_seed(seed)
 
-        def set_state(self, new_state: torch.Tensor) -> Any:
+        def set_state(self, new_state: torch.Tensor) -> object:
             seeded(self)
             return super().set_state(new_state)
 
