@@ -60,7 +60,7 @@ def test_help_says_the_default_that_holds() -> None:
 
 
 @pytest.mark.parametrize(
-    "text, message",
+    ("text", "message"),
     [
         ("gradient_clipping: -1", "gradient_clipping: -1 is not a number of at least 0."),
         ("optimizer: 5", "optimizer: 5 is not a section."),
