@@ -90,8 +90,8 @@ _DTYPES = (
 TENSOR_INT_TO_DTYPE = dict(enumerate(_DTYPES, 1))
 TENSOR_TYPE_TO_INT = {dtype: number for number, dtype in TENSOR_INT_TO_DTYPE.items()}
 
-Given = ParamSpec("Given")
-Result = TypeVar("Result")
+OperationArgs = ParamSpec("OperationArgs")
+Reduced = TypeVar("Reduced")
 
 
 def is_tensor_information(tensor_info: object) -> bool:
@@ -382,7 +382,9 @@ def convert_outputs_to_fp32(model_forward: Callable[..., object]) -> Callable[..
     return forward
 
 
-def verify_operation(function: Callable[Given, Result]) -> Callable[Given, Result]:
+def verify_operation(
+    function: Callable[OperationArgs, Reduced],
+) -> Callable[OperationArgs, Reduced]:
     """Decorate a collective function so that it first compares the shapes of its tensors between the ranks.
 
     ``gather`` and the other functions here compare without it.
@@ -411,7 +413,7 @@ def verify_operation(function: Callable[Given, Result]) -> Callable[Given, Resul
     """
 
     @functools.wraps(function)
-    def verified(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+    def verified(*args: OperationArgs.args, **kwargs: OperationArgs.kwargs) -> Reduced:
         tensor = args[0] if args else kwargs["tensor"]
         shapes = gather_object([get_shape(tensor)]) if process.start_runtime().world_size > 1 else []
         if any(shape != shapes[0] for shape in shapes):
@@ -424,7 +426,9 @@ def verify_operation(function: Callable[Given, Result]) -> Callable[Given, Resul
     return verified
 
 
-def chained_operation(function: Callable[Given, Result]) -> Callable[Given, Result]:
+def chained_operation(
+    function: Callable[OperationArgs, Reduced],
+) -> Callable[OperationArgs, Reduced]:
     """Decorate a function so that a ``DistributedOperationException`` that it raises begins with its name.
 
     Args:
@@ -446,7 +450,7 @@ def chained_operation(function: Callable[Given, Result]) -> Callable[Given, Resu
     """
 
     @functools.wraps(function)
-    def named(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+    def named(*args: OperationArgs.args, **kwargs: OperationArgs.kwargs) -> Reduced:
         try:
             return function(*args, **kwargs)
         except DistributedOperationException as error:
