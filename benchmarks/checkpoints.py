@@ -16,6 +16,7 @@ take than those before: it has what the writing threads take from cores and memo
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import os
 import shutil
@@ -92,9 +93,9 @@ def lockstep_contender(layers: int, parallel: str) -> dict[str, Callable[[str], 
 def memory_contender(layers: int, parallel: str) -> dict[str, Callable[[str], Any]]:
     from lockstep import Accelerator, ProjectConfiguration
 
-    project = ProjectConfiguration(
-        tempfile.gettempdir(), automatic_checkpoint_naming=True
-    )  # nothing is written there
+    folder = tempfile.mkdtemp()  # a checkpoint in memory has its number from there
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    project = ProjectConfiguration(folder, automatic_checkpoint_naming=True)
     accelerator = Accelerator(cpu=True, parallel=parallel, project_config=project)
     objects = Objects(accelerator, layers)
     assert objects is not None
