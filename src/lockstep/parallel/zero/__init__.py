@@ -15,6 +15,7 @@ if not TYPE_CHECKING:
                 "QuantizedAllGather",
                 "QuantizedReduceScatter",
             ],
+            "groups": ["find_groups"],
             "sharding": ["Sharding"],
             "unreduced": ["mean_factor"],
         },

@@ -27,10 +27,8 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep.comm.dtensor import is_dtensor, shard_like
-from lockstep.config.enums import Offload
 from lockstep.config.parallel import Parallel
 from lockstep.errors import UsageError
-from lockstep.model.blocks import shared_parameters
 from lockstep.offload.files.direct import OffloadedParameters
 from lockstep.parallel.gradient_mean import GradientAllReduce, ReplicaGroup
 from lockstep.parallel.materialize import (
@@ -42,6 +40,7 @@ from lockstep.parallel.materialize import (
 )
 from lockstep.parallel.zero.calls import without_views
 from lockstep.parallel.zero.exchange import exchange_on_cpu, quantize_collectives
+from lockstep.parallel.zero.groups import Group, check_types, find_groups, stays_whole
 from lockstep.parallel.zero.sharding import Sharding, offload_shards, synchronised_buffers
 from lockstep.runtime.process import Runtime
 from lockstep.torch_internals import fsdp2, fsdp2_probe
@@ -54,9 +53,6 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import Shard
 
 logger = logging.getLogger(__name__)
-
-SMALL_MODEL_BYTES = 25 * 1024 * 1024
-"""DDP's buckets have this size by default."""
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 
@@ -83,11 +79,9 @@ def shard(
 ) -> tuple[Sharding, GradientAllReduce]:
     """Shard ``model`` in place: its class becomes a subclass of itself, its parameters DTensors. Collective.
 
-    The parameters of a block are gathered together; what is in no block is the root group. In stages 1 and 2 a model of
-    up to ``SMALL_MODEL_BYTES`` is one group, unless its blocks are named. Parameters on
-    the meta device get their values group by group, so that no rank ever holds more of the whole model than
-    the root group and one block. All ranks take rank 0's values. Scalar (0-d) and empty parameters stay whole,
-    under torch 2.11 those of whole numbers too. Using a
+    ``groups.py`` says which parameters are gathered together. Parameters on the meta device get their values group by
+    group, so that no rank ever holds more of the whole model than the root group and another one. All ranks take
+    rank 0's values. Scalar (0-d) and empty parameters stay whole, under torch 2.11 those of whole numbers too. Using a
     parameter object from before is an error afterwards. An optimizer that still holds them is refused at its first
     step, see ``preparation/stepping.py``.
 
@@ -101,28 +95,28 @@ def shard(
     if sources > 1:
         check_same_model(model, sources)
     to_fill = initialisers(model, options.init_weights)
-    if _is_gathered_at_once(model, options.parallel):
-        groups = {model: modules_inside_out(model)}
-    else:
-        groups = _groups(model, blocks, runtime.is_main)
-    _check_types(groups, options.is_filled)
+    is_cast = DTYPES.get(options.mixed_precision) is not None
+    groups = find_groups(model, blocks, options.parallel, is_cast, runtime.is_main)
+    check_types(groups, options.is_filled)
     offloaded = _offloaded(model, options)
     values = GroupValues(runtime.device, to_fill, sources)
     # In the order of construction, so that the same seed gives the values of a model that is built whole.
-    outside = set(groups[model])
+    inner = {group.modules[-1]: group for group in groups[:-1]}
+    inside = {module for group in groups[:-1] for module in group.members}
     waiting: list[nn.Module] = []
     for module in modules_inside_out(model):
-        if module in outside:
-            waiting.append(module)
-        elif module in groups:
+        group = inner.get(module)
+        if group is not None:
             values.fill(waiting)
-            values.fill(groups[module])
-            _shard_group(module, groups[module], options, is_root=False)
+            values.fill(group.members)
+            _shard_group(group, options, is_root=False)
             if offloaded is not None:
                 offload_shards(module, offloaded)
             waiting = []
+        elif module not in inside:
+            waiting.append(module)
     values.fill(waiting)
-    _shard_group(model, groups[model], options, is_root=True)
+    _shard_group(groups[-1], options, is_root=True)
     if offloaded is not None:
         offload_shards(model, offloaded)
         offloaded.close()
@@ -133,10 +127,10 @@ def shard(
     if options.parallel.quantized_weights or options.parallel.quantized_gradients:
         quantize_collectives(model, options.parallel.quantized_weights, options.parallel.quantized_gradients)
     if options.parallel.forward_prefetch:
-        for this, following in itertools.pairwise(module for module in groups if module is not model):
+        for this, following in itertools.pairwise(group.modules[0] for group in groups[:-1]):
             this.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
-    for group in itertools.chain.from_iterable(map(fsdp2.param_groups, sharded)):
-        fsdp2_probe.check_group(group)
+    for record in itertools.chain.from_iterable(map(fsdp2.param_groups, sharded)):
+        fsdp2_probe.check_group(record)
     sharding = Sharding(
         stage=options.parallel.zero,
         groups=sharded,
@@ -146,9 +140,11 @@ def shard(
         parallel=options.parallel,
         is_exact=not options.parallel.quantized_weights,
         steps_in_background=options.parallel.offloads_optimizer,
+        block_groups=[group.modules for group in groups if len(group.modules) > 1],
     )
     sharding.collectives = collectives
     model.register_forward_pre_hook(sharding.before_forward, prepend=True)
+    model.register_forward_hook(sharding.blocks.end, prepend=True)  # before torch's own
     model.register_forward_hook(sharding.skipped.forward_ends, prepend=True)
     model.register_forward_hook(sharding.after_forward, always_call=True)
     model.register_load_state_dict_pre_hook(partial(_shard_whole_tensors, sharding))
@@ -195,7 +191,7 @@ def _offloaded(model: nn.Module, options: ShardOptions) -> OffloadedParameters |
     if folder is None:
         return None
     ranks = options.mesh.size(-1)
-    sharded = [parameter for parameter in model.parameters() if not _stays_whole(parameter)]
+    sharded = [parameter for parameter in model.parameters() if not stays_whole(parameter)]
     rows = (-(-parameter.shape[0] // ranks) for parameter in sharded)
     return OffloadedParameters(
         [n * parameter.nbytes // parameter.shape[0] for n, parameter in zip(rows, sharded, strict=True)],
@@ -203,82 +199,15 @@ def _offloaded(model: nn.Module, options: ShardOptions) -> OffloadedParameters |
     )
 
 
-def _is_gathered_at_once(model: nn.Module, parallel: Parallel) -> bool:
-    """Whether the model is so small that messages of single blocks would cost more than they carry.
-
-    Stages 1 and 2 keep the whole parameters until the step anyway. A model with parameters of several types has
-    several messages.
-    """
-    if parallel.zero > 2 or parallel.blocks or parallel.offload is not Offload.NONE:
-        return False
-    parameters = list(model.parameters())
-    types = {parameter.dtype for parameter in parameters}
-    return len(types) == 1 and sum(parameter.nbytes for parameter in parameters) <= SMALL_MODEL_BYTES
-
-
-def _groups(
-    model: nn.Module, blocks: dict[str, nn.Module], is_main: bool
-) -> dict[nn.Module, list[nn.Module]]:
-    """For each module that becomes a group, the modules whose own parameters are in it; the model is last."""
-    shared = shared_parameters(model, blocks)
-    merged = {name for names in shared.values() for name in names if name in blocks}
-    if merged and is_main:
-        logger.info(
-            "%s are gathered together with the root group of the model, because they share parameters with "
-            "other modules (%s).",
-            ", ".join(sorted(merged)),
-            ", ".join(shared),
-        )
-    groups = {
-        block: modules_inside_out(block)
-        for name, block in blocks.items()
-        if name not in merged and not all(map(_stays_whole, block.parameters()))
-    }
-    if not groups and is_main:
-        logger.warning(
-            "No blocks of %s are sharded one by one, so all of its weights are gathered at once. Name its blocks: "
-            "parallel='zero=... blocks=CLASS'.",
-            type(model).__name__,
-        )
-    inside = {module for members in groups.values() for module in members}
-    groups[model] = [module for module in modules_inside_out(model) if module not in inside]
-    return groups
-
-
-def _check_types(groups: dict[nn.Module, list[nn.Module]], may_be_split: bool) -> None:
-    for group, members in groups.items():
-        own = [p for module in members for p in module.parameters(recurse=False)]
-        types = {p.dtype for p in own if p.requires_grad and not _stays_whole(p)}
-        if not may_be_split and any(map(is_dtensor, own)):
-            raise UsageError(
-                f"{type(group).__name__} has parameters that are sharded already (DTensors). Pass the model "
-                "before it is sharded: prepare() shards it."
-            )
-        complex_ones = [p for p in own if p.is_complex() and p.requires_grad]
-        if complex_ones and len(types) > 1:
-            raise UsageError(
-                f"{type(group).__name__} trains {len(complex_ones)} complex parameters (shape "
-                f"{tuple(complex_ones[0].shape)}, ...) beside real ones, whose gradients cannot be reduced together. "
-                "Keep the real and imaginary parts as one real parameter (torch.view_as_real) and make the complex "
-                "tensor of it in forward (torch.view_as_complex), or use parallel='ddp'."
-            )
-        if len(types) > 1:
-            names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in types))
-            raise UsageError(
-                f"{type(group).__name__} has trainable parameters of types {names}, whose gradients cannot be reduced "
-                "together. Convert them to one, such as model.float(); mixed_precision sets the type of computation."
-            )
-
-
-def _shard_group(module: nn.Module, members: list[nn.Module], options: ShardOptions, is_root: bool) -> None:
+def _shard_group(group: Group, options: ShardOptions, is_root: bool) -> None:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-    parallel, mesh = options.parallel, options.mesh
-    before = {id(p): p for member in members for p in member.parameters(recurse=False)}
+    parallel, mesh, modules = options.parallel, options.mesh, group.modules
+    before = {id(p): p for p in group.parameters()}
     arguments: dict[str, Any] = {
         "mesh": mesh,
         "reshard_after_forward": _reshard_after_forward(parallel, is_root),
-        "ignored_params": set(filter(_stays_whole, before.values())),
+        "ignored_params": set(filter(stays_whole, before.values())),
         # a folder's shards are mapped files, which pinning would copy into memory
         "offload_policy": CPUOffloadPolicy(
             pin_memory=mesh.device_type != "cpu" and parallel.params_folder is None
@@ -293,11 +222,13 @@ def _shard_group(module: nn.Module, members: list[nn.Module], options: ShardOpti
         _check_columns(before.values(), zero_placement, mesh.size(-1))
         arguments["shard_placement_fn"] = zero_placement
     # Kernels of batch normalisation want their weights in the type of the running statistics.
-    compute = None if isinstance(module, torch_modules.BatchNorm) else DTYPES.get(options.mixed_precision)
+    compute = None if isinstance(modules[0], torch_modules.BatchNorm) else DTYPES.get(options.mixed_precision)
     # Without a word gradients are reduced in the type of the computation, which torch from 2.15 on does only if told.
     reduce = DTYPES[parallel.reduce] if parallel.reduce else compute
     if compute is not None:
-        norms: list[nn.Module] = [member for member in members if isinstance(member, torch_modules.BatchNorm)]
+        norms: list[nn.Module] = [
+            member for member in group.members if isinstance(member, torch_modules.BatchNorm)
+        ]
         if any(True for norm in norms for _ in norm.parameters()):
             fully_shard(norms, mp_policy=MixedPrecisionPolicy(), **arguments)
             for norm in norms:
@@ -305,9 +236,10 @@ def _shard_group(module: nn.Module, members: list[nn.Module], options: ShardOpti
     policy = MixedPrecisionPolicy(
         param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=not options.autocast
     )
-    fully_shard(module, mp_policy=policy, **arguments)
-    module.register_forward_hook(without_views, prepend=True)  # before torch's own
-    now = {id(p) for member in members for p in member.parameters(recurse=False)}
+    fully_shard(modules if len(modules) > 1 else modules[0], mp_policy=policy, **arguments)
+    for module in modules:
+        module.register_forward_hook(without_views, prepend=True)  # before torch's own
+    now = set(map(id, group.parameters()))
     for old in before.values():
         if id(old) not in now and not is_dtensor(old):
             retire(old)
@@ -324,12 +256,6 @@ def _check_columns(
                 f"along its {parameter.shape[dim]} input features, but {parameter.shape[dim]} is not a multiple "
                 f"of {ranks} ranks. Use replicate=... for groups of another size, or drop zero."
             )
-
-
-def _stays_whole(parameter: nn.Parameter) -> bool:
-    """Scalars, which have no rows; empty ones, which torch does not reduce; whole numbers, where it cannot."""
-    trains = parameter.is_floating_point() or parameter.is_complex()
-    return parameter.ndim == 0 or parameter.numel() == 0 or not (trains or fsdp2.shards_whole_numbers())
 
 
 def _reshard_after_forward(parallel: Parallel, is_root: bool) -> bool | int | None:

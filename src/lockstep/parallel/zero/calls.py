@@ -33,7 +33,7 @@ from lockstep.parallel.saves import saved
 from lockstep.torch_internals import fsdp2
 from lockstep.torch_internals.autograd import FunctionContext
 from lockstep.torch_internals.autograd import current_backward as current_pass
-from lockstep.torch_internals.fsdp2_backward import call_empty, is_compiled
+from lockstep.torch_internals.fsdp2_backward import is_compiled
 from lockstep.torch_internals.fsdp2_gathered import ShardedModule
 from lockstep.torch_internals.tensors import is_view
 
@@ -48,6 +48,7 @@ class OtherCalls:
         before: Called before each such call.
         after: Called after it with what it has returned, None if it raised.
         are_whole: Whether weights are gathered anyway, so that nothing is to be done.
+        end_blocks: Called when such a call has returned, before torch's own hook.
     """
 
     def __init__(
@@ -56,8 +57,10 @@ class OtherCalls:
         before: Callable[[], None],
         after: Callable[[object], None],
         are_whole: Callable[[], bool],
+        end_blocks: Callable[[], None],
     ) -> None:
         self._root = groups[0]
+        self._end_blocks = end_blocks
         self._are_whole = are_whole
         self._before = before
         self._after = after
@@ -99,6 +102,7 @@ class OtherCalls:
 
     def _end(self, args: object, output: object) -> object:
         try:
+            self._end_blocks()
             return fsdp2.post_forward(self._root, self._root, args, output)
         finally:
             self._entered = None
@@ -186,11 +190,18 @@ class SkippedBlocks:
     Args:
         blocks: The modules inside of the model that are gathered by themselves, in the order of the model.
         passed: Called with each block that was passed through.
+        call_empty: Passes values by a block, whose weights are gathered meanwhile.
     """
 
-    def __init__(self, blocks: list[ShardedModule], passed: Callable[[object], None]) -> None:
+    def __init__(
+        self,
+        blocks: list[ShardedModule],
+        passed: Callable[[object], None],
+        call_empty: Callable[[ShardedModule, object, Callable[[object], object]], object],
+    ) -> None:
         self._blocks = blocks
         self._passed = passed
+        self._call_empty = call_empty
         self._is_in_forward = False
         self._next = 0
         nested = any(
@@ -240,7 +251,7 @@ class SkippedBlocks:
             return None
         for number in numbers:
             block = self._blocks[number]
-            values = call_empty(block, values, partial(_connect, block, carrier))
+            values = self._call_empty(block, values, partial(_connect, block, carrier))
             self._passed(block)
         return values
 

@@ -15,9 +15,10 @@ from lockstep.comm.tree import tensor_leaves
 from lockstep.errors import UsageError
 from lockstep.offload.files.direct import OffloadedParameters
 from lockstep.parallel.changed import SameParameters
+from lockstep.parallel.zero.block_groups import BlockGroups
 from lockstep.parallel.zero.calls import OtherCalls, SkippedBlocks
 from lockstep.parallel.zero.unused import ChangesByHand, UnusedParameters
-from lockstep.torch_internals import c10d, fsdp2
+from lockstep.torch_internals import c10d, fsdp2, fsdp2_forward
 from lockstep.torch_internals import modules as torch_modules
 from lockstep.torch_internals.dtensor_operators import LostChanges
 from lockstep.torch_internals.fsdp2_gathered import FSDPParam, FSDPParamGroup, ShardedModule
@@ -48,6 +49,7 @@ class Sharding:
         parallel: The line that asked for this, for messages.
         is_exact: Weights are gathered as they are: not quantised.
         steps_in_background: Shards may be stepped while their wholes are gathered.
+        block_groups: Blocks that were sharded together, where there are several.
 
     Attributes:
         collectives: What gathers and reduces its shards, where that is ours.
@@ -64,10 +66,13 @@ class Sharding:
         parallel: object = "zero",
         is_exact: bool = True,
         steps_in_background: bool = False,
+        block_groups: Sequence[list[ShardedModule]] = (),
     ) -> None:
         self.stage = stage
         self._root = groups[0]
-        self._groups = groups
+        self._modules = groups
+        # One of the modules that were sharded together does for all.
+        self._groups = fsdp2_forward.one_of_each_group(groups)
         self._whole = whole
         self._buffers = buffers
         self._group = group
@@ -81,14 +86,21 @@ class Sharding:
         self.by_hand.before_drop = self._refuse_to_drop
         self.unused = UnusedParameters(groups, self.parameter_groups(), group, self.by_hand)
         self.by_hand.cleared = self.unused.forget
-        self.skipped = SkippedBlocks(groups[1:], self.unused.passed)
+        together = {block for blocks in block_groups for block in blocks}
+        # Before the hooks of what follows, which come first in a call then.
+        self.blocks = BlockGroups(
+            list(block_groups), [block for block in groups[1:] if block not in together]
+        )
+        self.skipped = SkippedBlocks(groups[1:], self.unused.passed, self.blocks.call_empty)
         self._same = SameParameters(self._root, self.parameter_groups(), parallel)
-        self.calls = OtherCalls(groups, self.before_call, self.after_call, lambda: self.is_summoned)
+        self.calls = OtherCalls(
+            groups, self.before_call, self.after_call, lambda: self.is_summoned, self.blocks.end
+        )
 
     @property
     def modules(self) -> list[ShardedModule]:
         """The modules that ``fully_shard`` was applied to; the first is the model itself."""
-        return self._groups
+        return self._modules
 
     @property
     def layout(self) -> str:
@@ -211,6 +223,7 @@ class Sharding:
     def recover(self) -> None:
         """Forget a forward or backward that raised: what it left behind would spoil the next one's gradients."""
         self.unused.forget()
+        self.blocks.forget()
         if hasattr(self._root, "reset_iter_state"):
             self._root.reset_iter_state()
         else:

@@ -25,6 +25,7 @@ from lockstep.torch_internals import fsdp2
 from lockstep.torch_internals import fsdp2_backward as engine
 from lockstep.torch_internals.autograd import current_backward as current_pass
 from lockstep.torch_internals.dtensor_operators import LostChanges
+from lockstep.torch_internals.fsdp2_forward import one_of_each_group
 from lockstep.torch_internals.fsdp2_gathered import (
     FSDPParam,
     FSDPParamGroup,
@@ -183,7 +184,7 @@ class UnusedParameters:
         for group in groups:
             engine.before_reduction(group, self._before_reduction_of(group))
         engine.keep_for_another_backward(groups)
-        for module in modules:
+        for module in one_of_each_group(modules):
             engine.after_reductions(module, self.settle)
 
     def backward_begins(self) -> None:

@@ -1,0 +1,409 @@
+"""Models whose small blocks are gathered in groups, against the same models in one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from lockstep import Accelerator
+from lockstep.model import find_blocks
+from lockstep.parallel.zero import find_groups
+from lockstep.utils import Parallel
+from tests.patching import module_of
+
+WIDTH, BLOCKS = 8, 5
+BLOCK_BYTES = 4 * (2 * WIDTH * WIDTH + 2 * WIDTH)
+ROOT_BYTES = 4 * 2 * WIDTH * WIDTH
+LIMIT = 2 * BLOCK_BYTES
+"""Two blocks, so that five make three groups."""
+
+
+@contextmanager
+def groups_of(limit: int) -> Iterator[None]:
+    """Groups hold up to so many bytes, so that small models have several."""
+    module = module_of(find_groups)
+    before, module.GROUP_BYTES = module.GROUP_BYTES, limit
+    try:
+        yield
+    finally:
+        module.GROUP_BYTES = before
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class InOrder(nn.Module):
+    """All blocks, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.layers = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks(self.first(x)))
+
+    def blocks(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Ordered(InOrder):
+    """Blocks in the order of a list of numbers: left out, called again, or out of order."""
+
+    order: tuple[int, ...] = ()
+
+    def blocks(self, x: torch.Tensor) -> torch.Tensor:
+        for number in self.order:
+            x = self.layers[number](x)
+        return x
+
+
+class SkipsFirst(Ordered):
+    order = (1, 2, 3, 4)
+
+
+class SkipsSecond(Ordered):
+    order = (0, 2, 4)
+
+
+class EndsEarly(Ordered):
+    order = (0, 1, 2)
+
+
+class Repeats(Ordered):
+    order = (0, 0, 1, 1, 2, 2, 3, 3, 4, 4)
+
+
+class RunsTwice(Ordered):
+    order = (0, 1, 2, 3, 4, 0, 1, 2, 3, 4)
+
+
+class Backwards(Ordered):
+    order = (4, 3, 2, 1, 0)
+
+
+class Mixed(Ordered):
+    order = (3, 0, 2, 1, 0, 4, 3)
+
+
+class Branches(InOrder):
+    """Two blocks of a group read the same input; the one that stands last may be unused in backward."""
+
+    def blocks(self, x: torch.Tensor) -> torch.Tensor:
+        one, other = self.layers[0](x), self.layers[1](x)
+        kept = self.layers[2](one + other)
+        self.layers[3](kept.detach())
+        return kept
+
+
+class ForALook(InOrder):
+    """What the last block of a group returns is read, and no gradient comes back from it."""
+
+    def blocks(self, x: torch.Tensor) -> torch.Tensor:
+        for number in (0, 2):
+            x = self.layers[number](x)
+            seen = self.layers[number + 1](x).detach().mean()
+            x = x * (1 + 0 * seen)
+        return self.layers[4](x)
+
+
+class FrozenFirst(InOrder):
+    """Frozen blocks at the beginning, of which one is in a group with a trained one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for part in (self.first, *self.layers[:1]):
+            part.requires_grad_(False)
+
+
+class PartlyFrozen(InOrder):
+    """One matrix of each block is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            layer.up.requires_grad_(False)
+
+
+class Tied(InOrder):
+    """Two blocks have a weight between them, so that they are in the root group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[2].up.weight = self.layers[1].up.weight
+
+
+class TwoTypes(InOrder):
+    """A frozen block in bfloat16 between those in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1].bfloat16().requires_grad_(False)
+
+    def blocks(self, x: torch.Tensor) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            x = layer(x.bfloat16()).float() if number == 1 else layer(x)
+        return x
+
+
+class Checkpointed(InOrder):
+    """The script recomputes whole blocks, hooks and all."""
+
+    reentrant = False
+
+    def blocks(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=self.reentrant)
+        return x
+
+
+class ReentrantlyCheckpointed(Checkpointed):
+    reentrant = True
+
+
+class CheckpointedPairs(InOrder):
+    """Two blocks are recomputed at once, which are not those of a group."""
+
+    def blocks(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers[0](x)
+        for number in (1, 3):
+            x = checkpoint(lambda x, n=number: self.layers[n + 1](self.layers[n](x)), x, use_reentrant=False)
+        return x
+
+
+class AFewInSequence(InOrder):
+    """A Sequential with activations between the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(part for _ in range(BLOCKS) for part in (Block(), nn.Tanh())))  # type: ignore[assignment]
+
+
+MODELS: dict[str, tuple[type[nn.Module], list[int]]] = {
+    "in order": (InOrder, [2, 2, 1]),
+    "the first is skipped": (SkipsFirst, [2, 2, 1]),
+    "some are skipped": (SkipsSecond, [2, 2, 1]),
+    "an early end": (EndsEarly, [2, 2, 1]),
+    "each twice": (Repeats, [2, 2, 1]),
+    "all twice": (RunsTwice, [2, 2, 1]),
+    "from the last to the first": (Backwards, [2, 2, 1]),
+    "in any order": (Mixed, [2, 2, 1]),
+    "branches": (Branches, [2, 2, 1]),
+    "without a gradient at the last": (ForALook, [2, 2, 1]),
+    "frozen": (FrozenFirst, [1, 2, 2]),
+    "frozen in part": (PartlyFrozen, [2, 2, 1]),
+    "tied": (Tied, [1, 2]),
+    "two types": (TwoTypes, [1, 1, 2, 1]),
+    "recomputed": (Checkpointed, [2, 2, 1]),
+    "recomputed reentrantly": (ReentrantlyCheckpointed, [2, 2, 1]),
+    "recomputed in pairs": (CheckpointedPairs, [2, 2, 1]),
+    "in a Sequential": (AFewInSequence, [2, 2, 1]),
+}
+"""Name -> the model, and how many blocks each of its groups has."""
+
+
+def sizes_of(model: nn.Module, text: str = "zero=3", limit: int = LIMIT, is_cast: bool = False) -> list[int]:
+    """How many blocks each group but the root has, in the order of the model."""
+    parallel = Parallel.parse(text)
+    with groups_of(limit):
+        groups = find_groups(model, find_blocks(model, parallel.blocks), parallel, is_cast, is_main=False)
+    assert groups[-1].modules == [model]
+    return [len(group.modules) for group in groups[:-1]]
+
+
+def rows_of(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def deviation(kind: str, parallel: str, accumulation: int = 1, **options: Any) -> float:
+    """Of outputs and weights from those of one process, the largest after some steps."""
+    torch.manual_seed(0)
+    whole = MODELS[kind][0]()
+    plain = copy.deepcopy(whole)
+    accelerator = Accelerator(
+        cpu=True, parallel=parallel, gradient_accumulation_steps=accumulation, **options
+    )
+    with groups_of(LIMIT):
+        model, optimizer = accelerator.prepare(
+            whole, torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9)
+        )
+    alone = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    ranks, rank, off = accelerator.num_processes, accelerator.process_index, 0.0
+    for step in range(4 * accumulation):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(rows_of(step, rank)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        for other in range(ranks):
+            (plain(rows_of(step, other)).square().mean() / ranks / accumulation).backward()
+        if step % accumulation == accumulation - 1:
+            alone.step()
+            alone.zero_grad()
+            with torch.no_grad():
+                off = max(off, float((model(rows_of(99, 0)) - plain(rows_of(99, 0))).abs().max()))
+    state = accelerator.get_state_dict(model)
+    for name, value in plain.state_dict().items():
+        off = max(off, float((state[name].float() - value.float()).abs().max()))
+    accelerator.free_memory()
+    return off
+
+
+def deviations(parallel: str, kinds: list[str], accumulation: int = 1) -> dict[str, float]:
+    torch.set_num_threads(1)
+    return {kind: deviation(kind, parallel, accumulation) for kind in kinds}
+
+
+class SkipsByRank(InOrder):
+    """Each call says which blocks it leaves out."""
+
+    def forward(self, x: torch.Tensor, skipped: tuple[int, ...] = ()) -> torch.Tensor:
+        x = self.first(x)
+        for number, layer in enumerate(self.layers):
+            if number not in skipped:
+                x = layer(x)
+        return self.head(x)
+
+
+SKIPPED = [(), (0,), (1,), (4,), (0, 1), (2, 3), (0, 1, 2, 3, 4), (1, 2)]
+
+
+def skipped_by_rank() -> float:
+    """The deviation from one process, where each rank leaves out other blocks in each step."""
+    torch.manual_seed(0)
+    whole = SkipsByRank()
+    plain = copy.deepcopy(whole)
+    accelerator = Accelerator(cpu=True, parallel="zero=3")
+    with groups_of(LIMIT):
+        model, optimizer = accelerator.prepare(whole, torch.optim.SGD(whole.parameters(), lr=0.1))
+    alone = torch.optim.SGD(plain.parameters(), lr=0.1)
+    ranks = accelerator.num_processes
+
+    def loss(model: Any, step: int, rank: int) -> torch.Tensor:
+        return model(rows_of(step, rank), SKIPPED[(step + 3 * rank) % len(SKIPPED)]).square().mean()
+
+    for step in range(len(SKIPPED)):
+        accelerator.backward(loss(model, step, accelerator.process_index))
+        optimizer.step()
+        optimizer.zero_grad()
+        (sum(loss(plain, step, rank) for rank in range(ranks)) / ranks).backward()
+        alone.step()
+        alone.zero_grad()
+    state = accelerator.get_state_dict(model)
+    return max(float((state[name] - value).abs().max()) for name, value in plain.state_dict().items())
+
+
+# Counted ---------------------------------------------------------------------------------------------
+
+
+def whole_bytes(model: nn.Module) -> int:
+    """Of parameters that stand whole in the model now."""
+    return sum(parameter.nbytes for parameter in model.parameters() if not isinstance(parameter, DTensor))
+
+
+def counted(parallel: str, limit: int) -> dict[str, Any]:
+    """Collectives and bytes of a step, and the most bytes of whole parameters in it, forward and backward."""
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True, parallel=parallel)
+    model = InOrder()
+    with groups_of(limit):
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    seen: list[int] = []
+
+    def look(*_: object) -> None:
+        seen.append(whole_bytes(model))
+
+    def look_in_both(module: object, args: object, output: torch.Tensor) -> None:
+        look()
+        if output.requires_grad:
+            output.register_hook(look)
+
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_hook(look_in_both)
+    rows = rows_of(0, accelerator.process_index)
+    with torch.no_grad(), accelerator.communication() as evaluation:
+        model(rows)
+    with accelerator.communication() as ledger:
+        accelerator.backward(model(rows).square().mean())
+    optimizer.step()
+    return {
+        "evaluation": counts(evaluation),
+        "step": counts(ledger),
+        "peak": max(seen),
+        "at rest": whole_bytes(model),
+    }
+
+
+def counts(ledger: Any) -> dict[str, tuple[float, float]]:
+    """Of each collective: how many, and bytes that this rank sends. An all-gather may be n broadcasts."""
+    names = {"broadcast": "all_gather", "all_to_all": "reduce_scatter"}
+    found: dict[str, tuple[float, float]] = {}
+    for one in ledger.records:
+        name = names.get(one.operation, one.operation)
+        count, sent = found.get(name, (0.0, 0.0))
+        part = 1 / one.group_size if one.operation == "broadcast" else 1
+        found[name] = count + part, sent + float(one.wire_bytes)
+    return found
+
+
+# Calls of other kinds --------------------------------------------------------------------------------
+
+
+def other_calls() -> dict[str, Any]:
+    """Blocks and parts called by themselves, an exception in the middle of a group, whole weights, and then a step."""
+    torch.manual_seed(0)
+    whole = InOrder()
+    plain = copy.deepcopy(whole)
+    accelerator = Accelerator(cpu=True, parallel="zero=3")
+    with groups_of(LIMIT):
+        model, optimizer = accelerator.prepare(whole, torch.optim.SGD(whole.parameters(), lr=0.1))
+    alone = torch.optim.SGD(plain.parameters(), lr=0.1)
+    x, found = rows_of(0, 0), {}
+    calls: dict[str, Callable[[Any], torch.Tensor]] = {
+        "a block": lambda model: model.layers[0](x),
+        "another block": lambda model: model.layers[3](x),
+        "a method": lambda model: model.blocks(x),
+        "the model": lambda model: model(x),
+    }
+    for name, call in calls.items():
+        with torch.no_grad():
+            found[f"{name}, without gradients"] = torch.allclose(call(model), call(plain), atol=1e-6)
+        found[f"{name}, whole after it"] = whole_bytes(model) == 0
+
+    def fail(*_: object) -> None:
+        raise ArithmeticError("on purpose")
+
+    handle = model.layers[1].up.register_forward_hook(fail)
+    try:
+        model(x)
+    except ArithmeticError:
+        found["raised"] = True
+    handle.remove()
+    with accelerator.summon_full_params(model) as unwrapped:
+        found["summoned"] = torch.allclose(unwrapped(x), plain(x), atol=1e-6)
+    for call in (*calls.values(), calls["the model"]):
+        accelerator.backward(call(model).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        call(plain).square().mean().backward()
+        alone.step()
+        alone.zero_grad()
+    state = accelerator.get_state_dict(model)
+    worst = max(float((state[name] - value).abs().max()) for name, value in plain.state_dict().items())
+    return {**found, "trained": worst < 1e-5}
