@@ -9,8 +9,11 @@ import torch
 
 from lockstep import Accelerator, DistributedDataParallelKwargs
 from lockstep.errors import UsageError
-from parallel.loops import IN_WINDOWS, LOOPS, Plain, Prepared
+from parallel.loops import IN_WINDOWS, LOOPS, Block, Plain, Prepared
+from parallel.small_groups import groups_in_stage_3
 
+PAIR_BYTES = 2 * sum(parameter.nbytes for parameter in Block().parameters())
+"""With groups of this size two blocks of three are gathered together."""
 EQUAL = "equal"
 TOLERANCE = 1e-5
 
@@ -149,7 +152,8 @@ def outcome(parallel: str, name: str, **options: Any) -> str:
     wanted = LOOPS[name](Plain(steps))
     accelerator = Accelerator(cpu=True, parallel=parallel, gradient_accumulation_steps=steps, **options)
     try:
-        found = LOOPS[name](Prepared(accelerator))
+        with groups_in_stage_3(parallel, PAIR_BYTES):
+            found = LOOPS[name](Prepared(accelerator))
     except (UsageError, RuntimeError) as error:
         return str(error)
     finally:

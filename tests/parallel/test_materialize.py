@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lockstep import Accelerator
 from lockstep.errors import UsageError
 from parallel import zero_problem as problem
+from parallel.small_groups import groups_in_stage_3
 
 FORMS = ("zero=1", "zero=3", "ddp")
 
@@ -94,7 +95,8 @@ def prepared_values(parallel: str, seed: int) -> tuple[dict[str, torch.Tensor], 
         model = Wide()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
     torch.manual_seed(seed + accelerator.process_index)
-    model, optimizer = accelerator.prepare(model, optimizer)
+    with groups_in_stage_3(parallel, 2**10):  # some blocks are gathered together
+        model, optimizer = accelerator.prepare(model, optimizer)
     plain = accelerator.unwrap_model(model)
     values, losses = tensors_of(plain), []
     tied = plain.embed.weight is plain.head.weight

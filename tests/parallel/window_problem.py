@@ -15,6 +15,7 @@ from torch import nn
 from lockstep import Accelerator, DistributedDataParallelKwargs, GradientAccumulationPlugin
 from lockstep.preparation import AccumulationState
 from parallel import zero_problem as problem
+from parallel.small_groups import groups_in_stage_3
 
 MICRO_BATCHES, ACCUMULATION, LEARNING_RATE = 9, 3, 0.05
 STOPS = (4, 5)  # one and two micro-batches into the second window
@@ -72,7 +73,8 @@ class Run:
         )
         self.plain = make_model()
         optimizer = torch.optim.SGD([p for p in self.plain.parameters() if p.requires_grad], lr=LEARNING_RATE)
-        self.model, self.optimizer = self.accelerator.prepare(self.plain, optimizer)
+        with groups_in_stage_3(setup.parallel, problem.PAIR_BYTES):
+            self.model, self.optimizer = self.accelerator.prepare(self.plain, optimizer)
         self.window = window_of(self.accelerator)
         self.position = 0
         self.own_losses: list[torch.Tensor] = []

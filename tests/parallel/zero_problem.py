@@ -47,6 +47,10 @@ class Net(nn.Module):
         return self.head(x) * self.scale
 
 
+PAIR_BYTES = 2 * 4 * (2 * 16 + 2 * 16 * 64 + 64 + 16)
+"""Of two blocks: with groups of this size two blocks of three are gathered together."""
+
+
 def make_model(width: int = 16) -> Net:
     with torch.random.fork_rng():
         torch.manual_seed(0)

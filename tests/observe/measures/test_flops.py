@@ -224,7 +224,8 @@ def test_bytes_are_those_of_the_formula_by_axis(run_distributed: Any) -> None:
     from lockstep.plan import ModelSize, sent_bytes
 
     names = ["ddp", "zero=1", "zero=3"]
-    cases = [("gpt", parallel, False) for parallel in names]
+    # A small model is gathered once in a step if its blocks are not named.
+    cases = [("gpt", parallel + " blocks=blocks.*" * (parallel != "ddp"), False) for parallel in names]
     by_rank = run_distributed(of_this_rank, 2, cases, timeout_s=250)
     model = made("gpt")
     numel = sum(p.numel() for p in model.parameters())

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,24 +15,13 @@ from lockstep import Accelerator
 from lockstep.model import find_blocks
 from lockstep.parallel.zero import find_groups
 from lockstep.utils import Parallel
-from tests.patching import module_of
+from parallel.small_groups import groups_of
 
 WIDTH, BLOCKS = 8, 5
 BLOCK_BYTES = 4 * (2 * WIDTH * WIDTH + 2 * WIDTH)
 ROOT_BYTES = 4 * 2 * WIDTH * WIDTH
 LIMIT = 2 * BLOCK_BYTES
 """Two blocks, so that five make three groups."""
-
-
-@contextmanager
-def groups_of(limit: int) -> Iterator[None]:
-    """Groups hold up to so many bytes, so that small models have several."""
-    module = module_of(find_groups)
-    before, module.GROUP_BYTES = module.GROUP_BYTES, limit
-    try:
-        yield
-    finally:
-        module.GROUP_BYTES = before
 
 
 class Block(nn.Module):

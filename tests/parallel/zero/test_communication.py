@@ -28,7 +28,7 @@ QUANTIZED_BLOCK, SCALE = 256, 4
 
 
 BY_BLOCK = " blocks=blocks.*"
-"""Small models are one group in stages 1 and 2 if their blocks are not named."""
+"""Small models are one group if their blocks are not named."""
 
 
 class Model(BlocksAndRoot):

@@ -31,7 +31,7 @@ INPUTS = 4 * (2 * BLOCKS + 1) * ROWS * WIDTH
 
 
 BY_BLOCK = " blocks=blocks.*"
-"""Small models are one group in stages 1 and 2 if their blocks are not named."""
+"""Small models are one group if their blocks are not named."""
 
 
 def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:

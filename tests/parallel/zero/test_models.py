@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lockstep import Accelerator
 from parallel import zero_problem as problem
+from parallel.small_groups import groups_in_stage_3
 from parallel.zero_scenarios import SCENARIOS, Plain
 from tests.marks import again
 
@@ -34,10 +35,15 @@ def check(actual: dict[str, Any], expected: dict[str, Any], where: object) -> No
         assert error < 1e-5, (where, name, error)
 
 
+SOME_BYTES = 2**11
+"""Several of the models have blocks of which a few fit into this."""
+
+
 def run_scenario(name: str, parallel: str, accumulation: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     accelerator = Accelerator(cpu=True, parallel=parallel, gradient_accumulation_steps=accumulation)
-    return SCENARIOS[name](accelerator)
+    with groups_in_stage_3(parallel, SOME_BYTES):
+        return SCENARIOS[name](accelerator)
 
 
 def run_stages(name: str, words: tuple[str, ...], accumulation: int) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ import torch
 
 from lockstep import Accelerator
 from parallel import zero_problem as problem
+from parallel.small_groups import groups_in_stage_3
 from tests.marks import again_if
 
 # Of the forms beside the plain stages: a mistake in one shows in the first steps.
@@ -74,7 +75,8 @@ def train(case: Case, optimizer_name: str) -> problem.Result:
     model = problem.make_model()
     optimizer = problem.make_optimizer(optimizer_name, model)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
-    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    with groups_in_stage_3(case.parallel, problem.PAIR_BYTES):
+        model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     rank, world_size = accelerator.process_index, accelerator.num_processes
     result = problem.Result([], [], {}, {})
     own_losses: list[torch.Tensor] = []

@@ -17,6 +17,7 @@ from lockstep.plan import NONE, dtypes
 from lockstep.utils import Parallel
 from parallel import zero_precision_problem as oracle
 from parallel import zero_problem as problem
+from parallel.small_groups import groups_in_stage_3
 from tests.marks import again
 
 SCALE = 1024.0
@@ -60,7 +61,8 @@ def train(
     accelerator = accelerator_of(f"zero={stage}{options}", precision, accumulation)
     model = problem.make_model()
     optimizer = problem.make_optimizer("adamw", model)
-    model, optimizer = accelerator.prepare(model, optimizer)
+    with groups_in_stage_3(f"zero={stage}", problem.PAIR_BYTES):
+        model, optimizer = accelerator.prepare(model, optimizer)
     rank, world_size = accelerator.process_index, accelerator.num_processes
     result = oracle.Result()
     own_losses: list[torch.Tensor] = []

@@ -12,7 +12,17 @@ RANKS = [2, pytest.param(4, marks=pytest.mark.exhaustive)]
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("parallel", ["zero=1", "zero=2", "zero=3", "ddp", "zero=3 quantized_weights"])
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        "zero=1",
+        "zero=2",
+        "zero=3",
+        "zero=3 blocks=GPT2Block",
+        "ddp",
+        "zero=3 blocks=GPT2Block quantized_weights",
+    ],
+)
 def test_ranks_generate_as_often_and_as_long_as_they_like(run_distributed, parallel: str, ranks: int) -> None:
     results = run_distributed(summon.generates, ranks, parallel)
     is_sharded = parallel.startswith("zero")
@@ -21,9 +31,7 @@ def test_ranks_generate_as_often_and_as_long_as_they_like(run_distributed, paral
         assert (result["calls"], result["inside"]) == (2 * rank, 0)
         if "quantized" not in parallel:
             assert result["gathered"] == (result["bytes"] if is_sharded else 0)
-        by_block = (
-            summon.BLOCKS + 1 if "zero=3" in parallel else 1
-        )  # small models are one group in other stages
+        by_block = summon.BLOCKS + 1 if "blocks" in parallel else 1  # small models are one group
         assert result["groups"] == (by_block if is_sharded else 0)
         assert result["kept"] == 0  # freed
         assert result["in step"] is (True if is_sharded else None)
