@@ -6,7 +6,7 @@ micro-batches they differ:
     stage   whole parameters            gradients reduced          communication
     1       forward to end of step      once, at the end           1 all-gather, 1 reduce-scatter
     2       forward to end of step      at each micro-batch        1 all-gather, k reduce-scatters
-    3       one block at a time         at each micro-batch        2k all-gathers, k reduce-scatters
+    3       one group at a time         at each micro-batch        2k all-gathers, k reduce-scatters
 
 With each reduction an all-reduce of a byte for each parameter says which of them no rank has used (``unused.py``).
 
