@@ -40,7 +40,7 @@ from lockstep.parallel.materialize import (
 )
 from lockstep.parallel.zero.calls import without_views
 from lockstep.parallel.zero.exchange import exchange_on_cpu, quantize_collectives
-from lockstep.parallel.zero.groups import Group, check_types, find_groups, stays_whole
+from lockstep.parallel.zero.groups import FullyShardGroup, check_types, find_groups, stays_whole
 from lockstep.parallel.zero.sharding import Sharding, offload_shards, synchronised_buffers
 from lockstep.runtime.process import Runtime
 from lockstep.torch_internals import fsdp2, fsdp2_probe
@@ -199,7 +199,7 @@ def _offloaded(model: nn.Module, options: ShardOptions) -> OffloadedParameters |
     )
 
 
-def _shard_group(group: Group, options: ShardOptions, is_root: bool) -> None:
+def _shard_group(group: FullyShardGroup, options: ShardOptions, is_root: bool) -> None:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     parallel, mesh, modules = options.parallel, options.mesh, group.modules

@@ -26,7 +26,7 @@ GROUP_BYTES = 25 * 1024 * 1024
 
 
 @dataclass(frozen=True)
-class Group:
+class FullyShardGroup:
     """What ``fully_shard`` is applied to at once.
 
     Attributes:
@@ -38,7 +38,7 @@ class Group:
     members: list[nn.Module]
 
     @classmethod
-    def of(cls, modules: list[nn.Module]) -> Group:
+    def of(cls, modules: list[nn.Module]) -> FullyShardGroup:
         """All that these modules hold."""
         return cls(modules, [inner for module in modules for inner in modules_inside_out(module)])
 
@@ -53,7 +53,7 @@ class Group:
 
 def find_groups(
     model: nn.Module, blocks: dict[str, nn.Module], parallel: Parallel, is_cast: bool, is_main: bool
-) -> list[Group]:
+) -> list[FullyShardGroup]:
     """The groups in the order of their blocks; the last one is the model with all that is in no block.
 
     A model of up to ``GROUP_BYTES`` is one group. In others each block is one, and blocks that stand side by side in a
@@ -63,11 +63,11 @@ def find_groups(
         is_cast: Forward computes in another type than that of the parameters.
     """
     if _is_one_group(model, parallel):
-        return [Group.of([model])]
+        return [FullyShardGroup.of([model])]
     alone = _groupable(model, blocks, is_main)
-    groups = [Group.of(modules) for modules in _neighbours(model, alone, parallel, is_cast)]
+    groups = [FullyShardGroup.of(modules) for modules in _neighbours(model, alone, parallel, is_cast)]
     inside = {module for group in groups for module in group.members}
-    return [*groups, Group([model], [m for m in modules_inside_out(model) if m not in inside])]
+    return [*groups, FullyShardGroup([model], [m for m in modules_inside_out(model) if m not in inside])]
 
 
 def _is_one_group(model: nn.Module, parallel: Parallel) -> bool:
@@ -168,7 +168,7 @@ def _bytes_of(parameters: Iterable[nn.Parameter]) -> int:
 # Types -----------------------------------------------------------------------------------------------
 
 
-def check_types(groups: list[Group], may_be_split: bool) -> None:
+def check_types(groups: list[FullyShardGroup], may_be_split: bool) -> None:
     """Raise UsageError where gradients of one group cannot be reduced together."""
     for group in groups:
         own = group.parameters()
