@@ -18,7 +18,7 @@ from lockstep.config.parallel import Parallel
 from lockstep.config.values import parse_integer, parse_precision
 from lockstep.errors import ConfigError
 from lockstep.plan.memory import MemoryRow, state_bytes
-from lockstep.plan.sizes import dtypes, parse_count
+from lockstep.plan.sizes import BYTES, dtypes, parse_count
 from lockstep.words import BINARY_UNITS, three_digits
 
 COMPARED = ("ddp", "zero=1", "zero=2", "zero=3")
@@ -93,7 +93,10 @@ def explain_parallel(
     block = -(-parameters // count)  # rounded up
 
     def state(plan: Parallel, n: int) -> MemoryRow:
-        return state_bytes(parameters, n, plan, mixed_precision, optimizer, block=block, micro_batches=steps)
+        groups = (
+            {"root": parameters} if plan.is_one_group(int(BYTES["fp32"] * parameters)) else {"block": block}
+        )
+        return state_bytes(parameters, n, plan, mixed_precision, optimizer, micro_batches=steps, **groups)
 
     state(Parallel(), 1)  # what is wrong for every row is an error, not a row's reason
     cases = [_case(plan, n, state) for n in process_counts(ranks, "--ranks", MAX_ROWS) for plan in plans]

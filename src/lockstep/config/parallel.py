@@ -23,6 +23,9 @@ from lockstep.config.parallel_words import BlockRule as BlockRule
 from lockstep.config.values import repr_short
 from lockstep.errors import ConfigError
 
+GROUP_BYTES = 25 * 1024 * 1024
+"""Up to this size small blocks and small models are gathered and reduced together: DDP's default for its buckets."""
+
 
 @dataclass(frozen=True)
 class Parallel:
@@ -253,6 +256,15 @@ class Parallel:
     def verify_interval(self) -> int:
         """Training calls from one verification to the next; 0: only the first call is verified."""
         return int(self.verify.partition(":")[2] or 0)
+
+    def is_one_group(self, nbytes: int, limit: int = GROUP_BYTES) -> bool:
+        """Whether a model of so many bytes, of one type, is gathered and reduced as a whole.
+
+        Messages of its single blocks would cost more than they carry. With hpz and offload a user asks for less memory,
+        and who names blocks wants these.
+        """
+        is_asked_for_less = self.blocks or self.hpz or self.offload is not Offload.NONE
+        return self.shards and not is_asked_for_less and nbytes <= limit
 
     def shard_size(self, world_size: int) -> int:
         """Return the number of ranks over which one copy of each weight is sharded. It is 1 if ``world_size`` is 1.

@@ -11,7 +11,7 @@ from lockstep.errors import ConfigError
 from lockstep.history.events import RunEvent
 from lockstep.history.text import plain_text
 from lockstep.plan.memory import state_bytes
-from lockstep.plan.sizes import ModelSize
+from lockstep.plan.sizes import BYTES, ModelSize
 from lockstep.plan.traffic import sent_bytes
 from lockstep.report.started import configuration
 
@@ -23,7 +23,8 @@ def expected_bytes(start: RunEvent | None) -> float:
     if said is None:
         return math.nan
     try:
-        size = ModelSize(said.parameters, said.trainable)
+        is_one_group = said.is_float32 and said.parallel.is_one_group(int(BYTES["fp32"] * said.parameters))
+        size = ModelSize(said.parameters, said.trainable, root=said.parameters if is_one_group else 0)
         return float(sent_bytes(size, said.ranks, said.parallel, said.precision, said.micro_batches).total)
     except (ConfigError, KeyError):
         return math.nan
@@ -33,7 +34,7 @@ def expected_memory(start: RunEvent | None) -> Mapping[str, float]:
     """Bytes of weights, gradients and optimizer state on a rank; empty where no formula is at hand: as above, and of
     parameters that are not float32, and of optimizers that ``lockstep estimate`` does not know."""
     said = _Started.of(start)
-    if said is None or start is None or start.items("parameter_dtypes") != ["float32"]:
+    if said is None or start is None or not said.is_float32:
         return {}
     optimizers = {plain_text(name, 40) for name in start.items("optimizers")}
     if len(optimizers) != 1:
@@ -55,6 +56,7 @@ def expected_memory(start: RunEvent | None) -> Mapping[str, float]:
 @dataclass(frozen=True)
 class _Started:
     parameters: int
+    is_float32: bool
     trainable: int
     ranks: int
     parallel: Parallel
@@ -81,6 +83,7 @@ class _Started:
             return None
         return cls(
             parameters=int(parameters),
+            is_float32=start.items("parameter_dtypes") == ["float32"],
             trainable=int(trainable) if 0 <= trainable <= parameters else int(parameters),
             ranks=int(ranks),
             parallel=parallel,

@@ -11,7 +11,7 @@ from torch import nn
 
 from lockstep.comm.dtensor import is_dtensor
 from lockstep.config.enums import Offload
-from lockstep.config.parallel import Parallel
+from lockstep.config.parallel import GROUP_BYTES, Parallel
 from lockstep.errors import UsageError
 from lockstep.model.blocks import shared_parameters
 from lockstep.parallel.materialize import modules_inside_out
@@ -20,9 +20,6 @@ from lockstep.torch_internals import modules as torch_modules
 from lockstep.torch_internals.fsdp2_backward import is_compiled
 
 logger = logging.getLogger(__name__)
-
-GROUP_BYTES = 25 * 1024 * 1024
-"""Up to this size small blocks, and small models, are one group: DDP's buckets have it by default."""
 
 
 @dataclass(frozen=True)
@@ -71,15 +68,10 @@ def find_groups(
 
 
 def _is_one_group(model: nn.Module, parallel: Parallel) -> bool:
-    """Whether messages of single blocks would cost more than they carry.
-
-    A model with parameters of several types has several messages. With hpz and offload a user asks for less memory.
-    """
-    if parallel.blocks or parallel.hpz or parallel.offload is not Offload.NONE:
-        return False
+    """See ``Parallel.is_one_group``. A model with parameters of several types has several messages."""
     parameters = list(model.parameters())
     types = {parameter.dtype for parameter in parameters}
-    return len(types) == 1 and _bytes_of(parameters) <= GROUP_BYTES
+    return len(types) == 1 and parallel.is_one_group(_bytes_of(parameters), GROUP_BYTES)
 
 
 def _groupable(model: nn.Module, blocks: dict[str, nn.Module], is_main: bool) -> list[nn.Module]:
