@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import Any, Literal
 
 from lockstep.config.enums import DDPCommunicationHookType, DynamoBackend
-from lockstep.config.values import parse_integer, suggestion
+from lockstep.config.values import no_text, parse_integer, suggestion
 from lockstep.errors import ConfigError
 
 
@@ -310,7 +310,7 @@ class GradientAccumulationPlugin(KwargsHandler):
             from lockstep.config.settings import OF_WORKERS  # which workers need only where it is said
 
             setting = OF_WORKERS["gradient_accumulation_steps"]
-            self.num_steps = setting.kind.read(self.num_steps, setting.name)
+            self.num_steps = setting.kind.read(no_text(self.num_steps, setting.name), setting.name)
 
 
 @dataclass
@@ -472,7 +472,9 @@ class ProjectConfiguration:
     def __post_init__(self) -> None:
         self.set_directories(self.project_dir)
         if self.total_limit is not None:
-            self.total_limit = parse_integer(self.total_limit, "total_limit", at_least=1)
+            self.total_limit = parse_integer(
+                no_text(self.total_limit, "total_limit"), "total_limit", at_least=1
+            )
         if not isinstance(self.iteration, int) or isinstance(self.iteration, bool) or self.iteration < 0:
             raise ConfigError(
                 f"iteration is {self.iteration!r}, but must be an integer of at least 0. Pass the number of the "

@@ -144,6 +144,13 @@ def parse_integer(value: object, origin: str, at_least: int, at_most: int | None
     return number
 
 
+def no_text(value: object, origin: str) -> object:
+    """A number that code passes. Only files, flags and variables may write it as a text; raises ConfigError for one."""
+    if isinstance(value, str):
+        raise ConfigError(f"{origin} is the text {value!r}, but must be a number. Pass an integer.")
+    return value
+
+
 def integer_between(at_least: int, at_most: int | None = None) -> Callable[[object, str], int]:
     """A reader of integers within bounds."""
     return lambda value, origin: parse_integer(value, origin, at_least, at_most)

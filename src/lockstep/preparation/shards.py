@@ -17,7 +17,12 @@ from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.zero.sharding import Sharding
 from lockstep.torch_internals.dtensor_operators import behave_like_plain
 from lockstep.train.optimizer import PreparedOptimizer
-from lockstep.train.sharded_optimizer import check_optimizer, choose_implementation, replace_parameters
+from lockstep.train.sharded_optimizer import (
+    check_optimizer,
+    choose_implementation,
+    replace_parameters,
+    step_without_dispatch,
+)
 from lockstep.train.whole.kinds import check_elementwise, declares_elementwise, steps_on_shards
 from lockstep.train.whole.step import step_on_whole, whole_step_of
 from lockstep.train.whole.tensors import Storages
@@ -159,6 +164,8 @@ class ParameterRegistry:
             check_elementwise(optimizer)
         if on_shards or not sharded:
             choose_implementation(optimizer, self._loss_is_scaled)
+            if sharded:
+                step_without_dispatch(optimizer)
             return
         step_on_whole(optimizer, originals, self._storages, self.reshard, gathered)
         self._warn_of_whole_steps(optimizer, sharded)

@@ -52,6 +52,25 @@ def complete_optimizer(optimizer: Optimizer) -> None:
         Optimizer.__setstate__(optimizer, {})
 
 
+def step_on_parts(optimizer: Any, parts: Callable[[list[list[Tensor]]], list[list[Tensor]]]) -> None:
+    """Let Adam or AdamW step on other tensors than it has: ``parts`` of its lists, which share memory with these.
+
+    The lists are the parameters, then their gradients and each kind of state.
+
+    Relies on: ``step`` has each group's lists filled by ``_init_group``, and does nothing with them but step.
+    """
+    fill = optimizer._init_group
+
+    def fill_with_parts(group: dict[str, Any], *lists: list[Tensor]) -> object:
+        result = fill(group, *lists)
+        if not group.get("differentiable"):
+            for tensors, those in zip(lists, parts(list(lists)), strict=True):
+                tensors[:] = those
+        return result
+
+    optimizer._init_group = fill_with_parts
+
+
 def with_step_hooks(step: Callable[..., object]) -> Callable[..., object]:
     """``step`` with the optimizer's hooks before and after it. Relies on: ``Optimizer.profile_hook_step``."""
     return Optimizer.profile_hook_step(step)

@@ -9,6 +9,7 @@ if not TYPE_CHECKING:
             "accumulation": ["Accumulation"],
             "clipping": ["clip_norm"],
             "scheduler": ["PreparedScheduler"],
+            "sharded_optimizer": ["step_without_dispatch"],
             "weighting": ["WeightedMean"],
         },
     )

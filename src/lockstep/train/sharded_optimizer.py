@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from lockstep.comm.dtensor import is_dtensor, shard_like
+from lockstep.comm.dtensor import is_dtensor, local, shard_like
 from lockstep.config.parallel import Parallel
 from lockstep.errors import UsageError
+from lockstep.torch_internals.optim import step_on_parts
 from lockstep.train.whole.kinds import is_elementwise, is_separable, place_of
 
 ADAMS = (torch.optim.Adam, torch.optim.AdamW)
@@ -99,6 +100,28 @@ def choose_implementation(optimizer: Optimizer, loss_is_scaled: bool = False) ->
                     group["fused"] = True
                 else:
                     group["foreach"] = not one_by_one
+
+
+def step_without_dispatch(optimizer: Optimizer) -> None:
+    """Let torch's Adam and AdamW step on this rank's parts: DTensor's dispatch takes half as long as the step."""
+    if type(optimizer) in ADAMS and "_init_group" not in vars(optimizer):
+        step_on_parts(optimizer, _local_parts)
+
+
+def _local_parts(lists: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
+    """This rank's parts, unless a gradient or a state is laid out in another way than its parameter."""
+    parameters = lists[0]
+    for tensors in lists[1:]:
+        for parameter, tensor in zip(parameters, tensors):  # noqa: B905  (a kind of state may be unused)
+            if tensor.ndim and not _is_laid_out_as(tensor, parameter):
+                return lists
+    return [[local(tensor) for tensor in tensors] for tensors in lists]
+
+
+def _is_laid_out_as(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
+    if not (is_dtensor(parameter) and is_dtensor(tensor)):
+        return is_dtensor(parameter) == is_dtensor(tensor)
+    return tensor.placements == parameter.placements and tensor.device_mesh == parameter.device_mesh
 
 
 def _lacks_fused(optimizer: Optimizer) -> bool:
