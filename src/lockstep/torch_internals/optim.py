@@ -59,6 +59,8 @@ def step_on_parts(optimizer: Any, parts: Callable[[list[list[Tensor]]], list[lis
 
     Relies on: ``step`` has each group's lists filled by ``_init_group``, and does nothing with them but step.
     """
+    if "_init_group" in vars(optimizer):  # it does already
+        return
     fill = optimizer._init_group
 
     def fill_with_parts(group: dict[str, Any], *lists: list[Tensor]) -> object:
