@@ -52,6 +52,10 @@ def complete_optimizer(optimizer: Optimizer) -> None:
         Optimizer.__setstate__(optimizer, {})
 
 
+FILLS_LISTS = "_init_group"
+"""The attribute of an optimizer by which ``step_on_parts`` works; it belongs to this one, not to what copies it."""
+
+
 def step_on_parts(optimizer: Any, parts: Callable[[list[list[Tensor]]], list[list[Tensor]]]) -> None:
     """Let Adam or AdamW step on other tensors than it has: ``parts`` of its lists, which share memory with these.
 
@@ -59,7 +63,7 @@ def step_on_parts(optimizer: Any, parts: Callable[[list[list[Tensor]]], list[lis
 
     Relies on: ``step`` has each group's lists filled by ``_init_group``, and does nothing with them but step.
     """
-    if "_init_group" in vars(optimizer):  # it does already
+    if FILLS_LISTS in vars(optimizer):  # it does already
         return
     fill = optimizer._init_group
 

@@ -15,6 +15,7 @@ from lockstep.comm.dtensor import is_dtensor
 from lockstep.errors import OffloadError
 from lockstep.offload.optimizer.scale import GradientScale
 from lockstep.torch_internals import tensors as torch_tensors
+from lockstep.torch_internals.optim import FILLS_LISTS
 
 GroupSettings = dict[str, Any]
 
@@ -82,7 +83,7 @@ def why_not_separable(optimizer_class: type[Optimizer], groups: Iterable[GroupSe
     return None
 
 
-_OWN = ("state", "param_groups", "step", "_offloaded_step")
+_OWN = ("state", "param_groups", "step", "_offloaded_step", FILLS_LISTS)
 """Attributes of an optimizer that are its own, not those of a copy that steps a part of it."""
 
 
