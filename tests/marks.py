@@ -7,6 +7,7 @@ from typing import Any
 
 import hypothesis
 import pytest
+from torch.distributed.fsdp import FSDPModule
 
 
 def again(*values: Any) -> Any:
@@ -24,3 +25,10 @@ def examples(count: int, **options: Any) -> hypothesis.settings:
     """How many examples hypothesis takes; more of them in the profile of ``make exhaustive`` (``conftest.py``)."""
     count = count * hypothesis.settings.default.max_examples // 100
     return hypothesis.settings(max_examples=count, **options)
+
+
+needs_a_restart = pytest.mark.skipif(
+    not hasattr(FSDPModule, "reset_iter_state"),
+    reason="only torch 2.13 or newer can go on; that older ones are refused is tested in test_refusals.py",
+)
+"""Of tests in which a sharded model goes on after a forward that raised."""

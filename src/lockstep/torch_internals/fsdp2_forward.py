@@ -8,7 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from lockstep.torch_internals.fsdp2 import param_groups
+
+
+def is_known() -> bool:
+    """Whether this torch's hooks can be taken apart so: 2.11 gathers the modules of a group one by one."""
+    return torch.torch_version.TorchVersion(torch.__version__) >= "2.12"
 
 
 def drop_hooks(module: Any) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from parallel.zero import calls
+from tests.marks import needs_a_restart
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -16,6 +17,7 @@ def test_methods_and_inner_modules_compute_and_train_as_the_whole_model_does(
     assert run_distributed(calls.problems, 2, stage) == [[]] * 2
 
 
+@needs_a_restart
 def test_what_computes_without_a_tensor_is_refused_with_what_to_call(run_distributed) -> None:
     for numel, refused, raised, right in run_distributed(calls.others, 2):
         assert (numel, raised, right) == (True, "on purpose", True)

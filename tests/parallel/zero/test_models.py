@@ -6,21 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.fsdp import FSDPModule
 
 from lockstep import Accelerator
 from parallel import zero_problem as problem
 from parallel.small_groups import groups_in_stage_3
 from parallel.zero_scenarios import SCENARIOS, Plain
-from tests.marks import again
+from tests.marks import again, needs_a_restart
 
 WORDS = ("zero=1", "zero=2", "zero=3")
-
-
-needs_a_restart = pytest.mark.skipif(
-    not hasattr(FSDPModule, "reset_iter_state"),
-    reason="only torch 2.13 or newer can go on; that older ones are refused is tested in test_refusals.py",
-)
 
 
 def check(actual: dict[str, Any], expected: dict[str, Any], where: object) -> None:

@@ -15,7 +15,7 @@ from lockstep.config.parallel import GROUP_BYTES, Parallel
 from lockstep.errors import UsageError
 from lockstep.model.blocks import shared_parameters
 from lockstep.parallel.materialize import modules_inside_out
-from lockstep.torch_internals import fsdp2
+from lockstep.torch_internals import fsdp2, fsdp2_forward
 from lockstep.torch_internals import modules as torch_modules
 from lockstep.torch_internals.fsdp2_backward import is_compiled
 
@@ -117,9 +117,15 @@ def _may_share(model: nn.Module, blocks: list[nn.Module], parallel: Parallel, is
     """Whether blocks of this model may share a group at all.
 
     Not where less memory or these very blocks were asked for, where parameters are split in other ways as well, where
-    batch normalisation computes in a type of its own, nor in compiled code, in which hooks cannot count.
+    batch normalisation computes in a type of its own, nor in compiled code, in which hooks cannot count, nor with
+    torch 2.11.
     """
-    if parallel.blocks or parallel.hpz or parallel.offload is not Offload.NONE:
+    if (
+        parallel.blocks
+        or parallel.hpz
+        or parallel.offload is not Offload.NONE
+        or not fsdp2_forward.is_known()
+    ):
         return False
     if is_cast and any(isinstance(module, torch_modules.BatchNorm) for module in model.modules()):
         return False
