@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -128,18 +128,6 @@ class FoldersInMemory:
 
     def unlock(self, directory: str) -> None:
         """The folder is the launch's own."""
-
-    def seal_added(self, staging: str, known: Iterable[str]) -> dict[str, FileRecord]:
-        """What hooks have put into the staging area beside the ``known`` files."""
-        found = self.store.files(staging)
-        added = sorted(found.keys() - set(known))
-        for name in added:
-            if found[name] is None:
-                raise CheckpointError(
-                    f"{staging}/{name} is a link or a special file, but a checkpoint holds plain files. Let the hook "
-                    "that runs before save_state write files."
-                )
-        return {name: self.store.seal(f"{staging}/{name}") for name in added}
 
     def copies(self, written: Sequence[Mapping[str, FileRecord]]) -> list[Transfer]:
         """What goes to the next machine, of what each rank has ``written``: each rank's to one rank there."""

@@ -85,7 +85,7 @@ def write_in_memory(
         if adds:
             with raise_on_all_ranks(communicator):
                 known = {name for rank in writer.group.ranks for name in written[rank]}
-                added = memory.seal_added(writer.staging, known) if coordinator else {}
+                added = writer.seal_added(known) if coordinator else {}
             for rank, of_rank in enumerate(communicator.gather_object([added])):
                 written[rank].update(of_rank)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -122,14 +122,7 @@ class Writer:
         """Make what all ranks have ``written``, and what hooks left there, the checkpoint; its manifest comes last."""
         records = {name: record for rank in self.group.ranks for name, record in written[rank].items()}
         with explained(f"Rank {self.group.rank} could not publish {self.directory}", ELSEWHERE):
-            staged = self.store.files(self.staging)
-            for name in sorted(staged.keys() - records.keys()):  # made by hooks
-                if staged[name] is None:
-                    raise CheckpointError(
-                        f"{self.staging}/{name} is a link or a special file, but a checkpoint holds plain files. Let "
-                        "the hook that runs before save_state write files."
-                    )
-                records[check_name(name)] = self.store.seal(f"{self.staging}/{name}")
+            records |= self.seal_added(records)
             folder = self.staging.removeprefix(self.directory + "/")
             manifest = Manifest(
                 folder="" if folder == self.staging else folder,
@@ -137,6 +130,23 @@ class Writer:
                 files={name: entry_of(record) for name, record in records.items()},
             )
             self.store.publish(self.directory, self.staging, manifest.to_bytes())
+
+    def seal_added(self, known: Collection[str]) -> dict[str, FileRecord]:
+        """What lies in the staging area beside ``known`` files: hooks have made it.
+
+        Raises:
+            CheckpointError: one is no plain file.
+        """
+        staged = self.store.files(self.staging)
+        added = {}
+        for name in sorted(staged.keys() - set(known)):
+            if staged[name] is None:
+                raise CheckpointError(
+                    f"{self.staging}/{name} is a link or a special file, but a checkpoint holds plain files. Let the "
+                    "hook that runs before save_state write files."
+                )
+            added[check_name(name)] = self.store.seal(f"{self.staging}/{name}")
+        return added
 
     def verify(self) -> None:
         """Read this rank's share of what was published, and compare digests."""
