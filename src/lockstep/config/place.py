@@ -18,7 +18,7 @@ class ProcessEnvironment:
     """Where a launcher says that this process stands.
 
     ``distributed`` is True when a launcher described a process group, even a group of one.
-    ``master_addr`` and ``master_port`` are None in a plain ``python train.py``.
+    ``master_addr`` and ``master_port`` are None in a plain ``python train.py``. ``restarts`` counts the rounds before.
     """
 
     rank: int = 0
@@ -30,6 +30,7 @@ class ProcessEnvironment:
     master_port: int | None = None
     distributed: bool = False
     launcher: str = "none"
+    restarts: int = 0
 
 
 class Launcher(NamedTuple):
@@ -118,6 +119,7 @@ def place_in(environ: Environ, need_rendezvous: bool = True) -> ProcessEnvironme
         master_port=port,
         distributed=True,
         launcher=launcher.name,
+        restarts=_integer(environ, "TORCHELASTIC_RESTART_COUNT", at_least=0) or 0,
     )
 
 

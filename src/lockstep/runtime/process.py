@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -278,9 +279,24 @@ def _init_arguments(
         arguments["timeout"] = init.timeout
     if init.init_method is not None:
         arguments["init_method"] = init.init_method
+    elif environment.restarts and environment.local_world_size == environment.world_size:
+        arguments["store"] = _store_of_round(environment, init.timeout or dist.default_pg_timeout)
     if device.type == "cuda":
         arguments["device_id"] = device
     return arguments
+
+
+def _store_of_round(environment: ProcessEnvironment, timeout: timedelta) -> c10d.Store:
+    """A part of the store for each round of one machine: with ``torchrun --master-port`` all rounds meet in one store.
+
+    There ranks would find what those before have left, such as their addresses. Machines count rounds by themselves.
+    """
+    from torch.distributed.rendezvous import rendezvous  # not in a torch without distributed
+
+    found = rendezvous("env://", environment.rank, environment.world_size, timeout=timeout)
+    store, _, _ = next(iter(found))
+    store.set_timeout(timeout)
+    return c10d.PrefixStore(f"round {environment.restarts}", store)
 
 
 VERSIONS_BYTES = 128
