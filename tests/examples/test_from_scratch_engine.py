@@ -89,7 +89,8 @@ SAME_TRAINING = {
     "ddp_buckets": ("ddp", 1, "sgd", 2),
     "zero1": ("zero=1", 2, "adam", 2),
     "zero2": ("zero=2", 2, "adam", 3),
-    "zero3": ("zero=3", 2, "adam", 6),
+    # So small a model would be one group, which is gathered once.
+    "zero3": ("zero=3 blocks=Linear", 2, "adam", 6),
 }
 
 

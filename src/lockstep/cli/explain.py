@@ -14,7 +14,7 @@ from rich.text import Text
 
 from lockstep.cli.values import process_counts
 from lockstep.config.checks import MAX_ACCUMULATION_STEPS
-from lockstep.config.parallel import Parallel
+from lockstep.config.parallel import Parallel, is_one_group
 from lockstep.config.values import parse_integer, parse_precision
 from lockstep.errors import ConfigError
 from lockstep.plan.memory import MemoryRow, state_bytes
@@ -94,7 +94,7 @@ def explain_parallel(
 
     def state(plan: Parallel, n: int) -> MemoryRow:
         groups = (
-            {"root": parameters} if plan.is_one_group(int(BYTES["fp32"] * parameters)) else {"block": block}
+            {"root": parameters} if is_one_group(plan, int(BYTES["fp32"] * parameters)) else {"block": block}
         )
         return state_bytes(parameters, n, plan, mixed_precision, optimizer, micro_batches=steps, **groups)
 

@@ -257,15 +257,6 @@ class Parallel:
         """Training calls from one verification to the next; 0: only the first call is verified."""
         return int(self.verify.partition(":")[2] or 0)
 
-    def is_one_group(self, nbytes: int, limit: int = GROUP_BYTES) -> bool:
-        """Whether a model of so many bytes, of one type, is gathered and reduced as a whole.
-
-        Messages of its single blocks would cost more than they carry. With hpz and offload a user asks for less memory,
-        and who names blocks wants these.
-        """
-        is_asked_for_less = self.blocks or self.hpz or self.offload is not Offload.NONE
-        return self.shards and not is_asked_for_less and nbytes <= limit
-
     def shard_size(self, world_size: int) -> int:
         """Return the number of ranks over which one copy of each weight is sharded. It is 1 if ``world_size`` is 1.
 
@@ -430,3 +421,13 @@ _NEED_AXIS = {
 }
 
 _NEED_ZERO = ("replicate", "hpz", "reduce", "quantized_weights", "quantized_gradients", "forward_prefetch")
+
+
+def is_one_group(parallel: Parallel, nbytes: int, limit: int = GROUP_BYTES) -> bool:
+    """Whether ZeRO gathers and reduces a model of so many bytes, of one type, as a whole.
+
+    Messages of its single blocks would cost more than they carry. With hpz and offload a user asks for less memory,
+    and who names blocks wants these.
+    """
+    is_asked_for_less = parallel.blocks or parallel.hpz or parallel.offload is not Offload.NONE
+    return parallel.shards and not is_asked_for_less and nbytes <= limit

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lockstep.config.parallel import Parallel
+from lockstep.config.parallel import Parallel, is_one_group
 from lockstep.errors import ConfigError
 from lockstep.history.events import RunEvent
 from lockstep.history.text import plain_text
@@ -23,8 +23,8 @@ def expected_bytes(start: RunEvent | None) -> float:
     if said is None:
         return math.nan
     try:
-        is_one_group = said.is_float32 and said.parallel.is_one_group(int(BYTES["fp32"] * said.parameters))
-        size = ModelSize(said.parameters, said.trainable, root=said.parameters if is_one_group else 0)
+        as_a_whole = said.is_float32 and is_one_group(said.parallel, int(BYTES["fp32"] * said.parameters))
+        size = ModelSize(said.parameters, said.trainable, root=said.parameters if as_a_whole else 0)
         return float(sent_bytes(size, said.ranks, said.parallel, said.precision, said.micro_batches).total)
     except (ConfigError, KeyError):
         return math.nan

@@ -11,7 +11,7 @@ from torch import nn
 
 from lockstep.comm.dtensor import is_dtensor
 from lockstep.config.enums import Offload
-from lockstep.config.parallel import GROUP_BYTES, Parallel
+from lockstep.config.parallel import GROUP_BYTES, Parallel, is_one_group
 from lockstep.errors import UsageError
 from lockstep.model.blocks import shared_parameters
 from lockstep.parallel.materialize import modules_inside_out
@@ -68,10 +68,10 @@ def find_groups(
 
 
 def _is_one_group(model: nn.Module, parallel: Parallel) -> bool:
-    """See ``Parallel.is_one_group``. A model with parameters of several types has several messages."""
+    """See ``is_one_group``. A model with parameters of several types has several messages."""
     parameters = list(model.parameters())
     types = {parameter.dtype for parameter in parameters}
-    return len(types) == 1 and parallel.is_one_group(_bytes_of(parameters), GROUP_BYTES)
+    return len(types) == 1 and is_one_group(parallel, _bytes_of(parameters), GROUP_BYTES)
 
 
 def _groupable(model: nn.Module, blocks: dict[str, nn.Module], is_main: bool) -> list[nn.Module]:
