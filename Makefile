@@ -82,6 +82,11 @@ bench: $(VENV)/.benchmark  ## measure against bare torch, Accelerate, Lightning 
 	$(BIN)/python benchmarks/step_time.py
 	$(BIN)/python benchmarks/zero_step_time.py
 	$(BIN)/python benchmarks/strategies.py
+	$(BIN)/python benchmarks/collectives.py
+	$(BIN)/python benchmarks/offload.py
+	$(BIN)/python benchmarks/restart_time.py
+	$(BIN)/python benchmarks/checkpoints.py
+	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/compile_blocks.py
 	$(BIN)/python benchmarks/defaults.py
 	$(BIN)/python benchmarks/launch_time.py
