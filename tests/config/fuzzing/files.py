@@ -112,9 +112,10 @@ def accelerate_yaml(source: random.Random) -> Input:
             drawn[misspelt(source, source.choice(list(pools)))] = "1"
             inner.wrong = True
         given.wrong |= inner.wrong
-        given.means |= {
-            f"{settings.get(name, name)} in {section}": value for name, value in inner.means.items()
-        }
+        if kind != "NO":  # which switches the section off, with a warning
+            given.means |= {
+                f"{settings.get(name, name)} in {section}": value for name, value in inner.means.items()
+            }
         texts[f"{section}_config"] = "".join(f"\n  {name}: {text}" for name, text in drawn.items())
     return finish_yaml(source, given, texts)
 
