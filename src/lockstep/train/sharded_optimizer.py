@@ -112,7 +112,7 @@ def _local_parts(lists: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
     """This rank's parts, unless a gradient or a state is laid out in another way than its parameter."""
     parameters = lists[0]
     for tensors in lists[1:]:
-        for parameter, tensor in zip(parameters, tensors):  # noqa: B905  (a kind of state may be unused)
+        for parameter, tensor in zip(parameters, tensors, strict=False):  # a kind of state may be unused
             if tensor.ndim and not _is_laid_out_as(tensor, parameter):
                 return lists
     return [[local(tensor) for tensor in tensors] for tensors in lists]
