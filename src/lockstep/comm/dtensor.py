@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import product
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
@@ -28,16 +28,18 @@ if TYPE_CHECKING:
 
 def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
     """Whether ``tensor`` is a DTensor."""
-    return hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
+    kind = type(tensor)  # asking the object itself would compute both
+    return hasattr(kind, "placements") and hasattr(kind, "device_mesh")
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a DTensor, sharing its memory; other tensors are returned as they are."""
     if not is_dtensor(tensor):
         return tensor
-    with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
-        part: torch.Tensor = tensor.to_local()
-    return part
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            return tensor.to_local()
+    return tensor.to_local()
 
 
 @torch.no_grad()

@@ -22,18 +22,6 @@ DEPTH = 4
 _OPAQUE = (type, nn.Module, types.ModuleType, torch.device, torch.dtype, torch.distributed.ProcessGroup)
 
 
-def every_parameter(model: nn.Module) -> list[nn.Parameter]:
-    """As often as they stand in the model, quicker than ``nn.Module.parameters``."""
-    waiting: list[nn.Module | None] = [model]
-    found: list[nn.Parameter | None] = []
-    while waiting:
-        module = waiting.pop()
-        if module is not None:
-            found.extend(torch_modules.parameters_of(module).values())
-            waiting.extend(torch_modules.children_of(module).values())
-    return [parameter for parameter in found if parameter is not None]
-
-
 def is_container(value: object) -> bool:
     """Whether it is one whose contents can be put back in place."""
     return isinstance(value, (list, dict, set, deque))

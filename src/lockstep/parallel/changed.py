@@ -8,9 +8,8 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep.errors import UsageError
-from lockstep.model.contents import every_parameter
 from lockstep.torch_internals import fsdp2
-from lockstep.torch_internals.modules import children_of, parameters_of
+from lockstep.torch_internals.modules import children_of, every_parameter, parameters_of
 from lockstep.torch_internals.tensors import kind_of_hook
 
 

@@ -53,14 +53,19 @@ class unseen_by_modes:
     """
 
     def __enter__(self) -> None:
+        self._left: ExitStack | None = None
+        sees_modes, infers = modes_are_active(), torch.is_inference_mode_enabled()
+        if not (sees_modes or infers):
+            return
         self._left = ExitStack()
-        if modes_are_active():
+        if sees_modes:
             self._left.enter_context(_disable_current_modes())
-        if torch.is_inference_mode_enabled():
+        if infers:
             self._left.enter_context(torch.inference_mode(False))
 
     def __exit__(self, *_: object) -> None:
-        self._left.close()
+        if self._left is not None:
+            self._left.close()
 
 
 class WithoutCollectives(TorchDispatchMode):

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from lockstep.torch_internals.fsdp2_gathered import FSDPParam, FSDPParamGroup, own_grad, set_own_grad
+from lockstep.torch_internals.fsdp2_gathered import GRAD, FSDPParam, FSDPParamGroup, set_own_grad
 
 
 class Rows(NamedTuple):
@@ -71,7 +71,7 @@ def lazy_init(root: Any) -> None:
 
 def is_in_forward(root: Any) -> bool:
     """Relies on: ``_training_state`` is FORWARD from before a forward until its end, and stays so if it raised."""
-    return bool(root._get_fsdp_state()._training_state.name == "FORWARD")
+    return bool(root._get_fsdp_state()._training_state._name_ == "FORWARD")
 
 
 def pre_forward(
@@ -215,17 +215,17 @@ def unreduced_grads(param: FSDPParam) -> list[torch.Tensor]:
     found = []
     if not accumulates_in_leaf() and param.unsharded_accumulated_grad is not None:
         found.append(param.unsharded_accumulated_grad)
-    whole = unsharded_param(param)
-    if whole is not None and (gradient := own_grad(whole)) is not None:
+    whole = getattr(param, "_unsharded_param", None)
+    if whole is not None and (gradient := GRAD.__get__(whole)) is not None:
         found.append(gradient)
     return found
 
 
 def discard_unreduced_grad(param: FSDPParam) -> None:
     """Forget them."""
-    whole = unsharded_param(param)
+    whole = getattr(param, "_unsharded_param", None)
     if whole is not None:
-        set_own_grad(whole, None)
+        GRAD.__set__(whole, None)
     if not accumulates_in_leaf():
         param.unsharded_accumulated_grad = None
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lockstep.torch_internals.fsdp2 import accumulates_in_leaf, unreduced_grads, unsharded_param
-from lockstep.torch_internals.fsdp2_gathered import FSDPParamGroup, set_own_grad
+from lockstep.torch_internals.fsdp2_gathered import FSDPParam, FSDPParamGroup, set_own_grad
 
 
 def before_reduction(group: FSDPParamGroup, call: Callable[[], None]) -> None:
@@ -85,23 +85,20 @@ def reaches_shards(group: FSDPParamGroup) -> bool:
     return bool(group.all_reduce_grads) or getattr(group.mesh_info, "replicate_mesh_size", 1) == 1
 
 
-def missing(group: FSDPParamGroup) -> list[object]:
-    """The params that are trained and have no gradient on this rank now; empty before they were gathered once.
+def present_and_missing(group: FSDPParamGroup) -> tuple[list[FSDPParam], list[FSDPParam]]:
+    """The params that have a gradient on this rank now, and those that are trained and have none.
+
+    Before they were gathered once, there are neither.
 
     Relies on: ``_unsharded_param`` with its ``grad``; up to 2.14 ``unsharded_accumulated_grad`` beside it.
     """
-    return [
-        param
-        for param in group.fsdp_params
-        if (whole := unsharded_param(param)) is not None
-        and whole.requires_grad
-        and not unreduced_grads(param)
-    ]
-
-
-def present(group: FSDPParamGroup) -> list[object]:
-    """The params that have a gradient on this rank now."""
-    return [param for param in group.fsdp_params if unreduced_grads(param)]
+    present, missing = [], []
+    for param in group.fsdp_params:
+        if unreduced_grads(param):
+            present.append(param)
+        elif (whole := unsharded_param(param)) is not None and whole.requires_grad:
+            missing.append(param)
+    return present, missing
 
 
 def set_zero(params: list[Any], others: list[object]) -> None:

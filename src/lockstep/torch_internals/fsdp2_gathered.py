@@ -321,7 +321,7 @@ class Watched:
 
 def _version(tensor: torch.Tensor) -> int:
     """Tensors of inference mode have none."""
-    return 0 if tensor.is_inference() else version(tensor)
+    return 0 if tensor.is_inference() else tensor._version
 
 
 class _Asked:

@@ -55,6 +55,21 @@ def children_of(module: nn.Module) -> Registered:
     return module._modules
 
 
+def every_parameter(model: nn.Module) -> list[nn.Parameter]:
+    """As often as they stand in the model, quicker than ``nn.Module.parameters``.
+
+    Relies on: as ``parameters_of`` and ``children_of``.
+    """
+    waiting: list[nn.Module | None] = [model]
+    found: list[nn.Parameter | None] = []
+    while waiting:
+        module = waiting.pop()
+        if module is not None:
+            found.extend(module._parameters.values())
+            waiting.extend(module._modules.values())
+    return [parameter for parameter in found if parameter is not None]
+
+
 def set_children_of(module: nn.Module, registered: Registered) -> None:
     """Let the module have this very dictionary. Relies on: ``_modules``, as above."""
     module.__dict__["_modules"] = registered

@@ -113,7 +113,7 @@ _HOOKS = {TENSOR: "_backward_hooks", POST_ACCUMULATE: "_post_accumulate_grad_hoo
 
 def kinds_of_hooks(parameter: object) -> list[str]:
     """Of which kinds this tensor has hooks, other than Lockstep's own."""
-    return [kind for kind in _HOOKS if has_hook(parameter, kind)]
+    return [kind for kind, name in _HOOKS.items() if getattr(parameter, name) and has_hook(parameter, kind)]
 
 
 def has_hook(parameter: object, kind: str) -> bool:
@@ -124,7 +124,7 @@ def has_hook(parameter: object, kind: str) -> bool:
 
 def kind_of_hook(parameter: object) -> str | None:
     """The method that set a hook on this tensor; None: there is none but Lockstep's own."""
-    return next((kind for kind in _HOOKS if has_hook(parameter, kind)), None)
+    return next(iter(kinds_of_hooks(parameter)), None)
 
 
 def hooks_of_parameter(parameter: object, kind: str) -> list[Any]:

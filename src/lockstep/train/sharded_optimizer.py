@@ -110,18 +110,17 @@ def step_without_dispatch(optimizer: Optimizer) -> None:
 
 def _local_parts(lists: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
     """This rank's parts, unless a gradient or a state is laid out in another way than its parameter."""
-    parameters = lists[0]
+    layouts = [_layout_of(parameter) for parameter in lists[0]]
     for tensors in lists[1:]:
-        for parameter, tensor in zip(parameters, tensors, strict=False):  # a kind of state may be unused
-            if tensor.ndim and not _is_laid_out_as(tensor, parameter):
+        for layout, tensor in zip(layouts, tensors, strict=False):  # a kind of state may be unused
+            if tensor.ndim and _layout_of(tensor) != layout:
                 return lists
     return [[local(tensor) for tensor in tensors] for tensors in lists]
 
 
-def _is_laid_out_as(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
-    if not (is_dtensor(parameter) and is_dtensor(tensor)):
-        return is_dtensor(parameter) == is_dtensor(tensor)
-    return tensor.placements == parameter.placements and tensor.device_mesh == parameter.device_mesh
+def _layout_of(tensor: torch.Tensor) -> tuple[object, object] | None:
+    """Its mesh and placements; None for what is no DTensor."""
+    return (tensor.device_mesh, tensor.placements) if is_dtensor(tensor) else None
 
 
 def _lacks_fused(optimizer: Optimizer) -> bool:

@@ -23,7 +23,6 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from lockstep.comm.tree import StateDict, tensor_leaves
 from lockstep.errors import UsageError
 from lockstep.model.changes import attributes_set
-from lockstep.model.contents import every_parameter
 from lockstep.parallel.ddp.consistency import (
     TOLERANCE,
     CopiesAlike,
@@ -34,6 +33,7 @@ from lockstep.parallel.ddp.consistency import (
 from lockstep.torch_internals.autograd import at_end_of_backward as at_end_of_pass
 from lockstep.torch_internals.autograd import current_backward as current_pass
 from lockstep.torch_internals.c10d import check_reduced, is_joining, rebuild_buckets
+from lockstep.torch_internals.modules import every_parameter
 
 MOST_REDUCERS = 4
 """Kept for parts that are trained in turn. Each has buffers as large as the gradients that it averages."""

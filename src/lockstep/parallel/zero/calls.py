@@ -65,6 +65,7 @@ class OtherCalls:
         self._before = before
         self._after = after
         self._entered: nn.Module | None = None
+        self._is_in_forward = False
         if not fsdp2.param_groups(self._root) or is_compiled(self._root):
             return
         self._names = {name for name, _ in self._root.named_parameters()}
@@ -80,12 +81,26 @@ class OtherCalls:
         """Whether such a call is running."""
         return self._entered is not None
 
+    def forward_begins(self) -> None:
+        """Of the whole model: calls of other methods and modules are parts of it."""
+        self._is_in_forward = True
+
+    def forward_ends(self) -> None:
+        """It has returned or raised."""
+        self._is_in_forward = False
+
     def _is_inside(self) -> bool:
         """Whether this call is a part of another one, or of a backward that computes again, or finds whole weights."""
-        return self.is_open or self._are_whole() or fsdp2.is_in_forward(self._root) or current_pass() != -1
+        return (
+            self._is_in_forward
+            or self.is_open
+            or self._are_whole()
+            or fsdp2.is_in_forward(self._root)
+            or current_pass() != -1
+        )
 
     def _enter(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
-        if self._is_inside() or torch.compiler.is_compiling():
+        if self._is_in_forward or self._is_inside() or torch.compiler.is_compiling():
             return None
         self._before()
         self._entered = module

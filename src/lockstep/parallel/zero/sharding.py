@@ -168,6 +168,7 @@ class Sharding:
             return
         if not self.calls.is_open:
             self.before_call()
+        self.calls.forward_begins()
         self.skipped.forward_begins()
 
     def before_call(self) -> None:
@@ -198,6 +199,7 @@ class Sharding:
         Called after a forward that raised, too.
         """
         self.skipped.leave()
+        self.calls.forward_ends()
         if self.calls.is_open or self.is_summoned:
             return
         if fsdp2.is_in_forward(self._root):  # torch did not see its end

@@ -226,11 +226,10 @@ class UnusedParameters:
 
     def _before_reduction_of(self, group: FSDPParamGroup) -> Callable[[], None]:
         def fill() -> None:
-            present = engine.present(group)
+            present, missing = engine.present_and_missing(group)
             self._used.update(self._number[id(param)] for param in present)
             if not (present or self._is_backward or id(group) in self._passed):
                 return  # a pass such as torch.autograd.grad's, which leaves no gradients
-            missing = engine.missing(group)
             self._reached_shards = self._reached_shards or (
                 engine.reaches_shards(group) and bool(present or missing)
             )
