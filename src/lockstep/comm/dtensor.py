@@ -222,9 +222,11 @@ def total_norm(
     """
     groups: dict[Any, list[torch.Tensor]] = {}
     for tensor in tensors:
-        layout = (tensor.device_mesh, tensor.placements) if is_dtensor(tensor) else None
-        _refuse_partial(layout[1] if layout else ())
-        groups.setdefault(layout, []).append(local(tensor))
+        if not is_dtensor(tensor):
+            groups.setdefault(None, []).append(tensor)
+            continue
+        _refuse_partial(tensor.placements)
+        groups.setdefault((tensor.device_mesh, tensor.placements), []).append(local(tensor))
     norms = []
     for layout, parts in groups.items():
         # A rank may have no rows of any of them, and no elements have no largest one.

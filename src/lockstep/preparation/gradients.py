@@ -200,7 +200,6 @@ class OwnGradients:
         """Others take the place of what there was."""
         self._left.clear()
 
-    @torch.no_grad()
     def after_backward(self) -> None:
         """Remember what this backward has left inside of a window."""
         self.forget()
@@ -208,19 +207,24 @@ class OwnGradients:
         if is_inside and not self._is_in_window:
             self._windows += 1
         self._is_in_window = is_inside
-        if not is_inside:
-            return
+        if is_inside:
+            self._remember()
+
+    @torch.no_grad()
+    def _remember(self) -> None:
         last = self._windows - 2
         sums_are_compared = last < 0 or last & (last - 1) == 0
         for name, gradient in self._gradients():
             sums = _sums(gradient) if sums_are_compared else None
             self._left[name] = _LeftGradient(name, gradient, version(gradient), sums)
 
-    @torch.no_grad()
     def before_backward(self) -> None:
         """Raise UsageError if a gradient was changed since. One may be set to None: that is right on its own."""
-        if not self._left:
-            return
+        if self._left:
+            self._check_unchanged()
+
+    @torch.no_grad()
+    def _check_unchanged(self) -> None:
         for name, gradient in self._gradients():
             left = self._left.get(name)
             if left is None or not (_is_another(left, gradient) or _has_changed(left)):

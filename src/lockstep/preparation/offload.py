@@ -59,6 +59,11 @@ class OffloadManager:
                 "least that, or better three times as much, so that reading overlaps with computing."
             )
 
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether gradients are kept in files."""
+        return bool(self._gradients)
+
     def add_model(self, prepared: ParallelModel) -> None:
         """Bring this model's parameters before they are used, if they rest elsewhere; note its units. Collective."""
         if not self._is_on:

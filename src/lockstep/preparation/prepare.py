@@ -417,7 +417,8 @@ class Preparation:
         for observer in RunObserver.registered if window_ended else []:
             observer.before_clip()
         part = self._step.clock.enter("optimizer")
-        norm = clip_norm(parameters, max_norm, norm_type, window_ended, self.other_stages())
+        others, in_files = self.other_stages(), self.offload.keeps_gradients
+        norm = clip_norm(parameters, max_norm, norm_type, window_ended, others, in_files)
         self._step.clock.enter(part)
         if window_ended:
             self._clipped(norm)

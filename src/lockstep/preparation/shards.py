@@ -101,6 +101,8 @@ class ParameterRegistry:
 
     def current(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
         """The same, but the shard of each that a sharded model has gathered, as between forward and backward."""
+        if not self._of_models:
+            return parameters
         gathered = self._gathered()
         return [gathered.get(id(parameter), parameter) for parameter in parameters]
 
@@ -109,8 +111,10 @@ class ParameterRegistry:
 
         Those that other ranks have now are left out.
         """
-        found = (self._replaced.get(parameter, parameter) for parameter in parameters)
-        return self.current([parameter for parameter in found if parameter is not None])
+        if self._replaced:
+            found = (self._replaced.get(parameter, parameter) for parameter in parameters)
+            parameters = [parameter for parameter in found if parameter is not None]
+        return self.current(parameters)
 
     def _gathered(self) -> dict[int, nn.Parameter]:
         return {id(whole): shard for sharding in self._of_models for whole, shard in sharding.gathered()}

@@ -33,21 +33,25 @@ def clip_norm(
     norm_type: float,
     window_ended: bool,
     others: OtherStages | None = None,
+    in_files: bool = True,
 ) -> torch.Tensor:
     """Scale the gradients, in place, so that their total norm is at most ``max_norm``; returns the norm before (0-d).
 
     The norm is that of the whole gradients, also where each rank holds a shard of them, or ``others`` hold other
     ones; then it is collective. Inside an accumulation window (``window_ended`` False) the partial gradients are left
-    alone.
+    alone. ``in_files`` False: none is kept in a file.
     """
     uncounted = others.uncounted if others is not None else ()
     counted = [p.grad for p in parameters if p.grad is not None and id(p) not in uncounted]
-    norm = total_norm(counted, float(norm_type), optimizer.norm_of)
+    norm_of = optimizer.norm_of if in_files else torch.nn.utils.get_total_norm
+    norm = total_norm(counted, float(norm_type), norm_of)
     if others is not None:
         device = parameters[0].device if parameters else norm.device
         norm = _norm_over(norm.to(device), float(norm_type), others.group)
-    if window_ended:
+    if window_ended and in_files:
         optimizer.scale_offloaded((p.grad for p in parameters if p.grad is not None), max_norm, norm)
+    elif window_ended:
+        torch.nn.utils.clip_grads_with_norm_(_local_gradients(parameters), max_norm, norm)
     return norm
 
 

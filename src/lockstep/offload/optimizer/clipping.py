@@ -115,9 +115,10 @@ def scale_offloaded(gradients: Iterable[torch.Tensor], max_norm: float, norm: to
     in_memory: list[torch.Tensor] = []
     moved: list[tuple[torch.Tensor, StepRegion]] = []
     for gradient in gradients:
-        region = region_to_move(local(gradient), changes=True)
+        part = local(gradient)
+        region = region_to_move(part, changes=True)
         if region is None:
-            in_memory.append(local(gradient))
+            in_memory.append(part)
         else:
             moved.append((gradient, region))
     scale.apply(in_memory)
