@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
-import psutil
 import torch
 from torch import Tensor, nn
 
@@ -25,6 +24,7 @@ from lockstep.errors import UsageError
 from lockstep.model.contents import copy_of
 from lockstep.parallel.determinism import BeforeWrites
 from lockstep.parallel.parallel_model import ParallelModel
+from lockstep.runtime.host_memory import free_host_bytes
 from lockstep.torch_internals import modules as torch_modules
 from lockstep.torch_internals.dispatch import WithoutCollectives
 
@@ -71,7 +71,7 @@ class Reference:
         Raises:
             UsageError: weights and gradients do not fit into the memory of ``device``.
         """
-        free = psutil.virtual_memory().available
+        free = free_host_bytes()
         if device.type == "cuda":
             free = torch.cuda.mem_get_info(device)[0]
         if COPIES * self.nbytes > free:

@@ -10,16 +10,9 @@ from pathlib import Path
 import psutil
 import torch
 
+from lockstep.runtime.host_memory import free_host_bytes
+
 EVERY_S = 0.01
-CGROUPS = (
-    # version 2, then 1: limit, what is taken
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat"),
-    (
-        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-        "/sys/fs/cgroup/memory/memory.stat",
-    ),
-)
 
 
 def limit_of_rank(asked: int | None, device: torch.device, local_ranks: int) -> int:
@@ -30,7 +23,7 @@ def limit_of_rank(asked: int | None, device: torch.device, local_ranks: int) -> 
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return int(free) + torch.cuda.memory_reserved(device) if asked is None else min(asked, int(total))
-    return asked if asked is not None else resident() + available() // local_ranks
+    return asked if asked is not None else resident() + free_host_bytes() // local_ranks
 
 
 def enforce(limit: int, device: torch.device) -> None:
@@ -38,21 +31,6 @@ def enforce(limit: int, device: torch.device) -> None:
     if device.type == "cuda":
         total = torch.cuda.mem_get_info(device)[1]
         torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
-
-
-def available() -> int:
-    """Bytes of host memory that are free for programs: of the machine, or of the control group if that has less."""
-    free = int(psutil.virtual_memory().available)
-    for limit, taken, stat in CGROUPS:
-        try:
-            most, now = Path(limit).read_text().strip(), int(Path(taken).read_text())
-            lines = Path(stat).read_text().splitlines()
-        except (OSError, ValueError):
-            continue
-        # Pages of files are taken too, and given back when programs want memory.
-        files = sum(int(line.split()[1]) for line in lines if line.split()[0] == "inactive_file")
-        return free if most == "max" else min(free, max(0, int(most) - now + files))
-    return free
 
 
 def resident() -> int:

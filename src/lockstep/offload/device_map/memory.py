@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 
-import psutil
 import torch
 from torch import nn
 
 from lockstep.config.values import bytes_of, repr_short
 from lockstep.errors import ConfigError, OffloadError
 from lockstep.offload.device_map.placement import TensorPlacement
+from lockstep.runtime.host_memory import free_host_bytes
 
 ModelPart = nn.Module | torch.Tensor
 NamedModelPart = tuple[str, ModelPart]
@@ -212,7 +212,7 @@ def get_max_memory(max_memory: MaxMemory | None = None) -> dict[DeviceName, int]
 
 
 def _free_memory() -> dict[DeviceName, int]:
-    available = psutil.virtual_memory().available
+    available = free_host_bytes()
     free: dict[DeviceName, int] = {}
     shares_host_memory = False
     for index in range(accelerator_count()):
@@ -324,7 +324,7 @@ def budget_of(
         return budget
     if max_memory is not None:
         return get_max_memory(max_memory).get(_key(main))
-    return psutil.virtual_memory().available if chosen_here and main.type == "cpu" else None
+    return free_host_bytes() if chosen_here and main.type == "cpu" else None
 
 
 def for_streaming(
