@@ -95,6 +95,8 @@ class CallCheck:
     ) -> Callable[..., object]:
         @functools.wraps(original)
         def call(*args: object, **kwargs: object) -> object:
+            # Without originals it is uninstalled: a script may have imported this wrapper before, and still
+            # call it.
             if torch.compiler.is_compiling() or not self._originals or WithoutCollectives.is_active():
                 return original(*args, **kwargs)
             caller = sys._getframe(1)
@@ -258,6 +260,8 @@ class Meetings:
         return {rank: CallRecord.of(one[8:]) for rank, one in zip(self.ranks, values, strict=True)}
 
     def _has_read(self, number: int) -> None:
+        # Handles may be waited for in another order than they were made. What counts as read has no gap
+        # before it.
         self._read_early.add(number)
         while self._read + 1 in self._read_early:
             self._read += 1

@@ -93,6 +93,7 @@ SIGNATURES: Mapping[str, Signature] = {
 
 RECORD_BYTES = 512
 DIGEST_BYTES = 8
+# Of 8 bytes each, so that half of a record is left for the text.
 MOST_SPLITS = 32
 # What gloo runs, and torch's flight recorder shows, for these.
 RUN_AS = {
@@ -234,6 +235,7 @@ def elements_per_rank(value: object, splits: Sequence[int] | None, size: int) ->
         return []
     if not splits:
         return [value.numel() // size] * size
+    # Split sizes count rows of the first dim; what is compared are elements.
     row = value[0].numel() if value.shape[0] else 0
     return [int(rows) * row for rows in splits]
 

@@ -140,6 +140,8 @@ class Communicator:
         if self.world_size == 1 and problem is None:
             return tree
         specs = {path: leaf_spec(leaf, at_least_1d=True) for path, leaf in found.items()}
+        # Backward is a collective: a tensor with a gradient on some ranks alone would make them wait for the
+        # others.
         for path in found if torch.is_grad_enabled() else ():
             if getattr(found[path], "requires_grad", False):
                 specs[path] = replace(specs[path], kind=f"{specs[path].kind} with gradient")
@@ -185,6 +187,7 @@ class Communicator:
             data = as_bytes(self._carried(tensor))
             if data.numel() > 0:
                 dist.broadcast(data, group=self._group, group_src=from_process)
+                # A copy travelled where the tensor is on another device, or not contiguous.
                 if data.data_ptr() != tensor.data_ptr():
                     tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
         return tree
@@ -319,6 +322,7 @@ class Communicator:
             requests += [
                 dist.irecv(part, group=self._group, group_src=rank) for part in _parts(data, most_bytes)
             ]
+        # All are under way before any is waited for: two ranks may have much to send to each other.
         for request in requests:
             if request is not None:
                 request.wait()
@@ -376,6 +380,7 @@ class Communicator:
         if numbers is not None:
             numbers[:] = [number >> 1 for number in seconds]
         calls = [call] * self.world_size
+        # All ranks have the same digests here, so that all of them enter the second exchange, or none.
         if len(set(digests)) > 1:
             calls = self._exchange(call.at(line_of_user()))
             check_same(calls, free_dim, any_shape)
@@ -438,6 +443,7 @@ class Communicator:
 
     def _reduce_tensor(self, tensor: torch.Tensor, reduction: Reduction, scale: float) -> torch.Tensor:
         dtype = SUM_TYPES.get(tensor.dtype, tensor.dtype)
+        # A copy, because ``all_reduce`` writes in place and the caller keeps the tensor.
         total = self._carried(tensor.detach()).to(dtype, copy=True, memory_format=torch.contiguous_format)
         if self.world_size > 1 and total.numel() > 0:
             op = dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM
@@ -446,6 +452,8 @@ class Communicator:
             total = total / self.world_size
         if scale != 1:
             total = total * scale
+        # int16 was summed in int64 and comes back, unless it became a fraction; of booleans the count
+        # remains.
         if tensor.dtype.is_floating_point or (tensor.dtype is torch.int16 and total.dtype is dtype):
             total = total.to(tensor.dtype)
         return total.to(tensor.device)

@@ -45,6 +45,7 @@ WIRE_SHARES: dict[str, Callable[[int], Fraction]] = {
     "all_to_all": lambda n: Fraction(n - 1, n),
     "broadcast": lambda n: Fraction(n - 1, n),
     "reduce": lambda n: Fraction(n - 1, n),
+    # n - 1 ranks have one part of 1 / n each to move: on average (n - 1) / n of such a part.
     "gather": lambda n: Fraction(n - 1, n * n),
     "scatter": lambda n: Fraction(n - 1, n * n),
     "send": lambda n: Fraction(1),

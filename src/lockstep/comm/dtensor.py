@@ -92,15 +92,18 @@ def _gathered(
             coordinate[axis] = index
         coordinates.append(coordinate)
     shapes = [local_shape(shape, mesh.shape, placements, coordinate) for coordinate in coordinates]
+    # A gather takes parts of one size: shorter ones travel with zeros behind them.
     sent = part.new_zeros(max(math.prod(one) for one in shapes))
     sent[: part.numel()] = part.reshape(-1)
     data = as_bytes(sent)
+    # The last axis first: what has been gathered then lies in the order of ``coordinates``.
     for axis in reversed(cut):
         received = data.new_empty(mesh.shape[axis] * data.numel())
         if data.numel():
             all_gather_into_tensor(received, data, group=mesh.get_group(axis))
         data = received
     full = part.new_empty(tuple(shape))
+    # [ranks, elements of the largest part]
     parts = data.view(part.dtype).view(len(coordinates), -1)
     for coordinate, of_rank, row in zip(coordinates, shapes, parts, strict=True):
         other = row[: math.prod(of_rank)].view(of_rank)
@@ -256,6 +259,7 @@ def _norm_over_shards(
 @torch.no_grad()
 def max_over_shards(number: torch.Tensor, tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """The largest ``number`` (0-d) of the ranks among which the DTensors in ``tensors`` are sharded. Collective."""
+    # A dict, not a set: all ranks must reduce over the meshes in the same order.
     layouts = {(tensor.device_mesh, tensor.placements): None for tensor in tensors if is_dtensor(tensor)}
     for mesh, placements in layouts:
         number = _over_shards(number, dist.ReduceOp.MAX, mesh, placements)

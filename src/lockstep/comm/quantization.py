@@ -81,6 +81,7 @@ def quantize(values: torch.Tensor, block: int = BLOCK, bits: int = 8) -> tuple[t
     levels = torch.empty_like(values, dtype=torch.float32, memory_format=torch.contiguous_format)
     scales = []
     for part, target in zip(_blocks(values, block), _blocks(levels, block), strict=True):
+        # The largest absolute value, without a tensor of absolute values.
         low, high = torch.aminmax(part, dim=-1)
         scale = torch.maximum(high, -low).float().div_(LEVELS[bits]).clamp_min_(SMALLEST_SCALE)
         torch.div(part, scale.unsqueeze(-1), out=target)
@@ -139,6 +140,7 @@ def _packed(integers: torch.Tensor, bits: int) -> torch.Tensor:
     if bits == 8:
         return integers.view(torch.uint8)
     packed = integers[..., 0::2] & 0x0F
+    # The last of an odd number has no neighbour: the high half of its byte stays 0.
     packed[..., : integers.shape[-1] // 2] |= integers[..., 1::2] << 4
     return packed.view(torch.uint8)
 

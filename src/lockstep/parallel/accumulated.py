@@ -192,6 +192,7 @@ def _parts_of_mean(
     if whole is not None:
         yield shard_like(whole, place)
     reduced = next((state.reduced[name] for state in states if name in state.reduced), None)
+    # It is the mean over all ranks already, so that the one of any state does.
     if reduced is not None:
         yield shard_like(reduced, place).to(exact)
 

@@ -71,6 +71,7 @@ class BeforeWrites(TorchFunctionMode):
         if (name.endswith("_") and not name.endswith("__")) or name in _WRITES:
             for tensor in tensor_leaves((args[:1], kwargs.get("out"))).values():
                 self._note(tensor)
+        # With ``max_norm`` it scales rows of the weight in place.
         elif func is F.embedding and (kwargs.get("max_norm") or (len(args) > 3 and args[3])):
             self._note(args[1] if len(args) > 1 else kwargs["weight"])
         elif kwargs.get("out") is not None:
@@ -117,6 +118,8 @@ def without_constants(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     try:
         for values, value in constant:
             width = values.shape[-1] if values.ndim > 1 else 1
+            # At most a quarter away from the value; from zeros a quarter of 1 / sqrt(width), the size of a
+            # usual initialisation.
             scale = value.abs() if bool(value) else values.new_tensor(1 / math.sqrt(width))
             values.copy_(value + (numbers(tuple(values.shape)).to(values) - 1) * scale / 4)
         yield
@@ -131,6 +134,7 @@ def numbers(shape: tuple[int, ...]) -> Tensor:
     Without a generator, which may be off where a model is verified.
     """
     places = torch.arange(1, math.prod(shape) + 1, dtype=torch.float64)
+    # The hash that shaders use for noise: equal on every machine that computes in float64.
     return (torch.frac(torch.sin(places * 12.9898) * 43758.5453).abs() * 2).reshape(shape)
 
 
@@ -156,6 +160,7 @@ def _softmax_without_noise(
     if not hard:
         return soft
     one_hot = torch.zeros_like(soft).scatter_(dim, soft.argmax(dim, keepdim=True), 1.0)
+    # Forward gives the one-hot, backward the gradient of the softmax (straight-through), as torch's own does.
     return one_hot - soft.detach() + soft
 
 

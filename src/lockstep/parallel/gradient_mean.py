@@ -75,6 +75,7 @@ def _buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
 
 def _average(bucket: list[nn.Parameter], replicas: ReplicaGroup) -> None:
     """One all-reduce: the gradients of a bucket as one vector, and behind them how many ranks have each of them."""
+    # A missing gradient is sent as zeros, which have no memory of their own before they are concatenated.
     parts = [local(p).new_zeros(()).expand_as(local(p)) if p.grad is None else local(p.grad) for p in bucket]
     present = parts[0].new_tensor([float(p.grad is not None) for p in bucket])
     message = torch.cat([*(part.reshape(-1) for part in parts), present])

@@ -100,6 +100,7 @@ class GroupValues:
                 self._offload_parameters(module, module in made)
         for module in made if self._offloaded is None else ():
             _check_filled(module)
+        # By ``id``: a tied tensor stands in several modules, and all ranks must send it equally often.
         tensors = {id(tensor): tensor for _, tensor in _tensors(modules)}.values()
         for tensor in tensors:
             if tensor.device != self._device or not tensor.is_contiguous():
@@ -165,6 +166,7 @@ def check_same_model(model: nn.Module, world_size: int) -> None:
     ]
     all_ranks: list[Any] = [None] * world_size
     dist.all_gather_object(all_ranks, mine)
+    # Every rank goes through the same lists, and so raises the same error.
     for rank, theirs in enumerate(all_ranks):
         if theirs != all_ranks[0]:
             ours_only = [line for line in all_ranks[0] if line not in theirs][:1]

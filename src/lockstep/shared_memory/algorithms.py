@@ -93,6 +93,7 @@ def check_reduction(kind: object, dtype: torch.dtype) -> None:
         raise UsageError(
             f"The mean of {dtype} tensors cannot be stored as {dtype}. Use the sum, and divide it in the script."
         )
+    # Tried on one element: which kernels exist for a dtype stands in no table of torch.
     try:
         COMBINE[kind](torch.ones(1, dtype=dtype), torch.ones(1, dtype=dtype), out=torch.ones(1, dtype=dtype))
     except (KeyError, RuntimeError, TypeError) as error:
@@ -132,6 +133,8 @@ class HostCollectives:
     def broadcast(self, call: int, block: Memory, root: int) -> Steps:
         slots = self.slots
         start, size, most = 0, block.size, slots.slot_bytes
+        # One chunk at least, also for an empty block: every rank has to arrive as often, and to have its call
+        # compared.
         while True:
             count = min(most, size - start)
             slots.begin_chunk(call)
@@ -149,6 +152,7 @@ class HostCollectives:
         """(n,) on every rank becomes the combination of all, on every rank."""
         slots = self.slots
         reduction.before(block)
+        # Of two ranks each reads the other's n values either way, so that the second wait would save nothing.
         if slots.ranks == 2 or block.size <= SUM_EVERYTHING_BYTES:
             yield from self._sum_everything(call, block, reduction)
         else:
@@ -168,6 +172,8 @@ class HostCollectives:
             yield slots.arrive()
             slots.check_calls()
             parts = [slots.typed(rank, dtype, 0, count) for rank in range(slots.ranks)]
+            # Instead of a copy from the slot. With more ranks the first sum would overwrite it before its
+            # turn.
             if slots.ranks == 2:
                 parts[slots.rank] = piece
             combine_in_order(parts, combine, piece)
@@ -181,6 +187,8 @@ class HostCollectives:
         most = slots.slot_bytes // item
         for start in range(0, flat.numel(), most):
             count = min(most, flat.numel() - start)
+            # Rank r combines elements bounds[r] to bounds[r + 1] of the chunk; the parts differ by one
+            # element at most.
             bounds = [count * rank // slots.ranks for rank in range(slots.ranks + 1)]
             address = block.address + start * item
             slots.begin_chunk(call)
@@ -193,6 +201,8 @@ class HostCollectives:
                 parts = [slots.typed(rank, dtype, first, last) for rank in range(slots.ranks)]
                 combine_in_order(parts, combine, mine)
                 reduction.after(mine, slots.ranks)
+                # Nobody else reads this part of the own slot before the next wait: the others read their own
+                # parts of it.
                 slots.put(address + first * item, (last - first) * item, first * item)
             yield slots.arrive()
             for rank in range(slots.ranks):
@@ -206,6 +216,7 @@ class HostCollectives:
         flat, dtype, combine = block.flat, block.flat.dtype, reduction.combine
         item = dtype.itemsize
         most = slots.slot_bytes // item
+        # A copy, because the other ranks keep their values.
         source = block if reduction.factor is None else own_memory(flat * reduction.factor)
         for start in range(0, max(1, flat.numel()), most):
             count = min(most, flat.numel() - start)
@@ -224,6 +235,7 @@ class HostCollectives:
         """(n,) of each rank to the addresses of this rank's ``gathered``, one for each rank."""
         slots = self.slots
         size, most = mine.size, slots.slot_bytes
+        # The own part lies there already where the input is a view of the output.
         if gathered[slots.rank] != mine.address:
             ctypes.memmove(gathered[slots.rank], mine.address, size)
         for start in range(0, max(1, size), most):
@@ -261,6 +273,8 @@ class HostCollectives:
         slots = self.slots
         dtype, combine, me = out.flat.dtype, reduction.combine, slots.rank
         item, size = dtype.itemsize, out.flat.numel()
+        # A slot holds a region of ``most`` elements for each other rank. Its bytes are a multiple of the
+        # largest item, so that every region begins at a whole element.
         most = slots.slot_bytes // (slots.ranks - 1) // LARGEST_ITEM * LARGEST_ITEM // item
         if reduction.factor is not None:
             parts = [own_memory(part.flat * reduction.factor) for part in parts]
@@ -277,6 +291,7 @@ class HostCollectives:
             found = []
             for rank in range(slots.ranks):
                 first = _region(me, rank) * most
+                # The part for itself goes through no slot.
                 mine = parts[me].flat[start : start + count]
                 found.append(mine if rank == me else slots.typed(rank, dtype, first, first + count))
             piece = out.flat[start : start + count]
@@ -289,6 +304,8 @@ class HostCollectives:
         me = slots.rank
         most = slots.slot_bytes // (slots.ranks - 1) // LARGEST_ITEM * LARGEST_ITEM
         ctypes.memmove(taken[me].address, sent[me].address, min(sent[me].size, taken[me].size))
+        # Sizes differ from rank to rank, but all must take part in as many chunks as the largest part of any
+        # rank needs.
         largest = max(block.size for block in sent)
         start = 0
         while True:

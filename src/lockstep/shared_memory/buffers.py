@@ -78,6 +78,7 @@ class Regions:
 
     def grow(self, call: int, size: int) -> Steps:
         """Map regions of so many bytes on all ranks, if they are wanted and there is memory for them."""
+        # All ranks decide alike: they grew together so far, and the size is part of a call that was compared.
         if not (self.can_grow and self.capacity < size <= LARGEST_BYTES):
             return
         slots, capacity = self.slots, -(-size // PAGE_BYTES) * PAGE_BYTES
@@ -94,6 +95,7 @@ class Regions:
         if slots.rank != 0:
             slots.take(0, ctypes.addressof(text), ADDRESS_BYTES)
             segment = _opened(text.value.decode())
+        # Whether each rank could map it. If one could not, all go on without, and none tries again.
         slots.begin_chunk(call, int(segment is not None))
         yield slots.arrive()
         self.can_grow = all(slots.sizes())
@@ -132,6 +134,7 @@ class GatheredBuffers(Regions):
 
     def allocate(self, count: int, dtype: torch.dtype) -> Tensor:
         """The output (count,) of the next all-gather of the group."""
+        # The number of the next gather, so that all ranks choose the same region without a word.
         number = self._calls + 1
         region = number % self.count
         # A mode may refuse the call that is to follow, on this rank alone.
@@ -154,6 +157,7 @@ class GatheredBuffers(Regions):
         self, collectives: HostCollectives, mine: Memory, gathered: Sequence[int], use: int
     ) -> Steps:
         """(n,) of each rank, which lies at its place in the output already."""
+        # Counted when the call is made, not when its turn comes: the next output may be allocated before.
         self._calls += 1
         return self._all_gather(collectives, mine, gathered, use)
 
@@ -165,6 +169,8 @@ class GatheredBuffers(Regions):
         slots.begin_chunk(call, use)
         yield slots.arrive()
         slots.check_calls()
+        # On all ranks the output is the same region, for this very gather: each part was written before its
+        # rank arrived.
         if use and set(slots.sizes()) == {use}:
             return
         yield from collectives.all_gather(call, mine, gathered)
@@ -199,6 +205,8 @@ class ReducedBuffers(Regions):
         use: int,
     ) -> Steps:
         """Part r of every rank's input, each (n,), combined to ``out`` of rank r."""
+        # From when the call is made, not when its turn comes: until it is done nobody knows when the region
+        # is read.
         self._is_busy = True
         return self._reduce_scatter(collectives, parts, out, reduction, use)
 
@@ -221,6 +229,7 @@ class ReducedBuffers(Regions):
             ]
             combine_in_order(found, reduction.combine, out.flat)
             reduction.after(out.flat, slots.ranks)
+            # Without a wait: it is ``allocate`` that waits, before it fills the region again.
             self._read_at = slots.arrive().count
         else:
             yield from collectives.reduce_scatter(call, parts, out, reduction)

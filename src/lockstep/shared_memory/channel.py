@@ -19,7 +19,9 @@ from lockstep.shared_memory.slots import Peers, Steps, Waitable
 
 # a rank that receives from any other looks this often
 POLL_S = 50e-6
+# Each counter on a cache line of its own, as one is written by the sender and the other by the receiver.
 WRITTEN, TAKEN, HEADS = 0, WORDS_A_LINE, 2 * WORDS_A_LINE
+# Two words for each piece: the bytes of the whole message, and the tag.
 assert 8 * (HEADS + 2 * PIECES) <= RING_HEAD_BYTES
 
 
@@ -94,11 +96,13 @@ class Channels:
         ring = self._ring(True, to)
         start, size = 0, block.size
         while True:
+            # This piece goes where piece ``done - PIECES`` was, which the receiver must have taken.
             if ring.words[TAKEN] + PIECES <= ring.done:
                 yield ring.await_word(TAKEN, ring.done - PIECES + 1)
             count = min(ring.piece_bytes, size - start)
             head = ring.head()
             ring.words[head], ring.words[head + 1] = size, tag % 2**64
+            # Before the counter: the receiver reads the piece as soon as it sees the counter.
             ctypes.memmove(ring.piece(), block.address + start, count)
             ring.finish_piece(WRITTEN)
             start += count
@@ -108,6 +112,7 @@ class Channels:
     def receive(self, block: Memory, source: int, tag: int) -> Steps:
         ring = self._ring(False, source)
         while True:
+            # Kept messages came earlier than those in the ring.
             kept = self._kept.get((source, tag % 2**64))
             if kept:
                 message = kept.popleft()
@@ -121,6 +126,7 @@ class Channels:
                 self._check_size(size, block, source, tag)
                 yield from self._take(ring, block.address, size)
                 return
+            # Of another tag: it leaves the ring, as it stands in the way of the message that is asked for.
             memory = (ctypes.c_char * size)()
             yield from self._take(ring, ctypes.addressof(memory), size)
             self._kept.setdefault((source, found), deque()).append(memory.raw)

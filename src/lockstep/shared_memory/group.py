@@ -194,9 +194,9 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def _allgather_base(self, output: Tensor, input: Tensor, opts: CollectiveOptions = None) -> PendingCall:
         opts = opts or c10d.AllgatherOptions()
         if modes_are_active():
-            (shown,) = alike(
-                [output]
-            )  # what does nothing writes into all parts of it, in ``gathered`` those of others
+            # Not the output itself: the backend that does nothing writes into all of it, and in ``gathered`` parts of it
+            # are memory that other ranks write.
+            (shown,) = alike([output])
             self._shown._allgather_base(shown, input, opts)
         return self._all_gather_flat([output], [input], opts, output)
 
@@ -346,6 +346,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
                         f"reduce_scatter of {whole.size} bytes over {self._ranks} ranks into {out.size} bytes: pass "
                         f"an input with {self._ranks} times as many elements, of the same dtype."
                     )
+                # ``chunk`` makes one part of an empty tensor, however many are asked for.
                 parts = [
                     Memory(whole.address + rank * out.size, part)
                     for rank, part in enumerate(
@@ -354,6 +355,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
                 ]
                 reduced, collectives = self.reduced, self._collectives
                 use = None if reduced is None else reduced.use_of(tensor)
+                # A factor would have to be multiplied into the input itself, which the caller keeps.
                 if reduced is not None and use is not None and reduction.factor is None:
                     assert isinstance(collectives, HostCollectives)
                     rows.append(reduced.reduce_scatter(collectives, parts, out, reduction, use))
@@ -364,6 +366,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def _reduce_scatter(
         self, parts: list[Memory], out: Memory, reduction: RankReduction, staging: CallTensors
     ) -> Steps:
+        # Two values are added in one step, whose output may be one of them. With more ranks it would
+        # overwrite what is still to be added.
         if self._ranks > 2 or reduction.factor is not None:
             parts = [staging.apart_from(part, [out]) for part in parts]
         call = call_code("reduce_scatter", out.flat.numel(), out.flat.dtype, reduction.kind)
@@ -416,6 +420,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return self._submit("all_to_all", [steps], [input], [output], staging, opts)
 
     def _all_to_all(self, sent: Sequence[Memory], taken: Sequence[Memory]) -> Steps:
+        # Without a number of elements, which may differ between ranks.
         call = call_code("all_to_all", 0, sent[0].flat.dtype)
         return self._collectives.all_to_all(call, sent, taken)
 
@@ -518,10 +523,12 @@ class SharedMemoryGroup(dist.ProcessGroup):
             indices, values = mine.indices(), mine.values()
             counts = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self._ranks)]
             count = torch.full((1,), values.shape[0], dtype=torch.int64, device="cpu")
+            # How many entries each rank has is not known to the others.
             self._all_gather([counts], [count], opts, None).wait()
             found = [int(one) for one in counts]
             all_indices = [indices.new_empty(indices.shape[0], number) for number in found]
             all_values = [values.new_empty(number, *values.shape[1:]) for number in found]
+            # An all-gather of different sizes: an all-to-all in which a rank sends the same to everyone.
             for parts, own in ((all_indices, indices), (all_values, values)):
                 staging = CallTensors()
                 taken = [staging.write(part) for part in parts]

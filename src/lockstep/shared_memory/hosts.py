@@ -27,6 +27,7 @@ from lockstep.shared_memory.algorithms import (
 from lockstep.shared_memory.pending import CallQueue
 from lockstep.shared_memory.slots import Steps, Waitable
 
+# torch takes a timeout of 0 for none.
 LEAST_WAIT_S = 0.001
 
 
@@ -51,6 +52,7 @@ def finished(work: Any) -> Steps:
     """Wait for a call of gloo, and raise what it raises."""
     call = GlooWork(work)
     yield call
+    # A failed call is completed as well: only ``wait`` raises its error.
     if not call.was_waited_for:
         call.wait(0.0)
 
@@ -92,11 +94,14 @@ class HierarchicalCollectives:
             yield from self._host.barrier(call)
         if self._leaders is not None:
             yield from finished(self._leaders.barrier())
+        # Nobody may go on before the leaders have met: the other ranks of the host wait here for theirs.
         if self._host is not None:
             yield from self._host.barrier(call)
 
     def broadcast(self, call: int, block: Memory, root: int) -> Steps:
         source = next(index for index, ranks in enumerate(self._hosts) if root in ranks)
+        # In the root's host first, so that its leader has the values; then between leaders; then inside the
+        # other hosts.
         if self._host is not None and self._here == source:
             yield from self._host.broadcast(call, block, self._hosts[source].index(root))
         yield from self._between_leaders([block.flat], [source])
@@ -106,6 +111,7 @@ class HierarchicalCollectives:
     def all_reduce(self, call: int, block: Memory, reduction: RankReduction) -> Steps:
         """(n,) on every rank becomes the combination of all, on every rank."""
         reduction.before(block)
+        # Factor and mean are applied once, to what the whole group combines; inside there are plain sums.
         is_sum = reduction.kind in (dist.ReduceOp.AVG, dist.ReduceOp.PREMUL_SUM)
         inside = RankReduction(dist.ReduceOp.SUM if is_sum else reduction.kind)
         if self._host is not None:
@@ -117,6 +123,7 @@ class HierarchicalCollectives:
         reduction.after(block.flat, self._size)
 
     def reduce(self, call: int, block: Memory, reduction: RankReduction, root: int) -> Steps:
+        # On a copy, because ``all_reduce`` overwrites, and the ranks other than ``root`` keep theirs.
         total = own_memory(block.flat.clone())
         yield from self.all_reduce(call, total, reduction)
         if self._rank == root:
@@ -132,6 +139,7 @@ class HierarchicalCollectives:
 
     def all_gather(self, call: int, mine: Memory, gathered: Sequence[int]) -> Steps:
         """(n,) of each rank to the addresses of this rank's ``gathered``, one for each rank."""
+        # In the order of the hosts, so that what a host has gathered is one piece, which its leader can send.
         ranks = [rank for host in self._hosts for rank in host]
         whole = empty_bytes(mine.size * self._size)
         address = {rank: whole.data_ptr() + mine.size * place for place, rank in enumerate(ranks)}
@@ -148,6 +156,7 @@ class HierarchicalCollectives:
 
     def gather(self, call: int, mine: Memory, gathered: Sequence[int], root: int) -> Steps:
         """(n,) of each rank to the addresses of ``root``'s ``gathered``."""
+        # An all-to-all in which nobody but ``root`` receives.
         sizes = [mine.size if rank == root else 0 for rank in range(self._size)]
         received = [mine.size if self._rank == root else 0] * self._size
         taken = empty_bytes(sum(received))
@@ -159,6 +168,7 @@ class HierarchicalCollectives:
     def scatter(self, call: int, sent: Sequence[Memory], taken: Memory, root: int) -> Steps:
         """``sent[r]`` of ``root`` to ``taken`` of rank r; all of one size."""
         given = torch.cat([as_bytes(part.flat) for part in sent]) if self._rank == root else empty_bytes(0)
+        # An all-to-all in which nobody but ``root`` sends.
         sizes = [taken.size if self._rank == root else 0] * self._size
         received = [taken.size if rank == root else 0 for rank in range(self._size)]
         yield from self._exchange(given, sizes, as_bytes(taken.flat), received)
@@ -193,9 +203,11 @@ class HierarchicalCollectives:
     def _combine(self, flat: Tensor, reduction: RankReduction) -> Steps:
         """The combination of the leaders' tensors (n,), in place: each leader combines one part of it."""
         hosts, count = len(self._hosts), flat.numel()
+        # Host h combines elements count * h // hosts to count * (h + 1) // hosts.
         sizes = [count * (host + 1) // hosts - count * host // hosts for host in range(hosts)]
         parts = flat.split(sizes)
         mine = parts[self._here]
+        # [hosts, part]: row h is what host h has for this leader's part.
         found = flat.new_empty(hosts, mine.numel())
         in_bytes = [size * flat.element_size() for size in sizes]
         own = [in_bytes[self._here]] * hosts
@@ -205,6 +217,7 @@ class HierarchicalCollectives:
         )
         if mine.numel():
             combine_in_order(list(found), reduction.combine, mine)
+        # Each leader has one combined part, and sends it to the others.
         yield from self._between_leaders(parts, range(hosts))
 
 

@@ -43,6 +43,7 @@ def make_group(options: Any) -> object:
         here = next(index for index, members in enumerate(hosts) if rank in members)
         store_of_host = c10d.PrefixStore(f"host{here}", store)
         peers, failure = share(store_of_host, rank, hosts[here], names, options.timeout)
+        # Whether all ranks could map it, before any of them takes the group for one that shares memory.
         reason = next(filter(None, exchange(store, "mapped", rank, ranks, failure)), "")
         wait_for_readers(store, "mapped", rank, ranks)
         if not reason:
@@ -73,6 +74,7 @@ def group_on(hosts: list[list[int]], peers: Peers | None, options: Any) -> Share
     slots = None if peers is None else RankSlots(peers, read_code)
     if peers is not None and slots is not None and len(hosts) == 1:
         return SharedMemoryGroup(rank, ranks, name, peers, HostCollectives(slots), Channels(peers, name))
+    # Messages, gather, scatter and all-to-all go from rank to rank, without the leaders.
     everyone = c10d.gloo_group(c10d.PrefixStore("gloo", options.store), rank, ranks, options.timeout)
     first = [members[0] for members in hosts]
     leaders = None
@@ -139,6 +141,7 @@ def share(
         else:
             segment = Segment.open(SegmentAddress.of(bytes(store.get("segment")).decode()))
     except (OSError, ValueError) as error:
+        # The others wait for this key, and would wait until the timeout.
         if place == 0:
             store.set("segment", "")
         return None, f"rank {names[rank]} could not map shared memory ({error})"

@@ -46,6 +46,7 @@ class GroupLayout:
 
     @property
     def size(self) -> int:
+        # Where a ring behind the last one would begin.
         return self.ring(self.ranks, 0)
 
     def word(self, rank: int) -> int:

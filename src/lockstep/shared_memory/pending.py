@@ -85,7 +85,9 @@ class PendingCall(dist.Work):
                 self.staging.finish()
         except BaseException as raised:
             error = raised
+        # Steps and staging keep tensors alive, and a handle may be kept for long.
         self.error, self.steps, self.awaits, self.staging = error, iter(()), None, None
+        # Last: other threads look at it without the lock, and then at the error.
         self.done = True
 
     def announce(self) -> None:
@@ -119,6 +121,7 @@ class PendingCall(dist.Work):
 
     def is_completed(self) -> bool:
         if not self.done:
+            # Who only polls does not carry the call on, so that a thread of the queue has to.
             self.queue.hand_over()
         return self.done
 
@@ -141,6 +144,8 @@ class PendingCall(dist.Work):
         ended: torch.futures.Future[None] = torch.futures.Future()
         # Not by set_exception, which DDP's reducer takes for a value. What a callback raises is an error in C++, too.
         future = ended.then(self._value)
+        # ``announce`` takes the list under this lock after ``done`` is set: a future is in that list, or is
+        # set here.
         with self.queue.lock:
             is_pending = not self.done
             if is_pending:
@@ -175,6 +180,7 @@ class CallQueue:
             first = not self._calls
             self._calls.append(call)
             if first:  # nobody else has a turn
+                # Under the lock, so that no other thread carries it on at the same time. It never waits.
                 self._begin(call)
         if call.done:
             call.announce()
@@ -211,6 +217,7 @@ class CallQueue:
                     return
                 self._is_carried_on = True
                 head = self._calls[0]
+            # An error of an earlier call also ends this one, without a step.
             if self._error is not None:
                 head.end(self._error)
             else:

@@ -82,6 +82,8 @@ class Peers:
         deadline = deadline or started + self.timeout_s
         address = base + 8 * index
         while (value := words[index]) < least:
+            # The kernel sleeps only while the word is still ``value``: a write since it was read is not
+            # missed.
             self.futex.wait(address, value, LOOK_AFTER_S)
             now = time.monotonic()
             if now - started > LOOK_AFTER_S and words[index] < least:
@@ -102,6 +104,7 @@ class Peers:
             line = self.layout.word(rank)
             if self.words[line + ABORTED]:
                 raise RuntimeError(f"Connection closed by peer: rank {name} aborted the process group.")
+            # A rank that is not behind has done its part of the collective, and may have left since.
             behind = self.words[line] < self.words[self.layout.word(self.rank)]
             if (behind or rank == awaited) and not self.segment.is_held(rank):
                 raise RuntimeError(
@@ -139,6 +142,8 @@ class RankSlots(Waitable):
         self._parity ^= 1
         self._here = self._addresses[self._parity]
         self._call = call
+        # Before ``arrive`` raises the counter: writes stay in order on x86-64, so whoever sees the counter
+        # sees these.
         self._words[self._line + CALLS + self._parity] = call
         self._words[self._line + SIZES + self._parity] = size
 
@@ -197,6 +202,7 @@ class RankSlots(Waitable):
             CollectiveMismatchError: on every rank, if they called different collectives.
         """
         words, mine = self._words, self._call
+        # A rank that is one chunk ahead already has written its next call at the other parity.
         if any(words[line + CALLS + self._parity] != mine for _, line in self._others):
             calls = [words[self.peers.layout.word(rank) + CALLS + self._parity] for rank in range(self.ranks)]
             lines = "".join(

@@ -30,6 +30,8 @@ class CallTensors:
     def read(self, tensor: Tensor) -> Memory:
         """Of a tensor that is sent."""
         check_memory(tensor)
+        # ``contiguous`` copies only what is not: a contiguous tensor is read where it lies, when the call's
+        # turn comes.
         dense = tensor.detach().contiguous()
         self.keeps.append(dense)
         return memory_of(dense)

@@ -135,6 +135,7 @@ class SplitSequence(InBlock):
 
         Whether they come from this rank's positions instead, the rehearsal sees.
         """
+        # A mask of the whole sequence has a row for each query: this rank takes those of its own.
         if mask is not None and mask.ndim > 1 and mask.shape[-2] == self.whole:
             mask = self.layout.local(mask, mask.ndim - 2)
         return F.scaled_dot_product_attention(
@@ -187,6 +188,7 @@ class SplitSequence(InBlock):
         biases = in_proj_bias.chunk(3) if in_proj_bias is not None else (None,) * 3
         # torch's function is replaced as a whole, because it would look at the sizes of the sequence on the way.
         q, k, v = (
+            # [s, b, width] to [b, heads, s, head_dim]
             F.linear(tensor, weight, bias).unflatten(2, (num_heads, -1)).permute(1, 2, 0, 3)
             for tensor, weight, bias in zip((query, key, value), weights, biases, strict=True)
         )
@@ -250,6 +252,7 @@ def _merged(mask: Tensor | None, padding: Tensor | None, heads: int, dtype: torc
     """Masks of ``nn.MultiheadAttention``, in which True hides, as one that is added: [..., S, S] or [b, 1, 1, S]."""
     if mask is not None:
         mask = _added(mask, dtype)
+        # [b * heads, S, S] to [b, heads, S, S]
         mask = mask if mask.ndim == 2 else mask.unflatten(0, (-1, heads))
     if padding is None:
         return mask

@@ -313,6 +313,7 @@ def _enter(region: ContextRegion, block: str, hidden: Tensor, named: dict[str, o
             f"{region.local_length}. Blocks must keep the length, and run one after the other: name such blocks with "
             "blocks=..."
         )
+    # A chain that begins inside another one finds the sequence split.
     if not repeated and block == chain.first:
         region.chain = chain
         region.begin_of.discard(block)

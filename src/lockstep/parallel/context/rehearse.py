@@ -70,6 +70,7 @@ def rehearse(module: nn.Module, call: BlockCall, suspecting: Callable[[int], InB
         return _run(call, hidden, start, count, suspecting(count))
 
     count = min(call.hidden.shape[1], POSITIONS) // 2 * 2
+    # Each half has at least two positions: one alone would broadcast against what it does not fit.
     if count < 4 or any(hasattr(inner, "unshard") for inner in module.modules() if inner is not module):
         return UNKNOWN
     hidden = numbers((call.hidden.shape[0], count, *call.hidden.shape[2:])).to(call.hidden)
@@ -85,6 +86,7 @@ def rehearse(module: nn.Module, call: BlockCall, suspecting: Callable[[int], InB
     for start, part in zip((0, half), halves, strict=True):
         if not _is_slice_of(whole.output, part.output, start, half):
             return Verdict(True, _first_difference(whole, halves, half))
+    # By hand, attention makes shapes that follow the number of positions, and so is suspected in every run.
     suspected = whole.suspected & halves[0].suspected & halves[1].suspected
     return Verdict(True, suspected=suspected & SCORES)
 
@@ -156,6 +158,7 @@ def _by_positions(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         key, value = key.repeat_interleave(times, -3), value.repeat_interleave(times, -3)
     if key.shape[-2] != query.shape[-2]:  # of another sequence, whole
         key, value = key.mean(-2, keepdim=True), value.mean(-2, keepdim=True)
+    # All three take part, so that mixing before any of them shows.
     return value * (1 + query.mean(-1, keepdim=True).tanh()) + key.mean(-1, keepdim=True).tanh()
 
 
@@ -199,10 +202,14 @@ def _first_difference(whole: _Run, halves: list[_Run], half: int) -> str:
                 return name
             unlike = [d for d in range(found.ndim) if expected.shape[d] != found.shape[d]]
             if not unlike:
+                # Not along the positions, as a weight: it mixes only if it differs between the halves and
+                # from the whole.
                 is_same = start == 0 or _close(halves[0].operations[number][1], found)
                 if not is_same and not _close(expected, found):
                     return name
             elif len(unlike) > 1 or (expected.shape[unlike[0]], found.shape[unlike[0]]) != (2 * half, half):
+                # Positions are folded into another dim, as in [b * positions, ...]: only numbers of elements
+                # can be compared.
                 if expected.numel() * half != found.numel() * 2 * half:
                     return name
             elif not _close(expected.narrow(unlike[0], start, half), found):

@@ -69,6 +69,8 @@ class _RingAttention(torch.autograd.Function):
         for step in range(layout.size):
             # The next keys travel while those at hand are used.
             coming = _pass_on((keys, values), layout, KEYS) if step + 1 < layout.size else None
+            # Only among a rank's own keys is a mask needed: of others' keys those are shown which all these
+            # queries see.
             seen, shown = _visible(layout, step, causal, q.shape[2])
             part = kernel.forward(
                 q[:, :, seen], _repeat(keys[:, :, shown], groups), _repeat(values[:, :, shown], groups),
@@ -189,6 +191,7 @@ class _Coming:
 
 def _pass_on(tensors: Sequence[Tensor], layout: SequenceLayout, tag: int) -> _Coming:
     """Start to send to the next rank and to receive as much from the one before."""
+    # Sends and receives name global ranks.
     ranks = dist.get_process_group_ranks(layout.group)
     after, before = ranks[(layout.rank + 1) % layout.size], ranks[layout.rank - 1]
     received = [torch.empty_like(tensor) for tensor in tensors]
@@ -269,6 +272,7 @@ class CudaEfficient:
 
     def backward(self, gradient: Tensor, qkv: Three, merged: Merged, causal: bool, scale: float) -> Three:
         out, lse = merged
+        # Rows that are no queries: an infinite log-sum-exp makes their weights 0.
         lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=float("inf"))
         state = torch.zeros((), dtype=torch.int64, device=out.device)
         needed = [True, True, True, False]
@@ -289,9 +293,12 @@ class Plain:
     def backward(self, gradient: Tensor, qkv: Three, merged: Merged, causal: bool, scale: float) -> Three:
         dtype = qkv[0].dtype
         out, lse = merged
+        # ``lse`` is over all keys, so that the weights are these keys' shares in the whole softmax.
         weights = (self._scores(qkv[0], qkv[1], causal, scale) - lse[..., None]).exp()
         q, k, v, gradient, out = (tensor.to(weights.dtype) for tensor in (*qkv, gradient, out))
         dv = weights.mT @ gradient
+        # The sum of weights * (gradient @ v.mT) over all keys is that of gradient * out, which needs no other
+        # keys.
         dscores = weights * (gradient @ v.mT - (gradient * out).sum(-1, keepdim=True))
         dq, dk = dscores @ k * scale, dscores.mT @ q * scale
         return dq.to(dtype), dk.to(dtype), dv.to(dtype)

@@ -98,6 +98,7 @@ def _to_sequence(tensor: Tensor, layout: SequenceLayout) -> Tensor:
     """[b, h, s, d] of all heads and this rank's positions to [b, h / N, N s, d]."""
     sent = tensor.unflatten(1, (layout.size, -1)).movedim(1, 0)  # [N (rank it goes to), b, h / N, s, d]
     received = _exchange(sent, layout)  # [N (rank it came from), b, h / N, s, d]
+    # Chunks are contiguous, so that in the order of the ranks they are the whole sequence.
     return received.movedim(0, 2).flatten(2, 3)
 
 

@@ -51,6 +51,7 @@ class CopiesAlike:
         """
         self._forwards += 1
         last = self._forwards - 2
+        # Zero or a power of two.
         if last >= 0 and last & (last - 1) == 0:
             self._compare(trained)
 
@@ -74,7 +75,9 @@ class CopiesAlike:
 
 def differences(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> torch.Tensor:
     """For each tensor how far its sums on the ranks are apart, of the sum of its magnitudes. Collective."""
+    # [tensors, 2]: sum, and sum of magnitudes
     found = torch.stack([torch.stack(_sums(one)) for one in tensors]).to(tensors[0].device)
+    # The maximum of the negated sums is the negated minimum, so that one all-reduce gives both.
     both = torch.cat([found, -found]).nan_to_num()
     with waiting_for_ranks():
         dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
@@ -92,6 +95,7 @@ def average_before_hooks(replica: TorchDDP, parameters: Sequence[nn.Parameter], 
     if replica.find_unused_parameters or not parameters:
         return  # a rank may leave out a parameter, and with it the average
     have = torch.tensor([has_hook(p, TENSOR) for p in parameters], dtype=torch.uint8, device=device)
+    # MIN: a hook that some ranks lack would leave the others waiting in its average.
     dist.all_reduce(have, dist.ReduceOp.MIN, group=replica.process_group)
     for parameter, is_everywhere in zip(parameters, have.tolist(), strict=True):
         if is_everywhere and not any(
@@ -155,6 +159,7 @@ class _Before:
         if replica is None or before is None:
             return
         now = self._state(given)
+        # A hook that changed it has returned another tensor, or written into this one.
         if now[0] is before[0] and now[1] == before[1]:
             return
         parameter = self._parameter()

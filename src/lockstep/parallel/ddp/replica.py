@@ -213,6 +213,7 @@ class DistributedDataParallel(TorchDDP):
         if self.require_backward_grad_sync:
             self._has_own = False
         number = current_pass()
+        # One backward may come to several outputs.
         if number == self._pass:
             return
         self._pass = number

@@ -214,9 +214,11 @@ class MixtureOfExperts(nn.Module):
             kept = within_capacity(counts, capacity(counts, self.capacity_factor))
         self._remember(self._measured(routing, counts, kept, ranks))
 
+        # (n,), by expert; slot token * k + choice
         slots = kept_slots(routing.experts, kept[rank])
         rows = _as_computed(tokens[slots // self.top_k])
         outputs = self._apply_experts(rows, kept.sum(1), ranks)
+        # Slots that were dropped stay zeros.
         chosen = outputs.new_zeros(tokens.shape[0] * self.top_k, self.width).index_copy(0, slots, outputs)
         combined = (chosen.view(-1, self.top_k, self.width) * routing.gates.unsqueeze(-1)).sum(1)
         return combined.to(outputs.dtype).view(hidden.shape)
@@ -228,6 +230,7 @@ class MixtureOfExperts(nn.Module):
             return self.experts(rows, mine.tolist())
         plan = traffic(kept[list(ranks.members)].cpu(), ranks.experts.rank())
         order = plan.order.to(rows.device)
+        # Sorted by expert, rows are also sorted by the rank that holds it, as an all-to-all sends them.
         arrived = AllToAll.apply(rows, plan.sent, plan.received, ranks.experts)
         outputs = self.experts(arrived[order], plan.per_expert)
         in_order_of_arrival = torch.empty_like(outputs).index_copy(0, order, outputs)
@@ -248,6 +251,7 @@ class MixtureOfExperts(nn.Module):
             sums = SumOverRanks.apply(sums, ranks.data)
         tokens_per_expert = counts.sum((0, 1))
         choices = tokens_per_expert.sum().clamp_min(1)
+        # There are k choices of each token, so that these are means over tokens.
         means = sums * self.top_k / choices
         return Load(
             balance_loss=balance_loss(tokens_per_expert / choices, means[:-1]),

@@ -92,6 +92,7 @@ def count_choices(experts: torch.Tensor, num_experts: int) -> torch.Tensor:
 
 def capacity(counts: torch.Tensor, factor: float) -> torch.Tensor:
     """How many choices one expert takes: ceil(factor * k * T / E) for the T tokens of all ranks, 0-d int64."""
+    # The counts of all ranks, choices and experts add up to k * T.
     return (counts.sum().double() * factor / counts.shape[-1]).ceil().long()
 
 
@@ -101,6 +102,7 @@ def within_capacity(counts: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
     All first choices come before all second ones (GShard), among these rank by rank, on a rank token by token.
     """
     ranks, top_k, num_experts = counts.shape
+    # [k * R, E] in the order in which an expert takes them; ``before``: how many it has taken until then.
     in_order = counts.transpose(0, 1).reshape(top_k * ranks, num_experts)
     before = in_order.cumsum(0) - in_order
     kept = torch.minimum((limit - before).clamp_min(0), in_order)
@@ -118,6 +120,7 @@ def kept_slots(experts: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
     sizes = key.bincount(minlength=kept.numel())
     first = sizes.cumsum(0) - sizes
     position = torch.empty_like(key)
+    # Its place among the tokens that made the same choice of the same expert.
     position[order] = torch.arange(key.numel(), device=key.device) - first[key[order]]
     is_kept = (position < kept.flatten()[key]).view(top_k, -1).T.flatten()
     by_expert = experts.flatten().argsort(stable=True)
@@ -147,8 +150,10 @@ class TokenTraffic:
 def traffic(rows: torch.Tensor, rank: int) -> TokenTraffic:
     """Of ``rows`` (N, E) in host memory: how many rows rank n has for expert e. Rank p has the p-th N-th of them."""
     ranks, num_experts = rows.shape
+    # [from rank, to rank, expert of the latter]
     by_owner = rows.view(ranks, ranks, num_experts // ranks)
     mine = by_owner[:, rank]
+    # Rows arrive rank by rank, from each sorted by expert.
     expert = torch.arange(mine.shape[1]).repeat(ranks).repeat_interleave(mine.flatten())
     return TokenTraffic(
         sent=by_owner[rank].sum(-1).tolist(),

@@ -254,6 +254,7 @@ def computes_linear(layer: nn.Module) -> bool:
         return True
     if set(registered) - {"weight", "bias"} or any(True for _ in layer.children()):
         return False
+    # As if random, without drawing from a generator.
     places = torch.arange(ROWS * layer.in_features, device=layer.weight.device, dtype=torch.float64)
     x = torch.sin(places * places * 0.37 + 1).view(ROWS, -1).to(layer.weight.dtype)
     try:
@@ -271,6 +272,7 @@ def _with_gradients(
     x = x.clone().requires_grad_()
     y = function(x)
     wanted = [x, *(parameter for parameter in parameters.values() if parameter.requires_grad)]
+    # Unequal weights: a plain sum would give the same gradient to every output.
     weights = torch.linspace(-1, 1, y.numel(), device=y.device, dtype=y.dtype).view_as(y)
     gradients = torch.autograd.grad((y * weights).sum(), wanted, allow_unused=True)
     return [

@@ -143,6 +143,7 @@ def leave_logits(local: Tensor, group: Group, size: int, stays_split: bool) -> o
     from torch.distributed.tensor import DTensor, Shard
 
     shape = torch.Size((*local.shape[:-1], size))
+    # Those of a contiguous whole, which no rank has in memory.
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(
         local, group.mesh, [Shard(local.dim() - 1)], run_check=False, shape=shape, stride=stride

@@ -100,10 +100,11 @@ def shard(
     check_types(groups, options.is_filled)
     offloaded = _offloaded(model, options)
     values = GroupValues(runtime.device, to_fill, sources)
-    # In the order of construction, so that the same seed gives the values of a model that is built whole.
+    # By its last module, before which the order of construction has all others of the group.
     inner = {group.modules[-1]: group for group in groups[:-1]}
     inside = {module for group in groups[:-1] for module in group.members}
     waiting: list[nn.Module] = []
+    # In the order of construction, so that the same seed gives the values of a model that is built whole.
     for module in modules_inside_out(model):
         group = inner.get(module)
         if group is not None:
@@ -144,6 +145,8 @@ def shard(
     )
     sharding.collectives = collectives
     model.register_forward_pre_hook(sharding.before_forward, prepend=True)
+    # The hooks then run in this order: blocks left out are passed by, groups of blocks end, views go, torch's
+    # own, ours.
     model.register_forward_hook(sharding.blocks.end, prepend=True)  # before torch's own
     model.register_forward_hook(sharding.skipped.forward_ends, prepend=True)
     model.register_forward_hook(sharding.after_forward, always_call=True)
@@ -192,6 +195,7 @@ def _offloaded(model: nn.Module, options: ShardOptions) -> OffloadedParameters |
         return None
     ranks = options.mesh.size(-1)
     sharded = [parameter for parameter in model.parameters() if not stays_whole(parameter)]
+    # Of the largest shard: torch gives the first ranks the rows that are left over.
     rows = (-(-parameter.shape[0] // ranks) for parameter in sharded)
     return OffloadedParameters(
         [n * parameter.nbytes // parameter.shape[0] for n, parameter in zip(rows, sharded, strict=True)],

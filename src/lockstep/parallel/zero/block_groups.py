@@ -76,6 +76,7 @@ class BlockGroups:
                 self._open = group
             else:
                 fsdp2_forward.begin_again(module)
+        # A block before it has gathered the weights of the whole group.
         if fsdp2.is_in_forward(module):
             return None
         return fsdp2.pre_forward(module, module, args, kwargs)

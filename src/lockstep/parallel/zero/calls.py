@@ -233,6 +233,7 @@ class SkippedBlocks:
 
     def forward_begins(self) -> None:
         """Of the whole model."""
+        # Not where a backward computes a forward again: that one comes to some blocks only.
         self._is_in_forward = self._is_ordered and torch.is_grad_enabled() and current_pass() == -1
         self._next = 0
 
@@ -260,6 +261,7 @@ class SkippedBlocks:
 
     def _pass_through(self, numbers: range, values: object) -> object:
         """``values`` again, so that their gradients come by these blocks."""
+        # Gradients reach the blocks that were left out along one tensor, which must be able to have one.
         carrier = _carrier(values)
         if carrier is None:
             self._is_ordered = self._is_in_forward = False

@@ -112,6 +112,7 @@ class ExchangeReduceScatter(ShardCollective):
     ) -> torch.Tensor:
         """An input, and then its output, which keeps its own memory: gradients are views of it."""
         elements = math.prod(map(int, size))
+        # FSDP2 asks for an input (N n,) and then for its output (n,); nothing but the size tells them apart.
         if self.buffers is None or elements == self._output_elements:
             self._output_elements = 0
             return super().allocate(size, dtype=dtype, device=device)
@@ -181,6 +182,7 @@ def exchange_on_cpu(groups: Sequence[ShardedModule], gathers_in_parts: bool) -> 
         FSDPModule, "set_custom_reduce_scatter"
     ):
         return []
+    # The buffers belong to one process group: they serve only if all modules are gathered over the same one.
     over = {fsdp2.all_gather_group(owned) for module in groups for owned in fsdp2.param_groups(module)}
     backend = c10d.backend_of(over.pop(), c10d.CPU) if len(over) == 1 and not gathers_in_parts else None
     gather, reduce = BroadcastAllGather(), ExchangeReduceScatter()
@@ -288,6 +290,7 @@ class QuantizedReduceScatter(ShardCollective):
         """
         factor = factor_of(op, group.size())
         count = output_tensor.numel()
+        # [N, message bytes]: row r is this rank's part of the gradient of rank r's shard.
         sent = to_message(input_tensor.view(-1, count), bits=self.bits)
         received = torch.empty_like(sent)
         work = dist.all_to_all_single(received.view(-1), sent.view(-1), group=group, async_op=async_op)

@@ -109,6 +109,7 @@ def _neighbours(
     first = {block: [block] for block in blocks}
     if _may_share(model, blocks, parallel, is_cast):
         for run in _runs(model, set(blocks)):
+            # A run takes the place of its first block.
             first.update((block, run if block is run[0] else []) for block in run)
     return (run for run in first.values() if run)
 
@@ -142,6 +143,7 @@ def _runs(model: nn.Module, blocks: set[nn.Module]) -> Iterator[list[nn.Module]]
         for member in torch_modules.children_of(container).values():
             if member is None or next(member.parameters(), None) is None:
                 continue  # an activation between two blocks
+            # A block that stands at two places is called twice in a forward.
             may_join = member in blocks and uses[member] == 1
             if run and not (may_join and _fit_together([*run, member])):
                 yield run

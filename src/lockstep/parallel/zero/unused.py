@@ -114,6 +114,7 @@ class ChangesByHand:
         if is_lost and self._lost is None:
             self._lost = param, self._reason(param, whole)
         number = 0 if is_lost else bits_digest(whole)
+        # Of numbers alone: Python's hash of text is another one in each process.
         self._digest = hash((self._digest, self._numbers[id(param)], number, is_lost))
 
     @staticmethod
@@ -247,6 +248,8 @@ class UnusedParameters:
             return
         order = (self._order & 0xFFFFFFFF).to_bytes(ORDER_BYTES, "little")
         shared = [*order, *self._changes.digest()]
+        # The maximum of a byte, and that of its complement, sum to 255 only where the byte is equal on all
+        # ranks.
         opposite = [255 - byte for byte in shared]
         flags = [int(number in self._used) for number in self._number.values()]
         message = torch.tensor([*flags, *shared, *opposite], dtype=torch.uint8, device=self._device)
