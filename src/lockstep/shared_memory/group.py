@@ -194,8 +194,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def _allgather_base(self, output: Tensor, input: Tensor, opts: CollectiveOptions = None) -> PendingCall:
         opts = opts or c10d.AllgatherOptions()
         if modes_are_active():
-            # Not the output itself: the backend that does nothing writes into all of it, and in ``gathered`` parts of it
-            # are memory that other ranks write.
+            # Not the output itself: the backend that does nothing writes into all of it, and in ``gathered`` the parts
+            # of other ranks lie there already.
             (shown,) = alike([output])
             self._shown._allgather_base(shown, input, opts)
         return self._all_gather_flat([output], [input], opts, output)

@@ -166,6 +166,7 @@ class Rounds:
             for rank in self._others():
                 this.inbox[rank] = self._form.empty()
                 this.works.append(dist.irecv(this.inbox[rank], rank, group=self._to_server, tag=number))
+            # The thread of rounds adds in another stream, which must wait until this message is packed.
             if self._lane is not None:
                 this.packed = torch.accelerator.current_stream(self._form.device).record_event()
         else:
@@ -248,6 +249,7 @@ class Rounds:
             work = dist.irecv(total, server, group=self._from_server, tag=this.number)
             assert work is not None
             work.wait()
+            # The sum has come, and so the server has this rank's message: its request only ends here.
             for sent in this.works:
                 sent.wait()
         if self._lane is not None:
@@ -260,6 +262,7 @@ class Rounds:
         if self._lane is not None:
             self._lane.wait_event(this.packed)
         parts = {**this.inbox, self._rank: this.message}
+        # In the order of the ranks, so that a sum has the same bits whichever rank is the server.
         total = parts[0]
         for rank in range(1, self._world_size):
             total += parts[rank]

@@ -213,6 +213,7 @@ class BoundedStaleness(TrainingBlock):
         self._steps += 1
         # schedulers warn if they advance before their optimizer has, which is late here
         torch_optim.note_step(getattr(self._optimizer, "optimizer", self._optimizer))
+        # At most ``staleness`` updates may be missing from the parameters of the next gradient.
         self._apply(rounds, at_least=self._steps - self.staleness)
 
     def synchronize(self) -> None:
@@ -239,6 +240,7 @@ class BoundedStaleness(TrainingBlock):
             return
         rounds.post(self._form.pack(MessageWord.ENDED))
         self._apply(rounds, at_least=self._steps)
+        # The round in which ranks say that they have ended carries no update.
         last = rounds.take(wait=True)
         assert last is not None
         self._check_words(rounds, last, self._steps)
@@ -344,6 +346,7 @@ class BoundedStaleness(TrainingBlock):
             return
         rounds = self._rounds
         with suppress(Exception):  # the error that counts is the one on its way
+            # Of another rank's failure all others have heard.
             if not is_consequence(error):
                 rounds.post(self._form.pack(MessageWord.FAILED))
             self._close_rounds(rounds, FAREWELL_S if isinstance(error, Exception) else 0)

@@ -60,6 +60,7 @@ def expert_parallel(
     for number, layer in enumerate(found.values()):
         ranks = Ranks(data, experts if is_spread else None, _members(experts, data), calls, number)
         layer.ranks = ranks if data.size() > 1 else None
+    # A layer by itself has no forward around it that could end.
     if calls is not None and not isinstance(model, MixtureOfExperts):
         model.register_forward_hook(AfterForward(calls))
     return parameters
@@ -78,6 +79,8 @@ def _spread(
                 made[id(made[id(stacked)])] = made[id(stacked)]
             setattr(experts, name, made[id(stacked)])
         if mesh.size() > 1:
+            # Tokens of all ranks come to an expert: its gradient is the sum of theirs, of which the mean is
+            # wanted.
             experts.gradient_factor = 1 / mesh.size()
     return list({id(parameter): parameter for parameter in made.values()}.values())
 

@@ -35,6 +35,7 @@ class Calls:
         Raises:
             CollectiveMismatchError: ranks call different layers; on all of them.
         """
+        # Of one length for all layers, so that ranks that call different ones meet here and see it.
         message = counts.new_zeros(1 + self.most)
         message[0] = number
         message[1 : 1 + counts.numel()] = counts.flatten()

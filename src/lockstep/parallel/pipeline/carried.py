@@ -143,6 +143,7 @@ class Values(TorchFunctionMode):
             number = self._counts[name]
             self._counts[name] += 1
             if changed is not None:
+                # From here on it is another value: what this function has left in it.
                 instead = self._instead[id(changed)][1]
                 self._of.pop(id(instead), None)
                 self._note_source(instead, Source("function", self._block, ITSELF, name, number))
@@ -240,6 +241,7 @@ class Values(TorchFunctionMode):
         return [
             value
             for value in self._used
+            # It passes through every segment from the one that made it to the last one that uses it.
             if value.segment < segment <= max(value.seen) and segment not in value.arrives
         ]
 

@@ -223,6 +223,8 @@ class Derivation:
         refusal = next((one for _, _, one, *_ in from_ranks if one), None)
         if refusal is not None:
             raise UsageError(refusal)
+        # A block is on one rank. What is outside of blocks may be on several, which all take over what one
+        # has changed.
         blocks = tuple(f"{name}." for name in stages.layout.blocks)
         names = {name for _, _, _, names, *_ in from_ranks for name in names}
         stages.state.share(name for name in names if not name.startswith(blocks))
@@ -246,6 +248,7 @@ class Derivation:
         own = rehearsal.failures[:1]
         from_ranks = self._stages.tell([isinstance(error, LockstepError) for error in own])
         is_by_cut = False
+        # Refusals of our own say themselves what is wrong; any other error may come from the cut.
         if plan.micro_batches > 1 and any(from_ranks) and not any(map(any, from_ranks)):
             raises = rehearsal.raises_on_whole(self._whole_plan(plan))
             is_by_cut = not any(self._stages.tell(raises))

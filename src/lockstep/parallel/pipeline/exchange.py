@@ -137,6 +137,7 @@ class Exchange(TorchFunctionMode):
         value = carried(leaf)
         if value is not leaf or self._next == len(self._fetches):
             return value
+        # Uses come in the order of the trace: each takes the next that was received, if it is of that kind.
         fetch = self._fetches[self._next]
         if (fetch.by, fetch.ndim, fetch.dtype) != (by, leaf.ndim, leaf.dtype):
             return leaf
@@ -222,6 +223,7 @@ class Given(Instead):
         if self._exchange is not None:
             for path, value in self._received.items():
                 carry(leaves((args, kwargs))[path], value)
+            # The block does not run, but its call uses what the trace has seen it use.
             with self._exchange.calling(self._name, (args, kwargs)) as (args, kwargs):
                 pass
         given = leaves((args, kwargs))

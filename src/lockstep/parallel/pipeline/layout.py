@@ -89,6 +89,7 @@ class Layout:
         self._first = {alias: first for first, names in self.aliases.items() for alias in names}
         parameters = dict(model.named_parameters())
         self.values = {name: self.placeholders.like(value, dtype) for name, value in parameters.items()}
+        # In copies, placeholders stand for parameters, and the model for itself.
         memo: dict[int, object] = {id(value): self.values[name] for name, value in parameters.items()}
         memo[id(model)] = model
         trunk = self._trunk()
@@ -111,6 +112,7 @@ class Layout:
                 copy = copy_without_values(module, dict(memo), keep_buffers=True)
                 names = {self._first[joined_name(name, inner)] for inner, _ in module.named_parameters()}
                 self.parts[name] = Part(copy, list(slots(model, module)), names)
+        # Copies of parts have kept their buffers; those of blocks get placeholders for them, too.
         memo |= {id(buffer): self.placeholders.like(buffer) for buffer in model.buffers()}
         self.blocks: dict[str, Block] = {}
         stage = 0
@@ -166,6 +168,8 @@ class Layout:
                     entries[key] = part.copy
         for single in self.singles:
             if not single.stages & keep and single.key in torch_modules.parameters_of(single.module):
+                # As an attribute of that name and no parameter, so that the model's parameters are those of
+                # its stages.
                 del torch_modules.parameters_of(single.module)[single.key]
                 single.module.__dict__[single.key] = single.placeholder
 

@@ -303,6 +303,7 @@ class Tail:
         if name != RECEIVED:
             return f"what the block '{name}' returns{f' at {path}' if path else ''}"
         cut = self._plan.traced.cuts[-1]
+        # Received are the arguments of the first block, and behind them what else was sent.
         number = int(path.strip("[]")) - len(cut.paths)
         if number < 0:
             return f"the argument at {cut.paths[number]} of the block '{cut.block}'"

@@ -109,6 +109,7 @@ def find(
     base: dict[str, int | None] = {path: given.get(path) for path in tensors}
     anchored = any(dim is not None for dim in given.values())
     everything = {**base, **dict.fromkeys(open_, 0)}
+    # One candidate alone must be the batch: something is cut.
     if not open_ or (not anchored and len(open_) == 1):
         return everything
     more = _more_rows(batch, tensors)
@@ -126,6 +127,7 @@ def find(
 
     # The first tensor is mostly the batch: only if nothing else fits may it be whole.
     frees = [open_] if anchored else [open_[1:], open_]
+    # With another number of rows first, and if no choice fits, with that of a micro-batch alone.
     for counts, free in product(((more, rows), (rows,)), frees):
         tried = _tried(free, functools.partial(attempt, counts=counts))
         if tried is None:
@@ -163,6 +165,7 @@ def batch_of(call: Call, given: BatchDims, trial: Trial) -> int:
 def _more_rows(batch: int, tensors: Mapping[str, Tensor]) -> int:
     """Not fewer than the batch, for a tensor that is as long may be looked up row by row; and like no other length."""
     sizes = {size for tensor in tensors.values() for size in tensor.shape}
+    # No multiple of a small number, so that no view fits by chance.
     return next(
         n for n in range(batch + 1, batch + 1000) if n not in sizes and all(n % p for p in (2, 3, 5, 7))
     )
@@ -185,6 +188,7 @@ def _tried(
     groups = [set(group) for size in (1, 2) for group in combinations(relevant, size)]
     if len(relevant) > 2:
         groups.append(set(relevant))
+    # If the other choice fits as well, shapes do not say which is right.
     for group in groups:
         if attempt(whole ^ group) is not None:
             return whole, sorted(group)

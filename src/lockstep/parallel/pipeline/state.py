@@ -276,6 +276,7 @@ def _equal_values(a: object, b: object) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         if not _has_same_layout(a, b):
             return False
+        # Two NaN count as equal.
         return bool(((a == b) | ((a != a) & (b != b))).all())
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         return False
