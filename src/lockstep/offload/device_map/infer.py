@@ -122,6 +122,7 @@ class _Filling:
 
     def _treat(self, name: str, part: nn.Module | torch.Tensor) -> None:
         self._largest_names = [other for other in self._largest_names if not _within(other, name)]
+        # Those of the largest size are placed or being placed: room is kept for the next largest.
         if not self._largest_names:
             self._find_largest()
         size = self.sizes.get(name, 0)
@@ -129,6 +130,7 @@ class _Filling:
             other for group in ties_across(name, self.ties) for other in group if not _within(other, name)
         ]
         tied_parts = partners(tied, self.waiting)
+        # All that is tied to it comes along; the tensors that they share are counted once.
         together = size + sum(
             self.sizes.get(partner, 0) - self.sizes.get(other, 0) for other, (partner, _) in tied_parts
         )
@@ -137,6 +139,7 @@ class _Filling:
         if room is None or together <= room:
             self._place(name, [partner for _, (partner, _) in tied_parts], together)
             return
+        # Alone the part would fit: of a partner nothing but the piece with the tied tensor is needed.
         if (
             tied
             and size <= room
@@ -155,6 +158,7 @@ class _Filling:
                 name,
                 together + reserved,
             )
+        # What was kept free for weights that come to compute counts as used.
         if device in self._borrowing:
             self.used[device] += self._largest
         del self._devices[0]

@@ -283,6 +283,7 @@ def get_balanced_memory(
     for device in used[:-1]:
         if not (low_zero and device == used[0]):
             limits[device] = min(share, limits[device])
+    # The first one gets what the others have no room for.
     if low_zero:
         elsewhere = sum(limits[device] for device in used[1:])
         limits[used[0]] = min(max(0, sizes[""] - elsewhere), limits[used[0]])
@@ -300,6 +301,7 @@ def _slack(model: nn.Module, sizes: Mapping[str, int], undivided: list[str]) -> 
     parents = {name.rpartition(".")[0] for name in sizes if "." in name}
     inner = {name: size for name, size in sizes.items() if name in parents or name == ""}
     grandparents = {name.rpartition(".")[0] for name in inner if "." in name}
+    # Modules with tensors, and without further modules.
     layers = [size for name, size in inner.items() if name and name not in grandparents]
     mean = int(sum(layers) / max(len(layers), 1))
     return int(1.25 * max([mean, *first_of_class.values()]))

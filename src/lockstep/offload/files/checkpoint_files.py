@@ -43,6 +43,7 @@ def stored_tensors(checkpoint: str | os.PathLike[str]) -> Mapping[str, Stored]:
         if os.path.isfile(os.path.join(path, name)):
             return _tensors_of(os.path.join(path, name))
     indices = sorted(name for name in os.listdir(path) if name.endswith(".index.json"))
+    # One of safetensors goes before one of pickles.
     if len(indices) > 1:
         safe = [name for name in indices if "safetensors" in name]
         indices = safe if len(safe) == 1 else indices
@@ -154,6 +155,7 @@ def read_header(path: str) -> dict[str, FileRegion]:
     try:
         size = os.path.getsize(path)
         with open(path, "rb") as file:
+            # Eight bytes: the length of the header behind them.
             start = file.read(8)
             length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
             if not 2 <= length <= min(LONGEST_HEADER, size - 8):
@@ -211,6 +213,7 @@ def _region(path: str, name: str, entry: Any, begin: int) -> FileRegion:
 
 def _check_layout(path: str, regions: dict[str, FileRegion], begin: int, size: int) -> None:
     position, before = begin, "the header"
+    # Of those at one place the empty ones come first.
     for name, region in sorted(regions.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
         if region.offset != position:
             how = "overlap" if region.offset < position else "have a gap between them"

@@ -166,6 +166,7 @@ class OffloadFile:
                 raise self._failed(
                     verb, offset + done, len(data) - done, error.strerror or str(error)
                 ) from error
+            # Direct moves cannot go on at a place that is not aligned.
             if moved % ALIGNMENT or not moved:
                 raise self._failed(verb, offset + done, len(data) - done, f"only {moved} bytes were moved")
             done += moved
@@ -188,6 +189,7 @@ def _write_pages(fd: int, mapped: mmap.mmap, offset: int, nbytes: int) -> None:
         failed = libc.sync_file_range(fd, ctypes.c_int64(offset), ctypes.c_int64(nbytes), _WRITE_AND_WAIT)
         code = ctypes.get_errno() if failed else 0
     if code in (errno.ENOSYS, errno.EINVAL, errno.ESPIPE, errno.EOPNOTSUPP):  # not on this file system
+        # mmap writes from the beginning of a page.
         start = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         mapped.flush(start, offset + nbytes - start)
     elif code:

@@ -196,6 +196,7 @@ def _write_part(folder: str, tensors: list[TensorToWrite], keys: Mapping[str, st
                 for piece in item.pieces():
                     file.write(as_bytes(piece))
             file.finish()
+        # As files are mostly made; those of mkstemp are for this user alone.
         os.chmod(partial, 0o644)
         number = 1
         while os.path.exists(os.path.join(folder, _part(number))):

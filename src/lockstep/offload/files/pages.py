@@ -112,6 +112,7 @@ class Pages:
             # The other way round: whole pages alone.
             start, end = _outer_end(span.start), _outer_start(span.end)
             if end > start:
+                # What was written to a shared mapping is in the file; to a private one, in these pages alone.
                 for first, last in _unwritten(start, end) if span.mapping.is_private else [(start, end)]:
                     _advise(first, last - first, mmap.MADV_DONTNEED)
 
@@ -154,6 +155,7 @@ def _spans(tensors: Sequence[torch.Tensor], mappings: Sequence[FileMapping]) -> 
     spans: list[_Span] = []
     starts = [mapping.start for mapping in mappings]
     for start, end in sorted(map(_extent, tensors)):
+        # A tensor may lie in several mappings: the kernel divides one whose parts were advised differently.
         while start < end:
             index = bisect_right(starts, start) - 1
             if index < 0 or mappings[index].end <= start:
@@ -169,6 +171,7 @@ def _spans(tensors: Sequence[torch.Tensor], mappings: Sequence[FileMapping]) -> 
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    # Of the first to the last element, which need not be neighbours.
     elements = 1 + sum(
         (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
@@ -234,6 +237,7 @@ def _unwritten(start: int, end: int) -> list[tuple[int, int]]:
     entries = _page_entries(start, end)
     if len(entries) < (end - start) // _PAGE:
         return []  # not known: none is let go
+    # Writing to a private mapping makes a copy of the page: it is present, and not of the file.
     clean = ((entries & _IS_PRESENT) == 0) | ((entries & _IS_OF_FILE) != 0)
     if clean.all():
         return [(start, end)]

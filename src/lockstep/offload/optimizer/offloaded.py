@@ -171,6 +171,7 @@ class OffloadedStep:
             units = self._units_of.get(id(entry.parameter), [])
             for unit in units:
                 waited = self._waits_for.setdefault(id(unit), [])
+                # What several units share is stepped with the first of them, for which the others wait.
                 if (item := items[id(units[0])]) not in waited:
                     waited.append(item)
         self._forget_changed()

@@ -234,6 +234,8 @@ class StepThreads:
                 except BaseException:
                     self._give_back(staged)
                     raise
+                # Values that were computed where they are at rest can be used now, others when they have been
+                # written.
                 if not any(role == VALUE for _, role in item.others):
                     item.show()
                 if staged.buffer is None and not item.in_place:
@@ -266,6 +268,7 @@ class StepThreads:
     def _read_ahead(self, item: StepItem, early: list[EarlyRead]) -> Future[_Staged]:
         self._stage(item)
         item.nbytes_besides_states = sum(region.nbytes for region in item.others.values())
+        # The items are not those of the step before, for which state was read.
         if early and not early[0].is_of(item):
             self._forget(early)
         if item.states or item.others:
@@ -275,6 +278,7 @@ class StepThreads:
         return nothing
 
     def _read_state(self, early: EarlyRead) -> _Buffer:
+        # The step before still writes these regions.
         early.item.done.wait()
         buffer = self._free.get()
         try:
@@ -298,6 +302,7 @@ class StepThreads:
         buffer = None
         if early is not None and early.buffer.exception() is None:
             buffer = early.buffer.result()
+        # A buffer that has to grow loses what was read into it, which is then read again.
         if buffer is not None and buffer.nbytes >= nbytes:
             states = []  # they are there
         try:
@@ -314,6 +319,7 @@ class StepThreads:
     def _write_back(self, run: StepRun, item: StepItem, staged: _Staged) -> None:
         try:
             changed = [(role, region) for (_, role), region in item.others.items() if region.changes]
+            # Values first: a forward waits for them, and for nothing else.
             write_all(in_order(region for role, region in changed if role == VALUE), staged.data)
             item.show()
             write_all(in_order(region for role, region in changed if role != VALUE), staged.data)

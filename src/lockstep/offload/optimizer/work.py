@@ -123,6 +123,7 @@ class StepWork:
         values, gradients, states = [], [], []
         for index, entry in enumerate(item.entries):
             value = held(index, VALUE, entry.value)
+            # Until a delayed step is shown, forwards need the values of before.
             values.append(value.clone() if self._delayed else value)
             fetched = item.fetched[index]
             if fetched is not None and self.host is not None:

@@ -90,6 +90,7 @@ class Streamer:
         with self._changed:
             used = self._in_use.get(threading.get_ident(), [])
             if unit in used:  # not so where an exception came before forward_begins
+                # The use that began last: the same unit may be in use several times.
                 used.reverse()
                 used.remove(unit)
                 used.reverse()
@@ -115,6 +116,7 @@ class Streamer:
         with self._changed:
             self._successors.learn(unit, in_backward)
             self._current = unit
+            # What could not be let go before may have become free.
             self._busy.clear()
             if not self._is_there(unit):
                 self._wait_for(unit)
@@ -191,8 +193,10 @@ class Streamer:
                     return choice
                 self._failed[unit] = self._no_room(unit)
                 self._changed.notify_all()
+        # The computing thread raises the error before anything else is loaded ahead.
         if self._failed:
             return None
+        # As ``use`` promises, the last one stays until another is used.
         if self._current is not None:
             held.add(self._current)
         return choose_ahead(
@@ -320,6 +324,7 @@ class LoaderThread:
     def wait_for_call(self) -> bool:
         """Wait for the next ``wake``; False: the thread shall end."""
         with self.changed:
+            # A wake during the work may mean more of it: only without one is the thread idle.
             if not self._called:
                 self._awake = False
                 self.changed.notify_all()

@@ -107,6 +107,7 @@ class DeviceMover:
             self._follow_requires_grad(copy)
             copy.places.put_working()
             copy.is_in_place = True
+            # Bound outside of a forward, as by backward: nobody says when it ends.
             if not copy.depth and not copy.settles_later:
                 copy.settles_later = True
                 self._later.append(copy)
@@ -235,6 +236,7 @@ class DeviceMover:
         slot = copy.slot
         if slot is None:
             slot = self.slots.take(copy.nbytes)
+            # What was given to compute with the slot's memory comes before it is written.
             self._to.after(slot.free)
         else:
             self._to.after(self._to.computed())
