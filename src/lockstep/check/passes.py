@@ -99,6 +99,7 @@ def _full_tensor(output: Any) -> Tensor:
 def _combination(outputs: Iterable[Tensor]) -> Tensor | None:
     """A mean of all numbers in the outputs, weighted by place."""
     terms = [
+        # A sum of n such terms grows as the root of n: so each output has about the same say.
         (output * _weights(output)).sum() / math.sqrt(max(output.numel(), 1))
         for output in outputs
         if output.requires_grad and output.is_floating_point()

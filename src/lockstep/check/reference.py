@@ -107,6 +107,7 @@ class Reference:
                 full = f"{prefix}.{name}" if prefix else name
                 if buffer is not None:
                     value = weights.get(full, buffer).to(device)
+                    # A copy of its own: the forward may write to it.
                     own[name] = value.clone() if value is buffer else value
                     buffers.append((own, name, buffer))
         for registered, name, parameter in empty:

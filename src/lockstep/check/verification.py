@@ -171,6 +171,7 @@ class Verification:
             undo.callback(snapshot.restore)
             live = self._collector.live(model, snapshot)
             comparison, reason = self._compared(model, batch, chunks, live, before, look=False)
+            # Rank 0 alone has compared. All ranks take part in the second run, or none.
             if self._shared([comparison is not None and bool(comparison.differences)])[0]:
                 self._collector.drop_gradients(model)
                 snapshot.restore()

@@ -146,6 +146,7 @@ class Server:
             self._flush_all()
         finally:
             self._ended.set()
+            # Who has posted meanwhile waits for a result, and gets an error.
             self._run_posts()
             self._close_sockets()
 
@@ -266,10 +267,12 @@ class Server:
         # no lock: a signal handler of the thread that posts may post, too
         self._posts.append(function)
         self._wake()
+        # The thread may have run its last posts before: then nobody else would run this one.
         if self._ended.is_set():
             self._run_posts()
 
     def _run_posts(self) -> None:
+        # Those that are there now: one of them may post again.
         for _ in range(len(self._posts)):
             try:
                 post = self._posts.popleft()

@@ -245,6 +245,7 @@ def answer(secret: Secret, greeted: bytes) -> bytes:
     if len(greeted) != GREETING_BYTES or not greeted.startswith(PROTOCOL):
         raise ControlError("what answers there is not a Lockstep launcher of this version")
     mine = greeting()
+    # Over both nonces, so that a proof is good for this connection alone.
     return mine + secret.sign(b"client" + greeted + mine)
 
 
@@ -275,5 +276,6 @@ def finish(secret: Secret, greeted: bytes, answered: bytes, proof: bytes) -> Ses
 
 
 def _keys(secret: Secret, greeted: bytes, answered: bytes) -> tuple[Secret, Secret]:
+    # A key for each direction, so that nobody can send a frame back to who has made it.
     session = Secret(secret.sign(b"session" + greeted + answered))
     return derived(session, "to server"), derived(session, "to client")

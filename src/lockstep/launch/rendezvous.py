@@ -251,6 +251,7 @@ class Rendezvous:
 
     def _round(self, message: Mapping[str, Any]) -> Round:
         listener = self._offered if message["group_rank"] == 0 else None
+        # The first machine alone hosts the store: the others free the port that they have offered.
         if listener is None:
             self._drop_offer()
         self._offered = None

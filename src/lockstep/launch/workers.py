@@ -128,6 +128,7 @@ class Workers:
 
     def end(self, number: signal.Signals, grace_s: float) -> None:
         """End those that still run: ``number``, which stopped ones get too, then SIGKILL."""
+        # Whoever ends from here on was ended by this launcher.
         if self._ended_by_themselves is None:
             self._ended_by_themselves = frozenset(self.exit_codes())
         for pid in self.pids:

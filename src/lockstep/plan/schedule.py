@@ -104,6 +104,7 @@ class Timeline:
         """The most (stage, micro-batch) pairs whose activations ``rank`` holds at a time: from F until B or W."""
         in_memory = most = 0
         for span in self.ranks[rank]:
+            # A micro-batch's activations are kept until the backward of its weights.
             in_memory += {"F": 1, "B": -1, "W": -1, "I": 0}[span.action.kind]
             most = max(most, in_memory)
         return most
@@ -149,6 +150,7 @@ def simulate(orders: Sequence[Sequence[Action]], times: Times = Times()) -> Time
     sent: dict[ScheduleResult, float] = {}  # when the others have it
     ranks: list[list[Span]] = [[] for _ in orders]
     progress = True
+    # Each rank goes as far as it can, in turn: in which order has no influence on the times.
     while progress:
         progress = False
         for rank, order in enumerate(orders):

@@ -36,6 +36,7 @@ def keep_for_another_backward(groups: list[object]) -> None:
     group, and autograd has gradients enabled then if it makes a graph; ``post_backward`` lets weights go if
     ``reshard_after_backward``.
     """
+    # Of the pass that runs now; one for all groups.
     makes_graph = [False]
 
     def wrap(group: FSDPParamGroup) -> None:

@@ -83,4 +83,5 @@ def end_forward(module: Any) -> None:
 
 def one_of_each_group(modules: list[Any]) -> list[Any]:
     """The first module of each state."""
+    # From the back, so that of each state the first module is the one that stays.
     return list({id(module._get_fsdp_state()): module for module in reversed(modules)}.values())[::-1]

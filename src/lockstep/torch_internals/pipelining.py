@@ -111,6 +111,7 @@ def complete(actions: list[ScheduleAction]) -> list[ScheduleAction]:
     """
     computations = (ComputationType.FORWARD, ComputationType.FULL_BACKWARD)
     computing = [a.stage_index for a in actions if a.computation_type in computations]
+    # By stage, how many computations of all stages there are up to its last one.
     last = {stage: len(computing) - computing[::-1].index(stage) for stage in computing}
     waits: dict[ComputationType, Any] = {
         getattr(ComputationType, name): getattr(ComputationType, f"WAIT_{name}", None)
@@ -337,6 +338,7 @@ def splits_backward_exactly() -> bool:
             both = _split_gradients(_of_both)
         except RuntimeError:
             return False
+    # w(wx) has w^2 = 9 and 2wx = 12 as gradients of x and w; the other 5w + 7 = 22 and 5x + 7 = 17.
     return twice == (9.0, 12.0) and both == (22.0, 17.0)
 
 

@@ -59,6 +59,7 @@ def bits_digest(tensor: Tensor) -> int:
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     bits = values.detach().reshape(-1).view(kinds[values.element_size()])
     body = bits[: bits.numel() // DIGEST_COLUMNS * DIGEST_COLUMNS].view(-1, DIGEST_COLUMNS)
+    # A changed word changes the sum of its row and that of its column; weighted by places, these tell where.
     sums = (
         body.sum(0, dtype=torch.int64),
         body.sum(1, dtype=torch.int64),

@@ -95,6 +95,7 @@ def wait_for_round(place: str, baseline: Collection[str]) -> bool:
     spare.command_line.restore()
     spare.tell(state="cold" if why else "warm", why=why)
     if why:
+        # What was imported is of no use: the interpreter begins anew, as a new process would.
         os.execvpe(sys.orig_argv[0], sys.orig_argv, environment)
     spare.output.replay()
     for name in preload.changed(spare.environment, environment):

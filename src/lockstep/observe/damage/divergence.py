@@ -118,7 +118,9 @@ def factors(count: int, series: int, device: torch.device) -> torch.Tensor:
 
     Reference: Steele, Lea, Flood, Fast Splittable Pseudorandom Number Generators, OOPSLA 2014 (SplitMix64).
     """
+    # As int64 has these bits: sums and products of it wrap modulo 2^64.
     add, first, second = (value - 2**64 if value >= 2**63 else value for value in _MIX)
+    # Two series begin 2^32 apart, so that factors of rows and of columns are other numbers.
     x = (torch.arange(count, dtype=torch.int64, device=device) + (series << 32)) * add
     x = (x ^ _shift(x, 30)) * first
     x = (x ^ _shift(x, 27)) * second
@@ -133,6 +135,7 @@ def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
 def _as_words(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a tensor as 64-bit words, the last one filled up with zeros; a view where that is possible."""
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    # Words must begin at a multiple of eight bytes.
     if data.storage_offset() % 8:
         data = data.clone()
     whole = data.numel() // 8 * 8

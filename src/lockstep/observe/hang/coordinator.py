@@ -352,6 +352,7 @@ class Coordinator:
         ):
             return
         self._question = None
+        # Something got done while the ranks were asked.
         if progressed >= question.asked:
             return
         finding = self._finding(question, running, now)

@@ -160,6 +160,7 @@ class WorkerWatch:
     def _look_for_signals(self) -> None:
         number = self._signals.read()
         if number is not None:
+            # Who sends a second one does not want to wait for the step.
             if self._asked_by is not None:
                 end_at_once(number)
             self._ask_for_stop(number)
@@ -174,9 +175,11 @@ class WorkerWatch:
         if self._client is not None:
             name = signal.Signals(number).name
             self._tell("stop_wanted", cause=name, boundaries=self._clock.boundaries, steps=self._clock.steps)
+        # Without a coordinator the ranks could not agree on a boundary.
         elif self._world_size > 1:
             end_at_once(number)
         elif self._clock.steps > 0 or self._clock.boundaries > 0:
+            # Alone in the run it stops at the next boundary, without asking.
             self.gate.aim(self.gate.close(signal.Signals(number).name) + 1)
         else:
             sys.stderr.write(f"lockstep: {nothing_to_save(signal.Signals(number).name)}.\n")

@@ -100,6 +100,7 @@ def part(trace: Trace, item: TraceItem, boxes: Sequence[tuple[Sequence[int], Seq
     regions = as_regions(boxes)
     if len(regions) < 2:
         return trace.part(item, regions[0]) if regions else trace.tensor(item)
+    # The rank's part is as large as its boxes reach.
     ends = ([a + b for a, b in zip(region.inside, region.shape, strict=True)] for region in regions)
     shape = tuple(map(max, zip(*ends, strict=True)))
     first = trace.part(item, regions[0])

@@ -47,12 +47,15 @@ def _terms(case: Case, part: RankPart, sketches: Sequence[Tensor]) -> Terms | No
     of_ranks = torch.stack([one[rows].reshape(-1) for one in sketches])
     count = len(sketches)
     if len(found) > count:
+        # Ranks whose batches it has come out with equal weights, the others with none. Sketches may depend on
+        # each other.
         weights = torch.linalg.lstsq(of_ranks.T, found[:, None], driver="gelsd").solution[:, 0].abs()
         tried = [tuple((weights > 0.5 * weights.max()).nonzero().reshape(-1).tolist())]
     else:  # any numbers are then some sum of them
         tried = [(rank,) for rank in range(count)]
     for ranks in tried:
         total = of_ranks[list(ranks)].sum(0)
+        # Their mean; or their sum by the number of all ranks, where the others have counted as zeros.
         for divisor in {len(ranks), count} if len(ranks) < count else ():
             if case.is_close(found, total / divisor):
                 return Terms(ranks, divisor == len(ranks))

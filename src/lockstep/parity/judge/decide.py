@@ -125,8 +125,10 @@ def _factor(sums: DistanceSums, allowed: float) -> float | None:
     """By which what is expected has to be multiplied to be what was found."""
     if sums.wrong or not sums.expected:
         return None
+    # The factor of least squares; ``left`` is the square of what it leaves of what was found.
     factor = sums.product / sums.expected
     left = max(sums.found - factor * sums.product, 0.0)
+    # Little beside what rounding explains, and beside the difference that the factor is to explain.
     is_all = left <= min(max(3 * allowed, 1e-3), 0.3 * abs(factor - 1)) ** 2 * sums.found
     return factor if is_all else None
 

@@ -107,6 +107,7 @@ def _order_of_slices(case: Case, found: Tensor, expected: Tensor, dim: int) -> l
         if len(mine) < LEAST_OF_SINGLE:
             return None
         near = min(near, CLOSE)
+    # Not by products, whose rounding would hide which of two near rows is nearer.
     nearest = torch.cdist(mine, theirs, compute_mode="donot_use_mm_for_euclid_dist").argmin(1)
     order: list[int] = nearest.tolist()
     if sorted(order) != list(range(len(order))) or order == list(range(len(order))):

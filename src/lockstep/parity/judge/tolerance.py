@@ -172,6 +172,7 @@ def tolerance_of(
             spread = _spread(item, of_batches.get(_of_all_batches(item)), usual_here, usual, least)
             sums = runs[0].sums if runs else DistanceSums(elements=math.prod(trace.shape(item)))
             own = math.sqrt(sums.expected / sums.elements) if sums.elements else 0.0
+            # It is the difference of two weights, and has the rounding of both.
             if item.kind is ItemKind.UPDATE:
                 of_weight = [run[weight].sums.apart for run in both if (weight := _weight(item)) in run]
                 spread = max(spread, math.sqrt(max(of_weight, default=0.0)) / (sums.size(floor) or 1.0))

@@ -132,6 +132,7 @@ class Trace:
         if begin == end:
             return torch.empty(entry["shape"], dtype=dtype)
         flat = torch.frombuffer(self._data, dtype=torch.uint8, count=end - begin, offset=self._begin + begin)
+        # A view in this dtype must begin at a multiple of its elements' size.
         if (self._begin + begin) % dtype.itemsize:
             flat = flat.clone()
         return flat.view(dtype).reshape(entry["shape"])
@@ -156,6 +157,7 @@ class Trace:
 def _write(path: Path, header: Mapping[str, object], data: BinaryIO) -> None:
     """A safetensors file of a header and what ``data`` has from here on."""
     content = json.dumps(header).encode()
+    # Data begins at a multiple of 8, as in all safetensors files.
     content += b" " * (-len(content) % 8)
     partial = path.with_name(f"{path.name}.partial")
     with partial.open("wb") as file:

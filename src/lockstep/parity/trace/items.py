@@ -93,6 +93,7 @@ class TraceItem(NamedTuple):
         """Sorts items as one process would come to them. ``position``: that among items of its step and kind."""
         phase = _ORDER[self.kind]
         if self.kind.is_of_micro_batch:
+            # Gradients of outputs come behind all of the forward, in the order in which the run came to them.
             backward = int(self.kind is ItemKind.OUTPUT_GRADIENT)
             return self.step, 0, self.micro_batch, backward, position if backward else 0, phase, position
         return self.step, 1, 0, 0, 0, phase, position

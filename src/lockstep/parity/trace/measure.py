@@ -129,6 +129,7 @@ def compare(found: torch.Tensor, expected: torch.Tensor) -> DistanceSums:
     """The sums over two tensors of one shape, in host memory; integers differ or not, floats by how much."""
     if not (found.is_floating_point() or expected.is_floating_point()):
         unequal = int((found != expected).sum())
+        # Each element counts as 1: the relative distance is the root of the share of those that differ.
         return DistanceSums(
             found.numel(), unequal, found.numel(), found.numel(), found.numel() - unequal, unequal
         )

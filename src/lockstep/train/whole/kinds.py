@@ -209,6 +209,7 @@ def methods_with_parameters(cls: type[Optimizer]) -> list[str]:
     }
     touching: set[str] = set()
     words = {name: set(_names_in_code(function.__code__)) for name, function in functions.items()}
+    # Until no method is added that calls one which touches parameters.
     while True:
         found = {name for name in words if words[name] & (_PARAMETERS | touching)}
         if found == touching:
