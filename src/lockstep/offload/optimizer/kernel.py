@@ -162,6 +162,7 @@ def step_some(
         parameter.grad = gradient
     afterwards: dict[object, dict[str, object]] = defaultdict(dict)
     _part_of(settings, entries, parameters, states, afterwards)
+    # Behind the step, which may have read what was written at any time before.
     for entry in entries:
         if torch_tensors.version(entry.watched) != entry.version:
             raise OffloadError(

@@ -118,6 +118,7 @@ def choose_ahead(
     if missing <= 0:
         return Choice(unit, ())
     later = set(loaded).difference(held, seen)  # what is used before the unit stays
+    # The rest of the chain: only uses behind that of the unit count.
     return _evicting(unit, missing, sizes, _next_uses(later, (one for _, one in chain)))
 
 

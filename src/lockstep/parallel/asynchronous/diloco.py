@@ -111,6 +111,7 @@ class DiLoCo(LocalRounds):
         starts = {id(parameter): self._start[name] for name, parameter in self._trained.items()}
         for parameter, mean in means(self._communicator, self._trained.values()):
             start = starts[id(parameter)]
+            # What the ranks have moved on average, with the sign of a gradient.
             start.grad = start - mean.to(start)
         self.outer_optimizer.step()
         for name, parameter in self._trained.items():

@@ -129,6 +129,7 @@ class _Outputs(torch.autograd.Function):
         ctx: FunctionContext, anchor: Tensor, backward: Callable[[OutputGradients], None], *values: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.backward_all = backward
+        # An output that the loop has not used has no gradient, and not one of zeros.
         ctx.set_materialize_grads(False)
         return tuple(value.clone() for value in values)
 

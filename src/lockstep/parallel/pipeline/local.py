@@ -96,6 +96,7 @@ class LocalStages:
                 continue
             if tuple(ranks) not in groups:
                 members = [dist.get_global_rank(self.group, rank) for rank in ranks]
+                # The ranks of the group alone make it: others have no such parameter, and do not come here.
                 groups[tuple(ranks)] = dist.new_group(members, use_local_synchronization=True)
             found[name] = groups[tuple(ranks)]
         return found

@@ -75,6 +75,7 @@ def _candidates(
 ) -> Iterator[tuple[Mapping[str, int], bool]]:
     counts = _share(holder, (*HEADS, *KV_HEADS), set(heads), ranks)
     widths = _share(holder, WIDTHS, None, ranks)
+    # From what changes least to what changes most: the first that passes counts.
     yield {}, False
     yield counts, False
     yield {**counts, **widths}, False

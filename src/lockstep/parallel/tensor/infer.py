@@ -87,6 +87,7 @@ def infer_plan(model: nn.Module, ranks: int, blocks: dict[str, nn.Module]) -> Te
                 for inner, layer in module.named_modules()
                 if inner and is_linear(layer)
             )
+    # Attention first: what it takes no longer counts as a pair of layers.
     for name, module in modules.items():
         if name not in findings.left:
             find_attention(name, module, modules, findings)

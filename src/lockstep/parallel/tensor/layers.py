@@ -202,6 +202,7 @@ class RowParallelLinear(ParallelLayer):
         output = F.linear(x, weight)
         if self.sequence_parallel:
             output = communication.scatter_sequence(output, self.mesh)
+            # Each rank adds it to its own chunk, so that its gradient is the sum over the ranks.
             bias = bias if bias is None else communication.copy(bias, self.mesh)
         else:
             output = communication.reduce(output, self.mesh)
@@ -271,6 +272,7 @@ class VocabParallelEmbedding(ParallelLayer):
         padding = None if self.padding_idx is None else self.padding_idx - start
         if padding is not None and not 0 <= padding < length:
             padding = None
+        # Tokens of other ranks look up row 0, which is made zero before the sum over the ranks.
         rows = F.embedding(local.masked_fill(elsewhere, 0), weight, padding)
         return communication.reduce(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.mesh)
 

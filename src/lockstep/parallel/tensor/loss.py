@@ -133,6 +133,7 @@ class _CrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: FunctionContext, gradient: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         softmax, place, is_here, counts = ctx.saved_tensors
+        # softmax - smoothing / classes - (1 - smoothing) * one-hot row of the target
         result = softmax - ctx.smoothing / ctx.classes
         result.scatter_add_(-1, place.unsqueeze(-1), -(1 - ctx.smoothing) * is_here.to(result).unsqueeze(-1))
         result *= (gradient * counts).unsqueeze(-1)

@@ -60,6 +60,7 @@ def replace_parameters(modules: dict[str, nn.Module], plan: TensorPlan, mesh: De
         for name, parameter in torch_modules.parameters_of(module).items():
             if parameter is not None and not is_dtensor(parameter):
                 wanted = placement(module, name, styles.get(module_name, ""))
+                # Of a tied parameter, a module that splits it decides.
                 if id(parameter) not in placements or not wanted.is_replicate():
                     placements[id(parameter)] = wanted
     for module_name, module in modules.items():

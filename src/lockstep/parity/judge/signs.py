@@ -73,6 +73,7 @@ class UnknownSigns:
         if not moved or in_first is None:
             return 0.0
         spread = in_first.sums.relative(self._floors.get((1, item.kind), 0.0), wrong=1.0)
+        # The disturbance was one rounding step of each weight, eps / 2 of its size.
         return moved / (torch.finfo(torch.float32).eps / 2) * spread
 
     def _apart(

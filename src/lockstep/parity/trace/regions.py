@@ -111,4 +111,5 @@ def _positions(mine: int, axes: ShardAxes) -> list[Range]:
     if not axes.has_head_and_tail:
         return [(mine * rank, mine)]
     head, tail = mine - mine // 2, mine // 2
+    # The heads of all ranks come first, and then their tails from the last rank to the first.
     return [(head * rank, head), (size * head + (size - 1 - rank) * tail, tail)]

@@ -186,6 +186,7 @@ class WholeState:
 
     def gather(self, parameter: WholeParameter, values: dict[object, Any]) -> None:
         """Collective."""
+        # In one order on all ranks: each may have made its state in another.
         for name in sorted(values, key=str):
             value = values[name]
             if not is_dtensor(value):
@@ -218,13 +219,17 @@ class WholeState:
             if not value.ndim or value.shape != parameter.sharded.shape:
                 continue
             place = storage_key(value)
+            # It shares the parameter's memory: it is attached to the whole in each step, and sharded as the
+            # parameter is.
             if place == memory and value is not parameter.whole:
                 parameter.add_alias(value)
                 self._tensors[_key(parameter, name)] = value
                 values[name] = parameter.sharded.detach()
                 continue
             is_known = self._tensors.get(_key(parameter, name)) is value
+            # This name would count as a reference.
             del value
+            # It shares memory, or somebody else holds it: it stays whole.
             if used[place] > 1 or _references(values, name) > _LEAST_REFERENCES + is_known:
                 continue
             value = values[name]
