@@ -67,7 +67,7 @@ class Rounded:
         return {name: self._tolerance_of(max(relative, median)) for name, relative in apart.items()}
 
     def of_output(self, path: str, expected: Tensor) -> float:
-        """Tolerance of an output, or of the loss."""
+        """Tolerance of an output, of any shape, or of the loss."""
         found = self.result.outputs.get(path)
         is_there = found is not None and found.shape == expected.shape
         return self._tolerance_of(_distance(found, expected, 0.0) if is_there and found is not None else 0.0)
@@ -184,6 +184,7 @@ def _of_replicas(digests: Sequence[GradientSums], tolerance: float) -> Iterator[
         norm = max(norm for _, norm in values)
         sums = [total for total, _ in values]
         norms = [one for _, one in values]
+        # A sum of n elements may be off by up to the root of n times the norm of what they are off by.
         if max(norms) - min(norms) > tolerance * norm or max(sums) - min(sums) > tolerance * norm * 10:
             yield Difference("replica", name, min(norms), max(norms))
 

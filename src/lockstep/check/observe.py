@@ -58,6 +58,7 @@ class Sums:
             return True
         if self.width != other.width or self.width <= 0:
             return False
+        # Products of rows with the vector are about the root of the width larger than elements.
         left, right = (self.products / self.rows) ** 0.5, (other.products / other.rows) ** 0.5
         return abs(left - right) > scale * self.width**0.5
 
@@ -89,7 +90,7 @@ class Observed:
     passed_on: set[str] = field(default_factory=set)
 
     def add(self, name: str, kind: str, tensor: Tensor) -> None:
-        """Count ``tensor``."""
+        """Count ``tensor``, of any shape."""
         self.events.setdefault((name, kind), Sums()).add(sums_of(tensor))
 
 
@@ -127,6 +128,7 @@ class Observations:
         together = Sums()
         for sums in parts:
             together.add(sums)
+        # Whoever has as many elements as the whole holds a copy of it.
         copies = (sums for sums in parts if sums.elements == expected.elements)
         return together.differs(expected) or any(sums.differs(expected) for sums in copies)
 

@@ -95,8 +95,7 @@ class CallCheck:
     ) -> Callable[..., object]:
         @functools.wraps(original)
         def call(*args: object, **kwargs: object) -> object:
-            # Without originals it is uninstalled: a script may have imported this wrapper before, and still
-            # call it.
+            # Without originals it is uninstalled: a script may have imported this wrapper before.
             if torch.compiler.is_compiling() or not self._originals or WithoutCollectives.is_active():
                 return original(*args, **kwargs)
             caller = sys._getframe(1)
@@ -260,8 +259,7 @@ class Meetings:
         return {rank: CallRecord.of(one[8:]) for rank, one in zip(self.ranks, values, strict=True)}
 
     def _has_read(self, number: int) -> None:
-        # Handles may be waited for in another order than they were made. What counts as read has no gap
-        # before it.
+        # Handles may be waited for in another order than they were made: what is read may not have gaps.
         self._read_early.add(number)
         while self._read + 1 in self._read_early:
             self._read += 1

@@ -140,8 +140,7 @@ class Communicator:
         if self.world_size == 1 and problem is None:
             return tree
         specs = {path: leaf_spec(leaf, at_least_1d=True) for path, leaf in found.items()}
-        # Backward is a collective: a tensor with a gradient on some ranks alone would make them wait for the
-        # others.
+        # Backward is a collective, for which ranks with a gradient would wait for those without.
         for path in found if torch.is_grad_enabled() else ():
             if getattr(found[path], "requires_grad", False):
                 specs[path] = replace(specs[path], kind=f"{specs[path].kind} with gradient")
@@ -452,8 +451,7 @@ class Communicator:
             total = total / self.world_size
         if scale != 1:
             total = total * scale
-        # int16 was summed in int64 and comes back, unless it became a fraction; of booleans the count
-        # remains.
+        # int16 was summed in int64 and comes back, unless it became a fraction; of booleans the count stays.
         if tensor.dtype.is_floating_point or (tensor.dtype is torch.int16 and total.dtype is dtype):
             total = total.to(tensor.dtype)
         return total.to(tensor.device)

@@ -33,7 +33,7 @@ def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor, sharing its memory; other tensors are returned as they are."""
+    """This rank's part of a DTensor of any shape, sharing its memory; other tensors are returned as they are."""
     if not is_dtensor(tensor):
         return tensor
     if torch.is_grad_enabled():

@@ -67,6 +67,7 @@ def gather_for_loss(communicator: Communicator, step: StepState, tree: Tree, ran
                 f"last batch, because this rank has {rows} rows of that batch. Pass tensors with one row for "
                 "each row of the batch, or make the loader with drop_last=True."
             )
+    # All ranks hear of it there, so that none of them waits for this one.
     return communicator.gather_for_loss(
         tree if problem else map_tensors(lambda tensor: tensor[:real], tree), problem
     )

@@ -49,7 +49,7 @@ def to_message(values: torch.Tensor, block: int = BLOCK, bits: int = 8) -> torch
 def from_message(
     message: torch.Tensor, count: int, block: int = BLOCK, bits: int = 8, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The inverse of :func:`to_message`: (..., count) in float32, or written into ``out``.
+    """The inverse of :func:`to_message`: (..., message bytes) to (..., count) in float32, or written into ``out``.
 
     Raises:
         ConfigError, UsageError: as :func:`dequantize`.

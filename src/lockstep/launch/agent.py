@@ -135,6 +135,7 @@ class Agent:
             if asked is not None:
                 self._rendezvous.tell("stop", signal=asked.name)
             now = time.monotonic()
+            # A coordinator sees the processes of its own machine itself.
             if not self._hosting and now >= next_states:
                 next_states = now + STATES_EVERY_S
                 self._rendezvous.show_states(states_of(workers.pids))
@@ -144,6 +145,7 @@ class Agent:
             codes = workers.exit_codes()
             for local in sorted(codes.keys() - left):
                 left.add(local)
+                # Ranks that still run may wait for one that has left.
                 if codes[local] == 0 and len(codes) < self._plan.nproc * place.machines:
                     self._rendezvous.tell("left", round=place.number, rank=place.base_rank + local)
             polite = {0, PREEMPTED} | ({stop_code} if stopping and stop_code is not None else set())

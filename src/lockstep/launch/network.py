@@ -32,6 +32,7 @@ def find_meeting(host: str, port: int, interface: str | None) -> Meeting:
     """
     family, master = _resolved(host, port)
     addresses = own_addresses(family)
+    # All of 127.0.0.0/8 is this machine, though an interface lists only one address of it.
     here = master in addresses.values() or (
         family == socket.AF_INET and ipaddress.ip_address(master).is_loopback
     )
@@ -99,6 +100,7 @@ def listening_socket(address: str, port: int = 0) -> socket.socket:
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
+    # The port of a launch that has just ended here may be in TIME_WAIT.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((address, port))

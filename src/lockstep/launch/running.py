@@ -71,6 +71,7 @@ def with_address(address: tuple[str, int]) -> RunningLaunch | None:
 def _launch_in(folder: Path) -> RunningLaunch | None:
     try:
         status = os.lstat(folder)
+        # Anybody can make such a folder: believed is only one of the user's own that is closed to others.
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
             return None
         with open(folder / PLACE, encoding="utf-8") as file:
@@ -96,5 +97,6 @@ def _addresses(host: str) -> set[str]:
 
 
 def _write(path: str, text: str) -> None:
+    # With its mode from the start, so that no moment is left in which others could read it.
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
         file.write(text)

@@ -98,15 +98,18 @@ class _Reader:
 
     def note(self, value: object) -> None:
         self.seen[id(value)] = len(self.seen)
+        # Alive, so that no other object gets its id.
         self._alive.append(value)
 
     def of(self, value: Any) -> Hashable:
         cls = type(value)
         if cls in _NUMBERS:
+            # By its text: NaN is like NaN, and 0.0 is not like -0.0.
             return cls, repr(value)
         if isinstance(value, _NAMED):
             return value
         if cls is types.FunctionType:
+            # A closure or a default may hold anything.
             return value if not value.__closure__ and not value.__defaults__ else Unlike()
         if id(value) in self.seen:
             return "again", self.seen[id(value)]

@@ -108,6 +108,7 @@ class _OffloadedInput:
     def leave_device(self) -> None:
         """Free its memory on the device for what computes next, once it is copied."""
         if self._on_device is not None:
+            # Its memory goes to what computes next, which must not write there before it is copied.
             self._copies.compute_after(self._copied)
             self._on_device = None
 

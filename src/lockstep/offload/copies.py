@@ -139,14 +139,14 @@ class HostPool:
 
 
 def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Strides of a copy of ``tensor``: in its own order of dimensions, without gaps."""
+    """Strides of a copy of ``tensor``, of any shape: in its own order of dimensions, without gaps."""
     return torch.empty_like(tensor, device="meta").stride()
 
 
 def view_of(
     buffer: torch.Tensor, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int], offset: int = 0
 ) -> torch.Tensor:
-    """A tensor in the memory of ``buffer`` (uint8), ``offset`` bytes after its first."""
+    """A tensor of ``size`` in the memory of ``buffer``, uint8 [n], ``offset`` bytes after its first."""
     first = (buffer.storage_offset() + offset) // dtype.itemsize
     view = torch.empty(0, dtype=dtype, device=buffer.device)
     return view.set_(buffer.untyped_storage(), first, tuple(size), tuple(stride))
@@ -173,6 +173,7 @@ class Staging:
         if self._copies.reads(source):
             self._copies.copy(target, source)
             return
+        # Bytes are copied in the order in which they lie, so both must lie alike.
         if source.stride() != target.stride():
             source = torch.empty_strided(target.shape, target.stride(), dtype=source.dtype).copy_(source)
         if not source.numel():

@@ -71,8 +71,8 @@ class BeforeWrites(TorchFunctionMode):
         if (name.endswith("_") and not name.endswith("__")) or name in _WRITES:
             for tensor in tensor_leaves((args[:1], kwargs.get("out"))).values():
                 self._note(tensor)
-        # With ``max_norm`` it scales rows of the weight in place.
         elif func is F.embedding and (kwargs.get("max_norm") or (len(args) > 3 and args[3])):
+            # With ``max_norm`` it scales rows of the weight in place.
             self._note(args[1] if len(args) > 1 else kwargs["weight"])
         elif kwargs.get("out") is not None:
             for tensor in tensor_leaves(kwargs["out"]).values():  # one, or a list, as FSDP's gathering gives
@@ -118,8 +118,7 @@ def without_constants(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     try:
         for values, value in constant:
             width = values.shape[-1] if values.ndim > 1 else 1
-            # At most a quarter away from the value; from zeros a quarter of 1 / sqrt(width), the size of a
-            # usual initialisation.
+            # At most a quarter away; from zeros a quarter of 1 / sqrt(width), as usual first values are.
             scale = value.abs() if bool(value) else values.new_tensor(1 / math.sqrt(width))
             values.copy_(value + (numbers(tuple(values.shape)).to(values) - 1) * scale / 4)
         yield

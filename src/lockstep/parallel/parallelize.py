@@ -282,6 +282,7 @@ def _pipeline(
     mesh = meshes.axis("pp")
     assert mesh is not None
     plan = None
+    # While the model is whole: blocks of other stages are about to leave it.
     if meshes.axes.tp > 1:
         from lockstep.parallel.tensor.apply import make_plan
 

@@ -116,6 +116,7 @@ def _placements(facts: ModelFacts, label: str, dtype: str | None, limits: Limits
 def _resident_bytes(total: int, largest: int, budget: int | None) -> int:
     """Bytes that stay on the device from forward to forward: all of the budget but what the stream needs."""
     if budget is None:
+        # As with a budget of STREAMED_BLOCKS of the largest, the least that streams.
         return largest
     return total if budget >= total else max(largest, budget - (STREAMED_BLOCKS - 1) * largest)
 
@@ -166,6 +167,7 @@ def _trained(
     for mode in MODES if activations is not None else MODES[:1]:
         words = plan if mode == "none" else plan.merged(activation=mode)
         kept = activations.of(mode) if activations is not None else None
+        # Inputs of blocks go to the host and come back.
         moved_too = 2 * activations.inputs if activations is not None and mode == "offload" else 0
         if mode == "offload" and limits.on_cpu:
             continue
@@ -194,9 +196,11 @@ def carried_bytes(state: MemoryRow, plan: Parallel, on_cpu: bool = False) -> tup
     if plan.offload is Offload.NONE:
         return 0, 0
     passes = 1 if plan.zero in (1, 2) and state.ranks > 1 else 2
+    # Of trained weights there are as many bytes as of their gradients: both are fp32.
     link = state.gradients + (passes * state.weights if plan.offloads_params else state.gradients)
     disk = 0
     if state.homes.weights is StateLocation.DISK:
+        # Backward writes gradients, and the step reads them; weights are read for each pass, and stepped.
         disk += passes * state.weights + 2 * state.gradients + 2 * state.weights
     if state.homes.optimizer is StateLocation.DISK:
         disk += 2 * (state.optimizer + (0 if on_cpu else state.copies))

@@ -91,8 +91,7 @@ def _count_activations(
         most = max(counter.input_bytes.values(), default=0)
         # Autocast has them until its end.
         copies = 0 if dtype == weights else _bytes_in_blocks(inside.values(), dtype)
-    # Recomputed, a block keeps all of its own beside the inputs of all blocks, of which ``offload`` leaves
-    # one there.
+    # Recomputed, a block keeps its own beside the inputs of all blocks; ``offload`` leaves one of these.
     return Activations(
         *size,
         none=outside + kept,

@@ -50,8 +50,8 @@ class Memory(NamedTuple):
 
 
 def memory_of(tensor: Tensor) -> Memory:
-    """The memory of a contiguous CPU tensor, which the caller keeps, without its history: what is written is seen by no
-    version counter, as with any other backend."""
+    """The memory, (n,), of a contiguous CPU tensor of any shape, which the caller keeps, without its history: what is
+    written is seen by no version counter, as with any other backend."""
     address, size = tensor.data_ptr(), tensor.numel()
     if size == 0:
         return Memory(address, torch.empty(0, dtype=tensor.dtype))
@@ -60,7 +60,7 @@ def memory_of(tensor: Tensor) -> Memory:
 
 
 def own_memory(tensor: Tensor) -> Memory:
-    """The memory of a contiguous tensor that was made for the call. Kept for as long as what is returned."""
+    """The memory of a contiguous tensor, of any shape, made for the call. Kept for as long as what is returned."""
     return Memory(tensor.data_ptr(), tensor.view(-1))
 
 
@@ -133,8 +133,7 @@ class HostCollectives:
     def broadcast(self, call: int, block: Memory, root: int) -> Steps:
         slots = self.slots
         start, size, most = 0, block.size, slots.slot_bytes
-        # One chunk at least, also for an empty block: every rank has to arrive as often, and to have its call
-        # compared.
+        # One chunk at least, also for an empty block: every rank must arrive as often, and be compared.
         while True:
             count = min(most, size - start)
             slots.begin_chunk(call)
@@ -172,8 +171,7 @@ class HostCollectives:
             yield slots.arrive()
             slots.check_calls()
             parts = [slots.typed(rank, dtype, 0, count) for rank in range(slots.ranks)]
-            # Instead of a copy from the slot. With more ranks the first sum would overwrite it before its
-            # turn.
+            # In place of a copy from the slot. With more ranks the first sum would overwrite it too early.
             if slots.ranks == 2:
                 parts[slots.rank] = piece
             combine_in_order(parts, combine, piece)
@@ -187,8 +185,7 @@ class HostCollectives:
         most = slots.slot_bytes // item
         for start in range(0, flat.numel(), most):
             count = min(most, flat.numel() - start)
-            # Rank r combines elements bounds[r] to bounds[r + 1] of the chunk; the parts differ by one
-            # element at most.
+            # Rank r combines bounds[r] to bounds[r + 1] of the chunk; parts differ by one element at most.
             bounds = [count * rank // slots.ranks for rank in range(slots.ranks + 1)]
             address = block.address + start * item
             slots.begin_chunk(call)
@@ -201,8 +198,7 @@ class HostCollectives:
                 parts = [slots.typed(rank, dtype, first, last) for rank in range(slots.ranks)]
                 combine_in_order(parts, combine, mine)
                 reduction.after(mine, slots.ranks)
-                # Nobody else reads this part of the own slot before the next wait: the others read their own
-                # parts of it.
+                # Nobody else reads this part of the own slot before the next wait.
                 slots.put(address + first * item, (last - first) * item, first * item)
             yield slots.arrive()
             for rank in range(slots.ranks):
@@ -304,8 +300,7 @@ class HostCollectives:
         me = slots.rank
         most = slots.slot_bytes // (slots.ranks - 1) // LARGEST_ITEM * LARGEST_ITEM
         ctypes.memmove(taken[me].address, sent[me].address, min(sent[me].size, taken[me].size))
-        # Sizes differ from rank to rank, but all must take part in as many chunks as the largest part of any
-        # rank needs.
+        # Sizes differ, but all ranks must take part in as many chunks as the largest part of any needs.
         largest = max(block.size for block in sent)
         start = 0
         while True:

@@ -169,8 +169,7 @@ class GatheredBuffers(Regions):
         slots.begin_chunk(call, use)
         yield slots.arrive()
         slots.check_calls()
-        # On all ranks the output is the same region, for this very gather: each part was written before its
-        # rank arrived.
+        # On all ranks the output is the same region, for this gather: each wrote its part before it arrived.
         if use and set(slots.sizes()) == {use}:
             return
         yield from collectives.all_gather(call, mine, gathered)
@@ -205,8 +204,7 @@ class ReducedBuffers(Regions):
         use: int,
     ) -> Steps:
         """Part r of every rank's input, each (n,), combined to ``out`` of rank r."""
-        # From when the call is made, not when its turn comes: until it is done nobody knows when the region
-        # is read.
+        # From when the call is made, not when its turn comes: until it is done the region may be read.
         self._is_busy = True
         return self._reduce_scatter(collectives, parts, out, reduction, use)
 

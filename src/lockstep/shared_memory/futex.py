@@ -44,6 +44,7 @@ class Futex:
     def wait(self, address: int, seen: int, limit_s: float) -> None:
         """Return at once if the word is no longer ``seen``, else when it was woken, interrupted or out of time."""
         limit = _Timespec(int(limit_s), int(limit_s % 1 * 1e9))
+        # A futex has 32 bits: on x86-64 the low half of a word stands at its address.
         self._call(self._number, address, WAIT, seen & 0xFFFFFFFF, ctypes.byref(limit), None, 0)
 
     def wake(self, address: int) -> None:

@@ -100,8 +100,7 @@ class HierarchicalCollectives:
 
     def broadcast(self, call: int, block: Memory, root: int) -> Steps:
         source = next(index for index, ranks in enumerate(self._hosts) if root in ranks)
-        # In the root's host first, so that its leader has the values; then between leaders; then inside the
-        # other hosts.
+        # In the root's host first, so that its leader has the values; between leaders; in other hosts.
         if self._host is not None and self._here == source:
             yield from self._host.broadcast(call, block, self._hosts[source].index(root))
         yield from self._between_leaders([block.flat], [source])

@@ -144,8 +144,7 @@ class PendingCall(dist.Work):
         ended: torch.futures.Future[None] = torch.futures.Future()
         # Not by set_exception, which DDP's reducer takes for a value. What a callback raises is an error in C++, too.
         future = ended.then(self._value)
-        # ``announce`` takes the list under this lock after ``done`` is set: a future is in that list, or is
-        # set here.
+        # ``announce`` takes the list under this lock after ``done`` is set: a future is in it, or set here.
         with self.queue.lock:
             is_pending = not self.done
             if is_pending:

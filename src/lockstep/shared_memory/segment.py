@@ -102,4 +102,5 @@ class Segment:
     def release(self) -> None:
         """Let go of the lock. The memory stays mapped while anything uses it."""
         descriptor, self._descriptor = self._descriptor, RELEASED
+        # A lock of POSIX goes when any descriptor of its file is closed.
         os.close(descriptor)

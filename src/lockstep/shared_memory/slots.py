@@ -82,8 +82,7 @@ class Peers:
         deadline = deadline or started + self.timeout_s
         address = base + 8 * index
         while (value := words[index]) < least:
-            # The kernel sleeps only while the word is still ``value``: a write since it was read is not
-            # missed.
+            # The kernel sleeps only while the word is still ``value``: no write since then is missed.
             self.futex.wait(address, value, LOOK_AFTER_S)
             now = time.monotonic()
             if now - started > LOOK_AFTER_S and words[index] < least:
@@ -142,8 +141,7 @@ class RankSlots(Waitable):
         self._parity ^= 1
         self._here = self._addresses[self._parity]
         self._call = call
-        # Before ``arrive`` raises the counter: writes stay in order on x86-64, so whoever sees the counter
-        # sees these.
+        # Before ``arrive``: writes stay in order on x86-64, so whoever sees the counter sees these.
         self._words[self._line + CALLS + self._parity] = call
         self._words[self._line + SIZES + self._parity] = size
 

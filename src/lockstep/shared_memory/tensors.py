@@ -12,7 +12,7 @@ from lockstep.shared_memory.algorithms import Memory, memory_of
 
 
 def check_memory(tensor: Tensor) -> None:
-    """Raise UsageError for a tensor whose memory is not this process's ordinary memory."""
+    """Raise UsageError for a tensor, of any shape, whose memory is not this process's ordinary memory."""
     if not tensor.is_cpu or tensor.layout != torch.strided:
         raise UsageError(
             f"The backend shm carries dense CPU tensors, not a {tensor.layout} one on {tensor.device}. Convert it, "
@@ -28,16 +28,15 @@ class CallTensors:
         self._back: list[tuple[Tensor, Tensor]] = []
 
     def read(self, tensor: Tensor) -> Memory:
-        """Of a tensor that is sent."""
+        """Of a tensor, of any shape, that is sent."""
         check_memory(tensor)
-        # ``contiguous`` copies only what is not: a contiguous tensor is read where it lies, when the call's
-        # turn comes.
+        # A contiguous tensor is not copied: it is read where it lies, when the call's turn comes.
         dense = tensor.detach().contiguous()
         self.keeps.append(dense)
         return memory_of(dense)
 
     def write(self, tensor: Tensor, reads: bool = False) -> Memory:
-        """Of a tensor that is written, and also read first where ``reads``."""
+        """Of a tensor, of any shape, that is written, and also read first where ``reads``."""
         check_memory(tensor)
         if tensor.is_contiguous():
             self.keeps.append(tensor)

@@ -231,7 +231,7 @@ def discard_unreduced_grad(param: FSDPParam) -> None:
 
 
 def set_unreduced_grad(param: FSDPParam, gradient: torch.Tensor) -> None:
-    """Go on from ``gradient``, which is copied. The parameter must have been gathered once.
+    """Go on from ``gradient``, of as many elements as the parameter, which is copied. It must have been gathered once.
 
     Relies on: up to 2.14 a gradient of another type than the whole parameter's is ``unsharded_accumulated_grad``; from
     2.15 on ``_unsharded_param.grad`` has the type ``grad_dtype`` (None: any).
@@ -283,7 +283,7 @@ def needs_layout(group: FSDPParamGroup) -> bool:
 
 
 def set_partial_reduce_output(group: FSDPParamGroup, output: torch.Tensor, rows: list[Rows]) -> None:
-    """Go on from ``output``, which is copied, and in which ``rows`` lie.
+    """Go on from ``output``, (n,), which is copied, and in which ``rows`` lie.
 
     Relies on: as ``partial_reduce_rows``. From 2.15 on torch would drop a sum without a layout.
     """

@@ -216,6 +216,7 @@ class Accumulation:
         if state["is_weighted"] or not _position(state):
             return 1.0
         saved: int = state["accumulation_steps"]
+        # Each loss so far was divided by the number of steps then.
         return saved / self._step.accumulation_steps
 
     def _load_position(self, state: StateDict) -> None:
@@ -244,5 +245,6 @@ def trigger_sync(model: nn.Module) -> Iterator[None]:
         yield
         return
     with attributes_set(model, require_backward_grad_sync=True, require_forward_param_sync=True):
+        # As a forward outside of no_sync would have done.
         model.reducer.prepare_for_backward([])
         yield

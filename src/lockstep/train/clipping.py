@@ -62,6 +62,7 @@ def _norm_over(norm: torch.Tensor, norm_type: float, group: dist.ProcessGroup) -
         largest = norm.clone()
         dist.all_reduce(largest, dist.ReduceOp.MAX, group)
         return largest
+    # Powers of norms in half precision would overflow.
     power = norm.to(torch.promote_types(norm.dtype, torch.float32)) ** norm_type
     dist.all_reduce(power, group=group)
     return (power ** (1 / norm_type)).to(norm.dtype)

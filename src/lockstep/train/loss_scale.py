@@ -61,6 +61,7 @@ class _ShardScaler(torch_optim.HookedGradScaler):
         group = self._other_stages()
         if group is None:
             return found
+        # Ranks that have found none take part, too.
         largest = torch.stack([none, *(number.to(none.device) for number in found.values())]).amax(0)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group)
         return {largest.device: largest}

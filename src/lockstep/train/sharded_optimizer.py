@@ -104,6 +104,7 @@ def choose_implementation(optimizer: Optimizer, loss_is_scaled: bool = False) ->
 
 def step_without_dispatch(optimizer: Optimizer) -> None:
     """Let torch's Adam and AdamW step on this rank's parts: DTensor's dispatch takes half as long as the step."""
+    # Not subclasses, whose steps may be others.
     if type(optimizer) in ADAMS:
         step_on_parts(optimizer, _local_parts)
 

@@ -105,6 +105,7 @@ class WeightedMean:
             self.factor = 1 / self._divisor
             return weighted / self._divisor
         total = self._window_weight
+        # Averaging divides gradients by the number of ranks, which is made good here.
         ranks = 1 if alone else self._runtime.world_size
         if ranks > 1:
             dist.all_reduce(total)

@@ -65,7 +65,7 @@ class GradientTrace:
 
     @contextmanager
     def backward(self, loss: torch.Tensor, models: Sequence[ParallelModel]) -> Iterator[None]:
-        """Around ``loss.backward()``."""
+        """Around ``loss.backward()``; ``loss`` is 0-d."""
         self._micro += 1
         self._losses.append((self._micro, "the loss", size(loss.detach())))
         for number, model in enumerate(models):
@@ -134,6 +134,7 @@ def any_not_finite(optimizer: Optimizer, communicator: Communicator | None) -> b
     norm = get_total_norm([_wide(part) for part in parts]) if parts else torch.zeros(())
     if not _on_any_rank(~norm.isfinite(), communicator):
         return False
+    # Norms of finite gradients may overflow. All ranks come here, since the flag was that of any.
     exact = [part.isfinite().all().cpu() for part in parts]
     return _on_any_rank(~torch.stack(exact).all() if exact else torch.tensor(False), communicator)
 

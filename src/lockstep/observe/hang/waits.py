@@ -88,6 +88,7 @@ class Waits:
         if other is None:
             return False
         if pending.number is not None and pending.peer is None:
+            # Collectives of a group are entered in order: with a later one, this one was entered too.
             entered = [theirs.number or 0 for theirs in other.pending if theirs.group == pending.group]
             return max([other.completed.get(pending.group, 0), *entered]) >= pending.number
         if pending.peer is not None:

@@ -175,8 +175,8 @@ class WorkerWatch:
         if self._client is not None:
             name = signal.Signals(number).name
             self._tell("stop_wanted", cause=name, boundaries=self._clock.boundaries, steps=self._clock.steps)
-        # Without a coordinator the ranks could not agree on a boundary.
         elif self._world_size > 1:
+            # Without a coordinator the ranks could not agree on a boundary.
             end_at_once(number)
         elif self._clock.steps > 0 or self._clock.boundaries > 0:
             # Alone in the run it stops at the next boundary, without asking.

@@ -202,6 +202,7 @@ class SpikeWatch:
         device = self._communicator.runtime.device
         dtype = torch.float32 if device.type == "mps" else torch.float64
         norm_here = torch.zeros((), dtype=dtype) if self._norm is None else self._norm
+        # The norm too, so that all ranks decide by one number, to its last bit.
         row = torch.cat([self._open_loss().to(device, dtype), norm_here.to(device, dtype).view(1)])
         if ranks > 1:
             dist.all_reduce(row)
@@ -319,10 +320,12 @@ class SpikeWatch:
         steps, batches, all_samples = self.steps, self.batches + left, self.samples + (samples or 0)
         samples_before = self.samples_skipped
         self.goes_back.load(path)  # with the counts and the history of that moment
+        # What an earlier going back has left out is not told again.
         first = max(self.batches, until) + 1
         self.steps_skipped += steps - self.steps
         self.batches_skipped += batches - self.batches
         self.samples_skipped += all_samples - self.samples
+        # Steps that are undone were asked for, too.
         self.steps, self.batches, self.samples = steps, batches, all_samples
         self._gone_back, self._checkpoint = (path, times, batches), (path, steps)
         if self._communicator.runtime.is_main:

@@ -256,6 +256,7 @@ def assign_placements(
 def _placement(
     ref: TensorRef, devices: Mapping[str, torch.device | str], main: torch.device, offload_buffers: bool
 ) -> TensorPlacement:
+    # A buffer that is not persistent needs no entry.
     entries = {
         name: next((devices[outer] for outer in _outer_names(name) if outer in devices), main)
         for name in ref.names

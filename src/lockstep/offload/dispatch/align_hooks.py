@@ -220,6 +220,7 @@ def attach_align_device_hook(
         assert model(torch.randn(2, 4)).shape == (2, 1)
         ```
     """
+    # Only offloaded weights come and go: others are there for whoever uses them.
     preloaded = set(preload_module_classes or ()) if offload else set()
     for name, part in _modules_to(module, module_name, preloaded):
         is_whole = type(part).__name__ in preloaded
@@ -315,6 +316,7 @@ def attach_align_device_hook_on_blocks(
                 add_hook_to_module(part, hook)
             else:
                 offload_below(part, name, device)
+                # A block without tensors of its own has got no hook, but its inputs must come here too.
                 if not hasattr(part, "_hf_hook"):
                     add_hook_to_module(part, hook_for(device, io_same_device=is_root))
             attach_execution_device_hook(part, device, skip_keys, preload_module_classes, tied_params_map)

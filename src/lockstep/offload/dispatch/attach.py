@@ -47,6 +47,7 @@ def _apply_or_refuse(
 def _changes_nothing(
     fn: Callable[[torch.Tensor], torch.Tensor], device: torch.device, dtype: torch.dtype
 ) -> bool:
+    # Four dimensions, so that another memory format shows in the strides.
     probe = torch.empty(2, 2, 2, 2, dtype=dtype, device=device)
     shared = probe.is_shared()
     try:
@@ -75,6 +76,7 @@ def cross_devices(
         skip_keys: Names of keyword arguments, and of entries of outputs, that stay where they are.
     """
     crossing = _Model(main_device, skip_keys)
+    # Also after an error, or the next call would take this call's device for its own.
     handles = [model.register_forward_hook(crossing.after, with_kwargs=True, always_call=True)]
     for name, device in devices.items():
         if name:
@@ -198,6 +200,7 @@ def _streamed(
             for placement in placements
             if placement.is_offloaded and placement.execution == main and placement.ref.tensor.numel()
         ]
+    # On the CPU, only what is mapped from a file takes less memory when it is not in use.
     backed = FileBacked.now()
     mapped = [
         placement

@@ -53,6 +53,7 @@ def match(
         if name is None:
             unexpected += [key] if not key.endswith(_EXTRA_STATE) else []
         elif name not in by_name or name == key:
+            # A key that is a name of the model itself wins over one that fits with or without the prefix.
             by_name[name] = tensor
     # Backwards: the first name is the last to be entered.
     found = {ref.name: by_name[name] for ref in refs for name in ref.names[::-1] if name in by_name}

@@ -328,7 +328,7 @@ class OffloadedParameters:
 
     @torch.no_grad()
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same values as a tensor that is mapped from the file; it is written past the page cache."""
+        """The same values (any shape) as a tensor that is mapped from the file; it is written past the page cache."""
         if not tensor.numel():
             return tensor
         offset = self._file.place(aligned(tensor.nbytes))

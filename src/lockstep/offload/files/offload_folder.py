@@ -134,6 +134,7 @@ def write_to_folder(folder: str, tensors: list[TensorToWrite]) -> dict[str, File
                     "shape": list(item.shape),
                     "source": item.source,
                 }
+            # Last: a file without an entry here is never read.
             _write_index(folder, index)
             there |= regions_of({item.name: index[item.name] for item in new}, folder)
     return there
@@ -146,6 +147,7 @@ def _check_fits(folder: str, item: TensorToWrite, region: FileRegion, source: st
             f"it holds {repr_short(item.name)} as {region.dtype} of shape {tuple(region.shape)}, but the model needs "
             f"{item.dtype} of shape {tuple(item.shape)}",
         )
+    # Made of the same part of the same file, unchanged since: nothing needs to be compared.
     if source and source == item.source:
         return
     if not _holds(region, item.pieces()):

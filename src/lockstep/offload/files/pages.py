@@ -196,7 +196,8 @@ def _parsed(line: str) -> FileMapping | None:
 
 
 def is_untouched(tensor: torch.Tensor) -> bool:
-    """Whether nobody has read or written a mapped tensor since its pages were let go or its file was written past them.
+    """Whether nobody has read or written a mapped tensor, of any shape, since its pages were let go or its file was
+    written past them.
 
     False also where the system does not tell.
     """

@@ -60,7 +60,7 @@ def pieces_on_cpu(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def converted(pieces: Iterator[torch.Tensor], dtype: torch.dtype) -> Iterator[torch.Tensor]:
-    """The same pieces in another dtype."""
+    """The same pieces, (n,) each, in another dtype."""
     buffer: torch.Tensor | None = None
     for piece in pieces:
         if piece.dtype == dtype or not piece.numel():

@@ -106,7 +106,7 @@ def norm_of(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor
 
 @torch.no_grad()
 def scale_offloaded(gradients: Iterable[torch.Tensor], max_norm: float, norm: torch.Tensor) -> None:
-    """``torch.nn.utils.clip_grads_with_norm_`` of gradients, this rank's shards of them.
+    """``torch.nn.utils.clip_grads_with_norm_`` of gradients, this rank's shards of them, by ``norm`` (0-d).
 
     Those in files are scaled by the step that reads them. Shards (DTensor) in files are read and written back one by
     one, past the page cache. None is touched if they need no scaling.
@@ -125,6 +125,7 @@ def scale_offloaded(gradients: Iterable[torch.Tensor], max_norm: float, norm: to
     if not moved or scale.changes_nothing():
         return
     for gradient, region in moved:
+        # The step scales it, but whoever has noted its version must see a change now.
         torch.autograd.graph.increment_version(local(gradient))
         notes = region.file.notes if isinstance(region.file, OffloadedGradients) else GradientNotes()
         if is_dtensor(gradient):

@@ -109,7 +109,7 @@ class HostSide:
 
     @torch.no_grad()
     def master(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The copy that is stepped, with the parameter's value of now."""
+        """The copy that is stepped, of the parameter's shape and with its value of now."""
         if id(parameter) not in self._masters:
             self._add(parameter)
         master = self._masters[id(parameter)]
@@ -128,6 +128,7 @@ class HostSide:
         gradient = parameter.grad
         if gradient is None or gradient.layout != torch.strided:
             return
+        # In backward this is a thread of autograd's own.
         self.copies.follow()
         self.copies.after(self.copies.computed())
         # What was copied of it in an earlier micro-batch is of no use; copies are made in order.
@@ -173,7 +174,7 @@ class HostSide:
 
     @torch.no_grad()
     def publish(self, parameter: torch.Tensor, value: torch.Tensor) -> None:
-        """Begin to copy a new value to the device. ``value`` must be kept until ``copied`` has come."""
+        """Begin to copy a new ``value``, of its shape, to the device. It must be kept until ``copied`` has come."""
         self.copies.copy(parameter.data, value)
 
     def compute_after(self, event: Event) -> None:

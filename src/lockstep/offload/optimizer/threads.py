@@ -234,8 +234,7 @@ class StepThreads:
                 except BaseException:
                     self._give_back(staged)
                     raise
-                # Values that were computed where they are at rest can be used now, others when they have been
-                # written.
+                # Values at rest where they were computed can be used now, others once they are written.
                 if not any(role == VALUE for _, role in item.others):
                     item.show()
                 if staged.buffer is None and not item.in_place:

@@ -57,6 +57,7 @@ def sequence_dim(block: str, name: str, tensor: Tensor, batch: int, length: int)
     shape = tuple(tensor.shape)
     if tensor.is_nested or length not in shape or any(part in name.lower() for part in MASKS):
         return None
+    # [S, S] of integers may as well be position ids of S samples.
     if shape == (length, length) and (
         batch != length or tensor.is_floating_point() or tensor.dtype is torch.bool
     ):

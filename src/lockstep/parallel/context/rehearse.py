@@ -202,14 +202,12 @@ def _first_difference(whole: _Run, halves: list[_Run], half: int) -> str:
                 return name
             unlike = [d for d in range(found.ndim) if expected.shape[d] != found.shape[d]]
             if not unlike:
-                # Not along the positions, as a weight: it mixes only if it differs between the halves and
-                # from the whole.
+                # Not along the positions, as a weight: it mixes only if it differs between halves and whole.
                 is_same = start == 0 or _close(halves[0].operations[number][1], found)
                 if not is_same and not _close(expected, found):
                     return name
             elif len(unlike) > 1 or (expected.shape[unlike[0]], found.shape[unlike[0]]) != (2 * half, half):
-                # Positions are folded into another dim, as in [b * positions, ...]: only numbers of elements
-                # can be compared.
+                # Positions are in another dim, [b * positions, ...]: only element counts can be compared.
                 if expected.numel() * half != found.numel() * 2 * half:
                     return name
             elif not _close(expected.narrow(unlike[0], start, half), found):

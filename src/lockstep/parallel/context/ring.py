@@ -69,8 +69,7 @@ class _RingAttention(torch.autograd.Function):
         for step in range(layout.size):
             # The next keys travel while those at hand are used.
             coming = _pass_on((keys, values), layout, KEYS) if step + 1 < layout.size else None
-            # Only among a rank's own keys is a mask needed: of others' keys those are shown which all these
-            # queries see.
+            # Only a rank's own keys need a mask: of others' keys those are shown which all these queries see.
             seen, shown = _visible(layout, step, causal, q.shape[2])
             part = kernel.forward(
                 q[:, :, seen], _repeat(keys[:, :, shown], groups), _repeat(values[:, :, shown], groups),
@@ -297,8 +296,7 @@ class Plain:
         weights = (self._scores(qkv[0], qkv[1], causal, scale) - lse[..., None]).exp()
         q, k, v, gradient, out = (tensor.to(weights.dtype) for tensor in (*qkv, gradient, out))
         dv = weights.mT @ gradient
-        # The sum of weights * (gradient @ v.mT) over all keys is that of gradient * out, which needs no other
-        # keys.
+        # Over all keys, weights * (gradient @ v.mT) adds up to gradient * out: no other keys are needed.
         dscores = weights * (gradient @ v.mT - (gradient * out).sum(-1, keepdim=True))
         dq, dk = dscores @ k * scale, dscores.mT @ q * scale
         return dq.to(dtype), dk.to(dtype), dv.to(dtype)

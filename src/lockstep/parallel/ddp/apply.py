@@ -87,6 +87,7 @@ def _settle_buckets(replica: TorchDDP, runtime: Runtime) -> None:
     if busy_anywhere.item():
         return
     replica.reducer.prepare_for_backward([])
+    # From the last to the first, as a backward brings them.
     for parameter in reversed(trained):
         torch.autograd.backward(parameter, torch.zeros_like(parameter))
     for parameter in trained:

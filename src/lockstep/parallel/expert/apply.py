@@ -79,8 +79,7 @@ def _spread(
                 made[id(made[id(stacked)])] = made[id(stacked)]
             setattr(experts, name, made[id(stacked)])
         if mesh.size() > 1:
-            # Tokens of all ranks come to an expert: its gradient is the sum of theirs, of which the mean is
-            # wanted.
+            # Tokens of all ranks come to an expert: its gradient is their sum, of which the mean is wanted.
             experts.gradient_factor = 1 / mesh.size()
     return list({id(parameter): parameter for parameter in made.values()}.values())
 

@@ -104,6 +104,7 @@ def _costs(
                 f"block_costs has no cost of {join_names(missing, most=4)}. Give one for each block."
             )
         return [options.block_costs[name] for name in blocks], 0.0, 0.0
+    # Nothing was measured: time is taken to grow with the weights that are multiplied by.
     costs = [float(sum(_bytes(p) for p in block.parameters())) for block in blocks.values()]
     inside = {id(p) for block in blocks.values() for p in block.parameters()}
     first = next(iter(blocks))

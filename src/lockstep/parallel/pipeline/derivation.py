@@ -223,8 +223,7 @@ class Derivation:
         refusal = next((one for _, _, one, *_ in from_ranks if one), None)
         if refusal is not None:
             raise UsageError(refusal)
-        # A block is on one rank. What is outside of blocks may be on several, which all take over what one
-        # has changed.
+        # A block is on one rank. What is outside of blocks may be on several: all take what one has changed.
         blocks = tuple(f"{name}." for name in stages.layout.blocks)
         names = {name for _, _, _, names, *_ in from_ranks for name in names}
         stages.state.share(name for name in names if not name.startswith(blocks))

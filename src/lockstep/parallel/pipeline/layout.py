@@ -168,8 +168,7 @@ class Layout:
                     entries[key] = part.copy
         for single in self.singles:
             if not single.stages & keep and single.key in torch_modules.parameters_of(single.module):
-                # As an attribute of that name and no parameter, so that the model's parameters are those of
-                # its stages.
+                # An attribute, and no parameter: the model's parameters are to be those of its stages.
                 del torch_modules.parameters_of(single.module)[single.key]
                 single.module.__dict__[single.key] = single.placeholder
 

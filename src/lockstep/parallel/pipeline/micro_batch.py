@@ -78,6 +78,7 @@ def count_for_training(asked: int, batch: int, schedule: Schedule, ranks: int) -
                 f"multiple of {asked}, drop the last incomplete batch, or leave micro_batches out."
             )
         return asked
+    # With m = 4 p micro-batches the bubble of 1f1b, (p - 1) / (m + p - 1), is below a fifth.
     for count in range(max(4 * ranks, least), least - 1, -1):
         if batch % count == 0 and fits(schedule, count, ranks):
             return count

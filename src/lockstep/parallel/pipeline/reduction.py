@@ -95,8 +95,8 @@ def _proportional(whole: Tensor, own: Tensor, share: float, tolerance: float) ->
 
 
 def denominators(loss: Tensor, ends: Sequence[Tensor]) -> tuple[list[object], list[Tensor]]:
-    """Numbers that the gradient of a loss depends on, apart from the outputs of blocks (``ends``): how many elements
-    a mean has, by what a sum is divided, how many targets count. Where they are the same in all micro-batches, a mean
+    """Numbers that the gradient of a loss, 0-d, depends on, apart from the outputs of blocks (``ends``): how many
+    elements a mean has, by what a sum is divided, how many targets count. Where they are the same in all micro-batches, a mean
     of the first batch is one of this batch.
 
     Returns plain ones and those that are tensors. A function of the user's own is "unknown".
@@ -176,7 +176,7 @@ class Undecided:
                 self._seen.setdefault((name, path), []).append(value.detach().clone())
 
     def watch(self, loss: Tensor) -> None:
-        """The gradient of this loss of a micro-batch."""
+        """The gradient of this loss, 0-d, of a micro-batch."""
         for edge in self.edges:
             way, index, name = edge
             node = _node_at(loss, way)
@@ -202,7 +202,7 @@ class Undecided:
 
 
 def is_same(whole: Tensor, parts: Sequence[Tensor]) -> bool:
-    """Whether a tensor without rows has one value in the batch and in all of its micro-batches."""
+    """Whether a tensor without rows, of any shape, has one value in the batch and in all of its micro-batches."""
     return whole.is_floating_point() and all(
         torch.equal(part.detach().nan_to_num(), whole.detach().nan_to_num()) for part in parts
     )

@@ -205,6 +205,7 @@ class Rehearsal:
                     rows = value.shape[dim] // plan.micro_batches
                     value = value.narrow(dim, index * rows, rows)
                 elif plan.kinds.get(_block_and_path(key)) != "sum":
+                    # A mean hands each micro-batch its share of the gradient, a sum all of it.
                     value = value / plan.micro_batches
                 shares.append(value.reshape(-1).float())
             return torch.cat(shares)

@@ -76,6 +76,7 @@ class Replays:
         caches = [leaf for leaf in given.values() if is_cache(leaf)]
         known = self._traced.setdefault((before.structure, kinds), [])
         for values, result in known:
+            # In what their forwards never read, such as their number, blocks may differ.
             if all(before.values.get(key) == value for key, value in values.items()):
                 self.count += 1
                 return repeated(result[0], given, self._new)
@@ -132,6 +133,7 @@ class Replays:
         given_to_gc = tuple(left)  # which Python 3.13 counts among those who have them
         own = {id(alive), id(left), id(self._kept), id(given_to_gc)}
         holders = gc.get_referrers(*given_to_gc) if left else []
+        # Frames only pass tensors on: their variables end with the calls.
         return any(id(holder) not in own and not isinstance(holder, types.FrameType) for holder in holders)
 
     def _kinds_of(self, args: Args, kwargs: Kwargs) -> Hashable:
@@ -146,6 +148,7 @@ class Replays:
             if not isinstance(leaf, Tensor):
                 return described(leaf, self._is_known)
             if not is_placeholder(leaf):
+                # Alive, so that no other tensor gets its id.
                 self._alive.append(leaf)
                 return id(leaf), torch_tensors.version(leaf), leaf.requires_grad
             same = (number(id(leaf)), number(storage_of(leaf)), leaf.storage_offset())
@@ -166,6 +169,7 @@ class Replays:
                 return Argument(places[id(leaf)])
             if isinstance(leaf, Tensor):
                 storage = storage_of(leaf)
+                # Views of what was given, and outputs that share memory, would come back as separate tensors.
                 owner = seen.setdefault(storage, id(leaf))
                 is_own = storage not in taken and owner == id(leaf) and self._is_made(leaf)
                 failed |= not (is_own and is_placeholder(leaf) and (leaf.is_leaf or leaf.is_contiguous()))

@@ -155,6 +155,7 @@ class Tracer(TorchDispatchMode):
         if func is torch.ops.aten.nonzero.default and is_placeholder(args[0]):
             return self._some_places, args
         if func is torch.ops.aten.masked_select.default:
+            # masked_select is an index by the mask, spread over the tensor.
             func, args = torch.ops.aten.index.Tensor, (args[0], [args[1].expand(args[0].shape)])
         if func is not torch.ops.aten.index.Tensor or not any(map(is_placeholder, (args[0], *args[1]))):
             return func, args
@@ -205,6 +206,7 @@ class Tracer(TorchDispatchMode):
                 "block, once and in order. Choose with blocks=... only blocks that are called so."
             )
         last = len(self._starts) - 1
+        # What no stage has made, every stage has: it counts as made by the last one.
         self.traced.early = [
             path
             for path, leaf in tensor_leaves(self.traced.output).items()

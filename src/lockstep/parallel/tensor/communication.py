@@ -50,7 +50,7 @@ def copy(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def own_gradient(x: Tensor) -> Tensor:
-    """``x``, whose gradient shares memory with no other one.
+    """``x``, of any shape, whose gradient shares memory with no other one.
 
     Where nothing is summed, as with one row, autograd hands one tensor to several parameters, and copies it unless
     nobody else refers to it. A DTensor around it hides that others do.

@@ -409,7 +409,7 @@ class ParallelAttention(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attend over ``x``, [batch, sequence, width].
 
-        ``mask`` is that of ``scaled_dot_product_attention``, and is the same for each head.
+        ``mask``, [sequence, sequence] or [batch, 1, sequence, sequence], is that of ``scaled_dot_product_attention``.
         """
         sent = self.q.send(x)
         q, k, v = (

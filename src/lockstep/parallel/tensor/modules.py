@@ -112,6 +112,7 @@ class TensorParallelForward(Subclassed, nn.Module):
         entered: list[ParallelHook] = []
         try:
             for part in spec.parts:
+                # First, so that it is closed even if entering fails halfway.
                 entered.append(part)
                 args, kwargs = part.enter(self, args, kwargs)
             output = super().forward(*args, **kwargs)

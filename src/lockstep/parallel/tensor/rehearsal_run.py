@@ -88,7 +88,7 @@ class Run:
     pieces: Mapping[str, int] = field(default_factory=dict)
 
     def take(self, operand: Tensor) -> Tensor:
-        """Note an operand; what is used in its place has a gradient of its own."""
+        """Note an operand, of any shape; what is used in its place has a gradient of its own."""
         leaf = operand.detach().requires_grad_()
         self.taken.append((operand, leaf))
         return _Same.apply(leaf)
@@ -244,6 +244,7 @@ def without_weights(rehearsal: TensorRehearsal, trains: bool) -> nn.Module:
         is_float = parameter.is_floating_point()
         if id(parameter) not in intercepted and is_float and (values.is_meta or values.numel() < SMALL):
             device = "cpu" if values.is_meta else values.device
+            # Neither zeros nor ones, as in new biases and norms: those hide what is computed with them.
             values = (torch.rand(parameter.shape, generator=numbers) + 0.5).to(device, parameter.dtype)
         memo[id(parameter)] = nn.Parameter(values, requires_grad=is_float)
     copied: nn.Module = copy_of(module, memo).train(trains)

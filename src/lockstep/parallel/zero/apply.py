@@ -145,8 +145,7 @@ def shard(
     )
     sharding.collectives = collectives
     model.register_forward_pre_hook(sharding.before_forward, prepend=True)
-    # The hooks then run in this order: blocks left out are passed by, groups of blocks end, views go, torch's
-    # own, ours.
+    # The hooks run so: blocks left out are passed by, groups of blocks end, views go, torch's own, ours.
     model.register_forward_hook(sharding.blocks.end, prepend=True)  # before torch's own
     model.register_forward_hook(sharding.skipped.forward_ends, prepend=True)
     model.register_forward_hook(sharding.after_forward, always_call=True)

@@ -248,8 +248,7 @@ class UnusedParameters:
             return
         order = (self._order & 0xFFFFFFFF).to_bytes(ORDER_BYTES, "little")
         shared = [*order, *self._changes.digest()]
-        # The maximum of a byte, and that of its complement, sum to 255 only where the byte is equal on all
-        # ranks.
+        # The maximum of a byte and that of its complement sum to 255 only where all ranks have an equal byte.
         opposite = [255 - byte for byte in shared]
         flags = [int(number in self._used) for number in self._number.values()]
         message = torch.tensor([*flags, *shared, *opposite], dtype=torch.uint8, device=self._device)

@@ -189,6 +189,7 @@ class RunCollector(RunObserver):
         self.place.stepped()
 
     def _add_gradients(self, kind: ItemKind) -> None:
+        # In about the order in which backward has made them.
         for name, parameter in reversed(list(self.named_parameters())):
             if parameter.grad is not None:
                 self._add_gradient(TraceItem(self.step, kind, name), parameter.grad)

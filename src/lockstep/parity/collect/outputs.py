@@ -100,7 +100,7 @@ class ModuleOutputs:
         return expected[0] == 1 or expected[0] in self._first_sizes
 
     def gradient_comes(self, item: TraceItem, gradient: Tensor, part: int, pieces: int) -> None:
-        """The gradient of an output; ``part``: which micro-batch of a pipeline."""
+        """The gradient of an output, of its shape; ``part``: which micro-batch of a pipeline."""
         factor, shape = self.factor, self._sink.expected_shape(item)
         if self.axes.cuts_positions(tuple(gradient.shape), shape):
             # Each of these ranks computes the whole loss, and the mean over them is taken of parameters' gradients.

@@ -75,6 +75,7 @@ class RankBuffers:
         if self._rank == 0:
             is_taken = averages
             if broadcast is not BufferBroadcast.WITH_AVERAGE:
+                # DDP's first forward takes them, too.
                 is_taken = self._averaged.get(model, True)
             self._averaged[model] = self._averages[model] = averages
             now = _read(model, self._of_ranks[0][model])

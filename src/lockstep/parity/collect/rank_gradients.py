@@ -45,8 +45,10 @@ class RankGradients:
         whole, total = row_sketch(gradient), sum(found.values())
         if not isinstance(total, Tensor) or total.shape != whole.shape or not bool(total.any()):
             return
+        # The factor that fits best, such as that of a mean or of clipping.
         factor = (whole * total).sum() / total.square().sum()
         if bool((whole - factor * total).norm() > SAME * whole.norm()):
             return
+        # So scaled, their mean over the ranks is the gradient.
         for rank in range(self._ranks):
             yield found[rank] * factor * self._ranks if rank in found else whole.new_zeros(whole.shape)

@@ -232,6 +232,7 @@ class VirtualRanks(SequentialRanks):
         if self._has_loader:
             steps = self._batches_per_step
             number = self._trained + 1 if self._is_ahead else self._handed
+            # Gradients are complete with the last rank's last batch of the step.
             self._state.sync_gradients = steps is not None and number == steps * self.ranks
         else:
             self._state.sync_gradients = self.data_rank == self.ranks - 1
@@ -278,6 +279,7 @@ class VirtualRanks(SequentialRanks):
 
     def _next_without_loader(self) -> None:
         self._asked.clear()
+        # Each rank's own stream of random numbers goes on where it stopped in its last turn.
         self._generators[self.data_rank] = rng_state()
         self._turn_to((self.data_rank + 1) % self.ranks)
         set_rng_state(self._generators[self.data_rank])

@@ -97,6 +97,7 @@ class WrappedRun(ProcessRun):
     # Models -----------------------------------------------------------------------------------------------
 
     def _before_module(self, module: nn.Module, args: object) -> None:
+        # Blocks that are recomputed are called in backward too, outside of their model.
         if torch_autograd.is_in_backward():
             return
         self._depth += 1

@@ -53,7 +53,7 @@ def of_rows(case: Case) -> str:
 
 
 def rows_of(digests: Tensor) -> list[BatchRow]:
-    """The digests of each row."""
+    """[rows, ...] of digests as one tuple a row; one number is one row."""
     table = digests.reshape(digests.shape[0], -1) if digests.ndim else digests.reshape(1, 1)
     return [tuple(row) for row in table.tolist()]
 

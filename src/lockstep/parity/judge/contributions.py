@@ -47,8 +47,7 @@ def _terms(case: Case, part: RankPart, sketches: Sequence[Tensor]) -> Terms | No
     of_ranks = torch.stack([one[rows].reshape(-1) for one in sketches])
     count = len(sketches)
     if len(found) > count:
-        # Ranks whose batches it has come out with equal weights, the others with none. Sketches may depend on
-        # each other.
+        # Ranks whose batches it has get equal weights, others none. Sketches may depend on each other: gelsd.
         weights = torch.linalg.lstsq(of_ranks.T, found[:, None], driver="gelsd").solution[:, 0].abs()
         tried = [tuple((weights > 0.5 * weights.max()).nonzero().reshape(-1).tolist())]
     else:  # any numbers are then some sum of them

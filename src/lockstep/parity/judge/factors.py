@@ -24,6 +24,7 @@ def factor_of(case: Case) -> float | None:
     if sums.wrong or not sums.expected or not sums.found:
         return None
     factor = sums.product / sums.expected
+    # Of the squares of what was found, what the best multiple leaves; by rounding it may be below 0.
     left = max(sums.found - sums.product**2 / sums.expected, 0.0)
     return factor if factor and left <= case.near**2 * sums.found else None
 
@@ -51,6 +52,7 @@ def is_factor(case: Case) -> str:
     if factor is None:
         return ""
     close = min(max(case.allowed, 1e-3), 0.02)
+    # A norm to which n copies were added is the root of n times too large: its square tells n.
     if case.item.kind is ItemKind.NORM:
         return _of_norm(simple(factor**2, 2 * close), case.facts)
     number = simple(factor, close)

@@ -78,6 +78,7 @@ def missing_or_doubled_term(case: Case) -> str:
             continue
         factor = float(term.dot(left) / term.dot(term))
         is_whole = math.isclose(abs(factor), 1, rel_tol=2e-2)
+        # Weight decay has a factor of its own; another tensor is added or left out as a whole.
         if is_whole or (other.kind is ItemKind.WEIGHT and other.name == case.item.name):
             times = "" if is_whole else f"{size(abs(factor))} times "
             return f"It looks as if {times}{words} was {'added' if factor > 0 else 'left out'}."

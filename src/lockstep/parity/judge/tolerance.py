@@ -181,6 +181,7 @@ def tolerance_of(
                 relative = max(relative, _of_switched(trace.shape(item), item.kind))
                 if chooses and item.kind in _OF_MODULES and len(trace.shape(item)) > 1:
                     positions = math.prod(trace.shape(item)[:-1])
+                    # k of n positions that are wholly other ones move it by about the root of k / n.
                     relative = max(relative, min(LARGE, math.sqrt(REROUTED / positions)))
             relative += unknown.later(item)
             relative = max(relative, unknown.of_update(item) / (sums.size(floor) or 1.0))

@@ -162,7 +162,7 @@ def _finite_sums(found: torch.Tensor, expected: torch.Tensor) -> DistanceSums:
 
 
 def digest(tensor: torch.Tensor) -> int:
-    """Of the bytes of a tensor in host memory."""
+    """Of the bytes of a tensor, of any shape, in host memory."""
     return zlib.crc32(as_bytes(tensor).numpy())  # type: ignore[arg-type]  # numpy arrays are buffers
 
 

@@ -33,7 +33,7 @@ class Storages:
                 self._parameters[memory.cdata] = (memory, parameter)
 
     def parameter_of(self, tensor: torch.Tensor) -> nn.Parameter | None:
-        """The parameter that had this tensor's memory."""
+        """The parameter that had the memory of this tensor, of any shape."""
         if is_dtensor(tensor) or tensor.layout is not torch.strided or tensor.is_meta:
             return None
         found = self._parameters.get(storage_key(tensor))
@@ -102,7 +102,7 @@ class WholeParameter:
         self._gradient: Gradient | None = None
 
     def add_alias(self, tensor: torch.Tensor) -> None:
-        """Let ``tensor``, which shares the memory of this parameter, share it in each step."""
+        """Let ``tensor``, of any shape, which shares the memory of this parameter, share it in each step."""
         if not any(alias.tensor is tensor for alias in self.aliases):
             self.aliases.append(Alias.of(tensor))
 
@@ -219,8 +219,7 @@ class WholeState:
             if not value.ndim or value.shape != parameter.sharded.shape:
                 continue
             place = storage_key(value)
-            # It shares the parameter's memory: it is attached to the whole in each step, and sharded as the
-            # parameter is.
+            # It shares the parameter's memory: it is attached to the whole in each step, and sharded alike.
             if place == memory and value is not parameter.whole:
                 parameter.add_alias(value)
                 self._tensors[_key(parameter, name)] = value

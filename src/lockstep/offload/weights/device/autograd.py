@@ -246,6 +246,7 @@ class HostGradients:
             changed = hook(gradient)
             gradient = gradient if changed is None else changed
         if gradient.layout is not torch.strided:
+            # It is added at once, and so must those be that came before it.
             self.deliver_all()
             _add(working.host_tensor, gradient.to(working.host_tensor.device))
             return
@@ -258,6 +259,7 @@ class HostGradients:
     def _move(self, working: Working, gradient: torch.Tensor) -> None:
         buffer = self._pool.take(gradient.nbytes)
         host = view_of(buffer, gradient.dtype, gradient.shape, dense_strides(gradient))
+        # In backward this is a thread of autograd's own.
         self._copies.follow()
         self._copies.after(self._copies.computed())
         self._copies.copy(host, gradient)
@@ -269,6 +271,7 @@ class HostGradients:
         moving = self._moving.popleft()
         self._bytes -= moving.gradient.nbytes
         self._copies.wait(moving.copied)
+        # One that has become the host tensor's gradient keeps its buffer.
         if _add(moving.working.host_tensor, moving.host):
             self._pool.give_back(moving.buffer)
 
