@@ -112,7 +112,7 @@ def node_of(
 ) -> Node:
     """What a machine of ``plan`` is told. With a ``secret`` that is only a placeholder, no other is in it either."""
     environment = forwarded(environ, plan.transport.forward_env)
-    # There it is a local launch, which reaches no other machine and has its secret in this line.
+    # There it is a local launch, which starts nothing on other machines.
     own = replace(plan, transport=Transport(), secret_file=None)
     if not is_hexadecimal(secret):
         environment = without_secrets(environment)

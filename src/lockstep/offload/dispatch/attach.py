@@ -76,7 +76,7 @@ def cross_devices(
         skip_keys: Names of keyword arguments, and of entries of outputs, that stay where they are.
     """
     crossing = _Model(main_device, skip_keys)
-    # Also after an error, or the next call would take this call's device for its own.
+    # Also after an error, or a call around one that failed would take that one's device.
     handles = [model.register_forward_hook(crossing.after, with_kwargs=True, always_call=True)]
     for name, device in devices.items():
         if name:

@@ -96,8 +96,8 @@ def _proportional(whole: Tensor, own: Tensor, share: float, tolerance: float) ->
 
 def denominators(loss: Tensor, ends: Sequence[Tensor]) -> tuple[list[object], list[Tensor]]:
     """Numbers that the gradient of a loss, 0-d, depends on, apart from the outputs of blocks (``ends``): how many
-    elements a mean has, by what a sum is divided, how many targets count. Where they are the same in all micro-batches, a mean
-    of the first batch is one of this batch.
+    elements a mean has, by what a sum is divided, how many targets count. Where they are the same in all micro-batches,
+    a mean of the first batch is one of this batch.
 
     Returns plain ones and those that are tensors. A function of the user's own is "unknown".
     """
