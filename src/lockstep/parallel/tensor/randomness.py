@@ -53,6 +53,7 @@ def draw_seed() -> int:
 
 def stream_of_rank(device: torch.device, mesh: DeviceMesh) -> Stream:
     """Random numbers of this rank alone."""
+    # All ranks draw the same number, to which each adds its own.
     return Stream(device, (draw_seed() + 1 + mesh.get_local_rank()) % LARGEST)
 
 
