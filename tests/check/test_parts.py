@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -170,6 +171,23 @@ def test_gradients_that_are_made_of_rounding_are_not_compared_by_their_size() ->
     assert compare_with_whole(split, whole, [], [], 1e-3).differences == ()
     split.gradients["key.bias"] = torch.tensor([1e-3, 0.0])
     assert [d.name for d in compare_with_whole(split, whole, [], [], 1e-3).differences] == ["key.bias"]
+
+
+@pytest.mark.parametrize(
+    ("split", "whole", "is_seen"),
+    [
+        (2.0, 2.0, False),
+        (2.1, 2.0, True),
+        (math.nan, math.nan, False),
+        (math.nan, 2.0, True),
+        (2.0, math.nan, True),
+        (math.inf, math.inf, False),
+    ],
+)
+def test_numbers_that_modules_keep_are_compared(split: float, whole: float, is_seen: bool) -> None:
+    split_pass, whole_pass = (PassResult(attributes={"layer.level": number}) for number in (split, whole))
+    found = compare_with_whole(split_pass, whole_pass, [], [], 1e-3).differences
+    assert [(d.kind, d.name) for d in found] == [("attribute", "layer.level")] * is_seen
 
 
 def test_missing_gradients_and_copies_that_differ_are_seen() -> None:

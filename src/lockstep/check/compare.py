@@ -204,7 +204,8 @@ def _of_attributes(split: Mapping[str, object], whole: Mapping[str, object]) -> 
     for name, expected in whole.items():
         found = split.get(name, expected)
         if isinstance(expected, float) and isinstance(found, (int, float)):
-            same = math.isclose(found, expected, rel_tol=1e-3, abs_tol=1e-9) or found != found
+            both_nan = math.isnan(found) and math.isnan(expected)
+            same = both_nan or math.isclose(found, expected, rel_tol=1e-3, abs_tol=1e-9)
         else:
             same = found == expected
         if not same:

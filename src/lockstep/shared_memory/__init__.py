@@ -28,8 +28,8 @@ if not TYPE_CHECKING:
         {
             "buffers": ["ADDRESS_BYTES", "GatheredBuffers"],
             "join": ["share"],
-            "layout": ["SLOT_BYTES"],
+            "layout": ["GroupLayout", "SLOT_BYTES"],
             "segment": ["Segment"],
-            "slots": ["RankSlots"],
+            "slots": ["Peers", "RankSlots"],
         },
     )

@@ -82,6 +82,7 @@ class Segment:
             raise OSError(f"descriptor {address.descriptor} of process {address.pid} is something else")
         segment = Segment(descriptor, address)
         if address.token and segment.memory[:TOKEN_BYTES].hex() != address.token:
+            segment.release()
             raise OSError(f"descriptor {address.descriptor} of process {address.pid} is another segment")
         return segment
 

@@ -86,15 +86,20 @@ class Peers:
             self.futex.wait(address, value, LOOK_AFTER_S)
             now = time.monotonic()
             if now - started > LOOK_AFTER_S and words[index] < least:
-                self.check(rank)
+                self.check(rank, lambda: words[index] < least)
                 if now > deadline:
                     raise RuntimeError(
                         f"Timed out after {now - started:.0f} s in {self.doing()}: rank {self.names[rank]} did "
                         "not call it. Look at what that rank does, or raise the timeout of the process group."
                     )
 
-    def check(self, awaited: int) -> None:
-        """Raise if the group was left or aborted, or a rank that is needed has ended."""
+    def check(self, awaited: int, is_missing: Callable[[], bool] = lambda: True) -> None:
+        """Raise if the group was left or aborted, or a rank that is needed has ended.
+
+        Args:
+            awaited: The rank that is waited for; -1: none in particular.
+            is_missing: Whether what it is to bring about is not there.
+        """
         if self.segment.is_released:
             raise RuntimeError(f"This process has left the process group before {self.doing()} was done.")
         for rank, name in enumerate(self.names):
@@ -103,9 +108,11 @@ class Peers:
             line = self.layout.word(rank)
             if self.words[line + ABORTED]:
                 raise RuntimeError(f"Connection closed by peer: rank {name} aborted the process group.")
-            # A rank that is not behind has done its part of the collective, and may have left since.
+            if self.segment.is_held(rank):
+                continue
+            # Only now, as it may have done its part just before it ended. Who is not behind has done it.
             behind = self.words[line] < self.words[self.layout.word(self.rank)]
-            if (behind or rank == awaited) and not self.segment.is_held(rank):
+            if behind or (rank == awaited and is_missing()):
                 raise RuntimeError(
                     f"Connection closed by peer: rank {name} has ended, while rank {self.names[self.rank]} waits for "
                     f"it in {self.doing()}. Mend the cause on that rank."
