@@ -134,9 +134,9 @@ def attach_spec(module: nn.Module, spec: ParallelModuleSpec, classes: dict[objec
     """Give ``module`` the mixin; ``classes`` are those made so far."""
     module._tensor_spec = spec  # type: ignore[assignment]
     names = tuple(torch_modules.parameters_of(module))
-    # Rows of other modules' forwards read a weight as an attribute: `F.linear(x, self.token.weight)`.
     key = (type(module), names, isinstance(module, nn.Embedding))
     if key not in classes:
+        # Properties: the forward of another module may use a weight, too, as in `F.linear(x, self.token.weight)`.
         properties: dict[str, object] = {name: _parameter_property(name) for name in names}
         if isinstance(module, nn.Embedding):
             properties["padding_idx"] = _padding_property()
