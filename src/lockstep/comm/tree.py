@@ -12,6 +12,7 @@ import copy
 from collections import UserDict
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import fields, is_dataclass
+from operator import methodcaller
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -184,8 +185,8 @@ def send_to_device(
         ```
     """
     # What default_collate mostly makes needs no walk over a tree.
-    if type(tensor) is list and all(type(part) is torch.Tensor for part in tensor):
-        return [part.to(device, non_blocking=non_blocking) for part in tensor]
+    if type(tensor) is list and set(map(type, tensor)) == {torch.Tensor}:
+        return list(map(methodcaller("to", device, non_blocking=non_blocking), tensor))
     skipped = {skip_keys} if isinstance(skip_keys, str) else set(skip_keys or ())
     if isinstance(tensor, torch.Tensor):
         return tensor.to(device, non_blocking=non_blocking)

@@ -10,11 +10,13 @@ else:
     __getattr__ = names_of_modules(
         __name__,
         {
-            "batch_sharding": ["GlobalBatch", "grouped", "rounds", "ShardPlan"],
+            "batch_sharding": ["CutSamples", "GlobalBatch", "grouped", "rounds", "ShardPlan"],
             "checks": ["is_iterable", "lengths"],
+            "dealing": ["Dealing"],
+            "drawn": ["Drawing", "DrawnOrder"],
             "loader": ["check_skip", "PreparedLoader"],
             "order": ["announce_epoch", "find_distributed_sampler", "GlobalOrder", "initial_seed_of"],
             "prepare": ["prepare_loader"],
-            "rng": ["draw_privately"],
+            "rng": ["draw_privately", "Generators"],
         },
     )

@@ -125,6 +125,21 @@ def grouped(samples: Iterable[T], batch_size: int, drop_last: bool) -> Iterator[
             yield batch
 
 
+@dataclass
+class CutSamples(Iterable[list[T]]):
+    """Samples that are cut into batches of ``batch_size``; the last one may be smaller, unless dropped."""
+
+    samples: Iterator[T]
+    batch_size: int
+    drop_last: bool
+
+    def put_back(self, samples: list[T]) -> None:
+        self.samples = chain(samples, self.samples)
+
+    def __iter__(self) -> Iterator[list[T]]:
+        return grouped(self.samples, self.batch_size, self.drop_last)
+
+
 def _rounds_of_batches(
     batches: Iterable[Sequence[T]], plan: ShardPlan, beginning: Sequence[Sequence[T]] | None
 ) -> Iterator[GlobalBatch[T]]:
@@ -156,11 +171,12 @@ def _is_short(collected: list[list[T]], plan: ShardPlan) -> bool:
 
 def _as_they_are(collected: list[list[T]], plan: ShardPlan) -> GlobalBatch[T]:
     parts = (*collected, *([] for _ in range(plan.world_size - len(collected))))
-    return GlobalBatch(parts, _unpadded(tuple(map(len, parts))))
+    return GlobalBatch(parts, unpadded(tuple(map(len, parts))))
 
 
 @lru_cache(maxsize=16)
-def _unpadded(sizes: tuple[int, ...]) -> BatchCounts:
+def unpadded(sizes: tuple[int, ...]) -> BatchCounts:
+    """Counts of a round in which each row is a sample."""
     return BatchCounts(rows=sizes, real=sizes)
 
 

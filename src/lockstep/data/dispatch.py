@@ -8,14 +8,15 @@ import torch
 
 from lockstep.comm.collectives import Communicator
 from lockstep.comm.tree import leaves, map_tensors, send_to_device
-from lockstep.data.readers import GlobalBatches, ReadBatch
+from lockstep.data.readers import GlobalBatches, Round
 from lockstep.errors import LockstepError
 
 
 class Announcement(NamedTuple):
-    """What rank 0 says before each round: the round with a skeleton of its batches, else the end, or its error."""
+    """What rank 0 says before each round: a skeleton of its batches and the round, else the end, or its error."""
 
-    batch: ReadBatch | None = None
+    skeleton: object = None
+    round: Round | None = None
     error: str = ""
 
 
@@ -48,21 +49,21 @@ def dispatched(
                 f"Rank 0, which reads the data for all ranks, failed with {announcement.error}. Look at the "
                 "traceback of rank 0, or use dispatch_batches=False so that every rank reads its own data."
             )
-        batch = announcement.batch
-        if batch is None:
+        if announcement.round is None:
             return
-        parts = _share(parts, batch.batches, communicator, device)
-        yield batch._replace(batches=[parts[rank]])
+        parts = _share(parts, announcement.skeleton, communicator, device)
+        yield [parts[rank]], announcement.round
 
 
 def _next_round(source: GlobalBatches, device: torch.device) -> tuple[list[object], Announcement]:
-    following: ReadBatch | None = next(source, None)
+    following = next(source, None)
     if following is None:
         return [], Announcement()
-    parts = send_to_device(following.batches, device)
+    batches, this = following
+    parts = send_to_device(list(batches), device)
     # Meta tensors have a shape and a dtype but no data: the skeleton is all that must be pickled.
     skeleton = map_tensors(lambda tensor: tensor.to("meta"), parts)
-    return parts, Announcement(following._replace(batches=skeleton))
+    return parts, Announcement(skeleton, this)
 
 
 def _share(

@@ -28,7 +28,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lockstep.data.batch_sharding import grouped
+from lockstep.data.batch_sharding import CutSamples, grouped
 from lockstep.data.order import IndexBatch, is_cut_anew, one_batch, samplers_of, skip_batches
 from lockstep.data.rng import Generators, PrivateDraws, States, epoch_seed, plain_states, states_of
 from lockstep.data.worker_states import WorkerStates
@@ -292,12 +292,13 @@ class DrawnOrder:
         # torch's loader calls iter now, and asks for the first batch later. That of a BatchSampler draws nothing.
         self._source = None if self._cut is not None else iter(sampler)
         self._opened_source: Iterator[object] | None = None
-        self._items = self._drawn()
+        # Chains hand on the samples without a call of Python code for each.
+        self._items = chain.from_iterable(self._drawn())
         self._given = 0
 
     def behind(
         self, samples: int, beginning: int, kept: int
-    ) -> tuple[list[IndexBatch], list[IndexBatch], Iterator[IndexBatch]]:
+    ) -> tuple[list[IndexBatch], list[IndexBatch], Iterable[IndexBatch]]:
         """The first ``beginning`` batches, the last ``kept`` ones before ``samples``, and those behind these.
 
         Nothing behind ``samples`` is drawn yet.
@@ -305,7 +306,7 @@ class DrawnOrder:
         Raises:
             CheckpointError: no batch ends there, or what comes before is not what was saved.
         """
-        found: tuple[list[IndexBatch], list[IndexBatch], Iterator[IndexBatch]]
+        found: tuple[list[IndexBatch], list[IndexBatch], Iterable[IndexBatch]]
         if self._cut is not None:
             size = self._cut.batch_size
             head = list(islice(self._items, beginning * size))
@@ -314,7 +315,7 @@ class DrawnOrder:
             found = (
                 list(grouped(head, size, drop_last=False)),
                 list(grouped(passed, size, drop_last=False)) if kept else [],
-                grouped(later, size, self._cut.drop_last),
+                CutSamples(later, size, self._cut.drop_last),
             )
         else:
             source = self._whole_batches()
@@ -342,21 +343,27 @@ class DrawnOrder:
         except (TypeError, NotImplementedError):
             return None
 
+    def known_samples(self) -> int | None:
+        """Samples of the epoch, where batches may be cut at any of them (None: not known)."""
+        try:
+            return None if self._cut is None else len(cast(Sized, self._cut.sampler))
+        except (TypeError, NotImplementedError):
+            return None
+
     def _whole_batches(self) -> Iterator[IndexBatch]:
         for item in self._items:
             self._given += 1
             yield one_batch(item, self.opaque)
 
-    def _drawn(self) -> Iterator[object]:
-        """What the sampler gives, sample by sample, or batch by batch where it makes batches itself."""
+    def _drawn(self) -> Iterator[Iterable[object]]:
+        """What the sampler gives, sample by sample, or batch by batch where it makes batches itself, in blocks."""
         private = self.drawing.private
         if private is None:
             # Nothing is drawn but what the next sample needs, as in torch's loader.
             source = self._opened()
-            yield from source if self.digest is None else self._checked(source)
-            return
-        for block in iter(partial(self._block, private), []):
-            yield from block
+            yield source if self.digest is None else self._checked(source)
+        else:
+            yield from iter(partial(self._block, private), [])
 
     def _block(self, private: PrivateDraws) -> list[object]:
         with private.followed():

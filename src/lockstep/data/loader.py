@@ -18,7 +18,7 @@ from lockstep.data.drawn import Drawing, SavedDraws, SeededSampler, generators_o
 from lockstep.data.map_reader import MapReader
 from lockstep.data.order import announce_epoch
 from lockstep.data.position import Epochs, Iteration, LoaderSetup, Position, read_state, state_of
-from lockstep.data.readers import Begin, GlobalBatches, ReadBatch, Reader
+from lockstep.data.readers import Begin, GlobalBatches, Reader, Round
 from lockstep.data.rng import Generators, PrivateDraws, States
 from lockstep.errors import ConfigError, UsageError
 from lockstep.runtime.step import LoaderProgress, StepState
@@ -279,9 +279,9 @@ class PreparedLoader(DataLoader[Any]):
             read = None if self._running is None else next(self._running[0], None)
             if read is None or self._running is None:
                 return number, samples
-            _, progress, iteration = self._running
-            _reach(read, progress, iteration)
-            samples = None if samples is None or read.counts is None else samples + read.counts.total
+            [_, this], [_, progress, iteration] = read, self._running
+            _reach(this, progress, iteration)
+            samples = None if samples is None or this.counts is None else samples + this.counts.total
         return batches, samples
 
     def state_dict(self) -> StateDict:
@@ -380,51 +380,45 @@ class PreparedLoader(DataLoader[Any]):
         return batches if self.around is None else self.around(self, batches)
 
     def _iterate(self, source: GlobalBatches, iteration: Iteration, behind: int) -> Iterator[object]:
-        self._parts.step.clock.batch_wanted()
-        progress = LoaderProgress(loader=self)
-        self._progress = progress
-        self._parts.step.begin(progress)
-        try:
-            yield from self._batches(source, progress, iteration, behind)
-        finally:
-            self._parts.step.finish(progress)
-            # No reference cycle: workers of a loader that is collected late take seconds to end.
-            progress.loader = None
-
-    def _batches(
-        self, source: GlobalBatches, progress: LoaderProgress, iteration: Iteration, behind: int
-    ) -> Iterator[object]:
-        device, non_blocking = self._parts.device, self._parts.non_blocking
-        number = 0
+        step, device, non_blocking = self._parts.step, self._parts.device, self._parts.non_blocking
+        # On a CPU nothing is copied.
+        is_copied = device is not None and device.type != "cpu"
+        clock = step.clock
+        clock.batch_wanted()
+        progress = self._progress = LoaderProgress(loader=self, batches=behind)
+        step.begin(progress)
         self._running = source, progress, iteration
-        progress.batches = behind
+        number = 0
         try:
-            for read in source:
+            for [batch], this in source:
                 if progress.end_of_data:
                     self._check_length(f"more than {number}")
                 number += 1
-                _reach(read, progress, iteration)
-                [batch], last = read.batches, read.last
-                if device is None:
-                    placed = batch
-                else:
-                    self._parts.step.clock.enter("to_device")
-                    placed = send_to_device(batch, device, non_blocking)
-                self._parts.step.clock.batch_comes(placed)
+                _reach(this, progress, iteration)
+                if is_copied:
+                    clock.enter("to_device")
+                if device is not None:
+                    batch = send_to_device(batch, device, non_blocking)
+                clock.batch_comes(batch)
                 if behind:
-                    yield from until_used(placed, behind, self._parts.step.clock, self._parts.rank)
+                    yield from until_used(batch, behind, clock, self._parts.rank)
                     behind = 0
                 else:
-                    yield placed
-                if not last:  # behind the last one, the script has more to do before the step is complete
-                    self._parts.step.clock.batch_wanted()
-            self._parts.step.clock.enter("other")
+                    yield batch
+                if (
+                    not this.last
+                ):  # behind the last one, the script has more to do before the step is complete
+                    clock.batch_wanted()
+            clock.enter("other")
             iteration.behind = None
             if number and not progress.end_of_data:
                 self._check_length(f"only {number}")
         finally:
             iteration.running = False
             self._running = None
+            step.finish(progress)
+            # No reference cycle: workers of a loader that is collected late take seconds to end.
+            progress.loader = None
 
     def _check_length(self, given: str) -> None:
         """Raise UsageError where it does harm that the sampler's length did not tell which batch is the last one."""
@@ -468,16 +462,12 @@ class PreparedLoader(DataLoader[Any]):
         return drawing
 
 
-def _reach(read: ReadBatch, progress: LoaderProgress, iteration: Iteration) -> None:
+def _reach(this: Round, progress: LoaderProgress, iteration: Iteration) -> None:
     """The iteration is behind this round."""
     progress.batches += 1
-    progress.end_of_data = read.last
-    progress.counts = read.counts
-    iteration.behind = read.behind
-    iteration.inner = read.inner
-    iteration.digest = read.digest
+    progress.counts, progress.end_of_data, iteration.behind, iteration.digest, iteration.inner, states = this
     if iteration.drawing is not None:
-        iteration.drawing.shown = read.states
+        iteration.drawing.shown = states
 
 
 def size_of(dataset: Any) -> int | None:

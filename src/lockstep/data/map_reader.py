@@ -7,28 +7,19 @@ from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from lockstep.data.batch_sharding import GlobalBatch, ShardPlan, rounds
+from lockstep.data.batch_sharding import ShardPlan
+from lockstep.data.dealing import ALWAYS, Dealing, at_first_item
 from lockstep.data.drawn import Drawing, DrawnOrder
 from lockstep.data.order import GlobalOrder
-from lockstep.data.position import Progress, nothing
-from lockstep.data.readers import Begin, GlobalBatches, ReadBatch, measured, seed_workers
+from lockstep.data.position import nothing
+from lockstep.data.readers import Begin, GlobalBatches, Round, measured, seed_workers
 from lockstep.data.rng import States
 from lockstep.data.worker_states import FromWorker, SeededIndex, TellingCollate, WorkerStates
-from lockstep.runtime.step import BatchCounts
-
-
-class PendingBatch(NamedTuple):
-    """What is known of a round when its indices are dealt; see ``ReadBatch``."""
-
-    counts: BatchCounts
-    last: bool
-    behind: Progress | None
-    digest: int | None
 
 
 class ShardedBatches(Sampler[Any]):
@@ -46,7 +37,7 @@ class ShardedBatches(Sampler[Any]):
         self.ranks = tuple(ranks)
         self.workers = workers
         self.begin = Begin(order.seed, 0, nothing(1))
-        self.announced: deque[PendingBatch] = deque()
+        self.announced: deque[Round] = deque()
         self.latest: DrawnBatches | None = None
         self.torch_seeds = False
         self.announces_epoch = True
@@ -77,33 +68,41 @@ class ShardedBatches(Sampler[Any]):
         self.announced = deque()
         begin, plan = self.begin, self.plan
         if begin.drawing is None:
-            return self._seeded(begin, plan, self.announced)
+            # A state of torchdata counts from where this dealing began.
+            [samples] = begin.behind.samples if begin.inner is None else begin.behind.base
+            return at_first_item(partial(self._seeded, begin, self._dealing(begin, plan, samples, None)))
         order = DrawnOrder(self.order.sampler, self.order.opaque, begin.drawing)
-        self.latest = DrawnBatches(partial(self._drawn, order, begin, plan, self.announced))
-        return self.latest
-
-    def _seeded(self, begin: Begin, plan: ShardPlan, announced: deque[PendingBatch]) -> Iterator[object]:
-        order = replace(self.order, seed=begin.seed)
-        # A state of torchdata counts from where this dealing began.
-        [samples] = begin.behind.samples if begin.inner is None else begin.behind.base
-        first, later = order.batches(begin.epoch, samples, plan.beginning)
-        yield from self._indices_of(rounds(later, plan, first), samples, begin, announced, None)
-
-    def _drawn(
-        self, order: DrawnOrder, begin: Begin, plan: ShardPlan, announced: deque[PendingBatch]
-    ) -> Iterator[object]:
         [samples] = begin.behind.samples
+        self.latest = DrawnBatches(partial(self._drawn, self._dealing(begin, plan, samples, order), order))
+        return at_first_item(self.latest.come)
+
+    def _dealing(self, begin: Begin, plan: ShardPlan, samples: int, order: DrawnOrder | None) -> Dealing:
+        mark, marked = partial(self._for_worker, begin), 0
+        if self.workers:
+            # Later ones go to workers as they are, where nothing is to be seeded.
+            marked = self.workers if begin.drawing is not None and self.torch_seeds else ALWAYS
+        return Dealing(
+            plan, self.ranks, order, self.order.opaque, self.announced, mark, marked, samples, begin.left_out
+        )
+
+    def _seeded(self, begin: Begin, dealing: Dealing) -> Iterator[object]:
+        order = replace(self.order, seed=begin.seed)
+        first, later = order.batches(begin.epoch, dealing.samples, dealing.plan.beginning)
+        return dealing.batches(later, first)
+
+    def _drawn(self, dealing: Dealing, order: DrawnOrder) -> Iterator[object]:
         restored = self.restored
-        first, again, later = order.behind(samples, plan.beginning, restored.turn if restored else 0)
-        batches = self._indices_of(rounds(later, plan, first), samples, begin, announced, order)
+        kept = restored.turn if restored else 0
+        first, again, later = order.behind(dealing.samples, dealing.plan.beginning, kept)
+        batches = dealing.batches(later, first)
         if restored is None:
             return batches
         # So that each worker gets the batches that it would have had.
         indices = chain((batch[0] if self.order.opaque else batch for batch in again), batches)
-        return self._with_states(indices, len(again), restored)
+        return chain(self._with_states(indices, len(again), restored), indices)
 
     def _with_states(self, indices: Iterator[object], turn: int, restored: WorkerStates) -> Iterator[object]:
-        """``indices`` of which the first ones behind ``turn`` bring the workers' generators to where they stood."""
+        """The first of ``indices``; those behind ``turn`` bring the workers' generators to where they stood."""
         yield from islice(indices, turn)
         for i in range(turn, turn + self.workers):
             index = next(indices, self)
@@ -115,64 +114,14 @@ class ShardedBatches(Sampler[Any]):
             elif states is not None:
                 index = SeededIndex(index, None, None, states)
             yield index
-        yield from indices
 
-    def _indices_of(
-        self,
-        batches: Iterator[GlobalBatch[object]],
-        samples: int,
-        begin: Begin,
-        announced: deque[PendingBatch],
-        order: DrawnOrder | None,
-    ) -> Iterator[object]:
-        for left_out in islice(batches, begin.left_out):
-            samples += left_out.counts.total
-        base, done = (samples,), 0
-        for this, is_over, coming, digest in self._with_ends(batches, samples, order):
-            start = samples
-            samples += this.counts.total
-            done += 1
-            parts = self._own_parts(this)
-            if not parts:
-                continue
-            behind = None if is_over else Progress((samples,), base, (done,))
-            announced.append(PendingBatch(this.counts, not coming, behind, digest))
-            for rank, part in parts:
-                index = part[0] if self.order.opaque else part
-                yield self._for_worker(index, begin, start + sum(this.counts.rows[:rank]), done)
-
-    def _with_ends(
-        self, batches: Iterator[GlobalBatch[object]], samples: int, order: DrawnOrder | None
-    ) -> Iterator[tuple[GlobalBatch[object], bool, bool, int | None]]:
-        """Each round, whether the epoch is over with it, whether these ranks have a batch in the next one, a digest."""
-        if order is not None and self.plan.world_size == 1 and order.is_over(samples) is not None:
-            # To look ahead would draw what the next batch needs before this one is trained on.
-            for this in batches:
-                samples += this.counts.total
-                is_over = bool(order.is_over(samples))
-                yield this, is_over, not is_over, order.digest
-            return
-        following = next(batches, None)
-        while following is not None:
-            digest = None if order is None else order.digest
-            this, following = following, next(batches, None)
-            yield this, following is None, bool(self._own_parts(following)), digest
-
-    def _for_worker(self, index: object, begin: Begin, place: int, number: int) -> object:
+    def _for_worker(self, begin: Begin, index: object, place: int, number: int) -> object:
         """``index``, or what arrives in a worker as such, of the batch that begins at ``place`` in the order."""
-        if not self.workers:
-            return index
         # The first batches of an iteration go to the workers one by one.
         epoch = begin.epoch if number <= self.workers and self.announces_epoch else None
         if begin.drawing is None or not self.torch_seeds:
             return SeededIndex(index, (begin.seed, begin.epoch, place), epoch)
         return index if epoch is None else SeededIndex(index, None, epoch)
-
-    def _own_parts(self, batch: GlobalBatch[object] | None) -> list[tuple[int, list[object]]]:
-        """Rank and rows, for those of ``ranks`` that have a batch in this round."""
-        return (
-            [] if batch is None else [(rank, batch.parts[rank]) for rank in self.ranks if batch.parts[rank]]
-        )
 
     def __len__(self) -> int:
         batches = len(self.order)
@@ -185,7 +134,7 @@ def sample_count(batch_sampler: object) -> int | None:
     return len(sampler) if isinstance(sampler, Sized) else None
 
 
-class DrawnBatches(Iterator[Any]):
+class DrawnBatches:
     """The batches that ``make`` gives, which goes through what is behind them first: now, or with the first batch."""
 
     def __init__(self, make: Callable[[], Iterator[object]]) -> None:
@@ -196,9 +145,6 @@ class DrawnBatches(Iterator[Any]):
         if self._batches is None:
             self._batches = self._make()
         return self._batches
-
-    def __next__(self) -> object:
-        return next(self.come())
 
 
 class MapReader:
@@ -240,30 +186,37 @@ class MapReader:
             self.inner.load_state_dict(begin.inner)  # type: ignore[attr-defined]
             [loaded] = begin.behind.rounds
         source = iter(self.inner) if begin.drawing is None else self._begun(begin, begin.drawing)
-        return self._with_counts(source, self.batches.announced, loaded)
+        return self._with_rounds(source, self.batches.announced, loaded)
 
-    def _with_counts(
-        self, source: Iterator[object], announced: deque[PendingBatch], loaded: int
-    ) -> GlobalBatches:
+    def _with_rounds(self, source: Iterator[object], announced: deque[Round], loaded: int) -> GlobalBatches:
         width = len(self.batches.ranks)
-        exact = self.has_position and not self.batches.order.opaque
-        alone = self.batches.plan.world_size == 1
         if self.tells:
             source = self._received(source)
-        rows_of_ranks = (
-            ([batch] for batch in source) if width == 1 else iter(lambda: list(islice(source, width)), [])
+        rounds: Iterator[Sequence[object]] = (
+            zip(source, strict=False) if width == 1 else iter(lambda: list(islice(source, width)), [])
         )
-        for parts in rows_of_ranks:
+        is_exact = self.has_position and not self.batches.order.opaque
+        if is_exact and not loaded and not self.keeps_inner_state:
+            # Pairs, made without a call of Python code: a batch first, with which its round is announced.
+            return zip(rounds, iter(announced.popleft, None), strict=False)
+        return self._with_more(rounds, announced, loaded, is_exact)
+
+    def _with_more(
+        self, rounds: Iterator[Sequence[object]], announced: deque[Round], loaded: int, is_exact: bool
+    ) -> GlobalBatches:
+        """The rounds with what their batches and torchdata's loader say; ``loaded`` ones are behind."""
+        alone = self.batches.plan.world_size == 1
+        for parts in rounds:
             # They were announced when torchdata left them out, just now.
             for _ in range(loaded):
                 announced.popleft()
             loaded = 0
-            counts: BatchCounts | None
-            counts, last, behind, digest = announced.popleft()
-            if not exact:
-                counts = measured(parts[0]) if alone else None
-            inner = self.inner.state_dict() if self.keeps_inner_state else None  # type: ignore[attr-defined]
-            yield ReadBatch(parts, counts, last, behind, inner, digest)
+            this = announced.popleft()
+            if not is_exact:
+                this = this._replace(counts=measured(parts[0]) if alone else None)
+            if self.keeps_inner_state:
+                this = this._replace(inner=self.inner.state_dict())  # type: ignore[attr-defined]
+            yield parts, this
 
     # -- workers whose generators torch has seeded ---------------------------------------------------
 
@@ -325,7 +278,10 @@ class MapReader:
     def _received(self, source: Iterator[object]) -> Iterator[object]:
         for message in source:
             if isinstance(message, FromWorker):
-                self._workers.received(message)
-                yield message.batch
+                batch, worker, states = message
+                self._workers.turn = (worker + 1) % len(self._workers.states)
+                if states is not None:
+                    self._workers.states[worker] = states.states()
+                yield batch
             else:
                 yield message

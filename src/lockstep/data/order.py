@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from lockstep.data.batch_sharding import grouped, later
+from lockstep.data.batch_sharding import CutSamples, grouped, later
 from lockstep.data.rng import draw_privately, epoch_generator, epoch_seed
 from lockstep.errors import CheckpointError
 
@@ -23,6 +23,9 @@ IndexBatch = Sequence[object]
 
 # The attributes under which samplers hold other samplers.
 NESTED = ("sampler", "batch_sampler")
+
+SAMPLES_AT_ONCE = 4096
+"""Samples that are drawn privately at once."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class GlobalOrder:
 
     def batches(
         self, epoch: int, behind: int, beginning: int
-    ) -> tuple[list[IndexBatch], Iterator[IndexBatch]]:
+    ) -> tuple[list[IndexBatch], Iterable[IndexBatch]]:
         """The first ``beginning`` batches of the epoch, and those that begin behind ``behind`` samples.
 
         The user's sampler is not modified. Without batches an item is yielded as the sampler gives it.
@@ -51,23 +54,23 @@ class GlobalOrder:
             CheckpointError: by the iterator, if none of these ends behind so many samples.
         """
         sampler = seeded_copy(self.sampler, epoch_generator(self.seed, epoch))
-        drawn = draw_privately(self._batches(sampler, behind, beginning), epoch_seed(self.seed, epoch))
-        return next(drawn), drawn
-
-    def _batches(self, sampler: Iterable[object], behind: int, beginning: int) -> Iterator[Any]:
-        """First the list of batches at the beginning, then each later batch."""
+        seed = epoch_seed(self.seed, epoch)
         if is_cut_anew(sampler):
             size = sampler.batch_size
-            first, rest = later(sampler.sampler, behind, beginning * size)
-            yield list(grouped(first, size, drop_last=False))
-            yield from grouped(rest, size, sampler.drop_last)
-        else:
-            source = (one_batch(item, self.opaque) for item in sampler)
-            head = list(islice(source, beginning))
-            yield head
-            batches = chain(head, source)
-            skip_batches(batches, behind, type(sampler).__name__)
-            yield from batches
+            samples = draw_privately(sampler.sampler, seed, block_size=SAMPLES_AT_ONCE)
+            first, rest = later(samples, behind, beginning * size)
+            return list(grouped(first, size, drop_last=False)), CutSamples(rest, size, sampler.drop_last)
+        drawn = draw_privately(self._whole_batches(sampler, behind, beginning), seed)
+        return next(drawn), drawn
+
+    def _whole_batches(self, sampler: Iterable[object], behind: int, beginning: int) -> Iterator[Any]:
+        """First the list of batches at the beginning, then each later batch."""
+        source = (one_batch(item, self.opaque) for item in sampler)
+        head = list(islice(source, beginning))
+        yield head
+        batches = chain(head, source)
+        skip_batches(batches, behind, type(sampler).__name__)
+        yield from batches
 
     def __len__(self) -> int:
         return len(cast(Sized, self.sampler))

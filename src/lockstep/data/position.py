@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from lockstep.data.drawn import Drawing, SavedDraws
@@ -35,6 +36,10 @@ class Progress(NamedTuple):
     def from_here(self) -> Progress:
         """The same samples, behind which another way of dealing begins."""
         return Progress(self.samples, self.samples, tuple(0 for _ in self.rounds), self.turn)
+
+
+new_progress: Callable[[tuple[object, ...]], Progress] = partial(tuple.__new__, Progress)
+"""A ``Progress`` from its fields, as a call in C: one is made for each batch."""
 
 
 def nothing(workers: int) -> Progress:

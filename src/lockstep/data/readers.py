@@ -6,8 +6,9 @@ rounds in which its ranks have batches. The epoch's last round is known as such 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -37,24 +38,27 @@ class Begin:
     drawing: Drawing | None = None
 
 
-class ReadBatch(NamedTuple):
-    """One round: a batch for each of the reader's ranks.
+class Round(NamedTuple):
+    """What is known of one round, in which each of the reader's ranks has a batch.
 
     ``behind`` is the position after it; None: the epoch is over with it. ``last``: these ranks have no later batch.
-    ``inner`` is the state of torchdata's loader after it, where one is kept, ``digest`` the checksum of the samples
-    up to it, where one is needed, ``states`` those of the generators that read it where it was read privately.
+    ``digest`` is the checksum of the samples up to it, where one is needed, ``inner`` the state of torchdata's loader
+    after it, where one is kept, ``states`` those of the generators that read it where it was read privately.
     """
 
-    batches: list[object]
     counts: BatchCounts | None
     last: bool
     behind: Progress | None
-    inner: dict[str, object] | None = None
     digest: int | None = None
+    inner: dict[str, object] | None = None
     states: States | None = None
 
 
-GlobalBatches = Iterator[ReadBatch]
+new_round: Callable[[tuple[object, ...]], Round] = partial(tuple.__new__, Round)
+"""A ``Round`` from its fields, as a call in C: one is made for each batch."""
+
+GlobalBatches = Iterator[tuple[Sequence[object], Round]]
+"""The batches of the reader's ranks in each round, and what is known of it."""
 
 
 class Reader(Protocol):

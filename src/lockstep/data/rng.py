@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, TypeVar
 
 import numpy as np
@@ -48,6 +48,11 @@ def draw_privately(
     Items are drawn in blocks; between blocks the global generators are the user's own, untouched. While they are
     drawn, ``device`` is torch's default one (None: it stays).
     """
+    # A chain hands on the items without a call of Python code for each.
+    return chain.from_iterable(_private_blocks(items, seed, block_size, device))
+
+
+def _private_blocks(items: Iterable[T], seed: int, block_size: int, device: str | None) -> Iterator[list[T]]:
     generators, states = Generators(), _seeded_states(seed)
     source: Iterator[T] | None = None
     while True:
@@ -56,7 +61,7 @@ def draw_privately(
             source = iter(items) if source is None else source
             block = list(islice(source, block_size))
             states = generators.read()
-        yield from block
+        yield block
         if len(block) < block_size:
             return
 

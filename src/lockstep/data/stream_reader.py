@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterDataPipe
 
 from lockstep.data.drawn import Drawing
 from lockstep.data.position import nothing
-from lockstep.data.readers import Begin, GlobalBatches, ReadBatch, seed_workers
+from lockstep.data.readers import Begin, GlobalBatches, Round, seed_workers
 from lockstep.data.rng import PrivateDraws, States, draw_privately, mixed_seed
 from lockstep.data.stream import ShardedStream, WorkerMessage
 from lockstep.data.worker_states import SentStates, WorkerStates
@@ -141,10 +141,10 @@ class StreamReader:
 
     def _with_generators(self, batches: GlobalBatches, draws: PrivateDraws | None) -> GlobalBatches:
         """``dealt``, with the generators at each of them where torch's loader would have brought them."""
-        for this in batches:
+        for parts, this in batches:
             if draws is not None and this.states is not None:
                 draws.show(this.states)
-            yield this
+            yield parts, this
         if draws is not None:
             draws.show(draws.states)
 
@@ -167,7 +167,7 @@ class StreamReader:
         """One round behind ``messages``, because only the end of a stream says which one is the last."""
         behind = begin.behind
         left_out = 0
-        pending: ReadBatch | None = None
+        pending: tuple[Sequence[object], Round] | None = None
         others_go_on = False
         reported: set[int] = set()
         knows = not any((*behind.base, *behind.rounds, behind.turn, left_out))
@@ -190,11 +190,12 @@ class StreamReader:
             if pending is not None:
                 self._hands_over()
                 yield pending
-            pending = ReadBatch(batches, counts, last=False, behind=behind, inner=inner, states=states)
+            pending = batches, Round(counts, last=False, behind=behind, inner=inner, states=states)
             others_go_on = False
         if pending is not None:
             self._hands_over()
-            yield pending._replace(last=True, behind=pending.behind if others_go_on else None)
+            parts, this = pending
+            yield parts, this._replace(last=True, behind=this.behind if others_go_on else None)
         self._handed_over = None
 
     def _hands_over(self) -> None:

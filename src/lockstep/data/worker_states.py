@@ -83,11 +83,6 @@ class WorkerStates:
     def of(cls, workers: int) -> WorkerStates:
         return cls([None] * workers)
 
-    def received(self, message: FromWorker) -> None:
-        self.turn = (message.worker + 1) % len(self.states)
-        if message.states is not None:
-            self.states[message.worker] = message.states.states()
-
     def plain(self) -> dict[str, Any]:
         return {
             "turn": self.turn,

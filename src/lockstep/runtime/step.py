@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -176,7 +177,7 @@ class BatchCounts:
     rows: tuple[int, ...]
     real: tuple[int, ...]
 
-    @property
+    @cached_property
     def total(self) -> int:
         """Number of samples in the global batch."""
         return sum(self.real)

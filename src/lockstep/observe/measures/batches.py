@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
+
+import torch
+
+from lockstep.runtime.step import BatchCounts, LoaderProgress
 
 MOST_WAITING = 1000
 """Of a loader; of one that is only evaluated with, none is ever used."""
@@ -18,27 +22,36 @@ class BatchSize(NamedTuple):
     samples: int | None
 
 
+_Waiting = tuple["int | None", "BatchCounts | None"]
+
+
 class WaitingBatches:
     """First in, first out, for each loader by itself."""
 
     def __init__(self) -> None:
-        self._of: WeakKeyDictionary[object, deque[BatchSize]] = WeakKeyDictionary()
-        self._latest: deque[BatchSize] = deque()
+        self._of: WeakKeyDictionary[object, deque[_Waiting]] = WeakKeyDictionary()
+        self._latest: deque[_Waiting] = deque()
+        self._loader_of_latest: Callable[[], object] = lambda: self._of
 
-    def comes(self, loader: object | None, size: BatchSize) -> None:
-        """``loader`` hands one out; None: one that is gone."""
+    def comes(self, progress: LoaderProgress | None, batch: object) -> None:
+        """A loader, which is so far, hands one out; None: one that is gone."""
+        loader = counts = None
+        if progress is not None:
+            loader, counts = progress.loader, progress.counts
         key = self if loader is None else loader
-        waiting = self._of.get(key)
-        if waiting is None:
-            waiting = self._of[key] = deque(maxlen=MOST_WAITING)
-        waiting.append(size)
-        self._latest = waiting
+        if self._loader_of_latest() is not key:
+            self._latest = self._of.setdefault(key, deque(maxlen=MOST_WAITING))
+            self._loader_of_latest = ref(key)
+        self._latest.append((tokens_in(batch), counts))
 
     def use(self, loader: object | None) -> BatchSize | None:
         """A backward uses one of the loader that is iterated, or where none is, of the one that was last; None: there
         is no new one."""
         waiting = self._latest if loader is None else self._of.get(loader)
-        return waiting.popleft() if waiting else None
+        if not waiting:
+            return None
+        tokens, counts = waiting.popleft()
+        return BatchSize(tokens, None if counts is None else counts.total)
 
 
 TOKEN_NAMES = ("input_ids", "tokens")
@@ -50,16 +63,17 @@ def tokens_in(batch: object) -> int | None:
 
     Padding counts: it costs what other tokens cost. So do rows that only complete a batch.
     """
-    if isinstance(batch, Mapping):
+    if isinstance(batch, (list, tuple)):
+        for part in batch:
+            # Asked first because it is quick, and most parts are tensors.
+            if type(part) is not torch.Tensor and isinstance(part, Mapping):
+                return tokens_in(part)
+        return None
+    if isinstance(batch, (dict, Mapping)):
         for name in TOKEN_NAMES:
             if name in batch:
                 count = getattr(batch[name], "numel", None)
                 return int(count()) if callable(count) else None
-        return None
-    if isinstance(batch, (list, tuple)):
-        for part in batch:
-            if isinstance(part, Mapping):
-                return tokens_in(part)
         return None
     count = getattr(getattr(batch, "input_ids", None), "numel", None)
     return int(count()) if callable(count) else None

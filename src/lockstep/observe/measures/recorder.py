@@ -17,7 +17,7 @@ from torch import nn
 from lockstep.config.options import Options
 from lockstep.config.world import ParallelDims
 from lockstep.errors import UsageError
-from lockstep.observe.measures.batches import BatchSize, WaitingBatches, tokens_in
+from lockstep.observe.measures.batches import BatchSize, WaitingBatches
 from lockstep.observe.measures.communication import HiddenCommunication, is_seen
 from lockstep.observe.measures.device_parts import device_parts_of
 from lockstep.observe.measures.flops import FlopCounts, StepCounts, shapes_of
@@ -170,9 +170,8 @@ class StepRecorder:
         """A prepared loader hands out this batch, of which nothing is kept."""
         if self._is_first:
             self._begin_first_step()
-        counts = self._state.counts
-        size = BatchSize(tokens_in(batch), None if counts is None else counts.total)
-        self._waiting.comes(self._state.active_dataloader, size)
+        running = self._state.running
+        self._waiting.comes(running[-1] if running else None, batch)
 
     def call_begins(self, module: nn.Module, args: object, kwargs: object) -> None:
         """A prepared model is called; ``kwargs`` None: in parts, between which others run."""

@@ -1,0 +1,150 @@
+"""Deals the rounds of one iteration to the ranks of a reader, and announces what is known of each round."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice, repeat
+from typing import TypeVar
+
+from lockstep.data.batch_sharding import CutSamples, GlobalBatch, ShardPlan, rounds, unpadded
+from lockstep.data.drawn import DrawnOrder
+from lockstep.data.position import Progress, new_progress
+from lockstep.data.readers import Round, new_round
+
+T = TypeVar("T")
+
+
+def at_first_item(make: Callable[[], Iterator[T]]) -> Iterator[T]:
+    """What ``make`` returns, called when the first item is asked for. The items pass through no Python code."""
+    return chain.from_iterable(made() for made in (make,))
+
+
+ALWAYS = sys.maxsize
+"""More rounds than there are."""
+
+
+@dataclass
+class Dealing:
+    """The batches that ``ranks`` get in one iteration, in turn; ``announced`` gets each round as it is dealt.
+
+    They begin behind ``samples`` of the global order, and ``left_out`` rounds later. ``order``: the samplers draw it.
+    The first ``marked`` rounds are marked for worker processes: ``mark(index, place, number)`` gets the index of a
+    batch, where it begins in the global order, and the number of its round, from 1.
+    """
+
+    plan: ShardPlan
+    ranks: Sequence[int]
+    order: DrawnOrder | None
+    opaque: bool
+    announced: deque[Round]
+    mark: Callable[[object, int, int], object]
+    marked: int
+    samples: int
+    left_out: int
+    base: tuple[int] | None = None
+    rounds: int = 0
+
+    def batches(
+        self,
+        later: Iterable[Sequence[object]],
+        first: Sequence[Sequence[object]],
+    ) -> Iterator[object]:
+        """``later`` are the batches that are dealt, and ``first`` those that may complete the last round.
+
+        Most rounds are cut out of the samples directly, in few calls. ``batch_sharding.rounds`` deals all others.
+        """
+        if not isinstance(later, CutSamples):
+            return self._dealt(rounds(later, self.plan, first))
+        cut = later
+        last = at_first_item(lambda: self._dealt(rounds(cut, self.plan, first)))
+        known = None if self.order is None or self.plan.world_size > 1 else self.order.known_samples()
+        # What is read ahead of a round would be in its digest.
+        needs_digest = known is None and self.order is not None and self.order.digest is not None
+        if needs_digest or cut.batch_size != self.plan.batch_size:
+            return last
+        return chain(self._whole(cut, known), last)
+
+    def _whole(self, cut: CutSamples[object], known: int | None) -> Iterator[object]:
+        """Rounds of which the next one is whole, too: as many as the ``known`` length says, or by reading one ahead.
+
+        To look ahead in a process on its own would draw what the next batch needs before this one is trained on.
+        """
+        plan, ranks, order = self.plan, self.ranks, self.order
+        size = plan.rank_batch_size
+        assert size is not None
+        total = size * plan.world_size
+        counts = unpadded((size,) * plan.world_size)
+        parts = [(rank * size, slice(rank * size, (rank + 1) * size)) for rank in ranks]
+        mark, marked = self.mark, self.marked
+        announce = self.announced.append
+        taken = map(list, map(islice, repeat(cut.samples), repeat(total)))
+        looks_ahead = known is None
+        rows = next(taken) if looks_ahead else []
+        for _ in repeat(None) if known is None else range((known - self.samples) // total - 1):
+            following = next(taken)
+            if len(following) < total:
+                rows += following
+                break
+            this, rows = (rows, following) if looks_ahead else (following, rows)
+            start = self.samples
+            self.samples = behind = start + total
+            if self.left_out:
+                self.left_out -= 1
+                continue
+            base = self.base = self.base or (start,)
+            self.rounds = number = self.rounds + 1
+            progress = new_progress(((behind,), base, (number,), 0))
+            announce(
+                new_round((counts, False, progress, None if order is None else order.digest, None, None))
+            )
+            for offset, part in parts:
+                index = this[part]
+                yield mark(index, start + offset, number) if number <= marked else index
+        cut.put_back(rows)
+
+    def _dealt(self, batches: Iterator[GlobalBatch[object]]) -> Iterator[object]:
+        """All other rounds."""
+        for left_out in islice(batches, self.left_out):
+            self.samples += left_out.counts.total
+        base = self.base = self.base or (self.samples,)
+        for this, is_over, coming, digest in self._with_ends(batches):
+            start = self.samples
+            self.samples += this.counts.total
+            self.rounds += 1
+            parts = self._own_parts(this)
+            if not parts:
+                continue
+            behind = None if is_over else Progress((self.samples,), base, (self.rounds,))
+            self.announced.append(Round(this.counts, not coming, behind, digest))
+            for rank, part in parts:
+                index = part[0] if self.opaque else part
+                if self.rounds <= self.marked:
+                    index = self.mark(index, start + sum(this.counts.rows[:rank]), self.rounds)
+                yield index
+
+    def _with_ends(
+        self, batches: Iterator[GlobalBatch[object]]
+    ) -> Iterator[tuple[GlobalBatch[object], bool, bool, int | None]]:
+        """Each round, whether the epoch is over with it, whether these ranks have a batch in the next one, a digest."""
+        samples, order = self.samples, self.order
+        if order is not None and self.plan.world_size == 1 and order.is_over(samples) is not None:
+            # See _whole for why nothing is read ahead.
+            for this in batches:
+                samples += this.counts.total
+                is_over = bool(order.is_over(samples))
+                yield this, is_over, not is_over, order.digest
+            return
+        following = next(batches, None)
+        while following is not None:
+            digest = None if order is None else order.digest
+            this, following = following, next(batches, None)
+            yield this, following is None, bool(self._own_parts(following)), digest
+
+    def _own_parts(self, batch: GlobalBatch[object] | None) -> list[tuple[int, list[object]]]:
+        """Rank and rows, for those of ``ranks`` that have a batch in this round."""
+        return (
+            [] if batch is None else [(rank, batch.parts[rank]) for rank in self.ranks if batch.parts[rank]]
+        )
