@@ -1,10 +1,11 @@
-"""What faster forms of the optimizer and of clipping gain on this machine, and whether they change the numbers.
+"""What faster forms of the optimizer, of clipping and of copies to a GPU gain, and whether they change the numbers.
 
     python benchmarks/defaults.py
     python benchmarks/defaults.py --quick
 
 One process of one thread; the demo's GPT with 3.2 million parameters, and one with many small layers. The forms take
-turns on the same gradients; a ratio compares two of one round.
+turns on the same gradients; a ratio compares two of one round. Copies of a batch need a CUDA device: their time is that
+of a loop in which the device computes between two batches.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from torch import nn
 
 import common
+from lockstep.data import batch_mover
 from zero_contenders import ZeroTask
 
 MODELS = {
@@ -35,6 +37,11 @@ FORMS: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 DEFAULT = "torch's default"
+COPIES = {DEFAULT: False, "pinned memory": True}
+"""How batches are copied: whether through pinned memory."""
+IMAGES = (64, 3, 224, 224)
+COPY = ("copy of a batch", "64 images of 224²")
+BATCHES = 20
 
 
 def options() -> argparse.Namespace:
@@ -90,28 +97,55 @@ def measure(what: str, task: ZeroTask, rounds: int) -> dict[str, dict[str, Any]]
     }
 
 
+def measure_copies(rounds: int) -> dict[str, dict[str, Any]]:
+    """Of each form: µs of wall-clock for a batch in each round, and how far the copies are from the batch."""
+    device = torch.device("cuda")
+    batch = [torch.randn(IMAGES), torch.zeros(IMAGES[0], dtype=torch.int64)]
+    matrix = torch.randn(4096, 4096, device=device)
+    movers = {name: batch_mover(device, False, pins, rank=0) for name, pins in COPIES.items()}
+    times: dict[str, list[float]] = {name: [] for name in COPIES}
+    apart = dict.fromkeys(COPIES, 0.0)
+    for turn in range(rounds + 1):
+        for name in list(COPIES)[:: 1 if turn % 2 == 0 else -1]:
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(BATCHES):
+                moved = movers[name](batch)
+                for _ in range(4):
+                    torch.mm(matrix, matrix)
+            torch.cuda.synchronize()
+            times[name].append((time.perf_counter() - start) * 1e6 / BATCHES)
+            apart[name] = max(apart[name], float((moved[0].cpu() - batch[0]).abs().max()))
+    return {name: {"us": times[name][1:], "apart": apart[name]} for name in COPIES}
+
+
 def main() -> None:
     chosen = options()
     torch.set_num_threads(1)
-    report = common.Report("defaults", "Forms of the optimizer and of clipping, CPU time of a call")
-    figures, rows = [], []
-    for what in FORMS:
-        for label, task in MODELS.items():
-            found = measure(what, task, chosen.rounds)
-            for name, one in found.items():
-                taken = common.summary(one["us"])
-                ratio = common.summary(common.ratios(one["us"], found[DEFAULT]["us"]))
-                figures.append(
-                    {
-                        "call": what,
-                        "model": label,
-                        "form": name,
-                        "cpu_us": taken.to_dict(),
-                        "over_default": ratio.to_dict(),
-                        "largest_difference": one["apart"],
-                    }
-                )
-                rows.append([what, label, name, taken.show(0), ratio.show(), f"{one['apart']:.0e}"])
+    report = common.Report("defaults", "Forms of the optimizer, of clipping and of copies to a GPU")
+    figures: list[dict[str, Any]] = []
+    rows = []
+    cells = [(what, label) for what in FORMS for label in MODELS]
+    found = {(what, label): measure(what, MODELS[label], chosen.rounds) for what, label in cells}
+    if torch.cuda.is_available():
+        found[COPY] = measure_copies(chosen.rounds)
+    for (what, label), forms in found.items():
+        for name, one in forms.items():
+            taken = common.summary(one["us"])
+            ratio = common.summary(common.ratios(one["us"], forms[DEFAULT]["us"]))
+            figures.append(
+                {
+                    "call": what,
+                    "model": label,
+                    "form": name,
+                    "wall_us" if (what, label) == COPY else "cpu_us": taken.to_dict(),
+                    "over_default": ratio.to_dict(),
+                    "largest_difference": one["apart"],
+                }
+            )
+            rows.append([what, label, name, taken.show(0), ratio.show(), f"{one['apart']:.0e}"])
+    if COPY not in found:
+        rows += [[*COPY, name, "needs a GPU", "", ""] for name in COPIES]
     columns = ["call", "model", "form", "µs", "over the default", "numbers differ by"]
     report.finish(columns, rows, figures, {"rounds": chosen.rounds}, chosen.output)
 

@@ -20,6 +20,7 @@ if not TYPE_CHECKING:
                 "listify",
                 "map_leaves",
                 "map_tensors",
+                "mover",
                 "send_to_device",
                 "tensor_leaves",
                 "to_float32",

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import copy
 from collections import UserDict
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence, Set
 from dataclasses import fields, is_dataclass
+from functools import partial
 from operator import methodcaller
 from typing import Any, TypeAlias, TypeVar
 
@@ -184,29 +185,52 @@ def send_to_device(
         assert batch["x"].device == torch.device("cpu")
         ```
     """
-    # What default_collate mostly makes needs no walk over a tree.
-    if type(tensor) is list and set(map(type, tensor)) == {torch.Tensor}:
-        return list(map(methodcaller("to", device, non_blocking=non_blocking), tensor))
     skipped = {skip_keys} if isinstance(skip_keys, str) else set(skip_keys or ())
-    if isinstance(tensor, torch.Tensor):
-        return tensor.to(device, non_blocking=non_blocking)
+    return mover(device, non_blocking)(tensor, skipped)
+
+
+def mover(
+    device: torch.device | str | int,
+    non_blocking: bool,
+    move_tensor: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> Callable[..., Any]:
+    """``send_to_device`` as a function of data and skipped keys; ``move_tensor``, if given, moves the tensors."""
+    move = methodcaller("to", device, non_blocking=non_blocking)
+    return partial(_moved, move_tensor or move, partial(_move_object, move, device))
+
+
+def _moved(
+    move_tensor: Callable[[torch.Tensor], torch.Tensor],
+    move_object: Callable[[object], object],
+    tree: Any,
+    skipped: Set[object] = frozenset(),
+) -> Any:
+    # What default_collate mostly makes needs no walk over a tree.
+    if type(tree) is list and set(map(type, tree)) == {torch.Tensor}:
+        return list(map(move_tensor, tree))
+    if isinstance(tree, torch.Tensor):
+        return move_tensor(tree)
     # BatchEncoding.to changes the object in place and knows no skip_keys: it is taken as a mapping.
-    if hasattr(tensor, "to") and not isinstance(tensor, (UserDict, type)):
-        try:
-            return tensor.to(device, non_blocking=non_blocking)
-        except TypeError:
-            return tensor.to(device)
-    parts = children(tensor)
+    if hasattr(tree, "to") and not isinstance(tree, (UserDict, type)):
+        return move_object(tree)
+    parts = children(tree)
     if parts is None:
-        return tensor
-    keys: list[object] = list(tensor) if isinstance(tensor, Mapping) else [None] * len(parts)
+        return tree
+    keys: list[object] = list(tree) if isinstance(tree, Mapping) else [None] * len(parts)
     return rebuild(
-        tensor,
+        tree,
         [
-            part if key in skipped else send_to_device(part, device, non_blocking, skipped)
+            part if key in skipped else _moved(move_tensor, move_object, part, skipped)
             for key, (_, part) in zip(keys, parts, strict=True)
         ],
     )
+
+
+def _move_object(move: Callable[[Any], object], device: torch.device | str | int, one: Any) -> object:
+    try:
+        return move(one)
+    except TypeError:
+        return one.to(device)
 
 
 def to_float32(tensor: Tree) -> Tree:

@@ -327,7 +327,9 @@ class DataLoaderConfiguration:
       seed is ``data_seed``, or torch's seed on rank 0. Otherwise samplers draw as without Lockstep.
     - ``data_seed``: without ``use_seedable_sampler``, any order, and the numbers that workers draw, depend only on
       this seed and on the epoch.
-    - ``non_blocking``: batches are copied to the device asynchronously. This needs ``pin_memory`` in the loader.
+    - ``pin_memory``: batches are copied to a CUDA device through pinned host memory, and the host does not wait for the
+      copies. If the loader has ``pin_memory=True``, its batches are pinned already. On a CPU it has no effect.
+    - ``non_blocking``: the host does not wait for copies of batches that are not pinned, either.
     - ``use_stateful_dataloader``: torchdata's ``StatefulDataLoader`` reads the data. It needs the extra
       ``torchdata``.
 
@@ -353,10 +355,11 @@ class DataLoaderConfiguration:
     data_seed: int | None = None
     non_blocking: bool = False
     use_stateful_dataloader: bool = False
+    pin_memory: bool = True
 
     def __post_init__(self) -> None:
         for name in ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler", "non_blocking",
-                     "use_stateful_dataloader"):  # fmt: skip
+                     "use_stateful_dataloader", "pin_memory"):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value not in (True, False):  # a text such as "false" would count as true
                 raise ConfigError(f"{name} is {value!r}, which is not a truth value. Pass True or False.")

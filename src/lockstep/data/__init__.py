@@ -16,6 +16,7 @@ else:
             "drawn": ["Drawing", "DrawnOrder"],
             "loader": ["check_skip", "PreparedLoader"],
             "order": ["announce_epoch", "find_distributed_sampler", "GlobalOrder", "initial_seed_of"],
+            "pinned": ["batch_mover", "PinnedCopies"],
             "prepare": ["prepare_loader"],
             "rng": ["draw_privately", "Generators"],
         },

@@ -12,7 +12,7 @@ from typing import TypeVar
 from lockstep.data.batch_sharding import CutSamples, GlobalBatch, ShardPlan, rounds, unpadded
 from lockstep.data.drawn import DrawnOrder
 from lockstep.data.position import Progress, new_progress
-from lockstep.data.readers import Round, new_round
+from lockstep.data.readers import ReadRound, new_round
 
 T = TypeVar("T")
 
@@ -39,7 +39,7 @@ class Dealing:
     ranks: Sequence[int]
     order: DrawnOrder | None
     opaque: bool
-    announced: deque[Round]
+    announced: deque[ReadRound]
     mark: Callable[[object, int, int], object]
     marked: int
     samples: int
@@ -118,7 +118,7 @@ class Dealing:
             if not parts:
                 continue
             behind = None if is_over else Progress((self.samples,), base, (self.rounds,))
-            self.announced.append(Round(this.counts, not coming, behind, digest))
+            self.announced.append(ReadRound(this.counts, not coming, behind, digest))
             for rank, part in parts:
                 index = part[0] if self.opaque else part
                 if self.rounds <= self.marked:

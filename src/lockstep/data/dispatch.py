@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
 from lockstep.comm.collectives import Communicator
-from lockstep.comm.tree import leaves, map_tensors, send_to_device
-from lockstep.data.readers import GlobalBatches, Round
+from lockstep.comm.tree import leaves, map_tensors
+from lockstep.data.readers import GlobalBatches, ReadRound
 from lockstep.errors import LockstepError
 
 
@@ -16,14 +17,18 @@ class Announcement(NamedTuple):
     """What rank 0 says before each round: a skeleton of its batches and the round, else the end, or its error."""
 
     skeleton: object = None
-    round: Round | None = None
+    round: ReadRound | None = None
     error: str = ""
 
 
 def dispatched(
-    source: GlobalBatches | None, communicator: Communicator, rank: int, device: torch.device
+    source: GlobalBatches | None,
+    communicator: Communicator,
+    rank: int,
+    device: torch.device,
+    move: Callable[[object], Any],
 ) -> GlobalBatches:
-    """Yield this rank's batch of each round, on ``device``.
+    """Yield this rank's batch of each round, on ``device``, to which ``move`` moves what is read.
 
     ``source`` is a reader for all ranks on rank 0 and None elsewhere. Every ``next`` is a collective
     call, so all ranks must iterate in step.
@@ -37,7 +42,7 @@ def dispatched(
         failure: Exception | None = None
         if source is not None:
             try:
-                parts, announcement = _next_round(source, device)
+                parts, announcement = _next_round(source, move)
             except Exception as error:
                 failure = error
                 announcement = Announcement(error=f"{type(error).__name__}: {error}")
@@ -55,12 +60,12 @@ def dispatched(
         yield [parts[rank]], announcement.round
 
 
-def _next_round(source: GlobalBatches, device: torch.device) -> tuple[list[object], Announcement]:
+def _next_round(source: GlobalBatches, move: Callable[[object], Any]) -> tuple[list[object], Announcement]:
     following = next(source, None)
     if following is None:
         return [], Announcement()
     batches, this = following
-    parts = send_to_device(list(batches), device)
+    parts = move(list(batches))
     # Meta tensors have a shape and a dtype but no data: the skeleton is all that must be pickled.
     skeleton = map_tensors(lambda tensor: tensor.to("meta"), parts)
     return parts, Announcement(skeleton, this)

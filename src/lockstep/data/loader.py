@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from lockstep.comm.tree import StateDict, send_to_device
+from lockstep.comm.tree import StateDict
 from lockstep.data.batch_sharding import ShardPlan
 from lockstep.data.continued import batches_behind, until_used
 from lockstep.data.drawn import Drawing, SavedDraws, SeededSampler, generators_of, of_samplers
 from lockstep.data.map_reader import MapReader
 from lockstep.data.order import announce_epoch
 from lockstep.data.position import Epochs, Iteration, LoaderSetup, Position, read_state, state_of
-from lockstep.data.readers import Begin, GlobalBatches, Reader, Round
+from lockstep.data.readers import Begin, GlobalBatches, Reader, ReadRound
 from lockstep.data.rng import Generators, PrivateDraws, States
 from lockstep.errors import ConfigError, UsageError
 from lockstep.runtime.step import LoaderProgress, StepState
@@ -32,10 +32,11 @@ class LoaderParts:
     ``seedable`` is the sampler that is seeded for each epoch, if there is one, and ``common_states`` gives every rank
     the generators' states of rank 0 (None: no other rank needs them).
 
-    ``original`` is the user's loader. ``batches`` and ``samples`` are those of the whole order (None:
-    unknown). ``opaque``: the dataset makes whole batches itself. ``keeps_inner_state``: the dataset saves
-    its own position, through torchdata. ``reads``: this rank reads. ``dispatch`` turns the rounds read on
-    rank 0 into this rank's. ``before_epoch`` runs first in each epoch that is not continued.
+    ``original`` is the user's loader. ``move`` moves a batch to ``device`` (both None: it stays). ``batches`` and
+    ``samples`` are those of the whole order (None: unknown). ``opaque``: the dataset makes whole batches itself.
+    ``keeps_inner_state``: the dataset saves its own position, through torchdata. ``reads``: this rank reads.
+    ``dispatch`` turns the rounds read on rank 0 into this rank's. ``before_epoch`` runs first in each epoch that is
+    not continued.
     """
 
     original: DataLoader[object]
@@ -45,7 +46,7 @@ class LoaderParts:
     seed: int
     step: StepState
     device: torch.device | None
-    non_blocking: bool
+    move: Callable[[object], Any] | None
     batches: int | None
     samples: int | None
     opaque: bool
@@ -380,10 +381,9 @@ class PreparedLoader(DataLoader[Any]):
         return batches if self.around is None else self.around(self, batches)
 
     def _iterate(self, source: GlobalBatches, iteration: Iteration, behind: int) -> Iterator[object]:
-        step, device, non_blocking = self._parts.step, self._parts.device, self._parts.non_blocking
+        step, clock, move = self._parts.step, self._parts.step.clock, self._parts.move
         # On a CPU nothing is copied.
-        is_copied = device is not None and device.type != "cpu"
-        clock = step.clock
+        is_copied = self.device is not None and self.device.type != "cpu"
         clock.batch_wanted()
         progress = self._progress = LoaderProgress(loader=self, batches=behind)
         step.begin(progress)
@@ -397,8 +397,8 @@ class PreparedLoader(DataLoader[Any]):
                 _reach(this, progress, iteration)
                 if is_copied:
                     clock.enter("to_device")
-                if device is not None:
-                    batch = send_to_device(batch, device, non_blocking)
+                if move is not None:
+                    batch = move(batch)
                 clock.batch_comes(batch)
                 if behind:
                     yield from until_used(batch, behind, clock, self._parts.rank)
@@ -462,7 +462,7 @@ class PreparedLoader(DataLoader[Any]):
         return drawing
 
 
-def _reach(this: Round, progress: LoaderProgress, iteration: Iteration) -> None:
+def _reach(this: ReadRound, progress: LoaderProgress, iteration: Iteration) -> None:
     """The iteration is behind this round."""
     progress.batches += 1
     progress.counts, progress.end_of_data, iteration.behind, iteration.digest, iteration.inner, states = this

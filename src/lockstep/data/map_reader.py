@@ -17,7 +17,7 @@ from lockstep.data.dealing import ALWAYS, Dealing, at_first_item
 from lockstep.data.drawn import Drawing, DrawnOrder
 from lockstep.data.order import GlobalOrder
 from lockstep.data.position import nothing
-from lockstep.data.readers import Begin, GlobalBatches, Round, measured, seed_workers
+from lockstep.data.readers import Begin, GlobalBatches, ReadRound, measured, seed_workers
 from lockstep.data.rng import States
 from lockstep.data.worker_states import FromWorker, SeededIndex, TellingCollate, WorkerStates
 
@@ -37,7 +37,7 @@ class ShardedBatches(Sampler[Any]):
         self.ranks = tuple(ranks)
         self.workers = workers
         self.begin = Begin(order.seed, 0, nothing(1))
-        self.announced: deque[Round] = deque()
+        self.announced: deque[ReadRound] = deque()
         self.latest: DrawnBatches | None = None
         self.torch_seeds = False
         self.announces_epoch = True
@@ -188,7 +188,9 @@ class MapReader:
         source = iter(self.inner) if begin.drawing is None else self._begun(begin, begin.drawing)
         return self._with_rounds(source, self.batches.announced, loaded)
 
-    def _with_rounds(self, source: Iterator[object], announced: deque[Round], loaded: int) -> GlobalBatches:
+    def _with_rounds(
+        self, source: Iterator[object], announced: deque[ReadRound], loaded: int
+    ) -> GlobalBatches:
         width = len(self.batches.ranks)
         if self.tells:
             source = self._received(source)
@@ -202,7 +204,7 @@ class MapReader:
         return self._with_more(rounds, announced, loaded, is_exact)
 
     def _with_more(
-        self, rounds: Iterator[Sequence[object]], announced: deque[Round], loaded: int, is_exact: bool
+        self, rounds: Iterator[Sequence[object]], announced: deque[ReadRound], loaded: int, is_exact: bool
     ) -> GlobalBatches:
         """The rounds with what their batches and torchdata's loader say; ``loaded`` ones are behind."""
         alone = self.batches.plan.world_size == 1

@@ -22,6 +22,7 @@ from lockstep.data.drawn import draws_nothing, generators_of, with_seedable
 from lockstep.data.loader import LoaderParts, PreparedLoader
 from lockstep.data.map_reader import MapReader, ShardedBatches
 from lockstep.data.order import GlobalOrder, initial_seed_of
+from lockstep.data.pinned import batch_mover
 from lockstep.data.readers import Reader
 from lockstep.data.rng import States
 from lockstep.data.stream import ResumableStream, ShardedStream, as_it_is
@@ -85,6 +86,8 @@ def prepare_loader(
     reader = make_reader(
         loader, sampler, plan, seed, range(world_size) if dispatch else (rank,), config, draws, is_alone
     )
+    non_blocking = config.non_blocking or loader.pin_memory
+    moves_to = partial(batch_mover, non_blocking=non_blocking, pins=config.pin_memory, rank=runtime.rank)
     asks_rank_0 = draws and not dispatch and (is_iterable(loader) or not draws_nothing(sampler))
     return prepared_class(loader, config)(
         LoaderParts(
@@ -95,13 +98,19 @@ def prepare_loader(
             seed=seed,
             step=step,
             device=device,
-            non_blocking=config.non_blocking or loader.pin_memory,
+            move=None if device is None else moves_to(device),
             batches=batches,
             samples=samples,
             opaque=batches_by_sampler(loader) is None,
             keeps_inner_state=reader.keeps_inner_state,
             reads=runtime.is_main or not dispatch,
-            dispatch=partial(dispatched, communicator=shared, rank=rank, device=runtime.device)
+            dispatch=partial(
+                dispatched,
+                communicator=shared,
+                rank=rank,
+                device=runtime.device,
+                move=moves_to(runtime.device),
+            )
             if dispatch and shared is not None
             else None,
             # The generator needs nothing: the order is common already.

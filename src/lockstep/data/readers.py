@@ -38,7 +38,7 @@ class Begin:
     drawing: Drawing | None = None
 
 
-class Round(NamedTuple):
+class ReadRound(NamedTuple):
     """What is known of one round, in which each of the reader's ranks has a batch.
 
     ``behind`` is the position after it; None: the epoch is over with it. ``last``: these ranks have no later batch.
@@ -54,10 +54,10 @@ class Round(NamedTuple):
     states: States | None = None
 
 
-new_round: Callable[[tuple[object, ...]], Round] = partial(tuple.__new__, Round)
-"""A ``Round`` from its fields, as a call in C: one is made for each batch."""
+new_round: Callable[[tuple[object, ...]], ReadRound] = partial(tuple.__new__, ReadRound)
+"""A ``ReadRound`` from its fields, as a call in C: one is made for each batch."""
 
-GlobalBatches = Iterator[tuple[Sequence[object], Round]]
+GlobalBatches = Iterator[tuple[Sequence[object], ReadRound]]
 """The batches of the reader's ranks in each round, and what is known of it."""
 
 

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterDataPipe
 
 from lockstep.data.drawn import Drawing
 from lockstep.data.position import nothing
-from lockstep.data.readers import Begin, GlobalBatches, Round, seed_workers
+from lockstep.data.readers import Begin, GlobalBatches, ReadRound, seed_workers
 from lockstep.data.rng import PrivateDraws, States, draw_privately, mixed_seed
 from lockstep.data.stream import ShardedStream, WorkerMessage
 from lockstep.data.worker_states import SentStates, WorkerStates
@@ -167,7 +167,7 @@ class StreamReader:
         """One round behind ``messages``, because only the end of a stream says which one is the last."""
         behind = begin.behind
         left_out = 0
-        pending: tuple[Sequence[object], Round] | None = None
+        pending: tuple[Sequence[object], ReadRound] | None = None
         others_go_on = False
         reported: set[int] = set()
         knows = not any((*behind.base, *behind.rounds, behind.turn, left_out))
@@ -190,7 +190,7 @@ class StreamReader:
             if pending is not None:
                 self._hands_over()
                 yield pending
-            pending = batches, Round(counts, last=False, behind=behind, inner=inner, states=states)
+            pending = batches, ReadRound(counts, last=False, behind=behind, inner=inner, states=states)
             others_go_on = False
         if pending is not None:
             self._hands_over()
