@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import lockstep
 from lockstep import Accelerator
@@ -43,16 +44,25 @@ def calls_of(loader: Iterable[object]) -> tuple[int, Counter[str]]:
     return total, own
 
 
-def per_batch(batch_size: int, workers: int) -> tuple[float, dict[str, int]]:
+class Rows(IterableDataset[object]):
+    def __init__(self, data: TensorDataset) -> None:
+        self.data = data
+
+    def __iter__(self) -> Iterator[object]:
+        return iter(self.data)
+
+
+def per_batch(batch_size: int, workers: int, iterable: bool = False) -> tuple[float, dict[str, int]]:
     """Calls for each batch: what a prepared loader makes more than torch's, and those of Lockstep's own code.
 
     Several ranks draw thousands of samples at once, which counts for none of their batches.
     """
     accelerator = Accelerator(cpu=True)
     rows = batch_size * (BATCHES + 2 * BEGINNING) * accelerator.num_processes
-    data = TensorDataset(torch.zeros(rows, 2), torch.zeros(rows))
-    plain = DataLoader(data, batch_size, shuffle=True, num_workers=workers)
-    prepared = accelerator.prepare(DataLoader(data, batch_size, shuffle=True, num_workers=workers))
+    data: Any = TensorDataset(torch.zeros(rows, 2), torch.zeros(rows))
+    data = Rows(data) if iterable else data
+    plain = DataLoader(data, batch_size, shuffle=not iterable, num_workers=workers)
+    prepared = accelerator.prepare(DataLoader(data, batch_size, shuffle=not iterable, num_workers=workers))
     calls_of_torch, _ = calls_of(plain)
     calls, own = calls_of(prepared)
     end_runtime()
@@ -76,4 +86,12 @@ def test_a_batch_takes_few_calls_more_than_torchs(run_distributed, world, batch_
 def test_workers_add_what_is_said_of_their_generators(run_distributed, world, most) -> None:
     """In one process: what they send back. On several ranks: the seed that they get with each batch."""
     for _, own in run_distributed(per_batch, world, 4, 2):
+        assert sum(own.values()) <= most, own
+
+
+@pytest.mark.parametrize(("workers", "most"), [(0, 49), (1, 14)])
+def test_iterable_data_is_read_one_batch_ahead(run_distributed, workers, most) -> None:
+    """In this process, with generators that are brought to where the dataset left them, and back."""
+    for batch_size in (2, 32):
+        [(_, own)] = run_distributed(per_batch, 1, batch_size, workers, iterable=True)
         assert sum(own.values()) <= most, own

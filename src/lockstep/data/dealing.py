@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from lockstep.data.batch_sharding import CutSamples, GlobalBatch, ShardPlan, rounds, unpadded
 from lockstep.data.drawn import DrawnOrder
-from lockstep.data.position import Progress, new_progress
+from lockstep.data.position import new_progress
 from lockstep.data.readers import ReadRound, new_round
 
 T = TypeVar("T")
@@ -117,8 +117,8 @@ class Dealing:
             parts = self._own_parts(this)
             if not parts:
                 continue
-            behind = None if is_over else Progress((self.samples,), base, (self.rounds,))
-            self.announced.append(ReadRound(this.counts, not coming, behind, digest))
+            behind = None if is_over else new_progress(((self.samples,), base, (self.rounds,), 0))
+            self.announced.append(new_round((this.counts, not coming, behind, digest, None, None)))
             for rank, part in parts:
                 index = part[0] if self.opaque else part
                 if self.rounds <= self.marked:

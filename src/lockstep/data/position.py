@@ -25,13 +25,10 @@ class Progress(NamedTuple):
 
     def after(self, worker: int, samples: int) -> Progress:
         """One round of ``worker`` with so many samples later."""
-        workers = len(self.samples)
-        return Progress(
-            tuple(n + samples if i == worker else n for i, n in enumerate(self.samples)),
-            self.base,
-            tuple(n + 1 if i == worker else n for i, n in enumerate(self.rounds)),
-            (worker + 1) % workers,
-        )
+        behind, rounds = [*self.samples], [*self.rounds]
+        behind[worker] += samples
+        rounds[worker] += 1
+        return new_progress((tuple(behind), self.base, tuple(rounds), (worker + 1) % len(behind)))
 
     def from_here(self) -> Progress:
         """The same samples, behind which another way of dealing begins."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain, islice
 from typing import Any, TypeVar
@@ -53,14 +53,13 @@ def draw_privately(
 
 
 def _private_blocks(items: Iterable[T], seed: int, block_size: int, device: str | None) -> Iterator[list[T]]:
-    generators, states = Generators(), _seeded_states(seed)
+    draws = PrivateDraws(Generators(), _seeded_states(seed))
     source: Iterator[T] | None = None
     while True:
         # Samplers call torch.randperm without a device; the order must not depend on the default one.
-        with generators.at(states), _default_device(device):
+        with draws.hidden(), _default_device(device):
             source = iter(items) if source is None else source
             block = list(islice(source, block_size))
-            states = generators.read()
         yield block
         if len(block) < block_size:
             return
@@ -90,11 +89,18 @@ class Generators:
         return [torch.get_rng_state(), random.getstate(), np.random.get_state(), *own]
 
     def write(self, states: States) -> None:
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
-        np.random.set_state(states[2])
-        for generator, state in zip(self.own, states[3:], strict=True):
-            generator.set_state(state)
+        for write, state in zip(self._writers(), states, strict=True):
+            write(state)
+
+    def change(self, now: States, states: States) -> None:
+        """From ``now``, where they stand, to ``states``. To compare a state takes less time than to write it."""
+        for write, old, new in zip(self._writers(), now, states, strict=True):
+            if not same_state(old, new):
+                write(new)
+
+    def _writers(self) -> list[Callable[[Any], object]]:
+        own = [generator.set_state for generator in self.own]
+        return [torch.set_rng_state, random.setstate, np.random.set_state, *own]
 
     @contextmanager
     def at(self, states: States) -> Iterator[None]:
@@ -128,11 +134,15 @@ class PrivateDraws:
             return
         self._is_drawing = True
         try:
-            with self.generators.at(self.states):
-                try:
-                    yield
-                finally:
-                    self.states = self.generators.read()
+            before = self.generators.read()
+            self.generators.change(before, self.states)
+            try:
+                yield
+            finally:
+                now = self.generators.read()
+                if not all(map(same_state, now, self.states)):
+                    self.states = now
+                self.generators.change(now, before)
         finally:
             self._is_drawing = False
 
@@ -160,6 +170,8 @@ class PrivateDraws:
 
     def show(self, states: States) -> None:
         """Bring those generators to ``states`` that are where the last call of this has brought them."""
+        if states is self.shown:
+            return
         now = self.generators.read()
         follow = [
             new if same_state(own, old) else own

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import repeat
 from typing import cast
 
 import torch
@@ -11,7 +12,7 @@ from torch.utils.data import DataLoader, IterDataPipe
 
 from lockstep.data.drawn import Drawing
 from lockstep.data.position import nothing
-from lockstep.data.readers import Begin, GlobalBatches, ReadRound, seed_workers
+from lockstep.data.readers import Begin, GlobalBatches, ReadRound, new_round, seed_workers
 from lockstep.data.rng import PrivateDraws, States, draw_privately, mixed_seed
 from lockstep.data.stream import ShardedStream, WorkerMessage
 from lockstep.data.worker_states import SentStates, WorkerStates
@@ -57,6 +58,8 @@ class StreamReader:
             start.give(begin.seed, begin.epoch, begin.behind, False)
         if begin.drawing is not None:
             source, draws = self._begun(begin, begin.drawing)
+            if draws is None:
+                return self._one_behind(zip(source, repeat(None), repeat(None), strict=False), begin)
             messages = self._drawn(source, begin.drawing, draws)
             return self._with_generators(self._one_behind(messages, begin), draws)
         seeded: Iterator[tuple[WorkerMessage, dict[str, object] | None]] = self._messages()
@@ -122,12 +125,8 @@ class StreamReader:
         return draws
 
     def _drawn(
-        self, source: Iterator[WorkerMessage], drawing: Drawing, draws: PrivateDraws | None
+        self, source: Iterator[WorkerMessage], drawing: Drawing, draws: PrivateDraws
     ) -> Iterator[tuple[WorkerMessage, dict[str, object] | None, States | None]]:
-        if draws is None:
-            for message in source:
-                yield message, None, None
-            return
         if drawing.first is None:
             drawing.first = drawing.generators.read() if drawing.private is None else drawing.private.states
         draws.states = drawing.first
@@ -139,14 +138,13 @@ class StreamReader:
                 return
             yield following, None, draws.states
 
-    def _with_generators(self, batches: GlobalBatches, draws: PrivateDraws | None) -> GlobalBatches:
+    def _with_generators(self, batches: GlobalBatches, draws: PrivateDraws) -> GlobalBatches:
         """``dealt``, with the generators at each of them where torch's loader would have brought them."""
         for parts, this in batches:
-            if draws is not None and this.states is not None:
+            if this.states is not None:
                 draws.show(this.states)
             yield parts, this
-        if draws is not None:
-            draws.show(draws.states)
+        draws.show(draws.states)
 
     def worker_states(self, is_midway: bool) -> WorkerStates | None:
         if self._loaded is not None:
@@ -190,7 +188,7 @@ class StreamReader:
             if pending is not None:
                 self._hands_over()
                 yield pending
-            pending = batches, ReadRound(counts, last=False, behind=behind, inner=inner, states=states)
+            pending = batches, new_round((counts, False, behind, None, inner, states))
             others_go_on = False
         if pending is not None:
             self._hands_over()
