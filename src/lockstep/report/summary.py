@@ -22,7 +22,7 @@ REASONS = {
     ),
     "to_device": (
         "copying batches to the device",
-        "Use pin_memory=True in the loader and non_blocking=True where batches move.",
+        "Use workers (num_workers) and pin_memory=True in the loader, so that a thread pins the batches.",
     ),
     "communication": (
         "communication that nothing hides",
