@@ -31,6 +31,8 @@ LossFunction: TypeAlias = Callable[..., torch.Tensor]
 StateDict: TypeAlias = dict[str, Any]
 """What a ``state_dict`` returns: tensors, numbers, and containers of them."""
 
+_PLAIN = {torch.Tensor}
+
 # torch.Size is a tuple that takes nothing but numbers.
 _LEAVES = (torch.Tensor, str, int, float, type(None), torch.Size)
 
@@ -206,7 +208,7 @@ def _moved(
     skipped: Set[object] = frozenset(),
 ) -> Any:
     # What default_collate mostly makes needs no walk over a tree.
-    if type(tree) is list and set(map(type, tree)) == {torch.Tensor}:
+    if type(tree) is list and _PLAIN.issuperset(map(type, tree)):
         return list(map(move_tensor, tree))
     if isinstance(tree, torch.Tensor):
         return move_tensor(tree)
