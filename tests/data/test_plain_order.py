@@ -66,6 +66,17 @@ class Noisy(Dataset[Any]):
         return torch.tensor([first / 32, torch.rand(()).item(), random.random(), np.random.rand()])
 
 
+class OwnNoise(Noisy):
+    """Draws from a generator of its own as well, of which each worker process has a copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = generator()
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return super().__getitem__(index) + torch.rand(4, generator=self.generator)
+
+
 class OneByOne(Sampler[int]):
     """Draws each index when it is asked for."""
 
@@ -184,6 +195,7 @@ MAPS: dict[str, Callable[..., DataLoader[Any]]] = {
     ),
     "own batch sampler": lambda **w: DataLoader(Noisy(), batch_sampler=ShuffledBatches(), **w),
     "single items": lambda **w: DataLoader(Noisy(), batch_size=None, shuffle=True, **w),
+    "dataset with a generator": lambda **w: DataLoader(OwnNoise(), 4, shuffle=True, **w),
     "batches as items": lambda **w: DataLoader(
         Noisy(), batch_size=None, sampler=BatchSampler(RandomSampler(Noisy()), 4, False), **w
     ),
@@ -369,20 +381,26 @@ def test_a_continued_run_is_the_undisturbed_one_bit_for_bit(name):
     check_continued(lambda: prepare(LOADERS[name]()), lambda count: [0, 1, count // 2, count - 2])
 
 
+USUAL = [
+    *(
+        (name, WORKERS[0])
+        for name in (
+            "generator", "own batch sampler", "stream, python", "single items", "dataset with a generator"
+        )
+    ),
+    *((name, WORKERS[1]) for name in ("own batch sampler", "stream, python", "stream, own generator")),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("name", "workers"),
     [
-        *(
-            (name, WORKERS[0])
-            for name in ("generator", "own batch sampler", "stream, python", "single items")
-        ),
-        *((name, WORKERS[1]) for name in ("own batch sampler", "stream, python")),
+        *USUAL,
         *(
             pytest.param(name, workers, marks=pytest.mark.exhaustive)
             for name in LOADERS
             for workers in WORKERS
-            if name not in ("own batch sampler", "stream, python")
-            and not (workers is WORKERS[0] and name in ("generator", "single items"))
+            if (name, workers) not in USUAL
         ),
     ],
 )

@@ -16,14 +16,13 @@ from lockstep.data.order import announce_epoch_to
 from lockstep.data.position import Progress
 from lockstep.data.readers import row_count
 from lockstep.data.rng import (
-    Generators,
     States,
     generator_states,
     mixed_seed,
     seed_generators,
     set_generator_states,
 )
-from lockstep.data.worker_states import SentStates, WorkerStates
+from lockstep.data.worker_states import SentStates, WorkerStates, read_generators, write_generators
 from lockstep.runtime.step import BatchCounts
 
 MOST_AHEAD = 4
@@ -139,7 +138,7 @@ class ShardedStream(IterableDataset[Any]):
             if worker is not None:
                 graph_settings.apply_sharding(self._dataset, worker.num_workers, worker.id)
         tells = self._tells and drawn and worker is not None
-        begun = SentStates(Generators().read()) if tells else None
+        begun = SentStates(read_generators(self._dataset)) if tells else None
         return self._messages(number, behind, self._samples(), begun)
 
     def _go_back(self, number: int) -> None:
@@ -147,7 +146,7 @@ class ShardedStream(IterableDataset[Any]):
         asked = self._stream_start.asked_before(number)
         states = next((states for count, states in self._made if count == asked), None)
         if states is not None:
-            Generators().write(states)
+            write_generators(self._dataset, states)
         self._made.clear()
 
     def _restore(self, number: int) -> None:
@@ -155,7 +154,7 @@ class ShardedStream(IterableDataset[Any]):
         if restored is not None:
             states = restored.states[number]
             if states is not None:
-                Generators().write(states)
+                write_generators(self._dataset, states)
 
     def _messages(
         self, number: int, behind: Progress, samples: Iterator[object], begun: SentStates | None
@@ -168,12 +167,12 @@ class ShardedStream(IterableDataset[Any]):
             parts = [this.parts[rank] for rank in self._ranks]
             batches, counts = self._collated(parts, this)
             if begun is not None:
-                self._made.append((i + 1, Generators().read()))
+                self._made.append((i + 1, read_generators(self._dataset)))
             # Made although it was handed out before: it may draw random numbers.
             if i >= behind.rounds[number]:
                 yield number, this.counts.total, batches, counts
         if begun is not None:
-            yield number, 0, SentStates(Generators().read()), None
+            yield number, 0, SentStates(read_generators(self._dataset)), None
 
     def _rounds(self, behind: int, samples: Iterator[object]) -> Iterator[GlobalBatch[object]]:
         size = self._sample_batch_size or 1

@@ -27,6 +27,22 @@ from lockstep.data.rng import (
 from lockstep.errors import CheckpointError
 
 
+def own_generators(dataset: object) -> list[torch.Generator]:
+    """The generator that a dataset holds, of which each worker process has a copy."""
+    own = getattr(dataset, "generator", None)
+    return [own] if isinstance(own, torch.Generator) else []
+
+
+def read_generators(dataset: object) -> States:
+    """Where the generators of a worker process stand: the global ones, and that of its copy of the dataset."""
+    return Generators(own_generators(dataset)).read()
+
+
+def write_generators(dataset: object, states: States) -> None:
+    """Bring them to ``states``. Those of earlier versions have the global ones only."""
+    Generators(own_generators(dataset)[: len(states) - 3]).write(states)
+
+
 class FromWorker(NamedTuple):
     """A batch, the worker that made it, and where its generators stand (None: where they stood before)."""
 
@@ -47,7 +63,7 @@ class TellingCollate:
         worker = get_worker_info()
         if worker is None:
             return batch
-        states = Generators().read()
+        states = read_generators(worker.dataset)
         if self.last_sent is not None and all(map(same_state, states, self.last_sent)):
             return FromWorker(batch, worker.id, None)
         self.last_sent = states
@@ -59,11 +75,12 @@ class SentStates:
     """States on their way out of a worker: torch's as bytes, which no thread that pins memory looks into."""
 
     def __init__(self, states: States) -> None:
-        self.torch = states[0].numpy().tobytes()
-        self.others = states[1:]
+        self.torch = [state.numpy().tobytes() for state in (states[0], *states[3:])]
+        self.others = states[1:3]
 
     def states(self) -> States:
-        return [torch.frombuffer(bytearray(self.torch), dtype=torch.uint8), *self.others]
+        first, *own = [torch.frombuffer(bytearray(state), dtype=torch.uint8) for state in self.torch]
+        return [first, *self.others, *own]
 
 
 @dataclass
@@ -144,5 +161,5 @@ def _arrive(
         if key is not None:
             seed_generators(mixed_seed(*key))
         if states is not None:
-            Generators().write(states)
+            write_generators(worker.dataset, states)
     return index
