@@ -22,7 +22,7 @@ from lockstep.checkpoint.contents import CheckpointContents
 from lockstep.checkpoint.format.codec import Document
 from lockstep.checkpoint.state import RankState
 from lockstep.comm.dtensor import is_dtensor, local
-from lockstep.runtime.step import StepClock
+from lockstep.runtime.clock import StepClock
 from lockstep.torch_internals.copy_on_write import is_shared, lazy_clone, take_back
 from lockstep.torch_internals.tensors import storage_key
 

@@ -31,8 +31,8 @@ from lockstep.errors import (
     UsageError,
 )
 from lockstep.runtime import failure, process
+from lockstep.runtime.clock import waiting_for_ranks
 from lockstep.runtime.process import Runtime
-from lockstep.runtime.step import waiting_for_ranks
 from lockstep.torch_internals.autograd import FunctionContext
 
 Exchanged = TypeVar("Exchanged")

@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from lockstep.comm.tree import leaves
 from lockstep.data.position import Progress
-from lockstep.runtime.step import StepClock
+from lockstep.runtime.clock import StepClock
 from lockstep.torch_internals import dispatch as torch_dispatch
 
 YIELD_FROM = ("SEND", "YIELD_FROM")

@@ -22,7 +22,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from lockstep.errors import UsageError
 from lockstep.model.changes import Subclassed, subclass
-from lockstep.runtime.step import waiting_for_ranks
+from lockstep.runtime.clock import waiting_for_ranks
 from lockstep.torch_internals.autograd import FunctionContext
 from lockstep.torch_internals.modules import check_input_dim
 

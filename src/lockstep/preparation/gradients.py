@@ -20,7 +20,8 @@ from lockstep.parallel.parallel_model import ParallelModel, ReplicatedModel
 from lockstep.preparation.backward_watch import BackwardWatch
 from lockstep.preparation.checks import check_called, refuse_inside
 from lockstep.preparation.shards import ParameterRegistry
-from lockstep.runtime.step import StepClock, StepState
+from lockstep.runtime.clock import StepClock
+from lockstep.runtime.step import StepState
 from lockstep.torch_internals.autograd import at_end_of_backward
 from lockstep.torch_internals.dtensor_operators import keep_plain_gradients
 from lockstep.torch_internals.tensors import is_view, version

@@ -15,7 +15,7 @@ from lockstep.errors import UsageError
 from lockstep.observe.measures.measures import Measures
 from lockstep.observe.spikes.watch import KeepsSteps, SpikeWatch
 from lockstep.preparation.observers import RunObserver
-from lockstep.runtime.step import StepClock
+from lockstep.runtime.clock import StepClock
 from lockstep.train.clipping import OtherStages, clip_norm
 from lockstep.train.loss_scale import LossScaler
 

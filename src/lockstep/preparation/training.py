@@ -16,9 +16,10 @@ from lockstep.config.options import Options
 from lockstep.parallel.autocast import autocast
 from lockstep.parallel.parallel_model import PipelinedModel, call_of
 from lockstep.preparation.observers import RunObserver
+from lockstep.runtime.clock import waiting_for_ranks
 from lockstep.runtime.mesh import DeviceMeshes
 from lockstep.runtime.process import Runtime
-from lockstep.runtime.step import StepState, waiting_for_ranks
+from lockstep.runtime.step import StepState
 from lockstep.train import clipping
 from lockstep.train.accumulation import Accumulation, trigger_sync
 

@@ -6,6 +6,7 @@ if not TYPE_CHECKING:
     __getattr__ = names_of_modules(
         __name__,
         {
+            "clock": ["difference", "PARTS", "Parts", "StepClock"],
             "available": [
                 "compare_versions",
                 "has_version",
@@ -33,6 +34,6 @@ if not TYPE_CHECKING:
                 "start_runtime",
             ],
             "seed": ["rng_state", "set_rng_state"],
-            "step": ["BatchCounts", "StepClock", "StepState"],
+            "step": ["BatchCounts", "StepState"],
         },
     )

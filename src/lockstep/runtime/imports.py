@@ -7,7 +7,7 @@ import os
 import sys
 
 from lockstep.config.sources import environment_digests
-from lockstep.runtime.step import StepClock
+from lockstep.runtime.clock import StepClock
 
 
 def record_imports(clock: StepClock, path: str) -> None:

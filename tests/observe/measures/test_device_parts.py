@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lockstep.observe.measures import EVERY, DeviceParts, Parts, device_parts_of
+from lockstep.observe.measures import EVERY, DeviceParts, device_parts_of
+from lockstep.runtime import Parts
 
 
 class Device:

@@ -12,7 +12,7 @@ import torch
 
 from lockstep import Accelerator
 from lockstep.history import EVENTS, read_lines
-from lockstep.observe.measures import PARTS
+from lockstep.runtime import PARTS
 
 
 def test_state_is_counted_and_the_peak_is_the_process() -> None:

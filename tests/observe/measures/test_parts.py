@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from lockstep import Accelerator
-from lockstep.observe.measures import PARTS, Parts, difference
+from lockstep.runtime import PARTS, Parts, difference
 
 
 class FakeTime:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from lockstep.runtime.step import StepClock
+from lockstep.runtime.clock import StepClock
 
 
 class CommonBoundary:

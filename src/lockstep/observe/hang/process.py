@@ -13,9 +13,9 @@ from lockstep.config.sources import control_endpoint
 from lockstep.errors import ControlError, UsageError
 from lockstep.observe.hang.worker import StopSignals, WorkerWatch, say
 from lockstep.runtime import process
+from lockstep.runtime.clock import StepClock
 from lockstep.runtime.failure import PREEMPTED, of_signal
 from lockstep.runtime.process import Runtime, check_same_versions
-from lockstep.runtime.step import StepClock
 
 if TYPE_CHECKING:
     from lockstep.comm.call_check import CallCheck

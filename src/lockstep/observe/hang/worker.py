@@ -21,8 +21,8 @@ from lockstep.errors import ControlError
 from lockstep.observe.bars import shows_bar
 from lockstep.observe.hang.gate import StopGate
 from lockstep.runtime import failure
+from lockstep.runtime.clock import StepClock
 from lockstep.runtime.failure import HANG, PREEMPTED, STOP_SIGNALS, Departures, of_signal
-from lockstep.runtime.step import StepClock
 
 if TYPE_CHECKING:
     from lockstep.control.client import Client

@@ -13,7 +13,6 @@ if not TYPE_CHECKING:
             "flops": ["FlopCounts", "FREE_KINDS", "SHARE"],
             "journal": ["Journal", "text_of"],
             "latest": ["latest_numbers"],
-            "parts": ["difference", "PARTS", "Parts"],
             "peaks": ["peak_of", "peak_of_name", "precision_of", "TABLE"],
             "run_folder": ["RunFolder"],
             "step": ["StepMeasures"],

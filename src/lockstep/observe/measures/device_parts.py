@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lockstep.observe.measures.parts import Parts
+from lockstep.runtime.clock import Parts
 
 EVERY = 50
 """Of so many steps one is measured: an event costs the host some microseconds."""

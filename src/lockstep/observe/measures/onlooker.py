@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from lockstep.model.changes import UncopiedHook
-from lockstep.runtime.step import StepClock
+from lockstep.runtime.clock import StepClock
 
 
 class Onlooker(Protocol):

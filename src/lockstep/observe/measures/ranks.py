@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lockstep.runtime.step import StepClock
+from lockstep.runtime.clock import StepClock
 
 
 class OtherRanks:

@@ -26,7 +26,6 @@ from lockstep.observe.measures.latest import latest_numbers
 from lockstep.observe.measures.memory import MemoryOfSteps
 from lockstep.observe.measures.onlooker import look_on, look_on_calls, show_latest
 from lockstep.observe.measures.open_step import OpenStep, learning_rates
-from lockstep.observe.measures.parts import Parts, difference
 from lockstep.observe.measures.peaks import peak_of, precision_of
 from lockstep.observe.measures.ranks import OtherRanks
 from lockstep.observe.measures.run_folder import bytes_in
@@ -36,9 +35,10 @@ from lockstep.observe.measures.step import StepMeasures
 from lockstep.observe.measures.step_memory import StepMemory, allocated_bytes
 from lockstep.observe.measures.writer import RunWriter
 from lockstep.parallel.parallel_model import ParallelModel, is_compiled_module
+from lockstep.runtime.clock import RECENT_STEPS, Parts, difference, keep_time_by
 from lockstep.runtime.failure import first_line
 from lockstep.runtime.process import Runtime
-from lockstep.runtime.step import RECENT_STEPS, LoaderProgress, StepState, keep_time_by
+from lockstep.runtime.step import LoaderProgress, StepState
 
 MOST_PENDING = 100
 FOLLOWED_AFTER = 5
@@ -92,9 +92,7 @@ class StepRecorder:
         self._stated_tokens: int | None = None
         self._open = OpenStep()
         self._loaded_within: dict[str, Any] | None = None
-        if not isinstance(self._clock.parts, Parts):
-            self._clock.parts = Parts()
-        self._parts: Parts = self._clock.parts
+        self._parts = self._clock.parts = self._clock.parts or Parts()
         self._before = self._parts.read()
         self._device_parts = device_parts_of(runtime.device, self._parts)
         keep_time_by(self._clock)

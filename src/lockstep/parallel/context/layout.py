@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lockstep.comm.collectives import all_gather_into_tensor, reduce_scatter_tensor
 from lockstep.config.enums import CPMethod
 from lockstep.errors import UsageError
-from lockstep.runtime.step import waiting_for_ranks
+from lockstep.runtime.clock import waiting_for_ranks
 from lockstep.torch_internals.autograd import FunctionContext
 
 FEWEST_POSITIONS = 2

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lockstep.parallel.context.layout import SequenceLayout
-from lockstep.runtime.step import waiting_for_ranks
+from lockstep.runtime.clock import waiting_for_ranks
 from lockstep.torch_internals import kernels
 from lockstep.torch_internals.autograd import FunctionContext
 

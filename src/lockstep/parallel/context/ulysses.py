@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lockstep.errors import UsageError
 from lockstep.parallel.context.layout import SequenceLayout
-from lockstep.runtime.step import waiting_for_ranks
+from lockstep.runtime.clock import waiting_for_ranks
 from lockstep.torch_internals.autograd import FunctionContext
 
 SequenceExchange = Callable[[Tensor, SequenceLayout], Tensor]

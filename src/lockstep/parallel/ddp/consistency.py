@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from lockstep.errors import UsageError
-from lockstep.runtime.step import waiting_for_ranks
+from lockstep.runtime.clock import waiting_for_ranks
 from lockstep.torch_internals.tensors import (
     TENSOR,
     call_around_others,

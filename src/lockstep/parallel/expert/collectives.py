@@ -16,7 +16,7 @@ from torch import nn
 from lockstep.comm.collectives import all_gather_into_tensor
 from lockstep.errors import CollectiveMismatchError
 from lockstep.model.changes import UncopiedHook
-from lockstep.runtime.step import waiting_for_ranks
+from lockstep.runtime.clock import waiting_for_ranks
 from lockstep.torch_internals import compile as torch_compile
 from lockstep.torch_internals.autograd import FunctionContext
 

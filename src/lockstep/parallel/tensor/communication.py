@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lockstep.runtime.step import waiting_for_ranks
+from lockstep.runtime.clock import waiting_for_ranks
 from lockstep.torch_internals import c10d
 from lockstep.torch_internals.autograd import FunctionContext
 

@@ -34,7 +34,7 @@ from lockstep.comm.collectives import all_gather_into_tensor, reduce_scatter_ten
 from lockstep.comm.quantization import from_message, to_message
 from lockstep.config.enums import QuantizedType
 from lockstep.errors import ConfigError, UsageError
-from lockstep.runtime.step import waiting_for_ranks
+from lockstep.runtime.clock import waiting_for_ranks
 from lockstep.shared_memory.buffers import GatheredBuffers, ReducedBuffers
 from lockstep.shared_memory.group import SharedMemoryGroup
 from lockstep.torch_internals import c10d, fsdp2, gloo
