@@ -74,7 +74,9 @@ class Seams:
             self.step()
         own = time.thread_time() - began[1]
         if self.measured:
-            self.measures._writer.folder.flush()
+            writer = self.measures._writer
+            if writer is not None:
+                writer.folder.flush()
         return 1e6 * own / CALLS, 1e6 * (time.process_time() - began[0]) / CALLS
 
 

@@ -98,17 +98,17 @@ class Measures(StepRecorder):
 
         Reads the folder each time: for now and then, not for every step.
         """
-        path = self.folder
-        if path is None:
+        if self._writer is None:
             return None
         self._take_late()
-        self._writer.folder.flush()
-        return goodput_of(read_run(path)) if has_files(path) else None
+        folder = self._writer.folder
+        folder.flush()
+        return goodput_of(read_run(folder.path)) if has_files(folder.path) else None
 
     @property
     def folder(self) -> Path | None:
         """Where this process writes; None: nowhere."""
-        return self._writer.folder.path
+        return None if self._writer is None else self._writer.folder.path
 
     def numbers(self) -> dict[str, float]:
         """The latest numbers under the names that trackers get: ``lockstep/tokens_per_second`` and others."""
@@ -143,7 +143,7 @@ class Measures(StepRecorder):
 
     def event(self, name: str, /, **values: Any) -> None:
         """Write an event of the script's own to ``events.jsonl``, with values that JSON has."""
-        self._writer.event(name, step=self.step, **values)
+        self._write_event(name, step=self.step, **values)
 
     def _utilisation(self, kind: str) -> float | None:
         rate = self._rate(lambda each: (each.flops or {}).get(kind))

@@ -25,10 +25,10 @@ class Onlooker(Protocol):
     def for_people(self) -> Mapping[str, float]: ...
 
 
-def look_on(clock: StepClock, onlooker: Onlooker, at_end: Callable[[], None]) -> Callable[[], object]:
+def look_on(clock: StepClock, onlooker: Onlooker, at_end: Callable[[], None] | None) -> Callable[[], object]:
     """Tell ``onlooker`` of steps, batches, news and the end of the process, as long as it lives; then ``at_end``.
 
-    Returns what ends it before.
+    Returns what ends it before. ``at_end`` must not keep ``onlooker`` alive.
     """
     this = weakref.ref(onlooker)
 
@@ -53,7 +53,8 @@ def look_on(clock: StepClock, onlooker: Onlooker, at_end: Callable[[], None]) ->
             if one in listeners:
                 listeners.remove(one)
         atexit.unregister(at_exit)
-        at_end()
+        if at_end is not None:
+            at_end()
 
     registrations: list[tuple[list[Any], Any]] = [
         (clock.at_step, step_ends),

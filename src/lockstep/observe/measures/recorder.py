@@ -28,12 +28,11 @@ from lockstep.observe.measures.onlooker import look_on, look_on_calls, show_late
 from lockstep.observe.measures.open_step import OpenStep, learning_rates
 from lockstep.observe.measures.peaks import peak_of, precision_of
 from lockstep.observe.measures.ranks import OtherRanks
-from lockstep.observe.measures.run_folder import bytes_in
+from lockstep.observe.measures.run_folder import RunWriter, bytes_in
 from lockstep.observe.measures.sent import bytes_by_axis
 from lockstep.observe.measures.start import describe
 from lockstep.observe.measures.step import StepMeasures
 from lockstep.observe.measures.step_memory import StepMemory, allocated_bytes
-from lockstep.observe.measures.writer import RunWriter
 from lockstep.parallel.parallel_model import ParallelModel, is_compiled_module
 from lockstep.runtime.clock import RECENT_STEPS, Parts, difference, keep_time_by
 from lockstep.runtime.failure import first_line
@@ -64,9 +63,10 @@ class StepRecorder:
         self._models: list[ParallelModel] = []
         self._optimizers: Sequence[Any] = ()
         self._axes = ParallelDims()
-        path = options.run_dir if runtime.is_main else None
-        described = partial(describe, runtime, options, self._models, lambda: self._optimizers)
-        self._writer = RunWriter(path, runtime.world_size, is_restarted, described)
+        self._writer: RunWriter | None = None
+        if runtime.is_main and options.run_dir is not None and not RunWriter.has_one(options.run_dir):
+            described = partial(describe, runtime, options, self._models, lambda: self._optimizers)
+            self._writer = RunWriter(options.run_dir, runtime.world_size, is_restarted, described)
         self._step = 0
         self._steps_before = self._clock.steps
         self._recent: deque[StepMeasures] = deque(maxlen=RECENT_STEPS)
@@ -96,7 +96,9 @@ class StepRecorder:
         self._before = self._parts.read()
         self._device_parts = device_parts_of(runtime.device, self._parts)
         keep_time_by(self._clock)
-        self._look_away = look_on(self._clock, self, self._writer.folder.close)  # which keeps no model alive
+        self._look_away = look_on(
+            self._clock, self, None if self._writer is None else self._writer.folder.close
+        )
         if runtime.is_main:
             show_latest(self._clock, self)
 
@@ -112,7 +114,7 @@ class StepRecorder:
                 f"measures.step is {steps!r}, which is not a number of steps. Set it to a number of steps, 0 or more."
             )
         self._step = steps - (self._clock.steps > self._steps_before)
-        self._writer.begin(continues=True)
+        self._continue_writing()
 
     @property
     def total_steps(self) -> int | None:
@@ -128,7 +130,7 @@ class StepRecorder:
                 "or more."
             )
         self._total_steps = steps
-        self._writer.event("total", steps=steps)
+        self._write_event("total", steps=steps)
 
     @property
     def open_samples(self) -> int | None:
@@ -142,6 +144,8 @@ class StepRecorder:
 
     def settled_folder(self) -> Path | None:
         """Where this process writes, once it is settled that steps are made; None: nowhere."""
+        if self._writer is None:
+            return None
         self._writer.begin(continues=False)
         return self._writer.folder.path
 
@@ -255,8 +259,8 @@ class StepRecorder:
         """A state was loaded, of so many complete steps."""
         if steps is not None:
             self.step = steps
-        self._writer.begin(continues=True)
-        self._writer.event("loaded", path=path, step=steps, seconds=seconds)
+        self._continue_writing()
+        self._write_event("loaded", path=path, step=steps, seconds=seconds)
 
     def gone_back(self, path: str, steps: int | None, seconds: float) -> None:
         """The state of so many complete steps was loaded within a step, which is the last before them."""
@@ -264,12 +268,13 @@ class StepRecorder:
 
     def saved(self, path: str, seconds: float) -> None:
         """A checkpoint is complete, so long after its save began. May be called by another thread."""
-        self._writer.event("checkpoint", step=self.step, path=path, seconds=seconds, bytes=bytes_in(path))
+        if self._writer is not None:
+            self._writer.event("checkpoint", step=self.step, path=path, seconds=seconds, bytes=bytes_in(path))
 
     def news(self, name: str, values: Mapping[str, object]) -> None:
         """Something has happened to the run; it is in the file when this returns. Called by any thread."""
         if not self._is_over:
-            self._writer.event(name, at_once=True, **{"step": self.step, **values})
+            self._write_event(name, at_once=True, **{"step": self.step, **values})
 
     def finish(self, reason: str) -> None:
         """Training is over: end the last step where it was left, write what there is, and nothing after it."""
@@ -288,6 +293,8 @@ class StepRecorder:
             self._look_away()
 
     def _end_writing(self, reason: str) -> None:
+        if self._writer is None:
+            return
         error = getattr(sys, "last_value", None) if reason == "exit" else None
         if isinstance(error, BaseException):
             sentence = f"{type(error).__name__}: {first_line(error)}"
@@ -296,6 +303,20 @@ class StepRecorder:
         if not self._peak_is_written:
             self._write_peak()
         self._writer.end(self.step, reason)
+
+    @property
+    def _is_written(self) -> bool:
+        """Whether what is measured is written to a folder, now or once it has begun."""
+        return self._writer is not None and not self._writer.is_closed
+
+    def _continue_writing(self) -> None:
+        """It is settled that this goes on with the run that is in the folder."""
+        if self._writer is not None:
+            self._writer.begin(continues=True)
+
+    def _write_event(self, name: str, /, at_once: bool = False, **values: object) -> None:
+        if self._writer is not None:
+            self._writer.event(name, at_once, **values)
 
     # -- a step ------------------------------------------------------------------------------------------
 
@@ -347,17 +368,21 @@ class StepRecorder:
         if self._loaded_within is not None:
             values, self._loaded_within = self._loaded_within, None
             self._step = self._step if values["step"] is None else values["step"]
-            self._writer.event("loaded", **values)
-        if not self._peak_is_written and step.time - self._writer.made > PEAK_AFTER_S:
+            self._write_event("loaded", **values)
+        if (
+            self._writer is not None
+            and not self._peak_is_written
+            and step.time - self._writer.made > PEAK_AFTER_S
+        ):
             self._write_peak()
 
     def _follow_memory(self, expected_s: float) -> None:
         """Over one step of the run, which is like those behind it."""
         self._steps_here += 1
         if self._step_memory is not None:
-            self._writer.event("memory", step=self._step, points=self._step_memory.end())
+            self._write_event("memory", step=self._step, points=self._step_memory.end())
             self._step_memory = None
-        elif self._writer.is_on and self._steps_here == FOLLOWED_AFTER:
+        elif self._is_written and self._steps_here == FOLLOWED_AFTER:
             allocated = allocated_bytes(self._runtime.device)
             if allocated is not None:
                 self._step_memory = StepMemory(allocated, lambda: self._parts.part, expected_s)
@@ -369,7 +394,8 @@ class StepRecorder:
     def _write(self, step: StepMeasures, late: LateNumbers, opened: OpenStep) -> None:
         opened.settle(step, late, accumulates=self._state.accumulation_steps > 1)
         self._recent.append(step)
-        self._writer.step(step)
+        if self._writer is not None:
+            self._writer.step(step)
 
     def _tell_others(self) -> None:
         """Let the watch tell rank 0 what it adds to its own."""
@@ -420,7 +446,7 @@ class StepRecorder:
     def _write_peak(self) -> None:
         """A CPU's is measured late, so that no run's start takes longer for it."""
         self._peak_is_written = True
-        if self._counts is not None and self._writer.is_on:
+        if self._counts is not None and self._is_written:
             precision = self._precision()
             self._peak = peak_of(self._runtime.device, precision)
-            self._writer.event("peak", step=self._step, peak_flops=self._peak, dtype=precision)
+            self._write_event("peak", step=self._step, peak_flops=self._peak, dtype=precision)
