@@ -646,7 +646,7 @@ class Accelerator(
             ```
         """
         self._watch.ending()
-        self._preparation.offload.finish()
+        self._preparation.finish_steps()
         self._trackers.finish()
         if "measures" in vars(self):
             self.measures.finish("end_training")

@@ -82,7 +82,7 @@ class FileMethods:
             assert accelerator.unwrap_model(model) is plain
             ```
         """
-        self._preparation.offload.finish()
+        self._preparation.finish_steps()
         return unwrap_module(model, keep_autocast=keep_fp32_wrapper, keep_compile=keep_torch_compile)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:

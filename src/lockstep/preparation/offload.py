@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class OffloadManager:
-    """Owner of what ``offload=`` of one ``Accelerator`` needs. Without it every method does nothing.
+    """Owner of what ``offload=`` of one ``Accelerator`` needs.
 
     It is a ``UnitListener`` of all prepared models: a unit waits here for the step that is still to change it.
     """
@@ -37,7 +37,7 @@ class OffloadManager:
         self._device = device
         self._communicator = communicator
         # Under tp, pp and cp (with ZeRO, in host memory) torch's engine alone moves shards.
-        self._is_on = parallel.offloads_optimizer and not parallel.splits_model
+        self._is_on = not parallel.splits_model
         self._units: list[WeightGroup] = []
         self._prefetched: dict[WeightGroup, WeightGroup] = {}
         self._streamed: list[nn.Module] = []

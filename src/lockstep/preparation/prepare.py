@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -39,7 +39,6 @@ from lockstep.preparation.checks import (
 )
 from lockstep.preparation.gradients import Gradients
 from lockstep.preparation.observers import ObservedRun, RunObserver
-from lockstep.preparation.offload import OffloadManager
 from lockstep.preparation.shards import ParameterRegistry
 from lockstep.preparation.spikes import (
     asked_before_step,
@@ -58,6 +57,9 @@ from lockstep.train.clipping import OtherStages, clip_norm
 from lockstep.train.loss_scale import LossScaler
 from lockstep.train.optimizer import PreparedOptimizer
 from lockstep.train.scheduler import SCHEDULERS, PreparedScheduler
+
+if TYPE_CHECKING:
+    from lockstep.preparation.offload import OffloadManager
 
 logger = get_logger(__name__)
 
@@ -94,7 +96,11 @@ class Preparation:
             loss_is_scaled=scaler is not None,
             parallel=options.parallel,
         )
-        self.offload = OffloadManager(options.parallel, runtime.device, communicator)
+        self._offload: OffloadManager | None = None
+        if options.parallel.offloads_optimizer:
+            from lockstep.preparation.offload import OffloadManager  # with what few runs need
+
+            self._offload = OffloadManager(options.parallel, runtime.device, communicator)
         self._wholes: dict[int, FullModelSpec] = {}
         self.models: list[ParallelModel] = []
         self.optimizers: list[PreparedOptimizer] = []
@@ -238,7 +244,8 @@ class Preparation:
         refuse_offloaded_quantized(model)
         self.registry.refuse_shared_parameters(model)
         options = self._options
-        self.offload.check_budget(model, self._meshes.axes.shard)
+        if self._offload is not None:
+            self._offload.check_budget(model, self._meshes.axes.shard)
         whole = _full_model_spec(model) if self._meshes.axes.pp > 1 else None
         before = dict(model.named_parameters(remove_duplicate=False))
         self.registry.note_storages(before.values())
@@ -267,7 +274,8 @@ class Preparation:
         if isinstance(prepared, PipelinedModel):
             pipeline: Any = prepared.module
             pipeline.on_settled(lambda: self._take_over(prepared, until_settled.pop()))
-        self.offload.add_model(prepared)
+        if self._offload is not None:
+            self._offload.add_model(prepared)
         self.gradients.add(prepared.module, is_trained=not evaluation_mode)
         # Not before: what was refused may be mended and prepared again.
         self._seen.add(model, prepared.module)
@@ -292,9 +300,14 @@ class Preparation:
         number = next((i for i, known in enumerate(self.models) if known.module is model), None)
         return None if number is None else self._wholes.get(number)
 
+    def finish_steps(self) -> None:
+        """Wait for steps of optimizers that go on in other threads. Raises what went wrong in them."""
+        if self._offload is not None:
+            self._offload.finish()
+
     def contents(self, further: dict[str, list[object]]) -> CheckpointContents:
         """What a checkpoint is made of: the prepared objects and ``further`` ones."""
-        self.offload.finish()
+        self.finish_steps()
         meshes, place = self._meshes, None
         if meshes.axes.splits_model:
             place = DataCoordinates(
@@ -417,8 +430,8 @@ class Preparation:
         for observer in RunObserver.registered if window_ended else []:
             observer.before_clip()
         part = self._step.clock.enter("optimizer")
-        others, in_files = self.other_stages(), self.offload.keeps_gradients
-        norm = clip_norm(parameters, max_norm, norm_type, window_ended, others, in_files)
+        in_files = self._offload is not None and self._offload.keeps_gradients
+        norm = clip_norm(parameters, max_norm, norm_type, window_ended, self.other_stages(), in_files)
         self._step.clock.enter(part)
         if window_ended:
             self._clipped(norm)
@@ -446,7 +459,8 @@ class Preparation:
 
     def clear(self) -> None:
         self._measures.clear()
-        self.offload.clear()
+        if self._offload is not None:
+            self._offload.clear()
         self._seen.clear()
         self.registry.clear()
         self._step_checks.stop()
@@ -484,7 +498,8 @@ class Preparation:
     def _check_parameters(self, optimizer: Optimizer) -> None:
         if self._runtime.world_size > 1:
             check_trained(optimizer, self.parameters_at_rest())
-        self.offload.take_over(optimizer)
+        if self._offload is not None:
+            self._offload.take_over(optimizer)
 
 
 def _after_step(watch: BackwardWatch) -> Callable[[Optimizer, object, object], None]:

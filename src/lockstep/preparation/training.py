@@ -480,7 +480,7 @@ class TrainingMethods:
             assert held.weights == 64 * 64 * 4 // accelerator.num_processes  # each rank has its share
             ```
         """
-        self._preparation.offload.finish()
+        self._preparation.finish_steps()
         from lockstep.observe.state_bytes import count_state
 
         return count_state(self._preparation.models, self._preparation.optimizers)
