@@ -147,7 +147,8 @@ def window_of(accelerator: Accelerator) -> AccumulationState:
         accelerator._accumulation,
         prepared.models,
         prepared.optimizers,
-        accelerator.meshes,
+        accelerator.meshes.axes,
+        accelerator.meshes.gradient_size,
         prepared.gradients.forget,
     )
     window.watch()

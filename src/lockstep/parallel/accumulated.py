@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from lockstep.comm.dtensor import is_dtensor, shard_like
-from lockstep.parallel.ddp.apply import mark_used
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.zero.unreduced import PartialSum, is_used, put_unreduced, take_unreduced
 from lockstep.torch_internals import tensors as torch_tensors
@@ -110,7 +109,7 @@ def put_back(model: ParallelModel, states: list[Accumulated], rank: int) -> None
     plain, sharding = model.plain, model.sharding
     own = states[rank]
     places = places_of(model)
-    mark_used(model.module, [places[name] for name in own.local if name in places])
+    model.mark_used([places[name] for name in own.local if name in places])
     inside: set[str] = set()
     if sharding is not None:
         names = names_by_id(plain)
@@ -140,7 +139,7 @@ def put_mean(model: ParallelModel, states: list[Accumulated], shares: list[float
     """
     places = places_of(model)
     names = set().union(*(state.names() for state in states))
-    mark_used(model.module, [places[name] for name in names])
+    model.mark_used([places[name] for name in names])
     for name in sorted(set().union(*(state.spent for state in states)) - names):
         places[name].grad = torch.zeros_like(places[name])
     for name in sorted(names):

@@ -34,6 +34,7 @@ class ParallelModel:
 
     Attributes:
         module: What the training loop calls.
+        plain: The user's own model in it, not compiled.
         sharding: Of a model that ZeRO shards as a whole.
         is_summoned: Whether ``summoned`` is open.
     """
@@ -43,17 +44,13 @@ class ParallelModel:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
+        self.plain = unwrap(module, keep_compile=False)
 
     # -- what it consists of -----------------------------------------------------------------------------
 
     def unwrap(self, keep_autocast: bool = True, keep_compile: bool = True) -> nn.Module:
         """The user's own model; see :func:`unwrap`."""
         return unwrap(self.module, keep_autocast, keep_compile)
-
-    @property
-    def plain(self) -> nn.Module:
-        """The user's own model, not compiled."""
-        return self.unwrap(keep_compile=False)
 
     @property
     def shardings(self) -> list[Sharding]:
@@ -117,6 +114,9 @@ class ParallelModel:
     def takes_buffers(self, value: bool) -> None:
         pass
 
+    def mark_used(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Gradients of these parameters will be loaded, and are to be averaged as if a backward had brought them."""
+
     # -- a step ------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -177,6 +177,9 @@ class ReplicatedModel(ParallelModel):
         for name, parameter in self.module.module.named_parameters():
             if parameter.grad is not None and parameter.grad.layout is torch.strided:
                 yield name, parameter.grad
+
+    def mark_used(self, parameters: Sequence[torch.Tensor]) -> None:
+        self.module.mark_used(parameters)
 
     @property
     def takes_buffers(self) -> bool:

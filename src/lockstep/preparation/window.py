@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from lockstep.config.world import ParallelDims
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.observe.measures.measures import Measures
 from lockstep.observe.spikes.watch import SpikeWatch, check_form
@@ -21,7 +22,6 @@ from lockstep.parallel.accumulated import (
 )
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.zero.unreduced import check_partial
-from lockstep.runtime.mesh import DeviceMeshes
 from lockstep.train.accumulation import Accumulation
 from lockstep.train.optimizer import PreparedOptimizer
 from lockstep.train.weighting import rescale
@@ -43,7 +43,8 @@ class AccumulationState:
 
     Args:
         models: Prepared, in the order of the checkpoint. This and ``optimizers`` may be lists that still grow.
-        meshes: The ranks over which gradients are averaged, and those that hold different weights.
+        axes: Of the mesh of ranks.
+        gradient_size: How many ranks gradients are averaged over.
         measures: Counts the steps of the run.
         spikes: Decides by the steps before, where there is a policy.
 
@@ -56,7 +57,8 @@ class AccumulationState:
         accumulation: Accumulation,
         models: list[ParallelModel],
         optimizers: list[PreparedOptimizer],
-        meshes: DeviceMeshes,
+        axes: ParallelDims,
+        gradient_size: int,
         before_load: Callable[[], None] = lambda: None,
         measures: Measures | None = None,
         spikes: SpikeWatch | None = None,
@@ -64,7 +66,8 @@ class AccumulationState:
         self._accumulation = accumulation
         self._models = models
         self._optimizers = optimizers
-        self._meshes = meshes
+        self._axes = axes
+        self._gradient_size = gradient_size
         self._before_load = before_load
         self._measures = measures
         self._spikes = spikes
@@ -83,7 +86,7 @@ class AccumulationState:
         """
         spent = self._spent()
         found = [accumulated(model, spent) for model in self._models]
-        if self._meshes.axes.divides_weights and any(each.names() for each in found):
+        if any(each.names() for each in found) and self._axes.divides_weights:
             raise UsageError(
                 "save_state was called inside an accumulation window, where gradients are not used yet, and "
                 "with tp, pp or ep these cannot be saved. Save after optimizer.step()."
@@ -173,13 +176,14 @@ class AccumulationState:
         """Whether as many ranks with models spread alike saved these; each then needs its own tensors only."""
         layouts = self._layouts()
         agreed = self._accumulation.state_dict()["agreed_divisor"]
-        return len(states) == self._meshes.gradient_size and all(
+        return len(states) == self._gradient_size and all(
             state["layouts"] == layouts and state["window"]["agreed_divisor"] == agreed for state in states
         )
 
     def _layouts(self) -> list[str]:
-        axes = self._meshes.axes
-        sizes = [f"{name}={size}" for name in ("pp", "cp", "tp", "ep") if (size := getattr(axes, name)) > 1]
+        sizes = [
+            f"{name}={size}" for name in ("pp", "cp", "tp", "ep") if (size := getattr(self._axes, name)) > 1
+        ]
         return [" ".join([*sizes, layout(model)]) for model in self._models]
 
     def _spent(self) -> set[int]:

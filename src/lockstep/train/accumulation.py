@@ -39,7 +39,8 @@ class Accumulation:
         self._step = step
         self._no_sync = no_sync
         self._runtime = runtime
-        self._weighted = WeightedMean(runtime, agreed_divisor)
+        self._agreed_divisor = agreed_divisor
+        self._weighted_mean: WeightedMean | None = None
         self._inputs_are_uneven = False
         self._unsynchronised = 0
         self._is_alone = False
@@ -168,8 +169,10 @@ class Accumulation:
                 "take part in adding the weights up. Drop the weight, or use even batches and "
                 "accelerator.sample_weights()."
             )
-        scaled = self._weighted.scale(loss, weight, last, gradients, self._is_alone)
-        self.loss_factor = self._weighted.factor
+        mean = self._weighted_mean or WeightedMean(self._runtime, self._agreed_divisor)
+        scaled = mean.scale(loss, weight, last, gradients, self._is_alone)
+        self._weighted_mean = None if last else mean
+        self.loss_factor = mean.factor
         return scaled
 
     def reset(self) -> None:
@@ -177,18 +180,19 @@ class Accumulation:
         self._step.micro_batch = 0
         self._step.sync_gradients = True
         self._window_is_weighted = None
-        self._weighted.reset()
+        self._weighted_mean = None
 
     def state_dict(self) -> StateDict:
         """Where in its window this rank is."""
-        step = self._step
+        step, mean = self._step, self._weighted_mean
         return {
             "micro_batch": step.micro_batch,
             "accumulation_steps": step.accumulation_steps,
             "sync_gradients": step.sync_gradients,
             "is_weighted": self._window_is_weighted,
-            "agreed_divisor": self._weighted.agreed_divisor,
-            **self._weighted.state_dict(),
+            "agreed_divisor": self._agreed_divisor,
+            "window_weight": None if mean is None else mean.window_weight,
+            "divisor": None if mean is None else mean.divisor,
         }
 
     def check_state(self, state: dict[str, object]) -> None:
@@ -204,12 +208,16 @@ class Accumulation:
     def load_state_dict(self, state: dict[str, object]) -> None:
         """Go on in the window in which this rank was, with ``rescaling`` of its gradients."""
         self._load_position(state)
-        self._weighted.load_state_dict(state)
+        if state["divisor"] is not None:
+            self._weighted_mean = WeightedMean(self._runtime, self._agreed_divisor)
+            self._weighted_mean.load_state_dict(state)
 
     def take_share(self, states: list[dict[str, object]]) -> None:
         """Go on in the window of another world, with an equal share of its weights; see ``WeightedMean``."""
         self._load_position(states[0])
-        self._weighted.take_share(states)
+        if any(state["divisor"] is not None for state in states):
+            self._weighted_mean = WeightedMean(self._runtime, self._agreed_divisor)
+            self._weighted_mean.take_share(states)
 
     def rescaling(self, state: StateDict) -> float:
         """What gradients of a state are to be multiplied by, because the number of steps is another now."""
@@ -225,6 +233,7 @@ class Accumulation:
         step.micro_batch = state["micro_batch"] if unchanged else _position(state)
         step.sync_gradients = state["sync_gradients"]
         self._window_is_weighted = state["is_weighted"]
+        self._weighted_mean = None
         for optimizer in self._stepped_after:
             self._stepped_after[optimizer] = -1  # what was loaded waits for a step
 

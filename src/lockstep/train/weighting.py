@@ -31,29 +31,21 @@ class WeightedMean:
             all ranks must divide by the same number.
 
     Attributes:
+        window_weight: This rank's sum of the weights so far, 0-d; None before the first.
+        divisor: What losses are divided by until the window ends, 0-d.
         factor: What the latest weighted sum was multiplied by; 0-d.
     """
 
     def __init__(self, runtime: Runtime, agreed_divisor: bool = False) -> None:
         self._runtime = runtime
-        self.agreed_divisor = agreed_divisor
-        self._window_weight: torch.Tensor | None = None
-        self._divisor: torch.Tensor | None = None
+        self._agreed_divisor = agreed_divisor
+        self.window_weight: torch.Tensor | None = None
+        self.divisor: torch.Tensor | None = None
         self.factor: torch.Tensor | float = 1.0
-
-    def reset(self) -> None:
-        """Forget an unfinished window."""
-        self._window_weight = self._divisor = None
-
-    def state_dict(self) -> StateDict:
-        """This rank's sum of the weights so far and what losses are divided by until the window ends."""
-        return {"window_weight": self._window_weight, "divisor": self._divisor}
 
     def load_state_dict(self, state: StateDict) -> None:
         """Go on with what this rank had."""
-        self._window_weight, self._divisor = (
-            self._copied(state[key]) for key in ("window_weight", "divisor")
-        )
+        self.window_weight, self.divisor = (self._copied(state[key]) for key in ("window_weight", "divisor"))
 
     def take_share(self, states: list[dict[str, object]]) -> None:
         """Go on in another world: each rank has an equal share of all ranks' weights.
@@ -89,22 +81,22 @@ class WeightedMean:
         """
         weights = _as_weights(loss, weight)
         batch_weight = weights.sum()
-        first = self._window_weight is None
+        first = self.window_weight is None
         if first:
-            self._window_weight = torch.zeros_like(batch_weight)
-            self._divisor = (
+            self.window_weight = torch.zeros_like(batch_weight)
+            self.divisor = (
                 torch.ones_like(batch_weight)
-                if self.agreed_divisor
+                if self._agreed_divisor
                 else torch.where(batch_weight > 0, batch_weight, torch.ones_like(batch_weight))
             )
-        assert self._window_weight is not None
-        assert self._divisor is not None
-        self._window_weight += batch_weight
+        assert self.window_weight is not None
+        assert self.divisor is not None
+        self.window_weight += batch_weight
         weighted = (loss * weights).sum()
         if not last:
-            self.factor = 1 / self._divisor
-            return weighted / self._divisor
-        total = self._window_weight
+            self.factor = 1 / self.divisor
+            return weighted / self.divisor
+        total = self.window_weight
         # Averaging divides gradients by the number of ranks, which is made good here.
         ranks = 1 if alone else self._runtime.world_size
         if ranks > 1:
@@ -112,8 +104,7 @@ class WeightedMean:
         # All weights 0: the gradient is 0, not NaN.
         factor = torch.where(total > 0, ranks / total, torch.zeros_like(total))
         if not first:
-            rescale(gradients, factor * self._divisor)
-        self._window_weight = self._divisor = None
+            rescale(gradients, factor * self.divisor)
         self.factor = factor
         return weighted * factor
 

@@ -39,6 +39,7 @@ class ProcessWatch:
     def __init__(self, clock: StepClock) -> None:
         self.clock = clock
         self._worker: WorkerWatch | None = None
+        self._has_coordinator = False
         self._host: CoordinatorHost | None = None
         self._speaks = False
         self._calls: CallCheck | None = None
@@ -50,17 +51,17 @@ class ProcessWatch:
 
     def committed(self, path: str) -> None:
         """A checkpoint is complete."""
-        if self._worker is not None:
+        if self._worker is not None and self._has_coordinator:
             self._worker.committed(path)
 
     def ending(self) -> None:
         """``end_training`` begins: this rank has nothing more to do than to wait for the others."""
-        if self._worker is not None:
+        if self._worker is not None and self._has_coordinator:
             self._worker.ending()
 
     def done(self) -> None:
         """``end_training`` is over: whatever this rank does now, nobody waits for it."""
-        if self._worker is not None:
+        if self._worker is not None and self._has_coordinator:
             self._worker.done()
 
     def end(self) -> None:
@@ -80,7 +81,8 @@ class ProcessWatch:
 
     def _start(self, runtime: Runtime, grace_s: float) -> None:
         client = self._connect(runtime)
-        if client is not None:  # a process alone is not asked where it stands
+        self._has_coordinator = client is not None
+        if self._has_coordinator:  # a process alone is not asked where it stands
             _probe_evidence(runtime)
         self._speaks = runtime.is_main and control_endpoint() is None
         self._worker = WorkerWatch(
@@ -94,7 +96,7 @@ class ProcessWatch:
             grace_s,
             self._save,
         )
-        process.departures().is_watched = client is not None
+        process.departures().is_watched = self._has_coordinator
         self._worker.start()
         if 1 < runtime.world_size <= MOST_CHECKED_RANKS and runtime.control_device.type == "cpu":
             from lockstep.comm.call_check import CallCheck

@@ -99,20 +99,6 @@ def _is_sparse(model: nn.Module) -> bool:
     return any(getattr(module, "sparse", False) for module in model.modules())
 
 
-def mark_used(model: nn.Module, parameters: list[torch.Tensor]) -> None:
-    """Let a replica average these parameters' gradients although no backward has brought them. Clears them first.
-
-    With ``find_unused_parameters`` it leaves alone what no backward has used since it last averaged; gradients that
-    were loaded would then stay as each rank has them. Nothing is done for other models.
-    """
-    if not isinstance(model, TorchDDP) or not model.find_unused_parameters or model.static_graph:
-        return
-    used = [parameter for parameter in parameters if parameter.requires_grad]
-    for parameter in used:
-        parameter.grad = None
-    torch.autograd.backward(used, [torch.zeros_like(parameter) for parameter in used])
-
-
 def data_parallel(model: nn.Module, runtime: Runtime) -> nn.Module:
     """``torch.nn.DataParallel``: one process drives all GPUs of the machine.
 

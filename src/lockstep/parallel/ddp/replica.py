@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 import re
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -143,6 +143,19 @@ class DistributedDataParallel(TorchDDP):
             "backward since the last step ran inside no_sync. Run the last forward and backward before a step "
             "outside no_sync, which averages the accumulated gradients."
         )
+
+    def mark_used(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Let gradients of these parameters be averaged although no backward has brought them. Clears them first.
+
+        With ``find_unused_parameters`` DDP leaves alone what no backward has used since it last averaged; gradients
+        that were loaded would then stay as each rank has them.
+        """
+        if not self.find_unused_parameters or self.static_graph:
+            return
+        used = [parameter for parameter in parameters if parameter.requires_grad]
+        for parameter in used:
+            parameter.grad = None
+        torch.autograd.backward(used, [torch.zeros_like(parameter) for parameter in used])
 
     def _notice_own_gradients(self, output: object) -> None:
         for tensor in tensor_leaves(output).values():
