@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader
 from lockstep.comm.tree import StateDict
 from lockstep.data.batch_sharding import ShardPlan
 from lockstep.data.continued import batches_behind, until_used
-from lockstep.data.drawn import Drawing, SavedDraws, SeededSampler, generators_of, of_samplers
+from lockstep.data.drawn import Drawing, SeededSampler, generators_of, of_samplers
 from lockstep.data.map_reader import MapReader
 from lockstep.data.order import announce_epoch
-from lockstep.data.position import Epochs, Iteration, LoaderSetup, Position, read_state, state_of
+from lockstep.data.position import Epochs, Iteration, LoaderSetup, Position, SavedDraws, read_state, state_of
 from lockstep.data.readers import Begin, GlobalBatches, Reader, ReadRound
 from lockstep.data.rng import Generators, PrivateDraws, States
 from lockstep.errors import ConfigError, UsageError
@@ -317,7 +317,7 @@ class PreparedLoader(DataLoader[Any]):
             first=None if drawing is None else drawing.first,
             digest=position.digest,
             shown=None if drawing is None else drawing.shown,
-            workers=parts.reader.worker_states(position.is_midway),
+            workers=parts.reader.worker_states(position.is_midway) if self.inner.num_workers else None,
         )
 
     def check_state_dict(self, state_dict: dict[str, object]) -> None:
@@ -350,7 +350,8 @@ class PreparedLoader(DataLoader[Any]):
             decides = parts.rank == 0 and not position.same_world and parts.generators is not None
             generators.write(draws.now if decides else generators.read()[:3] + draws.now[3:])
         same_run = draws is not None and position.same_world
-        parts.reader.load_worker_states(draws.workers if draws is not None and same_run else None)
+        if self.inner.num_workers:
+            parts.reader.load_worker_states(draws.workers if draws is not None and same_run else None)
         # With a data_seed only the epoch that was begun goes on in the order that was drawn for it.
         if draws is None or parts.generators is not None:
             epochs.seed, epochs.seeded = seed, draws is None

@@ -7,8 +7,12 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from lockstep.data.drawn import Drawing, SavedDraws
+from lockstep.data.drawn import Drawing
+from lockstep.data.rng import States, plain_states, states_of
+from lockstep.data.worker_states import WorkerStates
 from lockstep.errors import CheckpointError
+
+_UNCHANGED = "Pass what state_dict() returned, unchanged."
 
 
 class Progress(NamedTuple):
@@ -144,6 +148,94 @@ class Epochs:
             begin.epoch, begin.behind, begin.inner, drawing=begin.drawing, digest=begin.digest
         )
         return begin, self.latest
+
+
+@dataclass(frozen=True)
+class SavedDraws:
+    """What the state of a loader says of a ``Drawing``; ``start`` is None between epochs.
+
+    ``now``: the states of the generators when it was saved. ``seedable``: a ``RandomSampler`` is seeded for each epoch.
+    """
+
+    seedable: bool
+    now: States
+    start: States | None
+    first: States | None
+    digest: int | None
+    shown: States | None
+    workers: WorkerStates | None
+
+    def plain(self) -> dict[str, Any]:
+        return {
+            "seedable": self.seedable,
+            "now": plain_states(self.now),
+            "start": None if self.start is None else plain_states(self.start),
+            "first": None if self.first is None else plain_states(self.first),
+            "digest": self.digest,
+            "shown": None if self.shown is None else plain_states(self.shown),
+            "workers": None if self.workers is None else self.workers.plain(),
+        }
+
+    @classmethod
+    def read(cls, plain: object) -> SavedDraws:
+        """What ``plain`` returned. Raises CheckpointError if that is not what this is."""
+        kinds = {
+            "seedable": bool,
+            "now": dict,
+            "start": dict,
+            "first": dict,
+            "digest": int,
+            "shown": dict,
+            "workers": dict,
+        }
+        if not isinstance(plain, dict) or plain.keys() != kinds.keys():
+            raise CheckpointError(f"'draws' in the state of a loader is not valid. {_UNCHANGED}")
+        for name, kind in kinds.items():
+            value = plain[name]
+            if type(value) is not kind and not (
+                value is None and name in ("start", "first", "digest", "shown", "workers")
+            ):
+                raise CheckpointError(
+                    f"'{name}' of the draws in the state of a loader is {value!r}. {_UNCHANGED}"
+                )
+        named = {name: plain[name] for name in ("now", "start", "first", "shown")}
+        read = {name: None if states is None else states_of(states) for name, states in named.items()}
+        if len({len(states) for states in read.values() if states is not None}) > 1:
+            raise CheckpointError(
+                "The numbers of generators in the state of a loader contradict each other: "
+                f"{ {name: len(states) - 3 for name, states in read.items() if states is not None} }. "
+                f"{_UNCHANGED}"
+            )
+        assert read["now"] is not None
+        workers = None if plain["workers"] is None else WorkerStates.read(plain["workers"])
+        return cls(
+            plain["seedable"],
+            read["now"],
+            read["start"],
+            read["first"],
+            plain["digest"],
+            read["shown"],
+            workers,
+        )
+
+    def check_fits(self, seedable: bool, own: int, is_midway: bool, reads: bool) -> None:
+        """Raise CheckpointError if a loader with so many generators of its own cannot continue here."""
+        if len(self.now) - 3 != own:
+            raise CheckpointError(
+                f"The position was saved by a loader with {len(self.now) - 3} random generators (also in its "
+                f"samplers and dataset), but this loader has {own}. Give it the generators of the saved run."
+            )
+        if is_midway and self.seedable != seedable:
+            raise CheckpointError(
+                f"The position was saved with use_seedable_sampler={self.seedable}, but this loader has "
+                f"use_seedable_sampler={seedable}, which gives another order. Use the setting of the saved run until "
+                "the epoch is over."
+            )
+        if is_midway and reads and self.start is None:
+            raise CheckpointError(
+                "The position was saved by a rank that got its batches from rank 0, but in this run each rank "
+                "reads its own batches. Use dispatch_batches=True until the epoch is over."
+            )
 
 
 def state_of(
