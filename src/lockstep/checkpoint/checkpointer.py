@@ -6,13 +6,14 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from lockstep.checkpoint.contents import CheckpointContents, Hooks
 from lockstep.checkpoint.deferred import DeferredCopies
-from lockstep.checkpoint.folders import Folders
+from lockstep.checkpoint.folders import CheckpointGroup, Folders
 from lockstep.checkpoint.planner import SavePlanner
-from lockstep.checkpoint.writer import CheckpointGroup, HostStager
+from lockstep.checkpoint.writer import HostStager
 from lockstep.comm.collectives import Communicator
 from lockstep.config.handlers import ProjectConfiguration
 from lockstep.errors import CheckpointError
@@ -66,13 +67,17 @@ class Checkpointer:
         self.hooks = Hooks()
         self.group = _group(runtime, project)
         self.folders = Folders(project, self.group, runtime.world_size)
-        self.planner = SavePlanner(self.group)
         self.background = Background(step)
         self.has_warned_of_added = False
         self.memory: FoldersInMemory | None = None
         self.saves_in_memory = False
         self._memory_planner: SavePlanner | None = None
         self._gloo: Communicator | None = None
+
+    @cached_property
+    def planner(self) -> SavePlanner:
+        """Of saves to the project's folders."""
+        return SavePlanner(self.group)
 
     @property
     def on_disk(self) -> SaveTarget:
@@ -121,8 +126,12 @@ class Background:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._what = ""
-        self.stager = HostStager()
         self.copies: DeferredCopies | None = None
+
+    @cached_property
+    def stager(self) -> HostStager:
+        """Host memory for the copies."""
+        return HostStager()
 
     def defer(self, contents: CheckpointContents) -> DeferredCopies:
         """For the copies of a state that are made later."""

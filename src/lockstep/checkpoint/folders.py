@@ -1,4 +1,4 @@
-"""The folders of a run's checkpoints: which comes next, which may be loaded, which are removed, and their locks.
+"""The folders of a run's checkpoints, and the ranks that share one: which is next, loaded or removed, and its lock.
 
 Files that somebody puts into a checkpoint's folder after it was saved, such as a model's export, are no part of it:
 loading passes over them. They are not lost with it either: what replaces the checkpoint takes them along, and where it
@@ -10,19 +10,57 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from lockstep.checkpoint.format.documents import MANIFEST, OURS
 from lockstep.checkpoint.store import store_for
 from lockstep.checkpoint.store.base import REMOVED, REPLACED, STAGING, Lock, Store, UnreachableError
 from lockstep.checkpoint.store.verify import is_published, read_manifest, root_of, verify_checkpoint
-from lockstep.checkpoint.writer import ELSEWHERE, CheckpointGroup, explained
 from lockstep.config.handlers import ProjectConfiguration
 from lockstep.config.values import join_names
-from lockstep.errors import ArgumentError, CheckpointError, UsageError
+from lockstep.errors import ArgumentError, CheckpointError, LockstepError, UsageError
 
 logger = logging.getLogger("lockstep.checkpoint")
+
+
+ELSEWHERE = (
+    "Make room there or mend its permissions, or save elsewhere; "
+    "checkpoints that were saved before are untouched."
+)
+
+
+@dataclass(frozen=True)
+class CheckpointGroup:
+    """The ranks that write and read one directory together, and this one among them."""
+
+    rank: int
+    ranks: list[int]
+
+    @property
+    def coordinator(self) -> int:
+        """The rank that does what one alone must do: it stages, publishes and removes."""
+        return self.ranks[0]
+
+    @property
+    def is_coordinator(self) -> bool:
+        return self.rank == self.coordinator
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """This rank's number among them, and how many they are."""
+        return self.ranks.index(self.rank), len(self.ranks)
+
+    def refuse_different(self, directories: list[str]) -> None:
+        """Raise UsageError where this rank saves to another directory than the coordinator."""
+        mine, first = directories[self.rank], directories[self.coordinator]
+        if mine != first:
+            raise UsageError(
+                f"Rank {self.rank} saves to {mine}, but rank {self.coordinator} to {first}. Pass the same "
+                "directory on every rank: all ranks write one checkpoint together."
+            )
 
 
 class StagingArea(NamedTuple):
@@ -105,6 +143,17 @@ class Folders:
         path = f"{folder}/.lock" if is_numbered else f"{directory}.lock"
         lock = self._locks.setdefault(path, store.lock(path, folder if is_numbered else directory))
         lock.acquire()
+
+
+@contextmanager
+def explained(what: str | Callable[[], str], remedy: str) -> Iterator[None]:
+    """Raise what a file system raises, which may be anything of a remote one, as CheckpointError."""
+    try:
+        yield
+    except LockstepError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{what if isinstance(what, str) else what()}: {error}. {remedy}") from error
 
 
 # Numbered checkpoints --------------------------------------------------------------------------------

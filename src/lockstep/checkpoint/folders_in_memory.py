@@ -16,12 +16,11 @@ from dataclasses import dataclass
 
 import torch
 
-from lockstep.checkpoint.folders import Folders, StagingArea
+from lockstep.checkpoint.folders import ELSEWHERE, CheckpointGroup, Folders, StagingArea, explained
 from lockstep.checkpoint.format.documents import MANIFEST, FileRecord, Manifest, digest_of
 from lockstep.checkpoint.store.base import Store
 from lockstep.checkpoint.store.local import LocalStore
 from lockstep.checkpoint.store.verify import read_manifest
-from lockstep.checkpoint.writer import ELSEWHERE, CheckpointGroup, explained
 from lockstep.config.handlers import ProjectConfiguration
 from lockstep.config.sources import memory_folder
 from lockstep.errors import CheckpointError, UsageError
@@ -204,9 +203,7 @@ def order_of(name: str) -> tuple[float, float]:
 def newest_first(
     on_disk: Sequence[str], in_memory: Sequence[MemoryCheckpoint]
 ) -> list[str | MemoryCheckpoint]:
-    """The order in which to try them; those on disk are sorted already, and need be no numbered ones without others."""
-    if not in_memory:
-        return list(on_disk)
+    """The order in which to try them."""
     places: list[tuple[tuple[float, float], str | MemoryCheckpoint]] = [
         (order_of(path), path) for path in on_disk
     ]

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from lockstep.checkpoint.checkpointer import Checkpointer
+from lockstep.checkpoint.folders import explained
 from lockstep.checkpoint.folders_in_memory import (
     MESSAGE_BYTES,
     FoldersInMemory,
@@ -22,7 +23,7 @@ from lockstep.checkpoint.folders_in_memory import (
 )
 from lockstep.checkpoint.format.documents import FileRecord, Manifest, Saved, entry_of
 from lockstep.checkpoint.store.verify import verify_checkpoint
-from lockstep.checkpoint.writer import StagedState, Writer, explained
+from lockstep.checkpoint.writer import StagedState, Writer
 from lockstep.comm.collectives import Communicator, raise_on_all_ranks
 from lockstep.errors import CheckpointError
 

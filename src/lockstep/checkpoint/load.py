@@ -58,7 +58,7 @@ def load_checkpoint(
 
     # From the first rank of each machine to all, for the project's newest: the checkpoints that it has in memory.
     in_memory = candidates_in_memory(checkpointer) if input_dir is None else []
-    places = newest_first(on_disk, in_memory)
+    places: list[str | MemoryCheckpoint] = newest_first(on_disk, in_memory) if in_memory else [*on_disk]
     if not places:
         raise NoCheckpointError(
             f"There is no checkpoint in {folder_of(checkpointer.project)}. Save one first."

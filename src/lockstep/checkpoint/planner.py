@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from lockstep.checkpoint.folders import CheckpointGroup
 from lockstep.checkpoint.format.documents import digest_of
 from lockstep.checkpoint.format.tensors import (
     ChunkMetadata,
@@ -26,7 +27,6 @@ from lockstep.checkpoint.format.tensors import (
     index_to_bytes,
     overlap,
 )
-from lockstep.checkpoint.writer import CheckpointGroup
 from lockstep.comm.dtensor import boxes_of, is_dtensor, local
 from lockstep.comm.layout import ShardRegion, whole_box
 from lockstep.errors import CheckpointError

@@ -134,7 +134,7 @@ def save_checkpoint(
                 write_in_memory(writes_by, writer, staged, folders, requested.adds_files)
         finally:
             folders.unlock(directory)
-        if checkpointer.runtime.is_main:
+        if checkpointer.runtime.rank == 0:
             checkpointer.committed(directory, in_memory)
 
     if copies is None:

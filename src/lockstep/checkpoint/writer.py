@@ -5,60 +5,24 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 
 from lockstep.checkpoint.deferred import DeferredCopies
+from lockstep.checkpoint.folders import ELSEWHERE, CheckpointGroup, explained
 from lockstep.checkpoint.format.documents import FileRecord, Manifest, Saved, check_name, entry_of
 from lockstep.checkpoint.format.tensors import TensorFile
 from lockstep.checkpoint.store.base import Store
 from lockstep.checkpoint.store.verify import in_parallel, verify_checkpoint
 from lockstep.comm.dtensor import local
-from lockstep.errors import CheckpointError, LockstepError, UsageError
-
-ELSEWHERE = (
-    "Make room there or mend its permissions, or save elsewhere; "
-    "checkpoints that were saved before are untouched."
-)
-
+from lockstep.errors import CheckpointError
 
 BACKGROUND_NICENESS = 10
 """Above that of the process, which may run under ``nice`` itself."""
 GREATEST_NICENESS = 19
-
-
-@dataclass(frozen=True)
-class CheckpointGroup:
-    """The ranks that write and read one directory together, and this one among them."""
-
-    rank: int
-    ranks: list[int]
-
-    @property
-    def coordinator(self) -> int:
-        """The rank that does what one alone must do: it stages, publishes and removes."""
-        return self.ranks[0]
-
-    @property
-    def is_coordinator(self) -> bool:
-        return self.rank == self.coordinator
-
-    @property
-    def share(self) -> tuple[int, int]:
-        """This rank's number among them, and how many they are."""
-        return self.ranks.index(self.rank), len(self.ranks)
-
-    def refuse_different(self, directories: list[str]) -> None:
-        """Raise UsageError where this rank saves to another directory than the coordinator."""
-        mine, first = directories[self.rank], directories[self.coordinator]
-        if mine != first:
-            raise UsageError(
-                f"Rank {self.rank} saves to {mine}, but rank {self.coordinator} to {first}. Pass the same "
-                "directory on every rank: all ranks write one checkpoint together."
-            )
 
 
 @dataclass
@@ -222,17 +186,6 @@ def yield_to_training() -> None:
 def _host_memory(source: torch.Tensor) -> torch.Tensor:
     pinned = source.device.type == "cuda"
     return torch.empty(source.shape, dtype=source.dtype, pin_memory=pinned)
-
-
-@contextmanager
-def explained(what: str | Callable[[], str], remedy: str) -> Iterator[None]:
-    """Raise what a file system raises, which may be anything of a remote one, as CheckpointError."""
-    try:
-        yield
-    except LockstepError:
-        raise
-    except Exception as error:
-        raise CheckpointError(f"{what if isinstance(what, str) else what()}: {error}. {remedy}") from error
 
 
 def now() -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from lockstep.checkpoint.folders import CheckpointGroup
 from lockstep.checkpoint.format.codec import encode
 from lockstep.checkpoint.format.documents import STATE, TENSORS, Saved, canonical, rank_file, versions
 from lockstep.checkpoint.format.tensors import TensorFile
@@ -14,7 +15,7 @@ from lockstep.checkpoint.save import write_checkpoint
 from lockstep.checkpoint.state import RankState, collect_weights
 from lockstep.checkpoint.store import store_for
 from lockstep.checkpoint.weights.model import write_weights
-from lockstep.checkpoint.writer import CheckpointGroup, StagedState, Writer, now
+from lockstep.checkpoint.writer import StagedState, Writer, now
 from lockstep.comm.collectives import Communicator
 from lockstep.compat.checkpoints.state import ImportedState
 from lockstep.errors import UsageError
