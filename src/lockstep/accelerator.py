@@ -40,6 +40,7 @@ from lockstep.preparation.observers import RunObserver
 from lockstep.preparation.training import TrainingMethods
 from lockstep.runtime import process
 from lockstep.runtime.control import ProcessControl
+from lockstep.runtime.failure import install_excepthook
 from lockstep.runtime.memory import release_memory
 from lockstep.runtime.run_state import RunState
 from lockstep.runtime.step import StepState
@@ -178,7 +179,7 @@ class Accelerator(
         given = dict(locals())
         del given["self"]
         self._arguments: dict[str, Any] = given | given.pop("further")
-        process.watch_exceptions()
+        install_excepthook()  # from now on an exception that nobody catches reaches the launcher
         if (parallel, parallelism_config, fsdp_plugin, deepspeed_plugin, deepspeed_plugins) == (None,) * 5:
             deepspeed_plugins = Accelerator._several_plugins()
         options = resolve_options(

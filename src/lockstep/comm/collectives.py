@@ -30,7 +30,7 @@ from lockstep.errors import (
     NoCheckpointError,
     UsageError,
 )
-from lockstep.runtime import failure, process
+from lockstep.runtime import failure
 from lockstep.runtime.clock import waiting_for_ranks
 from lockstep.runtime.process import Runtime
 from lockstep.torch_internals.autograd import FunctionContext
@@ -100,8 +100,9 @@ class Communicator:
         self._group = group
         self.world_size = runtime.world_size
         pairs = (runtime.backend or "").split(",")
+        self._device = runtime.control_device
         # "cpu:gloo,cuda:nccl" names the devices whose tensors the group takes; "gloo" takes cpu.
-        self._devices = {pair.split(":")[0] for pair in pairs if ":" in pair} or {runtime.control_device.type}
+        self._devices = {pair.split(":")[0] for pair in pairs if ":" in pair} or {self._device.type}
 
     def with_gloo(self) -> Communicator:
         """One of all ranks, in a new group of gloo: for a thread of its own, or for files."""
@@ -270,9 +271,7 @@ class Communicator:
         name = f"broadcast_object_list(list of {len(values)}, from_process={from_process})"
         self._exchange_calls(CollectiveCall(name), problem)
         box = [payload]
-        dist.broadcast_object_list(
-            box, group=self._group, group_src=from_process, device=self.runtime.control_device
-        )
+        dist.broadcast_object_list(box, group=self._group, group_src=from_process, device=self._device)
         if self.runtime.rank != from_process:
             values[:] = pickle.loads(box[0])
         return values
@@ -363,15 +362,15 @@ class Communicator:
             return [call]
         # The last bit tells of an error, those above it are of the content.
         second = content >> 1 << 1 | (error is not None)
-        mine = torch.tensor([call.digest, second], device=self.runtime.control_device)
+        mine = torch.tensor([call.digest, second], device=self._device)
         all_ranks = mine.new_empty(2 * self.world_size)
-        if process.departures():
+        if failure.departures():
             self._check_departures(CONFIRMED_AFTER_S)
         try:
             all_gather_into_tensor(all_ranks, mine, group=self._group)
         except RuntimeError as lost:
             if failure.is_consequence(lost):
-                process.departures().ranks(failure.DEPARTURE_WAIT_S)  # its end is seen sooner than heard of
+                failure.departures().ranks(failure.DEPARTURE_WAIT_S)  # its end is seen sooner than heard of
                 self._check_departures()
             raise
         digests, seconds = all_ranks[0::2].tolist(), all_ranks[1::2].tolist()
@@ -402,7 +401,7 @@ class Communicator:
         """Raise where a rank of the group has ended: it will never come to this collective."""
         time.sleep(confirmed_after_s)
         members = dist.get_process_group_ranks(self._group or dist.group.WORLD)
-        gone = [rank for rank in process.departures().ranks() if rank in members]
+        gone = [rank for rank in failure.departures().ranks() if rank in members]
         if gone:
             call, line = failure.call_of_user(reversed(list(traceback.walk_stack(sys._getframe(1)))))
             raise CollectiveMismatchError(failure.ended_without(gone, call, line)) from None
@@ -420,7 +419,7 @@ class Communicator:
 
     def _carried(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor on a device that the process group can communicate."""
-        return tensor if tensor.device.type in self._devices else tensor.to(self.runtime.control_device)
+        return tensor if tensor.device.type in self._devices else tensor.to(self._device)
 
     def _gather_tensor(self, tensor: torch.Tensor, rows: list[int]) -> torch.Tensor:
         """Concatenate (rows[r], ...) of every rank r; shorter ones travel padded."""

@@ -12,9 +12,10 @@ import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import ClassVar
 
 from lockstep.config.sources import error_file, shares_console
 
@@ -40,6 +41,8 @@ def first_line(error: BaseException) -> str:
 
 class Departures:
     """Ranks that have ended well. Written by a side thread, read by the main one."""
+
+    _of_this_run: ClassVar[Departures]
 
     def __init__(self) -> None:
         self._ranks: set[int] = set()
@@ -67,6 +70,19 @@ class Departures:
             if self.is_watched:
                 self._changed.wait_for(lambda: bool(self._ranks), patience_s)
             return sorted(self._ranks)
+
+
+Departures._of_this_run = Departures()
+
+
+def departures() -> Departures:
+    """Which other ranks have ended their part of this process's run."""
+    return Departures._of_this_run
+
+
+def forget_departures() -> None:
+    """The run is over for this process. Whoever still reports ends of ranks reports those of that run."""
+    Departures._of_this_run = Departures()
 
 
 # how long a rank that failed because another one did leaves the agent to end it quietly
@@ -124,7 +140,7 @@ def has_failed() -> bool:
     return getattr(sys, "last_value", None) is not None
 
 
-def install_excepthook(departures: Callable[[], Departures] = Departures) -> None:
+def install_excepthook() -> None:
     """Say so where an uncaught exception is the loss of a rank that has ended; under an elastic agent, report any to
     it in torch's format."""
     path = error_file()

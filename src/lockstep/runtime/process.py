@@ -24,7 +24,7 @@ from lockstep.config.place import ProcessEnvironment
 from lockstep.config.sources import DEVICE_VARIABLE, named_backend, named_device, process_environment
 from lockstep.config.values import plain
 from lockstep.errors import ConfigError, UsageError
-from lockstep.runtime.failure import Departures, install_excepthook
+from lockstep.runtime.failure import forget_departures, install_excepthook
 from lockstep.torch_internals import c10d, dtensor, gloo
 
 
@@ -145,22 +145,11 @@ class _Process:
     runtime: Runtime | None = None
     made_process_group: bool = False
     at_end: list[Callable[[], None]] = []
-    departures = Departures()
 
 
 def at_end(function: Callable[[], None]) -> None:
     """Call ``function`` once when this process leaves the run, while the process group is still there."""
     _Process.at_end.append(function)
-
-
-def departures() -> Departures:
-    """Which other ranks have ended their part of the run."""
-    return _Process.departures
-
-
-def watch_exceptions() -> None:
-    """From now on an exception that nobody catches reaches the launcher; see ``failure``."""
-    install_excepthook(departures)
 
 
 def current_runtime() -> Runtime | None:
@@ -187,7 +176,7 @@ def start_runtime(cpu: bool = False, init: InitProcessGroupKwargs | None = None)
                 "Pass cpu=True to the first Accelerator or PartialState of the process."
             )
         return _Process.runtime
-    watch_exceptions()
+    install_excepthook()
     init = init or InitProcessGroupKwargs()
     environment = process_environment(need_rendezvous=init.init_method is None)
     named = None if cpu else named_device()
@@ -231,7 +220,7 @@ def end_runtime() -> None:
         leave_process_group()
     _Process.runtime = None
     _Process.made_process_group = False
-    _Process.departures = Departures()
+    forget_departures()
 
 
 def leave_process_group() -> None:

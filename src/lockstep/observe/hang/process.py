@@ -14,7 +14,7 @@ from lockstep.errors import ControlError, UsageError
 from lockstep.observe.hang.worker import StopSignals, WorkerWatch, say
 from lockstep.runtime import process
 from lockstep.runtime.clock import StepClock
-from lockstep.runtime.failure import PREEMPTED, of_signal
+from lockstep.runtime.failure import PREEMPTED, departures, of_signal
 from lockstep.runtime.process import Runtime, check_same_versions
 
 if TYPE_CHECKING:
@@ -91,12 +91,12 @@ class ProcessWatch:
             self.clock,
             self._stop,
             client,
-            process.departures(),
+            departures(),
             StopSignals(),
             grace_s,
             self._save,
         )
-        process.departures().is_watched = self._has_coordinator
+        departures().is_watched = self._has_coordinator
         self._worker.start()
         if 1 < runtime.world_size <= MOST_CHECKED_RANKS and runtime.control_device.type == "cpu":
             from lockstep.comm.call_check import CallCheck
