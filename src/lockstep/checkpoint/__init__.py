@@ -8,7 +8,7 @@ if not TYPE_CHECKING:
         {
             "checkpointer": ["Checkpointer"],
             "contents": ["CheckpointContents", "DataCoordinates", "FullModelSpec"],
-            "deferred": ["DeferredCopies", "FrozenTensor", "SMALL_BYTES"],
+            "deferred": ["DeferredCopies", "FrozenTensor", "HostStager", "SMALL_BYTES"],
             "folders_in_memory": ["FoldersInMemory"],
             "folders": ["CheckpointGroup", "candidates", "next_directory", "numbers", "prune", "superfluous"],
             "load": ["load_checkpoint"],
@@ -16,6 +16,6 @@ if not TYPE_CHECKING:
             "reader": ["Checkpoint", "create_read_items", "empty_like"],
             "save": ["plan_files", "save_checkpoint"],
             "state": ["ParameterNames"],
-            "writer": ["HostStager", "Writer"],
+            "writer": ["Writer"],
         },
     )

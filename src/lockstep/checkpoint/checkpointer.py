@@ -10,10 +10,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from lockstep.checkpoint.contents import CheckpointContents, Hooks
-from lockstep.checkpoint.deferred import DeferredCopies
+from lockstep.checkpoint.deferred import DeferredCopies, HostStager
 from lockstep.checkpoint.folders import CheckpointGroup, Folders
 from lockstep.checkpoint.planner import SavePlanner
-from lockstep.checkpoint.writer import HostStager
 from lockstep.comm.collectives import Communicator
 from lockstep.config.handlers import ProjectConfiguration
 from lockstep.errors import CheckpointError

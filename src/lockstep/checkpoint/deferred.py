@@ -20,7 +20,9 @@ import torch
 
 from lockstep.checkpoint.contents import CheckpointContents
 from lockstep.checkpoint.format.codec import Document
+from lockstep.checkpoint.format.tensors import TensorFile
 from lockstep.checkpoint.state import RankState
+from lockstep.checkpoint.store.verify import in_parallel
 from lockstep.comm.dtensor import is_dtensor, local
 from lockstep.runtime.clock import StepClock
 from lockstep.torch_internals.copy_on_write import is_shared, lazy_clone, take_back
@@ -252,3 +254,51 @@ def _parameters(document: Document, state: RankState) -> list[str]:
     if not document["by_name"]:
         return [name for name in state.tensors if name.startswith("model.")]
     return [f"model.{name}" for group in document["value"]["param_groups"] for name in group["params"]]
+
+
+class HostStager:
+    """Memory for one copy of what this rank writes, kept from save to save.
+
+    Fresh memory is an order of magnitude slower to fill than memory that was used before.
+    """
+
+    def __init__(self) -> None:
+        self._copies: dict[tuple[str, str], torch.Tensor] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(copy.nbytes for copy in self._copies.values())
+
+    @torch.no_grad()
+    def stage(
+        self, files: dict[str, TensorFile], copies: DeferredCopies | None = None
+    ) -> dict[str, TensorFile]:
+        """The files with copies of their tensors, complete when this returns, but for those that ``copies`` makes."""
+        before, self._copies = self._copies, {}
+        devices, on_host = set(), []
+        for file, content in files.items():
+            for key, tensor in content.tensors.items():
+                source = local(tensor.detach())
+                copy = before.pop((file, key), None)
+                if copy is None or copy.shape != source.shape or copy.dtype != source.dtype:
+                    copy = _host_memory(source)
+                self._copies[file, key] = copy
+                if copies is not None and copies.defer(copy, source):
+                    continue
+                if source.device.type == "cpu":
+                    on_host.append((copy, source))
+                else:
+                    copy.copy_(source, non_blocking=True)
+                    devices.add(source.device)
+        in_parallel(lambda pair: pair[0].copy_(pair[1]), on_host)
+        for device in devices:
+            torch.accelerator.synchronize(device)
+        return {
+            file: TensorFile({key: self._copies[file, key] for key in content.tensors})
+            for file, content in files.items()
+        }
+
+
+def _host_memory(source: torch.Tensor) -> torch.Tensor:
+    pinned = source.device.type == "cuda"
+    return torch.empty(source.shape, dtype=source.dtype, pin_memory=pinned)

@@ -33,9 +33,8 @@ from lockstep.checkpoint.global_state import (
     split_divergent_state,
 )
 from lockstep.checkpoint.planner import LocalShards
-from lockstep.checkpoint.save_request import SaveRequest, refuse_url, run_hooks
 from lockstep.checkpoint.state import collect, collect_random
-from lockstep.checkpoint.writer import StagedState, Writer
+from lockstep.checkpoint.writer import SaveRequest, StagedState, Writer, refuse_url, run_hooks
 from lockstep.comm.collectives import Communicator, raise_on_all_ranks
 from lockstep.comm.dtensor import whole
 from lockstep.errors import UsageError

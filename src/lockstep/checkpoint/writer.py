@@ -1,28 +1,128 @@
-"""What one rank does with the files of a checkpoint that is saved: stage, write, publish, verify. No collective."""
+"""One rank's part in a save: what it is asked for and what hooks see; its files, staged, written, published, verified.
+
+No collective.
+"""
 
 from __future__ import annotations
 
 import os
 import threading
 import time
-from collections.abc import Collection, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
+from lockstep.checkpoint.checkpointer import Checkpointer, SaveTarget
+from lockstep.checkpoint.contents import CheckpointContents, SaveHook
 from lockstep.checkpoint.deferred import DeferredCopies
-from lockstep.checkpoint.folders import ELSEWHERE, CheckpointGroup, explained
-from lockstep.checkpoint.format.documents import FileRecord, Manifest, Saved, check_name, entry_of
+from lockstep.checkpoint.folders import ELSEWHERE, CheckpointGroup, StagingArea, explained
+from lockstep.checkpoint.format.documents import (
+    STATE,
+    TENSORS,
+    FileRecord,
+    Manifest,
+    Saved,
+    canonical,
+    check_name,
+    entry_of,
+    rank_file,
+    versions,
+)
 from lockstep.checkpoint.format.tensors import TensorFile
+from lockstep.checkpoint.planner import SavePlan
+from lockstep.checkpoint.state import RankState
 from lockstep.checkpoint.store.base import Store
 from lockstep.checkpoint.store.verify import in_parallel, verify_checkpoint
-from lockstep.comm.dtensor import local
-from lockstep.errors import CheckpointError
+from lockstep.errors import CheckpointError, UsageError
 
 BACKGROUND_NICENESS = 10
 """Above that of the process, which may run under ``nice`` itself."""
 GREATEST_NICENESS = 19
+
+
+@dataclass
+class SaveRequest:
+    """One call of ``save`` on this rank: what is saved, where to, and how.
+
+    ``copies`` are those of the state that are made later, of a save in the background; ``area`` is known to the
+    coordinator alone, until it has told.
+    """
+
+    checkpointer: Checkpointer
+    target: SaveTarget
+    contents: CheckpointContents
+    settings: Mapping[str, object]
+    add_files: Callable[[str], None] | None
+    is_numbered: bool
+    store: Store
+    directory: str
+    state: RankState
+    copies: DeferredCopies | None
+    area: StagingArea | None = None
+
+    @property
+    def plans_at_once(self) -> bool:
+        """Whether files are planned before ``save`` returns: then what is wrong with what is saved is said by it.
+
+        The thread plans those of a later save in the background, unless hooks are to run, shards to be gathered by the
+        groups of the model, or some tensors to be copied at once.
+        """
+        return (
+            self.copies is None
+            or self.copies.uncloned
+            or not self.target.planner.has_plan
+            or self.changes_state
+            or self.add_files is not None
+        )
+
+    @property
+    def adds_files(self) -> bool:
+        """Whether hooks, or ``add_files``, may write into the staging area."""
+        return bool(self.checkpointer.hooks.save) or self.add_files is not None
+
+    @property
+    def gathers(self) -> bool:
+        """Whether machines share no file system, so that each needs all shards."""
+        return len(self.target.group.ranks) < self.checkpointer.communicator.world_size
+
+    @property
+    def changes_state(self) -> bool:
+        """Whether other tensors than were collected come into the state before files are planned."""
+        return bool(self.checkpointer.hooks.save) or self.gathers
+
+    def freeze(self) -> None:
+        """From now on the state that a save in the background writes is that of now."""
+        if self.copies is not None:
+            self.copies.freeze(self.state)
+
+    def stage(self, plan: SavePlan, tensors: dict[str, torch.Tensor]) -> StagedState:
+        """What this rank will write. Of a save in the background only what is to be copied is kept of the state."""
+        checkpointer, state, copies = self.checkpointer, self.state, self.copies
+        group = self.target.group
+        if copies is None:
+            files = {file: TensorFile(plan.content(file, tensors)) for file in plan.mine}
+        else:
+            files = {file: TensorFile(plan.content(file, tensors, copies.part_of)) for file in plan.mine}
+            files = checkpointer.background.stager.stage(files, copies)
+            tensors.clear()
+            copies.begin(state)
+        documents = {rank_file(group.rank): canonical(state.own)}
+        if group.is_coordinator:
+            documents[STATE] = canonical(state.common)
+            documents[TENSORS] = plan.index_content
+        others = {**self.settings}
+        saved = Saved(
+            time=now(),
+            world_size=checkpointer.runtime.world_size,
+            ranks=group.ranks,
+            parallel=str(others.pop("parallel", "")),
+            settings=others,
+            versions=versions(),
+        )
+        return StagedState(files, documents, saved, copies)
 
 
 @dataclass
@@ -129,49 +229,6 @@ class Writer:
             self.store.abandon(self.staging)
 
 
-class HostStager:
-    """Memory for one copy of what this rank writes, kept from save to save.
-
-    Fresh memory is an order of magnitude slower to fill than memory that was used before.
-    """
-
-    def __init__(self) -> None:
-        self._copies: dict[tuple[str, str], torch.Tensor] = {}
-
-    @property
-    def nbytes(self) -> int:
-        return sum(copy.nbytes for copy in self._copies.values())
-
-    @torch.no_grad()
-    def stage(
-        self, files: dict[str, TensorFile], copies: DeferredCopies | None = None
-    ) -> dict[str, TensorFile]:
-        """The files with copies of their tensors, complete when this returns, but for those that ``copies`` makes."""
-        before, self._copies = self._copies, {}
-        devices, on_host = set(), []
-        for file, content in files.items():
-            for key, tensor in content.tensors.items():
-                source = local(tensor.detach())
-                copy = before.pop((file, key), None)
-                if copy is None or copy.shape != source.shape or copy.dtype != source.dtype:
-                    copy = _host_memory(source)
-                self._copies[file, key] = copy
-                if copies is not None and copies.defer(copy, source):
-                    continue
-                if source.device.type == "cpu":
-                    on_host.append((copy, source))
-                else:
-                    copy.copy_(source, non_blocking=True)
-                    devices.add(source.device)
-        in_parallel(lambda pair: pair[0].copy_(pair[1]), on_host)
-        for device in devices:
-            torch.accelerator.synchronize(device)
-        return {
-            file: TensorFile({key: self._copies[file, key] for key in content.tensors})
-            for file, content in files.items()
-        }
-
-
 def yield_to_training() -> None:
     """From now on this thread, and those that it starts, run when others leave a core free.
 
@@ -183,11 +240,46 @@ def yield_to_training() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
 
 
-def _host_memory(source: torch.Tensor) -> torch.Tensor:
-    pinned = source.device.type == "cuda"
-    return torch.empty(source.shape, dtype=source.dtype, pin_memory=pinned)
-
-
 def now() -> str:
     """The time in UTC, as ISO 8601."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
+# What hooks see -----------------------------------------------------------------------------------
+
+
+def run_hooks(
+    hooks: Iterable[SaveHook],
+    contents: CheckpointContents,
+    weights: list[dict[str, object]],
+    state: RankState,
+    staging: str,
+) -> None:
+    """Hooks see whole weights, and what they leave of them is what is saved."""
+    left = list(weights)
+    with _as_whole_models(contents, weights):
+        for hook in list(hooks):
+            hook(list(contents.models), left, staging)
+    for number, of_model in enumerate(weights):
+        state.replace_model(number, of_model if any(of_model is kept for kept in left) else None)
+
+
+@contextmanager
+def _as_whole_models(contents: CheckpointContents, weights: list[dict[str, object]]) -> Iterator[None]:
+    """Inside, ``state_dict`` of a model gives the weights that were gathered: one rank may save them alone."""
+    with ExitStack() as handles:
+        for model, gathered in zip(contents.models, weights, strict=True):
+            handles.callback(model.register_state_dict_post_hook(partial(_show, dict(gathered))).remove)
+        yield
+
+
+def _show(gathered: dict[str, object], _: object, state: dict[str, object], prefix: str, *__: object) -> None:
+    state.update({prefix + name: tensor for name, tensor in gathered.items() if prefix + name in state})
+
+
+def refuse_url(writer: Writer) -> None:
+    if not writer.store.is_local:
+        raise UsageError(
+            f"A hook that runs before save_state would write files into {writer.directory}, but that is a URL. "
+            "Save to a local directory, or remove the hook."
+        )

@@ -12,7 +12,7 @@ from unittest.mock import patch
 from checkpoint.crash.crashes import Outcome
 from checkpoint.crash.subject import Scenario
 from checkpoint.crash.trials import EXPLICIT, LIMIT_1, Slice
-from lockstep.checkpoint import HostStager, load_checkpoint, numbers
+from lockstep.checkpoint import Writer, load_checkpoint, numbers
 from lockstep.checkpoint.format import MANIFEST
 from lockstep.checkpoint.store import LocalStore
 from patching import module_of
@@ -82,6 +82,6 @@ def replaces_file_by_file() -> Iterator[None]:
     with (
         patch.object(LocalStore, "publish", hasty),
         patch.object(module_of(load_checkpoint), "verify_checkpoint", lambda store, directory, share: None),
-        patch.object(module_of(HostStager), "verify_checkpoint", lambda store, directory, share: None),
+        patch.object(module_of(Writer), "verify_checkpoint", lambda store, directory, share: None),
     ):
         yield
