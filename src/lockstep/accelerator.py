@@ -45,12 +45,12 @@ from lockstep.runtime.memory import release_memory
 from lockstep.runtime.run_state import RunState
 from lockstep.runtime.step import StepState
 from lockstep.train.accumulation import Accumulation
-from lockstep.train.loss_scale import LossScaler
 
 if TYPE_CHECKING:
     from lockstep.data.loader import PreparedLoader
     from lockstep.observe.measures.measures import Measures
     from lockstep.parallel.materialize import InitWeights
+    from lockstep.train.loss_scale import LossScaler
     from lockstep.train.optimizer import PreparedOptimizer
     from lockstep.train.scheduler import PreparedScheduler
 
@@ -237,11 +237,11 @@ class Accelerator(
             adjust_scheduler=options.accumulation.adjust_scheduler,
             clock=self._watch.clock,
         )
-        self._scaler = (
-            LossScaler(self.runtime.device, options.scaler, lambda: self.meshes.stage_group)
-            if options.mixed_precision == "fp16"
-            else None
-        )
+        self._scaler: LossScaler | None = None
+        if options.mixed_precision == "fp16":
+            from lockstep.train.loss_scale import LossScaler
+
+            self._scaler = LossScaler(self.runtime.device, options.scaler, lambda: self.meshes.stage_group)
         self._rng_types = rng_types
         self._registered: list[object] = []
         self._log_with = log_with

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,7 +16,9 @@ from lockstep.errors import CheckpointError, UsageError
 from lockstep.model.changes import attributes_set
 from lockstep.runtime.process import Runtime
 from lockstep.runtime.step import StepState
-from lockstep.train.weighting import WeightedMean
+
+if TYPE_CHECKING:
+    from lockstep.train.weighting import WeightedMean
 
 NoSync = Callable[[nn.Module, bool], AbstractContextManager[Any]]
 """(model, inside a window) -> a context in which backward does not average over the ranks."""
@@ -169,11 +171,16 @@ class Accumulation:
                 "take part in adding the weights up. Drop the weight, or use even batches and "
                 "accelerator.sample_weights()."
             )
-        mean = self._weighted_mean or WeightedMean(self._runtime, self._agreed_divisor)
+        mean = self._weighted_mean or self._new_mean()
         scaled = mean.scale(loss, weight, last, gradients, self._is_alone)
         self._weighted_mean = None if last else mean
         self.loss_factor = mean.factor
         return scaled
+
+    def _new_mean(self) -> WeightedMean:
+        from lockstep.train.weighting import WeightedMean  # few runs weigh their losses
+
+        return WeightedMean(self._runtime, self._agreed_divisor)
 
     def reset(self) -> None:
         """Forget an unfinished window."""
@@ -209,14 +216,14 @@ class Accumulation:
         """Go on in the window in which this rank was, with ``rescaling`` of its gradients."""
         self._load_position(state)
         if state["divisor"] is not None:
-            self._weighted_mean = WeightedMean(self._runtime, self._agreed_divisor)
+            self._weighted_mean = self._new_mean()
             self._weighted_mean.load_state_dict(state)
 
     def take_share(self, states: list[dict[str, object]]) -> None:
         """Go on in the window of another world, with an equal share of its weights; see ``WeightedMean``."""
         self._load_position(states[0])
         if any(state["divisor"] is not None for state in states):
-            self._weighted_mean = WeightedMean(self._runtime, self._agreed_divisor)
+            self._weighted_mean = self._new_mean()
             self._weighted_mean.take_share(states)
 
     def rescaling(self, state: StateDict) -> float:
