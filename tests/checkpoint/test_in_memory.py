@@ -14,9 +14,11 @@ import pytest
 
 from lockstep import ProjectConfiguration
 from lockstep.checkpoint import FoldersInMemory
+from lockstep.checkpoint.format import MANIFEST
 from lockstep.errors import LockstepError
 from lockstep.runtime import MemoryFolder
 from tests.checkpoint.test_background import Run, differing
+from tests.patching import module_of
 
 
 def numbered(folder: str | Path) -> ProjectConfiguration:
@@ -350,6 +352,36 @@ def test_without_room_on_one_machine_all_keep_the_one_before(
         assert said.startswith("CheckpointError") and "No space left on device" in said
         assert ("Rank 1 failed with" in said) == (rank == 0)
         assert (left, differs) == (["checkpoint_0.1"], [])
+
+
+def too_large(folder: str) -> tuple[str, list[str], list[str]]:
+    """Three machines; what is left on the second one is its part and that of the first, less a byte."""
+    run = Run(project=numbered(folder))
+    rank = run.accelerator.process_index
+    here = on_machines(run, folder, [[0], [1], [2]])
+    run.train(1)
+    run.accelerator.save_state(in_memory=True)
+    expected = run.state()
+    files = [path for path in (here / "checkpoint_0.1").iterdir() if path.name != MANIFEST]
+    of_tensors = [path.read_bytes()[:8] for path in files if path.suffix == ".safetensors"]
+    headers = sum(8 + int.from_bytes(length, "little") for length in of_tensors)
+    needed = sum(path.stat().st_size for path in files) - headers
+    with mock.patch.object(module_of(FoldersInMemory), "free_host_bytes") as free:
+        free.return_value = needed - (rank == 1)
+        said = failure(lambda: run.accelerator.save_state(in_memory=True))
+        free.return_value = needed
+        unlimited = failure(lambda: run.accelerator.save_state(in_memory=True))
+    run.accelerator.load_state()
+    return said, unlimited, differing(run.state(), expected)
+
+
+def test_more_than_programs_have_left_is_refused_before_it_is_written(
+    run_distributed: Any, tmp_path: Path
+) -> None:
+    for rank, (said, unlimited, differs) in enumerate(run_distributed(too_large, 3, str(tmp_path))):
+        assert said.startswith("CheckpointError") and "are free there for programs" in said
+        assert "on the machine of rank 1" in said and ("Rank 1 failed with" in said) == (rank != 1)
+        assert (unlimited, differs) == ("", [])
 
 
 def unfinished(folder: str) -> list[str]:

@@ -24,10 +24,12 @@ from lockstep.checkpoint.store.verify import read_manifest
 from lockstep.config.handlers import ProjectConfiguration
 from lockstep.config.sources import memory_folder
 from lockstep.errors import CheckpointError, UsageError
+from lockstep.runtime.host_memory import free_host_bytes
 from lockstep.runtime.memory_folder import MEMORY, MemoryFolder
 
 NAME = re.compile(r"checkpoint_(0|[1-9]\d{0,17})\.([1-9]\d{0,17})")
 MESSAGE_BYTES = 64 << 20
+REMEDY = "Give /dev/shm more room (docker run --shm-size), or leave in_memory out; what was saved before is untouched."
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,24 @@ class FoldersInMemory:
 
     def unlock(self, directory: str) -> None:
         """The folder is the launch's own."""
+
+    def check_room(self, nbytes: Sequence[int]) -> None:
+        """Raise CheckpointError if this machine lacks memory for its part, and for its copy of another one's.
+
+        Programs would be killed by then: /dev/shm may be larger than what a container, or the machine, has left.
+
+        Args:
+            nbytes: What each rank will write.
+        """
+        before = self.machines[self.machine - 1] if len(self.machines) > 1 else ()
+        needed = sum(nbytes[rank] for rank in (*self.machines[self.machine], *before))
+        in_folder = self.store.free_bytes(self.path)
+        free = free_host_bytes() if in_folder is None else min(in_folder, free_host_bytes())
+        if free < needed:
+            raise CheckpointError(
+                f"A checkpoint in memory takes {needed} bytes of {MEMORY} on the machine of rank {self.group.rank}, "
+                f"but {free} are free there for programs. {REMEDY}"
+            )
 
     def copies(self, written: Sequence[Mapping[str, FileRecord]]) -> list[Transfer]:
         """What goes to the next machine, of what each rank has ``written``: each rank's to one rank there."""

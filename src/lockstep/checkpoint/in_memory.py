@@ -14,6 +14,7 @@ from lockstep.checkpoint.checkpointer import Checkpointer
 from lockstep.checkpoint.folders import explained
 from lockstep.checkpoint.folders_in_memory import (
     MESSAGE_BYTES,
+    REMEDY,
     FoldersInMemory,
     MemoryCheckpoint,
     Transfer,
@@ -26,8 +27,6 @@ from lockstep.checkpoint.store.verify import verify_checkpoint
 from lockstep.checkpoint.writer import StagedState, Writer
 from lockstep.comm.collectives import Communicator, raise_on_all_ranks
 from lockstep.errors import CheckpointError
-
-REMEDY = "Give /dev/shm more room (docker run --shm-size), or leave in_memory out; what was saved before is untouched."
 
 
 def open_memory(checkpointer: Checkpointer) -> FoldersInMemory:
@@ -77,6 +76,13 @@ def write_in_memory(
     """
     coordinator = writer.group.is_coordinator
     try:
+        # From each rank to all: how many bytes it will write; then whether the first rank of each machine finds memory
+        # for those written there, and for the copies that come from another machine.
+        sizes = communicator.gather_object([staged.nbytes])
+        with raise_on_all_ranks(communicator):
+            if coordinator:
+                memory.check_room(sizes)
+
         # From each rank to all: whether it has written its files; then their sizes and digests.
         with raise_on_all_ranks(communicator):
             mine = writer.write_data(staged)

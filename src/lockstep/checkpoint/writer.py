@@ -134,6 +134,12 @@ class StagedState:
     saved: Saved
     copies: DeferredCopies | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the files, without the headers of those of tensors."""
+        tensors = sum(tensor.nbytes for file in self.tensors.values() for tensor in file.tensors.values())
+        return tensors + sum(map(len, self.documents.values()))
+
 
 @dataclass(frozen=True)
 class Writer:
