@@ -140,8 +140,11 @@ class Background:
         """Run ``work``, which saves ``what``; ``wait`` must have been called since the last start."""
         assert self._thread is None
         self._what = what
+        may_begin = threading.Event()
 
         def run() -> None:
+            # A new thread would hold the interpreter for as long as it may, while training waits for it.
+            may_begin.wait()
             try:
                 work()
             except BaseException as error:
@@ -154,6 +157,7 @@ class Background:
         thread.start()
         self._step.being_saved = self.copies = copies
         self._thread = thread
+        may_begin.set()
 
     def wait(self) -> None:
         """Wait for the running save, if there is one.

@@ -18,6 +18,7 @@ from typing import NamedTuple
 from lockstep.checkpoint.format.documents import MANIFEST, OURS
 from lockstep.checkpoint.store import store_for
 from lockstep.checkpoint.store.base import REMOVED, REPLACED, STAGING, Lock, Store, UnreachableError
+from lockstep.checkpoint.store.local import LocalStore
 from lockstep.checkpoint.store.verify import is_published, read_manifest, root_of, verify_checkpoint
 from lockstep.config.handlers import ProjectConfiguration
 from lockstep.config.values import join_names
@@ -80,6 +81,7 @@ class Folders:
         self._world_size = world_size
         self._locks: dict[str, Lock] = {}
         self._stores: dict[str, tuple[Store, str]] = {}
+        self._local = LocalStore()
         self.damaged: set[str] = set()
 
     def next(self, output_dir: str | os.PathLike[str] | None) -> tuple[Store, str]:
@@ -128,7 +130,9 @@ class Folders:
     def _store_and_folder(self, path: str | os.PathLike[str] | None) -> tuple[Store, str]:
         text = os.fspath(self._project.project_dir or "." if path is None else path)
         if text not in self._stores:  # a store may know which locks this run has taken
-            self._stores[text] = store_for(text)
+            store, place = store_for(text)
+            # One for all local paths: it knows which folders have been brought to the disk.
+            self._stores[text] = self._local if store.is_local else store, place
         store, place = self._stores[text]
         if not store.is_local and len(self._group.ranks) < self._world_size:
             raise UsageError(
