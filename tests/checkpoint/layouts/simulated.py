@@ -66,9 +66,17 @@ class Spread:
     ) -> None:
         self.shape = torch.Size(shape)
         self.dtype = part.dtype
-        self.device_mesh = Mesh(mesh, at)
-        self.placements = tuple(placements)
+        self._mesh = Mesh(mesh, at)
+        self._placements = tuple(placements)
         self._part = part
+
+    @property
+    def device_mesh(self) -> Mesh:
+        return self._mesh
+
+    @property
+    def placements(self) -> tuple[Any, ...]:
+        return self._placements
 
     def numel(self) -> int:
         return self.shape.numel()
