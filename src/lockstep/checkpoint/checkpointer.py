@@ -154,10 +154,12 @@ class Background:
                 copies.close()
 
         thread = threading.Thread(target=run, name="lockstep-save", daemon=False)
-        thread.start()
-        self._step.being_saved = self.copies = copies
-        self._thread = thread
-        may_begin.set()
+        try:
+            thread.start()
+            self._step.being_saved = self.copies = copies
+            self._thread = thread
+        finally:  # also where a signal raises here
+            may_begin.set()
 
     def wait(self) -> None:
         """Wait for the running save, if there is one.
