@@ -100,6 +100,7 @@ class OtherCalls:
         )
 
     def _enter(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
+        # The first is asked by itself because it is so for nearly every call, of each module in each forward.
         if self._is_in_forward or self._is_inside() or torch.compiler.is_compiling():
             return None
         self._before()
