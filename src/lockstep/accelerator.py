@@ -320,7 +320,7 @@ class Accelerator(
             self._rng_types,
             self.device_placement,
             self.step_scheduler_with_optimizer,
-            lambda: self._accumulation.ranks_step_together,
+            self._accumulation.ranks_step_together,
             self.measures,
         )
         if made.spikes is not None:

@@ -201,7 +201,7 @@ def test_parts_on_the_device_sum_to_its_time() -> None:
         optimizer.zero_grad()
         torch.cuda.synchronize()
     accelerator.end_training()
-    told = [step for step in accelerator.measures._recent if step.device_seconds is not None]
+    told = [step for step in accelerator.measures.recent if step.device_seconds is not None]
     assert len(told) == 1
     device = told[0].device_seconds
     assert device is not None

@@ -223,7 +223,11 @@ def total_norm(
     Raises:
         UsageError: a DTensor is not summed up yet.
     """
+    tensors = list(tensors)
     groups: dict[Any, list[torch.Tensor]] = {}
+    if {*map(type, tensors)} == {torch.Tensor}:  # mostly: asked without a call for each
+        groups[None] = tensors
+        tensors = []
     for tensor in tensors:
         if not is_dtensor(tensor):
             groups.setdefault(None, []).append(tensor)
@@ -232,8 +236,10 @@ def total_norm(
         groups.setdefault((tensor.device_mesh, tensor.placements), []).append(local(tensor))
     norms = []
     for layout, parts in groups.items():
-        # A rank may have no rows of any of them, and no elements have no largest one.
-        elements = [part for part in parts if part.numel()] or [parts[0].new_zeros(())]
+        elements = parts
+        if not all(map(torch.Tensor.numel, parts)):
+            # A rank may have no rows of any of them, and no elements have no largest one.
+            elements = [part for part in parts if part.numel()] or [parts[0].new_zeros(())]
         norm = norm_of(elements, norm_type)
         norms.append(norm if layout is None else _norm_over_shards(norm, norm_type, *layout))
     if not norms:

@@ -91,11 +91,11 @@ class ParallelModel:
     def reduce_gradients(self) -> None:
         """Average after backward what torch's engines leave to us, unless within ``no_sync``. Collective."""
 
-    def check_reduced(self) -> None:
-        """Raise UsageError if a backward has left out gradients that other ranks wait for."""
+    def check_gradients(self, stepped: Callable[[], set[int]] | None) -> None:
+        """Raise UsageError before a step if a backward has left out gradients that other ranks wait for.
 
-    def check_averaged(self, stepped: Callable[[], set[int]]) -> None:
-        """Raise UsageError before a step of these parameters (by ``id``) if their gradients are this rank's own."""
+        Also if gradients of the parameters that are ``stepped`` (by ``id``) are this rank's own. None: they may be.
+        """
 
     def gradients(self) -> Iterator[torch.Tensor]:
         """The tensors in which this rank accumulates gradients now."""
@@ -167,11 +167,10 @@ class ReplicatedModel(ParallelModel):
         with self.module.without_buffers(), super().summoned():
             yield
 
-    def check_reduced(self) -> None:
+    def check_gradients(self, stepped: Callable[[], set[int]] | None) -> None:
         self.module.check_reduced()
-
-    def check_averaged(self, stepped: Callable[[], set[int]]) -> None:
-        self.module.check_averaged(stepped)
+        if stepped is not None:
+            self.module.check_averaged(stepped)
 
     def own_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in self.module.module.named_parameters():
@@ -234,8 +233,9 @@ class ShardedModel(SplitModel):
         self.sharding.unused.backward_ends()
         super().reduce_gradients()
 
-    def check_averaged(self, stepped: Callable[[], set[int]]) -> None:
-        self.sharding.check_reduced(stepped)
+    def check_gradients(self, stepped: Callable[[], set[int]] | None) -> None:
+        if stepped is not None:
+            self.sharding.check_reduced(stepped)
 
     def gradients(self) -> Iterator[torch.Tensor]:
         yield from self.sharding.gradients()
@@ -307,9 +307,9 @@ class PipelinedModel(ParallelModel):
         if self.mean is not None:
             self.mean.average()
 
-    def check_averaged(self, stepped: Callable[[], set[int]]) -> None:
+    def check_gradients(self, stepped: Callable[[], set[int]] | None) -> None:
         for stage in self.stages:
-            stage.check_averaged(stepped)
+            stage.check_gradients(stepped)
 
     def loss_of(
         self, function: LossFunction, inputs: object, targets: object, autocast: AutocastContext

@@ -146,8 +146,6 @@ class BackwardWatch:
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Remember which gradients a step leaves."""
-        if self._world_size == 1:
-            return  # nothing has to be equal
         first = next(_dense(optimizer), None)
         self._stepped[optimizer] = self._backwards, None if first is None else weakref.ref(first)
 

@@ -131,16 +131,12 @@ def refuse_offloaded_quantized(model: nn.Module) -> None:
         )
 
 
-def check_called(
-    models: Collection[ParallelModel], forward_was_seen: bool, world_size: int, loss: torch.Tensor
-) -> None:
+def check_called(models: Collection[ParallelModel], world_size: int, loss: torch.Tensor) -> None:
     """Raise UsageError where ``loss`` trains a prepared model around what averages its gradients.
 
-    That is where no prepared model's forward has run, on several ranks, and the loss, of any shape, depends on
-    parameters of one. The loss of a model that was not prepared trains each rank's own copy.
+    Called where no prepared model's forward has run, on several ranks: that is so if the loss, of any shape, depends
+    on parameters of one. The loss of a model that was not prepared trains each rank's own copy.
     """
-    if forward_was_seen or world_size == 1:
-        return
     if not models:
         raise UsageError(
             "backward was called, but no model was prepared. Pass the model to accelerator.prepare()."
@@ -162,8 +158,9 @@ def check_called(
 
 def refuse_inside(models: Iterable[ParallelModel], what: str) -> None:
     """Raise UsageError for what changes weights or sends gradients, while a model's weights are summoned."""
-    if any(model.is_summoned for model in models):
-        raise UsageError(
-            f"{what} inside summon_full_params, where weights are whole on each rank and the ranks do not "
-            "communicate. Move this call after the block."
-        )
+    for model in models:
+        if model.is_summoned:
+            raise UsageError(
+                f"{what} inside summon_full_params, where weights are whole on each rank and the ranks do not "
+                "communicate. Move this call after the block."
+            )

@@ -76,16 +76,21 @@ class Gradients:
     def check_backward(self, loss: torch.Tensor) -> None:
         """See ``checks.check_called``; also raise UsageError for gradients that were changed inside of a window."""
         refuse_inside(self._models, "backward was called")
-        check_called(self._models, self._forward_seen, self._world_size, loss)
+        if not self._forward_seen and self._world_size > 1:
+            check_called(self._models, self._world_size, loss)
         self._own.before_backward()
 
     def backward(self, loss: torch.Tensor, **kwargs: object) -> None:
         """``loss.backward`` of a 0-d loss, and average what torch's engines leave to us."""
-        if is_dtensor(loss):  # of a term of sharded parameters, such as their norm
+        if type(loss) is not torch.Tensor and is_dtensor(loss):  # of sharded parameters, such as their norm
             keep_plain_gradients(loss)
         for model in self._models:
             model.backward_begins()
-        waits = loss.register_hook(self._await_averages) if self._waits_at_end() else None
+        waits = (
+            loss.register_hook(self._await_averages)
+            if self._world_size > 1 and self._waits_at_end()
+            else None
+        )
         try:
             with nullcontext() if self._damage is None else self._damage.backward(loss):
                 self.watch.backward(partial(loss.backward, **kwargs))
@@ -105,13 +110,14 @@ class Gradients:
                 waits.remove()
         if self._world_size > 1:
             self._clock.enter("communication")
-        self._average()
+        for model in self._models:
+            model.reduce_gradients()
         if self._world_size > 1 and self._ranks_step_together():
             self._own.after_backward()
 
     def _waits_at_end(self) -> bool:
         """Whether what follows a backward's last gradient is DDP's wait for averages."""
-        return self._world_size > 1 and any(isinstance(model, ReplicatedModel) for model in self._models)
+        return any(isinstance(model, ReplicatedModel) for model in self._models)
 
     def _await_averages(self, _: torch.Tensor) -> None:
         # Called before DDP asks for its own end, so that this comes first.
@@ -121,11 +127,13 @@ class Gradients:
         self._clock.enter("communication")
 
     def before_step(self, optimizer: Optimizer, has_closure: bool) -> None:
-        """Raise UsageError where a step would go wrong by gradients that are not averages."""
+        """Raise UsageError where a step would go wrong: by gradients that are not averages, or on summoned weights."""
+        refuse_inside(self._models, "An optimizer steps")
+        stepped = None
+        if not has_closure and self._ranks_step_together():
+            stepped = partial(_parameter_ids, optimizer)
         for model in self._models:
-            model.check_reduced()
-            if not has_closure and self._ranks_step_together():
-                model.check_averaged(partial(_parameter_ids, optimizer))
+            model.check_gradients(stepped)
         self.watch.before_step(optimizer, has_closure)
 
     def forget(self) -> None:

@@ -32,7 +32,6 @@ from lockstep.preparation.checks import (
     PreparedObjects,
     check_micro_batch,
     check_trained,
-    refuse_inside,
     refuse_lookalike,
     refuse_offloaded_quantized,
     refuse_replicas,
@@ -355,7 +354,8 @@ class Preparation:
             after_clip=self._clipped,
             may_step=asked_before_step(self.spikes, self.other_stages, self._scaler),
         )
-        optimizer.register_step_post_hook(_after_step(self.gradients.watch))
+        if self._runtime.world_size > 1:  # on one rank nothing has to be equal
+            optimizer.register_step_post_hook(_after_step(self.gradients.watch))
         self._seen.add(optimizer, prepared)
         self.optimizers.append(prepared)
         for observer in RunObserver.registered:
@@ -431,7 +431,8 @@ class Preparation:
             observer.before_clip()
         part = self._step.clock.enter("optimizer")
         in_files = self._offload is not None and self._offload.keeps_gradients
-        norm = clip_norm(parameters, max_norm, norm_type, window_ended, self.other_stages(), in_files)
+        others = None if self._meshes.axes.pp == 1 else self.other_stages()
+        norm = clip_norm(parameters, max_norm, norm_type, window_ended, others, in_files)
         self._step.clock.enter(part)
         if window_ended:
             self._clipped(norm)
@@ -490,7 +491,6 @@ class Preparation:
         return self.parameters()
 
     def _before_step(self, optimizer: Optimizer, has_closure: bool) -> None:
-        refuse_inside(self.models, "An optimizer steps")
         self.gradients.before_step(optimizer, has_closure)
         for observer in RunObserver.registered if not has_closure else ():
             observer.before_clip()

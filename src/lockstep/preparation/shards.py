@@ -114,7 +114,7 @@ class ParameterRegistry:
         if self._replaced:
             found = (self._replaced.get(parameter, parameter) for parameter in parameters)
             parameters = [parameter for parameter in found if parameter is not None]
-        return self.current(parameters)
+        return self.current(parameters) if self._of_models else parameters
 
     def _gathered(self) -> dict[int, nn.Parameter]:
         return {id(whole): shard for sharding in self._of_models for whole, shard in sharding.gathered()}

@@ -388,7 +388,8 @@ class TrainingMethods:
             ```
         """
         parameters = self._preparation.registry.resolve(clipping.as_list(parameters))
-        self._unscale_owners(parameters)
+        if self._scaler is not None:
+            self._unscale_owners(parameters)
         return self._preparation.clip_norm(parameters, max_norm, norm_type, self._step.sync_gradients)
 
     def clip_grad_value_(self, parameters: clipping.Parameters, clip_value: float) -> None:

@@ -83,7 +83,7 @@ class StepClock:
 
     ``ticks`` grows with everything that gets done. ``durations_s`` are those of the latest steps, from boundary to
     boundary; ``local_s`` how long each took from its boundary to its backward pass, when other ranks are not waited
-    for by plain data parallelism. ``parts``, once there is one, learns in which part of a step the main thread is;
+    for by plain data parallelism. ``parts`` know in which part of a step the main thread is, and ``enter`` is theirs.
     ``at_batch`` is called with each batch that a prepared loader hands out, ``at_step`` at each boundary.
     ``own`` are numbers of this rank's latest step, which the watch tells; ``others``, on rank 0, what it has heard of
     the other ranks'. ``at_news`` is called with the name and values of what happens to the run, by any thread.
@@ -97,7 +97,7 @@ class StepClock:
         self.durations_s: deque[float] = deque(maxlen=RECENT_STEPS)
         self.local_s: deque[float] = deque(maxlen=RECENT_STEPS)
         self.at_boundary: Callable[[int], None] | None = None
-        self.parts: Parts | None = None
+        self.keep_parts(Parts())
         self.at_batch: list[Callable[[object], None]] = []
         self.at_step: list[Callable[[], None]] = []
         self.at_news: list[Callable[[str, Mapping[str, object]], None]] = []
@@ -113,22 +113,23 @@ class StepClock:
         # a copy counts, but stops nothing, and nobody looks on
         nobody: dict[str, Any] = {
             "at_boundary": None,
-            "parts": None,
             "at_batch": [],
             "at_step": [],
             "at_news": [],
             "latest": None,
         }
-        return {**self.__dict__, **nobody}
+        state = {**self.__dict__, **nobody}
+        del state["parts"], state["enter"]
+        return state
 
-    def enter(self, part: str) -> str:
-        """The main thread begins another part of a step; returns the one that it was in."""
-        return "other" if self.parts is None else self.parts.enter(part)
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.keep_parts(Parts())
 
-    @property
-    def part(self) -> str:
-        """Which part of a step the main thread is in; "": nobody notes it."""
-        return "" if self.parts is None else self.parts.part
+    def keep_parts(self, parts: Parts) -> None:
+        """Tell these from now on in which part of a step the main thread is."""
+        self.parts = parts
+        self.enter = parts.enter  # called ten times a step: without a call in between
 
     def batch_wanted(self) -> None:
         """The loop asks a prepared loader for its next batch."""
@@ -138,8 +139,7 @@ class StepClock:
         else:
             self._stepped = False
             self.boundary()
-        if self.parts is not None:
-            self.parts.enter("data")
+        self.enter("data")
 
     def news(self, name: str, /, **values: object) -> None:
         """Something happens to the run."""
@@ -150,8 +150,7 @@ class StepClock:
         """A prepared loader hands out this one."""
         for look in self.at_batch:
             look(batch)
-        if self.parts is not None:
-            self.parts.enter("other")
+        self.enter("other")
 
     def boundary(self) -> None:
         """A step is complete."""
@@ -174,8 +173,7 @@ class StepClock:
         if self._asked is not None:
             self._forward_s += time.perf_counter() - self._asked
             self._asked = None
-        if self.parts is not None:
-            self.parts.enter("backward")
+        self.enter("backward")
 
     def stepped(self) -> None:
         """An optimizer made a step."""

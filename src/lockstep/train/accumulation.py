@@ -70,7 +70,6 @@ class Accumulation:
 
     _note_step.reads_no_parameter = True  # type: ignore[attr-defined]  # so that an offloaded step need not be over
 
-    @property
     def ranks_step_together(self) -> bool:
         """Whether every rank makes the next step, on the same gradients."""
         return not self._is_alone and not self._inputs_are_uneven

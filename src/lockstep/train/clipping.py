@@ -41,17 +41,18 @@ def clip_norm(
     ones; then it is collective. Inside an accumulation window (``window_ended`` False) the partial gradients are left
     alone. ``in_files`` False: none is kept in a file.
     """
-    uncounted = others.uncounted if others is not None else ()
-    counted = [p.grad for p in parameters if p.grad is not None and id(p) not in uncounted]
+    gradients = counted = [p.grad for p in parameters if p.grad is not None]
+    if others is not None:
+        counted = [p.grad for p in parameters if p.grad is not None and id(p) not in others.uncounted]
     norm_of = optimizer.norm_of if in_files else torch.nn.utils.get_total_norm
     norm = total_norm(counted, float(norm_type), norm_of)
     if others is not None:
         device = parameters[0].device if parameters else norm.device
         norm = _norm_over(norm.to(device), float(norm_type), others.group)
     if window_ended and in_files:
-        optimizer.scale_offloaded((p.grad for p in parameters if p.grad is not None), max_norm, norm)
+        optimizer.scale_offloaded(gradients, max_norm, norm)
     elif window_ended:
-        torch.nn.utils.clip_grads_with_norm_(_local_gradients(parameters), max_norm, norm)
+        torch.nn.utils.clip_grads_with_norm_(_local_gradients(parameters, gradients), max_norm, norm)
     return norm
 
 
@@ -71,7 +72,8 @@ def _norm_over(norm: torch.Tensor, norm_type: float, group: dist.ProcessGroup) -
 def clip_value(parameters: list[torch.Tensor], clip: float, window_ended: bool) -> None:
     """Clamp gradients elementwise to [-clip, clip]; inside an accumulation window nothing happens."""
     if window_ended:
-        torch.nn.utils.clip_grad_value_(_local_gradients(parameters), clip)
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        torch.nn.utils.clip_grad_value_(_local_gradients(parameters, gradients), clip)
 
 
 class _LocalGradient(NamedTuple):
@@ -80,5 +82,7 @@ class _LocalGradient(NamedTuple):
     grad: torch.Tensor
 
 
-def _local_gradients(parameters: list[torch.Tensor]) -> Any:
-    return [_LocalGradient(local(p.grad)) for p in parameters if p.grad is not None]
+def _local_gradients(parameters: list[torch.Tensor], gradients: list[torch.Tensor]) -> Any:
+    if {*map(type, gradients)} <= {torch.Tensor}:  # mostly: asked without a call for each
+        return parameters
+    return [_LocalGradient(local(gradient)) for gradient in gradients]

@@ -150,11 +150,12 @@ class PreparedOptimizer(Optimizer):
         """Clear the gradients. Before the last micro-batch of an accumulation window, do nothing."""
         turns = self._step_state.turns
         if self._step_state.sync_gradients if turns is None else turns.clears():
-            part = self._step_state.clock.enter("optimizer")
+            clock = self._step_state.clock
+            part = clock.enter("optimizer")
             self.optimizer.zero_grad(set_to_none)
             if self._after_zero_grad is not None:
                 self._after_zero_grad()
-            self._step_state.clock.enter(part)
+            clock.enter(part)
 
     def step(self, closure: object = None) -> Any:
         """Update the parameters. Before the last micro-batch of an accumulation window, do nothing.
@@ -193,7 +194,8 @@ class PreparedOptimizer(Optimizer):
         if self._scaler is None:
             if closure is not None:
                 return self.optimizer.step(self._clipping_after(closure))
-            self._clip()
+            if self._clip_norm is not None:
+                self._clip(self._clip_norm)
             return self.optimizer.step()
         if closure is not None:
             raise UsageError(
@@ -204,7 +206,7 @@ class PreparedOptimizer(Optimizer):
         if self._clip_norm is not None:
             # Infinite gradients are noted here, so that the step is skipped whatever clipping makes of them.
             self._scaler.unscale(self.optimizer)
-        self._clip()
+            self._clip(self._clip_norm)
         self._scaler.step(self.optimizer)
         return None
 
@@ -221,21 +223,24 @@ class PreparedOptimizer(Optimizer):
             self._scaler.skip(self.optimizer)
         return self._ran
 
-    def _clip(self) -> None:
-        if self._clip_norm is not None:
-            parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-            others = self._other_stages() if self._other_stages is not None else None
-            norm = clip_norm(parameters, self._clip_norm, norm_type=2.0, window_ended=True, others=others)
-            if self._after_clip is not None:
-                self._after_clip(norm)
+    def _clip(self, most: float) -> None:
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        others = self._other_stages() if self._other_stages is not None else None
+        norm = clip_norm(parameters, most, norm_type=2.0, window_ended=True, others=others)
+        if self._after_clip is not None:
+            self._after_clip(norm)
 
     def _clipping_after(self, closure: Callable[[], object]) -> Callable[[], Any]:
+        most = self._clip_norm
+        if most is None:
+            return closure
+
         def compute_and_clip() -> object:
             loss = closure()
-            self._clip()
+            self._clip(most)
             return loss
 
-        return closure if self._clip_norm is None else compute_and_clip
+        return compute_and_clip
 
     def _note_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         # Fused optimizers are always called and get the verdict as ``found_inf``.

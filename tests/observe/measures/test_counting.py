@@ -32,7 +32,7 @@ def loss_of(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 def told(accelerator: Accelerator) -> list[tuple[int | None, float | None, float | None]]:
     """Samples, tokens and loss of each step."""
     accelerator.end_training()
-    return [(step.samples, step.tokens, step.loss) for step in accelerator.measures._recent]
+    return [(step.samples, step.tokens, step.loss) for step in accelerator.measures.recent]
 
 
 def in_groups(loader: Any, size: int) -> Iterator[list[Any]]:

@@ -71,7 +71,7 @@ def train(
 def test_a_gpt_computes_what_the_formula_says() -> None:
     accelerator = Accelerator()
     train(accelerator)
-    steps = [step.flops for step in accelerator.measures._recent]
+    steps = [step.flops for step in accelerator.measures.recent]
     assert steps[0] is None  # the first is left alone
     assert steps[1] == steps[2] == {"model": FORMULA, "hardware": FORMULA + SCORES_AGAIN}
 
@@ -121,7 +121,7 @@ def test_windows_and_other_shapes_add_up() -> None:
                 optimizer.step()
                 optimizer.zero_grad()
     accelerator.end_training()
-    found = [step.flops and step.flops["model"] for step in accelerator.measures._recent]
+    found = [step.flops and step.flops["model"] for step in accelerator.measures.recent]
     # inputs have no gradient
     assert found == [None, *(2 * 2 * 8 * 4 * sum(window) for window in sizes[1:])]
 
@@ -148,7 +148,7 @@ def test_operators_that_nobody_can_count_make_operations_unknown() -> None:
         accelerator.backward(model(torch.randn(4, 4)).sum())
         optimizer.step()
     accelerator.end_training()
-    assert [step.flops for step in accelerator.measures._recent] == [None] * 3
+    assert [step.flops for step in accelerator.measures.recent] == [None] * 3
     assert "lockstep_test::product" in accelerator.measures.flops_unknown_because
     assert accelerator.measures.mfu is None
 
@@ -162,7 +162,7 @@ def test_a_compiled_model_is_not_looked_into() -> None:
         optimizer.step()
     accelerator.end_training()
     assert "torch.compile" in accelerator.measures.flops_unknown_because
-    assert [step.flops for step in accelerator.measures._recent] == [None] * 3
+    assert [step.flops for step in accelerator.measures.recent] == [None] * 3
 
 
 def test_a_script_says_what_cannot_be_counted() -> None:
@@ -178,7 +178,7 @@ def test_a_script_says_what_cannot_be_counted() -> None:
             accelerator.backward(model(torch.randn(4, 8)).sum())
             optimizer.step()
     accelerator.end_training()
-    assert [step.flops for step in accelerator.measures._recent] == [
+    assert [step.flops for step in accelerator.measures.recent] == [
         {"model": 200, "hardware": 200},
         {"model": 200, "hardware": 300},
         None,
@@ -191,9 +191,10 @@ def of_this_rank(cases: list[tuple[str, str, bool]]) -> list[Any]:
     for kind, parallel, by_train_step in cases:
         accelerator = Accelerator(parallel=parallel)
         train(accelerator, kind, by_train_step)
-        counts = accelerator.measures._counts
+        sent = accelerator.measures.bytes_sent
+        counts = accelerator.measures._ended.counts
         assert counts is not None, (kind, parallel, accelerator.measures.flops_unknown_because)
-        found.append((counts.model, counts.hardware, accelerator.measures._bytes))
+        found.append((counts.model, counts.hardware, sent))
     return found
 
 
@@ -279,7 +280,7 @@ def test_ever_new_lengths_are_counted_within_a_share_of_the_time(monkeypatch: py
         counts.call_ends()
         counts.backward_begins(averages=False)
         counts.backward_ends(is_complete=True)
-        found = counts.step_ends()
+        found = counts.counts_of(counts.step_ends())
         return None if found is None else found.model
 
     assert step(1, 0) is None  # the first step is left alone

@@ -56,6 +56,7 @@ def test_what_is_left_of_the_epoch_is_counted_in_steps(accumulation: int) -> Non
                 optimizer.zero_grad()
             if accelerator.sync_gradients:
                 steps -= 1
+                assert accelerator.measures.recent or not told  # another thread may be told a moment later
                 numbers = accelerator.measures.for_people()
                 # of the step that is under way, and the latest complete one
                 told.append((numbers.get("step", 0) + 1, numbers.get("epoch_steps_left", steps)))

@@ -65,7 +65,7 @@ def test_measures_are_what_the_loop_knows(accumulation: int) -> None:
     accelerator = Accelerator(gradient_accumulation_steps=accumulation)
     told = train(accelerator, 24, accumulation)
     accelerator.end_training()
-    steps = list(accelerator.measures._recent)
+    steps = list(accelerator.measures.recent)
     assert [step.loss for step in steps] == pytest.approx(told.losses)
     assert [step.gradient_norm for step in steps] == pytest.approx(told.norms)
     assert [step.learning_rate for step in steps] == [[rate] for rate in told.rates]
@@ -87,7 +87,7 @@ def test_a_script_says_how_many_tokens_it_trains_on() -> None:
         accelerator.backward(model(batch).square().mean())
         optimizer.step()
     accelerator.end_training()
-    assert [step.tokens for step in accelerator.measures._recent] == [10, 11, None, 13]
+    assert [step.tokens for step in accelerator.measures.recent] == [10, 11, None, 13]
 
 
 def test_tokens_are_found_in_batches_of_many_shapes() -> None:

@@ -31,7 +31,7 @@ def test_state_is_counted_and_the_peak_is_the_process() -> None:
     assert memory["peak"] == sum(value for name, value in memory.items() if name != "peak")
     assert memory["peak"] <= resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     assert memory["peak"] >= 50 * 2**20
-    told = [step.memory for step in accelerator.measures._recent]
+    told = [step.memory for step in accelerator.measures.recent]
     assert told[0] is None and told[1] == memory and told[2:] == [None, None]
 
 

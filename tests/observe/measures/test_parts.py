@@ -69,7 +69,7 @@ def train(accelerator: Accelerator, steps: int, on_batch: Callable[[], object] =
 def test_the_parts_of_real_steps_sum_to_what_the_clock_says() -> None:
     accelerator = Accelerator()
     train(accelerator, 12)
-    steps = [step.seconds for step in accelerator.measures._recent]
+    steps = [step.seconds for step in accelerator.measures.recent]
     assert len(steps) == 11  # the last one has no boundary yet
     for seconds in steps:
         assert seconds is not None
@@ -81,7 +81,7 @@ def test_the_parts_of_real_steps_sum_to_what_the_clock_says() -> None:
 def test_time_goes_to_the_part_in_which_it_is_spent(monkeypatch: Any) -> None:
     clock = FakeTime()
     accelerator = Accelerator()
-    monkeypatch.setattr(accelerator.gradient_state.clock, "parts", Parts(clock))
+    accelerator.gradient_state.clock.keep_parts(Parts(clock))
     monkeypatch.setattr("time.perf_counter", clock)
     durations = accelerator.gradient_state.clock.durations_s
     durations.clear()
@@ -130,7 +130,7 @@ def test_time_goes_to_the_part_in_which_it_is_spent(monkeypatch: Any) -> None:
         passes(256)()
     passes(512)()  # of no step
     accelerator.end_training()
-    steps = list(accelerator.measures._recent)
+    steps = list(accelerator.measures.recent)
     expected = {
         "data": 2.0,
         "forward": 8.0 + 128.0,
@@ -162,8 +162,8 @@ def test_evaluation_and_windows_do_not_end_a_step(tmp_path: Path) -> None:
             model(batch)
     assert accelerator.measures.step == 4
     accelerator.end_training()
-    assert [step.step for step in accelerator.measures._recent] == [1, 2, 3, 4]
-    assert [step.samples for step in accelerator.measures._recent] == [6, 6, 6, 6]
+    assert [step.step for step in accelerator.measures.recent] == [1, 2, 3, 4]
+    assert [step.samples for step in accelerator.measures.recent] == [6, 6, 6, 6]
 
 
 def test_a_loop_without_a_prepared_loader_has_steps() -> None:
@@ -175,6 +175,6 @@ def test_a_loop_without_a_prepared_loader_has_steps() -> None:
         optimizer.step()
         optimizer.zero_grad()
     accelerator.end_training()
-    steps = list(accelerator.measures._recent)
+    steps = list(accelerator.measures.recent)
     assert [step.step for step in steps] == [1, 2, 3, 4, 5]
     assert all(step.samples is None for step in steps)

@@ -62,7 +62,7 @@ def on_two_ranks(folder: str, load: bool) -> list[Any]:
     accelerator = Accelerator(project_dir=folder)
     train(accelerator, 8, load=f"{folder}/state" if load else "", save=f"{folder}/state")
     accelerator.end_training()
-    return [step.step for step in accelerator.measures._recent]
+    return [step.step for step in accelerator.measures.recent]
 
 
 def test_ranks_count_alike_and_one_of_them_writes(tmp_path: Path, run_distributed: Any) -> None:

@@ -150,7 +150,7 @@ class WorkerWatch:
                 step_s=sum(durations) / len(durations) if durations else 0.0,
                 local_s=statistics.median(local) if local else 0.0,
                 own=dict(clock.own),
-                part=clock.part,
+                part=clock.parts.part,
                 bar=shows_bar(),
                 latest=json_numbers(clock.latest() if clock.latest is not None else {}),
             )

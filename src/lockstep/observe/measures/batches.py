@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -15,12 +14,8 @@ MOST_WAITING = 1000
 """Of a loader; of one that is only evaluated with, none is ever used."""
 
 
-class BatchSize(NamedTuple):
-    """Of one batch; None: not known. ``tokens``: of this rank; ``samples``: of all ranks."""
-
-    tokens: int | None
-    samples: int | None
-
+BatchSize = tuple["int | None", "int | None"]
+"""Tokens of one batch, of this rank, and its samples, of all ranks; None: not known."""
 
 _Waiting = tuple["int | None", "BatchCounts | None"]
 
@@ -51,7 +46,7 @@ class WaitingBatches:
         if not waiting:
             return None
         tokens, counts = waiting.popleft()
-        return BatchSize(tokens, None if counts is None else counts.total)
+        return tokens, None if counts is None else counts.total
 
 
 TOKEN_NAMES = ("input_ids", "tokens")

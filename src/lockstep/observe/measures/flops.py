@@ -35,6 +35,12 @@ class StepCounts:
     sent_bytes: dict[tuple[int, ...], float] = field(default_factory=dict)
 
 
+MicroBatch = tuple[Hashable, ...]
+"""What is equal for micro-batches that compute the same: whether it averages, and the calls of its forward."""
+StepKinds = tuple[list[MicroBatch], StepCounts | None]
+"""The micro-batches of a step, and what the script says they compute."""
+
+
 class FlopCounts:
     """Told of each training call and backward of one ``Accelerator``; counts where it does not know yet.
 
@@ -46,13 +52,15 @@ class FlopCounts:
         self._calls: dict[Hashable, OperatorCounts] = {}
         self._backwards: dict[Hashable, OperatorCounts] = {}
         self._counter: OperatorCounter | None = None
-        self._stated = StepCounts()
+        self._stated: StepCounts | None = None
         self._in_backward: OperatorCounter | None = None
         self._depth = 0
         self._of_micro_batch: list[Hashable] = []
-        self._of_step: list[Hashable] = []
+        self._of_step: list[MicroBatch] = []
+        self._kinds: list[MicroBatch] = []
+        self._counts: StepCounts | None = None
         self._steps = 0
-        self._age = 0
+        self._counted_at = 0
         self._compiled_before = compiled_frames()
         self._began = time.perf_counter()
         self._counting_since = 0.0
@@ -102,22 +110,40 @@ class FlopCounts:
 
     def add_stated(self, model: float, hardware: float) -> None:
         """A script says what a micro-batch of this step computes."""
+        self._stated = self._stated or StepCounts()
         self._stated.model += model
         self._stated.hardware += hardware
 
-    def step_ends(self) -> StepCounts | None:
-        """What the step computed; None: not all of it is known."""
-        counted = self._counted()
-        stated, self._stated = self._stated, StepCounts()
-        return stated if stated.model else counted
-
-    def _counted(self) -> StepCounts | None:
-        micro_batches, self._of_step = self._of_step, []
+    def step_ends(self) -> StepKinds:
+        """What the step computed, for ``counts_of``."""
+        kinds, self._of_step = self._of_step, []
         self._of_micro_batch.clear()
         self._steps += 1
+        stated = self._stated
+        if stated is not None:
+            self._stated = None
+        return kinds, stated
+
+    def counts_of(self, step: StepKinds) -> StepCounts | None:
+        """What a step computed that was not before ``forget_old``; None: not all of it is known."""
+        kinds, stated = step
+        if stated is not None and stated.model:
+            return stated
+        if self._counts is None or kinds != self._kinds:
+            self._kinds, self._counts = kinds, self._sum(kinds)
+        return self._counts
+
+    def forget_old(self) -> None:
+        """Count all anew now and then. Called between steps."""
+        if self._steps - self._counted_at > COUNT_AGAIN_AFTER:
+            self._counted_at = self._steps
+            self._calls.clear()
+            self._backwards.clear()
+            self._counts = None
+
+    def _sum(self, micro_batches: list[MicroBatch]) -> StepCounts | None:
         total = StepCounts()
         for micro_batch in micro_batches:
-            assert isinstance(micro_batch, tuple)
             found = [self._backwards.get(micro_batch), *(self._calls.get(key) for key in micro_batch[1:])]
             for counts in found:
                 if counts is None or counts.unknown:
@@ -126,11 +152,6 @@ class FlopCounts:
                 total.hardware += counts.model + counts.again
                 for ranks, sent in counts.sent_bytes.items():
                     total.sent_bytes[ranks] = total.sent_bytes.get(ranks, 0.0) + sent
-        self._age += 1
-        if self._age > COUNT_AGAIN_AFTER:
-            self._age = 0
-            self._calls.clear()
-            self._backwards.clear()
         return total if total.model else None
 
     def _may_count(self, known: Mapping[Hashable, object]) -> bool:
@@ -168,8 +189,8 @@ def shapes_of(value: object) -> Hashable:
     """Equal for arguments of a call whose tensors have the same shapes."""
     if isinstance(value, torch.Tensor):
         return value.shape
+    if isinstance(value, (list, tuple)):  # asked of tensors at once, which most of them are
+        return tuple([one.shape if isinstance(one, torch.Tensor) else shapes_of(one) for one in value])
     if isinstance(value, Mapping):
-        return tuple((name, shapes_of(one)) for name, one in value.items())
-    if isinstance(value, (list, tuple)):
-        return tuple(map(shapes_of, value))
+        return tuple(value), shapes_of([*value.values()])
     return value if isinstance(value, (bool, int, str, type(None))) else id(type(value))

@@ -7,20 +7,23 @@ from typing import Any
 
 import torch
 
+Number = float | torch.Tensor
+"""At hand, or on a device (0-d)."""
+
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""Torch's own kinds: of others, such as DTensors, reading a number may be collective."""
+
 
 class LateNumbers:
-    """Copies of 0-d tensors on their way to the host.
+    """Copies of 0-d tensors on their way to the host; numbers among them are at hand.
 
-    Of tensors on a CPU the numbers are there at once. On an accelerator with streams and events, such as CUDA, copies
-    into pinned memory are enqueued behind what the tensors are computed by; on others the numbers stay unknown, as
-    reading them would wait.
+    On an accelerator with streams and events, such as CUDA, copies into pinned memory are enqueued behind what the
+    tensors are computed by; on others the numbers stay unknown, as reading them would wait.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._numbers: list[torch.Tensor | None] = []
+    def __init__(self, numbers: Sequence[Number | None]) -> None:
         self._copied: object = None
-        for tensor in tensors:
-            self._numbers.append(self._taken(tensor))
+        self._numbers = [self._sent(one) if isinstance(one, torch.Tensor) else one for one in numbers]
         module = None if self._copied is None else getattr(torch, self._copied, None)
         self._event: Any = None
         if module is not None:
@@ -32,14 +35,10 @@ class LateNumbers:
         return self._event is None or bool(self._event.query())
 
     def read(self) -> list[float | None]:
-        """The numbers in the order of the tensors; None: not known."""
+        """The numbers in their order; None: not known."""
         return [None if number is None else float(number) for number in self._numbers]
 
-    def _taken(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        if not is_plain_number(tensor):
-            return None
-        if tensor.device.type == "cpu":
-            return tensor.detach() if tensor.requires_grad else tensor
+    def _sent(self, tensor: torch.Tensor) -> torch.Tensor | None:
         if not hasattr(getattr(torch, tensor.device.type, None), "Event"):
             return None
         self._copied = tensor.device.type
@@ -49,5 +48,5 @@ class LateNumbers:
 
 
 def is_plain_number(value: object) -> bool:
-    """Whether it is a 0-d tensor of torch's own kind: of others, such as DTensors, reading may be collective."""
-    return type(value) in (torch.Tensor, torch.nn.Parameter) and value.dim() == 0  # type: ignore[attr-defined]
+    """Whether it is a 0-d tensor that can be read without a collective."""
+    return type(value) in PLAIN and value.dim() == 0  # type: ignore[attr-defined]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from lockstep.history.goodput import Goodput, goodput_of
 from lockstep.history.read import has_files, read_run
-from lockstep.observe.measures.peaks import peak_of
 from lockstep.observe.measures.recorder import StepRecorder
 from lockstep.observe.measures.step import StepMeasures
 
@@ -29,13 +28,22 @@ class Measures(StepRecorder):
     @property
     def latest(self) -> StepMeasures | None:
         """The latest complete step of which all numbers have come; None before the first."""
-        self._take_late()
-        return self._recent[-1] if self._recent else None
+        recent = self.recent
+        return recent[-1] if recent else None
+
+    @property
+    def recent(self) -> Sequence[StepMeasures]:
+        """The latest steps of which all numbers have come, at most 50, oldest first.
+
+        Where no run folder is written, some of many short steps may be missing.
+        """
+        self._ended.catch_up()
+        return list(self._ended.recent)
 
     @property
     def seconds(self) -> dict[str, float]:
         """Seconds of a step by part, and ``total``: means of the latest steps."""
-        found = [each.seconds for each in self._recent if each.seconds is not None]
+        found = [each.seconds for each in self.recent if each.seconds is not None]
         names = {name for seconds in found for name in seconds}
         return {name: sum(each.get(name, 0.0) for each in found) / len(found) for name in sorted(names)}
 
@@ -60,7 +68,7 @@ class Measures(StepRecorder):
 
         From a table for accelerators (``peaks.py``). A CPU's is measured when it is first asked for, in about 30 ms.
         """
-        return peak_of(self._runtime.device, self._precision())
+        return self._ended.measured_peak()
 
     @property
     def mfu(self) -> float | None:
@@ -90,7 +98,8 @@ class Measures(StepRecorder):
     @property
     def bytes_sent(self) -> dict[str, int]:
         """Bytes that forward and backward of a step send from this rank, by axis of the mesh."""
-        return dict(self._bytes)
+        self._ended.catch_up()
+        return dict(self._ended.bytes)
 
     @property
     def goodput(self) -> Goodput | None:
@@ -100,7 +109,7 @@ class Measures(StepRecorder):
         """
         if self._writer is None:
             return None
-        self._take_late()
+        self._ended.catch_up()
         folder = self._writer.folder
         folder.flush()
         return goodput_of(read_run(folder.path)) if has_files(folder.path) else None
@@ -151,10 +160,9 @@ class Measures(StepRecorder):
         return None if rate is None or peak is None else rate / (peak * self._runtime.world_size)
 
     def _rate(self, amount: Callable[[StepMeasures], float | None]) -> float | None:
-        self._take_late()
         pairs = [
             (value, each.seconds["total"])
-            for each in self._recent
+            for each in self.recent
             if each.seconds is not None and (value := amount(each)) is not None
         ]
         seconds = sum(total for _, total in pairs)

@@ -8,91 +8,54 @@ from typing import Any
 
 import torch
 
-from lockstep.observe.measures.batches import BatchSize
-from lockstep.observe.measures.late import LateNumbers, is_plain_number
+from lockstep.observe.measures.late import PLAIN, LateNumbers, Number, is_plain_number
 from lockstep.observe.measures.step import StepMeasures
-
-
-class StepLoss:
-    """Of one window, on this rank.
-
-    With ``gradient_accumulation_steps`` it is the mean of its micro-batches, and their weighted mean where each has a
-    weight. Without, gradients of all backwards of a step are added up, and so are the losses: transformers' Trainer
-    passes shares of one loss.
-    """
-
-    def __init__(self) -> None:
-        self._losses: list[torch.Tensor] = []
-        self._weights: list[torch.Tensor | float | None] = []
-
-    def add(self, loss: torch.Tensor, weight: torch.Tensor | float | None) -> None:
-        """``loss``: 0-d, or of any shape with a ``weight`` that goes with it."""
-        if is_plain_number(loss):
-            self._losses.append(loss.detach())
-            is_known = weight is None or isinstance(weight, (int, float)) or is_plain_number(weight)
-            self._weights.append(weight if is_known else None)
-        elif weight is not None and type(loss) is torch.Tensor:
-            weights = torch.as_tensor(weight, device=loss.device).expand_as(loss)
-            with torch.no_grad():
-                total = weights.sum()
-                self._losses.append((loss.detach() * weights).sum() / total)
-                self._weights.append(total)
-
-    def tensors(self) -> list[torch.Tensor]:
-        """Numbers to be read when they have come, for ``of``."""
-        return [*self._losses, *(weight for weight in self._weights if isinstance(weight, torch.Tensor))]
-
-    def of(self, numbers: Sequence[float | None], accumulates: bool) -> float | None:
-        """The loss by the numbers of ``tensors``; None: not all are known, or there was none."""
-        if len(numbers) == 1:
-            return numbers[0]
-        read = iter(numbers)
-        losses = [next(read) for _ in self._losses]
-        weights = [next(read) if isinstance(weight, torch.Tensor) else weight for weight in self._weights]
-        known = [loss for loss in losses if loss is not None]
-        if not known or len(known) < len(losses):
-            return None
-        shares = [float(weight) for weight in weights if weight is not None]
-        if len(shares) == len(known) and sum(shares) != 0:
-            weighted = [loss * share for loss, share in zip(known, shares, strict=True)]
-            return sum(weighted) / sum(shares)
-        return sum(known) / (len(known) if accumulates else 1)
-
 
 MOST_GROUPS = 8
 
 
 class OpenStep:
-    """Becomes a ``StepMeasures`` when it ends, with loss and norm as soon as they have come from the device.
+    """Becomes a ``StepMeasures`` when it has ended, with loss and norm as soon as they have come from the device.
+
+    With ``gradient_accumulation_steps`` its loss is the mean of its micro-batches, and their weighted mean where each
+    has a weight. Without, gradients of all backwards of a step are added up, and so are the losses: transformers'
+    Trainer passes shares of one loss.
 
     Attributes:
-        loss: Of what was passed to ``backward``.
-        gradient_norm: Of all gradients before clipping, 0-d.
+        tokens: Of this rank; None: not known.
+        samples: Of all ranks; None: not known.
         logged: Numbers among what the script logs.
+        norm: Of all gradients before clipping, 0-d.
+        is_on_device: Some of its numbers have to come from a device.
     """
 
     def __init__(self) -> None:
-        self.loss = StepLoss()
-        self.gradient_norm: torch.Tensor | None = None
+        self.tokens: int | None = 0
+        self.samples: int | None = 0
         self.logged: dict[str, float] = {}
-        self._tokens: int | None = 0
-        self._samples: int | None = 0
-        self._losses = 0
+        self.is_on_device = False
+        self.norm: torch.Tensor | None = None
+        self._losses: list[Number | None] = []
+        self._weights: list[Number | None] = []
+        self._late: LateNumbers | None = None
 
-    @property
-    def samples(self) -> int | None:
-        """Of all ranks; None: not known."""
-        return self._samples or None
+    def add_loss(self, loss: torch.Tensor, weight: torch.Tensor | float | None) -> None:
+        """Of what is passed to ``backward``: 0-d, or of any shape with a ``weight`` that goes with it."""
+        number = self._taken(loss)
+        if number is not None:
+            self._losses.append(number)
+            self._weights.append(self._taken(weight) if isinstance(weight, torch.Tensor) else weight)
+        elif weight is not None and type(loss) is torch.Tensor:
+            weights = torch.as_tensor(weight, device=loss.device).expand_as(loss)
+            with torch.no_grad():
+                total = weights.sum()
+                self._losses.append(self._taken((loss.detach() * weights).sum() / total))
+                self._weights.append(self._taken(total))
 
-    @property
-    def tokens(self) -> int | None:
-        """Of this rank; None: not known."""
-        return self._tokens or None
-
-    def trains_on(self, batch: BatchSize) -> None:
+    def trains_on(self, tokens: int | None, samples: int | None) -> None:
         """A backward uses this micro-batch."""
-        self._tokens = _sum(self._tokens, batch.tokens)
-        self._samples = _sum(self._samples, batch.samples)
+        self.tokens = None if self.tokens is None or tokens is None else self.tokens + tokens
+        self.samples = None if self.samples is None or samples is None else self.samples + samples
 
     def log(self, values: Mapping[str, object]) -> None:
         """Keep the numbers of these, where reading them waits for nothing."""
@@ -100,20 +63,49 @@ class OpenStep:
             if isinstance(value, Real) or (is_plain_number(value) and value.device.type == "cpu"):  # type: ignore[attr-defined]
                 self.logged[str(name)] = float(value)  # type: ignore[arg-type]
 
-    def late_numbers(self) -> LateNumbers:
-        """For ``settle``."""
-        tensors = self.loss.tensors()
-        self._losses = len(tensors)
-        if self.gradient_norm is not None:
-            tensors.append(self.gradient_norm)
-        return LateNumbers(tensors)
+    def send_numbers(self) -> None:
+        """It ends: have those of its numbers that are on a device copied to the host."""
+        self._late = LateNumbers(self._numbers())
 
-    def settle(self, step: StepMeasures, late: LateNumbers, accumulates: bool) -> None:
+    def have_come(self) -> bool:
+        """Whether ``settle`` waits for nothing."""
+        return self._late is None or self._late.have_come()
+
+    def settle(self, step: StepMeasures, accumulates: bool) -> None:
         """Give ``step`` what has come late. ``accumulates``: losses of a step are averaged."""
-        numbers, count = late.read(), self._losses
-        step.loss = self.loss.of(numbers[:count], accumulates)
-        if len(numbers) > count:
-            step.gradient_norm = numbers[count]
+        numbers: Sequence[Any] = self._numbers() if self._late is None else self._late.read()
+        count = len(self._losses)
+        step.loss = loss_of_step(numbers[:count], numbers[count:-1], accumulates)
+        step.gradient_norm = None if numbers[-1] is None else float(numbers[-1])
+
+    def _numbers(self) -> list[Number | None]:
+        norm = self.norm if is_plain_number(self.norm) else None
+        return [*self._losses, *self._weights, norm]
+
+    def _taken(self, value: torch.Tensor) -> Number | None:
+        """A number that is at hand at once, and otherwise the tensor that will be read; None: it is no such tensor."""
+        if type(value) not in PLAIN or value.dim() or value.is_complex():
+            return None
+        if value.is_cpu:
+            return value.item()
+        self.is_on_device = True
+        return value.detach()
+
+
+def loss_of_step(
+    losses: Sequence[float | None], weights: Sequence[float | None], accumulates: bool
+) -> float | None:
+    """The loss of a step by those of its micro-batches; None: not all are known, or there was none."""
+    known = [loss for loss in losses if loss is not None]
+    if not known or len(known) < len(losses):
+        return None
+    if len(known) == 1:
+        return known[0]
+    shares = [weight for weight in weights if weight is not None]
+    if len(shares) == len(known) and sum(shares) != 0:
+        weighted = [loss * share for loss, share in zip(known, shares, strict=True)]
+        return sum(weighted) / sum(shares)
+    return sum(known) / (len(known) if accumulates else 1)
 
 
 def learning_rates(optimizers: Sequence[Any]) -> list[float] | None:
@@ -127,7 +119,3 @@ def learning_rates(optimizers: Sequence[Any]) -> list[float] | None:
             if len(found) == MOST_GROUPS:
                 return found
     return found or None
-
-
-def _sum(known: int | None, more: int | None) -> int | None:
-    return None if known is None or more is None else known + more

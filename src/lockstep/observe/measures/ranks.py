@@ -21,9 +21,8 @@ class OtherRanks:
         """Let the others know this rank's numbers of its latest step, by name."""
         self._clock.own = own
 
-    def of_all(self, name: str) -> float | None:
-        """The sum over all ranks; None: some are not known."""
-        own = self._clock.own.get(name)
+    def of_all(self, name: str, own: float | None) -> float | None:
+        """The sum over all ranks of what here is ``own``; None: some are not known."""
         if own is None or self._world_size == 1:
             return own
         sums = self._clock.others.get("sums")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -17,39 +16,32 @@ from torch import nn
 from lockstep.config.options import Options
 from lockstep.config.world import ParallelDims
 from lockstep.errors import UsageError
-from lockstep.observe.measures.batches import BatchSize, WaitingBatches
-from lockstep.observe.measures.communication import HiddenCommunication, is_seen
+from lockstep.observe.measures.assembler import EndedStep, StepAssembler
+from lockstep.observe.measures.batches import WaitingBatches
 from lockstep.observe.measures.device_parts import device_parts_of
-from lockstep.observe.measures.flops import FlopCounts, StepCounts, shapes_of
-from lockstep.observe.measures.late import LateNumbers
+from lockstep.observe.measures.flops import FlopCounts, shapes_of
 from lockstep.observe.measures.latest import latest_numbers
 from lockstep.observe.measures.memory import MemoryOfSteps
 from lockstep.observe.measures.onlooker import look_on, look_on_calls, show_latest
 from lockstep.observe.measures.open_step import OpenStep, learning_rates
-from lockstep.observe.measures.peaks import peak_of, precision_of
-from lockstep.observe.measures.ranks import OtherRanks
 from lockstep.observe.measures.run_folder import RunWriter, bytes_in
-from lockstep.observe.measures.sent import bytes_by_axis
 from lockstep.observe.measures.start import describe
-from lockstep.observe.measures.step import StepMeasures
 from lockstep.observe.measures.step_memory import StepMemory, allocated_bytes
 from lockstep.parallel.parallel_model import ParallelModel, is_compiled_module
-from lockstep.runtime.clock import RECENT_STEPS, Parts, difference, keep_time_by
+from lockstep.runtime.clock import keep_time_by
 from lockstep.runtime.failure import first_line
 from lockstep.runtime.process import Runtime
 from lockstep.runtime.step import LoaderProgress, StepState
 
-MOST_PENDING = 100
 FOLLOWED_AFTER = 5
 """Steps of a process, after which memory is followed over one."""
-PEAK_AFTER_S = 30.0
-"""Of a run, after which a CPU's peak is measured: that takes 0.1 % of this."""
 
 
 class StepRecorder:
     """Told by the clock, by prepared models and by methods of ``Accelerator``; a step comes out at each boundary.
 
-    Costs some 20 µs a step. Belongs to the main thread, but for ``news`` and ``saved``.
+    What is done in each step is kept small; ``StepAssembler`` does the rest. Belongs to the main thread, but for
+    ``news``, ``saved`` and ``for_people``.
     """
 
     def __init__(
@@ -62,26 +54,20 @@ class StepRecorder:
         self._options = options
         self._models: list[ParallelModel] = []
         self._optimizers: Sequence[Any] = ()
-        self._axes = ParallelDims()
         self._writer: RunWriter | None = None
         if runtime.is_main and options.run_dir is not None and not RunWriter.has_one(options.run_dir):
             described = partial(describe, runtime, options, self._models, lambda: self._optimizers)
             self._writer = RunWriter(options.run_dir, runtime.world_size, is_restarted, described)
         self._step = 0
         self._steps_before = self._clock.steps
-        self._recent: deque[StepMeasures] = deque(maxlen=RECENT_STEPS)
-        self._pending: deque[tuple[StepMeasures, LateNumbers, OpenStep]] = deque()
-        self._others = OtherRanks(self._clock, runtime.world_size)
         self._flops = FlopCounts()
-        self._counts: StepCounts | None = None
-        self._bytes: dict[str, int] = {}
-        self._hidden = HiddenCommunication(self._models)
         steps_here = not options.parallel.offloads_optimizer
         self._memory = MemoryOfSteps(runtime.device, self._models, lambda: self._optimizers, steps_here)
+        self._ended = StepAssembler(
+            runtime, state, options, self._models, self._flops, self._memory, self._writer
+        )
         self._step_memory: StepMemory | None = None
         self._steps_here = 0
-        self._peak: float | None = None
-        self._peak_is_written = False
         self._total_steps: int | None = None
         self._training_on: LoaderProgress | None = None
         self._is_over = False
@@ -92,7 +78,7 @@ class StepRecorder:
         self._stated_tokens: int | None = None
         self._open = OpenStep()
         self._loaded_within: dict[str, Any] | None = None
-        self._parts = self._clock.parts = self._clock.parts or Parts()
+        self._parts = self._clock.parts
         self._before = self._parts.read()
         self._device_parts = device_parts_of(runtime.device, self._parts)
         keep_time_by(self._clock)
@@ -135,7 +121,7 @@ class StepRecorder:
     @property
     def open_samples(self) -> int | None:
         """Samples of all ranks in the step that is under way; None: not known."""
-        return self._open.samples
+        return self._open.samples or None
 
     @property
     def epoch(self) -> int | None:
@@ -153,7 +139,7 @@ class StepRecorder:
 
     def optimizers_are(self, optimizers: Sequence[object], axes: ParallelDims) -> None:
         """Whose learning rates are read: a list that grows. And the axes of the mesh."""
-        self._optimizers, self._axes = optimizers, axes
+        self._optimizers, self._ended.axes = optimizers, axes
 
     def model_prepared(self, model: ParallelModel) -> None:
         """Look on where this model is called."""
@@ -181,10 +167,12 @@ class StepRecorder:
             part = self._parts.enter("inference")
             self._around_inference = part if part != "inference" else self._around_inference
             return
-        self._begin_forward()
+        if self._is_first or not self._state.running:
+            self._begin_forward()
         self._parts.enter("forward")
         if kwargs is not None:
-            self._flops.call_begins((id(module), module.training, shapes_of(args), shapes_of(kwargs)))
+            named = shapes_of(kwargs) if kwargs else ()
+            self._flops.call_begins((id(module), module.training, shapes_of(args), named))
 
     def call_ends(self) -> None:
         """It has returned, or raised."""
@@ -208,16 +196,18 @@ class StepRecorder:
     ) -> None:
         """A micro-batch's loss, 0-d, or with ``weight`` of any shape; ``backward_ends`` follows."""
         self._flops.backward_begins(self._state.sync_gradients, may_count=not creates_graph)
-        self._open.loss.add(loss, weight)
-        size = self._waiting.use(self._state.active_dataloader)
+        self._open.add_loss(loss, weight)
+        running = self._state.running
+        progress = running[-1] if running else None
+        loader = None if progress is None else progress.loader
+        size = self._waiting.use(loader)
         if size is None and self._stated_tokens is None:
             return  # a second loss of the same batch
-        size = size or BatchSize(None, None)
+        tokens, samples = size or (None, None)
         if self._stated_tokens is not None:
-            size, self._stated_tokens = size._replace(tokens=self._stated_tokens), None
-        self._open.trains_on(size)
-        self._training_on = self._state.active
-        loader: Any = self._state.active_dataloader
+            tokens, self._stated_tokens = self._stated_tokens, None
+        self._open.trains_on(tokens, samples)
+        self._training_on = progress
         following = getattr(loader, "epoch", None)
         self._epoch = following - 1 if isinstance(following, int) else None
 
@@ -230,7 +220,9 @@ class StepRecorder:
 
     def clipped(self, norm: torch.Tensor) -> None:
         """The norm of all gradients before clipping, 0-d."""
-        self._open.gradient_norm = norm
+        self._open.norm = norm
+        if not norm.is_cpu:
+            self._open.is_on_device = True
 
     def logged(self, values: Mapping[str, object]) -> None:
         """Numbers among what the script logs."""
@@ -243,11 +235,10 @@ class StepRecorder:
 
     def for_people(self) -> dict[str, float]:
         """What a progress line shows of the latest step, see ``latest.py``. Any thread may call it."""
-        if self._peak is None and self._runtime.device.type != "cpu":
-            self._peak = peak_of(self._runtime.device, self._precision())
+        peak = self._ended.peak
         return latest_numbers(
-            list(self._recent),
-            None if self._peak is None else self._peak * self._runtime.world_size,
+            list(self._ended.recent),
+            None if peak is None else peak * self._runtime.world_size,
             self._total_steps,
             self._training_on,
             self._state.window_length,
@@ -283,8 +274,7 @@ class StepRecorder:
         self._is_over = True
         if self._clock.steps > self._steps_before:
             self._end_step(self._parts.read_entered())
-        while self._pending:
-            self._write(*self._pending.popleft())
+        self._ended.finish()
         if self._step_memory is not None:
             self._step_memory.end()
         try:
@@ -300,8 +290,7 @@ class StepRecorder:
             sentence = f"{type(error).__name__}: {first_line(error)}"
             self._writer.end(self.step, reason, sentence, self._runtime.rank)
             return
-        if not self._peak_is_written:
-            self._write_peak()
+        self._ended.write_peak(self.step)
         self._writer.end(self.step, reason)
 
     @property
@@ -338,115 +327,32 @@ class StepRecorder:
             self.step_ends()
 
     def _end_step(self, read: dict[str, float]) -> None:
-        seconds = self._as_known(difference(read, self._before))
-        seconds["total"] = sum(seconds.values())
-        self._before = read
         self._step += 1
+        self._steps_here += 1
         self._steps_before = self._clock.steps
-        self._counts = self._flops.step_ends()
-        self._tell_others()
-        self._follow_memory(seconds["total"])
-        step = StepMeasures(
-            step=self._step,
-            time=time.time(),
-            epoch=self._epoch,
-            samples=self._open.samples,
-            tokens=self._others.of_all("tokens"),
-            learning_rate=learning_rates(self._optimizers),
-            seconds=seconds,
-            hidden_communication_seconds=self._hidden.new(),
-            device_seconds=None if self._device_parts is None else self._device_parts.step_ends(),
-            flops=self._flops_of_all(),
-            bytes=self._new_bytes(),
-            memory=self._memory.new(),
-            rank_seconds=self._others.seconds(),
-            logged=self._open.logged or None,
+        told, self._open = self._open, OpenStep()
+        if told.is_on_device:
+            told.send_numbers()
+        before, self._before = self._before, read
+        if self._step_memory is not None or self._steps_here == FOLLOWED_AFTER:
+            self._follow_memory(sum(read.values()) - sum(before.values()))
+        device_seconds = None if self._device_parts is None else self._device_parts.step_ends()
+        rates = learning_rates(self._optimizers)
+        kinds = self._flops.step_ends()
+        self._ended.add(
+            EndedStep(self._step, time.time(), before, read, self._epoch, rates, kinds, device_seconds, told)
         )
-        self._pending.append((step, self._open.late_numbers(), self._open))
-        self._open = OpenStep()
-        self._take_late()
         if self._loaded_within is not None:
             values, self._loaded_within = self._loaded_within, None
             self._step = self._step if values["step"] is None else values["step"]
             self._write_event("loaded", **values)
-        if (
-            self._writer is not None
-            and not self._peak_is_written
-            and step.time - self._writer.made > PEAK_AFTER_S
-        ):
-            self._write_peak()
 
     def _follow_memory(self, expected_s: float) -> None:
         """Over one step of the run, which is like those behind it."""
-        self._steps_here += 1
         if self._step_memory is not None:
             self._write_event("memory", step=self._step, points=self._step_memory.end())
             self._step_memory = None
-        elif self._is_written and self._steps_here == FOLLOWED_AFTER:
+        elif self._is_written:
             allocated = allocated_bytes(self._runtime.device)
             if allocated is not None:
                 self._step_memory = StepMemory(allocated, lambda: self._parts.part, expected_s)
-
-    def _take_late(self) -> None:
-        while self._pending and (self._pending[0][1].have_come() or len(self._pending) > MOST_PENDING):
-            self._write(*self._pending.popleft())
-
-    def _write(self, step: StepMeasures, late: LateNumbers, opened: OpenStep) -> None:
-        opened.settle(step, late, accumulates=self._state.accumulation_steps > 1)
-        self._recent.append(step)
-        if self._writer is not None:
-            self._writer.step(step)
-
-    def _tell_others(self) -> None:
-        """Let the watch tell rank 0 what it adds to its own."""
-        own: dict[str, float] = {}
-        if self._open.tokens is not None:
-            own["tokens"] = self._open.tokens * self._axes.data / self._runtime.world_size
-        if self._counts is not None:
-            own["model"], own["hardware"] = self._counts.model, self._counts.hardware
-        self._others.tell(own)
-
-    def _as_known(self, seconds: dict[str, float]) -> dict[str, float]:
-        """Without what cannot be told apart: where pipelines run, and where not all communication is seen."""
-        if self._axes.pp > 1:
-            both = [seconds.pop(part, 0.0) for part in ("forward", "backward")]
-            seconds["forward_backward"] = sum(both)
-        if "communication" in seconds and not self._communication_is_seen():
-            seconds["other"] = seconds.get("other", 0.0) + seconds.pop("communication")
-        return seconds
-
-    def _communication_is_seen(self) -> bool:
-        device = self._runtime.device.type
-        return is_seen(self._runtime.world_size, self._axes, self._options.parallel, self._models, device)
-
-    def _flops_of_all(self) -> dict[str, float] | None:
-        model, hardware = self._others.of_all("model"), self._others.of_all("hardware")
-        found: dict[str, float] = {}
-        if hardware is not None:
-            found["hardware"] = hardware
-        # Attention over a divided sequence computes in its backward what only the whole would tell apart.
-        if model is not None and self._axes.cp == 1:
-            found["model"] = model
-        return found or None
-
-    def _new_bytes(self) -> dict[str, int] | None:
-        """What this rank sends in a step, where that is another amount than in the step before."""
-        if self._counts is None or not self._counts.sent_bytes:
-            return None
-        now = bytes_by_axis(self._counts.sent_bytes, self._axes)
-        if now == self._bytes:
-            return None
-        self._bytes = now
-        return now
-
-    def _precision(self) -> str:
-        parameter = next((p for model in self._models for p in model.module.parameters()), None)
-        return precision_of(self._options.mixed_precision, None if parameter is None else parameter.dtype)
-
-    def _write_peak(self) -> None:
-        """A CPU's is measured late, so that no run's start takes longer for it."""
-        self._peak_is_written = True
-        if self._counts is not None and self._is_written:
-            precision = self._precision()
-            self._peak = peak_of(self._runtime.device, precision)
-            self._write_event("peak", step=self._step, peak_flops=self._peak, dtype=precision)
