@@ -30,7 +30,7 @@ from torch.utils.data import (
 
 from lockstep.data.batch_sharding import CutSamples, grouped
 from lockstep.data.order import IndexBatch, is_cut_anew, one_batch, samplers_of, skip_batches
-from lockstep.data.rng import Generators, PrivateDraws, States, epoch_seed
+from lockstep.data.rng import Generators, PrivateDraws, States, epoch_seed, same_state
 from lockstep.errors import CheckpointError
 
 T = TypeVar("T")
@@ -153,6 +153,8 @@ class Drawing:
     stands. ``private``: several processes draw. ``digest``: the checksum of the samples behind a loaded position.
     ``shown``: where a stream that is read privately has brought the generators last. ``retraced``: so many of the own
     generators stand after a replay where it has brought them, because the saved run drew further ahead, or less far.
+    ``saved``: where the generators stood when the position was saved, if worker processes had or get samples ahead of
+    it. ``after_sample``: where a replay of samplers that may draw at each sample has brought them with the first one.
     """
 
     generators: Generators
@@ -163,6 +165,8 @@ class Drawing:
     digest: int | None = None
     shown: States | None = None
     retraced: int = 0
+    saved: States | None = None
+    after_sample: States | None = None
 
     @contextmanager
     def beginning(self) -> Iterator[None]:
@@ -176,10 +180,30 @@ class Drawing:
         with draws.hidden():
             yield
         draws.shown = draws.states
+        self._check_ahead(draws.states)
         if self.retraced:
             end = 3 + self.retraced
             now = self.generators.read()
             self.generators.write(now[:3] + draws.states[3:end] + now[end:])
+
+    def _check_ahead(self, states: States) -> None:
+        """Raise CheckpointError if samples ahead of the position are others than the saved run had drawn.
+
+        They are the same if nobody else has drawn from the generators from which the samplers draw as they go: then a
+        replay brings these to where they stood.
+        """
+        if self.saved is None or self.after_sample is None:
+            return
+        compared = len(states) if not self.retraced else 3
+        for before, now, saved in list(zip(self.after_sample, states, self.saved, strict=True))[:compared]:
+            if not same_state(before, now) and not same_state(now, saved):
+                raise CheckpointError(
+                    "The sampler draws each sample when it is asked for, and worker processes get samples ahead of "
+                    "the position at which this state was saved. These cannot be drawn again: other code draws from "
+                    "the same generators, or num_workers was another. Start a new epoch with "
+                    "loader.set_epoch(loader.epoch + 1), train with num_workers=0 as the saved run, or train with "
+                    "DataLoaderConfiguration(data_seed=...), in which seed and epoch alone determine the order."
+                )
 
     def first_is_asked_for(self) -> None:
         if self.first is None:
@@ -285,7 +309,10 @@ class DrawnOrder:
         return iter(self._cut.sampler) if self._cut is not None else cast(Iterator[object], self._source)
 
     def _checked(self, items: Iterable[object]) -> Iterator[object]:
+        drawing = self.drawing
         for item in items:
+            if drawing.is_replay and drawing.after_sample is None:
+                drawing.after_sample = drawing.generators.read()
             # By samples: another batch size cuts the same ones.
             for index in one_batch(item, self._cut is not None or self.opaque):
                 self.digest = zlib.crc32(repr(index).encode(), self.digest or 0)

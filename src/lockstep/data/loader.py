@@ -343,6 +343,8 @@ class PreparedLoader(DataLoader[Any]):
             draws.check_fits(parts.seedable is not None, len(generators.own), position.is_midway, parts.reads)
             if position.is_midway and draws.start is not None:
                 drawing = Drawing(generators, draws.start, draws.first, None, True, draws.digest, draws.shown)
+                if self.inner.num_workers or state_dict["num_workers"]:
+                    drawing.saved = draws.now
                 if not position.same_world or state_dict["num_workers"] != self.inner.num_workers:
                     drawing.retraced = of_samplers(self.original, generators)
                 position = replace(position, drawing=drawing, digest=draws.digest)
