@@ -16,11 +16,6 @@ from lockstep.parity.judge import (
     ParityVerdict,
     Ratio,
     RunFacts,
-    count,
-    indices,
-    listed,
-    of_ranks,
-    size,
 )
 from lockstep.parity.report import (
     MOST_MODULES,
@@ -35,6 +30,7 @@ from lockstep.parity.report import (
     to_json,
 )
 from lockstep.parity.trace import ItemKind, TraceItem
+from lockstep.words import count, indices, listed, of_ranks, two_digits
 from tests.parity.runs import ranks_of, synthetic, verdict_of
 
 FOUR = RunFacts(candidate="zero=3 tp=2", nproc=4, data_ranks=4, steps_asked=3, steps_compared=3)
@@ -266,7 +262,7 @@ def test_words() -> None:
     )
     assert indices([0, 1, 2, 3, 7]) == "0 to 3 and 7"
     assert indices(range(0, 40, 2)) == "0, 2, 4, 6, 8, 10, 12 and 13 more"
-    assert [size(one) for one in (3e-7, 0.214, 12.0, 0.0, 1e-12, 1e30)] == [
+    assert [two_digits(one) for one in (3e-7, 0.214, 12.0, 0.0, 1e-12, 1e30)] == [
         "3e-7",
         "0.21",
         "12",

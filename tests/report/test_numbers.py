@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from lockstep.config import Parallel
-from lockstep.history import RunStatus, event_of, plain_text, read_run
+from lockstep.history import RunStatus, event_of, read_run
 from lockstep.plan import ModelSize, sent_bytes
 from lockstep.report import REASONS, RunNumbers, expected_bytes, expected_memory, numbers_of, sentences
-from lockstep.words import bytes_text, digits, duration, percent, short, whole
+from lockstep.words import bytes_text, digits, duration, percent, plain_text, short, whole
 from tests.report.runs import BEGIN, CRASHED, END, ERROR, HANG, RESTARTED, Start, Synthetic, write_run
 
 NOW = BEGIN + 1e6

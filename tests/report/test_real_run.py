@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lockstep.history import RunStatus
-from lockstep.report import configuration, report_of
+from lockstep.history import RunStatus, configuration
+from lockstep.report import report_of
 from tests.warm_interpreter import WarmInterpreter
 
 SCRIPT = """

@@ -78,7 +78,7 @@ def command(
         write_json(json_path, {"format": "lockstep replay 1", "finding": None, "sentence": reason})
         click.echo(f"lockstep replay: {escaped_lines(reason)}", err=True)
         sys.exit(COULD_NOT_RUN)
-    from lockstep.replay.text import RIGHT, TITLES, remarks, rows, sentence, to_json
+    from lockstep.replay.verdict import RIGHT, TITLES, remarks, rows, sentence, to_json
 
     write_json(json_path, to_json(verdict))
     if json_path is None or str(json_path) != "-":

@@ -11,11 +11,11 @@ from rich.console import Group, RenderableType
 
 from lockstep.errors import ConfigError, ControlError
 from lockstep.history.read import RunHistory, read_run
-from lockstep.history.text import plain_text
 from lockstep.report.job import JobNow, RankStack, job_of, stack_of
 from lockstep.report.live import NEWEST_BYTES, SPARKLINE, screen
 from lockstep.report.live_job import job_screen, keys_line, ranks_panel, stacks_panel, stacks_text
 from lockstep.report.numbers import numbers_of
+from lockstep.words import plain_text
 
 if TYPE_CHECKING:
     from lockstep.launch.job import JobConnection

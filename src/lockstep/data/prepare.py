@@ -15,7 +15,6 @@ from lockstep.config.enums import RNGType
 from lockstep.config.handlers import DataLoaderConfiguration
 from lockstep.config.world import ParallelDims
 from lockstep.data.batch_sharding import ShardPlan
-from lockstep.data.carried import carried_options
 from lockstep.data.checks import batches_by_sampler, check_lengths, decide, is_iterable, lengths
 from lockstep.data.dispatch import dispatched
 from lockstep.data.drawn import draws_nothing, generators_of, with_seedable
@@ -25,6 +24,7 @@ from lockstep.data.order import GlobalOrder, initial_seed_of
 from lockstep.data.pinned import batch_mover
 from lockstep.data.readers import Reader
 from lockstep.data.rng import States
+from lockstep.data.skip import carried_options
 from lockstep.data.stream import ResumableStream, ShardedStream, as_it_is
 from lockstep.data.stream_reader import StreamReader
 from lockstep.data.worker_states import TellingCollate

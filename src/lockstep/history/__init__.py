@@ -10,10 +10,9 @@ if not TYPE_CHECKING:
         {
             "attempts": ["RunStatus"],
             "columns": ["ColumnReader"],
-            "events": ["event_of"],
+            "events": ["configuration", "event_of"],
             "goodput": ["Goodput", "goodput_of"],
             "lines": ["BLOCK", "EVENTS", "json_lines", "MEASURES", "read_lines"],
             "read": ["read_run", "RunHistory"],
-            "text": ["plain_text"],
         },
     )

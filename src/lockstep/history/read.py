@@ -17,7 +17,7 @@ from lockstep.errors import ConfigError
 from lockstep.history.columns import ColumnReader, StepColumns
 from lockstep.history.events import RunEvent, event_of, named
 from lockstep.history.lines import EVENTS, MEASURES, json_lines, read_lines
-from lockstep.history.text import plain_text
+from lockstep.words import plain_text
 
 INNER = "run"
 """The folder of a project that holds a run's files."""

@@ -13,8 +13,7 @@ import select
 import time
 from collections.abc import Callable, Mapping
 
-from lockstep.history.text import plain_text
-from lockstep.words import digits, duration, percent, short, whole
+from lockstep.words import digits, duration, percent, plain_text, short, whole
 
 EVERY_S = 0.5
 LEAST_ROWS, LEAST_COLUMNS = 5, 20

@@ -6,7 +6,7 @@ if not TYPE_CHECKING:
     __getattr__ = names_of_modules(
         __name__,
         {
-            "bars": ["shows_bar"],
+            "log": ["shows_bar"],
             "methods": ["build_profiler"],
             "state_bytes": ["count_state", "StateBytes"],
         },

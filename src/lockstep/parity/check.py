@@ -13,7 +13,6 @@ from lockstep.parity.judge.decide import judge, judge_repeat
 from lockstep.parity.judge.facts import RankFacts, RunFacts
 from lockstep.parity.judge.tolerance import tolerance_of
 from lockstep.parity.judge.verdict import Fault, Mismatch, ParityVerdict
-from lockstep.parity.judge.words import count
 from lockstep.parity.reference import ReferenceRun, keep, kept_in, refuse_other_run
 from lockstep.parity.report.text import sentence_of_repeat
 from lockstep.parity.runs import (
@@ -27,9 +26,9 @@ from lockstep.parity.runs import (
     following,
 )
 from lockstep.parity.spec import ProcessFacts, Role, RunSpec
-from lockstep.parity.trace.file import Trace
+from lockstep.parity.trace.file import Trace, join_traces
 from lockstep.parity.trace.items import ItemKind
-from lockstep.parity.trace.joined import join_traces
+from lockstep.words import count
 
 DEPENDS_ON_RANKS = (
     "The script computes its {what} from the number of processes, which was {count} in the reference ({by})."

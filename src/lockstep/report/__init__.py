@@ -20,9 +20,7 @@ if not TYPE_CHECKING:
             "live": ["bar", "NEWEST_BYTES", "screen", "sparkline"],
             "live_job": ["job_screen", "keys_line", "ranks_panel", "stacks_panel", "stacks_text"],
             "numbers": ["numbers_of", "RunNumbers"],
-            "plain": ["to_json"],
-            "report": ["report_of"],
-            "started": ["configuration"],
+            "report": ["report_of", "to_json"],
             "summary": ["REASONS", "sentences"],
         },
     )

@@ -11,12 +11,9 @@ import numpy as np
 from lockstep.config.values import plain
 from lockstep.errors import ConfigError
 from lockstep.history.columns import FloatArray, IndexArray
-from lockstep.history.events import RunEvent, named
+from lockstep.history.events import RunEvent, configuration, environment, named
 from lockstep.history.read import RunHistory
-from lockstep.history.text import plain_text
-from lockstep.parity.judge.words import count, size
-from lockstep.report.started import configuration, environment
-from lockstep.words import digits, percent, whole
+from lockstep.words import count, digits, percent, plain_text, two_digits, whole
 
 MOST_RUNS = 8
 QUANTITIES = (("samples", "the number of samples"), ("tokens", "the number of tokens"), ("loss", "the loss"),
@@ -177,7 +174,7 @@ def _numbers_sentence(part: NumbersPart, first: str, other: str) -> str:
 
 
 def _apart(distance: float) -> str:
-    return percent(distance) if distance >= IN_PERCENT else f"{size(distance)} of the value"
+    return percent(distance) if distance >= IN_PERCENT else f"{two_digits(distance)} of the value"
 
 
 def told_apart(runs: Sequence[RunHistory]) -> list[str]:

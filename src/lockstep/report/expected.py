@@ -8,12 +8,11 @@ from dataclasses import dataclass
 
 from lockstep.config.parallel import Parallel, is_one_group
 from lockstep.errors import ConfigError
-from lockstep.history.events import RunEvent
-from lockstep.history.text import plain_text
+from lockstep.history.events import RunEvent, configuration
 from lockstep.plan.memory import state_bytes
 from lockstep.plan.sizes import BYTES, ModelSize
 from lockstep.plan.traffic import sent_bytes
-from lockstep.report.started import configuration
+from lockstep.words import plain_text
 
 
 def expected_bytes(start: RunEvent | None) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lockstep.history.columns import bounded
-from lockstep.history.text import plain_text
+from lockstep.words import plain_text
 
 MOST_RANKS = 512
 MOST_SENTENCES = 20

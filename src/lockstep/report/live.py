@@ -14,9 +14,8 @@ from rich.text import Text
 from lockstep.history.attempts import RunStatus
 from lockstep.history.columns import FloatArray
 from lockstep.history.read import RunHistory
-from lockstep.history.text import plain_text
 from lockstep.report.numbers import RunNumbers, numbers_of
-from lockstep.words import bytes_text, digits, duration, percent, short, whole
+from lockstep.words import bytes_text, digits, duration, percent, plain_text, short, whole
 
 NEWEST_BYTES = 1 << 18
 """Of steps that are read for a screen: some hundreds."""

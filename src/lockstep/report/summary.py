@@ -7,9 +7,8 @@ import math
 from lockstep.history.attempts import RunStatus
 from lockstep.history.events import named
 from lockstep.history.goodput import LOST
-from lockstep.parity.judge.words import count, listed
 from lockstep.report.numbers import RunNumbers, StepTimes
-from lockstep.words import bytes_text, date, digits, duration, percent, short, whole
+from lockstep.words import bytes_text, count, date, digits, duration, listed, percent, short, whole
 
 COMPUTE = ("forward", "backward")
 WORTH_SAYING = 0.05

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from lockstep.errors import UsageError
 from lockstep.parity.check import ParityCheck, Request
 from lockstep.parity.judge.facts import RunFacts
-from lockstep.parity.judge.words import of_ranks
 from lockstep.parity.report.text import named, place
 from lockstep.parity.runs import TITLES, CheckedProgram, CouldNotRun, Left
 from lockstep.parity.spec import ProcessFacts, RunSpec
@@ -21,6 +20,7 @@ from lockstep.testing.case import MAX_PROCESSES, CaseSettings, ParityCase, funct
 from lockstep.testing.pool import DistributedTestError, WorkerPool, module_of
 from lockstep.testing.report import ParityReport
 from lockstep.testing.training import run_case
+from lockstep.words import of_ranks
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from lockstep.data.carried import carried_options
+from lockstep.data.skip import carried_options
 from lockstep.errors import UsageError
 
 

@@ -10,8 +10,8 @@ if not TYPE_CHECKING:
         {
             "convert": ["read_foreign"],
             "isolated": ["RefusedError", "unpickle"],
-            "restricted.encode": ["Encoder"],
             "restricted.machine": ["Machine"],
+            "restricted.main": ["Encoder"],
             "restricted.nodes": ["RefusedFile"],
             "result": ["write_imported"],
             "state": ["describe_state", "ImportedState"],

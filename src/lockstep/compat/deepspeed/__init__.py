@@ -14,7 +14,7 @@ if not TYPE_CHECKING:
             "lr_schedules": ["ScheduledLR"],
             "optimizers": ["build_optimizer"],
             "plugin": ["OWN_FIELDS"],
-            "schedulers": ["build_scheduler"],
+            "described": ["build_scheduler"],
             "section": ["DEEPSPEED_KEYS", "FILE_KEY"],
         },
     )

@@ -1,15 +1,29 @@
-"""Stand-ins for what a DeepSpeed configuration describes, replaced by the real objects."""
+"""Stand-ins for what a DeepSpeed configuration describes, replaced by the real objects; its schedulers."""
 
 from __future__ import annotations
 
+import inspect
+import math
+import warnings
+from dataclasses import replace
 from typing import Any
 
-from torch.optim import Optimizer
+from torch.optim import Optimizer, lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler
 
-from lockstep.compat.deepspeed.optimizers import DummyOptim, DummyScheduler, build_optimizer
-from lockstep.compat.deepspeed.schedulers import build_scheduler
+from lockstep.compat.deepspeed.lr_schedule_params import parse_schedule, refuse_unknown
+from lockstep.compat.deepspeed.lr_schedules import (
+    SCHEDULES,
+    OneCycle,
+    ScheduledLR,
+    WarmupCosineLR,
+    WarmupDecayLR,
+)
+from lockstep.compat.deepspeed.optimizers import DummyOptim, DummyScheduler, build_optimizer, filled
 from lockstep.config.options import Options
-from lockstep.errors import UsageError
+from lockstep.config.readers import SchedulerConfig
+from lockstep.config.values import parse_integer, repr_short, suggestion
+from lockstep.errors import ConfigError, UsageError
 from lockstep.train.scheduler import SCHEDULERS
 
 
@@ -47,3 +61,127 @@ def build_described(objects: tuple[object, ...], options: Options, world_size: i
 def _parameters_of(optimizer: Optimizer) -> DummyOptim:
     """Its parameters in one group, as DeepSpeed is given them by Trainer."""
     return DummyOptim([parameter for group in optimizer.param_groups for parameter in group["params"]])
+
+
+# They need functions, other schedules or a metric, which a file cannot hold.
+_NOT_FROM_A_FILE = (
+    "LRScheduler",
+    "_LRScheduler",
+    "LambdaLR",
+    "MultiplicativeLR",
+    "SequentialLR",
+    "ChainedScheduler",
+    "ReduceLROnPlateau",
+)
+
+
+def build_scheduler(
+    config: SchedulerConfig | None, dummy: DummyScheduler, optimizer: Optimizer, steps_per_call: int = 1
+) -> LRScheduler:
+    """The schedule of the file for ``optimizer``; it counts steps of the optimizer on all processes together.
+
+    The result has ``counts_optimizer_steps = True``: a prepared scheduler advances it once in each step.
+    ``warmup_max_lr: "auto"`` is each parameter group's own learning rate.
+
+    Args:
+        steps_per_call: how many steps of the script's count are one step of the optimizer: the number of
+            processes, or 1 with ``split_batches``. ``dummy.total_num_steps`` is divided by it, rounded
+            up; ``dummy.warmup_num_steps`` is not. Both are as in Accelerate with DeepSpeed.
+
+    Raises:
+        ConfigError: neither or both of a section and a callable; an unknown schedule; an unknown,
+            missing or unusable parameter.
+        UsageError: the callable returned no scheduler.
+    """
+    make = dummy.lr_scheduler_callable
+    if (config is None) == (make is None):
+        given = "neither" if config is None else "both"
+        raise ConfigError(
+            "The schedule comes from the section 'scheduler' of the configuration or from DummyScheduler(..., "
+            f"lr_scheduler_callable=...), but {given} of them is there. Give exactly one."
+        )
+    scheduler = (
+        _called(make, optimizer) if config is None else _from_config(config, dummy, optimizer, steps_per_call)
+    )
+    if not isinstance(scheduler, ScheduledLR):
+        scheduler.counts_optimizer_steps = True
+    return scheduler
+
+
+def _called(make: Any, optimizer: Optimizer) -> Any:
+    scheduler = make(optimizer)
+    if not isinstance(scheduler, LRScheduler):
+        raise UsageError(
+            f"lr_scheduler_callable returned a {type(scheduler).__name__}. Return a scheduler of "
+            "torch.optim.lr_scheduler for the optimizer that it gets."
+        )
+    return scheduler
+
+
+def _from_config(
+    config: SchedulerConfig, dummy: DummyScheduler, optimizer: Optimizer, steps_per_call: int
+) -> Any:
+    if config.type not in SCHEDULES:
+        return _torch_scheduler(config, dummy, optimizer)
+    warmup_steps = parse_integer(dummy.warmup_num_steps, "DummyScheduler.warmup_num_steps", 0)
+    absent = dict(dummy.kwargs)
+    auto = {
+        **dummy.kwargs,
+        "warmup_num_steps": max(1, warmup_steps),  # 0, the placeholder's default, is refused in a file
+        "warmup_min_lr": 0.0,
+        "warmup_max_lr": [float(group["lr"]) for group in optimizer.param_groups],
+    }
+    if dummy.total_num_steps is not None:
+        total = parse_integer(dummy.total_num_steps, "DummyScheduler.total_num_steps", 1)
+        auto["total_num_steps"] = math.ceil(total / steps_per_call)
+        if config.type in ("WarmupDecayLR", "WarmupCosineLR"):
+            absent["total_num_steps"] = auto["total_num_steps"]
+    params = filled(config.params, absent, auto, "scheduler", "DummyScheduler")
+    schedule = parse_schedule(config.type, params, len(optimizer.param_groups))
+    if isinstance(schedule, (WarmupDecayLR, WarmupCosineLR)):
+        _warn_of_endless_warmup(schedule)
+    if isinstance(schedule, OneCycle) and schedule.cycle_momentum and "betas" not in optimizer.defaults:
+        if "cycle_momentum" in params:
+            raise ConfigError(
+                f"scheduler.params.cycle_momentum is true, but {type(optimizer).__name__} has no betas to "
+                "change. Set cycle_momentum to false, or use Adam."
+            )
+        schedule = replace(schedule, cycle_momentum=False)
+    return ScheduledLR(optimizer, schedule)
+
+
+def _warn_of_endless_warmup(schedule: WarmupDecayLR | WarmupCosineLR) -> None:
+    if schedule.total_num_steps < schedule.warmup_num_steps:
+        warnings.warn(
+            f"The schedule {type(schedule).__name__} is {schedule.total_num_steps} optimizer steps long, and its "
+            f"warm-up {schedule.warmup_num_steps}, so training ends inside the warm-up. Set a smaller "
+            "warmup_num_steps.",
+            stacklevel=2,
+        )
+
+
+def _torch_scheduler(config: SchedulerConfig, dummy: DummyScheduler, optimizer: Optimizer) -> object:
+    classes = {
+        name: value
+        for name, value in vars(lr_scheduler).items()
+        if inspect.isclass(value) and issubclass(value, LRScheduler) and name not in _NOT_FROM_A_FILE
+    }
+    if config.type not in classes:
+        names = [*SCHEDULES, *sorted(name for name in classes if not name.startswith("_"))]
+        raise ConfigError(
+            f"The schedule {repr_short(config.type)} is not available from a "
+            f"file.{suggestion(config.type, names)} Use one of {', '.join(names)}, or pass lr_scheduler_callable "
+            "to DummyScheduler."
+        )
+    kind = classes[config.type]
+    params = filled(config.params, dummy.kwargs, dummy.kwargs, "scheduler", "DummyScheduler")
+    signature = inspect.signature(kind).parameters
+    known = {name: signature[name] for name in signature if name not in ("optimizer", "last_epoch")}
+    refuse_unknown(params, known, f"schedule {config.type}")
+    try:
+        return kind(optimizer, **params)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"torch refuses the schedule {config.type} with {repr_short(params, 200)}: {error}. Change "
+            "scheduler.params in the file."
+        ) from error

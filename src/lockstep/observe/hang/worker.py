@@ -18,8 +18,8 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from lockstep.errors import ControlError
-from lockstep.observe.bars import shows_bar
 from lockstep.observe.hang.gate import StopGate
+from lockstep.observe.log import shows_bar
 from lockstep.runtime import failure
 from lockstep.runtime.clock import StepClock
 from lockstep.runtime.failure import HANG, PREEMPTED, STOP_SIGNALS, Departures, of_signal

@@ -18,10 +18,9 @@ from lockstep.model.changes import UncopiedHook
 from lockstep.parallel.determinism import WithoutDropout, without_dropout
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parity.collect.batch_position import BatchPosition
+from lockstep.parity.collect.each_rank import BufferBroadcast, Sharing, collate_for_ranks
 from lockstep.parity.collect.plain_calls import step_schedulers_when
 from lockstep.parity.collect.process import ProcessRun
-from lockstep.parity.collect.rank_batches import collate_for_ranks
-from lockstep.parity.collect.rank_buffers import BufferBroadcast, Sharing
 from lockstep.parity.collect.reported_ranks import report_length, report_ranks
 from lockstep.parity.collect.spanning import (
     ALONE,

@@ -14,8 +14,8 @@ from torch import Tensor
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parity.collect.collector import RunCollector
 from lockstep.parity.collect.disturb import DisturbedInputs, disturb_weights
+from lockstep.parity.collect.each_rank import RankGradients
 from lockstep.parity.collect.plain_calls import keep_gradients
-from lockstep.parity.collect.rank_gradients import RankGradients
 from lockstep.parity.collect.virtual_ranks import SequentialRanks, VirtualRanks
 from lockstep.parity.collect.watch_sources import SourceWatch
 from lockstep.parity.judge.tolerance import Tolerance

@@ -13,11 +13,10 @@ from lockstep.comm.tree import map_tensors
 from lockstep.data.loader import PreparedLoader
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parity.collect.batch_position import BatchPosition
-from lockstep.parity.collect.rank_batches import RankBatches
-from lockstep.parity.collect.rank_buffers import RankBuffers
-from lockstep.parity.judge.words import count
+from lockstep.parity.collect.each_rank import RankBatches, RankBuffers
 from lockstep.runtime.seed import rng_state, set_rng_state
 from lockstep.runtime.step import BatchCounts, StepState
+from lockstep.words import count
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,9 @@ from lockstep.config.options import Options
 from lockstep.errors import UsageError
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parity.collect.batch_position import BatchPosition
+from lockstep.parity.collect.each_rank import BufferBroadcast, Sharing
 from lockstep.parity.collect.plain_calls import step_schedulers_when
 from lockstep.parity.collect.process import ProcessRun
-from lockstep.parity.collect.rank_buffers import BufferBroadcast, Sharing
 from lockstep.parity.collect.reported_ranks import report_world_size
 from lockstep.parity.collect.spanning import refuse_synchronised_statistics
 from lockstep.parity.collect.virtual_ranks import RanksInTurn, VirtualRanks, batches_for

@@ -12,6 +12,5 @@ if not TYPE_CHECKING:
             "facts": ["RankFacts", "RunFacts"],
             "tolerance": ["FEW", "LARGE", "MULTIPLE", "Tolerance", "tolerance_of"],
             "verdict": ["Fault", "Mismatch", "ParityVerdict", "Ratio"],
-            "words": ["count", "indices", "listed", "of_ranks", "size"],
         },
     )

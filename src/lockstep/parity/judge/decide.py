@@ -13,10 +13,10 @@ from lockstep.parity.judge.kinks import Kinks, are_switched
 from lockstep.parity.judge.patterns import recognise
 from lockstep.parity.judge.tolerance import Tolerance
 from lockstep.parity.judge.verdict import Fault, Mismatch, ParityVerdict, Ratio
-from lockstep.parity.judge.words import count, indices, of_ranks
 from lockstep.parity.trace.file import Trace
 from lockstep.parity.trace.items import ItemKind, TraceItem
 from lockstep.parity.trace.measure import DistanceSums, Limit, Measured
+from lockstep.words import count, indices, of_ranks
 
 EXAMINED = 20
 """Findings, in order, that are looked at for what they look like."""

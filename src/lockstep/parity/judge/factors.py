@@ -7,8 +7,8 @@ from fractions import Fraction
 
 from lockstep.parity.judge.case import Case
 from lockstep.parity.judge.facts import RunFacts
-from lockstep.parity.judge.words import count, listed, value
 from lockstep.parity.trace.items import ItemKind, TraceItem
+from lockstep.words import count, listed, seven_digits
 
 MOST = 4096
 """The largest integer that is recognised as a factor, and the inverse of the smallest."""
@@ -61,7 +61,7 @@ def is_factor(case: Case) -> str:
     if number == -1:
         return "It looks as if its sign was turned."
     if number < 0:
-        return f"It looks as if it was multiplied by {value(float(number))}."
+        return f"It looks as if it was multiplied by {seven_digits(float(number))}."
     if case.item.kind is ItemKind.RATE:
         return _of_rate(number, case.facts)
     reasons = _reasons(number, case.item, case.facts)

@@ -8,21 +8,20 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from lockstep.parity.judge.batches import of_rows
-from lockstep.parity.judge.between_ranks import differ, not_averaged
+from lockstep.parity.judge.between_ranks import differ, not_averaged, of_some_ranks
 from lockstep.parity.judge.case import Case, flat
-from lockstep.parity.judge.contributions import of_some_ranks
 from lockstep.parity.judge.displaced import (
     of_another_batch,
     of_another_step,
     of_another_tensor,
+    of_rows,
     other_order,
     others_like,
     swapped_shards,
 )
 from lockstep.parity.judge.factors import is_factor
-from lockstep.parity.judge.words import count, indices, of_ranks, size
 from lockstep.parity.trace.items import ItemKind, TraceItem
+from lockstep.words import count, indices, of_ranks, two_digits
 
 ALIGNED = 0.99
 """Cosine of what is left and a term from which on the one is taken for the other."""
@@ -80,7 +79,7 @@ def missing_or_doubled_term(case: Case) -> str:
         is_whole = math.isclose(abs(factor), 1, rel_tol=2e-2)
         # Weight decay has a factor of its own; another tensor is added or left out as a whole.
         if is_whole or (other.kind is ItemKind.WEIGHT and other.name == case.item.name):
-            times = "" if is_whole else f"{size(abs(factor))} times "
+            times = "" if is_whole else f"{two_digits(abs(factor))} times "
             return f"It looks as if {times}{words} was {'added' if factor > 0 else 'left out'}."
     return ""
 

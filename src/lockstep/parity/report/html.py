@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping
 from html import escape
 
 from lockstep.parity.judge.verdict import ParityVerdict, Ratio
-from lockstep.parity.judge.words import count, size
 from lockstep.parity.report.text import RIGHT, TITLES, remarks, rows, sentence
 from lockstep.parity.trace.items import ItemKind, TraceItem
+from lockstep.words import count, two_digits
 
 MOST_MODULES = 300
 """Rows of the picture; deeper modules are put together until there are no more."""
@@ -135,7 +135,7 @@ def _cells(name: str, of_module: Mapping[tuple[int, str], float], columns: list[
             said.append(f'<td class="{first.strip()}"></td>')
             continue
         ratio = of_module[step, phase]
-        label = _escaped(f"step {step}, {phase}, {name}: {size(ratio)} of what is allowed")
+        label = _escaped(f"step {step}, {phase}, {name}: {two_digits(ratio)} of what is allowed")
         said.append(f'<td class="{shade(ratio)}{first}" title="{label}"></td>')
     return "".join(said)
 

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from lockstep.parity.judge.facts import RunFacts
 from lockstep.parity.judge.tolerance import FEW, SWITCHED
 from lockstep.parity.judge.verdict import Fault, Mismatch, ParityVerdict, Ratio
-from lockstep.parity.judge.words import count, of_ranks, size, value
 from lockstep.parity.trace.items import ItemKind, TraceItem
+from lockstep.words import count, of_ranks, seven_digits, two_digits
 
 FORMAT = "lockstep check 1"
 MOST_ROWS = 20
@@ -88,7 +88,7 @@ def described(finding: Mismatch, facts: RunFacts) -> str:
     if finding.fault is Fault.SHAPE:
         found, expected = finding.shapes or ((), ())
         return f"{what}{ranks} has the shape {_shape_text(found)} in place of {_shape_text(expected)}"
-    explains = f" (rounding explains {size(finding.spread)})" if finding.spread else ""
+    explains = f" (rounding explains {two_digits(finding.spread)})" if finding.spread else ""
     return f"{what}{ranks} {_differs(finding)}{explains}"
 
 
@@ -101,8 +101,8 @@ def rows(verdict: ParityVerdict, most: int = MOST_ROWS) -> list[tuple[str, ...]]
             "" if one.fault is Fault.STEP else named(one.item, verdict.facts).removeprefix("the "),
             _ranks(one),
             _finding_text(one),
-            size(one.distance) if one.fault is Fault.DIFFERS else "",
-            size(one.spread) if one.fault is Fault.DIFFERS else "",
+            two_digits(one.distance) if one.fault is Fault.DIFFERS else "",
+            two_digits(one.spread) if one.fault is Fault.DIFFERS else "",
             one.looks_like,
         )
         for one in verdict.findings[:most]
@@ -174,7 +174,7 @@ def _agreement(verdict: ParityVerdict) -> str:
     most = ""
     if largest is not None and largest.ratio > 0:
         what = f"{place(largest.item)}: {named(largest.item, facts)}"
-        most = f" (largest distance {size(largest.ratio)} of what is allowed: {what})"
+        most = f" (largest distance {two_digits(largest.ratio)} of what is allowed: {what})"
     elif largest is not None:
         most = " (bit for bit)"
     compute = "computes" if facts.nproc == 1 else "compute"
@@ -194,15 +194,15 @@ def _differs(finding: Mismatch) -> str:
         return "has other rows"
     if finding.numbers is not None and finding.factor is None:
         found, expected = finding.numbers
-        return f"is {value(found)} in place of {value(expected)}"
+        return f"is {seven_digits(found)} in place of {seven_digits(expected)}"
     if finding.factor is not None:
         numbers = ""
         if finding.numbers is not None:
-            numbers = f" ({value(finding.numbers[0])} in place of {value(finding.numbers[1])})"
+            numbers = f" ({seven_digits(finding.numbers[0])} in place of {seven_digits(finding.numbers[1])})"
         return f"is {_times(finding.factor)}{numbers}"
     if not math.isfinite(finding.distance):
         return "is NaN, infinite or not zero where the reference is not"
-    return f"is off by {size(finding.distance)} of its norm"
+    return f"is off by {two_digits(finding.distance)} of its norm"
 
 
 def _times(factor: float) -> str:

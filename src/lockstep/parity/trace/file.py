@@ -1,4 +1,7 @@
-"""A run's tensors in one safetensors file: written as the run makes them, read by parts, mapped from disk."""
+"""A run's tensors in one safetensors file: written as the run makes them, read by parts, mapped from disk.
+
+Files of several ranks are joined to one of whole tensors.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import math
 import mmap
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -20,6 +23,7 @@ from lockstep.comm.collectives import as_bytes
 from lockstep.comm.layout import ShardRegion
 from lockstep.errors import ConfigError
 from lockstep.parity.trace.items import TraceItem
+from lockstep.parity.trace.measure import as_regions
 
 FORMAT = "lockstep trace 2"
 _COPY_BYTES = 16 << 20
@@ -176,3 +180,36 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     if values.is_complex():
         values = torch.view_as_real(values.resolve_conj())
     return values.resolve_neg().cpu().contiguous()
+
+
+def join_traces(paths: Sequence[Path], target: Path) -> Trace:
+    """Put the parts of each tensor together; of copies the first rank's is taken. What is not whole is left out.
+
+    Args:
+        paths: By rank.
+    """
+    traces = [Trace(path) for path in paths]
+    order: dict[TraceItem, None] = {}
+    for trace in traces:
+        order.update(dict.fromkeys(trace))
+    writer = TraceWriter(target)
+    for item in sorted(order, key=lambda item: min(t.position(item) for t in traces if item in t)):
+        whole = _assemble(item, [trace for trace in traces if item in trace])
+        if whole is not None:
+            writer.add(item, whole)
+    writer.close({**traces[0].facts, "parts": {}})
+    return Trace(target)
+
+
+def _assemble(item: TraceItem, traces: Sequence[Trace]) -> torch.Tensor | None:
+    for trace in traces:
+        if item.key not in trace.facts["parts"]:
+            return trace.tensor(item)
+    shape = traces[0].facts["parts"][item.key][0]
+    whole, is_there = traces[0].tensor(item).new_zeros(shape), torch.zeros(shape, dtype=torch.bool)
+    for trace in traces:
+        part = trace.tensor(item)
+        for box in as_regions(trace.facts["parts"][item.key][1]):
+            box.within(whole).copy_(box.of(part))
+            box.within(is_there).fill_(True)
+    return whole if bool(is_there.all()) else None

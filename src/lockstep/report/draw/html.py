@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from lockstep.history.text import plain_text
+from lockstep.words import plain_text
 
 MOST_ROWS = 200
 """Rows of a table; of longer ones the last are left out, and counted."""

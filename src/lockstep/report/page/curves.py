@@ -6,10 +6,10 @@ import numpy as np
 
 from lockstep.history.columns import FloatArray, SparseColumn
 from lockstep.history.read import RunHistory
-from lockstep.history.text import plain_text
 from lockstep.report.draw.charts import UNLIKE, PlotLine, line_chart
 from lockstep.report.draw.html import columns, paragraph, section
 from lockstep.report.numbers import RunNumbers
+from lockstep.words import plain_text
 
 MOST_LOGGED = 8
 """Charts of what a script has logged."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from lockstep.history.attempts import RunStatus
-from lockstep.history.events import named
+from lockstep.history.events import configuration, environment, named
 from lockstep.history.read import RunHistory
 from lockstep.report.draw.hover import SCRIPT, policy
 from lockstep.report.draw.html import columns, long_table, paragraph, safe, section
@@ -15,7 +15,6 @@ from lockstep.report.page.curves import curves
 from lockstep.report.page.happened import checkpoints, data_position, timeline
 from lockstep.report.page.memory import memory
 from lockstep.report.page.step_time import communication, step_time
-from lockstep.report.started import configuration, environment
 from lockstep.report.summary import chapters, headline
 from lockstep.words import date
 

@@ -7,11 +7,10 @@ import numpy as np
 from lockstep.history.columns import MEMORY, bounded
 from lockstep.history.events import RunEvent, named
 from lockstep.history.read import RunHistory
-from lockstep.history.text import plain_text
 from lockstep.report.draw.charts import PlotLine, line_chart, stacked_chart
 from lockstep.report.draw.html import columns, paragraph, section, table
 from lockstep.report.numbers import RunNumbers
-from lockstep.words import bytes_text, digits, duration
+from lockstep.words import bytes_text, digits, duration, plain_text
 
 COLOURS = {"weights": 0, "gradients": 1, "optimizer": 2, "activations": 3, "other": 9}
 

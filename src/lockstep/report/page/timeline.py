@@ -7,12 +7,11 @@ from collections.abc import Iterable, Sequence
 
 from lockstep.history.events import RunEvent
 from lockstep.history.read import RunHistory
-from lockstep.history.text import plain_text
 from lockstep.report.draw.charts import tick_labels
 from lockstep.report.draw.html import long_table, safe
 from lockstep.report.draw.scale import Scale
 from lockstep.report.numbers import RunNumbers
-from lockstep.words import bytes_text, date, duration, whole
+from lockstep.words import bytes_text, date, duration, plain_text, whole
 
 LANES = (
     ("checkpoints", ("checkpoint",), 2),

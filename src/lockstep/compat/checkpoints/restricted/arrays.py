@@ -5,8 +5,7 @@ from __future__ import annotations
 import struct
 from typing import Any
 
-from .arguments import Symbol, needs, sizes
-from .nodes import Array, ArrayType, Items, RefusedFile
+from .nodes import Array, ArrayType, Items, RefusedFile, Symbol, needs, sizes
 
 _NUMBERS = {"b1": "?", "i1": "b", "u1": "B", "i2": "h", "u2": "H", "i4": "i", "u4": "I", "i8": "q", "u8": "Q",
             "f2": "e", "f4": "f", "f8": "d"}  # fmt: skip

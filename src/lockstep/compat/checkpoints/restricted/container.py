@@ -13,9 +13,8 @@ import zipfile
 from collections.abc import Callable
 from typing import Any
 
-from .arguments import Symbol
 from .machine import Machine
-from .nodes import Damaged, Items, Mapping, RefusedFile, Storage
+from .nodes import Damaged, Items, Mapping, RefusedFile, Storage, Symbol
 from .symbols import ITEM_BYTES
 
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C

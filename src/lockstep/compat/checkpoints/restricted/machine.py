@@ -17,8 +17,7 @@ import struct
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
-from .arguments import Symbol
-from .nodes import Damaged, Items, Mapping, RefusedFile
+from .nodes import Damaged, Items, Mapping, RefusedFile, Symbol
 from .symbols import build, symbol
 
 PersistentLoad = Callable[[Any], Any]

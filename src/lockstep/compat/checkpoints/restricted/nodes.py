@@ -1,7 +1,11 @@
-"""What a pickle describes, as inert values: nothing here can be called into doing anything."""
+"""What a pickle describes, as inert values: nothing here can be called into doing anything.
+
+A pickle may call the names of a list, and what it calls them with is checked.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,3 +88,29 @@ class Word:
     """A torch.dtype."""
 
     dtype: str
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """A name of the list. ``make`` is what calling it does; ``about`` is what it stands for, if not called."""
+
+    name: str
+    make: Callable[[list[object]], object]
+    about: str = ""
+
+
+def needs(name: str, holds: bool) -> None:
+    """Raise RefusedFile, with the name that is called, unless ``holds``."""
+    if not holds:
+        raise RefusedFile(f"its pickle calls {name} with arguments that torch, NumPy and Python never write")
+
+
+def is_size(value: object) -> bool:
+    """Whether it is a count: an integer, not negative."""
+    return type(value) is int and value >= 0
+
+
+def sizes(name: str, value: Any) -> list[int]:
+    """The counts in a tuple. Raises RefusedFile for anything else."""
+    needs(name, isinstance(value, Items) and value.kind == "tuple" and all(map(is_size, value.items)))
+    return list(value.items)

@@ -9,9 +9,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .arguments import Symbol, is_size, needs, sizes
 from .arrays import array_of_buffer, array_type, byte_order, empty_array, fill_array, scalar
-from .nodes import Array, ArrayType, Items, Mapping, Record, RefusedFile, Storage, Tensor, Word
+from .nodes import (
+    Array,
+    ArrayType,
+    Items,
+    Mapping,
+    Record,
+    RefusedFile,
+    Storage,
+    Symbol,
+    Tensor,
+    Word,
+    is_size,
+    needs,
+    sizes,
+)
 
 ITEM_BYTES = {
     "bool": 1, "uint8": 1, "int8": 1, "uint16": 2, "int16": 2, "uint32": 4, "int32": 4, "uint64": 8, "int64": 8,

@@ -1,21 +1,25 @@
-"""The buffers of several ranks, of which one process has one rank's in its models at a time.
+"""What each of several ranks would have, where one process stands for all: buffers, batches, gradients.
 
-Ranks start with equal buffers, and each changes its own, as batch normalisation does by its batches. Some ways to
-spread a model give all ranks those of rank 0 before some forwards. Where it is known before which, every rank's buffers
-are known.
+The process has one rank's buffers in its models at a time. Ranks start with equal buffers, and each changes its own, as
+batch normalisation does by its batches. Some ways to spread a model give all ranks those of rank 0 before some
+forwards. Where it is known before which, every rank's buffers are known.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lockstep.data.loader import PreparedLoader
+from lockstep.data.worker_states import TellingCollate
 from lockstep.parallel.parallel_model import ParallelModel
+from lockstep.parity.trace.sketch import row_sketch
 
 Buffers = dict[str, Tensor]
 """By name in one model."""
@@ -126,3 +130,86 @@ def _load(model: ParallelModel, values: Buffers) -> None:
 
 def _equal(one: Tensor, other: Tensor) -> bool:
     return one.dtype == other.dtype and one.device == other.device and torch.equal(one, other)
+
+
+class RankBatches(NamedTuple):
+    """A global batch, and what each rank has of it; ``of_ranks`` is empty where its rows do not go round."""
+
+    whole: Any
+    of_ranks: tuple[object, ...]
+
+
+class CollateForRanks:
+    """``collate``, for a global batch and for the rows of each of so many ranks.
+
+    A rank that pads its rows to the longest of them has other tensors than a slice of the padded global batch.
+    """
+
+    def __init__(self, collate: Callable[[Any], Any], ranks: int) -> None:
+        self._collate = collate
+        self._ranks = ranks
+
+    def __call__(self, rows: object) -> RankBatches:
+        if not isinstance(rows, list):  # of a dataset that makes whole batches in a form of its own
+            return RankBatches(self._collate(rows), ())
+        each, left = divmod(len(rows), self._ranks)
+        starts = range(0, 0 if left else len(rows), max(each, 1))
+        return RankBatches(
+            self._collate(rows), tuple(self._collate(rows[start : start + each]) for start in starts)
+        )
+
+
+def collate_for_ranks(loader: PreparedLoader, ranks: int) -> None:
+    """Have a loader of map-style data hand over ``RankBatches``; others hand over whole batches as before."""
+    inner = loader.inner
+    if inner.batch_sampler is None:
+        return
+    if isinstance(inner.collate_fn, TellingCollate):
+        inner.collate_fn.collate = CollateForRanks(inner.collate_fn.collate, ranks)
+    else:
+        inner.collate_fn = CollateForRanks(inner.collate_fn, ranks)
+
+
+SAME = 1e-3
+"""Relative distance up to which a gradient is the sum of what the ranks' batches have added."""
+
+
+class RankGradients:
+    """Of all parameters that are watched, as sketches: of a matrix 8 numbers a row.
+
+    Args:
+        whose: Tells the rank whose turn it is.
+    """
+
+    def __init__(self, ranks: int, whose: Callable[[], int]) -> None:
+        self._ranks = ranks
+        self._whose = whose
+        self._found: dict[str, dict[int, Tensor]] = {}
+
+    def watch(self, name: str, parameter: Tensor) -> None:
+        """Take note of each gradient that a backward brings to a parameter."""
+        if parameter.requires_grad and not parameter.is_meta:
+            parameter.register_hook(partial(self._add, name))
+
+    def _add(self, name: str, gradient: Tensor) -> None:
+        of_ranks, rank, more = self._found.setdefault(name, {}), self._whose(), row_sketch(gradient)
+        of_ranks[rank] = of_ranks[rank] + more if rank in of_ranks else more
+
+    def of_ranks(self, name: str, gradient: Tensor) -> Iterator[Tensor]:
+        """Sketches of the gradients that each rank has before they are averaged, if their mean is ``gradient``.
+
+        None where the script has changed it otherwise than by a factor, or has not cleared it.
+        """
+        found = self._found.pop(name, None)
+        if found is None:
+            return
+        whole, total = row_sketch(gradient), sum(found.values())
+        if not isinstance(total, Tensor) or total.shape != whole.shape or not bool(total.any()):
+            return
+        # The factor that fits best, such as that of a mean or of clipping.
+        factor = (whole * total).sum() / total.square().sum()
+        if bool((whole - factor * total).norm() > SAME * whole.norm()):
+            return
+        # So scaled, their mean over the ranks is the gradient.
+        for rank in range(self._ranks):
+            yield found[rank] * factor * self._ranks if rank in found else whole.new_zeros(whole.shape)
