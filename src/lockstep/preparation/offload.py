@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class OffloadManager:
     """Owner of what ``offload=`` of one ``Accelerator`` needs.
 
-    It is a ``UnitListener`` of all prepared models: a unit waits here for the step that is still to change it.
+    It is a ``GroupListener`` of all prepared models: a group waits here for the step that is still to change it.
     """
 
     def __init__(self, parallel: Parallel, device: torch.device, communicator: Communicator) -> None:
@@ -38,7 +38,7 @@ class OffloadManager:
         self._communicator = communicator
         # Under tp, pp and cp (with ZeRO, in host memory) torch's engine alone moves shards.
         self._is_on = not parallel.splits_model
-        self._units: list[WeightGroup] = []
+        self._groups: list[WeightGroup] = []
         self._prefetched: dict[WeightGroup, WeightGroup] = {}
         self._streamed: list[nn.Module] = []
         self._handles: list[RemovableHandles] = []
@@ -50,8 +50,8 @@ class OffloadManager:
         budget = self._parallel.offload_budget
         if not budget:
             return
-        units = find_weight_groups(model, find_blocks(model, self._parallel.blocks), self._wanted(model))
-        largest = max(units, key=lambda unit: unit.nbytes, default=None)
+        groups = find_weight_groups(model, find_blocks(model, self._parallel.blocks), self._wanted(model))
+        largest = max(groups, key=lambda group: group.nbytes, default=None)
         if largest is not None and largest.nbytes > budget * ranks:
             needed = -(-largest.nbytes // ranks)
             raise OffloadError(
@@ -65,31 +65,31 @@ class OffloadManager:
         return bool(self._gradients)
 
     def add_model(self, prepared: ParallelModel) -> None:
-        """Bring this model's parameters before they are used, if they rest elsewhere; note its units. Collective."""
+        """Bring this model's parameters before they are used, if they rest elsewhere; note its groups. Collective."""
         if not self._is_on:
             return
         model, sharding = prepared.plain, prepared.sharding
-        units = (
+        groups = (
             find_weight_groups(model, find_blocks(model, self._parallel.blocks), self._wanted(model))
             if sharding is None
-            else _sharded_units(model, sharding)
+            else _sharded_groups(model, sharding)
         )
         folder = self._parallel.params_folder
         with raise_on_all_ranks(self._communicator):
             if self._streams(sharding):
                 budget = self._parallel.offload_budget or None
-                stream_weights(model, units, self._device, budget, listeners=[self], ready=self.ready)
+                stream_weights(model, groups, self._device, budget, listeners=[self], ready=self.ready)
                 self._streamed.append(model)
             else:
-                self._handles.append(listen(model, units, [self]))
+                self._handles.append(listen(model, groups, [self]))
             if folder is not None:
                 from lockstep.offload.optimizer.gradients import GradientFile
 
-                tensors = (tensor for unit in units for tensor in unit.tensors.values())
+                tensors = (tensor for group in groups for tensor in group.tensors.values())
                 self._gradients.append(GradientFile(tensors, folder))
-        self._units += units
+        self._groups += groups
         if self._parallel.forward_prefetch:
-            self._prefetched.update(itertools.pairwise(units))
+            self._prefetched.update(itertools.pairwise(groups))
 
     def _streams(self, sharding: Sharding | None) -> bool:
         """Whether parameters are brought here, not by torch's engine, and not used where they are."""
@@ -98,7 +98,7 @@ class OffloadManager:
         return self._parallel.offloads_params and sharding is None and self._device.type != "cpu"
 
     def _wanted(self, model: nn.Module) -> Callable[[str], bool]:
-        """Which tensors are in units: buffers too, where all of a model comes to another device to compute."""
+        """Which tensors are in groups: buffers too, where all of a model comes to another device to compute."""
         if self._device.type != "cpu":
             return lambda name: True
         parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -116,35 +116,35 @@ class OffloadManager:
         with nullcontext() if folder is None else raise_on_all_ranks(self._communicator):
             self._steps[optimizer] = offload_step(
                 optimizer,
-                self._units,
+                self._groups,
                 folder=folder,
                 delayed=self._parallel.delayed_update,
                 device=self._device if self._device in devices else torch.device("cpu"),
             )
 
-    # What units tell -----------------------------------------------------------------------------------
+    # What groups tell -----------------------------------------------------------------------------------
 
-    def forward_begins(self, unit: WeightGroup) -> None:
+    def forward_begins(self, group: WeightGroup) -> None:
         for step in self._steps.values():
-            step.forward_begins(unit)
-            if unit in self._prefetched:  # torch gathers it in this unit's forward
-                step.forward_begins(self._prefetched[unit])
+            step.forward_begins(group)
+            if group in self._prefetched:  # torch gathers it in this group's forward
+                step.forward_begins(self._prefetched[group])
 
-    def forward_ended(self, unit: WeightGroup) -> None:
+    def forward_ended(self, group: WeightGroup) -> None:
         for step in self._steps.values():
-            step.forward_ended(unit)
+            step.forward_ended(group)
 
-    def backward_begins(self, unit: WeightGroup) -> None:
+    def backward_begins(self, group: WeightGroup) -> None:
         for step in self._steps.values():
-            step.backward_begins(unit)
+            step.backward_begins(group)
 
-    def ready(self, unit: WeightGroup) -> None:
-        """Wait, in the thread that loads, until no step will change this unit elsewhere than in its pages."""
+    def ready(self, group: WeightGroup) -> None:
+        """Wait, in the thread that loads, until no step will change this group elsewhere than in its pages."""
         for step in self._steps.values():
             if self._device.type == "cpu":
-                step.ready_in_place(unit)
+                step.ready_in_place(group)
             else:
-                step.ready(unit)
+                step.ready(group)
 
     # -----------------------------------------------------------------------------------------------------
 
@@ -168,17 +168,17 @@ class OffloadManager:
             self._streamed,
             self._handles,
             self._gradients,
-            self._units,
+            self._groups,
             self._prefetched,
         ):
             kept.clear()
 
 
-def _sharded_units(model: nn.Module, sharding: Sharding) -> list[WeightGroup]:
+def _sharded_groups(model: nn.Module, sharding: Sharding) -> list[WeightGroup]:
     """One for each group of parameters that torch gathers together, with this rank's shards."""
     labels = {id(module): label for label, module in model.named_modules()}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    units = []
+    groups = []
     for module in sharding.modules:
         shards = {
             name_of_shard(record, names): fsdp2.sharded_param(record)
@@ -186,5 +186,5 @@ def _sharded_units(model: nn.Module, sharding: Sharding) -> list[WeightGroup]:
             for record in fsdp2.params(group)
         }
         nbytes = sum(shard.to_local().nbytes for shard in shards.values())
-        units.append(WeightGroup(labels[id(module)], [module], dict(shards), nbytes))
-    return units
+        groups.append(WeightGroup(labels[id(module)], [module], dict(shards), nbytes))
+    return groups

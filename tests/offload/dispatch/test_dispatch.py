@@ -62,7 +62,7 @@ def test_a_model_in_memory_is_written_to_the_folder_and_streamed(tmp_path: Path)
     assert disk_offload(model, tmp_path) is model
     assert files(tmp_path) == ["index.json", "offload-00001.safetensors"]
     streamer = streamer_of(model)
-    assert streamer is not None and len(streamer.units) == 6  # embedding with head, scale, four blocks
+    assert streamer is not None and len(streamer.groups) == 6  # embedding with head, scale, four blocks
     assert all(torch.equal(run(model), expected) for _ in range(3))
     assert FileBacked.now().holds(model.embed.weight) and model.head.weight is model.embed.weight
     for name, value in model.state_dict().items():

@@ -22,7 +22,7 @@ from lockstep.offload.optimizer import (
     scale_offloaded,
 )
 from tests.offload.optimizer.test_gradients import gradients
-from tests.offload.optimizer.test_offloaded import Model, announce, assert_same, batches, loss_of, units_of
+from tests.offload.optimizer.test_offloaded import Model, announce, assert_same, batches, groups_of, loss_of
 
 Change = Callable[[Any], object]
 
@@ -150,9 +150,9 @@ def clip(model: nn.Module, max_norm: float = 0.05) -> None:
 def trained_pair(folder: Path) -> tuple[list[Any], list[torch.optim.AdamW], GradientFile, OffloadedStep]:
     plain, ours, file = pair(folder)
     optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in (plain, ours)]
-    units = units_of(ours)
-    step = offload_step(optimizers[1], units, folder)
-    announce(units, step)
+    groups = groups_of(ours)
+    step = offload_step(optimizers[1], groups, folder)
+    announce(groups, step)
     return [plain, ours], optimizers, file, step
 
 

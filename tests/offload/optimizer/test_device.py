@@ -22,10 +22,10 @@ from tests.offload.optimizer.test_offloaded import (
     announce,
     assert_same,
     batches,
+    groups_of,
     loss_of,
     moved_bytes,
     train,
-    units_of,
 )
 
 CPU = torch.device("cpu")
@@ -68,7 +68,7 @@ def test_training_is_the_same_to_the_last_bit(name: str, place: str, tmp_path: P
     plain = train(OPTIMIZERS[name], None, set_to_none=place == "ram", load_at=3)
     ours = train(
         OPTIMIZERS[name],
-        lambda o, units: offload_step(o, units, folder, device=CPU, copies=LateCopies()),
+        lambda o, groups: offload_step(o, groups, folder, device=CPU, copies=LateCopies()),
         set_to_none=place == "ram",
         load_at=3,
     )
@@ -81,9 +81,9 @@ def run(copies: Any, folder: Path | None, delayed: bool = False) -> Any:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     step = None
     if copies is not None or delayed:
-        units = units_of(model)
-        step = offload_step(optimizer, units, folder, delayed, copies=copies)
-        announce(units, step)
+        groups = groups_of(model)
+        step = offload_step(optimizer, groups, folder, delayed, copies=copies)
+        announce(groups, step)
     for index, tokens in enumerate(batches(6)):
         loss_of(model, tokens).backward()
         if index % 2:  # windows of two micro-batches
@@ -115,7 +115,7 @@ def test_gradients_travel_while_backward_runs_and_only_once() -> None:
     model = Model()
     copies = LateCopies()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = offload_step(optimizer, units_of(model), copies=copies)
+    step = offload_step(optimizer, groups_of(model), copies=copies)
     loss_of(model, next(batches())).backward()
     stepped = sum(p.grad is not None for p in model.parameters())
     assert len(copies.given) == stepped
@@ -127,7 +127,7 @@ def test_gradients_travel_while_backward_runs_and_only_once() -> None:
 def test_copies_of_parameters_on_disk_move_the_bytes_of_the_formula(tmp_path: Path) -> None:
     model = Model(width=64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    step = offload_step(optimizer, units_of(model), tmp_path, copies=LateCopies())
+    step = offload_step(optimizer, groups_of(model), tmp_path, copies=LateCopies())
     _, padded, moved = moved_bytes(model, optimizer, step)
     assert [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(moved)] == [(3 * padded, 3 * padded)] * 2
 

@@ -16,7 +16,7 @@ from lockstep.errors import OffloadError
 from lockstep.offload.files import ALIGNMENT, OffloadFile, region_of
 from lockstep.offload.optimizer import GradientFile, norm_of, offload_step, scale_offloaded
 from lockstep.offload.weights import find_weight_groups, stop_streaming, stream_weights
-from tests.offload.optimizer.test_offloaded import Model, announce, assert_same, batches, loss_of, units_of
+from tests.offload.optimizer.test_offloaded import Model, announce, assert_same, batches, groups_of, loss_of
 
 
 def gradients(model: nn.Module) -> list[Any]:
@@ -118,9 +118,9 @@ def test_a_step_reads_gradients_from_their_file(tmp_path: Path) -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         clip: Any = nn.utils.clip_grad_norm_
         if offloaded:
-            units = units_of(model)
+            groups = groups_of(model)
             file = GradientFile(model.parameters(), tmp_path)
-            announce(units, offload_step(optimizer, units, tmp_path))
+            announce(groups, offload_step(optimizer, groups, tmp_path))
             clip = clip_offloaded
         for index, tokens in enumerate(batches()):
             loss_of(model, tokens).backward()
@@ -183,10 +183,10 @@ def test_a_model_of_which_everything_is_on_disk_trains_to_the_same_bits(tmp_path
             home = OffloadFile(tmp_path, 60 * ALIGNMENT + sum(p.numel() * 4 for p in model.parameters()))
             for p in model.parameters():
                 p.data = home.tensor(home.place(p.numel() * 4), p.shape, p.dtype).copy_(p.data)
-            units = find_weight_groups(model, {f"blocks.{i}": block for i, block in enumerate(model.blocks)})
+            groups = find_weight_groups(model, {f"blocks.{i}": block for i, block in enumerate(model.blocks)})
             GradientFile(model.parameters(), tmp_path)
-            step = offload_step(optimizer, units, tmp_path)
-            stream_weights(model, units, torch.device("cpu"), listeners=[step], ready=step.ready)
+            step = offload_step(optimizer, groups, tmp_path)
+            stream_weights(model, groups, torch.device("cpu"), listeners=[step], ready=step.ready)
             clip = clip_offloaded
         losses = []
         for index, tokens in enumerate(batches(6)):
@@ -230,9 +230,9 @@ for i in range(blocks):
     layer.weight.data = home.tensor(home.place(one), (width, width), torch.float32).copy_(layer.weight.data)
     model.append(layer)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-units = [WeightGroup(str(i), [layer], dict(layer.named_parameters()), one) for i, layer in enumerate(model)]
+groups = [WeightGroup(str(i), [layer], dict(layer.named_parameters()), one) for i, layer in enumerate(model)]
 gradients = GradientFile(model.parameters(), folder)
-step = offload_step(optimizer, units, folder)
+step = offload_step(optimizer, groups, folder)
 nn.Linear(8, 8)(torch.ones(2, 8)).sum().backward()
 torch.optim.AdamW([nn.Parameter(torch.ones(1))]).step()
 import ctypes, torch._dynamo

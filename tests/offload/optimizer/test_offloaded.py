@@ -79,7 +79,7 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def units_of(model: Model) -> list[WeightGroup]:
+def groups_of(model: Model) -> list[WeightGroup]:
     """The shared weight, the blocks, and the head's bias."""
     parts: list[tuple[str, list[nn.Module], dict[str, torch.Tensor]]] = [
         ("embedding", [model.embedding, model.head], {"weight": model.embedding.weight}),
@@ -92,14 +92,14 @@ def units_of(model: Model) -> list[WeightGroup]:
     ]
 
 
-def announce(units: list[WeightGroup], step: OffloadedStep) -> None:
+def announce(groups: list[WeightGroup], step: OffloadedStep) -> None:
     """Forward hooks by torch alone."""
-    for unit in units:
-        for module in unit.modules:
-            module.register_forward_pre_hook(lambda *_, unit=unit: step.forward_begins(unit))
+    for group in groups:
+        for module in group.modules:
+            module.register_forward_pre_hook(lambda *_, group=group: step.forward_begins(group))
 
 
-def groups(model: Model) -> list[dict[str, Any]]:
+def parameter_groups(model: Model) -> list[dict[str, Any]]:
     biases = [p for p in model.parameters() if p.dim() == 1]
     return [{"params": [p for p in model.parameters() if p.dim() > 1]}, {"params": biases, "lr": 0.005}]
 
@@ -125,13 +125,13 @@ def train(
     """Everything after five steps: parameters, the optimizer's state_dict, losses."""
     torch.manual_seed(0)
     model = Model(dtype=dtype)
-    optimizer = make(groups(model))
+    optimizer = make(parameter_groups(model))
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
     step = None
     if offload is not None:
-        units = units_of(model)
-        step = offload(optimizer, units)
-        announce(units, step)
+        groups = groups_of(model)
+        step = offload(optimizer, groups)
+        announce(groups, step)
     losses = []
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # such as a scheduler's that the optimizer did not step
@@ -178,7 +178,7 @@ def test_training_is_the_same_to_the_last_bit(name: str, place: str, tmp_path: P
     folder = tmp_path if place == "disk" else None
     set_to_none = (place == "ram") == (list(OPTIMIZERS).index(name) % 2 == 0)
     plain = train(OPTIMIZERS[name], None, set_to_none, load_at=3)
-    ours = train(OPTIMIZERS[name], lambda o, units: offload_step(o, units, folder), set_to_none, load_at=3)
+    ours = train(OPTIMIZERS[name], lambda o, groups: offload_step(o, groups, folder), set_to_none, load_at=3)
     assert_same(plain, ours)
 
 
@@ -188,7 +188,7 @@ def test_parameters_of_other_dtypes(dtype: torch.dtype, tmp_path: Path) -> None:
         return torch.optim.AdamW(p, lr=0.02, eps=1e-3)
 
     plain = train(make, None, dtype=dtype)
-    assert_same(plain, train(make, lambda o, units: offload_step(o, units, tmp_path), dtype=dtype))
+    assert_same(plain, train(make, lambda o, groups: offload_step(o, groups, tmp_path), dtype=dtype))
 
 
 def test_complex_parameters_and_other_memory_orders(tmp_path: Path) -> None:
@@ -202,8 +202,8 @@ def test_complex_parameters_and_other_memory_orders(tmp_path: Path) -> None:
             nn.Parameter(torch.empty(0, 4)),
         ]
         optimizer = torch.optim.AdamW(parameters, lr=0.1)
-        unit = WeightGroup("all", [], {str(i): p for i, p in enumerate(parameters)}, 0)
-        step = offload_step(optimizer, [unit], tmp_path) if offloaded else None
+        group = WeightGroup("all", [], {str(i): p for i, p in enumerate(parameters)}, 0)
+        step = offload_step(optimizer, [group], tmp_path) if offloaded else None
         for _ in range(3):
             for p in parameters:
                 p.grad = torch.randn_like(p)
@@ -217,9 +217,9 @@ def test_complex_parameters_and_other_memory_orders(tmp_path: Path) -> None:
 
 def test_step_returns_before_it_is_made_and_the_forward_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model()
-    units = units_of(model)
+    groups = groups_of(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    step = offload_step(optimizer, units)
+    step = offload_step(optimizer, groups)
     loss_of(model, next(batches())).backward()
     before = copy.deepcopy(model.blocks[2].state_dict())
     gate = threading.Event()
@@ -232,10 +232,10 @@ def test_step_returns_before_it_is_made_and_the_forward_waits(monkeypatch: pytes
 
     monkeypatch.setattr(step._threads, "_compute", held_up)
     optimizer.step()
-    step.forward_begins(units[2])  # blocks.1, which comes before
+    step.forward_begins(groups[2])  # blocks.1, which comes before
     assert torch.equal(model.blocks[2].linear.weight, before["linear.weight"])
     threading.Timer(0.2, gate.set).start()
-    step.forward_begins(units[3])
+    step.forward_begins(groups[3])
     assert gate.is_set()
     expected = before["linear.weight"] - model.blocks[2].linear.weight.grad
     assert torch.equal(model.blocks[2].linear.weight, expected)
@@ -263,7 +263,7 @@ def moved_bytes(
 def test_state_on_disk_moves_the_bytes_of_the_formula(tmp_path: Path) -> None:
     model = Model(width=64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    step = offload_step(optimizer, units_of(model), tmp_path)
+    step = offload_step(optimizer, groups_of(model), tmp_path)
     stepped, padded, moved = moved_bytes(model, optimizer, step)
     assert moved == [(0, 2 * padded), (2 * padded, 4 * padded), (4 * padded, 6 * padded)]
     for p in stepped:
@@ -281,13 +281,13 @@ def test_parameters_in_a_file_are_read_and_written_with_their_state(pages: str, 
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         files = []
         if offloaded:
-            units = units_of(model)
+            groups = groups_of(model)
             home = OffloadFile(tmp_path, 100 * ALIGNMENT)
             for parameter in model.parameters():
                 mapped = home.tensor(home.place(parameter.numel() * 4), parameter.shape, torch.float32)
                 parameter.data = mapped.copy_(parameter.data)
-            step = offload_step(optimizer, units, tmp_path)
-            announce(units, step)
+            step = offload_step(optimizer, groups, tmp_path)
+            announce(groups, step)
             files = [home]
         for tokens in batches(3):
             loss_of(model, tokens).backward()
@@ -317,8 +317,8 @@ def test_a_loss_scaler_skips_and_unscales_as_before(fused: bool, clips: bool, tm
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=1)
         if offloaded:
-            units = units_of(model)
-            announce(units, offload_step(optimizer, units, tmp_path))
+            groups = groups_of(model)
+            announce(groups, offload_step(optimizer, groups, tmp_path))
         for index, tokens in enumerate(batches()):
             scaler.scale(loss_of(model, tokens)).backward()
             if index == 2:
@@ -340,7 +340,7 @@ def test_a_closure_is_called_before_the_step() -> None:
         model = Model()
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
         if offloaded:
-            announce(units := units_of(model), offload_step(optimizer, units))
+            announce(groups := groups_of(model), offload_step(optimizer, groups))
         for tokens in batches():
 
             def closure(tokens: torch.Tensor = tokens) -> torch.Tensor:
@@ -361,7 +361,7 @@ def test_an_optimizer_that_looks_at_all_parameters_steps_at_once(tmp_path: Path)
         model = Model()
         optimizer = torch.optim.LBFGS([p for p in model.parameters() if p.requires_grad], max_iter=3)
         if offloaded:
-            step = offload_step(optimizer, units_of(model))
+            step = offload_step(optimizer, groups_of(model))
             assert not step.is_blockwise
         for tokens in batches(2):
 
@@ -390,7 +390,7 @@ def test_an_optimizer_that_looks_at_all_parameters_steps_at_once(tmp_path: Path)
 def test_hooks_run_once_and_see_the_finished_step() -> None:
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    step = offload_step(optimizer, units_of(model))
+    step = offload_step(optimizer, groups_of(model))
     seen: list[Any] = []
     optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
     optimizer.register_step_post_hook(lambda *_: seen.append(model.blocks[2].linear.weight.detach().clone()))
@@ -407,7 +407,7 @@ def test_what_reads_or_copies_the_model_waits_for_the_step(tmp_path: Path) -> No
         model = Model(width=256)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         if offloaded:
-            offload_step(optimizer, units_of(model), tmp_path)
+            offload_step(optimizer, groups_of(model), tmp_path)
         loss_of(model, next(batches())).backward()
         optimizer.step()
         first = copy.deepcopy(model.state_dict())
@@ -427,8 +427,8 @@ def test_a_group_that_is_added_later_is_stepped(tmp_path: Path) -> None:
         model, other = Model(), nn.Linear(35, 35)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         if offloaded:
-            units = units_of(model)
-            announce(units, offload_step(optimizer, units, tmp_path))
+            groups = groups_of(model)
+            announce(groups, offload_step(optimizer, groups, tmp_path))
         optimizer.add_param_group({"params": list(other.parameters()), "lr": 0.5})
         for tokens in batches(3):
             loss = loss_of(model, tokens) + other(torch.ones(2, 35)).square().sum()
@@ -445,8 +445,8 @@ def test_state_dicts_fit_in_both_directions(tmp_path: Path) -> None:
     plain, ours = Model(), Model()
     ours.load_state_dict(plain.state_dict())
     one, other = torch.optim.AdamW(plain.parameters()), torch.optim.AdamW(ours.parameters())
-    step = offload_step(other, units := units_of(ours), tmp_path)
-    announce(units, step)
+    step = offload_step(other, groups := groups_of(ours), tmp_path)
+    announce(groups, step)
     for index, tokens in enumerate(batches(4)):
         for model, optimizer in ((plain, one), (ours, other)):
             loss_of(model, tokens).backward()
@@ -481,7 +481,7 @@ def test_nothing_stays_behind_when_all_is_dropped(tmp_path: Path) -> None:
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters())
     gradients = GradientFile(model.parameters(), tmp_path)
-    step = offload_step(optimizer, units_of(model), tmp_path, copies=Copies(torch.device("cpu")))
+    step = offload_step(optimizer, groups_of(model), tmp_path, copies=Copies(torch.device("cpu")))
     loss_of(model, next(batches())).backward()
     optimizer.step()
     step.wait()
@@ -500,7 +500,7 @@ def test_nothing_stays_behind_when_all_is_dropped(tmp_path: Path) -> None:
 def test_a_hook_that_reads_nothing_leaves_the_step_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = offload_step(optimizer, units_of(model))
+    step = offload_step(optimizer, groups_of(model))
     loss_of(model, next(batches())).backward()
     gate, called = threading.Event(), []
     compute = step._threads._compute
@@ -538,7 +538,7 @@ def test_sparse_gradients_and_copies_are_refused() -> None:
 
 def test_a_step_between_forward_and_backward_is_noticed_as_without_offload() -> None:
     model = Model()
-    offload_step(optimizer := torch.optim.SGD(model.parameters(), lr=1.0), units_of(model))
+    offload_step(optimizer := torch.optim.SGD(model.parameters(), lr=1.0), groups_of(model))
     loss_of(model, next(batches())).backward()
     late = loss_of(model, next(batches()))
     optimizer.step()
@@ -551,9 +551,9 @@ def test_a_disk_that_fails_in_the_middle_is_told_of_once_and_then_nothing_is_ste
     call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = Model()
-    units = units_of(model)
+    groups = groups_of(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    step = offload_step(optimizer, units, tmp_path)
+    step = offload_step(optimizer, groups, tmp_path)
     loss_of(model, next(batches())).backward()
     optimizer.step()
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
@@ -569,14 +569,14 @@ def test_a_disk_that_fails_in_the_middle_is_told_of_once_and_then_nothing_is_ste
     real = getattr(os, call)
     monkeypatch.setattr(os, call, third_fails)
     optimizer.step()
-    step.forward_begins(units[0])  # was stepped
+    step.forward_begins(groups[0])  # was stepped
     with pytest.raises(OffloadError, match=r"half done: \d of 5 parts .*Input/output error.*last checkpoint"):
-        for unit in units:
-            step.forward_begins(unit)
+        for group in groups:
+            step.forward_begins(group)
         step.wait()  # state is written after new parameters are shown
     monkeypatch.undo()
-    for unit in units:
-        step.forward_begins(unit)
+    for group in groups:
+        step.forward_begins(group)
     if call == "preadv":  # which comes before what follows is computed
         assert_same(last, [p.detach() for p in model.blocks[2].parameters()])
     for use in (optimizer.step, optimizer.state_dict):
@@ -609,7 +609,7 @@ def test_too_small_a_disk_is_found_before_anything_changes(
 def test_gradients_that_change_under_the_step_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = offload_step(optimizer, units_of(model))
+    step = offload_step(optimizer, groups_of(model))
     loss_of(model, next(batches())).backward()
     gate = threading.Event()
     compute = step._threads._compute
@@ -629,8 +629,8 @@ def test_a_delayed_step_shows_one_step_later(tmp_path: Path) -> None:
     plain = torch.optim.AdamW(oracle.parameters(), lr=0.1)
     optimizer = torch.optim.AdamW(ours.parameters(), lr=0.1)
     schedulers = [torch.optim.lr_scheduler.ExponentialLR(o, 0.7) for o in (plain, optimizer)]
-    step = offload_step(optimizer, units := units_of(ours), tmp_path, delayed=True)
-    announce(units, step)
+    step = offload_step(optimizer, groups := groups_of(ours), tmp_path, delayed=True)
+    announce(groups, step)
     newest = [p.detach().clone() for p in oracle.parameters()]
     for tokens in batches():
         # The oracle: the model shows the parameters of the step before while the newest ones are kept aside.
@@ -660,7 +660,7 @@ def test_a_delayed_step_shows_one_step_later(tmp_path: Path) -> None:
     assert_same(plain.state_dict(), copy.deepcopy(optimizer.state_dict()))
 
 
-def sharded_units(model: Model) -> list[WeightGroup]:
+def sharded_groups(model: Model) -> list[WeightGroup]:
     """What fully_shard gathers together: all that is outside of blocks when the root's forward begins."""
     rest: dict[str, torch.Tensor] = {n: p for n, p in model.named_parameters() if not n.startswith("blocks")}
     blocks = [
@@ -682,12 +682,12 @@ def train_sharded(offloaded: bool, name: str, folder: str | None) -> Any:
     fully_shard(model, mesh=mesh)
     optimizer = OPTIMIZERS[name](list(model.parameters()))
     if offloaded:
-        units = sharded_units(model)
-        step = offload_step(optimizer, units, Path(folder) if folder is not None else None)
-        for unit in units:
-            for module in unit.modules:
+        groups = sharded_groups(model)
+        step = offload_step(optimizer, groups, Path(folder) if folder is not None else None)
+        for group in groups:
+            for module in group.modules:
                 module.register_forward_pre_hook(
-                    lambda *_, unit=unit: step.forward_begins(unit), prepend=True
+                    lambda *_, group=group: step.forward_begins(group), prepend=True
                 )
     kept: Any = None
     for index, tokens in enumerate(batches()):
@@ -741,24 +741,24 @@ def halved(state: Any) -> Any:
 
 
 @pytest.mark.parametrize("change", CHANGES_OF_STATE)
-def test_state_of_the_first_units_is_read_during_backward_and_again_if_it_was_changed(
+def test_state_of_the_first_groups_is_read_during_backward_and_again_if_it_was_changed(
     change: str, tmp_path: Path
 ) -> None:
     def run(offloaded: bool) -> Any:
         torch.manual_seed(0)
         model = Model(width=64)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        units = units_of(model)
-        step = offload_step(optimizer, units, tmp_path) if offloaded else None
+        groups = groups_of(model)
+        step = offload_step(optimizer, groups, tmp_path) if offloaded else None
         first = model.embedding.weight
-        room = [sum(-(-tensor.numel() // 1024) * 2 * 4096 for tensor in u.tensors.values()) for u in units]
+        room = [sum(-(-tensor.numel() // 1024) * 2 * 4096 for tensor in u.tensors.values()) for u in groups]
         for index, tokens in enumerate(batches(6)):
             loss_of(model, tokens).backward()
             before = 0
             if step is not None and index:
                 before = state_files_read(step)
-                for unit in reversed(units):
-                    step.backward_begins(unit)
+                for group in reversed(groups):
+                    step.backward_begins(group)
                 assert state_files_read(step) - before == sum(room[:3])
             if index == 1:
                 kept = optimizer.state[first]["exp_avg"]
@@ -784,13 +784,13 @@ def test_pages_that_are_brought_for_the_forward_are_stepped_where_they_are(
     torch.manual_seed(0)
     plain, model = Model(width=64), Model(width=64)
     model.load_state_dict(plain.state_dict())
-    units = units_of(model)
+    groups = groups_of(model)
     home = OffloadFile(tmp_path, 100 * ALIGNMENT)
     for parameter in model.parameters():
         mapped = home.tensor(home.place(parameter.numel() * 4), parameter.shape, torch.float32)
         parameter.data = mapped.copy_(parameter.data)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (plain, model)]
-    step = offload_step(optimizers[1], units, tmp_path)
+    step = offload_step(optimizers[1], groups, tmp_path)
     for m in (plain, model):
         loss_of(m, next(batches())).backward()
     home.drop(0, home.nbytes)
@@ -800,14 +800,14 @@ def test_pages_that_are_brought_for_the_forward_are_stepped_where_they_are(
         step._threads, "_compute", lambda *args: (reached.set(), gate.wait(20), compute(*args))
     )
     optimizers[1].step()
-    assert reached.wait(20)  # the first unit is computed, and the second is read
-    step.ready_in_place(units[3])
+    assert reached.wait(20)  # the first group is computed, and the second is read
+    step.ready_in_place(groups[3])
     gate.set()
-    step.ready_in_place(units[0])
+    step.ready_in_place(groups[0])
     assert step._run is not None and step._run.items[0].shown.is_set()
     step.wait()
     optimizers[0].step()
     assert_same([p.detach() for p in plain.parameters()], [p.detach().clone() for p in model.parameters()])
-    padded = [sum(-(-t.numel() // 1024) * 4096 for t in unit.tensors.values()) for unit in units]
+    padded = [sum(-(-t.numel() // 1024) * 4096 for t in group.tensors.values()) for group in groups]
     assert (home.bytes_read, home.bytes_written) == (sum(padded) - padded[3], sum(padded))
     step.close()

@@ -35,9 +35,9 @@ def plain() -> Blocks:
 def streamed(plain: Blocks, folder: Path, budget_blocks: int | None = 4, writable: bool = False) -> Blocks:
     """A copy whose weights are streamed from a file, with room for so many blocks."""
     model = map_weights(copy.deepcopy(plain), folder / "weights", writable)
-    units = find_weight_groups(model, model.named_blocks())
-    block = 4096 * (units[1].nbytes // 4096 + 2)
-    stream_weights(model, units, CPU, None if budget_blocks is None else budget_blocks * block)
+    groups = find_weight_groups(model, model.named_blocks())
+    block = 4096 * (groups[1].nbytes // 4096 + 2)
+    stream_weights(model, groups, CPU, None if budget_blocks is None else budget_blocks * block)
     return model
 
 
@@ -63,9 +63,9 @@ def test_forwards_give_the_same_bits_and_load_what_has_no_room(plain: Blocks, tm
         with torch.no_grad():
             assert torch.equal(model(words), plain(words))
         streamer.finish()
-    units = len(streamer.units)
-    assert units == 8
-    assert 4 * 3 <= streamer.counters.loads <= 4 * units + 3
+    groups = len(streamer.groups)
+    assert groups == 8
+    assert 4 * 3 <= streamer.counters.loads <= 4 * groups + 3
     assert streamer.budget / 2 < streamer.counters.peak_bytes <= streamer.budget
     assert streamer.counters.bytes_loaded > 3 * streamer.budget
 
@@ -105,30 +105,30 @@ def test_dynamic_models_run_whatever_is_foreseen(tmp_path: Path) -> None:
     assert streamer is not None and streamer.counters.peak_bytes <= streamer.budget
 
 
-def test_without_a_budget_there_is_room_for_the_unit_in_use_and_three_others(
+def test_without_a_budget_there_is_room_for_the_group_in_use_and_three_others(
     plain: Blocks, tmp_path: Path
 ) -> None:
     model = streamed(plain, tmp_path, budget_blocks=None)
     streamer = streamer_of(model)
     assert streamer is not None
-    assert streamer.budget == 4 * max(map(streamer.mover.nbytes, streamer.units))
+    assert streamer.budget == 4 * max(map(streamer.mover.nbytes, streamer.groups))
 
 
-def test_a_budget_below_the_largest_unit_is_refused_and_nothing_attached(
+def test_a_budget_below_the_largest_group_is_refused_and_nothing_attached(
     plain: Blocks, tmp_path: Path
 ) -> None:
     model = map_weights(copy.deepcopy(plain), tmp_path / "weights")
-    units = find_weight_groups(model, model.named_blocks())
+    groups = find_weight_groups(model, model.named_blocks())
     hooks = [len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules()]
     threads = threading.active_count()
-    expect_refusal(OffloadError, "Give 73728", stream_weights, model, units, CPU, budget=4096)
-    expect_refusal(OffloadError, "negative", stream_weights, model, units, CPU, ahead=-1)
+    expect_refusal(OffloadError, "Give 73728", stream_weights, model, groups, CPU, budget=4096)
+    expect_refusal(OffloadError, "negative", stream_weights, model, groups, CPU, ahead=-1)
     assert streamer_of(model) is None and threading.active_count() == threads
     assert hooks == [
         len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules()
     ]
-    stream_weights(model, units, CPU)
-    expect_refusal(UsageError, "already", stream_weights, model, units, CPU)
+    stream_weights(model, groups, CPU)
+    expect_refusal(UsageError, "already", stream_weights, model, groups, CPU)
 
 
 def test_after_streaming_has_stopped_the_model_is_plain(plain: Blocks, tmp_path: Path) -> None:
@@ -237,14 +237,14 @@ for layer in model:
     offset += 4 * width * width
 x = torch.ones(2, width)
 nn.Linear(width, width)(x)  # what torch takes for itself
-units = find_weight_groups(model, {{}})
-streamer = stream_weights(model, units, torch.device("cpu"), {BUDGET})
+groups = find_weight_groups(model, {{}})
+streamer = stream_weights(model, groups, torch.device("cpu"), {BUDGET})
 print(peak(lambda: [model(x) for _ in range(3)]))
 print(streamer.counters.peak_bytes, streamer.counters.bytes_loaded)
 stop_streaming(model)
 print(peak(lambda: None))
 print(peak(lambda: model(x)))
-stream_weights(model, units, torch.device("cpu"), {BUDGET})
+stream_weights(model, groups, torch.device("cpu"), {BUDGET})
 model(x)  # ends while it streams
 """
 

@@ -1,4 +1,4 @@
-"""When a model's units are used."""
+"""When a model's groups are used."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class Log:
     def __init__(self) -> None:
         self.events: list[str] = []
 
-    def forward_begins(self, unit: WeightGroup) -> None:
-        self.events.append(f"begin {unit.name}")
+    def forward_begins(self, group: WeightGroup) -> None:
+        self.events.append(f"begin {group.name}")
 
-    def forward_ended(self, unit: WeightGroup) -> None:
-        self.events.append(f"end {unit.name}")
+    def forward_ended(self, group: WeightGroup) -> None:
+        self.events.append(f"end {group.name}")
 
-    def backward_begins(self, unit: WeightGroup) -> None:
-        self.events.append(f"backward {unit.name}")
+    def backward_begins(self, group: WeightGroup) -> None:
+        self.events.append(f"backward {group.name}")
 
     def taken(self) -> list[str]:
         events, self.events = self.events, []
@@ -46,7 +46,7 @@ def listened(model: Blocks) -> tuple[Log, Log]:
 WORDS = torch.arange(5)
 
 
-def test_units_begin_and_end_in_forward_and_begin_once_in_each_backward() -> None:
+def test_groups_begin_and_end_in_forward_and_begin_once_in_each_backward() -> None:
     model = Blocks(blocks=2)
     log, other = listened(model)
     loss = model(WORDS).sum()

@@ -1,36 +1,36 @@
-"""The units in which weights move."""
+"""The groups in which weights move."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
-from lockstep.offload.weights import WeightGroup, enclosing_units, find_weight_groups
+from lockstep.offload.weights import WeightGroup, enclosing_groups, find_weight_groups
 from tests.offload.models import Blocks
 
 
-def names(units: list[WeightGroup]) -> list[str]:
-    return [unit.name for unit in units]
+def names(groups: list[WeightGroup]) -> list[str]:
+    return [group.name for group in groups]
 
 
-def test_blocks_and_the_modules_around_them_are_units_in_order_of_registration() -> None:
+def test_blocks_and_the_modules_around_them_are_groups_in_order_of_registration() -> None:
     model = Blocks(blocks=2)
-    units = find_weight_groups(model, model.named_blocks())
-    assert names(units) == ["embedding", "blocks.0", "blocks.1", "head"]
-    assert list(units[1].tensors) == [
+    groups = find_weight_groups(model, model.named_blocks())
+    assert names(groups) == ["embedding", "blocks.0", "blocks.1", "head"]
+    assert list(groups[1].tensors) == [
         "blocks.0.0.weight",
         "blocks.0.0.bias",
         "blocks.0.1.weight",
         "blocks.0.1.bias",
     ]
-    assert units[1].modules == [model.blocks[0]]
-    assert [unit.nbytes for unit in units] == [
+    assert groups[1].modules == [model.blocks[0]]
+    assert [group.nbytes for group in groups] == [
         sum(p.nbytes for p in module.parameters())
         for module in (model.embedding, model.blocks[0], model.blocks[1], model.head)
     ]
 
 
-def test_every_parameter_and_buffer_is_in_exactly_one_unit() -> None:
+def test_every_parameter_and_buffer_is_in_exactly_one_group() -> None:
     class Odd(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -43,50 +43,52 @@ def test_every_parameter_and_buffer_is_in_exactly_one_unit() -> None:
             self.weighted = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
 
     model = Odd()
-    units = find_weight_groups(model, {})
-    tensors = [tensor for unit in units for tensor in unit.tensors.values()]
+    groups = find_weight_groups(model, {})
+    tensors = [tensor for group in groups for tensor in group.tensors.values()]
     everything = [*model.parameters(), *model.buffers()]
     assert sorted(map(id, tensors)) == sorted(map(id, everything))
-    found = {full: tensor for unit in units for full, tensor in unit.tensors.items()}
+    found = {full: tensor for group in groups for full, tensor in group.tensors.items()}
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     assert {full: id(tensor) for full, tensor in found.items()} == {full: id(t) for full, t in state.items()}
     # Lists are never called, so theirs belong to the model; attention and the encoder layer use inner weights.
-    assert names(units)[:3] == ["", "norms.a", "norms.b.0"]
-    assert {"scale", "list.0", "list.1"} == set(units[0].tensors)
-    assert "attention" in names(units) and "attention.out_proj" not in names(units)
-    assert "encoder" in names(units) and "encoder.linear1" not in names(units)
+    assert names(groups)[:3] == ["", "norms.a", "norms.b.0"]
+    assert {"scale", "list.0", "list.1"} == set(groups[0].tensors)
+    assert "attention" in names(groups) and "attention.out_proj" not in names(groups)
+    assert "encoder" in names(groups) and "encoder.linear1" not in names(groups)
 
 
-def test_units_that_share_a_tensor_become_one() -> None:
+def test_groups_that_share_a_tensor_become_one() -> None:
     model = Blocks(blocks=2)
     model.head.weight = model.embedding.weight
-    units = find_weight_groups(model, model.named_blocks())
-    assert names(units) == ["embedding", "blocks.0", "blocks.1"]
-    assert units[0].modules == [model.embedding, model.head]
-    assert list(units[0].tensors) == ["embedding.weight", "head.bias"]
-    assert units[0].nbytes == model.embedding.weight.nbytes + model.head.bias.nbytes
+    groups = find_weight_groups(model, model.named_blocks())
+    assert names(groups) == ["embedding", "blocks.0", "blocks.1"]
+    assert groups[0].modules == [model.embedding, model.head]
+    assert list(groups[0].tensors) == ["embedding.weight", "head.bias"]
+    assert groups[0].nbytes == model.embedding.weight.nbytes + model.head.bias.nbytes
     model.blocks[1][1].weight = model.blocks[0][1].weight
-    units = find_weight_groups(model, model.named_blocks())
-    assert names(units) == ["embedding", "blocks.0"]
-    assert units[1].modules == list(model.blocks) and len(units[1].tensors) == 7
+    groups = find_weight_groups(model, model.named_blocks())
+    assert names(groups) == ["embedding", "blocks.0"]
+    assert groups[1].modules == list(model.blocks) and len(groups[1].tensors) == 7
 
 
-def test_a_module_that_is_used_twice_is_one_unit() -> None:
+def test_a_module_that_is_used_twice_is_one_group() -> None:
     layer = nn.Linear(2, 2)
     model = nn.Sequential(layer, nn.ReLU(), layer)
-    assert [(unit.name, unit.modules) for unit in find_weight_groups(model, {"0": layer})] == [("0", [layer])]
+    assert [(group.name, group.modules) for group in find_weight_groups(model, {"0": layer})] == [
+        ("0", [layer])
+    ]
 
 
-def test_tensors_that_are_not_wanted_are_left_out_and_units_without_any_too() -> None:
+def test_tensors_that_are_not_wanted_are_left_out_and_groups_without_any_too() -> None:
     model = Blocks(blocks=2)
-    units = find_weight_groups(model, model.named_blocks(), lambda name: name.endswith("1.weight"))
-    assert [list(unit.tensors) for unit in units] == [["blocks.0.1.weight"], ["blocks.1.1.weight"]]
-    assert units[0].nbytes == model.blocks[0][1].weight.nbytes
+    groups = find_weight_groups(model, model.named_blocks(), lambda name: name.endswith("1.weight"))
+    assert [list(group.tensors) for group in groups] == [["blocks.0.1.weight"], ["blocks.1.1.weight"]]
+    assert groups[0].nbytes == model.blocks[0][1].weight.nbytes
     assert find_weight_groups(model, {}, lambda name: False) == []
 
 
-def test_units_around_others_are_those_whose_modules_hold_theirs() -> None:
+def test_groups_around_others_are_those_whose_modules_hold_theirs() -> None:
     model = Blocks(blocks=1)
     model.token = nn.Parameter(torch.zeros(3))
-    root, embedding, block, head = units = find_weight_groups(model, model.named_blocks())
-    assert enclosing_units(units) == {root: [], embedding: [root], block: [root], head: [root]}
+    root, embedding, block, head = groups = find_weight_groups(model, model.named_blocks())
+    assert enclosing_groups(groups) == {root: [], embedding: [root], block: [root], head: [root]}

@@ -121,17 +121,17 @@ def test_tensors_in_memory_are_left_alone() -> None:
 def test_a_truncated_file_is_an_error_before_it_is_touched(numbers) -> None:
     path, _ = numbers
     tensor = map_file(path)
-    of_unit = Pages([tensor])
+    of_group = Pages([tensor])
     of_start = Pages([tensor[: 8 * PAGE]])
     os.truncate(path, 8 * PAGE)
     with pytest.raises(OffloadError, match=f"{8 * PAGE} bytes.* {64 * PAGE}"):
-        of_unit.populate()
+        of_group.populate()
     of_start.populate()
     replacement = path.with_suffix(".new")
     replacement.write_bytes(b"x")
     os.replace(replacement, path)
     # Now the file has no name, so that its size is not known: the kernel tells.
-    expect_refusal(OffloadError, "Bad address", of_unit.populate)
+    expect_refusal(OffloadError, "Bad address", of_group.populate)
 
 
 def test_a_file_that_is_truncated_while_it_is_read_is_named_as_such(numbers) -> None:
@@ -168,15 +168,15 @@ def test_populating_stops_between_pieces(tmp_path: Path) -> None:
 def test_a_mover_moves_what_is_mapped_and_finds_what_has_changed(tmp_path: Path) -> None:
     model = Blocks(blocks=2)
     in_memory = find_weight_groups(model, model.named_blocks())
-    assert [MappedMover(in_memory).nbytes(unit) for unit in in_memory] == [0] * 4
+    assert [MappedMover(in_memory).nbytes(group) for group in in_memory] == [0] * 4
     expected = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     map_weights(model, tmp_path / "weights")
-    units = find_weight_groups(model, model.named_blocks())
-    mover = MappedMover(units)
-    block, weight = units[1], model.blocks[0][1].weight
+    groups = find_weight_groups(model, model.named_blocks())
+    mover = MappedMover(groups)
+    block, weight = groups[1], model.blocks[0][1].weight
     assert block.nbytes <= mover.nbytes(block) < block.nbytes + 2 * PAGE
-    for unit in units:
-        assert mover.release(unit)
+    for group in groups:
+        assert mover.release(group)
     mover.load(block)
     assert resident_bytes(weight) >= weight.nbytes
     mover.release(block)
@@ -232,8 +232,8 @@ def test_pages_outlive_a_parameter_that_was_replaced(tmp_path: Path) -> None:
     """Their addresses are advised later, and must not be somebody else's by then."""
     model = Blocks(blocks=1)
     map_weights(model, tmp_path / "weights")
-    units = find_weight_groups(model, model.named_blocks())
-    mover = MappedMover(units)
+    groups = find_weight_groups(model, model.named_blocks())
+    mover = MappedMover(groups)
     address = model.head.weight.data_ptr()
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()

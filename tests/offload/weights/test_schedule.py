@@ -1,4 +1,4 @@
-"""Which unit is loaded next, and which is let go."""
+"""Which group is loaded next, and which is let go."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from lockstep.offload.weights import Successors, choose_ahead, choose_urgent
 from tests.marks import examples
 
-Trace = Sequence[tuple[int, bool]]  # unit, and whether in backward
+Trace = Sequence[tuple[int, bool]]  # group, and whether in backward
 
 
 def forward(n: int) -> Trace:
-    return [(unit, False) for unit in range(n)]
+    return [(group, False) for group in range(n)]
 
 
 def training(n: int) -> Trace:
-    return [*forward(n), *((unit, True) for unit in reversed(range(n)))]
+    return [*forward(n), *((group, True) for group in reversed(range(n)))]
 
 
 class Memory:
@@ -33,30 +33,30 @@ class Memory:
         self.unused: set[int] = set()
         self.loads = self.urgent = 0
 
-    def use(self, unit: int, in_backward: bool) -> None:
-        self.successors.learn(unit, in_backward)
+    def use(self, group: int, in_backward: bool) -> None:
+        self.successors.learn(group, in_backward)
         coming = 2 * len(self.sizes) + 1
-        if unit not in self.loaded:
+        if group not in self.loaded:
             self.urgent += 1
             choice = choose_urgent(
-                unit, self.sizes, self.budget, self.loaded, [], self.successors.coming(coming)
+                group, self.sizes, self.budget, self.loaded, [], self.successors.coming(coming)
             )
-            assert choice is not None and choice.load == unit
+            assert choice is not None and choice.load == group
             self._carry_out(choice, held=())
-        self.unused.discard(unit)
+        self.unused.discard(group)
         for _ in range(3 * len(self.sizes)):  # more than a choice for each is a cycle
             choice = choose_ahead(
                 self.sizes,
                 self.budget,
                 self.loaded,
                 self.unused,
-                [unit],
+                [group],
                 self.successors.coming(coming),
                 self.ahead,
             )
             if choice is None:
                 return
-            self._carry_out(choice, held=(unit,))
+            self._carry_out(choice, held=(group,))
         pytest.fail("choices go round")
 
     def _carry_out(self, choice, held) -> None:
@@ -72,48 +72,48 @@ class Memory:
     def run(self, trace: Trace) -> tuple[int, int]:
         """(loads, of these urgent ones)."""
         loads, urgent = self.loads, self.urgent
-        for unit, in_backward in trace:
-            self.use(unit, in_backward)
-            assert unit in self.loaded
+        for group, in_backward in trace:
+            self.use(group, in_backward)
+            assert group in self.loaded
         return self.loads - loads, self.urgent - urgent
 
 
-def test_before_anything_is_learnt_units_follow_in_order_of_registration() -> None:
+def test_before_anything_is_learnt_groups_follow_in_order_of_registration() -> None:
     successors = Successors("abcd")
     assert list(successors.coming(3)) == ["a", "b", "c"]
     successors.learn("b")
     assert list(successors.coming(5)) == ["c", "d", "a", "b", "c"]
 
 
-def test_before_a_backward_is_learnt_units_follow_in_reverse_order_and_then_the_next_forward() -> None:
+def test_before_a_backward_is_learnt_groups_follow_in_reverse_order_and_then_the_next_forward() -> None:
     successors = Successors("abcd")
-    for unit in "abcd":
-        successors.learn(unit)
+    for group in "abcd":
+        successors.learn(group)
     successors.learn("d", in_backward=True)
     assert list(successors.coming(3)) == ["c", "b", "a"]
     successors.learn("c", in_backward=True)
     assert list(successors.coming(5)) == ["b", "a", "b", "c", "d"]
 
 
-def test_what_was_seen_last_after_two_units_is_expected_again() -> None:
+def test_what_was_seen_last_after_two_groups_is_expected_again() -> None:
     successors = Successors("abcd")
-    for unit in "adbadcadb":
-        successors.learn(unit)
+    for group in "adbadcadb":
+        successors.learn(group)
     # after (d, b) came a; after (b, a) d; after (a, d) last b
     assert list(islice(successors.coming(9), 5)) == ["a", "d", "b", "a", "d"]
 
 
 def test_training_is_foreseen_from_the_second_step_on() -> None:
     successors = Successors(range(4))
-    for unit, in_backward in [*training(4), *training(4)]:
-        successors.learn(unit, in_backward)
+    for group, in_backward in [*training(4), *training(4)]:
+        successors.learn(group, in_backward)
     assert list(successors.coming(6)) == [1, 2, 3, 2, 1, 0]
 
 
-def test_uses_of_one_unit_one_after_the_other_are_one() -> None:
+def test_uses_of_one_group_one_after_the_other_are_one() -> None:
     successors = Successors("ab")
-    for unit in "aaabbbaaabbb":
-        successors.learn(unit)
+    for group in "aaabbbaaabbb":
+        successors.learn(group)
     assert list(successors.coming(3)) == ["a", "b", "a"]
 
 
@@ -149,7 +149,7 @@ def test_with_room_for_one_each_use_loads() -> None:
     assert memory.run(list(forward(5)) * 2) == (10, 10)
 
 
-def test_units_that_are_not_used_any_more_make_room() -> None:
+def test_groups_that_are_not_used_any_more_make_room() -> None:
     memory = Memory(dict.fromkeys(range(6), 1), budget=4, ahead=1)
     memory.run(forward(6))
     some = [(0, False), (1, False), (2, False)]
@@ -157,14 +157,14 @@ def test_units_that_are_not_used_any_more_make_room() -> None:
     assert memory.run(some * 3) == (0, 0)
 
 
-def test_nothing_is_let_go_for_a_unit_that_is_used_later() -> None:
+def test_nothing_is_let_go_for_a_group_that_is_used_later() -> None:
     sizes = dict.fromkeys("abc", 1)
     assert choose_ahead(sizes, 2, {"a", "b"}, set(), ["a"], "bcab", ahead=2) is None
     choice = choose_ahead(sizes, 2, {"a", "b"}, set(), ["a"], "cabc", ahead=2)
     assert choice is not None and (choice.load, choice.evict) == ("c", ("b",))
 
 
-def test_not_more_units_are_loaded_ahead_than_asked_for() -> None:
+def test_not_more_groups_are_loaded_ahead_than_asked_for() -> None:
     sizes = dict.fromkeys("abcd", 1)
     assert choose_ahead(sizes, 4, {"a", "b", "c"}, {"b", "c"}, ["a"], "bcda", ahead=2) is None
     choice = choose_ahead(sizes, 4, {"a", "b", "c"}, {"b", "c"}, ["a"], "bcda", ahead=3)
@@ -181,10 +181,10 @@ def test_no_choice_is_made_where_what_is_held_leaves_no_room() -> None:
 
 @examples(100)
 @given(st.data())
-def test_any_use_finds_its_unit_within_the_budget(data: st.DataObject) -> None:
-    """Memory checks after each choice: the budget, that no unit in use goes, that no choices go round."""
+def test_any_use_finds_its_group_within_the_budget(data: st.DataObject) -> None:
+    """Memory checks after each choice: the budget, that no group in use goes, that no choices go round."""
     n = data.draw(st.integers(1, 8))
-    sizes = {unit: data.draw(st.integers(0, 5)) for unit in range(n)}
+    sizes = {group: data.draw(st.integers(0, 5)) for group in range(n)}
     budget = data.draw(st.integers(max(sizes.values()), sum(sizes.values()) + 1))
     memory = Memory(sizes, budget, data.draw(st.integers(0, 4)))
     trace = data.draw(st.lists(st.tuples(st.integers(0, n - 1), st.booleans()), max_size=30))

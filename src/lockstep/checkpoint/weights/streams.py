@@ -95,11 +95,11 @@ SLAB_BYTES = 8 << 20
 CASTABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """Dtypes that a conversion changes. Eight bits and fewer come with scales of their own, and stay."""
 
-Region = tuple[tuple[int, ...], tuple[int, ...]]
+TensorBox = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and lengths, by dimension."""
 
 
-def slabs(shape: tuple[int, ...], limit: int) -> Iterator[Region]:
+def slabs(shape: tuple[int, ...], limit: int) -> Iterator[TensorBox]:
     """Boxes of at most ``limit`` elements that together are a tensor of this shape, in the order of its elements."""
     if not math.prod(shape):
         return
@@ -118,7 +118,7 @@ def slabs(shape: tuple[int, ...], limit: int) -> Iterator[Region]:
             yield offsets, (*(1 for _ in before), min(step, shape[dim] - start), *rest)
 
 
-def overlap(box: Region, piece: ChunkMetadata) -> Region | None:
+def overlap(box: TensorBox, piece: ChunkMetadata) -> TensorBox | None:
     """What of a tensor is both in the box and in the piece."""
     starts = tuple(map(max, box[0], piece.offsets))
     ends = [
@@ -173,7 +173,7 @@ class PiecedTensors:
                 _cast(slab[:count], cast[:count], name)
             yield elements_of(cast[:count])
 
-    def _fill(self, slab: torch.Tensor, name: str, box: Region) -> None:
+    def _fill(self, slab: torch.Tensor, name: str, box: TensorBox) -> None:
         """Read what of a tensor is in the box."""
         filled = 0
         for piece in self.index[name].pieces:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lockstep.compat.checkpoints.reader import ForeignReader, Piece
+from lockstep.compat.checkpoints.reader import FilePart, ForeignReader
 from lockstep.compat.checkpoints.tensors import StoredTensor
 
 METADATA = ".metadata"
@@ -30,7 +30,7 @@ class DcpChunk:
 
     offsets: ChunkSizes
     sizes: ChunkSizes
-    piece: Piece
+    piece: FilePart
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def _index(index: Any) -> tuple[str, ChunkSizes | None]:
     return index.get("fqn"), None if offset is None else _sizes(offset)
 
 
-def _piece(info: Any, prefix: str) -> Piece:
+def _piece(info: Any, prefix: str) -> FilePart:
     if not _is(info, _STORAGE_INFO):
         raise ValueError("a place that is not in a file")
     file, start, length = info.get("relative_path"), info.get("offset"), info.get("length")
@@ -114,7 +114,7 @@ def _sizes(value: object) -> ChunkSizes:
     return value
 
 
-def _entry(key: Any, about: Any, pieces: dict[Any, Piece], paths: dict[str, Any]) -> DcpEntry:
+def _entry(key: Any, about: Any, pieces: dict[Any, FilePart], paths: dict[str, Any]) -> DcpEntry:
     path = paths.get(key, (key,))
     path = (path,) if isinstance(path, str) else tuple(path)
     if (

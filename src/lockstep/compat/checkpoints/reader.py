@@ -16,7 +16,7 @@ from lockstep.compat.checkpoints.tensors import MalformedError, MappedFile, Scra
 from lockstep.errors import CheckpointError
 
 MAX_OPEN = 64
-Piece = tuple[str, int, int]  # name, start, length
+FilePart = tuple[str, int, int]  # name, start, length
 
 
 class ForeignReader:
@@ -34,7 +34,7 @@ class ForeignReader:
         """The values of pickled files."""
         return self.read_pieces([(name, 0, -1) for name in names])
 
-    def read_pieces(self, pieces: Sequence[Piece]) -> list[object]:
+    def read_pieces(self, pieces: Sequence[FilePart]) -> list[object]:
         """The values of parts of files; the length -1 reaches to the end."""
         names = list(dict.fromkeys(name for name, _, _ in pieces))
         values: dict[int, Any] = {}
@@ -44,7 +44,7 @@ class ForeignReader:
             values.update(zip(mine, self._read_batch(list(mine.values())), strict=True))
         return [values[i] for i in range(len(pieces))]
 
-    def _read_batch(self, pieces: list[Piece]) -> list[object]:
+    def _read_batch(self, pieces: list[FilePart]) -> list[object]:
         descriptors: dict[str, int] = {}
         try:
             for name, _, _ in pieces:

@@ -162,8 +162,8 @@ def attach(
     devices = {placement.execution for placement in placements} | {main}
     if streamed:
         names = {name for placement in streamed for name in placement.ref.names}
-        units = find_weight_groups(model, _blocks(model, undivided), names.__contains__)
-        weights.stream_weights(model, units, main, room)
+        groups = find_weight_groups(model, _blocks(model, undivided), names.__contains__)
+        weights.stream_weights(model, groups, main, room)
         for module, _ in (holder for placement in streamed for holder in placement.ref.holders):
             module.__dict__[OFFLOADED] = True
     if len(devices) > 1 or always_cross or (streamed and main != CPU):

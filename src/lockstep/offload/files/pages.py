@@ -119,7 +119,7 @@ class Pages:
 
 @dataclass(frozen=True)
 class _Span:
-    """Addresses in one mapping, all of them of a unit's tensors."""
+    """Addresses in one mapping, all of them of a group's tensors."""
 
     start: int
     end: int

@@ -27,16 +27,16 @@ HOOK_READS_NOTHING = "reads_no_parameter"
 
 def offload_step(
     optimizer: Optimizer,
-    units: Sequence[WeightGroup],
+    groups: Sequence[WeightGroup],
     folder: Path | None = None,
     delayed: bool = False,
     device: torch.device = _CPU,
     copies: Copies | None = None,
 ) -> OffloadedStep:
-    """Let ``optimizer.step()`` return at once and step unit by unit in the background; ``close`` undoes it.
+    """Let ``optimizer.step()`` return at once and step group by group in the background; ``close`` undoes it.
 
     The optimizer stays the object it is; its class becomes a subclass of the same name. What reads its state, or
-    reads or loads that of the units' modules, waits for the step.
+    reads or loads that of the groups' modules, waits for the step.
 
     Raises:
         UsageError: ``optimizer.step`` was replaced; or see ``OffloadedStep``.
@@ -47,9 +47,9 @@ def offload_step(
             f"The step of this {type(optimizer).__name__} is offloaded already. Prepare each optimizer once."
         )
     _refuse_replaced_step(optimizer)
-    offloaded = OffloadedStep(optimizer, units, folder, delayed, device, copies)
+    offloaded = OffloadedStep(optimizer, groups, folder, delayed, device, copies)
     wait, before_load = WaitHook(offloaded.finish), WaitHook(offloaded.before_load)
-    modules = {id(module): module for unit in units for root in unit.modules for module in root.modules()}
+    modules = {id(module): module for group in groups for root in group.modules for module in root.modules()}
     for module in modules.values():
         offloaded.at_close(module.register_state_dict_pre_hook(wait).remove)
         offloaded.at_close(module.register_load_state_dict_pre_hook(before_load).remove)

@@ -1,8 +1,8 @@
 """The optimizer's step, block by block in the background, while the next forward runs.
 
-``optimizer.step()`` returns at once. A worker steps the units in the order of the forward, and the forward of a unit
-waits for the step of that unit. State that lives in files is read before and written after each unit, so that host
-memory holds that of three units at most. Every kernel is the user's optimizer's own, so that results are the same to
+``optimizer.step()`` returns at once. A worker steps the groups in the order of the forward, and the forward of a group
+waits for the step of that group. State that lives in files is read before and written after each group, so that host
+memory holds that of three groups at most. Every kernel is the user's optimizer's own, so that results are the same to
 the last bit.
 
 Reference: Rajbhandari et al., ZeRO-Infinity, SC 2021; Ren et al., ZeRO-Offload, USENIX ATC 2021 (delayed update).
@@ -36,14 +36,14 @@ _STRAYS_AT_ONCE = 64 << 20
 
 
 class OffloadedStep:
-    """Steps an optimizer unit by unit in the background. A ``UnitListener``; see ``offload_step``.
+    """Steps an optimizer group by group in the background. A ``GroupListener``; see ``offload_step``.
 
-    Parameters that no unit has are stepped before ``step`` returns, as nobody says when they are needed. So is the
+    Parameters that no group has are stepped before ``step`` returns, as nobody says when they are needed. So is the
     whole of an optimizer that does not treat every parameter by itself.
 
     Args:
         optimizer: Whose parameters and state are stepped.
-        units: In the order of the forward; several may share a parameter.
+        groups: In the order of the forward; several may share a parameter.
         folder: Where state as large as its parameter is kept; None keeps it in host memory.
         delayed: A step shows in the parameters only at the next one, so that the forward waits for nothing: forward and
             backward are made with the parameters of the step before. What reads parameters on the whole, and
@@ -60,7 +60,7 @@ class OffloadedStep:
     def __init__(
         self,
         optimizer: Optimizer,
-        units: Sequence[WeightGroup],
+        groups: Sequence[WeightGroup],
         folder: Path | None = None,
         delayed: bool = False,
         device: torch.device = _CPU,
@@ -71,11 +71,11 @@ class OffloadedStep:
         self._optimizer = optimizer
         self._class = type(optimizer)
         self._delayed = delayed
-        self._units = list(units)
-        self._units_of: dict[int, list[WeightGroup]] = {}
-        for unit in units:
-            for tensor in unit.tensors.values():
-                self._units_of.setdefault(id(tensor), []).append(unit)
+        self._groups = list(groups)
+        self._groups_of: dict[int, list[WeightGroup]] = {}
+        for group in groups:
+            for tensor in group.tensors.values():
+                self._groups_of.setdefault(id(tensor), []).append(group)
         why = why_not_separable(self._class, optimizer.param_groups)
         self.is_blockwise = why is None
         self._check(why, folder, delayed, copies is not None)
@@ -168,11 +168,11 @@ class OffloadedStep:
                 if parameter.grad is not None:
                     is_read_until(parameter.grad, item.shown)
         for entry in entries:
-            units = self._units_of.get(id(entry.parameter), [])
-            for unit in units:
-                waited = self._waits_for.setdefault(id(unit), [])
-                # What several units share is stepped with the first of them, for which the others wait.
-                if (item := items[id(units[0])]) not in waited:
+            groups = self._groups_of.get(id(entry.parameter), [])
+            for group in groups:
+                waited = self._waits_for.setdefault(id(group), [])
+                # What several groups share is stepped with the first of them, for which the others wait.
+                if (item := items[id(groups[0])]) not in waited:
                     waited.append(item)
         self._forget_changed()
         self._last = run
@@ -180,7 +180,7 @@ class OffloadedStep:
         self._wait(strays)
 
     def _read_early(self) -> None:
-        """Begin to read the state of the units that are stepped first, while backward computes."""
+        """Begin to read the state of the groups that are stepped first, while backward computes."""
         last = self._last
         if self._work.files is None or last is None or not last.over.is_set() or self._threads.early:
             return
@@ -193,13 +193,13 @@ class OffloadedStep:
             self._threads.forget_early()
 
     def _items(self, entries: list[KernelEntry]) -> tuple[list[StepItem], dict[int, StepItem]]:
-        """Parameters without a unit, a few at a time, and the others by their (first) unit, in order."""
+        """Parameters without a group, a few at a time, and the others by their (first) group, in order."""
         strays: list[StepItem] = []
         room = 0
-        by_unit: dict[int, list[KernelEntry]] = {}
+        by_group: dict[int, list[KernelEntry]] = {}
         for entry in entries:
-            if units := self._units_of.get(id(entry.parameter)):
-                by_unit.setdefault(id(units[0]), []).append(entry)
+            if groups := self._groups_of.get(id(entry.parameter)):
+                by_group.setdefault(id(groups[0]), []).append(entry)
                 continue
             nbytes = entry.value.numel() * entry.value.element_size()
             if not strays or room < nbytes:
@@ -207,8 +207,8 @@ class OffloadedStep:
                 room = _STRAYS_AT_ONCE
             strays[-1].entries.append(entry)
             room -= nbytes
-        ordered = [unit for unit in self._units if id(unit) in by_unit]
-        return strays, {id(unit): StepItem(unit.name, by_unit[id(unit)]) for unit in ordered}
+        ordered = [group for group in self._groups if id(group) in by_group]
+        return strays, {id(group): StepItem(group.name, by_group[id(group)]) for group in ordered}
 
     def _wait(self, items: Sequence[StepItem]) -> None:
         for item in items:
@@ -227,7 +227,7 @@ class OffloadedStep:
             raise self._broken from self._run.error
 
     def wait(self) -> None:
-        """Until all units are stepped.
+        """Until all groups are stepped.
 
         Raises:
             OffloadError: The step failed.
@@ -274,36 +274,36 @@ class OffloadedStep:
         """Whether parameters of a device are stepped in host memory."""
         return self._work.host is not None
 
-    def forward_begins(self, unit: WeightGroup) -> None:
-        """Wait until ``unit`` is stepped.
+    def forward_begins(self, group: WeightGroup) -> None:
+        """Wait until ``group`` is stepped.
 
         Raises:
             OffloadError: Its step failed.
         """
         if not self._delayed:
-            self._wait(self._waits_for.get(id(unit), ()))
+            self._wait(self._waits_for.get(id(group), ()))
 
-    def forward_ended(self, unit: WeightGroup) -> None:
+    def forward_ended(self, group: WeightGroup) -> None:
         """Nothing to do."""
 
-    def backward_begins(self, unit: WeightGroup) -> None:
-        """Before new gradients of ``unit`` may take the place of those that a delayed step still reads, wait for it.
+    def backward_begins(self, group: WeightGroup) -> None:
+        """Before new gradients of ``group`` may take the place of those that a delayed step still reads, wait for it.
 
         Raises:
             OffloadError: Its step failed.
         """
-        self._wait(self._waits_for.get(id(unit), ()))
+        self._wait(self._waits_for.get(id(group), ()))
         self._read_early()
 
-    def ready(self, unit: WeightGroup) -> None:
-        """For other threads: until ``unit`` is stepped, or has failed to be, which ``forward_begins`` then raises."""
+    def ready(self, group: WeightGroup) -> None:
+        """For other threads: until ``group`` is stepped, or has failed to be, which ``forward_begins`` then raises."""
         if not self._delayed:
-            for item in self._waits_for.get(id(unit), ()):
+            for item in self._waits_for.get(id(group), ()):
                 item.shown.wait()
 
-    def ready_in_place(self, unit: WeightGroup) -> None:
+    def ready_in_place(self, group: WeightGroup) -> None:
         """``ready`` for who brings the pages of mapped parameters. A step that has not begun uses these pages."""
-        for item in self._waits_for.get(id(unit), ()):
+        for item in self._waits_for.get(id(group), ()):
             if not item.leave_in_place():
                 item.shown.wait()
 

@@ -15,7 +15,7 @@ else:
             "attach": ["listen", "stop_streaming", "stream_weights", "streamer_of"],
             "device.mover": ["DeviceMover"],
             "device.working": ["Slots"],
-            "groups": ["enclosing_units", "find_weight_groups", "WeightGroup"],
+            "groups": ["enclosing_groups", "find_weight_groups", "WeightGroup"],
             "mover": ["least_budget", "MappedMover"],
             "schedule": ["choose_ahead", "choose_urgent", "Successors"],
             "streamer": ["Streamer"],

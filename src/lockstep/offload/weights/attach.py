@@ -1,4 +1,4 @@
-"""Stream a model's weights while it runs: hooks on its modules tell a streamer, and others, when a unit is used."""
+"""Stream a model's weights while it runs: hooks on its modules tell a streamer, and others, when a group is used."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from lockstep.torch_internals import modules as torch_modules
 from lockstep.torch_internals import tensors as torch_tensors
 
 
-class UnitListener(Protocol):
-    """What is told of a unit's use, in the thread that computes.
+class GroupListener(Protocol):
+    """What is told of a group's use, in the thread that computes.
 
-    Begins and ends are nested as modules are, and a unit of several modules may begin while it is in use.
+    Begins and ends are nested as modules are, and a group of several modules may begin while it is in use.
     An exception in ``forward_begins`` or ``backward_begins`` ends the forward or backward pass.
     """
 
-    def forward_begins(self, unit: WeightGroup) -> None: ...
+    def forward_begins(self, group: WeightGroup) -> None: ...
 
-    def forward_ended(self, unit: WeightGroup) -> None:
+    def forward_ended(self, group: WeightGroup) -> None:
         """Also after an exception in the forward pass, even if it was raised before ``forward_begins``."""
 
-    def backward_begins(self, unit: WeightGroup) -> None:
-        """Gradients of the unit's outputs are known; once for each forward in each backward."""
+    def backward_begins(self, group: WeightGroup) -> None:
+        """Gradients of the group's outputs are known; once for each forward in each backward."""
 
 
 class RemovableHandles:
@@ -57,17 +57,17 @@ class RemovableHandles:
 
 
 def listen(
-    model: nn.Module, units: Sequence[WeightGroup], listeners: Sequence[UnitListener]
+    model: nn.Module, groups: Sequence[WeightGroup], listeners: Sequence[GroupListener]
 ) -> RemovableHandles:
-    """Tell ``listeners``, in their order, when the forward or backward of a unit begins or has ended.
+    """Tell ``listeners``, in their order, when the forward or backward of a group begins or has ended.
 
     The hooks run before and after all others, are not compiled by torch.compile, and a copy of the model
     (deepcopy, pickle) has none that do anything.
     """
     handles = []
-    for unit in units:
-        begin, end = _Begin(unit, tuple(listeners)), _End(unit, tuple(listeners))
-        for module in unit.modules:
+    for group in groups:
+        begin, end = _Begin(group, tuple(listeners)), _End(group, tuple(listeners))
+        for module in group.modules:
             handles.append(module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True))
             handles.append(module.register_forward_hook(end, with_kwargs=True, always_call=True))
     return RemovableHandles(handles)
@@ -95,23 +95,23 @@ def _uncompiled() -> Callable[..., None]:
     return torch.compiler.disable(lambda hook, *args: hook.run(*args))
 
 
-class _UnitHook(StreamingHook):
-    def __init__(self, unit: WeightGroup, listeners: tuple[UnitListener, ...]) -> None:
+class _GroupHook(StreamingHook):
+    def __init__(self, group: WeightGroup, listeners: tuple[GroupListener, ...]) -> None:
         super().__init__()
-        self._unit = unit
+        self._group = group
         self._listeners = listeners
 
 
-class _Begin(_UnitHook):
+class _Begin(_GroupHook):
     def run(self, *args: object) -> None:
         for listener in self._listeners:
-            listener.forward_begins(self._unit)
+            listener.forward_begins(self._group)
 
 
-class _End(_UnitHook):
+class _End(_GroupHook):
     def run(self, *args: object) -> None:
         for listener in self._listeners:
-            listener.forward_ended(self._unit)
+            listener.forward_ended(self._group)
         if torch.is_grad_enabled():
             outputs = [leaf for leaf in leaves(args[-1]).values() if isinstance(leaf, torch.Tensor)]
             outputs = [output for output in outputs if output.requires_grad]
@@ -120,17 +120,17 @@ class _End(_UnitHook):
 
     def _backward(self, gradient: torch.Tensor) -> None:
         for listener in self._listeners:
-            listener.backward_begins(self._unit)
+            listener.backward_begins(self._group)
 
 
 class Edits:
-    """What ``model`` consists of when this is made: all its modules, and the parameters of ``units``."""
+    """What ``model`` consists of when this is made: all its modules, and the parameters of ``groups``."""
 
-    def __init__(self, model: nn.Module, units: Sequence[WeightGroup]) -> None:
+    def __init__(self, model: nn.Module, groups: Sequence[WeightGroup]) -> None:
         # Not the modules that hold them, among which is the model: nothing here shall keep it.
         self._modules: list[_Place] = []
         self._parameters: list[_Place] = []
-        streamed = {id(tensor) for unit in units for tensor in unit.tensors.values()}
+        streamed = {id(tensor) for group in groups for tensor in group.tensors.values()}
         for name, module in model.named_modules():
             prefix = f"{name}." if name else ""
             for key, child in torch_modules.children_of(module).items():
@@ -160,23 +160,23 @@ _Place = tuple[dict[str, object], str, object, str]
 
 def stream_weights(
     model: nn.Module,
-    units: Sequence[WeightGroup],
+    groups: Sequence[WeightGroup],
     device: torch.device,
     budget: int | None = None,
     ahead: int = 2,
-    listeners: Sequence[UnitListener] = (),
+    listeners: Sequence[GroupListener] = (),
     ready: Callable[[WeightGroup], None] | None = None,
 ) -> Streamer:
-    """Load the weights of ``units`` before they are used on ``device``, and let them go when others need the room.
+    """Load the weights of ``groups`` before they are used on ``device``, and let them go when others need the room.
 
     On a CPU these are weights that are memory-mapped from files, and other weights stay where they are.
 
     Args:
-        budget: Most bytes of weights that are loaded at once. None: room for the unit in use and ``ahead`` + 1 others
+        budget: Most bytes of weights that are loaded at once. None: room for the group in use and ``ahead`` + 1 others
             as large as the largest.
-        ahead: So many units are loaded before they are used.
-        listeners: Told of each unit's use before it is loaded.
-        ready: Called in the background before a unit is loaded: returns when no step is still to change it.
+        ahead: So many groups are loaded before they are used.
+        listeners: Told of each group's use before it is loaded.
+        ready: Called in the background before a group is loaded: returns when no step is still to change it.
 
     Raises:
         OffloadError: The budget is less than what is used at once.
@@ -192,14 +192,14 @@ def stream_weights(
     if ahead < 0 or (budget is not None and budget < 0):
         raise OffloadError(f"ahead={ahead} and budget={budget} must not be negative. Leave them out.")
     if device.type == "cpu":
-        mapped = MappedMover(units)
-        streamer = _streamer(units, mapped, budget, ahead, ready, in_place=True)
+        mapped = MappedMover(groups)
+        streamer = _streamer(groups, mapped, budget, ahead, ready, in_place=True)
         told, check = [*listeners, streamer], mapped.check
     else:
-        streamer, told, check = _to_device(units, device, budget, ahead, listeners, ready)
-    hooks = listen(model, units, told)
+        streamer, told, check = _to_device(groups, device, budget, ahead, listeners, ready)
+    hooks = listen(model, groups, told)
     # Before all other hooks, since it was registered last.
-    root = _PassBegins(streamer, Edits(model, units), check)
+    root = _PassBegins(streamer, Edits(model, groups), check)
     hooks.add(model.register_forward_pre_hook(root, prepend=True, with_kwargs=True))
     model.__dict__.update(_streamer=streamer, _streamer_hooks=hooks)
     return streamer
@@ -223,7 +223,7 @@ def stop_streaming(model: nn.Module) -> None:
 
 
 def _streamer(
-    units: Sequence[WeightGroup],
+    groups: Sequence[WeightGroup],
     mover: Mover,
     budget: int | None,
     ahead: int,
@@ -231,30 +231,30 @@ def _streamer(
     in_place: bool,
 ) -> Streamer:
     if budget is None:
-        largest = max(map(mover.nbytes, units), default=0)
-        budget = least_budget(units, mover.nbytes) + (ahead + 1) * largest
-    return Streamer(units, mover, budget, ahead, ready, in_place)
+        largest = max(map(mover.nbytes, groups), default=0)
+        budget = least_budget(groups, mover.nbytes) + (ahead + 1) * largest
+    return Streamer(groups, mover, budget, ahead, ready, in_place)
 
 
 def _to_device(
-    units: Sequence[WeightGroup],
+    groups: Sequence[WeightGroup],
     device: torch.device,
     budget: int | None,
     ahead: int,
-    listeners: Sequence[UnitListener],
+    listeners: Sequence[GroupListener],
     ready: Callable[[WeightGroup], None] | None,
-) -> tuple[Streamer, list[UnitListener], Callable[[], None]]:
+) -> tuple[Streamer, list[GroupListener], Callable[[], None]]:
     from lockstep.offload.weights.device.mover import DeviceMover  # models on a CPU do without it
 
-    mover = DeviceMover(units, device, ready=ready)
-    streamer = _streamer(units, mover, budget, ahead, ready, in_place=False)
+    mover = DeviceMover(groups, device, ready=ready)
+    streamer = _streamer(groups, mover, budget, ahead, ready, in_place=False)
     mover.slots.budget = streamer.budget
     reference = weakref.ref(streamer)  # the streamer has the mover
 
-    def request(unit: WeightGroup) -> None:
+    def request(group: WeightGroup) -> None:
         found = reference()
         if found is not None:
-            found.use(unit, in_backward=True)
+            found.use(group, in_backward=True)
 
     def flush() -> None:
         if not torch_autograd.is_in_backward():  # otherwise backward computes a forward once more

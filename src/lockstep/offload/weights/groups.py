@@ -1,4 +1,4 @@
-"""The units in which weights move: blocks, and the modules outside of them."""
+"""The groups in which weights move: blocks, and the modules outside of them."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ class WeightGroup:
 def find_weight_groups(
     model: nn.Module, blocks: Mapping[str, nn.Module], wanted: Callable[[str], bool] = lambda name: True
 ) -> list[WeightGroup]:
-    """The units of ``model``, in order of registration; every wanted tensor is in exactly one.
+    """The groups of ``model``, in order of registration; every wanted tensor is in exactly one.
 
-    Outside of ``blocks`` (name -> module) each module that has tensors of its own is a unit, and a module of
+    Outside of ``blocks`` (name -> module) each module that has tensors of its own is a group, and a module of
     torch.nn that may use its children's weights itself (MultiheadAttention) is one as a whole. Tensors of
-    modules that are never called (ParameterList) belong to the module around them. Units that share a tensor
+    modules that are never called (ParameterList) belong to the module around them. Groups that share a tensor
     become one.
 
     Args:
-        wanted: Called with a tensor's full name: whether it belongs to a unit. Units without tensors are
+        wanted: Called with a tensor's full name: whether it belongs to a group. Groups without tensors are
             left out.
     """
     found: list[WeightGroup] = []
@@ -70,22 +70,22 @@ def find_weight_groups(
         owners.update((id(tensor), merged) for tensor in merged.tensors.values())
         found.append(merged)
     order = {id(module): position for position, module in enumerate(model.modules())}
-    return sorted(found, key=lambda unit: min(order[id(module)] for module in unit.modules))
+    return sorted(found, key=lambda group: min(order[id(module)] for module in group.modules))
 
 
-def enclosing_units(units: Sequence[WeightGroup]) -> dict[WeightGroup, list[WeightGroup]]:
-    """For each unit, the others in whose modules its modules are: these are in use at the same time."""
+def enclosing_groups(groups: Sequence[WeightGroup]) -> dict[WeightGroup, list[WeightGroup]]:
+    """For each group, the others in whose modules its modules are: these are in use at the same time."""
     owners: dict[int, list[WeightGroup]] = {}
-    for unit in units:
-        for module in unit.modules:
-            owners.setdefault(id(module), []).append(unit)
-    found: dict[WeightGroup, dict[WeightGroup, None]] = {unit: {} for unit in units}
-    for outer in units:
+    for group in groups:
+        for module in group.modules:
+            owners.setdefault(id(module), []).append(group)
+    found: dict[WeightGroup, dict[WeightGroup, None]] = {group: {} for group in groups}
+    for outer in groups:
         for inner in (inner for module in outer.modules for inner in module.modules()):
-            for unit in owners.get(id(inner), ()):
-                if unit is not outer:
-                    found[unit][outer] = None
-    return {unit: list(outer) for unit, outer in found.items()}
+            for group in owners.get(id(inner), ()):
+                if group is not outer:
+                    found[group][outer] = None
+    return {group: list(outer) for group, outer in found.items()}
 
 
 def _parts(

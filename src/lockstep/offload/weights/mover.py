@@ -1,4 +1,4 @@
-"""What brings the weights of units, and how much room it needs. On a CPU: weights that are mapped from files."""
+"""What brings the weights of groups, and how much room it needs. On a CPU: weights that are mapped from files."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ import torch
 
 from lockstep.errors import OffloadError, UsageError
 from lockstep.offload.files.pages import FileMapping, Pages, file_mappings
-from lockstep.offload.weights.groups import WeightGroup, enclosing_units
+from lockstep.offload.weights.groups import WeightGroup, enclosing_groups
 from lockstep.torch_internals import tensors as torch_tensors
 
 
 class Mover(Protocol):
-    """Brings the weights of a unit to where they are used, and lets them go."""
+    """Brings the weights of a group to where they are used, and lets them go."""
 
-    def nbytes(self, unit: WeightGroup) -> int:
-        """Bytes of the budget that the unit takes while it is loaded; always the same number."""
+    def nbytes(self, group: WeightGroup) -> int:
+        """Bytes of the budget that the group takes while it is loaded; always the same number."""
 
-    def load(self, unit: WeightGroup) -> None:
-        """Bring the unit's weights. Called in the background thread."""
+    def load(self, group: WeightGroup) -> None:
+        """Bring the group's weights. Called in the background thread."""
 
-    def bind(self, unit: WeightGroup) -> None:
+    def bind(self, group: WeightGroup) -> None:
         """Make the model use what was loaded. Called in the computing thread before every use."""
 
-    def release(self, unit: WeightGroup) -> bool:
+    def release(self, group: WeightGroup) -> bool:
         """Let the loaded weights go. Called in the background thread.
 
         False: something still uses their memory, and nothing has been changed.
@@ -35,10 +35,10 @@ class Mover(Protocol):
         """Let everything go, and make the model use its weights at rest. Nothing is called after."""
 
 
-def least_budget(units: Sequence[WeightGroup], nbytes: Callable[[WeightGroup], int]) -> int:
-    """Bytes of the units that must be loaded at once: of one with those in whose forward it is used."""
-    outer = enclosing_units(units)
-    return max((nbytes(unit) + sum(map(nbytes, outer[unit])) for unit in units), default=0)
+def least_budget(groups: Sequence[WeightGroup], nbytes: Callable[[WeightGroup], int]) -> int:
+    """Bytes of the groups that must be loaded at once: of one with those in whose forward it is used."""
+    outer = enclosing_groups(groups)
+    return max((nbytes(group) + sum(map(nbytes, outer[group])) for group in groups), default=0)
 
 
 def check_budget(sizes: dict[WeightGroup, int], budget: int) -> None:
@@ -46,44 +46,44 @@ def check_budget(sizes: dict[WeightGroup, int], budget: int) -> None:
     least = least_budget(list(sizes), sizes.__getitem__)
     if least <= budget:
         return
-    outer = enclosing_units(list(sizes))
-    unit = max(sizes, key=lambda unit: sizes[unit] + sum(sizes[one] for one in outer[unit]))
-    besides = "".join(f" and '{one.name}' around it {sizes[one]}" for one in outer[unit] if sizes[one])
+    outer = enclosing_groups(list(sizes))
+    group = max(sizes, key=lambda group: sizes[group] + sum(sizes[one] for one in outer[group]))
+    besides = "".join(f" and '{one.name}' around it {sizes[one]}" for one in outer[group] if sizes[one])
     raise OffloadError(
-        f"The budget for weights is {budget} bytes, but '{unit.name}' takes {sizes[unit]}{besides}. "
+        f"The budget for weights is {budget} bytes, but '{group.name}' takes {sizes[group]}{besides}. "
         f"Give {least} bytes or more, or choose smaller blocks."
     )
 
 
 class MappedMover:
-    """Reads the pages of units' tensors that are mapped from files, and lets them go.
+    """Reads the pages of groups' tensors that are mapped from files, and lets them go.
 
     Tensors that are in memory stay there and take nothing of the budget.
     """
 
-    def __init__(self, units: Sequence[WeightGroup]) -> None:
+    def __init__(self, groups: Sequence[WeightGroup]) -> None:
         mappings = file_mappings()
-        self._pages = {unit: Pages(unit.tensors.values(), mappings) for unit in units}
+        self._pages = {group: Pages(group.tensors.values(), mappings) for group in groups}
         # Buffers may be written to: BatchNorm's statistics are.
         self._weights = [
             _MappedWeight(name, tensor, mappings)
-            for unit in units
-            for name, tensor in unit.tensors.items()
+            for group in groups
+            for name, tensor in group.tensors.items()
             if isinstance(tensor, torch.nn.Parameter) and not hasattr(tensor, "__tensor_flatten__")
         ]
         self._stopped = False
 
-    def nbytes(self, unit: WeightGroup) -> int:
-        return self._pages[unit].nbytes
+    def nbytes(self, group: WeightGroup) -> int:
+        return self._pages[group].nbytes
 
-    def load(self, unit: WeightGroup) -> None:
-        self._pages[unit].populate(lambda: self._stopped)
+    def load(self, group: WeightGroup) -> None:
+        self._pages[group].populate(lambda: self._stopped)
 
-    def bind(self, unit: WeightGroup) -> None:
-        self._pages[unit].check()
+    def bind(self, group: WeightGroup) -> None:
+        self._pages[group].check()
 
-    def release(self, unit: WeightGroup) -> bool:
-        self._pages[unit].drop()
+    def release(self, group: WeightGroup) -> bool:
+        self._pages[group].drop()
         return True
 
     def stop(self) -> None:

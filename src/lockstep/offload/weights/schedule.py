@@ -1,4 +1,4 @@
-"""Which unit to load next, and which to let go for it. Nothing here has effects.
+"""Which group to load next, and which to let go for it. Nothing here has effects.
 
 The order of use is learnt; what is let go is what will be used last (L. A. Belady, A study of replacement
 algorithms for a virtual-storage computer, 1966), and a load begins as early as it does no harm (P. Cao,
@@ -11,36 +11,36 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-UnitT = TypeVar("UnitT")
+GroupT = TypeVar("GroupT")
 
 _NEVER = 1 << 30
 
 
-class Successors(Generic[UnitT]):
-    """Which unit follows which pair of units that were used one after the other, as was seen last."""
+class Successors(Generic[GroupT]):
+    """Which group follows which pair of groups that were used one after the other, as was seen last."""
 
-    def __init__(self, units: Sequence[UnitT]) -> None:
-        self._order = list(units)
-        self._position = {unit: index for index, unit in enumerate(units)}
-        self._after_pair: dict[tuple[UnitT | None, UnitT], UnitT] = {}
-        self._after_one: dict[UnitT, UnitT] = {}
-        self._previous: UnitT | None = None
-        self._current: UnitT | None = None
+    def __init__(self, groups: Sequence[GroupT]) -> None:
+        self._order = list(groups)
+        self._position = {group: index for index, group in enumerate(groups)}
+        self._after_pair: dict[tuple[GroupT | None, GroupT], GroupT] = {}
+        self._after_one: dict[GroupT, GroupT] = {}
+        self._previous: GroupT | None = None
+        self._current: GroupT | None = None
         self._in_backward = False
 
-    def learn(self, unit: UnitT, in_backward: bool = False) -> None:
-        """``unit`` is used now."""
+    def learn(self, group: GroupT, in_backward: bool = False) -> None:
+        """``group`` is used now."""
         self._in_backward = in_backward
-        if unit == self._current:
+        if group == self._current:
             return
         if self._current is not None:
-            self._after_pair[self._previous, self._current] = unit
+            self._after_pair[self._previous, self._current] = group
             if not in_backward:
-                self._after_one[self._current] = unit
-        self._previous, self._current = self._current, unit
+                self._after_one[self._current] = group
+        self._previous, self._current = self._current, group
 
-    def coming(self, n: int) -> Iterator[UnitT]:
-        """The ``n`` units that will probably be used next, one after the other.
+    def coming(self, n: int) -> Iterator[GroupT]:
+        """The ``n`` groups that will probably be used next, one after the other.
 
         What was never seen follows the order of registration: around in forward, back in backward.
         """
@@ -54,93 +54,93 @@ class Successors(Generic[UnitT]):
                 following = self._after_one.get(current)
             if following is None:
                 position = self._position[current]
-                in_backward = in_backward and position > 0  # after the first unit's comes the next forward
+                in_backward = in_backward and position > 0  # after the first group's comes the next forward
                 following = self._order[(position + (-1 if in_backward else 1)) % len(self._order)]
             yield following
             previous, current = current, following
 
 
 @dataclass(frozen=True)
-class Choice(Generic[UnitT]):
+class Choice(Generic[GroupT]):
     """What to load, and what to let go before."""
 
-    load: UnitT
-    evict: tuple[UnitT, ...]
+    load: GroupT
+    evict: tuple[GroupT, ...]
 
 
 def choose_urgent(
-    unit: UnitT,
-    sizes: Mapping[UnitT, int],
+    group: GroupT,
+    sizes: Mapping[GroupT, int],
     budget: int,
-    loaded: Collection[UnitT],
-    held: Collection[UnitT],
-    coming: Iterable[UnitT],
-) -> Choice[UnitT] | None:
-    """How to load ``unit``, which is needed now. None: what is ``held`` leaves no room for it."""
-    missing = sizes[unit] + sum(sizes[one] for one in loaded) - budget
+    loaded: Collection[GroupT],
+    held: Collection[GroupT],
+    coming: Iterable[GroupT],
+) -> Choice[GroupT] | None:
+    """How to load ``group``, which is needed now. None: what is ``held`` leaves no room for it."""
+    missing = sizes[group] + sum(sizes[one] for one in loaded) - budget
     if missing <= 0:
-        return Choice(unit, ())
+        return Choice(group, ())
     evictable = set(loaded).difference(held)
-    return _evicting(unit, missing, sizes, _next_uses(evictable, coming))
+    return _evicting(group, missing, sizes, _next_uses(evictable, coming))
 
 
 def choose_ahead(
-    sizes: Mapping[UnitT, int],
+    sizes: Mapping[GroupT, int],
     budget: int,
-    loaded: Collection[UnitT],
-    unused: Collection[UnitT],
-    held: Collection[UnitT],
-    coming: Iterable[UnitT],
+    loaded: Collection[GroupT],
+    unused: Collection[GroupT],
+    held: Collection[GroupT],
+    coming: Iterable[GroupT],
     ahead: int,
-) -> Choice[UnitT] | None:
+) -> Choice[GroupT] | None:
     """What to load before it is needed: the first of ``coming`` that isn't ``loaded``. None: nothing now.
 
-    Not while ``ahead`` units that come before it are loaded and ``unused``; and nothing that is used sooner is let go
+    Not while ``ahead`` groups that come before it are loaded and ``unused``; and nothing that is used sooner is let go
     for it, nor what is ``held``.
     """
     if not ahead or len(loaded) == len(sizes):
         return None
-    # Along the chain of coming uses up to the first unit that is missing.
-    waiting: set[UnitT] = set()
-    seen: dict[UnitT, int] = {}
+    # Along the chain of coming uses up to the first group that is missing.
+    waiting: set[GroupT] = set()
+    seen: dict[GroupT, int] = {}
     chain = enumerate(coming)
-    for position, unit in chain:
-        if unit not in loaded:
+    for position, group in chain:
+        if group not in loaded:
             break
-        seen.setdefault(unit, position)
-        if unit in unused:
-            waiting.add(unit)
+        seen.setdefault(group, position)
+        if group in unused:
+            waiting.add(group)
             if len(waiting) >= ahead:
                 return None
     else:
         return None
-    missing = sizes[unit] + sum(sizes[one] for one in loaded) - budget
+    missing = sizes[group] + sum(sizes[one] for one in loaded) - budget
     if missing <= 0:
-        return Choice(unit, ())
-    later = set(loaded).difference(held, seen)  # what is used before the unit stays
-    # The rest of the chain: only uses behind that of the unit count.
-    return _evicting(unit, missing, sizes, _next_uses(later, (one for _, one in chain)))
+        return Choice(group, ())
+    later = set(loaded).difference(held, seen)  # what is used before the group stays
+    # The rest of the chain: only uses behind that of the group count.
+    return _evicting(group, missing, sizes, _next_uses(later, (one for _, one in chain)))
 
 
-def _next_uses(units: set[UnitT], coming: Iterable[UnitT]) -> dict[UnitT, int]:
-    """How far each of ``units`` is from its next use, as far as can be seen."""
-    found: dict[UnitT, int] = {}
-    for position, unit in enumerate(coming):
-        if len(found) == len(units):
+def _next_uses(groups: set[GroupT], coming: Iterable[GroupT]) -> dict[GroupT, int]:
+    """How far each of ``groups`` is from its next use, as far as can be seen."""
+    found: dict[GroupT, int] = {}
+    for position, group in enumerate(coming):
+        if len(found) == len(groups):
             break
-        if unit in units:
-            found.setdefault(unit, position)
-    return {unit: found.get(unit, _NEVER) for unit in units}
+        if group in groups:
+            found.setdefault(group, position)
+    return {group: found.get(group, _NEVER) for group in groups}
 
 
 def _evicting(
-    unit: UnitT, missing: int, sizes: Mapping[UnitT, int], next_uses: Mapping[UnitT, int]
-) -> Choice[UnitT] | None:
+    group: GroupT, missing: int, sizes: Mapping[GroupT, int], next_uses: Mapping[GroupT, int]
+) -> Choice[GroupT] | None:
     evicted = []
     for candidate in sorted(next_uses, key=next_uses.__getitem__, reverse=True):
         if sizes[candidate]:
             evicted.append(candidate)
             missing -= sizes[candidate]
             if missing <= 0:
-                return Choice(unit, tuple(evicted))
+                return Choice(group, tuple(evicted))
     return None

@@ -1,4 +1,4 @@
-"""Loads units in a background thread before they are used, within a budget of bytes."""
+"""Loads groups in a background thread before they are used, within a budget of bytes."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ class Counters:
 
     loads: int = 0
     bytes_loaded: int = 0
-    urgent_loads: int = 0  # that were not foreseen: they began when the unit was needed
+    urgent_loads: int = 0  # that were not foreseen: they began when the group was needed
     waited_s: float = 0.0  # how long computing threads waited for loads, foreseen or not
     peak_bytes: int = 0  # most that was loaded at once
 
 
 class Streamer:
-    """Loads units before they are used, and lets those go that will be used last, within ``budget`` bytes.
+    """Loads groups before they are used, and lets those go that will be used last, within ``budget`` bytes.
 
-    It is told by ``forward_begins``, ``forward_ended`` and ``backward_begins`` (a ``UnitListener``) what is used, and
+    It is told by ``forward_begins``, ``forward_ended`` and ``backward_begins`` (a ``GroupListener``) what is used, and
     learns the order from that. What it foresees wrongly costs time, nothing else.
 
     Args:
-        units: In order of registration.
+        groups: In order of registration.
         mover: Brings them.
         budget: Most bytes that are loaded at once, as ``mover.nbytes`` counts them.
-        ahead: So many units are loaded before they are used.
-        ready: Called in the background thread before a unit is loaded: returns when its weights at rest are those
+        ahead: So many groups are loaded before they are used.
+        ready: Called in the background thread before a group is loaded: returns when its weights at rest are those
             to be used.
         in_place: Weights are used where they are at rest: the mover is not needed for right results.
 
@@ -49,24 +49,24 @@ class Streamer:
 
     def __init__(
         self,
-        units: Sequence[WeightGroup],
+        groups: Sequence[WeightGroup],
         mover: Mover,
         budget: int,
         ahead: int = 2,
         ready: Callable[[WeightGroup], None] | None = None,
         in_place: bool = False,
     ) -> None:
-        self.units = tuple(units)
+        self.groups = tuple(groups)
         self.mover = mover
         self.budget = budget
         self.ahead = ahead
         self.counters = Counters()
         self._ready = ready
         self._in_place = in_place
-        self._sizes = {unit: mover.nbytes(unit) for unit in self.units}
+        self._sizes = {group: mover.nbytes(group) for group in self.groups}
         check_budget(self._sizes, budget)
-        self._successors = Successors(self.units)
-        self._horizon = min(2 * len(self.units) + 1, _HORIZON)
+        self._successors = Successors(self.groups)
+        self._horizon = min(2 * len(self.groups) + 1, _HORIZON)
         self._loaded: set[WeightGroup] = set()
         self._unused: set[WeightGroup] = set()  # loaded ahead, and not used since
         self._busy: set[WeightGroup] = set()  # could not be let go when last tried
@@ -81,22 +81,22 @@ class Streamer:
 
     # -- told by the model's hooks, in the computing thread ----------------------------------------------
 
-    def forward_begins(self, unit: WeightGroup) -> None:
+    def forward_begins(self, group: WeightGroup) -> None:
         with self._changed:
-            self._in_use.setdefault(threading.get_ident(), []).append(unit)
-        self.use(unit)
+            self._in_use.setdefault(threading.get_ident(), []).append(group)
+        self.use(group)
 
-    def forward_ended(self, unit: WeightGroup) -> None:
+    def forward_ended(self, group: WeightGroup) -> None:
         with self._changed:
             used = self._in_use.get(threading.get_ident(), [])
-            if unit in used:  # not so where an exception came before forward_begins
-                # The use that began last: the same unit may be in use several times.
+            if group in used:  # not so where an exception came before forward_begins
+                # The use that began last: the same group may be in use several times.
                 used.reverse()
-                used.remove(unit)
+                used.remove(group)
                 used.reverse()
 
-    def backward_begins(self, unit: WeightGroup) -> None:
-        self.use(unit, in_backward=True)
+    def backward_begins(self, group: WeightGroup) -> None:
+        self.use(group, in_backward=True)
 
     def pass_begins(self) -> None:
         """The whole model's forward begins: nothing is in use by this thread, whatever an interrupt left behind."""
@@ -105,8 +105,8 @@ class Streamer:
 
     # ----------------------------------------------------------------------------------------------------
 
-    def use(self, unit: WeightGroup, in_backward: bool = False) -> None:
-        """Have ``unit`` loaded and bound. It stays so at least until another unit is used.
+    def use(self, group: WeightGroup, in_backward: bool = False) -> None:
+        """Have ``group`` loaded and bound. It stays so at least until another group is used.
 
         Raises:
             OffloadError: it could not be loaded, or what is in use leaves no room for it.
@@ -114,31 +114,31 @@ class Streamer:
         if self.background.ended or self._is_elsewhere():
             return
         with self._changed:
-            self._successors.learn(unit, in_backward)
-            self._current = unit
+            self._successors.learn(group, in_backward)
+            self._current = group
             # What could not be let go before may have become free.
             self._busy.clear()
-            if not self._is_there(unit):
-                self._wait_for(unit)
-            self._unused.discard(unit)
-            if len(self._loaded) < len(self.units):
+            if not self._is_there(group):
+                self._wait_for(group)
+            self._unused.discard(group)
+            if len(self._loaded) < len(self.groups):
                 self.background.wake()
             if self.background.ended:
                 return
-        self.mover.bind(unit)
+        self.mover.bind(group)
 
     def finish(self) -> None:
         """Wait until everything is loaded that can be for now.
 
         Raises:
-            Exception: whatever went wrong with units that were not used since.
+            Exception: whatever went wrong with groups that were not used since.
         """
         if not self.background.ended and not self._is_elsewhere():
             self.background.wake()
             self.background.wait_until_idle()
             with self._changed:
-                for unit in self._failed:
-                    raise self._failed.pop(unit)
+                for group in self._failed:
+                    raise self._failed.pop(group)
 
     def close(self) -> None:
         """End the background thread and let go what is loaded; may be called again."""
@@ -166,7 +166,7 @@ class Streamer:
         while (choice := self._next_choice()) is not None:
             try:
                 self._carry_out(choice)
-            except BaseException as error:  # raised in the computing thread, where the unit is used
+            except BaseException as error:  # raised in the computing thread, where the group is used
                 with self._changed:
                     self._failed[choice.load] = error
                     self._moving.difference_update((choice.load, *choice.evict))
@@ -184,14 +184,14 @@ class Streamer:
 
     def _choose(self) -> Choice[WeightGroup] | None:
         held = self._busy | self._moving
-        held.update(unit for used in self._in_use.values() for unit in used)
-        for unit in self._wanted:
-            if unit not in self._loaded and unit not in self._moving and unit not in self._failed:
-                choice = choose_urgent(unit, self._sizes, self.budget, self._loaded, held, self._coming())
+        held.update(group for used in self._in_use.values() for group in used)
+        for group in self._wanted:
+            if group not in self._loaded and group not in self._moving and group not in self._failed:
+                choice = choose_urgent(group, self._sizes, self.budget, self._loaded, held, self._coming())
                 if choice is not None:
                     self.counters.urgent_loads += 1
                     return choice
-                self._failed[unit] = self._no_room(unit)
+                self._failed[group] = self._no_room(group)
                 self._changed.notify_all()
         # The computing thread raises the error before anything else is loaded ahead.
         if self._failed:
@@ -208,9 +208,9 @@ class Streamer:
 
     def _carry_out(self, choice: Choice[WeightGroup]) -> None:
         room = True
-        for unit in choice.evict:
-            released = room and self.mover.release(unit)
-            self._let_go(unit, released)
+        for group in choice.evict:
+            released = room and self.mover.release(group)
+            self._let_go(group, released)
             if not released:
                 room = False
         if room:
@@ -223,48 +223,48 @@ class Streamer:
                 self._count(choice.load)
             self._changed.notify_all()
 
-    def _let_go(self, unit: WeightGroup, released: bool) -> None:
+    def _let_go(self, group: WeightGroup, released: bool) -> None:
         with self._changed:
-            self._moving.discard(unit)
+            self._moving.discard(group)
             if released:
-                self._loaded.discard(unit)
-                self._unused.discard(unit)
+                self._loaded.discard(group)
+                self._unused.discard(group)
             else:
-                self._busy.add(unit)
+                self._busy.add(group)
             self._changed.notify_all()
 
-    def _count(self, unit: WeightGroup) -> None:
-        self._loaded.add(unit)
-        self._unused.add(unit)
+    def _count(self, group: WeightGroup) -> None:
+        self._loaded.add(group)
+        self._unused.add(group)
         self.counters.loads += 1
-        self.counters.bytes_loaded += self._sizes[unit]
+        self.counters.bytes_loaded += self._sizes[group]
         loaded = sum(self._sizes[one] for one in self._loaded)
         self.counters.peak_bytes = max(self.counters.peak_bytes, loaded)
 
     # -- with the condition held, in the computing thread ------------------------------------------------
 
-    def _wait_for(self, unit: WeightGroup) -> None:
+    def _wait_for(self, group: WeightGroup) -> None:
         started = time.perf_counter()
-        self._wanted.append(unit)
+        self._wanted.append(group)
         self.background.wake()
         try:
             self._changed.wait_for(
-                lambda: self._is_there(unit) or unit in self._failed or self.background.ended
+                lambda: self._is_there(group) or group in self._failed or self.background.ended
             )
         finally:
-            self._wanted.remove(unit)
+            self._wanted.remove(group)
             self.counters.waited_s += time.perf_counter() - started
-        if unit in self._failed:
+        if group in self._failed:
             self.background.wake()  # there may be others to load, and other threads that wait for this one
-            raise self._failed.pop(unit)
+            raise self._failed.pop(group)
 
-    def _is_there(self, unit: WeightGroup) -> bool:
-        return unit in self._loaded and unit not in self._moving
+    def _is_there(self, group: WeightGroup) -> bool:
+        return group in self._loaded and group not in self._moving
 
-    def _no_room(self, unit: WeightGroup) -> OffloadError:
+    def _no_room(self, group: WeightGroup) -> OffloadError:
         taken = sorted(one.name for one in self._loaded)
         return OffloadError(
-            f"'{unit.name}' takes {self._sizes[unit]} bytes, for which the budget of {self.budget} bytes has no "
+            f"'{group.name}' takes {self._sizes[group]} bytes, for which the budget of {self.budget} bytes has no "
             f"room while {', '.join(map(repr, taken))} are in use. Raise the budget, or keep no views of weights."
         )
 

@@ -18,7 +18,7 @@ if not TYPE_CHECKING:
             "layout": ["Layout"],
             "micro_batch": ["Call", "count_for_evaluation", "count_for_training"],
             "options": ["balanced", "rank_of_stage"],
-            "passes": ["Training"],
+            "passes": ["TrainingCall"],
             "plan": ["trace_every_block", "trace_model"],
             "trace": ["Tracer"],
             "traced": ["Traced"],

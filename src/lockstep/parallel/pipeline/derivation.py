@@ -28,8 +28,8 @@ from lockstep.parallel.pipeline.local import LocalStages
 from lockstep.parallel.pipeline.micro_batch import BatchDims, Call, batch_size
 from lockstep.parallel.pipeline.options import PipelineOptions
 from lockstep.parallel.pipeline.passes import Batch, FoundReduction, WhyNot
-from lockstep.parallel.pipeline.plan import Plan, used_arguments
-from lockstep.parallel.pipeline.reduction import Edge, Place, Undecided
+from lockstep.parallel.pipeline.plan import PipelinePlan, used_arguments
+from lockstep.parallel.pipeline.reduction import Edge, TensorPath, Undecided
 from lockstep.parallel.pipeline.rehearsal import Rehearsal, without_chance
 from lockstep.parallel.pipeline.rows import (
     argument_names,
@@ -65,7 +65,7 @@ class Derivation:
         self._kinds: dict[object, dict[tuple[str, str], str]] = {}
         self._left_alone: set[tuple[str, str]] = set()
         self._knows_numbers: set[object] = set()
-        self._moved: tuple[set[Place], set[Edge]] = (set(), set())  # what is decided now
+        self._moved: tuple[set[TensorPath], set[Edge]] = (set(), set())  # what is decided now
         self._settings = Settings(module)
         self.is_new = False  # something was found that nobody has proved
         self.is_rehearsing = False
@@ -236,13 +236,13 @@ class Derivation:
         self.is_new = True
         return FoundReduction(found, is_open, undecided=undecided)
 
-    def _whole_plan(self, plan: Plan) -> Plan:
+    def _whole_plan(self, plan: PipelinePlan) -> PipelinePlan:
         """Of the whole batch as one micro-batch."""
-        whole = Plan.of(plan.whole, plan.whole, 1, plan.dims)
+        whole = PipelinePlan.of(plan.whole, plan.whole, 1, plan.dims)
         whole.build_segments(self._module, self._stages.layout, self._stages.indices)
         return whole
 
-    def _failures(self, rehearsal: Rehearsal, plan: Plan) -> list[tuple[int, str, bool]]:
+    def _failures(self, rehearsal: Rehearsal, plan: PipelinePlan) -> list[tuple[int, str, bool]]:
         """This rank, what its forwards raised first, and whether they raise it of micro-batches alone."""
         own = rehearsal.failures[:1]
         from_ranks = self._stages.tell([isinstance(error, LockstepError) for error in own])

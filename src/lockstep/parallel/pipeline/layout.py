@@ -38,7 +38,7 @@ class Block:
 
 
 @dataclass
-class Part:
+class OutsideModule:
     """A module outside of blocks. ``names``: of its parameters, each under its first name in the model.
 
     ``stages``: those that use it, once known.
@@ -106,12 +106,12 @@ class Layout:
             for key, parameter in torch_modules.parameters_of(module).items()
             if parameter is not None
         ]
-        self.parts: dict[str, Part] = {}
+        self.parts: dict[str, OutsideModule] = {}
         for name, module in _children_of(model, trunk):
             if module not in blocks.values() and next(module.parameters(), None) is not None:
                 copy = copy_without_values(module, dict(memo), keep_buffers=True)
                 names = {self._first[joined_name(name, inner)] for inner, _ in module.named_parameters()}
-                self.parts[name] = Part(copy, list(slots(model, module)), names)
+                self.parts[name] = OutsideModule(copy, list(slots(model, module)), names)
         # Copies of parts have kept their buffers; those of blocks get placeholders for them, too.
         memo |= {id(buffer): self.placeholders.like(buffer) for buffer in model.buffers()}
         self.blocks: dict[str, Block] = {}

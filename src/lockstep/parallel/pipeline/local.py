@@ -15,7 +15,7 @@ from lockstep.parallel.pipeline.gradients import Deposit
 from lockstep.parallel.pipeline.layout import Layout
 from lockstep.parallel.pipeline.micro_batch import Joined
 from lockstep.parallel.pipeline.options import SPLIT_BACKWARD, PipelineOptions, rank_of_stage
-from lockstep.parallel.pipeline.plan import Plan
+from lockstep.parallel.pipeline.plan import PipelinePlan
 from lockstep.parallel.pipeline.stage import Executed, Stage, StageModule
 from lockstep.parallel.pipeline.stage_forward import Pass
 from lockstep.parallel.pipeline.state import ForwardState
@@ -101,14 +101,14 @@ class LocalStages:
             found[name] = groups[tuple(ranks)]
         return found
 
-    def torch_stages(self, plan: Plan, results: int) -> list[Stage]:
+    def torch_stages(self, plan: PipelinePlan, results: int) -> list[Stage]:
         """New records of torch's; ``results``: how many tensors the last stage returns."""
         return [
             Stage(module, stage, plan.traced.cuts, self.device, self.group, self.executed, results)
             for stage, module in self.modules.items()
         ]
 
-    def begin(self, plan: Plan, once: Pass, find: bool = False) -> Pass:
+    def begin(self, plan: PipelinePlan, once: Pass, find: bool = False) -> Pass:
         """The next forwards and backwards are of this batch; ``find``: what they change is to be found."""
         once.state = self.state
         self.state.begin_batch(self.named_modules() if find or self.state.is_used else (), find)

@@ -32,13 +32,13 @@ from lockstep.parallel.pipeline.options import PipelineOptions
 from lockstep.parallel.pipeline.passes import (
     Autocast,
     Batch,
-    Training,
+    TrainingCall,
     evaluate,
     forward_now,
 )
 from lockstep.parallel.pipeline.plan import (
     CallSignature,
-    Plan,
+    PipelinePlan,
     check_same_batch,
     signature,
     trace_model,
@@ -69,7 +69,7 @@ class PipelineModel(ModuleAround):
         self._options = options
         self._local = LocalStages(layout, group, options, device)
         self._callbacks: list[Callable[[], None]] = []
-        self._plans: OrderedDict[CallSignature, Plan] = OrderedDict()
+        self._plans: OrderedDict[CallSignature, PipelinePlan] = OrderedDict()
         self._derivation = Derivation(module, self._local, options)
         self._prove: Callable[..., None] | None = None
         self._calls = 0
@@ -243,7 +243,9 @@ class PipelineModel(ModuleAround):
                         self._local, batch, parameters, reduction, lambda: named("backward")
                     )
                 else:
-                    done, why_not = Training(self._local, batch, self._options, parameters, reduction).run()
+                    done, why_not = TrainingCall(
+                        self._local, batch, self._options, parameters, reduction
+                    ).run()
                 if why_not is None:
                     return done
                 reduction = derivation.another(why_not, batch)
@@ -255,7 +257,7 @@ class PipelineModel(ModuleAround):
                 self._prove(batch.whole.args, batch.whole.kwargs, batch.loss_fn, batch.whole.targets)
         self._derivation.is_new = False
 
-    def _plan(self, call: Call, loss_fn: LossFunction | None, autocast: Autocast) -> Plan:
+    def _plan(self, call: Call, loss_fn: LossFunction | None, autocast: Autocast) -> PipelinePlan:
         local, options = self._local, self._options
         training = torch.is_grad_enabled()
         key = signature(call, loss_fn, training, self.module.training, autocast.state)
@@ -289,11 +291,13 @@ class PipelineModel(ModuleAround):
             except Exception:  # whatever a user's forward raises of so few rows, such as chunk(2) of one
                 if count == counts[-1]:
                     raise
-        if not training and Plan.of(traced, whole, count, dims).has_tensors_without_rows(local.layout):
+        if not training and PipelinePlan.of(traced, whole, count, dims).has_tensors_without_rows(
+            local.layout
+        ):
             traced, count = whole, 1  # put together of one part, they are right
         local.settle(traced.uses, self._callbacks)
         local.named_modules = self._named_modules
-        plan = Plan.of(traced, whole, count, dims)
+        plan = PipelinePlan.of(traced, whole, count, dims)
         plan.build_segments(self.module, local.layout, local.indices)
         self._plans[key] = plan
         if len(self._plans) > PLANS:

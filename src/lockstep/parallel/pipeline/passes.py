@@ -15,7 +15,7 @@ from lockstep.parallel.pipeline.gradients import ParameterGradients, attach, att
 from lockstep.parallel.pipeline.local import LocalStages
 from lockstep.parallel.pipeline.micro_batch import Call, Joined
 from lockstep.parallel.pipeline.options import Outputs, PipelineOptions
-from lockstep.parallel.pipeline.plan import Plan
+from lockstep.parallel.pipeline.plan import PipelinePlan
 from lockstep.parallel.pipeline.reduction import Undecided, denominators, equal
 from lockstep.parallel.pipeline.settings import Settings
 from lockstep.parallel.pipeline.stage import FillDrain, run, torch_schedule
@@ -75,7 +75,7 @@ class Batch:
 
     whole: Call
     parts: list[Call]
-    plan: Plan
+    plan: PipelinePlan
     loss_fn: LossFunction | None
     autocast: Autocast
 
@@ -91,7 +91,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingCall:
     """A training call of a model that returns a loss."""
 
     stages: LocalStages
@@ -147,7 +147,7 @@ class Training:
         return _fill(self.batch.plan.template, results)
 
 
-def _train(call: Training, path: str, scale: float) -> tuple[object, WhyNot | None]:
+def _train(call: TrainingCall, path: str, scale: float) -> tuple[object, WhyNot | None]:
     """A loss that is the mean or the sum of those of micro-batches, in the order of the schedule."""
     stages, batch, plan, reduction = call.stages, call.batch, call.batch.plan, call.reduction
     undecided = reduction.undecided
@@ -213,7 +213,7 @@ def _why_not(
     return "settings" if changed else "undecided" if moved else "rows" if differs else None
 
 
-def _train_whole(call: Training, path: str, scale: float) -> tuple[object, WhyNot | None]:
+def _train_whole(call: TrainingCall, path: str, scale: float) -> tuple[object, WhyNot | None]:
     """A loss that is neither a mean nor a sum of those of micro-batches: all forwards come before all backwards, and
     what comes after the last block is computed on the whole batch."""
     stages, batch, plan, reduction = call.stages, call.batch, call.batch.plan, call.reduction
@@ -256,7 +256,7 @@ def forward_now(
     """All forwards; the backwards run when the loop calls backward on what it makes of the outputs.
 
     Returns:
-        As ``Training.run``.
+        As ``TrainingCall.run``.
     """
     plan, outputs = batch.plan, batch.plan.outputs
     with_gradient = [path for path, kind in outputs.items() if kind.requires_grad]
@@ -349,7 +349,7 @@ def evaluate(stages: LocalStages, batch: Batch, outputs_to: Outputs) -> object:
 
 
 @torch.no_grad()
-def fill_only(stages: LocalStages, plan: Plan, once: Pass, find: bool = False) -> None:
+def fill_only(stages: LocalStages, plan: PipelinePlan, once: Pass, find: bool = False) -> None:
     """All forwards; ``find``: what they change is to be found."""
     if plan.evaluation is None:
         plan.evaluation = FillDrain(

@@ -183,7 +183,7 @@ def _run(
 
 
 @dataclass
-class Plan:
+class PipelinePlan:
     """How a batch of one signature goes through the pipeline."""
 
     traced: Traced
@@ -199,8 +199,8 @@ class Plan:
     segments: dict[int, StageForward] = field(default_factory=dict)
 
     @staticmethod
-    def of(traced: Traced, whole: Traced, micro_batches: int, dims: BatchDims) -> Plan:
-        return Plan(traced, whole, micro_batches, dims, find_loss(traced.output))
+    def of(traced: Traced, whole: Traced, micro_batches: int, dims: BatchDims) -> PipelinePlan:
+        return PipelinePlan(traced, whole, micro_batches, dims, find_loss(traced.output))
 
     @cached_property
     def template(self) -> object:
@@ -263,7 +263,9 @@ class Plan:
 class Tail:
     """What the last stage does after its last block, apart from its blocks, whose outputs are given to it."""
 
-    def __init__(self, model: nn.Module, layout: Layout, plan: Plan, stage: int, local: set[int]) -> None:
+    def __init__(
+        self, model: nn.Module, layout: Layout, plan: PipelinePlan, stage: int, local: set[int]
+    ) -> None:
         self._model = model
         self._plan = plan
         self._own = {name: block.module for name, block in layout.blocks.items() if block.stage == stage}

@@ -145,7 +145,7 @@ def equal(each: Sequence[tuple[list[object], list[Tensor]]]) -> bool:
     return bool(((values == values[0]) | (values != values)).all())
 
 
-Place = tuple[str, str]
+TensorPath = tuple[str, str]
 """(block, path) of a tensor that the last stage's blocks return, or that the stage receives."""
 Edge = tuple[tuple[int, ...], int, str]
 """Of the graph of a loss: the way to a node from the loss, which of its inputs, and the node's name."""
@@ -159,10 +159,10 @@ class Undecided:
     ``is_watched``: whether there is any; the same on all ranks.
     """
 
-    places: dict[Place, bool] = field(default_factory=dict)
+    places: dict[TensorPath, bool] = field(default_factory=dict)
     edges: set[Edge] = field(default_factory=set)
     is_watched: bool = False
-    _seen: dict[Place, list[Tensor]] = field(default_factory=dict)
+    _seen: dict[TensorPath, list[Tensor]] = field(default_factory=dict)
     _flags: list[tuple[Edge, Tensor]] = field(default_factory=list)
 
     def begin(self) -> None:
@@ -194,7 +194,7 @@ class Undecided:
 
         return look
 
-    def moved(self) -> tuple[set[Place], set[Edge]]:
+    def moved(self) -> tuple[set[TensorPath], set[Edge]]:
         """What this batch may decide. Waits for the device."""
         places = {place for place, values in self._seen.items() if _differ(values, self.places[place])}
         edges = {edge for edge, flag in self._flags if bool(flag)}

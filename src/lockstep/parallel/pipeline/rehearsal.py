@@ -18,7 +18,7 @@ from lockstep.parallel.pipeline.errors import mixes_rows, neither_mean_nor_sum
 from lockstep.parallel.pipeline.local import LocalStages
 from lockstep.parallel.pipeline.micro_batch import Call
 from lockstep.parallel.pipeline.passes import Batch, fill_only, nothing
-from lockstep.parallel.pipeline.plan import Plan, Tail
+from lockstep.parallel.pipeline.plan import PipelinePlan, Tail
 from lockstep.parallel.pipeline.reduction import (
     Edge,
     Undecided,
@@ -49,7 +49,7 @@ class Rehearsal:
     failures: list[Exception] = field(default_factory=list)
     undecided: Undecided = field(default_factory=Undecided)
 
-    def run(self, whole_plan: Plan | None, needs_whole: bool) -> None:
+    def run(self, whole_plan: PipelinePlan | None, needs_whole: bool) -> None:
         """``whole_plan``: of the whole batch as one micro-batch, to compare what comes to the last stage. It may take
         too much memory, unless it ``needs_whole`` because something comes there that has no rows.
 
@@ -67,7 +67,7 @@ class Rehearsal:
         once = self._pass(self.batch.parts, self._finish, looks)
         fill_only(self.stages, self.batch.plan, once, find=True)
 
-    def raises_on_whole(self, plan: Plan) -> bool:
+    def raises_on_whole(self, plan: PipelinePlan) -> bool:
         """Whether forwards of this rank's stages raise something of the whole batch too."""
         failures: list[Exception] = []
 

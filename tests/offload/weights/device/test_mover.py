@@ -87,42 +87,42 @@ class Normed(nn.Module):
 
 
 class Eager:
-    """Loads a unit when it is used and lets all others go before: the least that works."""
+    """Loads a group when it is used and lets all others go before: the least that works."""
 
     def __init__(self, mover: DeviceMover) -> None:
         self.mover = mover
         self.loads = 0
         mover.request = self.use
 
-    def use(self, unit: WeightGroup) -> None:
+    def use(self, group: WeightGroup) -> None:
         for other in self.mover._copies:
-            if other is not unit:
+            if other is not group:
                 self.mover.release(other)
         self.loads += 1
-        self.mover.load(unit)
-        self.mover.bind(unit)
+        self.mover.load(group)
+        self.mover.bind(group)
 
     forward_begins = backward_begins = use
 
-    def forward_ended(self, unit: WeightGroup) -> None:
-        self.mover.release(unit)
+    def forward_ended(self, group: WeightGroup) -> None:
+        self.mover.release(group)
 
 
 @contextmanager
 def streamed(
     model: nn.Module, way: str = "streamer", budget: int | None = None, **options: Any
 ) -> Iterator[DeviceMover]:
-    units = find_weight_groups(model, find_blocks(model))
-    mover = DeviceMover(units, CPU, **options)
-    sizes = [mover.nbytes(unit) for unit in units]
+    groups = find_weight_groups(model, find_blocks(model))
+    mover = DeviceMover(groups, CPU, **options)
+    sizes = [mover.nbytes(group) for group in groups]
     mover.slots.budget = budget or 3 * max(sizes)
     assert mover.slots.budget < sum(sizes)
     if way == "eager":
         listener: Any = Eager(mover)
     else:
-        listener = Streamer(units, mover, mover.slots.budget, ahead=1)
+        listener = Streamer(groups, mover, mover.slots.budget, ahead=1)
         mover.request = functools.partial(listener.use, in_backward=True)
-    handles = listen(model, units, [mover, listener])
+    handles = listen(model, groups, [mover, listener])
     host_tensors = {name: id(value) for name, value in model.named_parameters()}
     try:
         yield mover
@@ -430,13 +430,13 @@ def test_the_memory_of_a_view_that_somebody_holds_is_not_used_for_another_block(
     )
     with streamed(model, "eager") as mover, torch.no_grad():
         model(tokens())
-        unit = next(u for u in mover._copies if u.name == "layers.0")
-        assert mover.release(unit) is False
+        group = next(u for u in mover._copies if u.name == "layers.0")
+        assert mover.release(group) is False
         assert torch.equal(model(tokens(1)), plain(tokens(1)))
         assert torch.equal(views[0], plain.layers[0].up.weight.t())
         handle.remove()
         views.clear()
-        assert mover.release(unit) is True
+        assert mover.release(group) is True
 
 
 def test_what_a_forward_replaces_or_writes_gets_home() -> None:
@@ -491,12 +491,12 @@ def test_an_activation_that_is_changed_before_backward_is_refused_as_torch_does(
 
 def test_a_model_that_is_dropped_is_freed_with_all_that_streamed_it() -> None:
     model = build()
-    units = find_weight_groups(model, find_blocks(model))
-    mover = DeviceMover(units, CPU)
-    handles = listen(model, units, [mover, Eager(mover)])
+    groups = find_weight_groups(model, find_blocks(model))
+    mover = DeviceMover(groups, CPU)
+    handles = listen(model, groups, [mover, Eager(mover)])
     train(model, 1)
     references = [weakref.ref(mover), weakref.ref(model)]
-    del model, units, mover, handles
+    del model, groups, mover, handles
     gc.collect()
     assert [reference() for reference in references] == [None, None]
 

@@ -38,16 +38,16 @@ class Products(nn.Module):
 
 @contextmanager
 def forward_of(model: nn.Module) -> Iterator[tuple[DeviceMover, Any]]:
-    """Within a unit's forward; the weights are let go at its end."""
-    (unit,) = find_weight_groups(model, {"": model})
-    mover = DeviceMover([unit], torch.device("cpu"))
-    mover.forward_begins(unit)
-    mover.load(unit)
-    mover.bind(unit)
-    yield mover, unit
-    mover.forward_ended(unit)
-    assert mover.release(unit) and mover.slots.allocated_bytes == mover.nbytes(unit)
-    mover.slots.take(mover.nbytes(unit)).buffer.fill_(0xFF)  # whoever still reads it reads NaN
+    """Within a group's forward; the weights are let go at its end."""
+    (group,) = find_weight_groups(model, {"": model})
+    mover = DeviceMover([group], torch.device("cpu"))
+    mover.forward_begins(group)
+    mover.load(group)
+    mover.bind(group)
+    yield mover, group
+    mover.forward_ended(group)
+    assert mover.release(group) and mover.slots.allocated_bytes == mover.nbytes(group)
+    mover.slots.take(mover.nbytes(group)).buffer.fill_(0xFF)  # whoever still reads it reads NaN
 
 
 def inputs() -> torch.Tensor:
@@ -58,7 +58,7 @@ def inputs() -> torch.Tensor:
 
 def test_weights_that_are_saved_as_any_view_come_back_in_other_memory() -> None:
     model, plain, x, y = Products(), Products(), inputs(), inputs()
-    with forward_of(model) as (mover, unit):
+    with forward_of(model) as (mover, group):
         result = model(x)
     result.square().sum().backward()
     plain(y).square().sum().backward()
@@ -66,7 +66,7 @@ def test_weights_that_are_saved_as_any_view_come_back_in_other_memory() -> None:
     assert torch.equal(x.grad, y.grad)
     for name, parameter in plain.named_parameters():
         assert torch.equal(model.get_parameter(name).grad, parameter.grad), name
-    assert mover.release(unit)
+    assert mover.release(group)
 
 
 def test_other_tensors_go_to_the_hooks_around_and_the_same_ones_as_without() -> None:

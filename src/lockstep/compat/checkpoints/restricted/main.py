@@ -15,7 +15,7 @@ from typing import Any
 
 from .container import FileSlice, load
 from .jail import lock
-from .nodes import Array, Damaged, Items, Mapping, Record, RefusedFile, Tensor, Word
+from .nodes import Array, Damaged, Items, Mapping, Record, RefusedFile, Tensor, TorchDtype
 
 MAX_DEPTH = 60
 _FREE_UNITS = 200_000
@@ -64,7 +64,7 @@ class Encoder:
                 "data": data,
                 "fortran": value.fortran,
             }
-        if isinstance(value, Word):
+        if isinstance(value, TorchDtype):
             return {"$": "dtype", "value": value.dtype}
         if isinstance(value, Record):
             return {"$": "record", "name": value.name, "state": self.encode(value.state, depth + 1)}

@@ -84,7 +84,7 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Word:
+class TorchDtype:
     """A torch.dtype."""
 
     dtype: str

@@ -20,7 +20,7 @@ from .nodes import (
     Storage,
     Symbol,
     Tensor,
-    Word,
+    TorchDtype,
     is_size,
     needs,
     sizes,
@@ -56,7 +56,7 @@ _ENUMERATIONS = {
 _PATHS = ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
 
 
-def symbol(module: str, name: str) -> Symbol | Word:
+def symbol(module: str, name: str) -> Symbol | TorchDtype:
     """The entry of the list. Raises RefusedFile, by name, for anything else."""
     found = _ALLOWED.get((module, name))
     if found is None:
@@ -112,7 +112,7 @@ def _tensor_v2(arguments: list[Any]) -> Tensor:
 
 
 def _tensor_v3(arguments: list[Any]) -> Tensor:
-    needs("_rebuild_tensor_v3", 7 <= len(arguments) <= 8 and isinstance(arguments[6], Word))
+    needs("_rebuild_tensor_v3", 7 <= len(arguments) <= 8 and isinstance(arguments[6], TorchDtype))
     storage, offset, size, stride = arguments[:4]
     return _tensor("_rebuild_tensor_v3", storage, arguments[6].dtype, offset, size, stride)
 
@@ -222,8 +222,8 @@ def _value(name: str) -> Callable[[list[object]], object]:
 # -------------------------------------------------------------------------------------------------- list
 
 
-def _listed() -> dict[tuple[str, str], Symbol | Word]:
-    found: dict[tuple[str, str], Symbol | Word] = {}
+def _listed() -> dict[tuple[str, str], Symbol | TorchDtype]:
+    found: dict[tuple[str, str], Symbol | TorchDtype] = {}
 
     def add(
         modules: tuple[str, ...], name: str, make: Callable[[list[Any]], object] | None, about: str = ""
@@ -233,7 +233,7 @@ def _listed() -> dict[tuple[str, str], Symbol | Word]:
             found[module, name] = Symbol(full, make or _constant(full), about)
 
     for dtype in ITEM_BYTES:
-        found["torch", dtype] = Word(dtype)
+        found["torch", dtype] = TorchDtype(dtype)
     for legacy, dtype in _LEGACY_STORAGES.items():
         add(("torch", "torch.cuda"), f"{legacy}Storage", None, dtype)
     add(("torch", "torch.storage"), "UntypedStorage", None, "uint8")

@@ -26,9 +26,9 @@ from lockstep.torch_internals import tensors as torch_tensors
 
 @dataclass(frozen=True)
 class SavedView:
-    """A view of a unit's memory, wherever this is."""
+    """A view of a group's memory, wherever this is."""
 
-    unit: WeightGroup
+    group: WeightGroup
     dtype: torch.dtype
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -37,10 +37,10 @@ class SavedView:
     negated: bool
 
     @staticmethod
-    def of(unit: WeightGroup, tensor: torch.Tensor) -> SavedView:
+    def of(group: WeightGroup, tensor: torch.Tensor) -> SavedView:
         offset = int(tensor.storage_offset()) * tensor.element_size()
         return SavedView(
-            unit,
+            group,
             tensor.dtype,
             tuple(tensor.shape),
             tensor.stride(),
@@ -59,7 +59,7 @@ class SavedView:
 class SavedCast:
     """A view of what autocast made of a weight."""
 
-    unit: WeightGroup
+    group: WeightGroup
     working: Working
     dtype: torch.dtype
     size: tuple[int, ...]
@@ -68,17 +68,17 @@ class SavedCast:
 
 
 class SavedWeights(Protocol):
-    """Where the weights of units are."""
+    """Where the weights of groups are."""
 
-    def unit_of_storage(self, storage: int) -> WeightGroup | None: ...
+    def group_of_storage(self, storage: int) -> WeightGroup | None: ...
 
-    def unit_of_parameter(self, tensor: torch.Tensor) -> tuple[WeightGroup, Working] | None: ...
+    def group_of_parameter(self, tensor: torch.Tensor) -> tuple[WeightGroup, Working] | None: ...
 
-    def working_at(self, unit: WeightGroup, offset: int) -> Working:
-        """What has the byte at ``offset`` of the unit's memory."""
+    def working_at(self, group: WeightGroup, offset: int) -> Working:
+        """What has the byte at ``offset`` of the group's memory."""
 
     def view(self, saved: SavedView) -> torch.Tensor:
-        """In the memory that the unit has now; it is loaded if it has none."""
+        """In the memory that the group has now; it is loaded if it has none."""
 
     def cast(self, saved: SavedCast) -> torch.Tensor: ...
 
@@ -91,7 +91,7 @@ def saved_tensors_hooks_of(weights: SavedWeights) -> saved_tensors_hooks:
         saved = _recipe(weights, tensor)
         if saved is not None:
             at = saved if isinstance(saved, SavedCast) else None
-            working = at.working if at is not None else weights.working_at(saved.unit, saved.offset)
+            working = at.working if at is not None else weights.working_at(saved.group, saved.offset)
             return partial(_weight, weights, saved, working, working.version)
         if outer is not None:
             return partial(outer[1], outer[0](tensor))
@@ -118,12 +118,12 @@ def _kept(tensor: torch.Tensor, version: int) -> torch.Tensor:
 def _recipe(weights: SavedWeights, tensor: torch.Tensor) -> SavedView | SavedCast | None:
     if tensor.layout is not torch.strided or not torch_tensors.has_storage(tensor):
         return None
-    unit = weights.unit_of_storage(torch_tensors.storage_key(tensor))
-    if unit is not None:
-        return SavedView.of(unit, tensor)
+    group = weights.group_of_storage(torch_tensors.storage_key(tensor))
+    if group is not None:
+        return SavedView.of(group, tensor)
     base = torch_tensors.base_of(tensor)
     leaf = _cast_parameter(base)
-    found = None if leaf is None else weights.unit_of_parameter(leaf)
+    found = None if leaf is None else weights.group_of_parameter(leaf)
     if found is None or tensor.dtype != base.dtype or not _lies_like(base, found[1]):
         return None
     size, stride = tuple(tensor.shape), tensor.stride()

@@ -26,19 +26,19 @@ from lockstep.torch_internals import autograd as torch_autograd
 
 
 class DeviceMover:
-    """Copies the weights of units into slots on a device, and their gradients back (a ``Mover``).
+    """Copies the weights of groups into slots on a device, and their gradients back (a ``Mover``).
 
     At rest a module has its own parameters and buffers (the host tensors), and so have optimizers and ``state_dict``.
-    While a unit is in use its modules have working ones, whose memory is in a slot. What a forward writes to
+    While a group is in use its modules have working ones, whose memory is in a slot. What a forward writes to
     buffers or parameters gets to the host when it ends. Optimizer steps and in-place changes of host tensors are seen
     at the next use; ones through ``.data`` are not: call ``edited``.
 
-    It is a listener of the units' use, to be told before the streamer that calls ``load``, ``bind`` and
+    It is a listener of the groups' use, to be told before the streamer that calls ``load``, ``bind`` and
     ``release``. Without a streamer it loads by itself what backward asks for.
 
     Args:
         budget: Bytes of the device for slots; None: as many as are asked for.
-        ready: Called before a unit is loaded once more because its host tensors were changed.
+        ready: Called before a group is loaded once more because its host tensors were changed.
 
     Raises:
         UsageError: a weight is no plain tensor in host memory.
@@ -46,7 +46,7 @@ class DeviceMover:
 
     def __init__(
         self,
-        units: Sequence[WeightGroup],
+        groups: Sequence[WeightGroup],
         device: torch.device,
         budget: int | None = None,
         ready: Callable[[WeightGroup], None] | None = None,
@@ -57,17 +57,17 @@ class DeviceMover:
         self.request: Callable[[WeightGroup], None] = self._load_and_bind
         self._ready = ready
         self._staging = Staging(self._to)
-        self._copies = {unit: _UnitCopy(unit, device) for unit in units}
+        self._copies = {group: _GroupCopy(group, device) for group in groups}
         self._by_storage: dict[int, WeightGroup] = {}
         self._by_parameter = {
-            id(working.tensor): (unit, working)
-            for unit, copy in self._copies.items()
+            id(working.tensor): (group, working)
+            for group, copy in self._copies.items()
             for working in copy.working
             if working.is_parameter
         }
         self._by_host_tensor = {id(w.host_tensor): w for copy in self._copies.values() for w in copy.working}
         self._forward = Forwards()
-        self._later: list[_UnitCopy] = []  # to settle after backward
+        self._later: list[_GroupCopy] = []  # to settle after backward
         self._backward = -1  # the number of the graph task at whose end to settle
         self._closed = False
         largest = max((copy.nbytes for copy in self._copies.values()), default=0)
@@ -78,21 +78,21 @@ class DeviceMover:
 
     # -- as a mover --------------------------------------------------------------------------------------
 
-    def nbytes(self, unit: WeightGroup) -> int:
-        return self._copies[unit].nbytes
+    def nbytes(self, group: WeightGroup) -> int:
+        return self._copies[group].nbytes
 
-    def load(self, unit: WeightGroup) -> None:
-        copy = self._copies[unit]
+    def load(self, group: WeightGroup) -> None:
+        copy = self._copies[group]
         with copy.lock, own_mode():
             if copy.slot is None or copy.is_stale:
                 self._fill(copy)
 
-    def bind(self, unit: WeightGroup) -> None:
-        copy = self._copies[unit]
+    def bind(self, group: WeightGroup) -> None:
+        copy = self._copies[group]
         with copy.lock, own_mode():
             if copy.slot is None or copy.is_stale:
                 if self._ready is not None:
-                    self._ready(unit)
+                    self._ready(group)
                 self._fill(copy)
             assert copy.slot is not None
             self._to.follow()
@@ -103,7 +103,7 @@ class DeviceMover:
                     working.use(copy.slot.buffer)
                     working.take_note()
                 copy.is_used = True
-                self._by_storage[copy.slot.storage] = unit
+                self._by_storage[copy.slot.storage] = group
             self._follow_requires_grad(copy)
             copy.places.put_working()
             copy.is_in_place = True
@@ -113,8 +113,8 @@ class DeviceMover:
                 self._later.append(copy)
                 self._settle_after_backward()
 
-    def release(self, unit: WeightGroup) -> bool:
-        copy = self._copies[unit]
+    def release(self, group: WeightGroup) -> bool:
+        copy = self._copies[group]
         with copy.lock, own_mode():
             if copy.slot is None:
                 return True
@@ -138,31 +138,31 @@ class DeviceMover:
 
     # -- as a listener -----------------------------------------------------------------------------------
 
-    def forward_begins(self, unit: WeightGroup) -> None:
+    def forward_begins(self, group: WeightGroup) -> None:
         self._settle_what_failed()
         hooks = saved_tensors_hooks_of(self) if torch.is_grad_enabled() else None
         if hooks is not None:
             hooks.__enter__()
-        self._forward.stack.append((unit, hooks, torch.is_autocast_cache_enabled()))
+        self._forward.stack.append((group, hooks, torch.is_autocast_cache_enabled()))
         torch.set_autocast_cache_enabled(False)  # it would keep a copy of every weight until autocast ends
-        copy = self._copies[unit]
+        copy = self._copies[group]
         with copy.lock:
             copy.depth += 1
 
-    def forward_ended(self, unit: WeightGroup) -> None:
-        if not self._forward.stack or self._forward.stack[-1][0] is not unit:
+    def forward_ended(self, group: WeightGroup) -> None:
+        if not self._forward.stack or self._forward.stack[-1][0] is not group:
             return  # it failed before it had begun
         _, hooks, caches = self._forward.stack.pop()
         torch.set_autocast_cache_enabled(caches)
         if hooks is not None:
             hooks.__exit__(None, None, None)
-        copy = self._copies[unit]
+        copy = self._copies[group]
         with copy.lock, own_mode():
             copy.depth -= 1
             if not copy.depth and not copy.settles_later:
                 self._go_home(copy)
 
-    def backward_begins(self, unit: WeightGroup) -> None:
+    def backward_begins(self, group: WeightGroup) -> None:
         self._settle_after_backward()
 
     # -- of its own --------------------------------------------------------------------------------------
@@ -188,25 +188,25 @@ class DeviceMover:
 
     # -- for what autograd saved -------------------------------------------------------------------------
 
-    def unit_of_storage(self, storage: int) -> WeightGroup | None:
+    def group_of_storage(self, storage: int) -> WeightGroup | None:
         return self._by_storage.get(storage)
 
-    def unit_of_parameter(self, tensor: torch.Tensor) -> tuple[WeightGroup, Working] | None:
+    def group_of_parameter(self, tensor: torch.Tensor) -> tuple[WeightGroup, Working] | None:
         found = self._by_parameter.get(id(tensor))
         return found if found is not None and found[1].tensor is tensor else None
 
-    def working_at(self, unit: WeightGroup, offset: int) -> Working:
-        return next(w for w in reversed(self._copies[unit].working) if w.offset <= offset)
+    def working_at(self, group: WeightGroup, offset: int) -> Working:
+        return next(w for w in reversed(self._copies[group].working) if w.offset <= offset)
 
     def view(self, saved: SavedView) -> torch.Tensor:
         return self._when_used(
-            saved.unit,
+            saved.group,
             lambda buffer: saved.marked(view_of(buffer, saved.dtype, saved.size, saved.stride, saved.offset)),
         )
 
     def cast(self, saved: SavedCast) -> torch.Tensor:
         return self._when_used(
-            saved.unit,
+            saved.group,
             lambda buffer: (
                 saved.working.part_of(buffer)
                 .to(saved.dtype)
@@ -214,25 +214,25 @@ class DeviceMover:
             ),
         )
 
-    def _when_used(self, unit: WeightGroup, take: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """What ``take`` makes of the unit's slot, for which the unit is loaded if it is not."""
-        copy = self._copies[unit]
+    def _when_used(self, group: WeightGroup, take: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """What ``take`` makes of the group's slot, for which the group is loaded if it is not."""
+        copy = self._copies[group]
         # As it is, and once more when it was requested.
         for _ in range(2):
             with copy.lock, own_mode():
                 if copy.slot is not None and copy.is_used:
                     return take(copy.slot.buffer)
             if not self._closed:
-                self.request(unit)
+                self.request(group)
         why = "their streaming has ended" if self._closed else "they do not fit into the budget"
         raise OffloadError(
-            f"Backward needs the weights of '{unit.name}', but {why}. Run backward before stop_streaming(model), "
+            f"Backward needs the weights of '{group.name}', but {why}. Run backward before stop_streaming(model), "
             "or raise the budget."
         )
 
     # -- steps -------------------------------------------------------------------------------------------
 
-    def _fill(self, copy: _UnitCopy) -> None:
+    def _fill(self, copy: _GroupCopy) -> None:
         slot = copy.slot
         if slot is None:
             slot = self.slots.take(copy.nbytes)
@@ -250,7 +250,7 @@ class DeviceMover:
             raise
         copy.slot, copy.copied = slot, self._to.copied()
 
-    def _empty(self, copy: _UnitCopy) -> None:
+    def _empty(self, copy: _GroupCopy) -> None:
         assert copy.slot is not None
         if copy.is_used:
             del self._by_storage[copy.slot.storage]
@@ -260,7 +260,7 @@ class DeviceMover:
         self.slots.give_back(copy.slot, last_use)
         copy.slot, copy.is_used = None, False
 
-    def _go_home(self, copy: _UnitCopy) -> None:
+    def _go_home(self, copy: _GroupCopy) -> None:
         """Give the modules their own tensors, with what was written to the working ones."""
         if not copy.is_in_place:
             return
@@ -285,7 +285,7 @@ class DeviceMover:
             working.edits += 1
         write_back(self._back, written)
 
-    def _follow_requires_grad(self, copy: _UnitCopy) -> None:
+    def _follow_requires_grad(self, copy: _GroupCopy) -> None:
         for working in copy.working:
             if not working.is_parameter:
                 continue
@@ -306,18 +306,18 @@ class DeviceMover:
             self._backward = task
             torch_autograd.at_end_of_backward(AtEnd(self.flush))
 
-    def _load_and_bind(self, unit: WeightGroup) -> None:
-        self.load(unit)
-        self.bind(unit)
+    def _load_and_bind(self, group: WeightGroup) -> None:
+        self.load(group)
+        self.bind(group)
 
 
-class _UnitCopy:
-    """A unit on the device."""
+class _GroupCopy:
+    """A group on the device."""
 
-    def __init__(self, unit: WeightGroup, device: torch.device) -> None:
+    def __init__(self, group: WeightGroup, device: torch.device) -> None:
         self.lock = threading.RLock()
-        self.working, self.nbytes = lay_out(unit, device)
-        self.places = WorkingWeights(unit, {id(working.host_tensor): working for working in self.working})
+        self.working, self.nbytes = lay_out(group, device)
+        self.places = WorkingWeights(group, {id(working.host_tensor): working for working in self.working})
         self.slot: Slot | None = None
         self.copied: Event = None  # the copy that filled the slot
         self.is_used = False  # the working tensors lie in the slot

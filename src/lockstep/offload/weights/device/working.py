@@ -21,7 +21,7 @@ ALIGNMENT = 256
 
 @dataclass(eq=False)
 class Slot:
-    """Bytes of the device that hold one unit at a time."""
+    """Bytes of the device that hold one group at a time."""
 
     buffer: torch.Tensor
     free: Event  # nothing reads or writes it after this
@@ -45,7 +45,7 @@ class Slot:
 class Slots:
     """Slots of one device, at most ``budget`` bytes in all.
 
-    A slot is used again for a unit of the same size. Where torch does not tell who else holds a slot's memory,
+    A slot is used again for a group of the same size. Where torch does not tell who else holds a slot's memory,
     no slot is.
     """
 
@@ -110,7 +110,7 @@ class Working:
     """The tensor that the model computes with in the place of ``host_tensor``, a parameter or buffer.
 
     It is one object for good: autograd, autocast and the user may keep it. Its memory is a part of a slot while
-    the unit is loaded; otherwise all its numbers are one NaN (zero where its dtype has none).
+    the group is loaded; otherwise all its numbers are one NaN (zero where its dtype has none).
     """
 
     def __init__(self, name: str, host_tensor: torch.Tensor, offset: int, device: torch.device) -> None:
@@ -170,15 +170,15 @@ class Working:
 
 
 class WorkingWeights:
-    """Where a unit's modules have its tensors."""
+    """Where a group's modules have its tensors."""
 
-    def __init__(self, unit: WeightGroup, working: dict[int, Working]) -> None:
+    def __init__(self, group: WeightGroup, working: dict[int, Working]) -> None:
         self._places: list[
             tuple[nn.Module, Callable[[nn.Module], torch_modules.Registered], str, Working]
         ] = []
         self._flat: list[nn.Module] = []
         visited: set[int] = set()
-        for root in unit.modules:
+        for root in group.modules:
             for module in root.modules():
                 if id(module) in visited:
                     continue
@@ -227,11 +227,11 @@ class WorkingWeights:
             torch_modules.renew_flat_weights(module)
 
 
-def lay_out(unit: WeightGroup, device: torch.device) -> tuple[list[Working], int]:
-    """The working tensors of a unit, one behind the other in a slot, and the slot's bytes."""
+def lay_out(group: WeightGroup, device: torch.device) -> tuple[list[Working], int]:
+    """The working tensors of a group, one behind the other in a slot, and the slot's bytes."""
     found = []
     end = 0
-    for name, host_tensor in unit.tensors.items():
+    for name, host_tensor in group.tensors.items():
         found.append(Working(name, host_tensor, end, device))
         end += -(-found[-1].nbytes // ALIGNMENT) * ALIGNMENT
     return found, end
