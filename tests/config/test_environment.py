@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 from pathlib import Path
@@ -119,6 +120,26 @@ def test_no_variable_of_our_own_is_said_to_be_unknown() -> None:
     }
     assert len(names) > 15
     assert unknown_variables(dict.fromkeys(names, "x")) == ()
+
+
+def test_each_variable_of_our_own_is_spelled_in_one_place() -> None:
+    source = Path(lockstep.__file__).parent
+    # The last two run without the package.
+    places = (
+        "config/settings.py",
+        "config/sources.py",
+        "launch/bare.py",
+        "launch/spare/site/sitecustomize.py",
+    )
+    spelled: dict[str, list[str]] = {}
+    for path in sorted(source.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and re.fullmatch(r"LOCKSTEP_[A-Z_]+", str(node.value)):
+                spelled.setdefault(path.relative_to(source).as_posix(), []).append(str(node.value))
+    assert set(spelled) == set(places)
+    ours = [name for place in places[:2] for name in spelled[place]]
+    assert sorted(ours) == sorted(set(ours))
+    assert {name for place in places[2:] for name in spelled[place]} <= set(spelled["config/sources.py"])
 
 
 @pytest.mark.parametrize("name", VARIABLES)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 
+from lockstep.config.sources import LAUNCH_ID_VARIABLE
 from lockstep.errors import ConfigError, ControlError
 from lockstep.history.read import RunHistory, read_run
 from lockstep.report.job import JobNow, RankStack, job_of, stack_of
@@ -20,7 +21,6 @@ from lockstep.words import plain_text
 if TYPE_CHECKING:
     from lockstep.launch.job import JobConnection
 
-LAUNCH_ID = "LOCKSTEP_LAUNCH_ID"
 STOP_ASKED = "Stop the run at its next step boundary? y: yes, any other key: no."
 UNREACHED = "The keys work only with a launch of this user that runs on this machine."
 
@@ -62,7 +62,7 @@ class TopScreen:
 
         assert self._run is not None
         started = numbers_of(self._run, time.time()).started
-        launch_id = started.mapping("environment").get(LAUNCH_ID) if started is not None else None
+        launch_id = started.mapping("environment").get(LAUNCH_ID_VARIABLE) if started is not None else None
         if not isinstance(launch_id, str) or not launch_id:
             return
         try:

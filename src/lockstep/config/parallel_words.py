@@ -74,25 +74,23 @@ def _weights_type(value: object, origin: str) -> QuantizedType | None:
     return kind
 
 
-def _blocks(value: object, origin: str) -> tuple[str, ...] | BlockRule:
-    if callable(value):
-        rule: BlockRule = value
-        return rule
-    names = value.split(",") if isinstance(value, str) else value
-    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) and name for name in names):
-        raise ConfigError(
-            f"{origin} is {repr_short(value)}, but must be names of modules or classes. Pass 'Block' or 'layers.*'."
-        )
-    return tuple(names)
+def _names_of(what: str, example: str) -> Callable[[object, str], tuple[str, ...]]:
+    def parse(value: object, origin: str) -> tuple[str, ...]:
+        names = value.split(",") if isinstance(value, str) else value
+        if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) and name for name in names):
+            raise ConfigError(
+                f"{origin} is {repr_short(value)}, but must be names of {what}. Pass {example}."
+            )
+        return tuple(names)
+
+    return parse
 
 
-def _parse_names(value: object, origin: str) -> tuple[str, ...]:
-    names = value.split(",") if isinstance(value, str) else value
-    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) and name for name in names):
-        raise ConfigError(
-            f"{origin} is {repr_short(value)}, but must be names of modules. Pass 'layers.4,layers.8'."
-        )
-    return tuple(names)
+_names_of_blocks = _names_of("modules or classes", "'Block' or 'layers.*'")
+
+
+def _blocks(value: Any, origin: str) -> tuple[str, ...] | BlockRule:
+    return value if callable(value) else _names_of_blocks(value, origin)
 
 
 def _batch_dims(value: object, origin: str) -> tuple[str, ...]:
@@ -219,7 +217,7 @@ PARSERS: dict[str, Callable[[Any, str], object]] = {
     "schedule": _word_parser(Schedule),
     "micro_batches": integer_between(0, 2**20),
     "stages_per_rank": integer_between(0, 2**10),
-    "split": _parse_names,
+    "split": _names_of("modules", "'layers.4,layers.8'"),
     "batch_dims": _batch_dims,
     "loss": _loss,
     "verify": _verify,
@@ -227,15 +225,15 @@ PARSERS: dict[str, Callable[[Any, str], object]] = {
 
 # What a word means that stands alone.
 SWITCHED_ON = {
-    "compile": "blocks",
-    "offload": "all",
+    "compile": Compile.BLOCKS.value,
+    "offload": Offload.ALL.value,
     "delayed_update": "true",
     "forward_prefetch": "true",
     "sync_batchnorm": "true",
     "sequence_parallel": "true",
     "loss_parallel": "true",
-    "quantized_weights": "int8",
-    "quantized_gradients": "int8",
+    "quantized_weights": QuantizedType.INT8.value,
+    "quantized_gradients": QuantizedType.INT8.value,
 }
 
 

@@ -19,6 +19,49 @@ from lockstep.config.settings import OF_WORKERS, Setting
 from lockstep.config.values import SettingValue, parse_bool, parse_endpoint, parse_integer, plain, suggestion
 from lockstep.errors import ConfigError
 
+CONFIG_VARIABLE = "LOCKSTEP_CONFIG_FILE"
+"""The file that settings are read from, unless a command names one."""
+
+# What processes of one launch tell each other on one machine. What launch/bare.py and launch/spare/site/ need is spelled
+# there again: they run where this package cannot be imported.
+SECRET_VARIABLE = "LOCKSTEP_SECRET"
+"""The secret that the machines of a launch share, in hexadecimal digits."""
+CONTROL_VARIABLE = "LOCKSTEP_CONTROL"
+"""host:port of the coordinator."""
+CONTROL_SECRET_VARIABLE = "LOCKSTEP_CONTROL_SECRET"
+CONTROL_FILE_VARIABLE = "LOCKSTEP_CONTROL_FILE"
+"""The secret by which workers speak to the coordinator, or the file that it is in."""
+RESTART_VARIABLE = "LOCKSTEP_RESTART"
+"""How often the workers have been started again."""
+LAUNCH_ID_VARIABLE = "LOCKSTEP_LAUNCH_ID"
+"""Marks every process of a launch."""
+MEMORY_FOLDER_VARIABLE = "LOCKSTEP_MEMORY_FOLDER"
+"""Where checkpoints in memory lie."""
+SHARED_CONSOLE_VARIABLE = "LOCKSTEP_SHARED_CONSOLE"
+"""Whether all ranks of this machine write their errors to one console."""
+ORPHAN_WATCH_VARIABLE = "LOCKSTEP_ORPHAN_WATCH"
+"""Marks processes that end what a killed launcher has left."""
+SPARE_VARIABLE = "LOCKSTEP_SPARE"
+"""Marks processes that wait for the next round."""
+IMPORTS_VARIABLE = "LOCKSTEP_IMPORTS_FILE"
+"""Where a worker writes down what it has imported, for the process that takes its place."""
+
+OTHER_VARIABLES = (
+    CONFIG_VARIABLE,
+    SECRET_VARIABLE,
+    CONTROL_VARIABLE,
+    CONTROL_SECRET_VARIABLE,
+    CONTROL_FILE_VARIABLE,
+    RESTART_VARIABLE,
+    LAUNCH_ID_VARIABLE,
+    MEMORY_FOLDER_VARIABLE,
+    SHARED_CONSOLE_VARIABLE,
+    ORPHAN_WATCH_VARIABLE,
+    SPARE_VARIABLE,
+    IMPORTS_VARIABLE,
+)
+"""All variables of ours that stand for no setting."""
+
 
 def process_environment(environ: Environ | None = None, need_rendezvous: bool = True) -> ProcessEnvironment:
     """See ``place_in``; by default of this process's environment."""
@@ -42,8 +85,8 @@ def control_endpoint(environ: Environ | None = None) -> ControlEndpoint | None:
         ConfigError: a variable is malformed.
     """
     environ = os.environ if environ is None else environ
-    address, secret = environ.get("LOCKSTEP_CONTROL"), environ.get("LOCKSTEP_CONTROL_SECRET")
-    path = environ.get("LOCKSTEP_CONTROL_FILE")
+    address, secret = environ.get(CONTROL_VARIABLE), environ.get(CONTROL_SECRET_VARIABLE)
+    path = environ.get(CONTROL_FILE_VARIABLE)
     if not address or not (secret or path):
         return None
     if not secret:
@@ -52,20 +95,20 @@ def control_endpoint(environ: Environ | None = None) -> ControlEndpoint | None:
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
             raise ConfigError(
-                f"LOCKSTEP_CONTROL_FILE={path} cannot be read: {reason}. Only `lockstep launch` sets it, for its "
-                "own processes. Unset it and LOCKSTEP_CONTROL."
+                f"{CONTROL_FILE_VARIABLE}={path} cannot be read: {reason}. Only `lockstep launch` sets it, for its "
+                f"own processes. Unset it and {CONTROL_VARIABLE}."
             ) from None
     try:
         host, port = parse_endpoint(address)
     except ConfigError as error:
         raise ConfigError(
-            f"LOCKSTEP_CONTROL={error}. Only `lockstep launch` sets it, for its own processes. Unset it."
+            f"{CONTROL_VARIABLE}={error}. Only `lockstep launch` sets it, for its own processes. Unset it."
         ) from None
     return ControlEndpoint(
         host,
         port,
         secret,
-        parse_integer(environ.get("LOCKSTEP_RESTART") or 0, "LOCKSTEP_RESTART", at_least=0),
+        parse_integer(environ.get(RESTART_VARIABLE) or 0, RESTART_VARIABLE, at_least=0),
     )
 
 
@@ -114,26 +157,6 @@ def speaks_accelerate(environ: Environ | None = None) -> bool:
     """Whether `accelerate launch` told this process of FSDP or DeepSpeed."""
     environ = os.environ if environ is None else environ
     return any(environ.get(name) for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"))
-
-
-CONFIG_VARIABLE = "LOCKSTEP_CONFIG_FILE"
-IMPORTS_VARIABLE = "LOCKSTEP_IMPORTS_FILE"
-
-OTHER_VARIABLES = (
-    CONFIG_VARIABLE,
-    "LOCKSTEP_SECRET",
-    "LOCKSTEP_CONTROL",
-    "LOCKSTEP_CONTROL_SECRET",
-    "LOCKSTEP_RESTART",
-    "LOCKSTEP_LAUNCH_ID",
-    "LOCKSTEP_MEMORY_FOLDER",
-    "LOCKSTEP_SHARED_CONSOLE",
-    "LOCKSTEP_CONTROL_FILE",
-    "LOCKSTEP_ORPHAN_WATCH",
-    "LOCKSTEP_SPARE",
-    IMPORTS_VARIABLE,
-)
-"""What processes of ours tell each other on one machine, and what says where settings are."""
 
 
 def unknown_variables(environ: Environ | None = None) -> tuple[str, ...]:
@@ -230,17 +253,17 @@ def named_config_file(environ: Environ | None = None) -> str | None:
 
 def is_launched(environ: Environ | None = None) -> bool:
     """Whether a launcher of ours started this process, and so has read the configuration file."""
-    return bool((os.environ if environ is None else environ).get("LOCKSTEP_LAUNCH_ID"))
+    return bool((os.environ if environ is None else environ).get(LAUNCH_ID_VARIABLE))
 
 
 def memory_folder(environ: Environ | None = None) -> str | None:
     """Where the launcher said that checkpoints in memory lie; None where no launcher keeps them."""
-    return (os.environ if environ is None else environ).get("LOCKSTEP_MEMORY_FOLDER") or None
+    return (os.environ if environ is None else environ).get(MEMORY_FOLDER_VARIABLE) or None
 
 
 def shares_console(environ: Environ | None = None) -> bool:
     """Whether the launcher said that all ranks of this machine write their errors to one console."""
-    return (os.environ if environ is None else environ).get("LOCKSTEP_SHARED_CONSOLE") == "1"
+    return (os.environ if environ is None else environ).get(SHARED_CONSOLE_VARIABLE) == "1"
 
 
 def user_config_file(environ: Environ | None = None) -> Path:

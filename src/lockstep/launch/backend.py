@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Protocol
 
 from lockstep.config.settings import THREADS_VARIABLE
-from lockstep.config.sources import OTHER_VARIABLES, inherited_environment
+from lockstep.config.sources import OTHER_VARIABLES, SECRET_VARIABLE, inherited_environment
 from lockstep.control import Secret, new_secret, read_secret
 from lockstep.errors import ConfigError
 from lockstep.launch import bare
@@ -124,7 +124,7 @@ def secret_for_machines(plan: LaunchPlan) -> Secret:
     """
     if plan.secret_file is not None:
         return read_secret(Path(plan.secret_file).expanduser())
-    said = inherited_environment().get("LOCKSTEP_SECRET")
+    said = inherited_environment().get(SECRET_VARIABLE)
     return Secret.from_hex(said) if said else new_secret()
 
 

@@ -29,6 +29,7 @@ import time
 from collections.abc import Collection
 from contextlib import suppress
 
+# Those of config/sources.py, of which nothing can be imported here.
 ID_VARIABLE = "LOCKSTEP_LAUNCH_ID"
 # the folder in memory in which workers keep checkpoints, as long as the launch lasts
 MEMORY_VARIABLE = "LOCKSTEP_MEMORY_FOLDER"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import lockstep
-from lockstep.config.sources import inherited_environment, user_config_folder
+from lockstep.config.sources import SECRET_VARIABLE, inherited_environment, user_config_folder
 from lockstep.control import Client, Secret, derived, read_secret
 from lockstep.control.session import name_of
 from lockstep.errors import ConfigError, ControlError
@@ -100,7 +100,7 @@ def connect_to(address: tuple[str, int], secret_file: str | None) -> JobConnecti
     here = with_address(address)
     if here is not None:
         return JobConnection(address, here.secret)
-    said = inherited_environment().get("LOCKSTEP_SECRET")
+    said = inherited_environment().get(SECRET_VARIABLE)
     if said:
         return JobConnection(address, derived(Secret.from_hex(said), "launch"))
     own = user_config_folder() / "secret"

@@ -15,7 +15,15 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.config.sources import export_environment, inherited_environment, restore_environment
+from lockstep.config.sources import (
+    CONTROL_FILE_VARIABLE,
+    CONTROL_VARIABLE,
+    SECRET_VARIABLE,
+    SHARED_CONSOLE_VARIABLE,
+    export_environment,
+    inherited_environment,
+    restore_environment,
+)
 from lockstep.control import Secret, derived, new_secret, read_secret, user_secret
 from lockstep.control.session import name_of
 from lockstep.errors import ConfigError
@@ -160,10 +168,10 @@ def _meeting(plan: LaunchPlan) -> Meeting:
 
 def _secret(plan: LaunchPlan) -> Secret:
     """What this launch's machines and workers know. The user's own secret is only what it is made of."""
-    said = inherited_environment().get("LOCKSTEP_SECRET")
+    said = inherited_environment().get(SECRET_VARIABLE)
     if said:  # the workers have no use for it
         rest = inherited_environment()
-        del rest["LOCKSTEP_SECRET"]
+        del rest[SECRET_VARIABLE]
         restore_environment(rest)
     if plan.num_machines == 1:
         return new_secret()
@@ -181,7 +189,7 @@ def _control(
     if not plan.fault_policy.watch:
         return {}
     path = write_place(work_dir, launch_id, address, run, secret)
-    return {"LOCKSTEP_CONTROL": name_of(address), "LOCKSTEP_CONTROL_FILE": path}
+    return {CONTROL_VARIABLE: name_of(address), CONTROL_FILE_VARIABLE: path}
 
 
 def _export(plan: LaunchPlan, meeting: Meeting) -> None:
@@ -190,7 +198,7 @@ def _export(plan: LaunchPlan, meeting: Meeting) -> None:
     torch's multiprocessing takes no signals over: one that arrived meanwhile would end this process.
     """
     values = {**plan.environment, "TORCHELASTIC_SIGNALS_TO_HANDLE": ""}
-    values["LOCKSTEP_SHARED_CONSOLE"] = "0" if plan.log_dir is not None else "1"
+    values[SHARED_CONSOLE_VARIABLE] = "0" if plan.log_dir is not None else "1"
     interface = loopback_interface() if plan.num_machines == 1 else meeting.interface
     for name in (
         ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if plan.num_machines > 1 else ("GLOO_SOCKET_IFNAME",)

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 from lockstep.config.hosts import Host
 from lockstep.config.settings import THREADS_VARIABLE
-from lockstep.config.sources import export_environment, inherited_environment
+from lockstep.config.sources import SECRET_VARIABLE, export_environment, inherited_environment
 from lockstep.config.values import parse_integer
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.launch.backend import forwarded, without_secrets
@@ -186,7 +186,7 @@ def main() -> int:
                 f"The working directory {node.directory} cannot be used here: {error.strerror}. Start the launch "
                 "in a directory that all machines have."
             ) from None
-        export_environment({**node.environment, "LOCKSTEP_SECRET": node.secret})
+        export_environment({**node.environment, SECRET_VARIABLE: node.secret})
         plan = local_plan(node, inherited_environment(), available_cores())
         threading.Thread(target=obey, args=(lines,), daemon=True, name="lockstep-obey").start()
         from lockstep.launch.local import launch

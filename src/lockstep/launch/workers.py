@@ -15,7 +15,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing import start_processes
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, Std
 
-from lockstep.config.sources import inherited_environment
+from lockstep.config.sources import RESTART_VARIABLE, inherited_environment
 from lockstep.launch import bare
 from lockstep.launch.backend import rank_log, say, worker_arguments
 from lockstep.launch.network import store_on
@@ -178,7 +178,7 @@ class Starter:
         """Start the workers that belong into this place."""
         if place.listener is not None:
             self._store = store_on(place.listener, place.address)
-        environment = {**self._control, "LOCKSTEP_RESTART": str(place.number)} if self._control else {}
+        environment = {**self._control, RESTART_VARIABLE: str(place.number)} if self._control else {}
         plan = self._plan
         return Workers(
             plan.command,

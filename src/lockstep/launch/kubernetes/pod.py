@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.config.settings import DECLARED, THREADS_VARIABLE
+from lockstep.config.sources import SECRET_VARIABLE
 from lockstep.config.values import RENDEZVOUS_KEYS, USUAL_PORT
 from lockstep.errors import ConfigError
 from lockstep.launch.kubernetes.options import KubernetesOptions
@@ -103,7 +104,7 @@ def environment(
     ]
     if plan.num_machines > 1:
         reference = {"name": options.secret_name, "key": SECRET_KEY}
-        entries.append({"name": "LOCKSTEP_SECRET", "valueFrom": {"secretKeyRef": reference}})
+        entries.append({"name": SECRET_VARIABLE, "valueFrom": {"secretKeyRef": reference}})
     return entries
 
 

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, TextIO
 
 from lockstep.config.settings import SETTINGS
-from lockstep.config.sources import inherited_environment
+from lockstep.config.sources import SECRET_VARIABLE, inherited_environment
 from lockstep.errors import ConfigError
 from lockstep.launch.backend import (
     SECRET,
@@ -45,7 +45,7 @@ POLL_S = 0.2
 # from the order to end all processes to the end of this one, whatever Ray still does
 END_LIMIT_S = 5.0
 # each worker has its own; Ray gives it its GPUs
-OF_A_MACHINE = frozenset({"CUDA_VISIBLE_DEVICES", "PATH", "VIRTUAL_ENV", "LOCKSTEP_SECRET"})
+OF_A_MACHINE = frozenset({"CUDA_VISIBLE_DEVICES", "PATH", "VIRTUAL_ENV", SECRET_VARIABLE})
 
 
 def commands(plan: LaunchPlan) -> list[Command]:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from lockstep.config.sources import inherited_environment
+from lockstep.config.sources import RESTART_VARIABLE, inherited_environment
 from lockstep.launch.backend import worker_arguments
 from lockstep.launch.network import listening_socket, store_on
 from lockstep.launch.report import read_error_file
@@ -255,7 +255,7 @@ def environment_of(
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": str(number),
         "TORCHELASTIC_ERROR_FILE": error_file,
-        "LOCKSTEP_RESTART": str(number),
+        RESTART_VARIABLE: str(number),
     }
 
 
