@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 
 _UNITS = ((60, "min", 1, "s", 60), (3600, "h", 60, "min", 24), (86400, "d", 3600, "h", math.inf))
@@ -117,6 +117,14 @@ def of_ranks(ranks: Sequence[int]) -> str:
 
 def indices(numbers: Sequence[int]) -> str:
     """2 and 3; 0 to 5; 0 to 3 and 7."""
+    said = runs_of(numbers, " to ")
+    if len(said) > 8:
+        said = [*said[:7], f"{len(said) - 7} more"]
+    return listed(said)
+
+
+def runs_of(numbers: Iterable[int], to: str) -> list[str]:
+    """Numbers in order; more than two that follow one another as the first and the last, with ``to`` between."""
     runs: list[list[int]] = []
     for number in sorted(set(numbers)):
         if runs and number == runs[-1][-1] + 1:
@@ -125,10 +133,8 @@ def indices(numbers: Sequence[int]) -> str:
             runs.append([number])
     said: list[str] = []
     for run in runs:
-        said += [f"{run[0]} to {run[-1]}"] if len(run) > 2 else [str(number) for number in run]
-    if len(said) > 8:
-        said = [*said[:7], f"{len(said) - 7} more"]
-    return listed(said)
+        said += [f"{run[0]}{to}{run[-1]}"] if len(run) > 2 else [str(number) for number in run]
+    return said
 
 
 def two_digits(number: float) -> str:
@@ -143,6 +149,16 @@ def two_digits(number: float) -> str:
 def seven_digits(number: float) -> str:
     """A number of the run with the digits in which two may differ."""
     return f"{number:.7g}"
+
+
+def escape(text: str) -> str:
+    """Without control characters, which a hostile file could send to the terminal."""
+    return "".join(character if character.isprintable() else "?" for character in text)
+
+
+def escaped_lines(text: str) -> str:
+    """``escape`` of each line."""
+    return "\n".join(escape(line) for line in text.split("\n"))
 
 
 LONGEST = 4000

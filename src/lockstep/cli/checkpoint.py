@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from lockstep.cli.output import escape, print_table, progress
+from lockstep.cli.output import print_table, progress
 from lockstep.cli.values import IntegerRange
+from lockstep.words import escape
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.store.base import Store

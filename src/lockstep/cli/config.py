@@ -14,13 +14,13 @@ from typing import Any
 
 import click
 
-from lockstep.cli.output import escape
 from lockstep.cli.values import IntegerRange, options_of, value_type
 from lockstep.compat.rules import Row
 from lockstep.config.checks import MAX_PROCESSES
 from lockstep.config.settings import SETTINGS
 from lockstep.config.sources import user_config_file
 from lockstep.config.values import MAX_PORT, USUAL_PORT
+from lockstep.words import escape
 
 PRECISION = SETTINGS["mixed_precision"]
 

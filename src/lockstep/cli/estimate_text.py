@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import click
 
-from lockstep.cli.output import escape, print_table
+from lockstep.cli.output import print_table
 from lockstep.plan.estimate import (
     NOTHING,
     InferenceRow,
@@ -18,7 +18,7 @@ from lockstep.plan.estimate import (
 )
 from lockstep.plan.estimate_model import ModelFacts
 from lockstep.plan.traffic import AveragingTime
-from lockstep.words import memory_text
+from lockstep.words import escaped_lines, memory_text
 
 INFERENCE_NOTE = (
     "Counted: parameters and buffers, in a forward. A streamed model needs room for 4 of its largest block on the "
@@ -191,7 +191,7 @@ def _table(
 
 
 def _print_escaped(text: str) -> None:
-    click.echo("\n".join(escape(line) for line in text.split("\n")))
+    click.echo(escaped_lines(text))
 
 
 def _precision_name(precision: str) -> str:

@@ -132,9 +132,9 @@ def main(argv: list[str] | None = None) -> None:
 
 def _printable(message: str) -> str:
     """Without control characters, which a name or value that the message quotes could send to the terminal."""
-    from lockstep.cli.output import escape
+    from lockstep.words import escaped_lines
 
-    return "\n".join(escape(line) for line in message.split("\n"))
+    return escaped_lines(message)
 
 
 if __name__ == "__main__":

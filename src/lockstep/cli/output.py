@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from lockstep.words import escape
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -67,16 +69,6 @@ def _table(titles: Sequence[str], rows: Iterable[Sequence[str]], right: Collecti
     for row in rows:
         table.add_row(*(Text(escape(text)) for text in row))
     return table
-
-
-def escape(text: str) -> str:
-    """Without control characters, which a hostile file could send to the terminal."""
-    return "".join(character if character.isprintable() else "?" for character in text)
-
-
-def escaped_lines(text: str) -> str:
-    """``escape`` of each line."""
-    return "\n".join(escape(line) for line in text.split("\n"))
 
 
 @contextmanager

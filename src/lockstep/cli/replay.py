@@ -8,8 +8,9 @@ from pathlib import Path
 
 import click
 
-from lockstep.cli.output import escaped_lines, print_table, write_json
+from lockstep.cli.output import print_table, write_json
 from lockstep.cli.values import IntegerRange
+from lockstep.words import escaped_lines
 
 NOTHING, COULD_NOT_RUN = 1, 2
 

@@ -68,7 +68,7 @@ def command(runs: tuple[str, ...], output: str | None, as_json: bool, llm: str |
 
 
 def _print_report(report: RunReport) -> None:
-    from lockstep.cli.output import escape
+    from lockstep.words import escape
 
     for place, (title, sentences) in enumerate(report.text()):
         click.echo(f"{chr(10) if place else ''}{escape(title)}")

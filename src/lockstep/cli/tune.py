@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from lockstep.cli.output import escape, escaped_lines, kept_folder, print_table, write_json
+from lockstep.cli.output import kept_folder, print_table, write_json
 from lockstep.cli.values import IntegerRange
 from lockstep.config.checks import MAX_PROCESSES
+from lockstep.words import escape, escaped_lines
 
 if TYPE_CHECKING:
     from lockstep.tune.tuner import Tuner, TuneRequest, TuneResult

@@ -22,8 +22,8 @@ from lockstep.errors import ConfigError
 CONFIG_VARIABLE = "LOCKSTEP_CONFIG_FILE"
 """The file that settings are read from, unless a command names one."""
 
-# What processes of one launch tell each other on one machine. What launch/bare.py and launch/spare/site/ need is spelled
-# there again: they run where this package cannot be imported.
+# What processes of one launch tell each other on one machine. What launch/bare.py and launch/spare/site/ need is
+# spelled there again: they run where this package cannot be imported.
 SECRET_VARIABLE = "LOCKSTEP_SECRET"
 """The secret that the machines of a launch share, in hexadecimal digits."""
 CONTROL_VARIABLE = "LOCKSTEP_CONTROL"

@@ -59,11 +59,11 @@ def refused(value: object, origin: str, what: str, instead: str) -> ConfigError:
     return ConfigError(f"{repr_short(value)} is not {what}")
 
 
-def join_names(names: Iterable[str], most: int = 3, none: str = "none") -> str:
+def join_names(names: Iterable[str], most: int = 3, none: str = "none", separator: str = ", ") -> str:
     """The first names for a message, and how many more there are; ``none`` if there is no name."""
     every = list(names)
     rest = f" and {len(every) - most} more" if len(every) > most else ""
-    return (", ".join(every[:most]) or none) + rest
+    return (separator.join(every[:most]) or none) + rest
 
 
 def parse_host(value: object) -> str | None:

@@ -22,7 +22,7 @@ from lockstep.config.enums import CPUBackend
 from lockstep.config.handlers import InitProcessGroupKwargs
 from lockstep.config.place import ProcessEnvironment
 from lockstep.config.sources import DEVICE_VARIABLE, named_backend, named_device, process_environment
-from lockstep.config.values import plain
+from lockstep.config.values import join_names, plain
 from lockstep.errors import ConfigError, UsageError
 from lockstep.runtime.failure import forget_departures, install_excepthook
 from lockstep.torch_internals import c10d, dtensor, gloo
@@ -330,9 +330,7 @@ def differences(of_ranks: Sequence[Sequence[str]]) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:MOST_RANKS]))
-    more = f" and {len(ranks) - MOST_RANKS} more" if len(ranks) > MOST_RANKS else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {join_names(map(str, ranks), MOST_RANKS)}"
 
 
 def run_beside_gpu(index: int) -> str:

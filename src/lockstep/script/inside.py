@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from types import TracebackType
+from typing import Protocol
 
 from lockstep.config.options import Options
 from lockstep.config.parallel import Parallel
@@ -23,6 +24,33 @@ def run_script(program: Sequence[str], is_module: bool) -> None:
     if not getattr(sys.flags, "safe_path", False):  # the interpreter would put it there
         sys.path[0] = os.path.dirname(os.path.realpath(program[0]))
     runpy.run_path(program[0], run_name="__main__")
+
+
+class WatchedScript(Protocol):
+    """What looks on while a script runs."""
+
+    def fail(self, error: BaseException) -> None:
+        """The script raised ``error``, or ended with another code than 0."""
+
+    def finish(self) -> None:
+        """The script came to its end."""
+
+
+def run_observed(run: WatchedScript, program: Sequence[str], is_module: bool) -> None:
+    """``run_script``, whose end ``run`` hears of."""
+    try:
+        run_script(program, is_module)
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            run.fail(error)
+            raise
+    except Exception as error:
+        run.fail(error)
+        raise error.with_traceback(of_script(error.__traceback__)) from error.__cause__
+    except BaseException as error:
+        run.fail(error)
+        raise
+    run.finish()
 
 
 def import_as_accelerate() -> None:

@@ -76,15 +76,7 @@ def copy_of_saved(tensor: torch.Tensor) -> torch.Tensor:
 
 def leaves_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The leaves of the graph behind a tensor of any shape. Relies on: ``variable`` of the nodes that accumulate."""
-    waiting, seen = [tensor.grad_fn], set()
-    while waiting:
-        node: Any = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            yield node.variable
-        waiting += [following for following, _ in node.next_functions]
+    return (node.variable for node in _graph_of(tensor) if hasattr(node, "variable"))
 
 
 def next_sequence_number() -> int:
@@ -99,14 +91,17 @@ def sequence_number(node: Any) -> int:
 
 def nodes_of(tensor: torch.Tensor) -> Iterator[Any]:
     """The nodes of the graph behind a tensor of any shape, but for those that accumulate into leaves."""
+    return (node for node in _graph_of(tensor) if not hasattr(node, "variable"))
+
+
+def _graph_of(tensor: torch.Tensor) -> Iterator[Any]:
     waiting, seen = [tensor.grad_fn], set()
     while waiting:
         node: Any = waiting.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        if not hasattr(node, "variable"):
-            yield node
+        yield node
         waiting += [following for following, _ in node.next_functions]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lockstep.config.values import join_names
 from lockstep.tune.tuner import CouldNotTune, TuneResult
 
 SAME = 1e-3
@@ -28,10 +29,9 @@ def remarks_on(result: TuneResult) -> list[str]:
     facts, rows = result.script, result.global_batch
     ratios = _ratios(result)
     if facts.norms:
-        names = ", ".join(f"`{name}`" for name in facts.norms[:SHOWN])
-        more = f" and {len(facts.norms) - SHOWN} more" if len(facts.norms) > SHOWN else ""
+        names = join_names((f"`{name}`" for name in facts.norms), SHOWN)
         said.append(
-            f"{names}{more} take the statistics of one micro-batch: with another size the model trains "
+            f"{names} take the statistics of one micro-batch: with another size the model trains "
             "differently, although the global batch is the same. Keep the script's own size to keep its "
             "numbers, or use GroupNorm or LayerNorm."
         )

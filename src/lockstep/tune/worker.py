@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lockstep.preparation.observers import RunObserver
 from lockstep.runtime.seed import set_seed
-from lockstep.script.inside import import_as_accelerate, of_script, run_script
+from lockstep.script.inside import import_as_accelerate, run_observed
 from lockstep.tune.observer import TrialObserver
 from lockstep.tune.spec import TrialSpec
 
@@ -22,19 +22,7 @@ def main(argv: list[str]) -> None:
     trial = TrialObserver(spec, process_environment(need_rendezvous=False).rank)
     RunObserver.registered.append(trial)
     set_seed(spec.seed)
-    try:
-        run_script(program, spec.is_module)
-    except SystemExit as error:
-        if error.code not in (None, 0):
-            trial.fail(error)
-            raise
-    except Exception as error:
-        trial.fail(error)
-        raise error.with_traceback(of_script(error.__traceback__)) from error.__cause__
-    except BaseException as error:
-        trial.fail(error)
-        raise
-    trial.finish()
+    run_observed(trial, program, spec.is_module)
 
 
 if __name__ == "__main__":

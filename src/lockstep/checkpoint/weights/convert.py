@@ -119,10 +119,9 @@ def _only_one(directory: str, numbers: list[str], index: Index) -> int:
         f"{number} ({len(elements)} tensors of {sum(elements):,} elements)"
         for number, elements in zip(numbers, sizes, strict=True)
     ]
-    more = f" and {len(described) - MOST_SHOWN} more" if len(described) > MOST_SHOWN else ""
     raise UsageError(
         f"{directory} holds {len(numbers)} models, in the order in which they were prepared: "
-        f"{', '.join(described[:MOST_SHOWN])}{more}. Choose one, as with --model {numbers[-1]}."
+        f"{join_names(described, MOST_SHOWN)}. Choose one, as with --model {numbers[-1]}."
     )
 
 

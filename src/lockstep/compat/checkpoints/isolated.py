@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lockstep.errors import CheckpointError
+from lockstep.words import escape
 
 MEMORY_BYTES = 8 * 2**30
 CPU_S = 600
@@ -118,12 +119,13 @@ def _values(answer: bytes, error: bytes, code: int, count: int) -> list[object]:
         return values
     if answers and isinstance(answers[-1], dict) and "refused" in answers[-1]:
         damaged = answers[-1].get("damaged") is True
-        raise RefusedError(len(answers) - 1, escape(str(answers[-1]["refused"])), damaged)
-    said = escape(error.decode("utf-8", "replace").strip().splitlines()[-1] if error.strip() else "nothing")
+        raise RefusedError(len(answers) - 1, _shortened(str(answers[-1]["refused"])), damaged)
+    said = _shortened(
+        error.decode("utf-8", "replace").strip().splitlines()[-1] if error.strip() else "nothing"
+    )
     how = f"signal {-code}" if code < 0 else f"exit code {code}"
     raise RefusedError(len(values), f"the process that read it ended ({how}; it said: {said})")
 
 
-def escape(text: str) -> str:
-    """Cut, and without control characters that a hostile file could send to a terminal."""
-    return "".join(c if c.isprintable() else "?" for c in text[:MAX_MESSAGE])
+def _shortened(text: str) -> str:
+    return escape(text[:MAX_MESSAGE])

@@ -16,6 +16,7 @@ import torch
 
 from lockstep.comm.call_check import compared_by
 from lockstep.comm.call_record import CheckedCall
+from lockstep.config.values import join_names
 from lockstep.observe.hang.records import LONGEST_STACK, SourceLine
 from lockstep.torch_internals import compile as torch_compile
 from lockstep.torch_internals import dataloader
@@ -202,9 +203,8 @@ def describe_workers(workers: Sequence[BaseProcess], most: int = 8) -> str:
     pids = [one.pid for one in workers if one.pid is not None]
     states = {pid: PROCESS_STATES.get(state_letter(pid), "") for pid in pids}
     pids.sort(key=lambda pid: not states[pid])  # those that explain the wait first
-    words = [f"{pid} ({states[pid]})" if states[pid] else str(pid) for pid in pids[:most]]
-    rest = f" and {len(pids) - most} more" if len(pids) > most else ""
-    return f"pid{'s' if len(pids) > 1 else ''} {', '.join(words)}{rest}"
+    words = (f"{pid} ({states[pid]})" if states[pid] else str(pid) for pid in pids)
+    return f"pid{'s' if len(pids) > 1 else ''} {join_names(words, most)}"
 
 
 def state_letter(pid: int) -> str:

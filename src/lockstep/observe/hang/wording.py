@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from lockstep.observe.hang.records import Evidence, PendingCollective, SourceLine
 from lockstep.observe.hang.waits import Wait
+from lockstep.words import runs_of
 
 MOST_PLACES = 3
 
@@ -90,17 +91,8 @@ def data_advice(place: SourceLine | None) -> str:
 
 def named(ranks: Iterable[int]) -> str:
     """ "rank 1", "ranks 0, 2-5"."""
-    numbers = sorted(set(ranks))
-    runs: list[list[int]] = []
-    for rank in numbers:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    words = []
-    for run in runs:
-        words += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else [str(rank) for rank in run]
-    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(words)}"
+    numbers = set(ranks)
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(runs_of(numbers, '-'))}"
 
 
 PLURALS = {

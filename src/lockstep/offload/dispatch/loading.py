@@ -115,10 +115,9 @@ def _check_shapes(model: nn.Module, refs: list[TensorRef], found: Mapping[str, S
         if ref.name in found and found[ref.name].shape != ref.tensor.shape
     ]
     if wrong:
-        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise CheckpointError(
-            f"{origin} does not fit {type(model).__name__}: {'; '.join(wrong[:3])}{more}. Build the model from the "
-            "configuration that the checkpoint was made with."
+            f"{origin} does not fit {type(model).__name__}: {join_names(wrong, separator='; ')}. Build the model "
+            "from the configuration that the checkpoint was made with."
         )
 
 

@@ -7,7 +7,6 @@ forward computes, and what it sends, is in ``hooks``; which layers are split is 
 from __future__ import annotations
 
 import inspect
-import itertools
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from lockstep.config.values import repr_short, suggestion
+from lockstep.config.values import join_names, repr_short, suggestion
 from lockstep.errors import UsageError
 from lockstep.model.blocks import find_blocks
 from lockstep.parallel.tensor.checks import BROUGHT, called, check_plan, complete, with_meetings, with_ties
@@ -194,8 +193,7 @@ def _why_whole(plan: TensorPlan) -> str:
     """Of the first three layers that stay whole."""
     if not plan.left:
         return "it has no nn.Linear and no embedding of tokens"
-    reasons = [f"'{name}' ({why})" for name, why in itertools.islice(plan.left.items(), 3)]
-    return ", ".join(reasons) + (f" and {len(plan.left) - 3} more" if len(plan.left) > 3 else "")
+    return join_names(f"'{name}' ({why})" for name, why in plan.left.items())
 
 
 # -- splitting -------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from lockstep.parity.collect.wrapped import WrappedRun
 from lockstep.parity.spec import RunSpec
 from lockstep.preparation.observers import RunObserver
 from lockstep.runtime.seed import set_seed
-from lockstep.script.inside import import_as_accelerate, of_script, run_script
+from lockstep.script.inside import import_as_accelerate, run_observed
 
 
 def main(argv: list[str]) -> None:
@@ -36,19 +36,7 @@ def main(argv: list[str]) -> None:
     RunObserver.registered.append(run)
     see_backward(run)
     set_seed(spec.seed)
-    try:
-        run_script(program, spec.is_module)
-    except SystemExit as error:
-        if error.code not in (None, 0):
-            run.fail(error)
-            raise
-    except Exception as error:
-        run.fail(error)
-        raise error.with_traceback(of_script(error.__traceback__)) from error.__cause__
-    except BaseException as error:
-        run.fail(error)
-        raise
-    run.finish()
+    run_observed(run, program, spec.is_module)
 
 
 if __name__ == "__main__":

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import html
 import math
 import re
 from collections.abc import Iterable, Mapping
-from html import escape
 
 from lockstep.parity.judge.verdict import ParityVerdict, Ratio
 from lockstep.parity.report.text import RIGHT, TITLES, remarks, rows, sentence
 from lockstep.parity.trace.items import ItemKind, TraceItem
-from lockstep.words import count, two_digits
+from lockstep.words import count, escape, two_digits
 
 MOST_MODULES = 300
 """Rows of the picture; deeper modules are put together until there are no more."""
@@ -167,4 +167,4 @@ def _prose(text: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    return escape("".join(character if character.isprintable() else "?" for character in text))
+    return html.escape(escape(text))
