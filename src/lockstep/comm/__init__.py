@@ -11,7 +11,7 @@ if not TYPE_CHECKING:
             "collectives": ["all_gather_into_tensor", "Communicator", "reduce_scatter_tensor"],
             "dtensor": ["boxes_of", "local", "shard_like", "total_norm", "whole"],
             "layout": ["boxes", "local_shape", "ShardRegion"],
-            "counter": ["CommCounter", "CommunicationLedger"],
+            "counter": ["CommCounter"],
             "quantization": ["dequantize", "from_message", "message_bytes", "quantize", "to_message"],
             "tree": [
                 "concatenate",

@@ -255,7 +255,3 @@ def ranks_of(func: object, args: tuple[object, ...], kwargs: dict[str, object]) 
     """The global ranks of the group in an operator's arguments."""
     given = dict(zip(dispatch.argument_names(func), args, strict=False)) | kwargs
     return tuple(dist.get_process_group_ranks(group_of(given)))
-
-
-CommunicationLedger = CommCounter
-"""The name that it had before."""

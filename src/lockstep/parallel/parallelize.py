@@ -1,4 +1,4 @@
-"""The order in which a model is made ready: the one file that knows every strategy.
+"""The order in which a model is made ready. What each step does is in ``steps.py``.
 
 linear layers in 8 bits (fp8) → blocks → batch normalisation over ranks → values → stages (pp) → layers (tp)
 → experts (ep) → sequence (cp) → recompute
@@ -10,67 +10,34 @@ others:          → compile blocks → parameters to the device, to host memory
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, cast
 
 import torch
 from torch import nn
 
-from lockstep.config.enums import Activation, DDPCommunicationHookType, Strategy
-from lockstep.config.fp8 import AORecipeKwargs
-from lockstep.config.handlers import AutocastKwargs, DistributedDataParallelKwargs
-from lockstep.config.parallel import Parallel
-from lockstep.config.world import ParallelDims
-from lockstep.errors import UsageError
+from lockstep.config.enums import Activation, Strategy
 from lockstep.model.blocks import find_blocks
-from lockstep.model.changes import disable_cache
-from lockstep.offload.files.direct import OffloadedParameters
 from lockstep.parallel.autocast import autocast_forward
 from lockstep.parallel.changed import refuse_hooks
 from lockstep.parallel.ddp.apply import data_parallel, distributed_data_parallel, has_trained_parameters
-from lockstep.parallel.gradient_mean import GradientAllReduce, ReplicaGroup
-from lockstep.parallel.materialize import InitWeights, check_same_model, is_on_meta, materialize
-from lockstep.parallel.parallel_model import (
-    ParallelModel,
-    PipelinedModel,
-    ReplicatedModel,
-    ShardedModel,
-    SplitModel,
-)
-from lockstep.parallel.recompute import apply_activation_checkpointing
+from lockstep.parallel.materialize import check_same_model, is_on_meta, materialize
+from lockstep.parallel.parallel_model import ParallelModel, ReplicatedModel, SplitModel
 from lockstep.parallel.regions import WHOLE, compile_regions, find_regions
 from lockstep.parallel.saves import refuse_parts
-from lockstep.parallel.sync_batchnorm import synchronize_batchnorm
-from lockstep.runtime.mesh import DeviceMeshes
+from lockstep.parallel.steps import (
+    ModelOptions,
+    average_gradients,
+    convert_to_float8,
+    offload_parameters,
+    probe_engines,
+    refuse_communication_hook,
+    shard_model,
+    share_statistics,
+    should_shard,
+    split_into_stages,
+    split_layers,
+)
 from lockstep.runtime.process import Runtime
-from lockstep.torch_internals import autograd as torch_autograd
-from lockstep.torch_internals import compile as torch_compile
-from lockstep.torch_internals import modules as torch_modules
-from lockstep.torch_internals import tensors as torch_tensors
-
-logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class ModelOptions:
-    """What ``parallelize`` does to a model.
-
-    ``compile_blocks``: compile its blocks one by one, where it has some. ``loss_scale``: the factor of losses now, with
-    fp16.
-    """
-
-    meshes: DeviceMeshes
-    parallel: Parallel = field(default_factory=Parallel)
-    mixed_precision: str = "no"
-    autocast: AutocastKwargs = field(default_factory=AutocastKwargs)
-    fp8: AORecipeKwargs | None = None
-    ddp: DistributedDataParallelKwargs = field(default_factory=DistributedDataParallelKwargs)
-    compile_options: dict[str, Any] | None = None
-    compile_blocks: bool = False
-    init_weights: InitWeights | None = None
-    loss_scale: Callable[[], float] | None = None
 
 
 def parallelize(
@@ -87,19 +54,20 @@ def parallelize(
     its part of it. ``before_split`` is called when the model is on its device and still whole.
     """
     parallel, axes = options.parallel, options.meshes.axes
-    _probe(parallel, axes)
+    probe_engines(parallel, axes)
     divides_weights = parallel.divides_weights
-    shards = _should_shard(model, options) and not evaluation_mode
+    shards = should_shard(model, options) and not evaluation_mode
+    # The whole model.
     if options.fp8 is not None:
-        _convert_to_float8(model, options.fp8)
+        convert_to_float8(model, options.fp8)
     needs_blocks = shards or axes.pp * axes.cp > 1 or parallel.activation is not Activation.NONE
     blocks = find_blocks(model, parallel.blocks) if needs_blocks else {}
     if (shards or divides_weights) and runtime.world_size > 1 and not evaluation_mode:
         refuse_hooks(model, parallel, runtime.world_size)
     if parallel.sync_batchnorm and not evaluation_mode and options.meshes.gradient_size > 1:
-        _synchronize_batchnorm(model, runtime, options)
+        share_statistics(model, runtime, options)
     if divides_weights:
-        _refuse_hook(options)
+        refuse_communication_hook(options)
         check_same_model(model, runtime.world_size)
         materialize(model, runtime.device, options.init_weights, runtime.world_size)
     compiled: tuple[str, ...] = ()
@@ -107,17 +75,20 @@ def parallelize(
         in_parts = blocks if shards or divides_weights else {}
         compiled = find_regions(model, parallel, options.compile_blocks, in_parts)
     before_split()
+    # Its parts, of which each rank has some.
     if axes.pp > 1:
-        return _pipeline(model, blocks, runtime, options, shards, evaluation_mode)
-    experts = _prepare_layers(model, blocks, options, runtime)
+        return split_into_stages(model, blocks, runtime, options, shards, evaluation_mode)
+    experts = split_layers(model, blocks, options, runtime)
     if shards or divides_weights or compiled != WHOLE:
         compile_regions(map(model.get_submodule, compiled), options.compile_options or {})
+    # Sharded models.
     if shards:
-        sharded = _shard(model, blocks, runtime, options, is_filled=divides_weights)
+        sharded = shard_model(model, blocks, runtime, options, is_filled=divides_weights)
         autocast_forward(model, options.mixed_precision, runtime.device, options.autocast)
         return sharded
+    # All others.
     if parallel.offloads_params:
-        _offload(model, runtime, options)
+        offload_parameters(model, runtime, options)
     elif is_on_meta(model):
         materialize(model, runtime.device, options.init_weights, runtime.world_size)
     if device_placement and not parallel.offloads_params:
@@ -131,256 +102,7 @@ def parallelize(
         return ParallelModel(data_parallel(model, runtime))
     if divides_weights:
         refuse_parts(model)
-        return SplitModel(model, _gradient_mean(model, experts, options))
+        return SplitModel(model, average_gradients(model, experts, options))
     if runtime.world_size > 1 and has_trained_parameters(model):
         return ReplicatedModel(distributed_data_parallel(model, runtime, options.ddp))
     return ParallelModel(model)
-
-
-def _convert_to_float8(model: nn.Module, recipe: AORecipeKwargs) -> None:
-    # Imported here, because torchao takes a second to import.
-    from lockstep.parallel.float8 import convert
-
-    convert(model, recipe)
-
-
-def _synchronize_batchnorm(model: nn.Module, runtime: Runtime, options: ModelOptions) -> None:
-    changed = synchronize_batchnorm(model, options.meshes.gradient_group)
-    if not changed and runtime.is_main:
-        logger.warning(
-            "sync_batchnorm has no effect, because %s has no batch normalisation.", type(model).__name__
-        )
-
-
-def _offload(model: nn.Module, runtime: Runtime, options: ModelOptions) -> None:
-    """Keep the parameters in host memory or in a file. What computes with them brings them to the device."""
-    folder = options.parallel.params_folder
-    offloaded = (
-        None if folder is None else OffloadedParameters((p.nbytes for p in model.parameters()), folder)
-    )
-    if offloaded is not None or is_on_meta(model):
-        host = torch.device("cpu")
-        materialize(model, host, options.init_weights, runtime.world_size, offloaded)
-    if offloaded is not None:
-        offloaded.close()
-
-
-def _refuse_hook(options: ModelOptions) -> None:
-    if options.ddp.comm_hook != DDPCommunicationHookType.NO:
-        raise UsageError(
-            f"comm_hook={options.ddp.comm_hook} compresses what DistributedDataParallel averages, but "
-            f"parallel='{options.parallel}' averages gradients without it. Drop the hook, or drop tp, pp and ep."
-        )
-
-
-def _should_shard(model: nn.Module, options: ModelOptions) -> bool:
-    has_parameters = next(model.parameters(), None) is not None
-    return options.parallel.shards and options.meshes.gradient_size > 1 and has_parameters
-
-
-def _prepare_layers(
-    model: nn.Module,
-    blocks: dict[str, nn.Module],
-    options: ModelOptions,
-    runtime: Runtime,
-    tensor_plan: object = None,
-) -> list[nn.Parameter]:
-    """Split layers, experts and the sequence, and let blocks recompute, in place. Returns the experts' weights.
-
-    ``tensor_plan``: that of a whole model of which this is a part.
-    """
-    parallel, meshes = options.parallel, options.meshes
-    experts: list[nn.Parameter] = []
-    # Imported here, because torch's DTensor takes most of a second to import.
-    if (mesh := meshes.axis("tp")) is not None:
-        from lockstep.parallel.tensor.apply import tensor_parallel
-
-        plan = tensor_parallel(model, mesh, _tensor_options(blocks, options, runtime, tensor_plan))
-        if runtime.is_main and tensor_plan is None and parallel.tp_plan is None:
-            logger.warning("%s is split over %d ranks: %s", type(model).__name__, mesh.size(), plan)
-    if (mesh := meshes.axis("ep")) is not None:
-        from lockstep.parallel.expert.apply import expert_parallel
-
-        experts = expert_parallel(model, mesh)
-    elif meshes.gradient_size > 1 and meshes.axes.pp == 1:
-        _share_routing(model, meshes)
-    if (mesh := meshes.axis("cp")) is not None:
-        from lockstep.parallel.context.apply import context_parallel
-
-        context_parallel(model, blocks, mesh, parallel.cp_method)
-    apply_activation_checkpointing(model, parallel.activation, blocks)
-    return experts
-
-
-def _share_routing(model: nn.Module, meshes: DeviceMeshes) -> None:
-    """Balance experts over the batches of all ranks, as one process would."""
-    from lockstep.parallel.expert.layer import layers
-
-    if any(layers(model)):
-        from lockstep.parallel.expert.apply import share_routing
-
-        share_routing(model, meshes.gradient_group)
-
-
-def _tensor_options(
-    blocks: dict[str, nn.Module], options: ModelOptions, runtime: Runtime, plan: Any = None
-) -> Any:
-    from lockstep.parallel.tensor.apply import TensorOptions
-
-    parallel = options.parallel
-    asked = parallel.tp_plan if isinstance(parallel.tp_plan, str) else dict(parallel.tp_plan or ())
-    return TensorOptions(
-        plan=plan or asked or "auto",
-        sequence_parallel=parallel.sequence_parallel,
-        loss_parallel=parallel.loss_parallel,
-        is_main=runtime.is_main,
-        blocks=blocks or None,
-    )
-
-
-def _probe(parallel: Parallel, axes: ParallelDims) -> None:
-    """Refuse a torch of unknown shape before anything is changed: on every rank, as all have the same.
-
-    Raises:
-        UsageError: an engine that this model needs does not behave as it is relied on.
-    """
-    torch_modules.probe()
-    torch_tensors.probe()
-    torch_autograd.probe()
-    torch_compile.probe()
-    if axes.pp > 1:
-        from lockstep.torch_internals import fake, pipelining
-
-        pipelining.probe()
-        fake.probe()
-    if axes.cp > 1:
-        from lockstep.torch_internals import kernels
-
-        kernels.probe()
-    if parallel.activation is not Activation.NONE:
-        from lockstep.torch_internals import dispatch
-
-        dispatch.probe()
-    if axes.splits_model:
-        from lockstep.torch_internals import dtensor
-
-        dtensor.probe()
-
-
-def _pipeline(
-    model: nn.Module,
-    blocks: dict[str, nn.Module],
-    runtime: Runtime,
-    options: ModelOptions,
-    shards: bool,
-    evaluation_mode: bool,
-) -> PipelinedModel:
-    """This rank's stages. What comes after splitting follows in the first forward, which settles who has what."""
-    from lockstep.parallel.pipeline import PipelineOptions, split_model
-
-    parallel, meshes = options.parallel, options.meshes
-    mesh = meshes.axis("pp")
-    assert mesh is not None
-    plan = None
-    # While the model is whole: blocks of other stages are about to leave it.
-    if meshes.axes.tp > 1:
-        from lockstep.parallel.tensor.apply import make_plan
-
-        plan = make_plan(model, meshes.axes.tp, _tensor_options(blocks, options, runtime), blocks)
-    if not evaluation_mode:
-        disable_cache(model, "every stage would keep keys and values, and send them with its outputs")
-    pipeline = split_model(
-        model,
-        blocks,
-        mesh,
-        PipelineOptions(
-            schedule=parallel.schedule,
-            micro_batches=parallel.micro_batches,
-            stages_per_rank=parallel.stages_per_rank,
-            split=parallel.split,
-            batch_dims=parallel.batch_dims,
-            loss_reduction=cast("Any", parallel.loss),
-            loss_scale=options.loss_scale,
-            forward_dtype=_gathered_dtype(options) if shards else None,
-        ),
-        runtime.device,
-    )
-    local = pipeline.local_blocks()
-    _prepare_layers(model, local, options, runtime, None if plan is None else plan.within(model))
-    if options.compile_options is not None:
-        compile_regions(local.values(), options.compile_options)
-
-    prepared = PipelinedModel(pipeline)
-
-    def settle() -> None:
-        if shards:
-            _refuse_shared(pipeline.shared_between_stages(), parallel)
-            prepared.stages = [
-                _shard(stage, pipeline.blocks_of(stage), runtime, options, is_filled=True)
-                for stage in pipeline.stage_modules()
-            ]
-        elif not evaluation_mode:
-            prepared.mean = _gradient_mean(pipeline, [], options)
-
-    pipeline.on_settled(settle)
-    autocast_forward(pipeline, options.mixed_precision, runtime.device, options.autocast)
-    return prepared
-
-
-def _gathered_dtype(options: ModelOptions) -> torch.dtype | None:
-    """That of parameters in forwards of a sharded model; None: their own."""
-    from lockstep.parallel.zero.apply import DTYPES
-
-    return DTYPES.get(options.mixed_precision)
-
-
-def _refuse_shared(names: list[str], parallel: Parallel) -> None:
-    if names:
-        raise UsageError(
-            f"{len(names)} parameters ('{names[0]}', ...) are used by several stages of one rank, but "
-            f"zero={parallel.zero} shards each stage separately. Use schedule=1f1b or gpipe, untie these "
-            "weights, or drop zero."
-        )
-
-
-def _gradient_mean(model: nn.Module, experts: list[nn.Parameter], options: ModelOptions) -> GradientAllReduce:
-    """Average gradients after backward: of experts among the ranks that hold the same ones."""
-    from lockstep.parallel.zero.sharding import broadcast_buffers, synchronised_buffers
-
-    meshes, axes = options.meshes, options.meshes.axes
-    ids = {id(parameter) for parameter in experts}
-    others = [parameter for parameter in model.parameters() if id(parameter) not in ids]
-    mean = GradientAllReduce(
-        [
-            ReplicaGroup(others, meshes.gradient_group, meshes.gradient_size),
-            ReplicaGroup(experts, meshes.expert_replicas, axes.data // axes.ep),
-        ]
-    )
-    buffers = synchronised_buffers(model)
-    if options.ddp.broadcast_buffers and buffers and meshes.gradient_size > 1:
-
-        def take_buffers(*_: object) -> None:
-            if not mean.is_in_no_sync:
-                broadcast_buffers(buffers, meshes.gradient_group)
-
-        model.register_forward_pre_hook(take_buffers, prepend=True)
-    return mean
-
-
-def _shard(
-    model: nn.Module, blocks: dict[str, nn.Module], runtime: Runtime, options: ModelOptions, is_filled: bool
-) -> ShardedModel:
-    # Imported here, because torch's sharding takes most of a second to import.
-    from lockstep.parallel.zero.apply import ShardOptions, shard
-
-    shard_options = ShardOptions(
-        mesh=options.meshes.shard_mesh,
-        parallel=options.parallel,
-        mixed_precision=options.mixed_precision,
-        autocast=options.autocast.enabled,
-        broadcast_buffers=options.ddp.broadcast_buffers,
-        init_weights=options.init_weights,
-        group=options.meshes.gradient_group,
-        is_filled=is_filled,
-    )
-    return ShardedModel(model, *shard(model, blocks, runtime, shard_options))

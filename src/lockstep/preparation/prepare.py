@@ -25,7 +25,8 @@ from lockstep.observe.log import get_logger
 from lockstep.observe.measures.measures import Measures
 from lockstep.parallel.materialize import InitWeights
 from lockstep.parallel.parallel_model import ParallelModel, PipelinedModel
-from lockstep.parallel.parallelize import ModelOptions, parallelize
+from lockstep.parallel.parallelize import parallelize
+from lockstep.parallel.steps import ModelOptions
 from lockstep.preparation.backward_watch import BackwardWatch
 from lockstep.preparation.capsules import StepKeeper, facts_of_run
 from lockstep.preparation.checks import (
