@@ -34,10 +34,11 @@ from lockstep.errors import StateResetError
 from lockstep.observe import hang
 from lockstep.observe.methods import TrackingMethods
 from lockstep.preparation.batches import BatchMethods
+from lockstep.preparation.checkpoints import CheckpointMethods
 from lockstep.preparation.checks import check_backend
-from lockstep.preparation.files import FileMethods
 from lockstep.preparation.observers import RunObserver
 from lockstep.preparation.training import TrainingMethods
+from lockstep.preparation.weights import WeightMethods
 from lockstep.runtime import process
 from lockstep.runtime.control import ProcessControl
 from lockstep.runtime.failure import install_excepthook
@@ -68,7 +69,8 @@ class Accelerator(
     CollectiveMethods,
     TrainingMethods,
     BatchMethods,
-    FileMethods,
+    CheckpointMethods,
+    WeightMethods,
     TrackingMethods,
 ):
     """Makes a plain training loop run on one process or on many.

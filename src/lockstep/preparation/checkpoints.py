@@ -1,4 +1,4 @@
-"""What a script asks of files, as methods of ``Accelerator``: weights, the whole state, a save before a stop."""
+"""Methods of ``Accelerator`` for checkpoints: the whole state saved and loaded, and a save before a stop."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -20,9 +19,7 @@ from lockstep.checkpoint.contents import (
     refuse_options,
 )
 from lockstep.comm.collectives import Communicator, raise_on_all_ranks
-from lockstep.comm.dtensor import is_dtensor, whole
 from lockstep.config.options import Options
-from lockstep.parallel.parallel_model import unwrap as unwrap_module
 from lockstep.preparation.observers import RunObserver
 from lockstep.runtime.process import Runtime
 from lockstep.runtime.step import StepState
@@ -36,7 +33,7 @@ if TYPE_CHECKING:
     from lockstep.preparation.window import AccumulationState
 
 
-class FileMethods:
+class CheckpointMethods:
     """Methods that need the prepared objects, and where the project is."""
 
     runtime: Runtime
@@ -60,159 +57,7 @@ class FileMethods:
         @property
         def is_main_process(self) -> bool: ...
         def end_training(self) -> None: ...
-
-    def unwrap_model(
-        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
-    ) -> Any:
-        """Return the model that was passed to ``prepare``, without wrappers such as DDP.
-
-        Args:
-            model: The prepared model.
-            keep_fp32_wrapper: False: its forward no longer runs under autocast.
-            keep_torch_compile: False: return the model that was compiled, and not the compiled one.
-
-        Examples:
-            ```python
-            import torch
-            from lockstep import Accelerator
-
-            accelerator = Accelerator()
-            plain = torch.nn.Linear(4, 1)
-            model = accelerator.prepare(plain)
-            assert accelerator.unwrap_model(model) is plain
-            ```
-        """
-        self._preparation.finish_steps()
-        return unwrap_module(model, keep_autocast=keep_fp32_wrapper, keep_compile=keep_torch_compile)
-
-    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return the ``state_dict`` of the whole model: name -> tensor of its whole shape. Call it on every rank.
-
-        - Of a sharded model, the tensors are gathered into host memory, one after the other. All of them are copies,
-          even those that are not sharded, such as scalars.
-        - Of a pipeline, rank 0 gets the whole, and the other ranks get an empty mapping.
-        - Of other models, the tensors share memory with the model, as those of ``model.state_dict()`` do.
-
-        Args:
-            model: The prepared model.
-            unwrap: Use the names of the unwrapped model. False: use those that wrappers such as DDP give them.
-
-        Examples:
-            ```python
-            import torch
-            from lockstep import Accelerator
-
-            accelerator = Accelerator(parallel="zero=3")
-            model = torch.nn.Linear(4, 1)
-            model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-            weights = accelerator.get_state_dict(model)  # on every rank
-            assert weights["weight"].shape == (1, 4)  # whole, though each rank has a shard
-            ```
-        """
-        whole_model = self._preparation.whole_of(model)
-        if whole_model is not None:
-            from lockstep.checkpoint.weights.export import collect_stages
-
-            return collect_stages(unwrap_module(model).state_dict(), self._communicator, whole_model)
-        state = (unwrap_module(model, keep_compile=False) if unwrap else model).state_dict()
-        gathered: dict[str, Any] = whole(state)
-        if not any(map(is_dtensor, state.values())):
-            return gathered
-        copies: dict[int, object] = {}  # by what they are copies of, so that tied ones stay tied
-        for name, value in state.items():
-            if isinstance(value, torch.Tensor) and not is_dtensor(value):
-                gathered[name] = copies.setdefault(id(value), gathered[name].clone())
-        return gathered
-
-    def save(self, obj: object, f: object, safe_serialization: bool = False) -> None:
-        """Write an object to a file on rank 0, or with ``save_on_each_node`` on one process of each machine. It does
-        not wait.
-
-        Args:
-            obj: Any object that can be pickled; with ``safe_serialization`` a mapping name -> tensor of any shape.
-            f: The path of the file.
-            safe_serialization: Write safetensors, which cannot run code when it is read. Otherwise ``torch.save``
-                writes.
-
-        Examples:
-            ```python
-            import torch
-            from lockstep import Accelerator
-
-            accelerator = Accelerator()
-            accelerator.save({"mean": torch.zeros(4)}, "mean.pt")  # rank 0 writes
-            accelerator.wait_for_everyone()
-            assert torch.load("mean.pt")["mean"].shape == (4,)
-            ```
-        """
-        from lockstep.checkpoint.weights.model import save
-
-        save(obj, f, self._options.project.save_on_each_node, safe_serialization)
-
-    def save_model(
-        self,
-        model: nn.Module,
-        save_directory: str | os.PathLike[str],
-        max_shard_size: int | str = "10GB",
-        safe_serialization: bool = True,
-    ) -> None:
-        """Write the weights of the unwrapped model to a folder, as safetensors. Call it on every rank; rank 0 writes.
-
-        All ranks return when the files are complete.
-
-        Args:
-            model: The prepared model.
-            save_directory: The folder. It is made if it does not exist.
-            max_shard_size: Bytes, or a text such as ``"5GB"``. More weights are written as several files with an
-                index.
-            safe_serialization: False: ``torch.save`` writes ``pytorch_model.bin``, and a warning says that such a
-                file can run code when it is read.
-
-        Raises:
-            CheckpointError: the files cannot be written. All ranks raise it.
-            ConfigError: ``max_shard_size`` is not a size.
-            UsageError: an entry of the state dict is not a tensor, or has no values; or with
-                ``safe_serialization=False``, the folder has safetensors files of a model. All ranks raise it.
-
-        Examples:
-            ```python
-            import torch
-            from lockstep import Accelerator
-
-            accelerator = Accelerator()
-            model = accelerator.prepare(torch.nn.Linear(4, 1))
-            accelerator.save_model(model, "export")  # export/model.safetensors
-            ```
-        """
-        plain = unwrap_module(model, keep_compile=False)
-        if not safe_serialization:
-            self._save_pickled(plain, save_directory, max_shard_size)
-            return
-        # With pydantic, which a run may never need.
-        from lockstep.checkpoint.weights.export import save_model, save_stages
-
-        whole_model = self._preparation.whole_of(model)
-        if whole_model is not None:
-            save_stages(plain, whole_model, save_directory, max_shard_size, self._communicator)
-        else:
-            save_model(plain, save_directory, max_shard_size, self._communicator)
-
-    def _save_pickled(
-        self, model: nn.Module, directory: str | os.PathLike[str], max_shard_size: int | str
-    ) -> None:
-        from lockstep.checkpoint.weights import parse_size
-        from lockstep.checkpoint.weights.export import check_folder, warn_of_pickles, write_pickled
-        from lockstep.checkpoint.weights.folder import local_directory
-
-        with raise_on_all_ranks(self._communicator):
-            limit, folder = parse_size(max_shard_size), local_directory(directory)
-            if self.is_main_process:
-                check_folder(folder)
-                warn_of_pickles("save_model")
-        state = self.get_state_dict(model)
-        with raise_on_all_ranks(self._communicator):
-            if self.is_main_process:
-                write_pickled(state, folder, limit)
+        def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]: ...
 
     def register_for_checkpointing(self, *objects: object) -> None:
         """Let ``save_state`` and ``load_state`` include these objects.
