@@ -161,20 +161,8 @@ def resolve_options(
     Raises:
         ConfigError: a value is unknown or contradicts another.
     """
-    if dynamo_plugin is not None and dynamo_backend is not None:
-        raise ConfigError(
-            f"dynamo_backend={dynamo_backend!r} and dynamo_plugin were both given. Pass only one of them."
-        )
     steps = gradient_accumulation_steps
-    if (
-        gradient_accumulation_plugin is not None
-        and gradient_accumulation_plugin.num_steps not in (None, steps)
-        and steps not in (None, 1)
-    ):
-        raise ConfigError(
-            f"gradient_accumulation_steps={steps} contradicts gradient_accumulation_plugin.num_steps="
-            f"{gradient_accumulation_plugin.num_steps}. Pass only one of them."
-        )
+    _refuse_two_answers(dynamo_backend, dynamo_plugin, steps, gradient_accumulation_plugin)
     settings = worker_settings(
         {
             "mixed_precision": mixed_precision,
@@ -203,21 +191,12 @@ def resolve_options(
         deepspeed_plugins,
         parallelism_config,
     )
-    launched = is_launched()
-    has_unread_file = not launched and named_config_file() is not None
-    others = (
-        external(*foreign)
-        if has_unread_file or speaks_accelerate() or any(one is not None for one in foreign)
-        else ExternalSettings({})
-    )
+    others = external(*foreign) if _has_foreign_words(foreign) else ExternalSettings({})
     asked = merge_settings(others.settings, code)
     value = {name: said.value for name, said in asked.items()}
     accumulation = gradient_accumulation_plugin or GradientAccumulationPlugin()
     if accumulation.num_steps is None:
-        accumulation = replace(
-            accumulation,
-            num_steps=value.get(STEPS.name, STEPS.default),
-        )
+        accumulation = replace(accumulation, num_steps=value.get(STEPS.name, STEPS.default))
     parallel = parallel_of(asked)
     by_blocks = parallel.compile is Compile.BLOCKS
     compiling = _compile_options(settings, dynamo_plugin, "inductor" if by_blocks else "no")
@@ -247,7 +226,7 @@ def resolve_options(
         optimizer=value.get("optimizer"),
         scheduler=value.get("scheduler"),
         batch=BatchSizes.of(asked),
-        config_warnings=(*others.warnings, *(() if launched else unknown_variables())),
+        config_warnings=(*others.warnings, *(() if is_launched() else unknown_variables())),
         deepspeed_plugin=others.plugin,
         deepspeed_plugins=others.plugins,
         fsdp_plugin=fsdp_plugin,
@@ -263,6 +242,29 @@ def resolve_options(
             if said.source != "default" and said.value is not None
         },
     )
+
+
+def _refuse_two_answers(
+    dynamo_backend: str | None,
+    dynamo_plugin: TorchDynamoPlugin | None,
+    steps: int | None,
+    accumulation: GradientAccumulationPlugin | None,
+) -> None:
+    if dynamo_plugin is not None and dynamo_backend is not None:
+        raise ConfigError(
+            f"dynamo_backend={dynamo_backend!r} and dynamo_plugin were both given. Pass only one of them."
+        )
+    if accumulation is not None and accumulation.num_steps not in (None, steps) and steps not in (None, 1):
+        raise ConfigError(
+            f"gradient_accumulation_steps={steps} contradicts gradient_accumulation_plugin.num_steps="
+            f"{accumulation.num_steps}. Pass only one of them."
+        )
+
+
+def _has_foreign_words(plugins: Sequence[object]) -> bool:
+    """Whether there is anything in the words of other libraries: a plugin, a variable, a file that nobody has read."""
+    has_unread_file = not is_launched() and named_config_file() is not None
+    return has_unread_file or speaks_accelerate() or any(one is not None for one in plugins)
 
 
 def _run_dir(said: str | None, project_dir: str | os.PathLike[str] | None) -> Path | None:

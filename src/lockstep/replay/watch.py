@@ -24,11 +24,10 @@ class ModuleWatch:
     def __init__(self) -> None:
         self._trace: MicroBatchTrace | None = None
         self._open: list[int] = []
-        self._has_fault = False
 
     def begin(self, trace: MicroBatchTrace | None) -> None:
         """A micro-batch comes."""
-        self._trace, self._open, self._has_fault = trace, [], False
+        self._trace, self._open = trace, []
 
     def watch(self, model: nn.Module, prefix: str) -> None:
         """Look on at its modules, whose names begin with ``prefix``."""

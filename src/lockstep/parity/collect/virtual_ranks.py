@@ -128,9 +128,8 @@ class SequentialRanks(BatchPosition):
                 continue
             active, counts = self._state.active, self._state.counts
             for rank in range(self.ranks):
-                if (
-                    active is not None and counts is not None
-                ):  # of the whole batch; a short one is not handed out
+                # Counts of the whole batch: a short one is not handed out.
+                if active is not None and counts is not None:
                     rows = counts.rows[0] // self.ranks
                     active.counts = BatchCounts((rows,), (rows,))
                 yield of_ranks[rank] if of_ranks else map_tensors(partial(self._slice, rank), whole)

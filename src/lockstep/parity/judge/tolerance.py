@@ -159,9 +159,8 @@ def tolerance_of(
         if any(one.shape is not None for one in runs):
             limits[item.key] = UNLIMITED  # its shape depends on numbers that are rounded
         elif is_half and item.kind in _OF_MODULES and _is_chosen(trace.shape(item), rows):
-            limits[item.key] = (
-                UNLIMITED  # rounding sends some of its rows elsewhere, and moves all behind them
-            )
+            # Rounding sends some of its rows elsewhere, and moves all behind them.
+            limits[item.key] = UNLIMITED
         elif is_half and (item.name, trace.shape(item)) in choices and item.kind is ItemKind.OUTPUT_GRADIENT:
             limits[item.key] = UNLIMITED  # of the weights of what was chosen: in such a row another expert's
         elif not trace.is_float(item):
