@@ -13,8 +13,16 @@ from lockstep.config.sources import LAUNCH_ID_VARIABLE
 from lockstep.errors import ConfigError, ControlError
 from lockstep.history.read import RunHistory, read_run
 from lockstep.report.job import JobNow, RankStack, job_of, stack_of
-from lockstep.report.live import NEWEST_BYTES, SPARKLINE, screen
-from lockstep.report.live_job import job_screen, keys_line, ranks_panel, stacks_panel, stacks_text
+from lockstep.report.live import (
+    NEWEST_BYTES,
+    SPARKLINE,
+    job_screen,
+    keys_line,
+    ranks_panel,
+    screen,
+    stacks_panel,
+    stacks_text,
+)
 from lockstep.report.numbers import numbers_of
 from lockstep.words import plain_text
 

@@ -17,7 +17,7 @@ from lockstep.compat.accelerate.config_file import (
 )
 from lockstep.compat.deepspeed import keys as deepspeed_keys
 from lockstep.compat.deepspeed.config import from_deepspeed
-from lockstep.compat.deepspeed.section import DEEPSPEED_KEYS, FILE_KEY
+from lockstep.compat.deepspeed.yaml_section import DEEPSPEED_KEYS, FILE_KEY
 from lockstep.compat.fsdp import section as fsdp
 from lockstep.compat.rules import Outcome, Row, Table, is_off, walk
 from lockstep.config.files import read_json

@@ -11,7 +11,7 @@ from lockstep.compat.accelerate.sections import LAYOUT_KEYS, from_layout
 from lockstep.compat.deepspeed.config import finish, from_deepspeed
 from lockstep.compat.deepspeed.of_trainer import is_of_trainer
 from lockstep.compat.deepspeed.plugin import DeepSpeedPlugin, from_deepspeed_plugin, named_plugins, stages_of
-from lockstep.compat.deepspeed.section import DEEPSPEED_KEYS, DEFAULT_STAGE, FILE_KEY
+from lockstep.compat.deepspeed.yaml_section import DEEPSPEED_KEYS, DEFAULT_STAGE, FILE_KEY
 from lockstep.compat.fsdp.plugin import check_fsdp_plugin, from_fsdp_plugin
 from lockstep.compat.fsdp.section import KEYS as FSDP_KEYS
 from lockstep.compat.fsdp.section import from_fsdp

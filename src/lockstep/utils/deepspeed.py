@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from lockstep.compat.deepspeed.hf_config import HfDeepSpeedConfig
 from lockstep.compat.deepspeed.optimizers import DummyOptim, DummyScheduler
-from lockstep.compat.deepspeed.sections import HfDeepSpeedConfig
 from lockstep.errors import UsageError
 from lockstep.utils.imports import deepspeed_required
 

@@ -22,7 +22,7 @@ from lockstep.compat.accelerate.sections import (
     from_layout,
     from_mpirun,
 )
-from lockstep.compat.deepspeed.section import from_deepspeed_section
+from lockstep.compat.deepspeed.yaml_section import from_deepspeed_section
 from lockstep.compat.fsdp.section import from_fsdp
 from lockstep.compat.rules import Translation, is_off
 from lockstep.config.enums import ComputeEnvironment, DistributedType

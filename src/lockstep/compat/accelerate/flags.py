@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lockstep.compat.accelerate import sections
-from lockstep.compat.deepspeed import section as deepspeed
+from lockstep.compat.deepspeed import yaml_section as deepspeed
 from lockstep.compat.fsdp import section as fsdp
 from lockstep.compat.rules import Translation, is_off
 from lockstep.config.merge import (

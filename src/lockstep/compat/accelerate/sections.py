@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from lockstep.compat.deepspeed.section import file_name
+from lockstep.compat.deepspeed.yaml_section import file_name
 from lockstep.compat.rules import Detail, NoEffect, Refused, Table, Translation, Used, same, translate
 from lockstep.config import readers as read
 from lockstep.config.settings import SETTINGS

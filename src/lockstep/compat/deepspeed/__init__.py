@@ -9,12 +9,12 @@ if not TYPE_CHECKING:
         __name__,
         {
             "config": ["from_deepspeed"],
+            "described": ["build_scheduler"],
             "keys": ["KEYS"],
             "lr_schedule_params": ["parse_schedule"],
             "lr_schedules": ["ScheduledLR"],
             "optimizers": ["build_optimizer"],
             "plugin": ["OWN_FIELDS"],
-            "described": ["build_scheduler"],
-            "section": ["DEEPSPEED_KEYS", "FILE_KEY"],
+            "yaml_section": ["DEEPSPEED_KEYS", "FILE_KEY"],
         },
     )

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.compat.deepspeed.config import finish, from_deepspeed
+from lockstep.compat.deepspeed.hf_config import HfDeepSpeedConfig
 from lockstep.compat.deepspeed.of_trainer import in_place_of_trainers, is_of_trainer, left_by_trainer
-from lockstep.compat.deepspeed.section import DEEPSPEED_KEYS
-from lockstep.compat.deepspeed.sections import HfDeepSpeedConfig
+from lockstep.compat.deepspeed.yaml_section import DEEPSPEED_KEYS
 from lockstep.compat.rules import Translation, translate
 from lockstep.config.merge import merge_settings
 from lockstep.errors import ConfigError

@@ -17,7 +17,7 @@ from lockstep.comm.dtensor import is_dtensor, local
 from lockstep.offload.files.direct import OffloadFile, aligned, region_of
 from lockstep.offload.files.pages import is_untouched
 from lockstep.offload.optimizer import unscaled
-from lockstep.offload.optimizer.scale import GradientScale
+from lockstep.offload.optimizer.kernel import GradientScale
 from lockstep.offload.optimizer.states import StepRegion, region_to_move
 from lockstep.torch_internals import tensors as torch_tensors
 

@@ -3,19 +3,38 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from lockstep.comm.dtensor import is_dtensor
 from lockstep.errors import OffloadError
-from lockstep.offload.optimizer.scale import GradientScale
 from lockstep.torch_internals import tensors as torch_tensors
 from lockstep.torch_internals.optim import FILLS_LISTS
+
+
+@dataclass(frozen=True)
+class GradientScale:
+    """What ``clip_grads_with_norm_`` does to gradients of which ``norm`` (0-d) is the norm."""
+
+    max_norm: float
+    norm: torch.Tensor
+
+    def changes_nothing(self) -> bool:
+        return bool(float(self.max_norm) / (self.norm + 1e-6) >= 1.0)
+
+    @torch.no_grad()
+    def apply(self, gradients: Sequence[torch.Tensor]) -> None:
+        """Scale plain tensors in place."""
+        holders: Any = [SimpleNamespace(grad=gradient) for gradient in gradients]
+        clip_grads_with_norm_(holders, self.max_norm, self.norm)
+
 
 GroupSettings = dict[str, Any]
 

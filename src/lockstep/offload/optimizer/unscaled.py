@@ -14,7 +14,7 @@ import torch
 
 from lockstep.comm.tree import leaves
 from lockstep.offload.files.direct import aligned_buffer
-from lockstep.offload.optimizer.scale import GradientScale
+from lockstep.offload.optimizer.kernel import GradientScale
 from lockstep.offload.optimizer.states import StepRegion, read_all, region_to_move, write_all
 from lockstep.torch_internals import tensors as torch_tensors
 

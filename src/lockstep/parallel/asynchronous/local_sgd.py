@@ -20,8 +20,8 @@ from lockstep.parallel.asynchronous.block import (
     floating_buffers,
     meet,
 )
+from lockstep.parallel.parallel_model import unwrap
 from lockstep.runtime.failure import is_consequence
-from lockstep.torch_internals import compile as torch_compile
 
 STATE_KEYS = frozenset({"num_steps", "in_round", "world_size", "parameters", "buffers", "optimizer"})
 
@@ -45,9 +45,11 @@ class LocalRounds(TrainingBlock):
         self.num_steps = self._in_round = 0
         super().__init__(accelerator, model, f"steps={steps}", enabled)
         self._optimizer = optimizer
-        inner = getattr(model, "module", model) if accelerator.runtime.world_size > 1 else model
-        plain = torch_compile.original(inner)  # whose names are the same in every world, compiled or not
-        self._trained = {name: p for name, p in plain.named_parameters() if p.requires_grad}
+        # Its names are the same in every world, compiled or not.
+        plain = unwrap(model, keep_compile=False)
+        self._trained: dict[str, torch.Tensor] = {
+            name: p for name, p in plain.named_parameters() if p.requires_grad
+        }
 
     def _check(self) -> None:
         check_count(self._name, "a number of steps", self.steps, least=1)
