@@ -15,6 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
 from lockstep import Accelerator
+from lockstep.observe.measures import StepAssembler
+from tests.patching import module_of
 
 SOURCE = str(Path(lockstep.__file__).parent)
 STEPS = 50
@@ -41,7 +43,7 @@ def calls_of(step: Callable[[], None]) -> tuple[float, float]:
 
 def test_a_step_makes_few_calls_more_than_one_by_hand(monkeypatch: Any) -> None:
     # What is done a few times a second counts for none of the steps, however slow the machine is.
-    monkeypatch.setattr("lockstep.observe.measures.assembler.SHOWN_EVERY_S", math.inf)
+    monkeypatch.setattr(module_of(StepAssembler), "SHOWN_EVERY_S", math.inf)
     data = TensorDataset(
         torch.randn(4 * (BEGINNING + STEPS + 2), 8), torch.randn(4 * (BEGINNING + STEPS + 2), 1)
     )

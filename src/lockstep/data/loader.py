@@ -408,9 +408,8 @@ class PreparedLoader(DataLoader[Any]):
                     behind = 0
                 else:
                     yield batch
-                if (
-                    not this.last
-                ):  # behind the last one, the script has more to do before the step is complete
+                # Behind the last one, the script has more to do before the step is complete.
+                if not this.last:
                     clock.batch_wanted()
             clock.enter("other")
             iteration.behind = None

@@ -81,6 +81,9 @@ def test_the_parts_of_real_steps_sum_to_what_the_clock_says() -> None:
 def test_time_goes_to_the_part_in_which_it_is_spent(monkeypatch: Any) -> None:
     clock = FakeTime()
     accelerator = Accelerator()
+    kept = accelerator.gradient_state.clock.parts
+    monkeypatch.setattr(accelerator.gradient_state.clock, "parts", kept)  # undone at the end
+    monkeypatch.setattr(accelerator.gradient_state.clock, "enter", kept.enter)
     accelerator.gradient_state.clock.keep_parts(Parts(clock))
     monkeypatch.setattr("time.perf_counter", clock)
     durations = accelerator.gradient_state.clock.durations_s

@@ -8,6 +8,7 @@ if not TYPE_CHECKING:
     __getattr__ = names_of_modules(
         __name__,
         {
+            "assembler": ["StepAssembler"],
             "batches": ["tokens_in"],
             "device_parts": ["device_parts_of", "DeviceParts", "EVERY"],
             "flops": ["FlopCounts", "FREE_KINDS", "SHARE"],

@@ -102,7 +102,10 @@ MEASURE_S = 0.03
 
 @cache
 def cpu_peak(precision: str, threads: int) -> float | None:
-    """The quickest product of two square matrices within 30 ms, after one that is not counted."""
+    """The quickest product of two square matrices within 30 ms, after one that is not counted.
+
+    ``threads``: those of torch. It is measured once for each number of them.
+    """
     dtype = CPU_DTYPES.get(precision)
     if dtype is None:
         return None
