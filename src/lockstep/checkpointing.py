@@ -18,6 +18,7 @@ import torch
 from lockstep.checkpoint.contents import Stateful
 from lockstep.checkpoint.weights import PICKLED_WEIGHTS, WEIGHTS
 from lockstep.checkpoint.weights.model import save
+from lockstep.comm.tree import Kwargs, StateDict
 from lockstep.data_loader import IterableDatasetShard, SeedableRandomSampler
 from lockstep.errors import CheckpointError
 from lockstep.observe.log import get_logger
@@ -47,7 +48,7 @@ def _numbered(name: str, index: int) -> str:
 
 def save_accelerator_state(
     output_dir: str | os.PathLike[str],
-    model_states: Sequence[Mapping[str, Any]],
+    model_states: Sequence[Mapping[str, object]],
     optimizers: Sequence[Stateful],
     schedulers: Sequence[Stateful],
     dataloaders: Sequence[Any],
@@ -123,7 +124,7 @@ def load_accelerator_state(
     map_location: str | None = None,
     load_kwargs: Mapping[str, object] | None = None,
     **load_model_func_kwargs: object,
-) -> dict[str, Any]:
+) -> StateDict:
     """Read the states that ``save_accelerator_state`` wrote into objects. No code in the files is run.
 
     Args:
@@ -190,7 +191,7 @@ def load_accelerator_state(
 
 
 def _load_model(
-    model: torch.nn.Module, folder: Path, index: int, device: torch.device | str, options: Mapping[str, Any]
+    model: torch.nn.Module, folder: Path, index: int, device: torch.device | str, options: Kwargs
 ) -> None:
     path = folder / _numbered(WEIGHTS, index)
     if path.exists():
@@ -217,8 +218,8 @@ def _own_sampler(loader: Any) -> object:
     return sampler if isinstance(sampler, SeedableRandomSampler) else None
 
 
-def _random_states() -> dict[str, Any]:
-    states: dict[str, Any] = {
+def _random_states() -> StateDict:
+    states: StateDict = {
         "random_state": random.getstate(),
         "numpy_random_seed": np.random.get_state(),
         "torch_manual_seed": torch.get_rng_state(),
@@ -228,7 +229,7 @@ def _random_states() -> dict[str, Any]:
     return states
 
 
-def _set_random_states(states: Mapping[str, Any]) -> None:
+def _set_random_states(states: StateDict) -> None:
     random.setstate(states["random_state"])
     np.random.set_state(states["numpy_random_seed"])
     torch.set_rng_state(states["torch_manual_seed"])

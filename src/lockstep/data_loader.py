@@ -96,7 +96,7 @@ class BatchSamplerShard(BatchSampler):
         return len(self.batch_sampler)
 
     def __len__(self) -> int:
-        samples: Any = getattr(self.batch_sampler, "sampler", None)
+        samples: object = getattr(self.batch_sampler, "sampler", None)
         known = len(samples) if hasattr(samples, "__len__") else None
         return self._plan().length(self.total_length, self.process_index, known)
 
@@ -106,7 +106,7 @@ class BatchSamplerShard(BatchSampler):
                 yield one.parts[self.process_index]
 
 
-class IterableDatasetShard(IterableDataset[Any]):
+class IterableDatasetShard(IterableDataset[object]):
     """The samples of one process, out of an iterable dataset.
 
     In each round, every process takes ``batch_size`` samples: first process 0, then process 1 and so on.
@@ -178,7 +178,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         generator = getattr(self.dataset, "generator", None)
         if not hasattr(self.dataset, "set_epoch") and isinstance(generator, torch.Generator):
             generator.manual_seed(getattr(self, "epoch", 0))
-        first: list[Any] = []
+        first: list[object] = []
         for samples in grouped(self.dataset, whole, self.drop_last):
             first = first or samples
             yield from islice(chain(samples, cycle(first)), start, start + self._rows)

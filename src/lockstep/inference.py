@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
@@ -15,6 +15,9 @@ from lockstep.runtime import process
 from lockstep.runtime.mesh import DeviceMeshes
 from lockstep.utils.modeling import calculate_maximum_sizes
 from lockstep.utils.operations import copy_tensor_to_devices, ignorant_find_batch_size, pad_input_tensors
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining import ScheduleGPipe
 
 __all__ = ["build_pipeline", "find_pippy_batch_size", "generate_device_map", "pippy_forward", "prepare_pippy"]
 
@@ -144,8 +147,12 @@ def find_pippy_batch_size(args: Sequence[object] | None, kwargs: Mapping[str, ob
 
 
 def build_pipeline(
-    model: nn.Module, split_points: Sequence[str], args: Any, kwargs: Any, num_chunks: int
-) -> Any:
+    model: nn.Module,
+    split_points: Sequence[str],
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+    num_chunks: int,
+) -> ScheduleGPipe:
     """Return a schedule of ``torch.distributed.pipelining`` with this process's stage of a model. Call it on all
     processes.
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from typing import Any
 
 
-def lazy_names(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
+def lazy_names(package: str, modules: Mapping[str, str]) -> Callable[[str], object]:
     """The ``__getattr__`` of ``package``.
 
     Args:
@@ -27,7 +26,7 @@ def lazy_names(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]
     return resolve
 
 
-def names_of_modules(package: str, modules: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
+def names_of_modules(package: str, modules: Mapping[str, Sequence[str]]) -> Callable[[str], object]:
     """The ``__getattr__`` of ``package``: what is imported from it by those who need not know its files.
 
     The library itself imports from the file, so that each module loads what it needs and no more. For mypy a

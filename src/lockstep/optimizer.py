@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import torch
 
-from lockstep.comm.tree import send_to_device
+from lockstep.comm.tree import Tree, send_to_device
 from lockstep.train.optimizer import PreparedOptimizer
 from lockstep.train.optimizer import PreparedOptimizer as AcceleratedOptimizer
+
+T = TypeVar("T")
 
 __all__ = ["AcceleratedOptimizer", "PreparedOptimizer", "move_to_device", "patch_optimizer_step"]
 
 
-def move_to_device(state: object, device: torch.device | str | int) -> Any:
+def move_to_device(state: Tree, device: torch.device | str | int) -> Tree:
     """Return the state of an optimizer with its tensors on a device.
 
     Args:
@@ -35,8 +37,8 @@ def move_to_device(state: object, device: torch.device | str | int) -> Any:
 
 
 def patch_optimizer_step(
-    accelerated_optimizer: PreparedOptimizer, method: Callable[..., object]
-) -> Callable[..., Any]:
+    accelerated_optimizer: PreparedOptimizer, method: Callable[..., T]
+) -> Callable[..., T]:
     """Return a function like ``method`` that also sets ``_accelerate_step_called`` of a prepared optimizer when it is
     called.
 
@@ -60,7 +62,7 @@ def patch_optimizer_step(
     """
 
     @functools.wraps(method)
-    def step(*args: Any, **kwargs: object) -> object:
+    def step(*args: object, **kwargs: object) -> T:
         accelerated_optimizer._accelerate_step_called = True  # type: ignore[attr-defined]
         return method(*args, **kwargs)
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
+from lockstep.config.files import JsonObject
 from lockstep.config.sources import inherited_environment
 from lockstep.config.values import parse_integer
 from lockstep.errors import ConfigError
@@ -102,7 +103,7 @@ class ParallelismConfig:
                 "Set one of them to 1."
             )
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """Return the fields as plain values: name -> value."""
         return asdict(self)
 

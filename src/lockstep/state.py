@@ -6,6 +6,7 @@ import threading
 from typing import Any
 
 from lockstep.accelerator import Accelerator
+from lockstep.comm.tree import StateDict
 from lockstep.config.enums import DistributedType
 from lockstep.errors import ArgumentError
 from lockstep.runtime.run_state import PartialState, RunState
@@ -43,10 +44,10 @@ class ThreadLocalSharedDict(threading.local):
     def __init__(self, thread_local: bool = False) -> None:
         self._storage: dict[str, object] = {}
 
-    def __get__(self, obj: object, objtype: type | None = None) -> dict[str, Any]:
+    def __get__(self, obj: object, objtype: type | None = None) -> StateDict:
         return self._storage
 
-    def __set__(self, obj: object, value: dict[str, Any]) -> None:
+    def __set__(self, obj: object, value: StateDict) -> None:
         self._storage = value
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lockstep.check.observe import Observed
 from lockstep.comm.dtensor import is_dtensor
-from lockstep.comm.tree import LossFunction, leaves, map_leaves, map_tensors
+from lockstep.comm.tree import Kwargs, LossFunction, leaves, map_leaves, map_tensors
 from lockstep.parallel.autocast import AutocastForward
 from lockstep.parallel.context.region import ContextRegion, regions_of
 from lockstep.parallel.context.sharded_loader import IGNORED
@@ -31,7 +31,7 @@ class ComparedBatch:
     """What the model is called with; where the loss is computed with ``loss_function(output, *targets)``, that too."""
 
     args: Sequence[Any]
-    kwargs: dict[str, Any]
+    kwargs: Kwargs
     loss_function: LossFunction | None = None
     targets: Sequence[object] = ()
 
@@ -91,7 +91,7 @@ def in_full_precision(model: nn.Module) -> Iterator[None]:
             module._autocast_settings = before
 
 
-def _full_tensor(output: Any) -> Tensor:
+def _full_tensor(output: Tensor) -> Tensor:
     gathered: Tensor = output.full_tensor() if is_dtensor(output) else output
     return gathered
 

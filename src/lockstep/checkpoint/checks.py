@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lockstep.checkpoint.contents import Stateful
 from lockstep.checkpoint.format.codec import Document
+from lockstep.comm.tree import StateDict
 from lockstep.errors import CheckpointError
 from lockstep.torch_internals.optim import GROWTH_TRACKER
 
@@ -190,7 +191,7 @@ def try_optimizer(optimizer: torch.optim.Optimizer, groups: list[CheckedGroup], 
     names: list[str] = []
     state: dict[int, dict[str, object]] = {}
     saved_groups: list[dict[str, object]] = []
-    given: list[dict[str, Any]] = []
+    given: list[StateDict] = []
     for (options, _), distinct in zip(groups, tried, strict=True):
         numbers = range(len(names), len(names) + len(distinct))
         names += [name for name, _ in distinct]
@@ -202,7 +203,7 @@ def try_optimizer(optimizer: torch.optim.Optimizer, groups: list[CheckedGroup], 
     try:
         with warnings.catch_warnings(), torch.enable_grad():
             warnings.simplefilter("ignore")
-            make: Any = _class_of_torch(optimizer)
+            make = _class_of_torch(optimizer)
             probe = make([group for group in given if group["params"]])
             probe.load_state_dict(
                 copy.deepcopy(

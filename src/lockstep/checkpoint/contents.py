@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from lockstep.comm.tree import StateDict
 from lockstep.errors import ArgumentError, UsageError
 
-SaveHook = Callable[[list[nn.Module], list[dict[str, Any]], str], None]
+SaveHook = Callable[[list[nn.Module], list[StateDict], str], None]
 LoadHook = Callable[[list[nn.Module], str], None]
 
 
@@ -38,7 +38,7 @@ class AccumulationWindow(Stateful, Protocol):
     def is_unchanged(self, states: list[dict[str, object]]) -> bool:
         """Whether ranks that are spread as those that saved these go on."""
 
-    def check(self, states: list[dict[str, Any]]) -> None:
+    def check(self, states: list[StateDict]) -> None:
         """Raise CheckpointError unless the states are of these models."""
 
     def load_state_dicts(self, states: list[dict[str, object]], rank: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -13,6 +13,8 @@ from lockstep.cli.main import LazyGroup
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from lockstep.plan.estimate_model import ModelFacts
 
 COMMANDS_OF_ACCELERATE = {
     "launch": ("lockstep.cli.launch", "Run a training script; for it, `import accelerate` means Lockstep."),
@@ -178,7 +180,7 @@ def estimate_memory(
         click.echo(note)
 
 
-def _facts(name: str, library: str | None) -> Any:
+def _facts(name: str, library: str | None) -> ModelFacts:
     from lockstep.errors import MissingExtraError, UsageError
     from lockstep.plan.estimate_load import facts_of
 

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any
 
 import click
 import yaml
@@ -17,6 +16,7 @@ import yaml
 from lockstep.cli.cluster_config import ClusterConfig, settings_of
 from lockstep.cli.main import cli
 from lockstep.config.enums import PrecisionType
+from lockstep.config.files import JsonObject
 from lockstep.config.sources import user_config_file
 from lockstep.errors import ConfigError
 
@@ -37,12 +37,12 @@ class FileSettings:
     def __init__(self, settings: dict[str, object]) -> None:
         self._settings = settings
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if name.startswith("_") or name not in self._settings:
             raise AttributeError(name)
         return self._settings[name]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         return dict(self._settings)
 
 
@@ -119,7 +119,7 @@ class LaunchParser(argparse.ArgumentParser):
         return command.get_help(click.Context(command, info_name="lockstep launch"))
 
     def parse_known_args(  # type: ignore[override]
-        self, args: Sequence[str] | None = None, namespace: Any = None
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         words = list(sys.argv[1:] if args is None else args)
         namespace = argparse.Namespace() if namespace is None else namespace
@@ -133,7 +133,7 @@ def _attributes(words: Sequence[str]) -> dict[str, object]:
 
     said = command.make_context("launch", list(words), resilient_parsing=True).params
     switches = {one.name for one in command.params if getattr(one, "is_flag", False)}
-    found: dict[str, Any] = {
+    found: JsonObject = {
         one.name: said.get(one.name) or (False if one.name in switches else said.get(one.name))
         for one in command.params
         if one.name is not None and one.expose_value

@@ -9,12 +9,13 @@ from __future__ import annotations
 import argparse
 import importlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from lockstep.cli.accelerate_commands import run_command
 from lockstep.compat.accelerate.write import in_words_of_fsdp2
+from lockstep.config.files import JsonObject
 from lockstep.config.yaml_file import YamlFile, read_yaml
 from lockstep.errors import ConfigError
 
@@ -26,8 +27,13 @@ DYNAMO_BACKENDS = [
 
 _CONFIG_FILE = ("--config_file", {"help": "The configuration file."})
 
+SubParsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+OptionSettings: TypeAlias = dict[str, Any]
+"""Arguments of ``add_argument`` and ``add_parser``, which take values of many types."""
+
 # command -> where it is, and its options
-COMMANDS: dict[str, tuple[str, list[tuple[str, dict[str, Any]]]]] = {
+COMMANDS: dict[str, tuple[str, list[tuple[str, OptionSettings]]]] = {
     "env": ("lockstep.cli.env:command", [_CONFIG_FILE]),
     "test": ("lockstep.cli.test:command", [_CONFIG_FILE]),
     "config": ("lockstep.cli.config:command", [_CONFIG_FILE]),
@@ -111,13 +117,13 @@ class _Noted(argparse.Action):
         super().__init__(*args, **kwargs)
 
     def __call__(
-        self, parser: object, namespace: Any, values: object, option_string: str | None = None
+        self, parser: object, namespace: argparse.Namespace, values: object, option_string: str | None = None
     ) -> None:
         setattr(namespace, self.dest, True if self.is_flag else values)
         namespace.nondefault = {*getattr(namespace, "nondefault", ()), self.dest}
 
 
-def _noted(options: dict[str, object]) -> dict[str, Any]:
+def _noted(options: dict[str, object]) -> OptionSettings:
     action = options.get("action", "store")
     if action == "store_true":
         return {"default": False, **options, "action": _Noted, "nargs": 0, "is_flag": True}
@@ -127,7 +133,13 @@ def _noted(options: dict[str, object]) -> dict[str, Any]:
 class SubcommandHelpFormatter(argparse.RawDescriptionHelpFormatter):
     """Leaves the words for a command's own arguments out of the line with the usage."""
 
-    def add_usage(self, usage: str | None, actions: Any, groups: Any, prefix: str | None = None) -> None:
+    def add_usage(
+        self,
+        usage: str | None,
+        actions: Iterable[argparse.Action],
+        groups: Iterable[argparse._MutuallyExclusiveGroup],
+        prefix: str | None = None,
+    ) -> None:
         super().add_usage(usage and usage.replace("<command> [<args>] ", ""), actions, groups, prefix)
 
 
@@ -139,10 +151,12 @@ def clean_option(option: str) -> str | None:
 
 
 def _parser(
-    name: str, subparsers: Any, run: Callable[[argparse.Namespace], object]
+    name: str,
+    subparsers: argparse._SubParsersAction[argparse.ArgumentParser] | None,
+    run: Callable[[argparse.Namespace], object],
 ) -> argparse.ArgumentParser:
     # ``tpu-config`` and the like are no part of this: each parser is for one command.
-    options: dict[str, Any] = (
+    options: OptionSettings = (
         {"formatter_class": SubcommandHelpFormatter} if name in ("default", "update") else {}
     )
     parser: argparse.ArgumentParser = (
@@ -178,7 +192,7 @@ def _run(name: str, args: argparse.Namespace) -> None:
     getattr(importlib.import_module(module), attribute).main([*positional, *words], standalone_mode=False)
 
 
-def env_command_parser(subparsers: object = None) -> argparse.ArgumentParser:
+def env_command_parser(subparsers: SubParsers | None = None) -> argparse.ArgumentParser:
     return _parser("env", subparsers, env_command)
 
 
@@ -192,7 +206,7 @@ def env_main() -> int:
     return 0
 
 
-def self_test_parser(subparsers: object = None) -> argparse.ArgumentParser:
+def self_test_parser(subparsers: SubParsers | None = None) -> argparse.ArgumentParser:
     return _parser("test", subparsers, self_test)
 
 
@@ -205,7 +219,7 @@ def self_test_main() -> None:
     self_test(self_test_parser().parse_args())
 
 
-def merge_command_parser(subparsers: object = None) -> argparse.ArgumentParser:
+def merge_command_parser(subparsers: SubParsers | None = None) -> argparse.ArgumentParser:
     return _parser("merge-weights", subparsers, merge_command)
 
 
@@ -218,7 +232,7 @@ def merge_main() -> None:
     merge_command(merge_command_parser().parse_args())
 
 
-def estimate_command_parser(subparsers: object = None) -> argparse.ArgumentParser:
+def estimate_command_parser(subparsers: SubParsers | None = None) -> argparse.ArgumentParser:
     return _parser("estimate-memory", subparsers, estimate_command)
 
 
@@ -231,7 +245,7 @@ def estimate_main() -> None:
     estimate_command(estimate_command_parser().parse_args())
 
 
-def to_fsdp2_command_parser(subparsers: object = None) -> argparse.ArgumentParser:
+def to_fsdp2_command_parser(subparsers: SubParsers | None = None) -> argparse.ArgumentParser:
     return _parser("to-fsdp2", subparsers, to_fsdp2_command)
 
 
@@ -252,7 +266,7 @@ def to_fsdp2_command(args: argparse.Namespace) -> None:
     _run("to-fsdp2", args)
 
 
-def convert_config_to_fsdp2(config: dict[str, object]) -> dict[str, Any]:
+def convert_config_to_fsdp2(config: dict[str, object]) -> JsonObject:
     """A configuration, as it is in a file, with ``fsdp_config`` in the words of FSDP 2. One without that is returned.
 
     Raises:
@@ -266,12 +280,12 @@ def convert_config_to_fsdp2(config: dict[str, object]) -> dict[str, Any]:
     return converted
 
 
-def load_config(config_file: str) -> dict[str, Any]:
+def load_config(config_file: str) -> JsonObject:
     """What a file says, unchecked. Raises ValueError for what is no YAML."""
     return dict(read_yaml(config_file).data)
 
 
-def config_command_parser(subparsers: object = None) -> argparse.ArgumentParser:
+def config_command_parser(subparsers: SubParsers | None = None) -> argparse.ArgumentParser:
     return _parser("config", subparsers, config_command)
 
 
@@ -284,7 +298,7 @@ def config_main() -> None:
     config_command(config_command_parser().parse_args())
 
 
-def default_command_parser(parser: object, parents: object = ()) -> argparse.ArgumentParser:
+def default_command_parser(parser: SubParsers | None, parents: object = ()) -> argparse.ArgumentParser:
     return _parser("default", parser, default_config_command)
 
 
@@ -293,7 +307,7 @@ def default_config_command(args: argparse.Namespace) -> None:
     _run("default", args)
 
 
-def update_command_parser(parser: object, parents: object = ()) -> argparse.ArgumentParser:
+def update_command_parser(parser: SubParsers | None, parents: object = ()) -> argparse.ArgumentParser:
     return _parser("update", parser, update_config_command)
 
 
@@ -310,7 +324,7 @@ def update_config(args: argparse.Namespace) -> str:
     return args.config_file or default_config_file
 
 
-def get_config_parser(subparsers: object = None) -> argparse.ArgumentParser:
+def get_config_parser(subparsers: SubParsers | None = None) -> argparse.ArgumentParser:
     """The parser of ``config`` with ``default`` and ``update`` below it. Run what it finds in ``func``."""
     parser = config_command_parser(subparsers)
     parser.set_defaults(func=config_command)

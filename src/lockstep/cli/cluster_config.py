@@ -8,23 +8,24 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from enum import Enum
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import yaml
 
 from lockstep.compat.accelerate.config_file import load
 from lockstep.config.enums import ComputeEnvironment, DistributedType
+from lockstep.config.files import JsonObject
 from lockstep.config.sources import user_config_file
 from lockstep.errors import ConfigError
 
 Config = TypeVar("Config", bound="BaseConfig")
-Section: TypeAlias = dict[str, Any] | None
+Section: TypeAlias = JsonObject | None
 """Keys of another library, with whatever it takes."""
 
 ConfigPath: TypeAlias = str | os.PathLike[str]
 
 
-def settings_of(path: ConfigPath | None) -> dict[str, Any]:
+def settings_of(path: ConfigPath | None) -> JsonObject:
     """What a configuration file says, checked; None: the one that ``lockstep config`` wrote.
 
     Raises:
@@ -57,7 +58,7 @@ class BaseConfig:
         if isinstance(self.distributed_type, str):
             self.distributed_type = DistributedType(self.distributed_type)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """The fields that say something, as plain values."""
         plain = {
             name: value.value if isinstance(value, Enum) else value for name, value in asdict(self).items()
@@ -89,7 +90,7 @@ class BaseConfig:
     @classmethod
     def of(cls: type[Config], said: Mapping[str, object]) -> Config:
         """What a file says, and what each such file must say where it does not."""
-        standard: dict[str, Any] = {
+        standard: JsonObject = {
             "compute_environment": "LOCAL_MACHINE",
             "distributed_type": "NO",
             "mixed_precision": "no",

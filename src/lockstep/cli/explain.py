@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import click
 from rich.console import Console
@@ -125,7 +124,7 @@ def _case(plan: Parallel, ranks: int, state: Callable[[Parallel, int], MemoryRow
 
 
 def _facts(case: ExplainedRow) -> dict[str, object]:
-    facts: dict[str, Any] = {"parallel": str(case.parallel), "ranks": case.ranks}
+    facts: dict[str, object] = {"parallel": str(case.parallel), "ranks": case.ranks}
     if case.row is None:
         return facts | {"reason": case.reason}
     totals = {name: getattr(case.row, name) for name in TOTALS}

@@ -199,13 +199,13 @@ class CheckedWork(dist.Work):
     def exception(self) -> BaseException | None:
         return self._work.exception()
 
-    def result(self) -> Any:
+    def result(self) -> list[torch.Tensor]:
         return self._work.result()
 
     def source_rank(self) -> int:
         return int(self._work.source_rank())
 
-    def get_future(self) -> Any:
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         return self._work.get_future()
 
     def block_current_stream(self) -> None:

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from lockstep.comm.tree import Kwargs
 from lockstep.torch_internals import c10d, dispatch
+from lockstep.torch_internals.dispatch import OpOverload
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,11 @@ class _Recorder(dispatch.TorchDispatchMode):
         self.records = records
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
+        self,
+        func: OpOverload,
+        types: Iterable[type],
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
     ) -> object:
         # DTensor, whose import takes most of a second.
         if any(hasattr(kind, "device_mesh") for kind in types):
@@ -236,7 +241,7 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
             yield from tensors_in(part)
 
 
-def group_of(given: dict[str, Any]) -> dist.ProcessGroup:
+def group_of(given: Kwargs) -> dist.ProcessGroup:
     """The group in an operator's arguments: an object, or the name of one."""
     if "group_name" in given:
         name = given["group_name"]

@@ -235,7 +235,7 @@ def recursively_apply(
         ```
     """
 
-    def apply(path: str, leaf: object) -> Any:
+    def apply(path: str, leaf: object) -> object:
         if test_type(leaf):
             return func(leaf, *args, **kwargs)
         if error_on_other_type:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,6 +17,9 @@ from lockstep.errors import UsageError
 from lockstep.runtime.mesh import DeviceMeshes
 from lockstep.runtime.process import Runtime
 from lockstep.runtime.step import StepState
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def gather_for_metrics(
@@ -126,7 +129,7 @@ class CollectiveMethods:
         return DeviceMeshes(self.runtime, self._options.parallel)
 
     @property
-    def torch_device_mesh(self) -> Any:
+    def torch_device_mesh(self) -> DeviceMesh | None:
         """The ``DeviceMesh`` of the ranks, or None.
 
         It is None if no ranks share the work on one batch (``tp``, ``pp``, ``cp``) and no ``ParallelismConfig`` was

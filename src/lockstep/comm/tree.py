@@ -37,7 +37,7 @@ _PLAIN = {torch.Tensor}
 _LEAVES = (torch.Tensor, str, int, float, type(None), torch.Size)
 
 
-def children(tree: object) -> list[tuple[str, Any]] | None:
+def children(tree: object) -> list[tuple[str, object]] | None:
     """The parts of a container, each with its step of the path; None for a leaf."""
     if isinstance(tree, _LEAVES):
         return None
@@ -165,11 +165,11 @@ def concatenate(data: Sequence[Tree], dim: int = 0) -> Tree:
 
 
 def send_to_device(
-    tensor: object,
+    tensor: Tree,
     device: torch.device | str | int,
     non_blocking: bool = False,
     skip_keys: str | Iterable[str] | None = None,
-) -> Any:
+) -> Tree:
     """Return nested data with its tensors on a device.
 
     Args:
@@ -204,7 +204,7 @@ def mover(
 def _moved(
     move_tensor: Callable[[torch.Tensor], torch.Tensor],
     move_object: Callable[[object], object],
-    tree: Any,
+    tree: object,
     skipped: Set[object] = frozenset(),
 ) -> Any:
     # What default_collate mostly makes needs no walk over a tree.
@@ -228,7 +228,7 @@ def _moved(
     )
 
 
-def _move_object(move: Callable[[Any], object], device: torch.device | str | int, one: Any) -> object:
+def _move_object(move: Callable[[object], object], device: torch.device | str | int, one: Any) -> object:
     try:
         return move(one)
     except TypeError:

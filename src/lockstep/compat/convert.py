@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from lockstep.compat.accelerate import sections
 from lockstep.compat.accelerate.config_file import (
@@ -20,6 +19,7 @@ from lockstep.compat.deepspeed.config import from_deepspeed
 from lockstep.compat.deepspeed.yaml_section import DEEPSPEED_KEYS, FILE_KEY
 from lockstep.compat.fsdp import section as fsdp
 from lockstep.compat.rules import Outcome, Row, Table, is_off, walk
+from lockstep.config.checks import ValuesByName
 from lockstep.config.files import read_json
 from lockstep.config.merge import (
     PARALLEL_FIELDS,
@@ -122,9 +122,7 @@ def _accelerate_rows(file: YamlFile) -> Iterator[Row]:
             yield Row(key, value, Outcome.REFUSED, text)
 
 
-def _settings(
-    asked: Mapping[str, SettingValue], given: Mapping[str, Any], ranks: int | None
-) -> dict[str, object]:
+def _settings(asked: Mapping[str, SettingValue], given: ValuesByName, ranks: int | None) -> dict[str, object]:
     """The settings of a file of ours that say the same.
 
     Raises:

@@ -43,7 +43,7 @@ class NoEffect:
 
     why: str
     default: tuple[object, ...] = ()
-    read: Callable[[Any, str], Any] | None = None
+    read: Callable[[object, str], object] | None = None
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Refused:
     """An error when the value asks for something other than ``default``; ``instead`` is a sentence: what to do."""
 
     what: str
-    default: tuple[Any, ...] = ()
+    default: tuple[object, ...] = ()
     instead: str = "Remove it."
 
 
@@ -80,7 +80,7 @@ class Row(NamedTuple):
     """One key: its value, what became of it, in words, and the settings that it says."""
 
     path: str
-    value: Any
+    value: object
     outcome: Outcome
     text: str
     settings: Mapping[str, object] = {}

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from lockstep.config import values
 from lockstep.errors import ConfigError
+
+ValuesByName: TypeAlias = Mapping[str, Any]
+"""Name of a setting -> its value, of whatever type that has."""
 
 MAX_PROCESSES = 1_000_000
 MAX_MACHINES = values.MAX_MACHINES
@@ -61,7 +64,7 @@ def backend_of(settings: Mapping[str, object]) -> str:
     return backend
 
 
-def check_topology(settings: Mapping[str, Any]) -> None:
+def check_topology(settings: ValuesByName) -> None:
     """Raise ConfigError when machines, ranks, addresses and numbers of processes contradict each other."""
     backend = backend_of(settings)
     machines = settings.get("num_machines") or 1
@@ -102,7 +105,7 @@ def check_topology(settings: Mapping[str, Any]) -> None:
     check_gpus(settings, machines)
 
 
-def check_gpus(settings: Mapping[str, Any], machines: int) -> None:
+def check_gpus(settings: ValuesByName, machines: int) -> None:
     """Raise ConfigError when fewer GPUs are named than processes run on this machine."""
     gpus, processes = settings.get("gpu_ids"), settings.get("num_processes")
     if not gpus or gpus == "all" or processes is None or settings.get("use_cpu"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from enum import Enum, EnumMeta
-from typing import Any
 
 
 class EnumWithContains(EnumMeta):
@@ -22,7 +21,7 @@ class EnumWithContains(EnumMeta):
     """
 
     def __contains__(cls, item: object) -> bool:
-        members: list[Any] = list(cls.__members__.values())
+        members: list[Enum] = list(cls.__members__.values())
         return isinstance(item, cls) or item in [member.value for member in members]
 
 

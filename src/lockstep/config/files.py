@@ -11,10 +11,13 @@ import os
 import stat
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 from lockstep.config.values import plain, repr_short
 from lockstep.errors import CheckpointError, ConfigError
+
+JsonObject: TypeAlias = dict[str, Any]
+"""What is in it is checked where it is read."""
 
 KINDS = {
     stat.S_IFIFO: "a pipe (FIFO)",

@@ -7,6 +7,7 @@ apply it to a model themselves.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -85,7 +86,7 @@ class AORecipeKwargs(KwargsHandler):
     """
 
     config: Any = None
-    module_filter_func: Any = None
+    module_filter_func: Callable[..., bool] | None = None
     pad_inner_dim: bool | None = None
     enable_fsdp_float8_all_gather: bool | None = None
 
@@ -145,9 +146,9 @@ class TERecipeKwargs(KwargsHandler):
     use_autocast_during_eval: bool | None = None
     margin: int | None = None
     interval: int | None = None
-    fp8_format: Any = None
+    fp8_format: str | None = None
     amax_history_len: int | None = None
-    amax_compute_algo: Any = None
+    amax_compute_algo: str | None = None
     override_linear_precision: object = None
     use_mxfp8_block_scaling: bool | None = None
 

@@ -396,7 +396,7 @@ class TorchDynamoPlugin(KwargsHandler):
     mode: str | None = None
     fullgraph: bool | None = None
     dynamic: bool | None = None
-    options: dict[str, Any] | None = None
+    options: dict[str, object] | None = None
     disable: bool = False
     use_regional_compilation: bool | None = None
 

@@ -170,7 +170,7 @@ def _section(read: Callable[[object, str], object]) -> ValueKind:
     """A section, which the environment has as JSON."""
     return ValueKind(
         read,
-        dict[str, Any],
+        dict[str, object],
         in_worker=lambda value, origin: read(
             parse_json(value, origin) if isinstance(value, str) else value, origin
         ),

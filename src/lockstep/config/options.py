@@ -98,7 +98,7 @@ class Options:
     mixed_precision: str
     cpu: bool
     parallel: Parallel
-    compile_options: dict[str, Any] | None
+    compile_options: dict[str, object] | None
     compile_blocks: bool
     accumulation: GradientAccumulationPlugin
     loaders: DataLoaderConfiguration
@@ -321,7 +321,7 @@ def _said_by_code(
     settings: Mapping[str, SettingValue],
     parallel_fields: Mapping[str, object],
     accumulation: GradientAccumulationPlugin | None,
-    handlers: Mapping[type, Any],
+    handlers: Mapping[type, KwargsHandler],
 ) -> dict[str, SettingValue]:
     """What code and environment say, apart from plugins and files."""
     given = {

@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from lockstep.config.values import (
     decimal_number,
@@ -33,7 +32,7 @@ class OptimizerConfig:
     """
 
     type: str
-    params: dict[str, Any]
+    params: dict[str, object]
     replaces: bool = field(default=False, repr=False)
 
 
@@ -42,7 +41,7 @@ class SchedulerConfig:
     """A learning rate schedule by name: ``type`` such as ``WarmupLR``, ``params`` its arguments."""
 
     type: str
-    params: dict[str, Any]
+    params: dict[str, object]
 
 
 def number(value: object, key: str) -> float:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from lockstep.config.files import read_text
+from lockstep.config.files import JsonObject, read_text
 from lockstep.errors import ConfigError
 
 MAX_YAML_BYTES = 64 * 1024
@@ -38,7 +37,7 @@ class YamlFile:
     """The mapping in a YAML file; ``lines`` maps the path of each key to its line, counted from 1."""
 
     name: str
-    data: dict[str, Any]
+    data: JsonObject
     lines: dict[Path_, int] = field(default_factory=dict)
 
     def at(self, *path: str) -> str:
@@ -103,7 +102,7 @@ class _BoundedLoader(yaml.SafeLoader):
             )
         super().fetch_flow_collection_start(token_class)
 
-    def compose_node(self, parent: Node | None, index: Any) -> Node | None:
+    def compose_node(self, parent: Node | None, index: int) -> Node | None:
         event = self.peek_event()
         if self.check_event(yaml.AliasEvent):
             raise yaml.MarkedYAMLError(

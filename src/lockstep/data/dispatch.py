@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -26,7 +26,7 @@ def dispatched(
     communicator: Communicator,
     rank: int,
     device: torch.device,
-    move: Callable[[object], Any],
+    move: Callable[[list[object]], list[object]],
 ) -> GlobalBatches:
     """Yield this rank's batch of each round, on ``device``, to which ``move`` moves what is read.
 
@@ -60,7 +60,9 @@ def dispatched(
         yield [parts[rank]], announcement.round
 
 
-def _next_round(source: GlobalBatches, move: Callable[[object], Any]) -> tuple[list[object], Announcement]:
+def _next_round(
+    source: GlobalBatches, move: Callable[[list[object]], list[object]]
+) -> tuple[list[object], Announcement]:
     following = next(source, None)
     if following is None:
         return [], Announcement()

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
-from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Sampler
@@ -22,7 +21,7 @@ from lockstep.data.rng import States
 from lockstep.data.worker_states import FromWorker, SeededIndex, TellingCollate, WorkerStates
 
 
-class ShardedBatches(Sampler[Any]):
+class ShardedBatches(Sampler[object]):
     """A batch sampler that yields the batches of ``ranks``, in turn, out of the global order.
 
     ``begin`` and ``plan`` hold for the iterations that start after they are set; ``announced`` are the rounds of the
@@ -61,7 +60,7 @@ class ShardedBatches(Sampler[Any]):
     def drop_last(self) -> bool:
         return self.plan.drop_last
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         # Not a generator itself: what holds now holds for this iteration, whenever its first batch is asked for.
         if self.is_empty:
             return iter(())

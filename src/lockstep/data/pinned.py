@@ -13,16 +13,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 import torch
 
-from lockstep.comm.tree import mover
+from lockstep.comm.tree import Tree, mover
 
 logger = logging.getLogger(__name__)
 
 
-def batch_mover(device: torch.device, non_blocking: bool, pins: bool, rank: int) -> Callable[[object], Any]:
+def batch_mover(device: torch.device, non_blocking: bool, pins: bool, rank: int) -> Callable[[Tree], Tree]:
     """What moves batches to ``device``; with ``pins`` through pinned memory, if it is a CUDA device."""
     copies = PinnedCopies(device, non_blocking, rank) if pins and device.type == "cuda" else None
     return mover(device, non_blocking, copies)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from lockstep.comm.tree import StateDict
 from lockstep.data.drawn import Drawing
 from lockstep.data.rng import States, plain_states, states_of
 from lockstep.data.worker_states import WorkerStates
@@ -165,7 +166,7 @@ class SavedDraws:
     shown: States | None
     workers: WorkerStates | None
 
-    def plain(self) -> dict[str, Any]:
+    def plain(self) -> StateDict:
         return {
             "seedable": self.seedable,
             "now": plain_states(self.now),
@@ -277,7 +278,7 @@ FIELDS: dict[str, tuple[type | str, ...]] = {
 
 
 def read_state(
-    state: Any, here: LoaderSetup, keeps_inner_state: bool
+    state: StateDict, here: LoaderSetup, keeps_inner_state: bool
 ) -> tuple[Position, int, SavedDraws | None]:
     """The position that ``state`` gives a loader set up as ``here``, the seed of its order, and what it draws.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, cast
@@ -262,12 +262,12 @@ def make_reader(
         # Several ranks share the first round, which completes the last one; no dataset's state holds it.
         keeps_state = stateful and plan.world_size == 1
         stream = (ResumableStream if keeps_state else ShardedStream)(
-            cast(IterableDataset[Any], loader.dataset),
+            cast(IterableDataset[object], loader.dataset),
             plan,
             ranks,
             loader.batch_size,
             loader.drop_last,
-            cast(Any, loader.collate_fn),
+            cast(Callable[[object], object], loader.collate_fn),
             loader.num_workers,
         )
         inner = build(stream, batch_size=None, collate_fn=as_it_is, **options)
@@ -279,7 +279,7 @@ def make_reader(
         options.update(sampler=batches, batch_size=None)
     else:
         options.update(batch_sampler=batches)
-    collate_fn = cast(Any, loader.collate_fn)
+    collate_fn = cast(Callable[[object], object], loader.collate_fn)
     torch_seeds = draws and is_alone
     if torch_seeds and loader.num_workers and getattr(loader, "in_order", True):
         collate_fn = TellingCollate(collate_fn)
@@ -291,7 +291,7 @@ def saves_itself(dataset: object) -> bool:
     return hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
 
 
-def loader_class(loader: DataLoader[object], config: DataLoaderConfiguration) -> type[DataLoader[Any]]:
+def loader_class(loader: DataLoader[object], config: DataLoaderConfiguration) -> type[DataLoader[object]]:
     """torchdata's ``StatefulDataLoader`` if asked for or given, else torch's ``DataLoader``."""
     if not (config.use_stateful_dataloader or hasattr(loader, "load_state_dict")):
         return DataLoader

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sized
 from itertools import islice
 from typing import Any, cast
 
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lockstep import data
 
@@ -95,21 +95,21 @@ class LaterItems(Sampler[Any]):
         """Whether the sampler inside leaves out an incomplete last batch."""
         return getattr(self.sampler, "drop_last", False)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         return islice(iter(self.sampler), self.skipped, None)
 
     def __len__(self) -> int:
         return max(0, len(cast(Sized, self.sampler)) - self.skipped)
 
 
-class LaterBatches(DataLoader[Any]):
+class LaterBatches(DataLoader[object]):
     """A loader over an iterable dataset that discards its first ``skipped`` batches."""
 
-    def __init__(self, dataset: Any, skipped: int, **options: Any) -> None:
+    def __init__(self, dataset: Dataset[object], skipped: int, **options: Any) -> None:
         super().__init__(dataset, **options)
         self.skipped = skipped
 
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+    def __iter__(self) -> Iterator[object]:  # type: ignore[override]
         return islice(super().__iter__(), self.skipped, None)
 
     def __len__(self) -> int:

@@ -30,7 +30,7 @@ MOST_AHEAD = 4
 
 # What a stream yields: number of the worker, samples in the round, batches of its ranks (None: one has none), counts.
 # A round of no samples only passes the turn to the next worker, and may say where the generators of this one stand.
-WorkerMessage = tuple[int, int, "list[Any] | SentStates | None", "BatchCounts | None"]
+WorkerMessage = tuple[int, int, "list[object] | SentStates | None", "BatchCounts | None"]
 
 
 class StreamStart:
@@ -64,7 +64,7 @@ class StreamStart:
         return int(self.numbers[4 + 2 * self.streams + worker])
 
 
-class ShardedStream(IterableDataset[Any]):
+class ShardedStream(IterableDataset[object]):
     """An iterable dataset that yields ``WorkerMessage``: the batches of ``ranks``, collated, one round at a time.
 
     Every process (and every worker process in it) iterates the whole user dataset and keeps its part.
@@ -184,7 +184,7 @@ class ShardedStream(IterableDataset[Any]):
         return iter(self._dataset)
 
     def _collated(
-        self, parts: list[Any], this: GlobalBatch[object]
+        self, parts: Sequence[Sequence[object]], this: GlobalBatch[object]
     ) -> tuple[list[object] | None, BatchCounts | None]:
         if not all(parts):
             return None, None
@@ -206,7 +206,7 @@ class ResumableStream(ShardedStream):
         super().__init__(*args, **options)
         self._source: object = None
         self._ended = False
-        self._loaded: dict[str, Any] | None = None
+        self._loaded: StateDict | None = None
 
     def __iter__(self) -> Iterator[WorkerMessage]:
         self._source, self._ended = None, False

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.utils.data import get_worker_info
 
+from lockstep.comm.tree import StateDict
 from lockstep.data.rng import (
     Generators,
     States,
@@ -46,9 +47,9 @@ def write_generators(dataset: object, states: States) -> None:
 class FromWorker(NamedTuple):
     """A batch, the worker that made it, and where its generators stand (None: where they stood before)."""
 
-    batch: Any
+    batch: object
     worker: int
-    states: Any
+    states: SentStates | None
 
 
 class TellingCollate:
@@ -100,7 +101,7 @@ class WorkerStates:
     def of(cls, workers: int) -> WorkerStates:
         return cls([None] * workers)
 
-    def plain(self) -> dict[str, Any]:
+    def plain(self) -> StateDict:
         return {
             "turn": self.turn,
             "states": [None if states is None else plain_states(states) for states in self.states],
@@ -108,7 +109,7 @@ class WorkerStates:
         }
 
     @classmethod
-    def read(cls, plain: Any) -> WorkerStates:
+    def read(cls, plain: StateDict) -> WorkerStates:
         """What ``plain`` returned. Raises CheckpointError if that is not what this is."""
         try:
             turn, states, born = plain["turn"], plain["states"], plain["born"]
@@ -145,7 +146,7 @@ class SeededIndex:
         self.announced_epoch = announced_epoch
         self.states = states
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         return _arrive, (self.index, self.key, self.announced_epoch, self.states)
 
 

@@ -6,13 +6,12 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 FloatArray = npt.NDArray[np.float64]
-IndexArray = npt.NDArray[np.signedinteger[Any]]
+IndexArray = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
 SCALARS = ("step", "time", "attempt", "epoch", "samples", "tokens", "loss", "gradient_norm",
@@ -184,7 +183,7 @@ class ColumnReader:
             self._append(column, [one.get(name, math.nan) for one in inner])
 
     def _add_ranks(self, found: Iterable[object]) -> None:
-        by_size: dict[int, list[Any]] = {}
+        by_size: dict[int, list[list[object]]] = {}
         for one in found:
             if type(one) is list and one:
                 by_size.setdefault(len(one), []).append(one)

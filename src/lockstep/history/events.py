@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
+from lockstep.config.files import JsonObject
 from lockstep.history.columns import BOUNDS, bounded
 from lockstep.words import plain_text
 
@@ -20,7 +20,7 @@ class RunEvent:
     time: float
     attempt: int
     step: float
-    fields: Mapping[str, Any]
+    fields: Mapping[str, object]
 
     def text(self, key: str) -> str:
         """Empty, if it is not there."""
@@ -30,11 +30,11 @@ class RunEvent:
     def number(self, key: str) -> float:
         return bounded(self.fields.get(key))
 
-    def mapping(self, key: str) -> Mapping[str, Any]:
+    def mapping(self, key: str) -> JsonObject:
         value = self.fields.get(key)
         return value if type(value) is dict else {}
 
-    def items(self, key: str) -> list[Any]:
+    def items(self, key: str) -> list[object]:
         value = self.fields.get(key)
         return value if type(value) is list else []
 

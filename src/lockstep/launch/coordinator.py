@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from lockstep.config.files import JsonObject
 from lockstep.errors import ControlError
 from lockstep.launch import membership as m
 from lockstep.launch.report import Restarts
@@ -25,7 +26,7 @@ JOINING = "a machine that joins"
 class NodeConnection(Protocol):
     """One launcher's connection."""
 
-    data: dict[str, Any]
+    data: JsonObject
 
     def send(self, message: Mapping[str, object]) -> None: ...
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import lockstep
+from lockstep.config.files import JsonObject
 from lockstep.config.sources import SECRET_VARIABLE, inherited_environment, user_config_folder
 from lockstep.control import Client, Secret, derived, read_secret
 from lockstep.control.session import name_of
@@ -34,7 +33,7 @@ class JobConnection:
         except ControlError as error:
             raise ConfigError(str(error)) from None
 
-    def look(self) -> Mapping[str, Any]:
+    def look(self) -> JsonObject:
         """How the launch stands now, see ``viewers.py``.
 
         Raises:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
-from lockstep.config.checks import HOST_LISTS, LOCAL, backend_of
+from lockstep.config.checks import HOST_LISTS, LOCAL, ValuesByName, backend_of
 from lockstep.config.hosts import Host, chosen, parse_hosts, read_hostfile
 from lockstep.config.values import SettingValue, parse_integer
 from lockstep.errors import ConfigError
@@ -33,7 +32,7 @@ class Transport:
     forward_env: tuple[str, ...] = ()
 
 
-def transport_of(value: Mapping[str, Any], output: str | None = None) -> Transport:
+def transport_of(value: ValuesByName, output: str | None = None) -> Transport:
     """The part of the settings (name -> value) that says how machines are reached.
 
     Raises:
@@ -50,7 +49,7 @@ def transport_of(value: Mapping[str, Any], output: str | None = None) -> Transpo
     )
 
 
-def hosts_of(value: Mapping[str, Any]) -> tuple[Host, ...]:
+def hosts_of(value: ValuesByName) -> tuple[Host, ...]:
     """The hosts that are named in a list or in a file, without those that are filtered out."""
     if value.get("hosts"):
         hosts = parse_hosts(value["hosts"])

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config import kinds, readers
-from lockstep.config.checks import ELASTIC_RESTARTS, LOCAL, check_topology
+from lockstep.config.checks import ELASTIC_RESTARTS, LOCAL, ValuesByName, check_topology
 from lockstep.config.merge import (
     joined_sources,
     merge_settings,
@@ -260,7 +260,7 @@ def make_plan(
     )
 
 
-def _fault_policy(value: Mapping[str, Any], restarts: int) -> FaultPolicy:
+def _fault_policy(value: ValuesByName, restarts: int) -> FaultPolicy:
     policy = FaultPolicy(
         restarts, value["hang_timeout"], value["grace"], value["watch"], value["monitor_interval"]
     )

@@ -10,8 +10,8 @@ import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
+from lockstep.config.files import JsonObject
 from lockstep.control import Client, Secret
 from lockstep.control.session import name_of
 from lockstep.errors import ConfigError, ControlError
@@ -249,7 +249,7 @@ class Rendezvous:
             self._offered.close()
             self._offered = None
 
-    def _round(self, message: Mapping[str, Any]) -> Round:
+    def _round(self, message: JsonObject) -> Round:
         listener = self._offered if message["group_rank"] == 0 else None
         # The first machine alone hosts the store: the others free the port that they have offered.
         if listener is None:
@@ -272,7 +272,7 @@ def verb_of(message: Mapping[str, object] | None) -> str:
     return "" if message is None else str(message.get("kind", "")).partition(".")[2]
 
 
-def over_of(message: Mapping[str, Any]) -> Over:
+def over_of(message: JsonObject) -> Over:
     """The end of a launch, from its message."""
     return Over(int(message["code"]), str(message["cause"]), str(message["note"]), message["rank"])
 

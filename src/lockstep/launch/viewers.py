@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 import lockstep
 from lockstep.errors import ControlError
@@ -32,7 +32,7 @@ STACKS_EVERY_S = 1.0
 class ViewerConnection(Protocol):
     """One viewer's connection."""
 
-    data: dict[str, Any]
+    data: dict[str, object]
 
     def send(self, message: Mapping[str, object]) -> None: ...
     def close(self) -> None: ...

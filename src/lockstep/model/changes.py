@@ -6,7 +6,7 @@ import copy
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import nn
 
@@ -35,8 +35,8 @@ class Subclassed:
         copied.__class__ = type(self)
         return copied
 
-    def __reduce_ex__(self, protocol: object) -> Any:
-        plain: Any = object.__new__(self._plain_class)
+    def __reduce_ex__(self, protocol: object) -> str | tuple[object, ...]:
+        plain: object = object.__new__(self._plain_class)
         plain.__dict__.update(self.__dict__)
         for name in self._attributes:
             plain.__dict__.pop(name, None)
@@ -85,7 +85,7 @@ def _ignore(*args: object, **kwargs: object) -> None:
 def disable_cache(model: nn.Module, why: str) -> None:
     """Turn off ``use_cache`` of every configuration in the model; the log says ``why``."""
     for module in model.modules():
-        config: Any = getattr(module, "config", None)
-        if getattr(config, "use_cache", False) is True:
+        config = getattr(module, "config", None)
+        if config is not None and getattr(config, "use_cache", False) is True:
             config.use_cache = False
             logger.info("use_cache of %s is turned off: %s.", type(module).__name__, why)

@@ -73,7 +73,7 @@ def saved_attributes(modules: Iterable[nn.Module]) -> Callable[[], None]:
     return restore_all
 
 
-def around(function: object) -> list[Any]:
+def around(function: object) -> list[object]:
     """What a function that was made inside of another has of that one's variables, and its defaults; of a method its
     object."""
     if isinstance(function, types.MethodType):
@@ -115,7 +115,7 @@ def _rebound(function: Any, copies: Mapping[int, object], seen: tuple[object, ..
     if len(seen) > DEPTH or not any(id(value) in copies or around(value) for value in inner):
         return function
 
-    def other(value: object) -> Any:
+    def other(value: object) -> object:
         return copies[id(value)] if id(value) in copies else _rebound(value, copies, (*seen, function))
 
     if isinstance(function, types.MethodType):
@@ -133,7 +133,7 @@ def _rebound(function: Any, copies: Mapping[int, object], seen: tuple[object, ..
     return made
 
 
-def _is_empty(cell: Any) -> bool:
+def _is_empty(cell: types.CellType) -> bool:
     try:
         cell.cell_contents  # noqa: B018 - it raises
     except ValueError:

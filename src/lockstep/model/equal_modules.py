@@ -16,7 +16,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -37,13 +37,15 @@ _READS = (nn.Module.__module__, copy.__name__, inspect.__name__, "copyreg", "loc
 
 Reads = set[tuple[type, str]]
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class Description:
     """Of a module. ``values``: its plain attributes by class, module inside and name."""
 
     structure: Hashable
-    values: dict[tuple[type, str, str], Any]
+    values: dict[tuple[type, str, str], object]
 
     def read(self, reads: Reads) -> dict[tuple[type, str, str], object]:
         """The plain attributes that were read."""
@@ -58,7 +60,7 @@ class Unlike:
 def describe(module: nn.Module, foreign: Callable[[Tensor], bool] = lambda _: False) -> Description:
     """``foreign``: tensors that make a module like no other."""
     reader = _Reader(foreign)
-    values: dict[tuple[type, str, str], Any] = {}
+    values: dict[tuple[type, str, str], object] = {}
     parts: list[Hashable] = []
     for path, inner in module.named_modules(remove_duplicate=False):
         description: list[object] = [path, type(inner)]
@@ -173,8 +175,8 @@ def reading(classes: Iterable[type]) -> Iterator[Reads]:
         yield reads
 
 
-def _noting(original: Any, reads: Reads) -> object:
-    def __getattribute__(self: Any, name: str) -> object:
+def _noting(original: Callable[..., object], reads: Reads) -> object:
+    def __getattribute__(self: object, name: str) -> object:
         if name != _ANY or not sys._getframe(1).f_globals.get("__name__", "").startswith(_READS):
             reads.add((type(self), name))
         return original(self, name)
@@ -193,13 +195,11 @@ def _put_back(cls: type, original: object) -> None:
 class Found:
     """What was found of modules, each kind once."""
 
-    results: dict[object, list[tuple[dict[tuple[type, str, str], object], object]]] = field(
-        default_factory=dict
-    )
+    results: dict[object, list[tuple[dict[tuple[type, str, str], object], Any]]] = field(default_factory=dict)
     attributes: tuple[str, ...] = ()
     """Names of attributes that always count."""
 
-    def of(self, module: nn.Module, among: Hashable, find: Callable[[], object]) -> Any:
+    def of(self, module: nn.Module, among: Hashable, find: Callable[[], T]) -> T:
         """What ``find()`` gives for this module, or gave for one like it. ``among``: what else must be equal."""
         description = describe(module)
         known = self.results.setdefault((among, description.structure), [])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import add
 from typing import Any
 
 import torch
@@ -144,10 +146,7 @@ def put_mean(model: ParallelModel, states: list[Accumulated], shares: list[float
         places[name].grad = torch.zeros_like(places[name])
     for name in sorted(names):
         place = places[name]
-        total: Any = None
-        for gradient in _parts_of_mean(name, place, states, shares):
-            total = gradient if total is None else total + gradient
-        place.grad = _fitted(total, place)
+        place.grad = _fitted(reduce(add, _parts_of_mean(name, place, states, shares)), place)
 
 
 def names_by_id(plain: nn.Module) -> dict[int, str]:

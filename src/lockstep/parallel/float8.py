@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -123,7 +122,7 @@ def convert(model: nn.Module, recipe: AORecipeKwargs) -> None:
             "first, the last, or have sizes that are not multiples of 16. Use mixed_precision='bf16', or choose "
             "layers with AORecipeKwargs(module_filter_func=...)."
         )
-    config: Any = recipe.config
+    config = recipe.config
     if config.enable_fsdp_float8_all_gather:
         config = replace(config, enable_fsdp_float8_all_gather=False)
     convert_to_float8_training(model, module_filter_fn=lambda _, name: name in chosen, config=config)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -164,7 +164,7 @@ def check_same_model(model: nn.Module, world_size: int) -> None:
         f"{name} {tuple(tensor.shape)} {tensor.dtype} {'trainable' if tensor.requires_grad else 'frozen'}"
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
     ]
-    all_ranks: list[Any] = [None] * world_size
+    all_ranks = [mine] * world_size
     dist.all_gather_object(all_ranks, mine)
     # Every rank goes through the same lists, and so raises the same error.
     for rank, theirs in enumerate(all_ranks):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -104,7 +105,7 @@ class RecomputedForward(Subclassed):
     _changed_buffers: set[str]
     training: bool
 
-    def forward(self, *args: object, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: Any) -> object:
         forward = super().forward  # type: ignore[misc]
         if not (self.training and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
@@ -181,9 +182,14 @@ class _NestedContexts:
         self.outer.__enter__()
         self.inner.__enter__()
 
-    def __exit__(self, *error: Any) -> None:
-        self.inner.__exit__(*error)
-        self.outer.__exit__(*error)
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.inner.__exit__(kind, error, trace)
+        self.outer.__exit__(kind, error, trace)
 
 
 # -- what is kept ----------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any
 
 from torch import nn
 
@@ -42,7 +41,7 @@ class VisibleForward(Subclassed):
     """Mixed into layers of torch itself, such as ``nn.TransformerEncoderLayer``: ``Module.compile`` leaves out calls
     whose code is in torch's own files, and says nothing."""
 
-    def forward(self, *args: object, **kwargs: object) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         return super().forward(*args, **kwargs)  # type: ignore[misc]
 
 

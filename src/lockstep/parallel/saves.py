@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from torch import nn
 
@@ -16,8 +15,8 @@ NAME = "save_pretrained"
 class RefusesParts(Subclassed):
     """Mixed into the class of a model whose weights are split over ranks."""
 
-    def save_pretrained(self, *args: object, **kwargs: object) -> Any:
-        call: Any = getattr(super(), NAME)
+    def save_pretrained(self, *args: object, **kwargs: object) -> object:
+        call = getattr(super(), NAME)
         return saved(type(self).__name__, NAME, call, args, kwargs)
 
 
@@ -28,8 +27,8 @@ def refuse_parts(model: nn.Module) -> None:
 
 
 def saved(
-    kind: str, name: str, call: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, Any]
-) -> Any:
+    kind: str, name: str, call: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
+) -> object:
     """What ``call`` returns.
 
     Raises:

@@ -7,7 +7,8 @@ import os
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any
+
+from lockstep.config.files import JsonObject
 
 
 class Role(str, Enum):
@@ -134,7 +135,7 @@ class ProcessFacts:
         return sorted(found, key=lambda one: one.rank)
 
     @classmethod
-    def of(cls, fields: dict[str, Any]) -> ProcessFacts:
+    def of(cls, fields: JsonObject) -> ProcessFacts:
         axes = {name: (size, index) for name, (size, index) in fields["axes"].items()}
         lists = {name: tuple(map(tuple, fields[name])) for name in ("unrepeatable", "drawn")}
         return cls(**{**fields, "axes": axes, "notes": tuple(fields["notes"]), **lists})

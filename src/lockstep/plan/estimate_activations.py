@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lockstep.errors import UsageError
 from lockstep.model.contents import copy_of
@@ -16,8 +16,12 @@ from lockstep.plan.estimate_build import last_line
 from lockstep.plan.estimate_model import Activations
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
     from torch import nn
+
+    from lockstep.torch_internals.fake import FakeTensorMode
 
 # name -> type of the computation, and of the weights that the model sees
 PRECISIONS = {
@@ -108,7 +112,7 @@ def _bytes_in_blocks(blocks: Iterable[nn.Module], dtype: str) -> int:
     return sum(parameter.numel() for parameter in parameters.values()) * getattr(torch, dtype).itemsize
 
 
-def _faked(model: nn.Module, mode: Any, dtype: torch.dtype) -> nn.Module:
+def _faked(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype) -> nn.Module:
     """A copy of the model in training mode whose tensors have no values but say that they are a CPU's, with its
     parameters in ``dtype``."""
     import torch
@@ -154,7 +158,7 @@ class _Counter:
         with torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor):
             yield
 
-    def _enters(self, name: str) -> Any:
+    def _enters(self, name: str) -> Callable[[nn.Module, object, object], None]:
         import torch
 
         from lockstep.torch_internals.fake import tree_leaves

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lockstep.config.files import MAX_FILE_BYTES, parse_json, read_regular_file
 from lockstep.config.values import repr_short, suggestion
@@ -21,6 +21,7 @@ from lockstep.errors import ConfigError, MissingExtraError, UsageError
 
 if TYPE_CHECKING:
     from torch import nn
+    from transformers import PretrainedConfig
 
 
 def call_factory(text: str, arguments: Mapping[str, object]) -> object:
@@ -189,7 +190,7 @@ def built_from_config(path: Path) -> tuple[nn.Module, tuple[str, ...]]:
             ) from error
 
 
-def _model(config: Any, data: dict[str, object], path: Path) -> nn.Module:
+def _model(config: PretrainedConfig, data: dict[str, object], path: Path) -> nn.Module:
     import transformers
 
     names = data.get("architectures") or ()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -18,6 +18,9 @@ from lockstep.runtime.process import Runtime
 if TYPE_CHECKING:
     from lockstep.preparation.prepare import Preparation
     from lockstep.train.accumulation import Accumulation
+
+
+Loader = TypeVar("Loader")
 
 
 class BatchMethods:
@@ -107,7 +110,7 @@ class BatchMethods:
 
         return skip_first_batches(dataloader, num_batches)
 
-    def deepspeed_ulysses_dl_adapter(self, dataloader: object, model: object) -> Any:
+    def deepspeed_ulysses_dl_adapter(self, dataloader: Loader, model: object) -> Loader:
         """Return ``dataloader`` as it is, for scripts written for DeepSpeed's Ulysses.
 
         ``prepare`` cuts the batches along the sequence if it gets the loader together with the model.
@@ -140,7 +143,7 @@ class BatchMethods:
         buffers: list[torch.Tensor] | None = None,
         buffer_seq_dims: list[int] | None = None,
         no_restore_buffers: set[torch.Tensor] | None = None,
-    ) -> AbstractContextManager[Any]:
+    ) -> AbstractContextManager[None]:
         """Inside, each of the ``buffers`` is this rank's chunk of the sequence, and models compute on chunks.
 
         All outputs of the models are chunks too, such as logits. Pass every tensor that depends on the position:

@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.comm.collectives import Communicator
+from lockstep.comm.tree import StateDict
 from lockstep.errors import UsageError
 from lockstep.observe.damage.checks import DamageWatch
 from lockstep.runtime.step import StepState
@@ -171,7 +172,7 @@ class DrawsAlike:
             )
 
 
-def _plain(state: dict[str, Any]) -> object:
+def _plain(state: StateDict) -> object:
     return [
         (
             name,

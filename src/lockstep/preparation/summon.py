@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 @contextmanager
 def summon_full_params(
     preparation: Preparation, communicator: Communicator, splits: list[str], model: nn.Module
-) -> Iterator[Any]:
+) -> Iterator[nn.Module]:
     """See ``Accelerator.summon_full_params``. ``splits``: what takes forwards of this run apart, such as tp."""
     with raise_on_all_ranks(communicator):
         found = _prepared(preparation.models, splits, model)

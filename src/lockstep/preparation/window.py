@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
+from lockstep.comm.tree import StateDict
 from lockstep.config.world import ParallelDims
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.observe.measures.measures import Measures
@@ -26,7 +26,7 @@ from lockstep.train.accumulation import Accumulation
 from lockstep.train.optimizer import PreparedOptimizer
 from lockstep.train.weighting import rescale
 
-WindowState = dict[str, Any]
+WindowState = StateDict
 """What ``state_dict`` returned on one rank, or a part of it."""
 
 

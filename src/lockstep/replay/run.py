@@ -314,7 +314,7 @@ class ReplayedRun(RunObserver):
 def like(own: object, kept: object) -> Any:
     """What was kept, in containers of the types that the loader makes: a capsule has plain ones."""
     if isinstance(own, Mapping) and isinstance(kept, Mapping) and type(own) is not type(kept):
-        values: dict[Any, Any] = {key: like(own.get(key), value) for key, value in kept.items()}
+        values: dict[object, object] = {key: like(own.get(key), value) for key, value in kept.items()}
         return type(own)(values)  # type: ignore[call-arg]
     if isinstance(own, tuple) and hasattr(own, "_fields") and isinstance(kept, tuple):
         return type(own)(*map(like, own, kept))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+
+from lockstep.config.files import JsonObject
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class ReplayVerdict:
         return asdict(self)
 
     @classmethod
-    def of(cls, fields: dict[str, Any]) -> ReplayVerdict:
+    def of(cls, fields: JsonObject) -> ReplayVerdict:
         finding = fields["finding"]
         return cls(
             fields["step"],

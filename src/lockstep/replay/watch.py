@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from lockstep.comm.tree import tensor_leaves
 from lockstep.model.changes import UncopiedHook
@@ -16,6 +16,9 @@ from lockstep.torch_internals import autograd as torch_autograd
 
 OURS = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 LIBRARIES = (f"{os.sep}site-packages{os.sep}", OURS, os.path.dirname(torch.__file__), "<frozen", "runpy.py")
+
+
+NodeGradients = tuple["Tensor | None", ...]
 
 
 class ModuleWatch:
@@ -75,10 +78,12 @@ class ModuleWatch:
         for node in torch_autograd.nodes_of(loss):
             node.register_hook(self._after_node(trace, node))
 
-    def _after_node(self, trace: MicroBatchTrace, node: Any) -> Callable[[object, object], None]:
+    def _after_node(
+        self, trace: MicroBatchTrace, node: Node
+    ) -> Callable[[NodeGradients, NodeGradients], None]:
         number, name, line = torch_autograd.sequence_number(node), node.name(), line_of(node)
 
-        def after(passed_on: Any, got: Any) -> None:
+        def after(passed_on: NodeGradients, got: NodeGradients) -> None:
             if trace.fault is None and _are_finite(got) and not _are_finite(passed_on):
                 trace.fault = GradientFault(number, name, line)
 
@@ -173,7 +178,7 @@ def in_words(batch: object) -> str:
     return "; ".join(found)
 
 
-def _are_finite(gradients: tuple[Tensor | None, ...]) -> bool:
+def _are_finite(gradients: NodeGradients) -> bool:
     return all(bool(gradient.isfinite().all()) for gradient in gradients if gradient is not None)
 
 

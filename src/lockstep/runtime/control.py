@@ -19,7 +19,8 @@ from lockstep.config.sources import is_launched
 from lockstep.errors import UsageError
 from lockstep.runtime.process import Runtime
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+Function = TypeVar("Function", bound=Callable[..., object])
+Inputs = TypeVar("Inputs")
 
 
 class ProcessControl:
@@ -208,7 +209,7 @@ class ProcessControl:
     def on_process(
         self, function: None = None, process_index: int | None = None
     ) -> Callable[[Function], Function]: ...
-    def on_process(self, function: object = None, process_index: int | None = None) -> Any:
+    def on_process(self, function: object = None, process_index: int | None = None) -> object:
         """Decorator ``@on_process(process_index=r)``: the function runs on rank ``r`` only, and else returns None.
 
         Examples:
@@ -264,7 +265,7 @@ class ProcessControl:
         return index
 
     @contextmanager
-    def split_between_processes(self, inputs: object, apply_padding: bool = False) -> Iterator[Any]:
+    def split_between_processes(self, inputs: Inputs, apply_padding: bool = False) -> Iterator[Inputs]:
         """Yield this rank's contiguous part of ``inputs``.
 
         ``inputs`` is a list, a tuple, a tensor [n, ...], a ``datasets.Dataset``, or a mapping of these.
@@ -322,7 +323,7 @@ def _padded(indices: list[int], share: int, extra: int, default: int) -> list[in
 
 def _only_if(condition: Callable[[], bool], function: Function) -> Function:
     @wraps(function)
-    def run(*args: object, **kwargs: object) -> Any:
+    def run(*args: object, **kwargs: object) -> object:
         return function(*args, **kwargs) if condition() else None
 
     return run  # type: ignore[return-value]

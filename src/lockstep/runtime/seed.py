@@ -81,7 +81,7 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
         _read(state, "python.gauss"),
     )
     torch_state = _read(state, "torch")
-    numpy_state: Any = {
+    numpy_state = {
         "bit_generator": _read(state, "numpy.generator"),
         "state": {"key": _read(state, "numpy.words").numpy(), "pos": _read(state, "numpy.position")},
         "has_gauss": _read(state, "numpy.has_gauss"),
@@ -170,7 +170,7 @@ def _rank() -> int:
 
 
 def _numpy_state() -> dict[str, object]:
-    state: Any = np.random.get_state(legacy=False)
+    state = np.random.get_state(legacy=False)
     if state["bit_generator"] != "MT19937":
         raise UsageError(
             f"NumPy's global generator is {state['bit_generator']}, whose state cannot be saved; "

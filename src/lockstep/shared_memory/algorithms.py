@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -68,7 +68,7 @@ class RankReduction(NamedTuple):
     """How values of the ranks become one. ``factor``: each is multiplied by it first."""
 
     kind: object
-    factor: Any = None
+    factor: float | Tensor | None = None
 
     @property
     def combine(self) -> Combine:

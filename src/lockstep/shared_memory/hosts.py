@@ -34,7 +34,7 @@ LEAST_WAIT_S = 0.001
 class GlooWork(Waitable):
     """A call of gloo. It may be waited for once only."""
 
-    def __init__(self, work: Any) -> None:
+    def __init__(self, work: dist.Work) -> None:
         self.work, self.was_waited_for = work, False
 
     def is_there(self) -> bool:
@@ -48,7 +48,7 @@ class GlooWork(Waitable):
             self.work.wait()
 
 
-def finished(work: Any) -> Steps:
+def finished(work: dist.Work) -> Steps:
     """Wait for a call of gloo, and raise what it raises."""
     call = GlooWork(work)
     yield call

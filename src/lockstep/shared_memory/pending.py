@@ -128,7 +128,7 @@ class PendingCall(dist.Work):
     def is_success(self) -> bool:
         return self.done and self.error is None
 
-    def exception(self) -> Any:
+    def exception(self) -> BaseException | None:
         return self.error
 
     def result(self) -> Any:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypedDict
+from typing import TypedDict
 
 from lockstep.config.parallel import Parallel
 from lockstep.config.settings import SETTINGS
@@ -118,7 +118,7 @@ class ParityCase:
         return os.path.dirname(os.path.realpath(module_of(function_of(self.make))[1] or ""))
 
 
-def function_of(make: Callable[..., object]) -> Any:
+def function_of(make: Callable[..., object]) -> Callable[..., object]:
     """The function that a ``functools.partial`` calls; of an object its class."""
     while isinstance(make, partial):
         make = make.func

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from lockstep.cli.output import table_text
+from lockstep.config.files import JsonObject
 from lockstep.parity.judge.verdict import Mismatch, ParityVerdict
 from lockstep.parity.report import text
 
@@ -107,7 +106,7 @@ class ParityReport:
         if not self.agrees:
             raise ParityError(self)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """Return the report as plain values, as ``lockstep check --json`` writes it."""
         return text.to_json(self.verdict)
 

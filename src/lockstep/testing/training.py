@@ -114,7 +114,9 @@ def _make_objects(case: ParityCase) -> tuple[nn.Module, Optimizer, DataLoader[ob
     return model, optimizer, loader, loss or _loss_of_output
 
 
-def _check_type(case: ParityCase, value: object, types: Any, name: str, expected: str) -> None:
+def _check_type(
+    case: ParityCase, value: object, types: type | tuple[type, ...], name: str, expected: str
+) -> None:
     if not isinstance(value, types) or isinstance(value, (str, bytes)):
         raise RefusedCase(
             f"The {name} of make() ({case.name}) is a {_type_of(value)}, but must be {expected}. {FOUR}"

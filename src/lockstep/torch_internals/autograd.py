@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch.autograd import Variable
+from torch.autograd.graph import Node
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lockstep.torch_internals.versions import expect, probed
@@ -35,7 +36,7 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 
     Relies on: ``Variable._execution_engine.queue_callback``. A backward that raises calls none.
     """
-    engine: Any = Variable._execution_engine
+    engine = Variable._execution_engine
     engine.queue_callback(callback)
 
 
@@ -44,7 +45,7 @@ def saved_tensors_hooks_now() -> tuple[Callable[..., object], Callable[..., obje
 
     Relies on: ``_top_saved_tensors_default_hooks(True)``, where True asks for those that tracing would ignore, too.
     """
-    found: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    found = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return found
 
 
@@ -84,12 +85,12 @@ def next_sequence_number() -> int:
     return int(torch._C._autograd._get_sequence_nr())
 
 
-def sequence_number(node: Any) -> int:
+def sequence_number(node: Node) -> int:
     """The number that a node was given when it was made. Relies on: ``_sequence_nr``; it grows within a thread."""
     return int(node._sequence_nr())
 
 
-def nodes_of(tensor: torch.Tensor) -> Iterator[Any]:
+def nodes_of(tensor: torch.Tensor) -> Iterator[Node]:
     """The nodes of the graph behind a tensor of any shape, but for those that accumulate into leaves."""
     return (node for node in _graph_of(tensor) if not hasattr(node, "variable"))
 
@@ -97,7 +98,7 @@ def nodes_of(tensor: torch.Tensor) -> Iterator[Any]:
 def _graph_of(tensor: torch.Tensor) -> Iterator[Any]:
     waiting, seen = [tensor.grad_fn], set()
     while waiting:
-        node: Any = waiting.pop()
+        node = waiting.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
@@ -127,7 +128,7 @@ class _Doubled(torch.autograd.Function):
 def probe() -> None:
     """Run a backward of one number."""
     leaf = torch.ones(1, requires_grad=True)
-    seen: list[Any] = [is_in_backward()]
+    seen: list[object] = [is_in_backward()]
 
     def during(gradient: torch.Tensor) -> None:
         seen.append(is_in_backward())

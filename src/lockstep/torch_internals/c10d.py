@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.torch_internals.versions import expect, probed
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Reducer
 
 CPU = torch.device("cpu")
 
@@ -119,7 +122,7 @@ def traced() -> Any:
     return torch.ops._c10d_functional
 
 
-def reduction_of(op: Any) -> tuple[Any, object]:
+def reduction_of(op: Any) -> tuple[dist.ReduceOp.RedOpType, float | torch.Tensor | None]:
     """(kind, factor or None) of a reduction. Relies on: ``ReduceOp.__getstate__`` tells the factor of PREMUL_SUM."""
     kind, factor = (op, None) if isinstance(op, dist.ReduceOp.RedOpType) else op.__getstate__()
     return kind, factor
@@ -135,8 +138,8 @@ def group_that_does_nothing(rank: int, ranks: int, name: str) -> dist.ProcessGro
 
     Relies on: ``FakeProcessGroup``, which torch has for its own tests, and ``_register_backend``.
     """
-    group: Any = dist.ProcessGroup(rank, ranks)  # type: ignore[call-arg]
-    fake: Any = torch._C._distributed_c10d.FakeProcessGroup
+    group = dist.ProcessGroup(rank, ranks)  # type: ignore[call-arg]
+    fake = torch._C._distributed_c10d.FakeProcessGroup
     group._register_backend(CPU, dist.ProcessGroup.BackendType.CUSTOM, fake._create_internal(rank, ranks))
     set_group_name(group, name)
     made: dist.ProcessGroup = group
@@ -198,7 +201,7 @@ def probe() -> None:
 # DDP's reducer ----------------------------------------------------------------------------------------
 
 
-def check_reduced(reducer: Any) -> None:
+def check_reduced(reducer: Reducer) -> None:
     """Raise RuntimeError, which says which parameters by number, if a reducer waits for gradients of the last backward.
 
     Relies on: ``_check_reducer_finalized``.
@@ -214,7 +217,7 @@ def is_joining(replica: DistributedDataParallel) -> bool:
     return bool(replica._join_config.enable)
 
 
-def rebuild_buckets(reducer: Any) -> bool:
+def rebuild_buckets(reducer: Reducer) -> bool:
     """Let a reducer form its buckets anew if it is to; whether it has. Collective.
 
     Relies on: ``_rebuild_buckets``, which DDP calls in the first forward after an averaged backward.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -12,14 +12,16 @@ from torch._guards import TracingContext
 
 from lockstep.torch_internals.versions import expect, probed
 
-disable: Any = _disable_dynamo
+Compiled = TypeVar("Compiled")
+
+disable = _disable_dynamo
 """Decorator of a function that is called as it is, also by compiled code. Relies on: it imports nothing before that."""
 
 FRAMES = frozenset({"_fn"})
 """Relies on: the names of compiled modules' own functions in a stack."""
 
 
-def original(module: object) -> Any:
+def original(module: Compiled) -> Compiled:
     """The module inside of what ``torch.compile`` returned, else itself. Relies on: ``_orig_mod``."""
     return getattr(module, "_orig_mod", module)
 
@@ -43,7 +45,7 @@ def compiled_alike(inner: nn.Module, module: nn.Module) -> nn.Module:
 @probed("torch.compile", "wraps modules and functions")
 def probe() -> None:
     """Call a function that is left alone. To wrap a module would import the compiler, which takes seconds."""
-    called: list[Any] = []
+    called: list[object] = []
 
     def function(value: int) -> int:
         called.append(value)

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from typing import Any, TypeAlias
 
 import torch
-from torch._ops import OpOverload
+from torch._ops import OpOverload as OpOverload
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
@@ -81,7 +81,13 @@ class WithoutCollectives(TorchDispatchMode):
     def is_active(cls) -> bool:
         return any(isinstance(mode, cls) for mode in _get_current_dispatch_mode_stack())
 
-    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
             raise UsageError(
                 f"its forward or backward calls the collective {operation_name(func).partition('::')[2]}, but "
@@ -117,7 +123,13 @@ def probe() -> None:
     seen: list[str] = []
 
     class Mode(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
+        def __torch_dispatch__(
+            self,
+            func: OpOverload,
+            types: object,
+            args: tuple[object, ...] = (),
+            kwargs: dict[str, object] | None = None,
+        ) -> object:
             seen.append(schema_of(func).name)
             seen.extend(argument_names(func))
             return func(*args, **(kwargs or {}))

@@ -5,29 +5,33 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._ops import OpOverload
 
 from lockstep.torch_internals.versions import expect, probed
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import _StridedShard
 
 
-LOG_SOFTMAX: Any = torch.ops.aten._log_softmax.default
+LOG_SOFTMAX = torch.ops.aten._log_softmax.default
 """Relies on: (input, dim, half_to_float)."""
-LOG_SOFTMAX_BACKWARD: Any = torch.ops.aten._log_softmax_backward_data.default
+LOG_SOFTMAX_BACKWARD = torch.ops.aten._log_softmax_backward_data.default
 """Relies on: (gradient, output, dim, input_dtype)."""
 
 
-def local_tensor(tensor: Any) -> torch.Tensor:
+def local_tensor(tensor: DTensor) -> torch.Tensor:
     """This rank's part of a DTensor, without a graph. Relies on: ``_local_tensor``; what ``to_local`` wraps."""
     part: torch.Tensor = tensor._local_tensor
     return part
 
 
-def strided_shard(dim: int, pieces: int) -> Any:
+def strided_shard(dim: int, pieces: int) -> _StridedShard:
     """A placement that cuts a dimension into pieces first, and each of these into the ranks' parts.
 
     Relies on: ``_StridedShard(dim, split_factor=pieces)``.
@@ -60,15 +64,14 @@ def _plan_for_pieces() -> None:
     planning._gen_transform_infos_non_cached = plan
 
 
-def handle_operators(handlers: dict[object, Any]) -> None:
+def handle_operators(handlers: Mapping[OpOverload, Callable[..., object]]) -> None:
     """Let DTensor call ``handler(operator, args, kwargs)`` for these operators, from now on.
 
     Relies on: ``DTensor._op_dispatcher._custom_op_handlers``, which torch's ``loss_parallel`` fills and empties.
     """
     from torch.distributed.tensor import DTensor
 
-    dispatcher: Any = DTensor._op_dispatcher
-    dispatcher._custom_op_handlers.update(handlers)
+    DTensor._op_dispatcher._custom_op_handlers.update(handlers)
 
 
 def flatten(mesh: DeviceMesh, name: str) -> DeviceMesh:

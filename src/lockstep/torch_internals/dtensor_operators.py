@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, cast
 
 import torch
 from torch._ops import OpOverload
+from torch.autograd.graph import Node
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lockstep.errors import UsageError
@@ -131,7 +132,7 @@ def _full_tensor(tensor: object) -> Any:
 class _PlainOperators:
     """What is done for the operators, each a handler with (operator, args, kwargs). See ``behave_like_plain``."""
 
-    def __init__(self, shard_like: Sharded, handlers: dict[Any, Callable[..., object]]) -> None:
+    def __init__(self, shard_like: Sharded, handlers: dict[OpOverload, Callable[..., object]]) -> None:
         self._shard_like = shard_like
         self._handlers = handlers
         self.lost = LostChanges()
@@ -353,10 +354,12 @@ def keep_plain_gradients(loss: torch.Tensor) -> None:
     torch gives them DTensors as it goes back from a sum such as that of a plain loss and a norm of sharded parameters.
     Plain is what was computed from no DTensor, or behind ``full_tensor`` and ``to_local``.
     """
-    of_dtensors = _nodes_of_dtensors(loss.grad_fn)
+    root = loss.grad_fn
+    assert root is not None
+    of_dtensors = _nodes_of_dtensors(root)
     borders = {
         following
-        for node in (*of_dtensors, loss.grad_fn)
+        for node in (*of_dtensors, root)
         for following, _ in node.next_functions
         if following is not None and following not in of_dtensors
     }
@@ -364,14 +367,14 @@ def keep_plain_gradients(loss: torch.Tensor) -> None:
         node.register_prehook(_plain)
 
 
-def _nodes_of_dtensors(root: object) -> set[Any]:
+def _nodes_of_dtensors(root: Node) -> set[Node]:
     """Those nodes of autograd from which a parameter that is a DTensor is reached by way of DTensors.
 
     Relies on: what ends at a leaf has it as ``variable``; ``_ToTorchTensor`` makes plain tensors of DTensors.
     """
-    found: set[object] = set()
-    seen: set[object] = set()
-    waiting: list[tuple[Any, bool]] = [(root, False)]
+    found: set[Node] = set()
+    seen: set[Node] = set()
+    waiting: list[tuple[Node, bool]] = [(root, False)]
     while waiting:
         node, is_left = waiting.pop()
         following = [one for one, _ in node.next_functions if one is not None]

@@ -12,7 +12,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 
 from lockstep.torch_internals.versions import expect, probed
 
-OutputFile = IO[Any] | None
+OutputFile = IO[str] | IO[bytes] | None
 Start = Callable[[int, tuple[str, ...], dict[str, str], OutputFile, OutputFile], "Popen[bytes] | None"]
 """(local rank, arguments, environment, files for standard output and error) -> a process, or None: start one."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,7 +29,7 @@ UNKNOWN_VALUE = (
 """Relies on: what is raised where a value would be needed."""
 
 
-def without_values(func: Any, args: Any, kwargs: Any) -> object:
+def without_values(func: Callable[..., object], args: Any, kwargs: dict[str, object]) -> object:
     """``func(*args, **kwargs)`` where one of the tensors has no values.
 
     Relies on: the shapes of ``aten._grouped_mm`` (experts) are known for bfloat16 alone, though it computes in others;

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch.utils import flop_counter
@@ -71,7 +70,7 @@ HARMLESS = frozenset(
 
 def formulas() -> dict[object, Formula]:
     """By operator, without its overload. Relies on: ``flop_registry`` is such a mapping."""
-    known: dict[Any, Formula] = dict(flop_counter.flop_registry)
+    known: dict[object, Formula] = dict(flop_counter.flop_registry)
     for name, formula in OURS.items():
         known.update((operator, formula) for operator in operators_of((name,)))
     return known

@@ -15,7 +15,7 @@ From 2.15 on ``unsharded_accumulated_grad`` is a property that shows ``_unsharde
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
@@ -23,7 +23,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from lockstep.torch_internals.fsdp2_gathered import GRAD, FSDPParam, FSDPParamGroup, set_own_grad
+from lockstep.torch_internals.fsdp2_gathered import (
+    GRAD,
+    FSDPParam,
+    FSDPParamGroup,
+    ShardedModule,
+    set_own_grad,
+)
 
 
 class Rows(NamedTuple):
@@ -44,7 +50,7 @@ def is_sharded(module: nn.Module) -> bool:
     return isinstance(module, FSDPModule)
 
 
-def param_groups(module: Any) -> list[FSDPParamGroup]:
+def param_groups(module: ShardedModule) -> list[FSDPParamGroup]:
     """Relies on: ``_get_fsdp_state()`` has ``_fsdp_param_groups``, up to 2.12 one ``_fsdp_param_group`` or None."""
     state = module._get_fsdp_state()
     many = getattr(state, "_fsdp_param_groups", None)
@@ -61,7 +67,7 @@ def params(group: FSDPParamGroup) -> list[FSDPParam]:
     return list(group.fsdp_params)
 
 
-def lazy_init(root: Any) -> None:
+def lazy_init(root: ShardedModule) -> None:
     """Relies on: ``_lazy_init`` makes this module the root of the sharded ones inside, and does nothing the next time.
 
     torch itself calls it in the first forward, and takes the module of that one for the root.
@@ -69,14 +75,14 @@ def lazy_init(root: Any) -> None:
     root._get_fsdp_state()._lazy_init()
 
 
-def is_in_forward(root: Any) -> bool:
+def is_in_forward(root: ShardedModule) -> bool:
     """Relies on: ``_training_state`` is FORWARD from before a forward until its end, and stays so if it raised."""
     return bool(root._get_fsdp_state()._training_state._name_ == "FORWARD")
 
 
 def pre_forward(
-    root: Any, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
-) -> tuple[Any, Any]:
+    root: ShardedModule, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+) -> tuple[tuple[object, ...], dict[str, object]]:
     """Begin a forward of the sharded model with something else than its own ``forward``; (args, kwargs) for that.
 
     Relies on: ``_pre_forward`` and ``_post_forward`` may stand around any code, as torch's own
@@ -86,13 +92,13 @@ def pre_forward(
     return args, kwargs
 
 
-def post_forward(root: Any, module: nn.Module, args: object, output: object) -> object:
+def post_forward(root: ShardedModule, module: nn.Module, args: object, output: object) -> object:
     """End what ``pre_forward`` began; the output, with torch's hooks for backward."""
     return root._get_fsdp_state()._post_forward(module, args, output)
 
 
 @contextmanager
-def gathered_by_hand(root: Any) -> Iterator[None]:
+def gathered_by_hand(root: ShardedModule) -> Iterator[None]:
     """All weights of the sharded model are gathered once, and stay so; forwards inside cast their inputs, and no more.
 
     Relies on: with ``_training_state`` PRE_BACKWARD, as in a forward that is computed again, the hooks around a
@@ -183,7 +189,7 @@ def whole_numel(param: FSDPParam) -> int:
     return int(param._orig_size.numel())
 
 
-def move_shard(param: FSDPParam, keep: Any) -> None:
+def move_shard(param: FSDPParam, keep: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Let ``keep`` (flat tensor -> the same in other memory) say where the shard lies from now on.
 
     Relies on: torch finds it in ``_sharded_param_data`` (flat, padded) and ``sharded_param._local_tensor``, which share
@@ -292,7 +298,7 @@ def set_partial_reduce_output(group: FSDPParamGroup, output: torch.Tensor, rows:
     group._partial_reduce_output = output.to(group.device, copy=True)
 
 
-def packed(params: list[Any]) -> list[Rows]:
+def packed(params: list[FSDPParam]) -> list[Rows]:
     """Where the shards of these lie when torch packs them for a collective.
 
     Relies on: ``padded_sharded_param_size`` is the shape that a shard has in collectives, equal on all ranks.

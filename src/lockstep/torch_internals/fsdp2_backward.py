@@ -6,12 +6,11 @@ A ``param`` is torch's ``FSDPParam``, a ``group`` its ``FSDPParamGroup``, a stat
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from lockstep.torch_internals.fsdp2 import accumulates_in_leaf, unreduced_grads, unsharded_param
-from lockstep.torch_internals.fsdp2_gathered import FSDPParam, FSDPParamGroup, set_own_grad
+from lockstep.torch_internals.fsdp2_gathered import FSDPParam, FSDPParamGroup, ShardedModule, set_own_grad
 
 
 def before_reduction(group: FSDPParamGroup, call: Callable[[], None]) -> None:
@@ -62,7 +61,7 @@ def keep_for_another_backward(groups: list[object]) -> None:
         wrap(group)
 
 
-def after_reductions(module: Any, call: Callable[[], None]) -> None:
+def after_reductions(module: ShardedModule, call: Callable[[], None]) -> None:
     """Call it at the end of a pass in which a module took part, once the gradients are reduced.
 
     Relies on: ``_root_post_backward_final_callback`` is looked up at the state, queued once in each pass, and reduces
@@ -102,7 +101,7 @@ def present_and_missing(group: FSDPParamGroup) -> tuple[list[FSDPParam], list[FS
     return present, missing
 
 
-def set_zero(params: list[Any], others: list[object]) -> None:
+def set_zero(params: list[FSDPParam], others: list[object]) -> None:
     """Give these params gradients of zeros, of the type that ``others`` of their group have.
 
     Relies on: torch reduces the gradients of a group in one type; up to 2.14 those that do not have the type of the
@@ -125,7 +124,7 @@ def is_compiled(module: torch.nn.Module) -> bool:
     return getattr(module, "_compiled_call_impl", None) is not None
 
 
-def call_empty(module: Any, values: object, inside: Callable[[object], object]) -> object:
+def call_empty(module: ShardedModule, values: object, inside: Callable[[object], object]) -> object:
     """Run torch's hooks around a call of a sharded module, and in between ``inside`` on ``values`` instead of it.
 
     Relies on: ``_pre_forward`` takes (module, args, kwargs) and returns the last two, with what reduces gradients

@@ -6,11 +6,10 @@ the last one. With these parts the caller decides. All modules of a group have o
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from lockstep.torch_internals.fsdp2 import param_groups
+from lockstep.torch_internals.fsdp2_gathered import ShardedModule
 
 
 def is_known() -> bool:
@@ -18,7 +17,7 @@ def is_known() -> bool:
     return torch.torch_version.TorchVersion(torch.__version__) >= "2.12"
 
 
-def drop_hooks(module: Any) -> None:
+def drop_hooks(module: ShardedModule) -> None:
     """Take torch's own hooks off all modules of a group.
 
     Relies on: the state has the handles ``_pre_forward_hook_handle`` and ``_post_forward_hook_handle``.
@@ -28,7 +27,7 @@ def drop_hooks(module: Any) -> None:
     state._post_forward_hook_handle.remove()
 
 
-def is_before_backward(module: Any) -> bool:
+def is_before_backward(module: ShardedModule) -> bool:
     """Whether a forward now is one that is computed again, in which torch leaves the weights as they are.
 
     Relies on: ``_training_state`` is PRE_BACKWARD from the time when backward comes to a group until it has left it.
@@ -36,7 +35,7 @@ def is_before_backward(module: Any) -> bool:
     return bool(module._get_fsdp_state()._training_state.name == "PRE_BACKWARD")
 
 
-def begin_again(module: Any) -> None:
+def begin_again(module: ShardedModule) -> None:
     """Let a forward that is computed again begin as another one, if the group's gradients were reduced already.
 
     Reentrant checkpointing computes one block after the other again, each with a backward of its own.
@@ -51,7 +50,7 @@ def begin_again(module: Any) -> None:
         module._get_fsdp_state()._training_state = TrainingState.IDLE
 
 
-def is_forward_root(module: Any) -> bool:
+def is_forward_root(module: ShardedModule) -> bool:
     """Whether the forward that runs now began with this group: its module was called by itself.
 
     Relies on: ``_state_ctx.iter_forward_root`` is the state whose forward began first, None outside of forwards.
@@ -60,7 +59,7 @@ def is_forward_root(module: Any) -> bool:
     return bool(state._state_ctx.iter_forward_root is state)
 
 
-def gather_for_backward(module: Any, output: object) -> object:
+def gather_for_backward(module: ShardedModule, output: object) -> object:
     """The output, with a hook that gathers the group's weights when backward comes to it.
 
     Relies on: ``_register_pre_backward_hook`` returns the output.
@@ -68,7 +67,7 @@ def gather_for_backward(module: Any, output: object) -> object:
     return module._get_fsdp_state()._register_pre_backward_hook(output)
 
 
-def end_forward(module: Any) -> None:
+def end_forward(module: ShardedModule) -> None:
     """Let the group's weights go as at the end of a forward, where no module's output is at hand.
 
     Relies on: ``post_forward`` uses none of its arguments but the output, which it returns; ``_training_state`` is
@@ -81,7 +80,7 @@ def end_forward(module: Any) -> None:
     module._get_fsdp_state()._training_state = TrainingState.IDLE
 
 
-def one_of_each_group(modules: list[Any]) -> list[Any]:
+def one_of_each_group(modules: list[ShardedModule]) -> list[ShardedModule]:
     """The first module of each state."""
     # From the back, so that of each state the first module is the one that stays.
     return list({id(module._get_fsdp_state()): module for module in reversed(modules)}.values())[::-1]

@@ -7,7 +7,7 @@ into this rank's shard before that. A ``param`` is torch's ``FSDPParam``, a ``gr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
@@ -17,6 +17,9 @@ from lockstep.torch_internals.autograd import is_in_backward
 from lockstep.torch_internals.compile import is_tracing
 from lockstep.torch_internals.tensors import bits_digest, storage_key, version
 from lockstep.torch_internals.versions import expect, probed
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 DATA: Any = torch.Tensor.data
 GRAD: Any = torch.Tensor.grad
@@ -67,7 +70,7 @@ class GatheredParameter(nn.Parameter):
         if self._watched is None or is_in_backward() or not self._watched.set_reduced_grad(value):
             GRAD.__set__(self, value)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+    def __deepcopy__(self, memo: dict[int, nn.Parameter]) -> nn.Parameter:
         """A parameter of its own."""
         if id(self) not in memo:
             whole = DATA.__get__(self).clone(memory_format=torch.preserve_format)
@@ -75,7 +78,7 @@ class GatheredParameter(nn.Parameter):
         copied: nn.Parameter = memo[id(self)]
         return copied
 
-    def __reduce_ex__(self, protocol: object) -> Any:
+    def __reduce_ex__(self, protocol: object) -> str | tuple[object, ...]:
         """As a plain parameter."""
         return nn.Parameter(DATA.__get__(self), self.requires_grad).__reduce_ex__(protocol)
 
@@ -172,7 +175,7 @@ class WatchedGroup:
             self._changed(one.param, DATA.__get__(one.param._unsharded_param), not is_kept)
         one.restore()
 
-    def shards(self) -> Iterator[tuple[Any, Callable[[], None]]]:
+    def shards(self) -> Iterator[tuple[DTensor, Callable[[], None]]]:
         """(shard, what is to be called when a script asks for its ``data``) of each parameter."""
         return ((one.param.sharded_param, one.data_of_shard_is_taken) for one in self._params)
 
@@ -201,7 +204,7 @@ class Watched:
 
     def gathered(self) -> None:
         """Relies on: ``_unsharded_param`` is made once, a plain parameter unless tensor parallelism has split it."""
-        whole: Any = self.param._unsharded_param
+        whole = self.param._unsharded_param
         if whole is not self._whole:
             self._whole = whole
             if type(whole) is nn.Parameter:
@@ -340,7 +343,7 @@ class _Asked:
 @probed("Tensor", "lets parameters be of a subclass")
 def probe() -> None:
     """Train a parameter that has become a ``GatheredParameter``."""
-    parameter: Any = nn.Parameter(torch.ones(2))
+    parameter = nn.Parameter(torch.ones(2))
     asked = _Asked()
     watch(parameter, asked)
     expect(isinstance(parameter, nn.Parameter) and parameter.is_leaf, "a parameter of a subclass")

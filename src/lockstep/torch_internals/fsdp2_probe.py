@@ -107,7 +107,7 @@ def _probe_hooks() -> None:
     expect(output == 3 and state._training_state.name == "PRE_BACKWARD", "the end of such a forward")
 
 
-def _bare(reduced: torch.dtype) -> tuple[Any, object]:
+def _bare(reduced: torch.dtype) -> tuple[FSDPParamGroup, FSDPParam]:
     """A group with one record, whose parameter of two numbers is gathered."""
     policy, device = MixedPrecisionPolicy(reduce_dtype=reduced), torch.device("cpu")
     no_mesh: Any = None

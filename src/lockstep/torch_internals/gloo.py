@@ -65,7 +65,7 @@ def all_gather_out(input: Tensor, group_size: int, group_name: object, *, out: T
 
     Groups written in Python are reached as well, unlike from C++.
     """
-    group: Any = c10d.group_named(str(group_name))
+    group = c10d.group_named(str(group_name))
     c10d.register_work(out, group._allgather_base(out, input))
     return out
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from lockstep.torch_internals.versions import expect, probed
 
-_aten: Any = torch.ops.aten
+_aten = torch.ops.aten
 
 flash_for_cpu = _aten._scaled_dot_product_flash_attention_for_cpu
 """Relies on: (query, key, value, dropout_p, is_causal, scale=) -> (output, log-sum-exps [b, h, s])."""

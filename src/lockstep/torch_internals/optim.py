@@ -37,7 +37,7 @@ def take_for_wrapped(step: Any) -> None:
     step.hooked = True  # by ``profile_hook_step``, which does it once
 
 
-def step_without_hooks(cls: Any) -> object:
+def step_without_hooks(cls: Any) -> Callable[..., object]:
     """A class's ``step`` as it was written. Relies on: hooks around it have ``hooked`` and ``__wrapped__``."""
     step = cls.step
     return step.__wrapped__ if getattr(step, "hooked", False) else step
@@ -67,7 +67,7 @@ def step_on_parts(optimizer: Any, parts: Callable[[list[list[Tensor]]], list[lis
         return
     fill = optimizer._init_group
 
-    def fill_with_parts(group: dict[str, Any], *lists: list[Tensor]) -> object:
+    def fill_with_parts(group: dict[str, object], *lists: list[Tensor]) -> object:
         result = fill(group, *lists)
         if not group.get("differentiable"):
             for tensors, those in zip(lists, parts(list(lists)), strict=True):

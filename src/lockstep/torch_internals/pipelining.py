@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ class ScheduleRuntime(schedules._PipelineScheduleRuntime):
         """This rank's."""
         return list(self._stages)
 
-    def with_communication(self, order: dict[int, list[Any]]) -> list[ScheduleAction]:
+    def with_communication(self, order: dict[int, list[ScheduleAction | None]]) -> list[ScheduleAction]:
         """This rank's actions with sends and receives; ``order``: rank -> forwards and backwards of all stages."""
         self.pipeline_order = order
         self._prepare_schedule_with_comms(order)
@@ -202,7 +203,7 @@ def _probe_communication() -> None:
         )
 
 
-def _names_in(module: Any) -> set[str]:
+def _names_in(module: ModuleType) -> set[str]:
     """Attributes that the methods of the runtime and of what it inherits from look up."""
     found: set[str] = set()
     for kind in module._PipelineScheduleRuntime.__mro__[:-1]:
@@ -267,7 +268,9 @@ class _StageOf211(_StageUpTo212):
                     record.buffer.requires_grad_(wanted and example.requires_grad)
         return outputs
 
-    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
+    def set_local_fwd_input(
+        self, prev_stage_outputs: torch.Tensor | tuple[torch.Tensor, ...], mb_index: int
+    ) -> None:
         given = (prev_stage_outputs,) if isinstance(prev_stage_outputs, torch.Tensor) else prev_stage_outputs
         for record, tensor, example in zip(self.args_recv_info[mb_index], given, self._examples, strict=True):
             record.buffer = tensor.detach().requires_grad_(example.requires_grad)
@@ -283,7 +286,9 @@ class _StageOf211(_StageUpTo212):
     def _retrieve_recv_grads(self, bwd_chunk_id: int) -> object:
         return tuple(record and record.buffer for record in self.grad_recv_info[bwd_chunk_id])
 
-    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+    def set_local_bwd_input(
+        self, next_stage_bwd_outputs: tuple[torch.Tensor | None, ...], mb_index: int
+    ) -> None:
         for record, tensor in zip(self.grad_recv_info[mb_index], next_stage_bwd_outputs, strict=True):
             if record is not None:
                 record.buffer = tensor
@@ -309,12 +314,16 @@ class _ProductAndSum(torch.autograd.Function):
     """A product and a sum, by one node of autograd."""
 
     @staticmethod
-    def forward(ctx: FunctionContext, weight: torch.Tensor, x: torch.Tensor) -> Any:
+    def forward(
+        ctx: FunctionContext, weight: torch.Tensor, x: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.save_for_backward(weight, x)
         return weight * x, weight + x
 
     @staticmethod
-    def backward(ctx: FunctionContext, product: torch.Tensor, total: torch.Tensor) -> Any:
+    def backward(
+        ctx: FunctionContext, product: torch.Tensor, total: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         weight, x = ctx.saved_tensors
         return product * x + total, product * weight + total
 

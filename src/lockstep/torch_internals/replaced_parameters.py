@@ -6,7 +6,7 @@ asked before anything is read or computed; ``torch._C.DisableTorchFunctionSubcla
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -36,7 +36,13 @@ class ReplacedParameter(nn.Parameter):
     """What a parameter becomes when shards take its place. It may be looked at, and is equal to itself only."""
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
+    def __torch_function__(
+        cls,
+        function: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         name = getattr(function, "__name__", "")
         reads_values = any(getattr(function, "__self__", None) is value for value in _VALUES)
         if (name in _HARMLESS or name in _LOOKS) and not reads_values:

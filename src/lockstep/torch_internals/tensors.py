@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -128,7 +127,7 @@ def kind_of_hook(parameter: object) -> str | None:
     return next(iter(kinds_of_hooks(parameter)), None)
 
 
-def hooks_of_parameter(parameter: object, kind: str) -> list[Any]:
+def hooks_of_parameter(parameter: object, kind: str) -> list[Callable[..., torch.Tensor | None]]:
     """All of this kind, in the order in which they are called."""
     return list((getattr(parameter, _HOOKS[kind]) or {}).values())
 

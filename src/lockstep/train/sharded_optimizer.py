@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from lockstep.comm.dtensor import is_dtensor, local, shard_like
+from lockstep.comm.tree import StateDict
 from lockstep.config.parallel import Parallel
 from lockstep.errors import UsageError
 from lockstep.torch_internals.optim import step_on_parts
@@ -129,6 +129,6 @@ def _lacks_fused(optimizer: Optimizer) -> bool:
     return isinstance(optimizer, (torch.optim.SGD, torch.optim.Adagrad))
 
 
-def _has_tensors(group: Mapping[str, Any]) -> bool:
+def _has_tensors(group: StateDict) -> bool:
     numbers = [group.get("lr"), *(group.get("betas") or ())]
     return any(isinstance(number, torch.Tensor) for number in numbers)

@@ -8,7 +8,6 @@ weight an element) the gradient here is exactly that of sum(w * loss) / sum(w).
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -147,7 +146,7 @@ def _as_weights(loss: torch.Tensor, weight: torch.Tensor | float) -> torch.Tenso
 
 def rescale(gradients: Iterable[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiply all by a 0-d factor, in place."""
-    groups: dict[Any, list[torch.Tensor]] = {}
+    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for gradient in gradients:
         groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
     for (device, dtype), group in groups.items():

@@ -243,7 +243,7 @@ class _SizeOnRank:
         began = self._synchronized_time()
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
-        step: Any = step_without_hooks(type(self._optimizer))
+        step = step_without_hooks(type(self._optimizer))
         step(self._optimizer)
         return _Seen(micro_s=min(seconds), step_s=self._synchronized_time() - began)
 

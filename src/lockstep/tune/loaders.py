@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
+from lockstep.comm.tree import Kwargs
 from lockstep.data.skip import carried_options
 from lockstep.errors import UsageError
 
@@ -17,7 +16,7 @@ def with_batch_size(loader: DataLoader[object], size: int) -> DataLoader[object]
         UsageError: something of the script's own makes the batches.
     """
     refuse_own_batches(loader)
-    options: dict[str, Any] = {**carried_options(loader), "collate_fn": loader.collate_fn}
+    options: Kwargs = {**carried_options(loader), "collate_fn": loader.collate_fn}
     if not isinstance(loader.dataset, IterableDataset):
         options["sampler"] = loader.sampler
     return type(loader)(loader.dataset, batch_size=size, drop_last=loader.drop_last, **options)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.check.snapshot import Snapshot
+from lockstep.comm.tree import StateDict
 
 
 class SavedState:
@@ -56,7 +57,7 @@ SavedValues = list[tuple[str, Any, Any]]
 """Key, the value itself, and a copy of it."""
 
 
-def _saved(values: dict[str, Any], without: Iterable[str] = ()) -> SavedValues:
+def _saved(values: StateDict, without: Iterable[str] = ()) -> SavedValues:
     return [
         (key, value, _copied(value) if _is_tensor(value) else copy.deepcopy(value))
         for key, value in values.items()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.comm.tree import Kwargs
 from lockstep.errors import ConfigError, UsageError
 from lockstep.offload.device_map.infer import infer_auto_device_map
 from lockstep.offload.device_map.memory import get_balanced_memory
@@ -113,7 +114,7 @@ def load_and_quantize_model(
     return _placed(model, placed)
 
 
-def _placed(model: nn.Module, device_map: Mapping[str, Any]) -> nn.Module:
+def _placed(model: nn.Module, device_map: Mapping[str, int | str | torch.device]) -> nn.Module:
     """Modules on their devices, where they are quantised; inputs follow where there are several devices."""
     spread = len(set(device_map.values())) > 1
     for name, device in device_map.items():
@@ -193,7 +194,7 @@ def get_quantized_model_device_map(
         names = [name for name, _ in model.named_parameters()]
         special = {name: config.torch_dtype for name in names if any(part in name for part in whole)}
         special |= {name: torch.float32 for name in names if any(part in name for part in exact)}
-        options: dict[str, Any] = {
+        options: Kwargs = {
             "special_dtypes": special,
             "no_split_module_classes": no_split_module_classes,
             "dtype": config.target_dtype,
@@ -349,7 +350,7 @@ def quantize_and_offload_8bit(
     param_name: str,
     new_dtype: torch.dtype | None,
     offload_folder: str | os.PathLike[str],
-    offload_index: dict[str, Any],
+    offload_index: dict[str, object],
     fp16_statistics: torch.Tensor | None,
 ) -> None:
     """Write an 8-bit weight and its scales to an offload folder, and leave the weight of the model on the meta
@@ -384,7 +385,7 @@ def quantize_and_offload_8bit(
     scales_name = param_name.replace("weight", "SCB")
     if fp16_statistics is None:
         set_module_tensor_to_device(model, param_name, _accelerator(), value=param, dtype=new_dtype)
-        quantised: Any = model.get_parameter(param_name)
+        quantised = model.get_parameter(param_name)
         quantised.requires_grad = False
         offload_weight(quantised, param_name, offload_folder, index=offload_index)
         if hasattr(quantised, "SCB"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -32,6 +32,8 @@ from lockstep.utils import (
 )
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from lockstep.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin
 else:
     __getattr__ = lazy_names(
@@ -152,7 +154,7 @@ class TorchTensorParallelPlugin:
     """
 
     tp_size: int = 1
-    torch_device_mesh: Any = None
+    torch_device_mesh: DeviceMesh | None = None
 
 
 @dataclass
@@ -260,11 +262,11 @@ class BnbQuantizationConfig:
     load_in_4bit: bool = False
     bnb_4bit_quant_type: str = "fp4"
     bnb_4bit_use_double_quant: bool = False
-    bnb_4bit_compute_dtype: Any = "fp16"
+    bnb_4bit_compute_dtype: str | torch.dtype = "fp16"
     torch_dtype: torch.dtype | None = None
     skip_modules: list[str] | None = None
     keep_in_fp32_modules: list[str] | None = None
-    target_dtype: Any = field(init=False, default=None)
+    target_dtype: CustomDtype | torch.dtype | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         for name in ("load_in_8bit", "load_in_4bit", "bnb_4bit_use_double_quant"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -10,6 +10,9 @@ from lockstep.compat.deepspeed.hf_config import HfDeepSpeedConfig
 from lockstep.compat.deepspeed.optimizers import DummyOptim, DummyScheduler
 from lockstep.errors import UsageError
 from lockstep.utils.imports import deepspeed_required
+
+if TYPE_CHECKING:
+    from lockstep.compat.deepspeed.plugin import DeepSpeedPlugin
 
 __all__ = [
     "DeepSpeedEngineWrapper",
@@ -23,7 +26,7 @@ __all__ = [
 ]
 
 
-def get_active_deepspeed_plugin(state: object) -> Any:
+def get_active_deepspeed_plugin(state: object) -> DeepSpeedPlugin:
     """Return the DeepSpeed plugin of a run.
 
     Args:
@@ -49,7 +52,7 @@ def get_active_deepspeed_plugin(state: object) -> Any:
 
 
 @deepspeed_required
-def map_pytorch_optim_to_deepspeed(optimizer: torch.optim.Optimizer) -> Any:
+def map_pytorch_optim_to_deepspeed(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return an optimizer of the package deepspeed for the CPU, with the settings of a torch optimizer.
 
     Here ``parallel="zero=3 offload=optimizer"`` steps any optimizer on the CPU, without that package.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -20,6 +20,11 @@ from lockstep.model.blocks import find_blocks
 from lockstep.parallel.parallel_model import unwrap
 from lockstep.parallel.recompute import apply_activation_checkpointing
 from lockstep.utils.dataclasses import get_module_class_from_name
+
+if TYPE_CHECKING:
+    from lockstep.accelerator import Accelerator
+
+T = TypeVar("T")
 
 
 def fsdp2_prepare_auto_wrap_policy(fsdp2_plugin: Any, model: nn.Module) -> Callable[[nn.Module], bool] | None:
@@ -68,7 +73,7 @@ def fsdp2_prepare_auto_wrap_policy(fsdp2_plugin: Any, model: nn.Module) -> Calla
     return None
 
 
-def fsdp2_apply_ac(accelerator: Any, model: nn.Module) -> nn.Module:
+def fsdp2_apply_ac(accelerator: Accelerator, model: nn.Module) -> nn.Module:
     """Let blocks of a model compute their activations again in backward, in place, and return the model.
 
     ``parallel="activation=full"`` does the same. If the plugin asks for it, it is ``activation=offload``.
@@ -99,7 +104,7 @@ def fsdp2_apply_ac(accelerator: Any, model: nn.Module) -> nn.Module:
     )
 
 
-def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:
+def fsdp2_prepare_model(accelerator: Accelerator, model: nn.Module) -> nn.Module:
     """Return the model, sharded as the run asks for. A model that is sharded already is returned as it is.
 
     Args:
@@ -167,7 +172,9 @@ def fsdp2_switch_optimizer_parameters(
         group["params"] = parameters
 
 
-def ensure_weights_retied(param_init_fn: Any, model: nn.Module, device: torch.device) -> Any:
+def ensure_weights_retied(
+    param_init_fn: Callable[[nn.Module], T], model: nn.Module, device: torch.device
+) -> Callable[[nn.Module], T]:
     """Return a function like ``param_init_fn`` that also keeps tied weights tied.
 
     Args:
@@ -200,7 +207,7 @@ def ensure_weights_retied(param_init_fn: Any, model: nn.Module, device: torch.de
     path_of = {id(module): path for path, module in model.named_modules(remove_duplicate=False)}
     made: dict[int, nn.Parameter] = {}
 
-    def init(module: nn.Module) -> Any:
+    def init(module: nn.Module) -> T:
         result = param_init_fn(module)
         key, group = holders.get(path_of.get(id(module), ""), ("", []))
         if group:
@@ -210,7 +217,7 @@ def ensure_weights_retied(param_init_fn: Any, model: nn.Module, device: torch.de
     return init
 
 
-def fsdp2_canonicalize_names(named_params: Mapping[str, object]) -> dict[str, Any]:
+def fsdp2_canonicalize_names(named_params: Mapping[str, T]) -> dict[str, T]:
     """Return a mapping with the names of the user's model, without those parts that compiling and recomputing add.
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 from lockstep.runtime.available import *  # noqa: F403  (is_<package>_available)
 from lockstep.runtime.available import (
@@ -14,6 +14,8 @@ from lockstep.runtime.available import (
     is_torchao_available,
     is_transformer_engine_available,
 )
+
+T = TypeVar("T")
 
 
 def is_amdsmi_available() -> bool:
@@ -143,7 +145,7 @@ def is_transformer_engine_mxfp8_available() -> bool:
     return bool(engine.check_mxfp8_support()[0])
 
 
-def deepspeed_required(func: Callable[..., object]) -> Callable[..., Any]:
+def deepspeed_required(func: Callable[..., T]) -> Callable[..., T]:
     """Decorate a function that needs the package deepspeed.
 
     Args:
@@ -165,7 +167,7 @@ def deepspeed_required(func: Callable[..., object]) -> Callable[..., Any]:
     return _required(func, is_deepspeed_available, "deepspeed")
 
 
-def torchao_required(func: Callable[..., object]) -> Callable[..., Any]:
+def torchao_required(func: Callable[..., T]) -> Callable[..., T]:
     """Decorate a function that needs the package torchao.
 
     Args:
@@ -187,7 +189,7 @@ def torchao_required(func: Callable[..., object]) -> Callable[..., Any]:
     return _required(func, is_torchao_available, "torchao")
 
 
-def transformer_engine_required(func: Callable[..., object]) -> Callable[..., Any]:
+def transformer_engine_required(func: Callable[..., T]) -> Callable[..., T]:
     """Decorate a function that needs the package transformer_engine.
 
     Args:
@@ -196,9 +198,9 @@ def transformer_engine_required(func: Callable[..., object]) -> Callable[..., An
     return _required(func, is_transformer_engine_available, "transformer_engine")
 
 
-def _required(func: Callable[..., object], check: Callable[[], bool], package: str) -> Callable[..., object]:
+def _required(func: Callable[..., T], check: Callable[[], bool], package: str) -> Callable[..., T]:
     @functools.wraps(func)
-    def checked(*args: object, **kwargs: object) -> object:
+    def checked(*args: object, **kwargs: object) -> T:
         if not check():
             raise ImportError(
                 f"{func.__name__} needs the package '{package}'. Install it with: pip install {package}"

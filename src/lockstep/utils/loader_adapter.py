@@ -27,7 +27,7 @@ def get_sampler(dataloader: Any) -> Any:
         assert isinstance(get_sampler(loader), torch.utils.data.RandomSampler)
         ```
     """
-    sampler: Any = dataloader.batch_sampler
+    sampler: object = dataloader.batch_sampler
     while hasattr(sampler, "batch_sampler"):
         sampler = sampler.batch_sampler
     found = getattr(sampler, "sampler", None)
@@ -133,7 +133,7 @@ class DataLoaderAdapter:
             except ImportError as error:
                 raise MissingExtraError("use_stateful_dataloader", "torchdata", "torchdata") from error
             kind = StatefulDataLoader
-        self.base_dataloader: Any = kind(dataset, batch_sampler=batch_sampler, **kwargs)
+        self.base_dataloader = kind(dataset, batch_sampler=batch_sampler, **kwargs)
         if hasattr(self.base_dataloader, "state_dict"):
             self.dl_state_dict: dict[str, object] = self.base_dataloader.state_dict()
 
@@ -149,7 +149,7 @@ class DataLoaderAdapter:
     def __len__(self) -> int:
         return len(self.base_dataloader)
 
-    def __reduce_ex__(self, protocol: object) -> Any:
+    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         kept = {name: value for name, value in vars(self).items() if name != "gradient_state"}
         return _restored, (type(self), kept)
 

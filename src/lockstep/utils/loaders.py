@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler
+from torch.utils.data import BatchSampler, Sampler
 
 from lockstep.comm.functional import slice_tensors
 from lockstep.comm.tree import concatenate, find_batch_size, send_to_device
@@ -101,7 +101,7 @@ class _OwnLoader(DataLoaderAdapter, DataLoaderStateMixin):
         found = getattr(self.dataset, "total_length", None)
         return len(self.dataset) if found is None else int(found)
 
-    def get_sampler(self) -> Any:
+    def get_sampler(self) -> Sampler[int] | Iterable[int]:
         """Return the sampler that draws the indices of samples.
 
         Examples:
@@ -155,7 +155,7 @@ class _OwnLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self.iteration = epoch
         holder, was_set = self.batch_sampler, False
         while holder is not None:
-            parts: list[Any] = [holder, getattr(holder, "sampler", None)]
+            parts: list[object] = [holder, getattr(holder, "sampler", None)]
             for one in parts:
                 if hasattr(one, "set_epoch"):
                     one.set_epoch(epoch)
@@ -309,12 +309,12 @@ class DataLoaderDispatcher(_OwnLoader, metaclass=_OrPrepared):
             yield self.slice_fn(whole, part, process_index=runtime.rank, num_processes=runtime.world_size)
         self.iteration += 1
 
-    def _rounds(self) -> Iterator[Any]:
+    def _rounds(self) -> Iterator[object]:
         """The batches of all processes, as rank 0 reads them, on every rank."""
         runtime = self.state
         per_round = 1 if self.split_batches else runtime.world_size
         source = iter(self.base_dataloader) if runtime.is_main else iter(())
-        first: Any = None
+        first: object = None
         while True:
             read = list(islice(source, per_round))
             whole = _concatenated(read)

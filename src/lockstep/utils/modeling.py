@@ -6,11 +6,12 @@ import os
 import warnings
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from lockstep.comm.tree import StateDict
 from lockstep.config.enums import DistributedType
 from lockstep.config.handlers import AutocastKwargs
 from lockstep.config.values import bytes_of
@@ -47,6 +48,8 @@ from lockstep.utils.module_tensors import (
     set_module_tensor_to_device,
 )
 from lockstep.utils.offload import read_region
+
+DevicePlace = TypeVar("DevicePlace")
 
 __all__ = [
     "SAFE_WEIGHTS_NAME",
@@ -130,7 +133,7 @@ def fallback_allocate(
     size_limit: int | str,
     no_split_module_classes: Sequence[str] | None = None,
     tied_parameters: Sequence[list[str]] | None = None,
-) -> tuple[str | None, Any, Any]:
+) -> tuple[str | None, nn.Module | torch.Tensor | None, Sequence[tuple[str, nn.Module | torch.Tensor]]]:
     """Find the first module, or the first module inside of one, that has at most ``size_limit`` bytes.
 
     Args:
@@ -240,8 +243,8 @@ def _place_of(name: str, device_map: Mapping[str, object]) -> Any:
 
 
 def clean_device_map(
-    device_map: MutableMapping[str, object], module_name: str = ""
-) -> MutableMapping[str, Any]:
+    device_map: MutableMapping[str, DevicePlace], module_name: str = ""
+) -> MutableMapping[str, DevicePlace]:
     """Join the entries of modules whose parts are all on one device, in place, and return the device map.
 
     Args:
@@ -306,7 +309,7 @@ def get_module_leaves(module_sizes: Mapping[str, int]) -> list[str]:
 
 
 def load_offloaded_weights(
-    model: nn.Module, index: Mapping[str, Any] | None, offload_folder: str | os.PathLike[str]
+    model: nn.Module, index: Mapping[str, Mapping[str, object]] | None, offload_folder: str | os.PathLike[str]
 ) -> None:
     """Put the weights of an offload folder into a model, on the CPU.
 
@@ -338,7 +341,7 @@ def load_offloaded_weights(
 
 
 def load_state_dict(
-    checkpoint_file: str | os.PathLike[str], device_map: Mapping[str, Any] | None = None
+    checkpoint_file: str | os.PathLike[str], device_map: Mapping[str, object] | None = None
 ) -> dict[str, torch.Tensor]:
     """Read the tensors of a file: name -> tensor.
 
@@ -376,9 +379,9 @@ def load_state_dict(
 def get_state_dict_from_offload(
     module: nn.Module,
     module_name: str,
-    state_dict: dict[str, Any],
+    state_dict: StateDict,
     device_to_put_offload: Device = "cpu",
-) -> dict[str, Any]:
+) -> StateDict:
     """Replace the entries of an offloaded module in a state dict by values on a device, in place, and return the
     state dict.
 
@@ -447,7 +450,7 @@ def get_grad_scaler(distributed_type: DistributedType | None = None, **kwargs: A
 
 def get_mixed_precision_context_manager(
     native_amp: bool = False, autocast_kwargs: AutocastKwargs | None = None
-) -> AbstractContextManager[Any]:
+) -> AbstractContextManager[object]:
     """Return a context manager: autocast in the precision of the latest ``Accelerator``.
 
     Args:

@@ -6,14 +6,17 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import torch
 
+from lockstep.config.files import JsonObject
 from lockstep.errors import ConfigError
 from lockstep.offload.dispatch.storage import offload_state_dict
 from lockstep.offload.files.offload_folder import INDEX, index_of, regions_of
 from lockstep.offload.files.stored import FileRegion, MappedFiles, as_bytes, read
+
+T = TypeVar("T")
 
 __all__ = [
     "OffloadedWeightsLoader",
@@ -33,7 +36,7 @@ def offload_weight(
     weight_name: str,
     offload_folder: Folder,
     index: MutableMapping[str, object] | None = None,
-) -> MutableMapping[str, Any] | None:
+) -> MutableMapping[str, object] | None:
     """Write one tensor to ``<weight_name>.dat`` in a folder, as raw bytes, and return ``index``.
 
     Args:
@@ -61,7 +64,7 @@ def offload_weight(
     return index
 
 
-def load_offloaded_weight(weight_file: Folder, weight_info: Mapping[str, Any]) -> torch.Tensor:
+def load_offloaded_weight(weight_file: Folder, weight_info: JsonObject) -> torch.Tensor:
     """Return the tensor that ``offload_weight`` wrote. It is mapped: its bytes are read when they are used.
 
     Args:
@@ -117,7 +120,7 @@ def save_offload_index(index: Mapping[str, object] | None, offload_folder: Folde
     Path(offload_folder, INDEX).write_text(json.dumps(entries, indent=2), encoding="utf-8")
 
 
-class PrefixedDataset(Mapping[str, Any]):
+class PrefixedDataset(Mapping[str, T]):
     """A view of a mapping: the entries whose names begin with a prefix, under their names without it.
 
     Args:
@@ -134,11 +137,11 @@ class PrefixedDataset(Mapping[str, Any]):
         ```
     """
 
-    def __init__(self, dataset: Mapping[str, object], prefix: str) -> None:
+    def __init__(self, dataset: Mapping[str, T], prefix: str) -> None:
         self.dataset = dataset
         self.prefix = prefix
 
-    def __getitem__(self, key: str) -> Any:
+    def __getitem__(self, key: str) -> T:
         return self.dataset[f"{self.prefix}{key}"]
 
     def __iter__(self) -> Iterator[str]:
@@ -148,7 +151,7 @@ class PrefixedDataset(Mapping[str, Any]):
         return len(self.dataset)
 
 
-class OffloadedWeightsLoader(Mapping[str, Any]):
+class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
     """A mapping name -> weight, from memory and from an offload folder. Weights of the folder are mapped when asked
     for.
 

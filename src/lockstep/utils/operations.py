@@ -12,7 +12,7 @@ from torch import nn
 
 from lockstep.comm.collectives import CannotPadNestedTensorWarning
 from lockstep.comm.dtensor import full, is_dtensor, local, shard_like, shown_whole
-from lockstep.comm.tree import children, leaves, rebuild
+from lockstep.comm.tree import Tree, children, leaves, rebuild
 from lockstep.comm.tree import to_float32 as convert_to_fp32
 from lockstep.errors import CollectiveMismatchError as DistributedOperationException
 from lockstep.errors import UsageError
@@ -234,7 +234,7 @@ def initialize_tensors(data_structure: Any) -> Any:
     return rebuild(data_structure, [initialize_tensors(part) for _, part in parts])
 
 
-def pad_input_tensors(tensor: object, batch_size: int, num_processes: int, dim: int = 0) -> Any:
+def pad_input_tensors(tensor: Tree, batch_size: int, num_processes: int, dim: int = 0) -> Tree:
     """Pad tensors with zeros at their end, so that ``num_processes`` can have equally many rows.
 
     Args:
@@ -361,7 +361,7 @@ class ConvertOutputsToFp32:
         )
 
 
-def convert_outputs_to_fp32(model_forward: Callable[..., object]) -> Callable[..., Any]:
+def convert_outputs_to_fp32(model_forward: Callable[..., Tree]) -> Callable[..., Tree]:
     """Return a plain function like ``model_forward``, whose float16 and bfloat16 results become float32.
 
     Examples:
@@ -375,7 +375,7 @@ def convert_outputs_to_fp32(model_forward: Callable[..., object]) -> Callable[..
     """
     converted = ConvertOutputsToFp32(model_forward)
 
-    def forward(*args: object, **kwargs: object) -> Any:
+    def forward(*args: object, **kwargs: object) -> Tree:
         return converted(*args, **kwargs)
 
     forward.__wrapped__ = converted  # type: ignore[attr-defined]

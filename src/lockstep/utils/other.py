@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from lockstep.comm.dtensor import is_dtensor
+from lockstep.comm.tree import Kwargs
 from lockstep.config.values import MAX_PORT, USUAL_PORT, parse_integer
 from lockstep.torch_internals import compile as torch_compile
 from lockstep.torch_internals import modules as torch_modules
@@ -160,7 +161,7 @@ def compile_regions(module: nn.Module, **compile_kwargs: object) -> nn.Module:
     return compiled
 
 
-def _with_compiled_blocks(module: nn.Module, options: Mapping[str, Any]) -> nn.Module:
+def _with_compiled_blocks(module: nn.Module, options: Kwargs) -> nn.Module:
     if is_repeated_blocks(module):
         blocks: Any = [torch.compile(block, **options) for block in module.children()]
         return nn.ModuleList(blocks)
@@ -318,7 +319,7 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, torch.Tensor]) -> 
         assert list(state) == ["embedding", "other"] and state["other"].is_contiguous()
         ```
     """
-    names: dict[tuple[Any, ...], list[str]] = {}
+    names: dict[tuple[object, ...], list[str]] = {}
     for name, tensor in state_dict.items():
         if isinstance(tensor, torch.Tensor) and tensor.numel():
             place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from types import MethodType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -13,6 +13,8 @@ from torch import nn
 from lockstep.errors import ConfigError
 from lockstep.utils.imports import transformer_engine_required
 from lockstep.utils.operations import GatheredParameters
+
+T = TypeVar("T")
 
 __all__ = ["apply_fp8_autowrap", "contextual_fp8_autocast", "convert_model", "has_transformer_engine_layers"]
 
@@ -98,8 +100,8 @@ def _converted(module: nn.Module, there: bool, linear: bool, norm: bool) -> nn.M
 
 @transformer_engine_required
 def contextual_fp8_autocast(
-    model_forward: Callable[..., object], fp8_recipe: object, use_during_eval: bool = False
-) -> Callable[..., Any]:
+    model_forward: Callable[..., T], fp8_recipe: object, use_during_eval: bool = False
+) -> Callable[..., T]:
     """Return a forward that computes in 8 bits by TransformerEngine. Its first argument is the module.
 
     Args:
@@ -125,7 +127,7 @@ def contextual_fp8_autocast(
     from transformer_engine.pytorch import fp8_autocast
 
     @functools.wraps(model_forward)
-    def forward(self: nn.Module, *args: object, **kwargs: object) -> Any:
+    def forward(self: nn.Module, *args: object, **kwargs: object) -> T:
         with fp8_autocast(enabled=use_during_eval or self.training, fp8_recipe=fp8_recipe):
             return model_forward(*args, **kwargs)
 

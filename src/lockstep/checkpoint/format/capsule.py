@@ -10,13 +10,12 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from lockstep.checkpoint.format.codec import decode, encode
+from lockstep.checkpoint.format.codec import Document, decode, encode
 from lockstep.errors import CheckpointError, ConfigError
 
 FORMAT = "lockstep capsule 1"
@@ -70,7 +69,7 @@ class CapsuleFacts:
     def read(cls, folder: Path) -> CapsuleFacts:
         """Those of a capsule. Raises ConfigError: ``folder`` is none."""
         try:
-            found: dict[str, Any] = json.loads((folder / FACTS).read_text("utf-8"))
+            found: Document = json.loads((folder / FACTS).read_text("utf-8"))
             if found.pop("format") != FORMAT:
                 raise ConfigError(
                     f"{folder} is a capsule of another version of Lockstep. Replay it with that version."
@@ -91,8 +90,8 @@ class KeptBatch:
     ``rows`` and ``real``: of each rank, as ``BatchCounts`` has them; None: not known.
     """
 
-    batch: Any
-    generators: dict[str, Any]
+    batch: object
+    generators: dict[str, object]
     ends_data: bool = False
     rows: list[int] | None = None
     real: list[int] | None = None

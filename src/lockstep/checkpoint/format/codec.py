@@ -169,7 +169,7 @@ def _free_name(path: str, tensors: Mapping[str, torch.Tensor]) -> str:
     return path
 
 
-def _as_tensor(array: np.ndarray[Any, Any], path: str) -> torch.Tensor:
+def _as_tensor(array: np.ndarray, path: str) -> torch.Tensor:
     try:
         return torch.from_numpy(np.array(array, order="C", copy=True))
     except (TypeError, ValueError) as error:  # no numbers, or not in this machine's order of bytes

@@ -24,6 +24,7 @@ from lockstep.checkpoint.weights.folder import local_directory, write_folder
 from lockstep.checkpoint.weights.streams import without_elements
 from lockstep.comm.collectives import Communicator, raise_on_all_ranks
 from lockstep.comm.dtensor import whole
+from lockstep.comm.tree import StateDict
 from lockstep.errors import CheckpointError, UsageError
 
 
@@ -200,7 +201,7 @@ def checked_tensors(state: Mapping[str, object]) -> dict[str, torch.Tensor]:
 
 def collect_stages(
     state: Mapping[str, object], communicator: Communicator, spec: FullModelSpec = NO_TIES
-) -> dict[str, Any]:
+) -> StateDict:
     """All ranks' entries of a ``state_dict`` on rank 0, in host memory, and nothing on the others; collective.
 
     One tensor at a time is gathered where it is spread, and sent. Names of one weight share memory afterwards. Of a

@@ -12,7 +12,7 @@ from importlib.metadata import Distribution
 from importlib.util import spec_from_file_location
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lockstep.compat.accelerate import interface
 from lockstep.compat.accelerate.interface import ROOT, NotOffered, Offered
@@ -157,7 +157,7 @@ class AliasLoader(Loader):
 class AliasModule(ModuleType):
     """A module of the interface."""
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if name == "__all__":
             return list(interface.names_in(self.__name__))
         found = None if name.startswith("__") else interface.find_imported(self.__name__, name)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pydantic import ValidationError
 
@@ -134,7 +134,7 @@ def load(path: str | Path) -> LoadedConfig:
 
 def from_yaml(file: YamlFile) -> LoadedConfig:
     """Like :func:`load`, for a file that is already parsed."""
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     file, warnings = _without_idle_sections(file)
     known = (*IN_FILES, *OTHER_KEYS, *SECTIONS, *ONLY_IN_ACCELERATE)
     for key, value in file.data.items():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from lockstep.compat.accelerate.names import NOT_OFFERED, OFFERED
 
@@ -27,7 +27,7 @@ class Offered(NamedTuple):
     module: str
     attribute: str
 
-    def load(self) -> Any:
+    def load(self) -> object:
         return getattr(import_module(self.module), self.attribute)
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from lockstep.compat.accelerate.config_file import ONLY_IN_ACCELERATE, from_yaml
 from lockstep.compat.accelerate.sections import LAYOUT_PREFIX
 from lockstep.compat.fsdp.section import PREFIX, STRATEGY_WORDS
+from lockstep.config.files import JsonObject
 from lockstep.config.parallel import Parallel
 from lockstep.config.values import FALSE_WORDS
 from lockstep.config.world import BatchSizes, fitted
@@ -70,7 +70,7 @@ def converted_to_fsdp2(file: YamlFile) -> tuple[str, list[str]]:
     return yaml.safe_dump(data), notes
 
 
-def in_words_of_fsdp2(file: YamlFile) -> tuple[dict[str, Any], list[str]]:
+def in_words_of_fsdp2(file: YamlFile) -> tuple[JsonObject, list[str]]:
     """``converted_to_fsdp2`` as data, with keys that are not known left as they are.
 
     Raises:

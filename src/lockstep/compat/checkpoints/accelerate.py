@@ -155,7 +155,7 @@ def _read_generators(reader: ForeignReader, state: ImportedState) -> set[str]:
 
 def _read_loaders(reader: ForeignReader, state: ImportedState) -> set[str]:
     """Positions of stateful loaders, seeds and epochs of samplers; what torchdata keeps inside is left out."""
-    found: dict[int, dict[str, Any]] = {}
+    found: dict[int, dict[str, object]] = {}
     used: set[str] = set()
     for pattern, known in ((r"dl_state_dict(_\d+)?\.bin", _position), (r"sampler(_\d+)?\.bin", _sampler)):
         names = {int((n or "0").strip("_")): name for (n,), name in reader.source.matching(pattern).items()}
@@ -172,7 +172,7 @@ def _read_loaders(reader: ForeignReader, state: ImportedState) -> set[str]:
     return used
 
 
-def _position(value: object) -> dict[str, Any]:
+def _position(value: object) -> dict[str, int]:
     """What torchdata's StatefulDataLoader counts: batches handed out in this epoch, and whether it is over."""
     if not isinstance(value, dict):
         return {}

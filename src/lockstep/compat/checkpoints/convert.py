@@ -6,7 +6,6 @@ import json
 import os
 import re
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 
@@ -54,7 +53,7 @@ def read_sharded(reader: ForeignReader) -> ImportedState:
 
 def _weight_map(reader: ForeignReader) -> dict[str, str]:
     try:
-        places: Any = json.loads(reader.source.text(PICKLED_INDEX))["weight_map"]
+        places = json.loads(reader.source.text(PICKLED_INDEX))["weight_map"]
         well_formed = all(re.fullmatch(r"[\w.\-]+\.bin", place) for place in places.values())
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         well_formed = False

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
+from lockstep.comm.tree import StateDict
 from lockstep.compat.checkpoints.reader import FilePart, ForeignReader
 from lockstep.compat.checkpoints.tensors import StoredTensor
 
@@ -37,7 +38,7 @@ class DcpChunk:
 class DcpEntry:
     """What the metadata says of one name: a tensor's shape, dtype and chunks, or one object."""
 
-    path: tuple[Any, ...]
+    path: tuple[str | int, ...]
     shape: ChunkSizes | None
     dtype: torch.dtype | None
     chunks: list[DcpChunk]
@@ -61,7 +62,7 @@ def read_dcp(reader: ForeignReader, folder: str) -> dict[str, object]:
         if not _set_nested(nested, entry.path, value):
             raise reader.broken(name, f"{key!r} is not in the dict that was saved")
     try:
-        whole: dict[str, Any] = _lists(nested)
+        whole: StateDict = _lists(nested)
     except ValueError as error:
         raise reader.broken(name, str(error)) from None
     return whole
@@ -85,11 +86,11 @@ def _entries(reader: ForeignReader, name: str, prefix: str) -> dict[str, DcpEntr
     return entries
 
 
-def _is(value: object, name: str) -> bool:
+def _is(value: object, name: str) -> TypeGuard[StoredTensor]:
     return isinstance(value, StoredTensor) and value.name == name and isinstance(value.state, dict)
 
 
-def _index(index: Any) -> tuple[str, ChunkSizes | None]:
+def _index(index: object) -> tuple[str, ChunkSizes | None]:
     if not _is(index, _CLASSES + "MetadataIndex") or not isinstance(index.get("fqn"), str):
         raise ValueError("a place without a name")
     offset = index.get("offset")
@@ -212,7 +213,7 @@ def _set_nested(nested: dict[object, Any], path: tuple[object, ...], value: obje
     return True
 
 
-class _Node(dict[Any, Any]):
+class _Node(dict[object, object]):
     """A dict or list that is being filled."""
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from lockstep.comm.tree import StateDict
 from lockstep.compat.checkpoints.reader import ForeignReader
 from lockstep.compat.checkpoints.roles import is_optimizer, is_weights, optimizer
 from lockstep.compat.checkpoints.state import ImportedState, require_plain
@@ -49,7 +50,7 @@ class Partitions:
 
     stage: int
     vectors: list[list[torch.Tensor]]
-    inner: list[Any]
+    inner: list[StateDict]
     spans: list[ZeroSpan]
     join: Join
 
@@ -160,7 +161,7 @@ def _read_zero(
 
 
 def _read_universal(
-    reader: ForeignReader, folder: str, first: dict[str, Any], name: str, state: ImportedState
+    reader: ForeignReader, folder: str, first: StateDict, name: str, state: ImportedState
 ) -> None:
     weights, moments, common = read_universal(reader, folder, first.get("param_shapes"))
     require_plain(moments, f"{folder}/zero")
@@ -184,7 +185,7 @@ def _optimizer_state(reader: ForeignReader, file: str, value: object) -> dict[st
     return state
 
 
-def _partitions(first: dict[str, Any], saved: list[dict[str, Any]], reader: ForeignReader) -> Partitions:
+def _partitions(first: StateDict, saved: list[StateDict], reader: ForeignReader) -> Partitions:
     """Raises KeyError, TypeError or ValueError where the files are not of DeepSpeed's form."""
     is_stage_3 = "fp32_flat_groups" in saved[0]
     vectors_key, inner_key = (
@@ -210,7 +211,7 @@ def _partitions(first: dict[str, Any], saved: list[dict[str, Any]], reader: Fore
     )
 
 
-def _weights(models: list[dict[str, Any]], partitions: Partitions) -> dict[str, torch.Tensor]:
+def _weights(models: list[StateDict], partitions: Partitions) -> dict[str, torch.Tensor]:
     """Trained and frozen parameters, buffers (in fp32, as DeepSpeed's own script has them) and tied names."""
     first = models[0]
     weights = {
@@ -268,8 +269,8 @@ def _moments(partitions: Partitions, saved: dict[str, object]) -> dict[str, obje
 
 
 def _groups_and_states(
-    inner: list[Any], saved: dict[str, object]
-) -> tuple[list[dict[str, Any]], list[dict[object, Any]]]:
+    inner: list[StateDict], saved: dict[str, object]
+) -> tuple[list[StateDict], list[dict[object, Any]]]:
     """Of the inner optimizer's ``state_dict()``, or of its "elastic" form: a list of states, one for each group."""
     if all(isinstance(entry, list) for entry in inner):
         step = {"step": saved["base_optimizer_state_step"]} if "base_optimizer_state_step" in saved else {}
@@ -301,7 +302,7 @@ def _scaler(reader: ForeignReader, file: str, saved: object) -> dict[str, object
 # ------------------------------------------------------------------------------------------------- the rest
 
 
-def _read_plain(reader: ForeignReader, first: dict[str, Any], name: str, state: ImportedState) -> None:
+def _read_plain(reader: ForeignReader, first: StateDict, name: str, state: ImportedState) -> None:
     """Without ZeRO everything is in one file."""
     if not is_weights(first["module"]):
         raise reader.broken(name, "its 'module' should hold tensors only, but holds other values")

@@ -37,7 +37,7 @@ class ForeignReader:
     def read_pieces(self, pieces: Sequence[FilePart]) -> list[object]:
         """The values of parts of files; the length -1 reaches to the end."""
         names = list(dict.fromkeys(name for name, _, _ in pieces))
-        values: dict[int, Any] = {}
+        values: dict[int, object] = {}
         for at in range(0, len(names), MAX_OPEN):
             batch = set(names[at : at + MAX_OPEN])
             mine = {i: piece for i, piece in enumerate(pieces) if piece[0] in batch}

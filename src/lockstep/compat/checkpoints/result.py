@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from lockstep.checkpoint.folders import CheckpointGroup
@@ -17,6 +15,7 @@ from lockstep.checkpoint.store import store_for
 from lockstep.checkpoint.weights.model import write_weights
 from lockstep.checkpoint.writer import StagedState, Writer, now
 from lockstep.comm.collectives import Communicator
+from lockstep.comm.tree import StateDict
 from lockstep.compat.checkpoints.state import ImportedState
 from lockstep.errors import UsageError
 from lockstep.runtime.process import Runtime
@@ -63,7 +62,7 @@ def write_imported(state: ImportedState, directory: str) -> None:
 
 def _collected(state: ImportedState) -> RankState:
     found = RankState()
-    parts: dict[str, list[Any]] = {
+    parts: dict[str, list[StateDict]] = {
         "optimizer": state.optimizers,
         "scheduler": state.schedulers,
         "scaler": [] if state.scaler is None else [state.scaler],
@@ -84,7 +83,7 @@ def _collected(state: ImportedState) -> RankState:
     return found
 
 
-def _renamed(optimizer: dict[str, Any], models: list[dict[str, torch.Tensor]]) -> dict[str, object]:
+def _renamed(optimizer: StateDict, models: list[dict[str, torch.Tensor]]) -> dict[str, object]:
     """With parameters as checkpoints name them: the model's number and their name, or their own number."""
 
     def name(parameter: str | int) -> str:
@@ -104,7 +103,7 @@ def _renamed(optimizer: dict[str, Any], models: list[dict[str, torch.Tensor]]) -
 
 
 def _of_rank(state: ImportedState, rank: int, found: RankState) -> dict[str, object]:
-    own: dict[str, Any] = {}
+    own: dict[str, object] = {}
     if rank in state.rng:
         own["rng"] = encode(state.rng[rank], found.of_rank, f"rank.{rank}.rng")
     for i, item in enumerate(state.objects):

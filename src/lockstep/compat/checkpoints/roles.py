@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from lockstep.comm.tree import StateDict
 from lockstep.compat.checkpoints.state import ImportedState, require_plain
 from lockstep.errors import CheckpointError
 
@@ -75,7 +76,7 @@ def sort_entries(value: Any, where: str, state: ImportedState) -> None:
         require_plain(part, f"{where}, {name}")
 
 
-def optimizer(saved: Any, where: str) -> dict[str, Any]:
+def optimizer(saved: Any, where: str) -> StateDict:
     """A state of an optimizer, with names for numbers where its groups have ``param_names``.
 
     Raises:

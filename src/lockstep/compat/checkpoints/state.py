@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
 
+from lockstep.comm.tree import StateDict
 from lockstep.compat.checkpoints.tensors import StoredTensor
 from lockstep.errors import CheckpointError
 
@@ -98,7 +98,7 @@ def require_plain(value: object, where: str) -> None:
             waiting += [(entry, f"{place}[{i}]") for i, entry in enumerate(item)]
 
 
-def generator_states(saved: Any, where: str, notes: list[str]) -> dict[str, object] | None:
+def generator_states(saved: StateDict, where: str, notes: list[str]) -> dict[str, object] | None:
     """Accelerate's ``random_states_<rank>.pkl`` as ``lockstep.runtime.seed.rng_state()``; None if it is incomplete."""
     try:
         version, words, gauss = saved["random_state"]
@@ -143,7 +143,7 @@ def _tensors(tensors: Iterable[torch.Tensor]) -> str:
     return f"{len(found)} tensors ({kinds_text}), {sum(tensor.nbytes for tensor in found):,} bytes"
 
 
-def _optimizer(optimizer: dict[str, Any]) -> str:
+def _optimizer(optimizer: StateDict) -> str:
     entries = [value for values in optimizer["state"].values() for value in values.values()]
     tensors = [value for value in entries if isinstance(value, torch.Tensor)]
     named = "named" if all(isinstance(key, str) for key in optimizer["state"]) else "numbered"

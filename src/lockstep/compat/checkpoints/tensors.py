@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from lockstep.config.files import JsonObject
 from lockstep.errors import CheckpointError
 
 _SMALL_BYTES = 2**20
@@ -198,7 +200,7 @@ def _counts(values: object) -> list[int]:
     return values
 
 
-def _tensor(value: dict[str, Any], file: MappedFile) -> torch.Tensor:
+def _tensor(value: JsonObject, file: MappedFile) -> torch.Tensor:
     dtype, shape, stride = _dtype(value["dtype"]), _counts(value["shape"]), _counts(value["stride"])
     start, nbytes, crc32 = value["storage"]
     (offset,) = _counts([value["offset"]])
@@ -212,7 +214,7 @@ def _tensor(value: dict[str, Any], file: MappedFile) -> torch.Tensor:
     return row.as_strided(shape, stride, offset) if count else torch.empty(shape, dtype=dtype)
 
 
-def _array(value: dict[str, Any]) -> np.ndarray[Any, Any]:
+def _array(value: JsonObject) -> npt.NDArray[np.generic]:
     if value["dtype"] not in _ARRAYS:
         raise MalformedError(f"an array of {value['dtype']!r}")
     flat = np.frombuffer(base64.b64decode(value["data"], validate=True), dtype=np.dtype("<" + value["dtype"]))

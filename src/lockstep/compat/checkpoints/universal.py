@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import torch
 
@@ -34,7 +33,7 @@ def read_universal(
     """
     files = _files(reader, folder)
     weights: dict[str, torch.Tensor] = {}
-    states: dict[str, dict[str, Any]] = {}
+    states: dict[str, dict[str, object]] = {}
     for (name, key), value in zip(files, reader.read_all(list(files.values())), strict=True):
         whole = value.get("param") if isinstance(value, dict) and value.keys() <= _PLAIN else value
         if not isinstance(whole, torch.Tensor):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.config.files import read_json
+from lockstep.config.files import JsonObject, read_json
 from lockstep.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class HfDeepSpeedConfig:
 
     def __init__(self, config_file_or_dict: object) -> None:
         if isinstance(config_file_or_dict, Mapping):
-            self.config: dict[str, Any] = _copied(config_file_or_dict)
+            self.config: JsonObject = _copied(config_file_or_dict)
         elif isinstance(config_file_or_dict, (str, Path)):
             self.config = dict(read_json(config_file_or_dict))
         else:

@@ -13,18 +13,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol, TypeAlias
 
+import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lockstep.comm.tree import StateDict
+
 Rate = float | tuple[float, ...]  # one for all parameter groups, or one for each
+
+LearningRate: TypeAlias = float | torch.Tensor
 
 
 class LRSchedule(Protocol):
     """Learning rates and betas of parameter group ``group`` after ``steps`` optimizer steps."""
 
-    def lr(self, steps: int, group: int, own_lr: object) -> object:
+    def lr(self, steps: int, group: int, own_lr: LearningRate) -> LearningRate:
         """``own_lr`` is the learning rate that the group had before the schedule began."""
 
     def betas(self, steps: int, group: int) -> tuple[float, float] | None:
@@ -44,7 +49,7 @@ class ScheduledLR(LRScheduler):
         self.schedule = schedule
         super().__init__(optimizer)
 
-    def get_lr(self) -> list[Any]:
+    def get_lr(self) -> list[LearningRate]:
         return [self.schedule.lr(self.last_epoch, i, own_lr) for i, own_lr in enumerate(self.base_lrs)]
 
     def step(self, epoch: int | None = None) -> None:
@@ -54,7 +59,7 @@ class ScheduledLR(LRScheduler):
             if betas is not None:
                 group["betas"] = betas
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """How far it is; the formula comes from the configuration again."""
         return {name: value for name, value in super().state_dict().items() if name != "schedule"}
 
@@ -76,7 +81,7 @@ class WarmupLR(_LearningRateAlone):
     warmup_num_steps: int = 1000
     warmup_type: str = "log"
 
-    def lr(self, steps: int, group: int, own_lr: Any) -> object:
+    def lr(self, steps: int, group: int, own_lr: LearningRate) -> LearningRate:
         low = _rate_of_group(self.warmup_min_lr, group)
         high = own_lr if self.warmup_max_lr is None else _rate_of_group(self.warmup_max_lr, group)
         return low + (high - low) * self._progress(max(0, steps - 1))
@@ -109,7 +114,7 @@ class WarmupCosineLR(_LearningRateAlone):
     cos_min_ratio: float = 0.0001
     warmup_type: str = "log"
 
-    def lr(self, steps: int, group: int, own_lr: Any) -> object:
+    def lr(self, steps: int, group: int, own_lr: LearningRate) -> LearningRate:
         return own_lr * (self._ratio(steps - 1) if steps else 0.0)
 
     def _ratio(self, iteration: int) -> float:
@@ -144,7 +149,7 @@ class OneCycle:
     cycle_max_mom: Rate = 0.9
     decay_mom_rate: float = 0.0
 
-    def lr(self, steps: int, group: int, own_lr: object) -> object:
+    def lr(self, steps: int, group: int, own_lr: LearningRate) -> LearningRate:
         low, high = _rate_of_group(self.cycle_min_lr, group), _rate_of_group(self.cycle_max_lr, group)
         if self._is_in_cycle(steps):
             return low + (high - low) * self._height(steps)
@@ -199,7 +204,7 @@ class LRRangeTest(_LearningRateAlone):
     lr_range_test_step_rate: float = 1.0
     lr_range_test_staircase: bool = False
 
-    def lr(self, steps: int, group: int, own_lr: object) -> object:
+    def lr(self, steps: int, group: int, own_lr: LearningRate) -> LearningRate:
         intervals = steps / self.lr_range_test_step_size
         if self.lr_range_test_staircase:
             intervals = math.floor(intervals)
@@ -219,6 +224,6 @@ def _rate_of_group(rate: Rate, group: int) -> float:
     return rate[group] if isinstance(rate, tuple) else rate
 
 
-SCHEDULES: dict[str, type[Any]] = {
+SCHEDULES: dict[str, type[WarmupLR | WarmupDecayLR | WarmupCosineLR | OneCycle | LRRangeTest]] = {
     kind.__name__: kind for kind in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)
 }

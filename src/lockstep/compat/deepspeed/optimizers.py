@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import ParamsT
 
+from lockstep.comm.tree import Kwargs
 from lockstep.compat.deepspeed.lr_schedule_params import refuse_unknown
 from lockstep.config.readers import OptimizerConfig, Placeholder
 from lockstep.config.values import parse_bool, repr_short, suggestion
@@ -162,7 +163,7 @@ def filled(
     auto: Mapping[str, object],
     section: str,
     placeholder: str,
-) -> dict[str, Any]:
+) -> Kwargs:
     """The file's ``params``: ``"auto"`` replaced by values of ``auto``, what is not there by those of ``absent``.
 
     Raises:

@@ -7,15 +7,19 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.compat.deepspeed.config import finish, from_deepspeed
 from lockstep.compat.deepspeed.hf_config import HfDeepSpeedConfig
 from lockstep.compat.deepspeed.of_trainer import in_place_of_trainers, is_of_trainer, left_by_trainer
 from lockstep.compat.deepspeed.yaml_section import DEEPSPEED_KEYS
 from lockstep.compat.rules import Translation, translate
+from lockstep.config.files import JsonObject
 from lockstep.config.merge import merge_settings
 from lockstep.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 @dataclass
@@ -75,7 +79,7 @@ class DeepSpeedPlugin:
     transformer_moe_cls_names: str | None = None
     enable_msamp: bool | None = None
     msamp_opt_level: str | None = None
-    deepspeed_config: dict[str, Any] = field(init=False, repr=False)
+    deepspeed_config: JsonObject = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         given = getattr(self.hf_ds_config, "config", self.hf_ds_config)
@@ -218,7 +222,7 @@ class DeepSpeedPlugin:
             config.setdefault("fp16", {"enabled": True, "auto_cast": True})
         for name in ("fp16", "bf16"):
             config.setdefault(name, {"enabled": name == mixed_precision})
-            said: dict[str, Any] = {f"{name}.enabled": name == mixed_precision}
+            said: dict[str, object] = {f"{name}.enabled": name == mixed_precision}
             self.fill_match(f"{name}.enabled", None, False, **said)
 
     # -- what belongs to DeepSpeed's engine ----------------------------------------------------------------
@@ -320,7 +324,7 @@ class DeepSpeedPlugin:
         known.unset_hf_deepspeed_config()
         self.dschf = known.HfDeepSpeedConfig(config)  # transformers keeps a weak reference only
 
-    def set_moe_leaf_modules(self, model: Any) -> None:
+    def set_moe_leaf_modules(self, model: nn.Module) -> None:
         """Check that ``model`` has modules of each class in ``transformer_moe_cls_names``. Nothing is changed.
 
         Raises:

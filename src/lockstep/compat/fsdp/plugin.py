@@ -281,7 +281,7 @@ class FullyShardedDataParallelPlugin:
         """
         from torch.distributed import fsdp
 
-        kind: Any = fsdp.CPUOffload if self.fsdp_version == 1 else fsdp.OffloadPolicy
+        kind = fsdp.CPUOffload if self.fsdp_version == 1 else fsdp.OffloadPolicy
         if not isinstance(self.cpu_offload, kind):
             raise ConfigError(
                 f"cpu_offload is {self.cpu_offload!r}. Pass a torch.distributed.fsdp.{kind.__name__}, or pass "
@@ -405,7 +405,7 @@ def _offloads(value: object) -> object:
     return bool(getattr(value, "offload_params", type(value).__name__ == "CPUOffloadPolicy"))
 
 
-def _plain(value: object) -> Any:
+def _plain(value: object) -> object:
     """Members of torch's enums by their names."""
     name = getattr(value, "name", None)
     return name if isinstance(name, str) and hasattr(value, "value") else value

@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import dataclass
-from typing import Any
 
+from lockstep.config.files import JsonObject
 from lockstep.config.settings import DECLARED, THREADS_VARIABLE
 from lockstep.config.sources import SECRET_VARIABLE
 from lockstep.config.values import RENDEZVOUS_KEYS, USUAL_PORT
@@ -25,7 +25,7 @@ MARGIN_S = 10
 SHARED_MEMORY = "shared-memory"
 CHECKPOINTS = "claim"
 SECRET_KEY = "secret"
-KubernetesObject = dict[str, Any]
+KubernetesObject = JsonObject
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,12 @@ import uuid
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import IO, Any
 
 from lockstep.config.sources import IMPORTS_VARIABLE
 from lockstep.launch.bare import SPARE_VARIABLE as VARIABLE
 from lockstep.launch.spare import site
 from lockstep.torch_internals import elastic
-from lockstep.torch_internals.elastic import OwnProcesses
+from lockstep.torch_internals.elastic import OutputFile, OwnProcesses
 
 SITE = os.path.dirname(os.path.abspath(site.__file__ or ""))
 ANSWER_S = 2.0
@@ -46,7 +45,7 @@ class SpareProcess:
     """
 
     def __init__(
-        self, arguments: tuple[str, ...], environment: Mapping[str, str], stdout: IO[Any] | None
+        self, arguments: tuple[str, ...], environment: Mapping[str, str], stdout: OutputFile
     ) -> None:
         ours, theirs = socket.socketpair()
         self.token = uuid.uuid4().hex
@@ -217,8 +216,8 @@ class Spares:
         local: int,
         arguments: tuple[str, ...],
         environment: Mapping[str, str],
-        stdout: IO[Any] | None,
-        stderr: IO[Any] | None,
+        stdout: OutputFile,
+        stderr: OutputFile,
     ) -> subprocess.Popen[bytes] | None:
         """The spare process of this rank, which is its worker from now on; None if there is none that can be."""
         self._wanted[local] = arguments, dict(environment)

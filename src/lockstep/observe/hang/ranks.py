@@ -10,15 +10,16 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, Protocol
+from typing import Protocol
 
+from lockstep.config.files import JsonObject
 from lockstep.observe.hang.records import Message
 
 
 class WorkerConnection(Protocol):
     """One worker's connection; ``data`` has its ``rank``, once it has said that."""
 
-    data: dict[str, Any]
+    data: JsonObject
 
     def send(self, message: dict[str, object]) -> None: ...
 

@@ -59,7 +59,7 @@ class TensorBoardTracker(GeneralTracker):
         from torch.utils.tensorboard import SummaryWriter
 
         # Untyped in torch.
-        make_writer: Any = SummaryWriter
+        make_writer = SummaryWriter
         self.writer = make_writer(self.logging_dir, **self.init_kwargs)
 
     @property

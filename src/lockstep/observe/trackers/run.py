@@ -250,7 +250,7 @@ class TrackerSet:
     ) -> GeneralTracker:
         if isinstance(choice, GeneralTracker):
             return choice
-        arguments: list[Any] = [project_name]
+        arguments: list[object] = [project_name]
         if choice.requires_logging_directory:
             arguments.append(self.logging_dir)
         make: Any = choice

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
@@ -92,7 +91,7 @@ def like(parameter: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
     """A parameter of the same class, ``requires_grad`` and attributes around ``data``."""
     if not isinstance(parameter, nn.Parameter):
         return data
-    kind: Any = type(parameter)
+    kind = type(parameter)
     requires_grad = parameter.requires_grad and (data.is_floating_point() or data.is_complex())
     new = kind(data, requires_grad=requires_grad)
     new.__dict__.update(parameter.__dict__)

@@ -21,7 +21,7 @@ from lockstep.offload.dispatch.attach import detach, is_dispatched
 from lockstep.runtime.memory import clear_device_cache
 
 Device = torch.device | str | int
-CallArguments = tuple[tuple[Any, ...], dict[str, Any]]
+CallArguments = tuple[tuple[object, ...], dict[str, object]]
 """The arguments of a forward."""
 
 UPCAST_LAYERS = (

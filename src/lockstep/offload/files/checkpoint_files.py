@@ -11,11 +11,10 @@ import os
 import struct
 from collections.abc import Mapping
 from math import prod
-from typing import Any
 
 import torch
 
-from lockstep.config.files import check_plain_file, check_shard, read_plain_file
+from lockstep.config.files import JsonObject, check_plain_file, check_shard, read_plain_file
 from lockstep.config.values import repr_short
 from lockstep.errors import CheckpointError, NoCheckpointError
 from lockstep.model.dtypes import DTYPES, NAMES
@@ -195,7 +194,7 @@ def header_bytes(tensors: dict[str, tuple[torch.dtype, torch.Size]]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def _region(path: str, name: str, entry: Any, begin: int) -> FileRegion:
+def _region(path: str, name: str, entry: JsonObject, begin: int) -> FileRegion:
     try:
         dtype, shape, (start, end) = DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
         numbers = [*shape, start, end]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.optim import Optimizer
@@ -101,7 +101,7 @@ class _Offloaded(Optimizer):
         return vars(self)["state"]
 
     @state.setter
-    def state(self, state: Any) -> None:
+    def state(self, state: object) -> None:
         self._offloaded_step.wait()
         vars(self)["state"] = state
         self._offloaded_step.after_load()
@@ -123,7 +123,7 @@ class _Offloaded(Optimizer):
             self._offloaded_step.wait()
         super().zero_grad(set_to_none)
 
-    def __reduce_ex__(self, protocol: object) -> Any:
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise UsageError(
             f"A {type(self).__name__} whose step is offloaded cannot be copied or pickled: its state may be in "
             "files of this process. Save optimizer.state_dict() instead."

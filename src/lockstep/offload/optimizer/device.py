@@ -11,12 +11,12 @@ import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.comm.dtensor import is_dtensor
+from lockstep.comm.tree import StateDict
 from lockstep.errors import UsageError
 from lockstep.offload.copies import Copies, Event, HostPool, dense_strides, view_of
 from lockstep.offload.files.direct import OffloadFile, aligned
@@ -195,7 +195,7 @@ class _HostTensor:
     tensor: torch.Tensor
 
 
-def keep_on_host(state_dict: dict[str, Any]) -> dict[str, object]:
+def keep_on_host(state_dict: StateDict) -> dict[str, object]:
     """A state_dict whose tensors, numbers excepted, ``load_state_dict`` leaves where they are; see ``take_kept``."""
     state = {
         index: {

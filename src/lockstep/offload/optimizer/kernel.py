@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from lockstep.comm.dtensor import is_dtensor
 from lockstep.errors import OffloadError
 from lockstep.torch_internals import tensors as torch_tensors
-from lockstep.torch_internals.optim import FILLS_LISTS
+from lockstep.torch_internals.optim import FILLS_LISTS, step_without_hooks
 
 
 @dataclass(frozen=True)
@@ -209,6 +209,4 @@ def _part_of(
     vars(copy).update(settings.attributes)
     copy.state = state  # type: ignore[assignment]
     copy.param_groups = [{**settings.groups[group], "params": own} for group, own in by_group.items()]
-    step: Any = settings.optimizer_class.step
-    # torch puts its hooks around the step of a class when it is first made use of.
-    (step.__wrapped__ if getattr(step, "hooked", False) else step)(copy)
+    step_without_hooks(settings.optimizer_class)(copy)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import torch
 
@@ -111,7 +111,7 @@ def like_parameter(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor
         return value
     from torch.distributed.tensor import DTensor
 
-    spread: Any = parameter
+    spread = parameter
     return DTensor.from_local(
         value,
         spread.device_mesh,

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
-from lockstep.comm.tree import leaves
+from lockstep.comm.tree import Args, Kwargs, leaves
 from lockstep.offload.files.direct import aligned_buffer
 from lockstep.offload.optimizer.kernel import GradientScale
 from lockstep.offload.optimizer.states import StepRegion, read_all, region_to_move, write_all
 from lockstep.torch_internals import tensors as torch_tensors
+from lockstep.torch_internals.dispatch import TorchFunction
 
 _PENDING = "_offload_scale"
 
@@ -33,7 +33,9 @@ class _Unscaled(torch.Tensor):
     """A gradient that is mapped from its file and is to be scaled before it is looked at."""
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
+    def __torch_function__(
+        cls, func: TorchFunction, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         kwargs = kwargs or {}
         if func not in torch_tensors.TELLS_NO_VALUE:
             for tensor in leaves((args, kwargs)).values():

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, TypeGuard
+from collections.abc import Iterator, MutableMapping
+from typing import TypeGuard
 
 import torch
 from torch.optim import Optimizer
 
 from lockstep.comm.dtensor import local
+from lockstep.comm.tree import StateDict
 from lockstep.errors import UsageError
 from lockstep.offload.files.direct import FreedMemory
 from lockstep.offload.files.pages import is_mostly_present
@@ -50,8 +51,8 @@ class StepWork:
         self._freed = FreedMemory()
 
     @property
-    def _state(self) -> Any:
-        state: Any = vars(self._optimizer)["state"]
+    def _state(self) -> MutableMapping[torch.Tensor, StateDict]:
+        state = vars(self._optimizer)["state"]
         return state
 
     def entry(self, parameter: torch.Tensor, group: int) -> KernelEntry:

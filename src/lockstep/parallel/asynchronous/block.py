@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from types import TracebackType
+from typing import Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -15,6 +16,8 @@ from lockstep.errors import ConfigError, LockstepError, UsageError
 from lockstep.runtime.process import Runtime
 from lockstep.torch_internals import optim as torch_optim
 from lockstep.torch_internals.fsdp2 import is_sharded
+
+Entered = TypeVar("Entered", bound="TrainingBlock")
 
 
 class Trainer(Protocol):
@@ -53,7 +56,7 @@ class TrainingBlock:
             self._check()
         meet(self._communicator, f"{self._name}({settings}, enabled={enabled})", 0)
 
-    def __enter__(self) -> Any:
+    def __enter__(self: Entered) -> Entered:
         if self._entered is not None:
             raise UsageError(
                 f"{self._name} was entered twice. Leave its with block before you enter it again."
@@ -63,10 +66,15 @@ class TrainingBlock:
         self._entered = entered
         return self
 
-    def __exit__(self, *raised: Any) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         assert self._entered is not None
         entered, self._entered = self._entered, None
-        entered.__exit__(*raised)
+        entered.__exit__(kind, error, trace)
 
     @contextmanager
     def _training(self) -> Iterator[None]:

@@ -134,7 +134,7 @@ class _Round:
     message: torch.Tensor
     inbox: dict[int, torch.Tensor] = field(default_factory=dict)
     works: Works = field(default_factory=list)
-    packed: Any = None
+    packed: torch.Event | None = None
 
 
 class Rounds:
@@ -259,7 +259,7 @@ class Rounds:
     def _add_up(self, this: _Round) -> torch.Tensor:
         for work in this.works:
             work.wait()
-        if self._lane is not None:
+        if self._lane is not None and this.packed is not None:
             self._lane.wait_event(this.packed)
         parts = {**this.inbox, self._rank: this.message}
         # In the order of the ranks, so that a sum has the same bits whichever rank is the server.

@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -162,7 +161,7 @@ class ContextParallelModel(Subclassed):
     _region: ContextRegion
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        call: Any = super().__call__  # type: ignore[misc]
+        call = super().__call__  # type: ignore[misc]
         region: ContextRegion = self._region
         with region.on_loader_chunks(type(self).__name__, args, kwargs):
             return self._call(region, call, args, kwargs)
@@ -199,7 +198,7 @@ class ContextParallelBlock(Subclassed):
 
     @torch_compile.disable
     def __call__(self, *args: object, **kwargs: object) -> object:
-        call: Any = super().__call__  # type: ignore[misc]
+        call = super().__call__  # type: ignore[misc]
         region, name = self._region, self._block_name
         # Activation checkpointing calls blocks again in backward: these calls are as those of the last forward were.
         if not _in_backward():
@@ -219,7 +218,7 @@ class ContextParallelBlock(Subclassed):
         return _leave_block(region, name, output, hidden.shape[0], length // region.layout.size)
 
     @torch_compile.disable
-    def forward(self, *args: object, **kwargs: object) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         forward = super().forward  # type: ignore[misc]
         region, name = self._region, self._block_name
         # Generation: each rank computes the whole sequence.

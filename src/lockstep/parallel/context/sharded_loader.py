@@ -23,7 +23,7 @@ IGNORED = -100
 """The label of positions that the loss leaves out."""
 
 
-Around = Callable[[Any, Iterator[Any]], Iterator[Any]]
+Around = Callable[[Any, Iterator[object]], Iterator[object]]
 
 
 def shard_sequences(models: Sequence[nn.Module], before: Around | None = None) -> Around:
@@ -37,7 +37,7 @@ def shard_sequences(models: Sequence[nn.Module], before: Around | None = None) -
     return around
 
 
-def _chunks(batches: Iterator[object], regions: list[ContextRegion]) -> Iterator[dict[str, Any]]:
+def _chunks(batches: Iterator[object], regions: list[ContextRegion]) -> Iterator[dict[str, object]]:
     for batch in batches:
         whole = _complete(batch)
         length = whole["input_ids"].shape[1]

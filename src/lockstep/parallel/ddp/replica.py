@@ -17,10 +17,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from lockstep.comm.tree import StateDict, tensor_leaves
+from lockstep.comm.tree import Kwargs, StateDict, tensor_leaves
 from lockstep.errors import UsageError
 from lockstep.model.changes import attributes_set
 from lockstep.parallel.ddp.consistency import (
@@ -57,7 +57,7 @@ class DistributedDataParallel(TorchDDP):
     """
 
     def __init__(
-        self, module: nn.Module, options: dict[str, Any], settle: Callable[[TorchDDP], None] = lambda _: None
+        self, module: nn.Module, options: Kwargs, settle: Callable[[TorchDDP], None] = lambda _: None
     ) -> None:
         super().__init__(module, **options)
         self._options = options
@@ -71,7 +71,7 @@ class DistributedDataParallel(TorchDDP):
         self._alike = CopiesAlike(module, self.process_group)
         settle(self)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Tensor | nn.Module:
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -82,7 +82,7 @@ class DistributedDataParallel(TorchDDP):
     def __getstate__(self) -> StateDict:
         return {**super().__getstate__(), "_averaged": {}}
 
-    def forward(self, *args: object, **kwargs: object) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         """As in DDP.
 
         Raises:

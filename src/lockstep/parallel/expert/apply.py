@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -230,7 +230,7 @@ def _together(
         if problem is None
         else [],
     )
-    every: list[Any] = [None] * group.size()
+    every = [mine] * group.size()
     dist.all_gather_object(every, mine, group=group)
     if problem is not None:
         raise problem

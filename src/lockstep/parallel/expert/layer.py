@@ -9,7 +9,6 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -83,9 +82,9 @@ class Experts(nn.Module):
 
     def _local_experts(self, stacked: nn.Parameter) -> tuple[torch.Tensor, ...]:
         """Of each expert that this rank holds."""
-        local_part: Any = stacked
+        local_part: torch.Tensor = stacked
         if is_dtensor(stacked):
-            local_part = local_part.to_local()
+            local_part = stacked.to_local()
         if self.gradient_factor != 1:
             local_part = ScaledGradient.apply(local_part, self.gradient_factor)
         return tuple(local_part.unbind())  # not [index], whose gradients would each be as large as all

@@ -26,7 +26,7 @@ _CARRIED = "_lockstep_carried"
 _MISSING = object()
 ModuleEntry = tuple[dict[str, Any], str]
 """(dict, key) of an entry, such as that of a module in its parent."""
-Change = tuple[dict[str, Any], str, object]
+Change = tuple[dict[str, object], str, object]
 """(dict, key, value) of an entry that is changed while a stage runs."""
 
 
@@ -70,12 +70,14 @@ def carried(value: object) -> Any:
 class Instead(nn.Module):
     """Takes the place of a module in calls; its attributes are still to be found, and are set in the module."""
 
+    replaced: nn.Module
+
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self._own = ("received", "keep", "paths")  # what subclasses keep themselves
         torch_modules.children_of(self)["replaced"] = module
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Tensor | nn.Module:
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -97,7 +99,7 @@ class AbsentBlock(Instead):
         torch_modules.children_of(self).clear()  # no child: the block has no modules or parameters here
         self.__dict__["_copy"] = copy
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Tensor | nn.Module:
         copy = self.__dict__.get("_copy")
         return super().__getattr__(name) if copy is None else getattr(copy, name)
 
@@ -108,7 +110,7 @@ class AbsentBlock(Instead):
         else:
             setattr(copy, name, value)
 
-    def forward(self, *args: object, **kwargs: object) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         raise UsageError(
             f"The block '{self._name}' is on another rank of the pipeline, and was called outside of a forward of "
             "the whole model. Call the model that was prepared."
@@ -125,7 +127,7 @@ class StageLeft(BaseException):  # not an Exception, so that no handler in the u
 class BoundaryBlock(AbsentBlock):
     """The first block of the next stage: this one's forward ends where it is called."""
 
-    def forward(self, *args: object, **kwargs: object) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         raise StageLeft((args, kwargs))
 
 
@@ -136,7 +138,7 @@ class ReplayedBlock(AbsentBlock):
         super().__init__(name, block)
         self._result = result
 
-    def forward(self, *args: object, **kwargs: object) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         # New ones each time: the value that one carries is of one micro-batch.
         return repeated(self._result, leaves((args, kwargs)), Tensor.detach)
 
@@ -148,7 +150,7 @@ class ReplayedModule(Instead):
         super().__init__(module)
         self._result = result
 
-    def forward(self, *args: object, **kwargs: object) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         return map_leaves(lambda _, leaf: leaf.detach(), self._result)
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -139,10 +139,10 @@ def block_seconds(
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    def begin(name: str) -> Any:
+    def begin(name: str) -> Callable[..., None]:
         return lambda *_: began.__setitem__(name, now())
 
-    def end(name: str) -> Any:
+    def end(name: str) -> Callable[..., None]:
         return lambda *_: least.__setitem__(name, min(least[name], now() - began[name]))
 
     handles = []

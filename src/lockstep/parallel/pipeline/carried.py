@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -154,7 +153,7 @@ class Values(TorchFunctionMode):
                     self._note_source(leaf, Source("function", self._block, path, name, number))
         return out
 
-    def _taken(self, changed: Tensor, args: Args, kwargs: Kwargs) -> Any:
+    def _taken(self, changed: Tensor, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         """The arguments with a placeholder for a real tensor that is changed from now on by what only this stage has.
 
         Raises:

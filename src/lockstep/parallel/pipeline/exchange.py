@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lockstep.comm.tree import Args, Kwargs, leaves, map_leaves
+from lockstep.comm.tree import Args, Kwargs, Tree, leaves, map_leaves
 from lockstep.errors import UsageError
 from lockstep.parallel.pipeline.absent import Instead, carried, carry, is_placeholder
 from lockstep.parallel.pipeline.carried import (
@@ -93,14 +93,21 @@ class Exchange(TorchFunctionMode):
                 self._found[itself] = kwargs["out"] if "out" in kwargs else args[0]
         return out
 
-    def _keep_wanted(self, out: object, kind: Any, block: str, function: str = "", number: int = 0) -> None:
+    def _keep_wanted(
+        self,
+        out: object,
+        kind: Literal["output", "function"],
+        block: str,
+        function: str = "",
+        number: int = 0,
+    ) -> None:
         for path, leaf in leaves(out).items():
             source = Source(kind, block, path, function, number)
             if source in self._wanted:
                 self._found[source] = leaf
 
     @contextmanager
-    def calling(self, block: str, call: object) -> Iterator[Any]:
+    def calling(self, block: str, call: Tree) -> Iterator[Tree]:
         """Around a block's call: what it is called with, as far as it is known."""
         by = calling(block)
         self._is_own = True
@@ -111,7 +118,7 @@ class Exchange(TorchFunctionMode):
         finally:
             self._inside -= 1
 
-    def result(self, output: object) -> Any:
+    def result(self, output: object) -> object:
         """The output of the model.
 
         Raises:
@@ -156,7 +163,7 @@ class Exchange(TorchFunctionMode):
                 "by hooks or in containers that blocks share."
             )
 
-    def sent(self) -> list[Any]:
+    def sent(self) -> list[object]:
         """What goes to the next stage beside the arguments of its first block; None for what is missing."""
         return [self._value_of_source(source) for source in self._sources]
 
@@ -180,7 +187,7 @@ class LocalBlock(Instead):
         self.received: tuple[Tensor, ...] = ()
         self.keep: Callable[[str, object], None] | None = None  # told what the block returns
 
-    def forward(self, *args: object, **kwargs: object) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         if self._cut is not None:
             given = leaves((args, kwargs))
             for path, value in zip(self._cut.paths, self.received, strict=False):
@@ -219,7 +226,7 @@ class Given(Instead):
         self._exchange = exchange
         self._received = received or {}
 
-    def forward(self, *args: object, **kwargs: object) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         if self._exchange is not None:
             for path, value in self._received.items():
                 carry(leaves((args, kwargs))[path], value)

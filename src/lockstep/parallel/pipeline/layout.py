@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -204,7 +203,7 @@ class Layout:
 
     def parameters_of(self, stage: int) -> dict[str, dict[str, object]]:
         """Owner -> its parameters among those that stand alone, of a stage of this rank."""
-        found: dict[str, dict[str, Any]] = {}
+        found: dict[str, dict[str, object]] = {}
         for owner in dict.fromkeys(single.owner for single in self.singles):
             mine = [single for single in self.singles if single.owner == owner]
             used = [single for single in mine if stage in single.stages]

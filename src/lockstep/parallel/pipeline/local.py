@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,8 @@ from lockstep.parallel.pipeline.stage import Executed, Stage, StageModule
 from lockstep.parallel.pipeline.stage_forward import Pass
 from lockstep.parallel.pipeline.state import ForwardState
 from lockstep.parallel.pipeline.traced import Kind
+
+Told = TypeVar("Told")
 
 
 class LocalStages:
@@ -127,9 +129,9 @@ class LocalStages:
         found = (inner for module in self.modules.values() for inner in module.modules())
         return [module for module in found if isinstance(module, FSDPModule)]
 
-    def tell(self, mine: object) -> list[Any]:
+    def tell(self, mine: Told) -> list[Told]:
         """What each rank says, in the order of the last stages that they hold. Collective."""
-        gathered: list[object] = [None] * self.ranks
+        gathered = [mine] * self.ranks
         dist.all_gather_object(gathered, mine, group=self.group)
         last = {self.rank_of(stage): stage for stage in range(self.count)}
         return [gathered[rank] for rank in sorted(last, key=last.__getitem__)]

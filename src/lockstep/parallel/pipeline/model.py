@@ -161,13 +161,13 @@ class PipelineModel(ModuleAround):
         """Of this rank's part."""
         return self.module.load_state_dict(*args, **kwargs)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Tensor | nn.Module:
         try:
             return super().__getattr__(name)
         except AttributeError:
             return getattr(torch_modules.children_of(self)["module"], name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: Tensor | nn.Module) -> None:
         """What the model has is set there, so that its forward finds it."""
         own = name.startswith("_") or name in ("module", "training") or not self.__dict__.get("_is_made")
         if own or not hasattr(self.module, name):
@@ -192,7 +192,7 @@ class PipelineModel(ModuleAround):
 
     # -- a batch -----------------------------------------------------------------------------------------
 
-    def forward(self, *args: object, **kwargs: object) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         """The model's output for the whole batch, on all ranks (see ``PipelineOptions.outputs``).
 
         If the model returns a loss and gradients are wanted, forward and backward of all micro-batches run now,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -130,7 +130,7 @@ class TrainingCall:
         gradients: ParameterGradients,
         scale: float,
         kept: Callable[[str, Joined], Tensor | None],
-    ) -> Any:
+    ) -> object:
         """The output: at ``path`` the ``value``, whose backward adds ``gradients``, and what was ``kept``."""
 
         # The gradients were computed for a loss of factor ``scale``; the loop's backward brings the factor it really
@@ -156,7 +156,7 @@ def _train(call: TrainingCall, path: str, scale: float) -> tuple[object, WhyNot 
     share = 1 / plan.micro_batches if reduction.word == "mean" else 1.0
     kept: list[dict[str, Tensor]] = []
     losses: list[Tensor] = []
-    counted: list[Any] = []
+    counted: list[tuple[list[object], list[Tensor]]] = []
 
     def finish(index: int, output: object) -> Tensor:
         found = tensor_leaves(batch.with_loss(output, index))

@@ -82,7 +82,7 @@ class _Traced(Instead):
         self._call = tracer.block
         self._name = name
 
-    def forward(self, *args: object, **kwargs: object) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         return self._call(self._name, self.replaced, args, kwargs)
 
 

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from lockstep.torch_internals import autograd as torch_autograd
 
@@ -26,6 +27,8 @@ TOLERANCE_OF_NUMBERS = 1e-4
 TOLERANCE_OF_ROWS, TOLERANCE_OF_ROUNDED_ROWS = (1e-3, 1e-2), 0.1
 """After all blocks: products of larger matrices are rounded in another order. The proof finds what is mixed less."""
 MOST_NODES = 2000
+
+T = TypeVar("T")
 
 
 def found(whole: Tensor, parts: Sequence[Tensor], gradients: Sequence[Tensor], own: Sequence[Tensor]) -> str:
@@ -105,7 +108,7 @@ def denominators(loss: Tensor, ends: Sequence[Tensor]) -> tuple[list[object], li
     plain: list[object] = []
     tensors: list[Tensor] = []
     seen: set[object] = set()
-    waiting: list[Any] = [loss.grad_fn]
+    waiting: list[Node | None] = [loss.grad_fn]
     while waiting and len(seen) < MOST_NODES:
         node = waiting.pop()
         if node is None or node in seen or node in stop:
@@ -208,7 +211,7 @@ def is_same(whole: Tensor, parts: Sequence[Tensor]) -> bool:
     )
 
 
-def edges_without_gradient(loss: Tensor, differentiate: Callable[[], object]) -> tuple[Any, set[Edge]]:
+def edges_without_gradient(loss: Tensor, differentiate: Callable[[], T]) -> tuple[T, set[Edge]]:
     """What ``differentiate()`` gives, and through which edges of the graph of ``loss`` it sent nothing but zeros."""
     found: set[Edge] = set()
 
@@ -233,10 +236,10 @@ def edges_without_gradient(loss: Tensor, differentiate: Callable[[], object]) ->
             handle.remove()
 
 
-def _nodes(loss: Tensor) -> Iterator[tuple[tuple[int, ...], Any]]:
+def _nodes(loss: Tensor) -> Iterator[tuple[tuple[int, ...], Node]]:
     """Those of the graph behind ``loss`` that have inputs, each by its first way."""
     seen: set[object] = set()
-    waiting: list[tuple[tuple[int, ...], Any]] = [((), loss.grad_fn)]
+    waiting: list[tuple[tuple[int, ...], Node | None]] = [((), loss.grad_fn)]
     while waiting and len(seen) < MOST_NODES:
         way, node = waiting.pop()
         if node is None or node in seen:
@@ -247,8 +250,8 @@ def _nodes(loss: Tensor) -> Iterator[tuple[tuple[int, ...], Any]]:
         waiting += [((*way, index), following) for index, (following, _) in enumerate(node.next_functions)]
 
 
-def _node_at(loss: Tensor, way: Sequence[int]) -> Any:
-    node: Any = loss.grad_fn
+def _node_at(loss: Tensor, way: Sequence[int]) -> Node | None:
+    node = loss.grad_fn
     for index in way:
         if node is None or index >= len(node.next_functions):
             return None

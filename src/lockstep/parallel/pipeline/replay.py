@@ -6,7 +6,6 @@ import gc
 import types
 import weakref
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +47,7 @@ class Replays:
     ) -> None:
         self._is_known, self._is_made = is_known, is_made
         self._new, self._kept = new, kept
-        self._traced: dict[Any, list[tuple[dict[Any, Any], Any]]] = {}
+        self._traced: dict[object, list[tuple[Mapping[tuple[type, str, str], object], tuple[object]]]] = {}
         self._alive: list[object] = []
         self.made: list[weakref.ref[Tensor]] | None = None
         self.count = 0
@@ -57,8 +56,13 @@ class Replays:
         self._log: Operations | None = None
 
     def call(
-        self, name: str, module: nn.Module, args: Args, kwargs: Kwargs, run: Callable[[Any, Any, Any], Any]
-    ) -> Any:
+        self,
+        name: str,
+        module: nn.Module,
+        args: Args,
+        kwargs: Kwargs,
+        run: Callable[[nn.Module, Args, Kwargs], object],
+    ) -> object:
         """What the block ``name`` returns; ``run(module, args, kwargs)`` traces it."""
         own: set[int] = set()  # storages of what the block holds, views of which are computed in it
 
@@ -91,9 +95,9 @@ class Replays:
             self._operations[name] = before.structure, kinds, tuple(self._log.noted)
             self._remain_inside(out, given)
         elif is_whole and not self._has_escaped(out, given):
-            result = self._kept_of(out, given, own)
-            if result is not None:
-                known.append((before.read(reads), result))
+            kept = self._kept_of(out, given, own)
+            if kept is not None:
+                known.append((before.read(reads), kept))
         self.made = self._log = None
         return out
 
@@ -156,7 +160,7 @@ class Replays:
 
         return _modes(), _skeleton((args, kwargs), kind)
 
-    def _kept_of(self, out: object, given: Mapping[str, object], own: set[int]) -> object:
+    def _kept_of(self, out: object, given: Mapping[str, object], own: set[int]) -> tuple[object] | None:
         """The output as it is to be given again; None if it cannot be."""
         places = {id(leaf): path for path, leaf in given.items() if not isinstance(leaf, _PLAIN)}
         taken = own | {storage_of(leaf) for leaf in tensor_leaves(given).values()}

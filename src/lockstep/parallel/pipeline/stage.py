@@ -49,7 +49,7 @@ class StageModule(nn.Module):
             module = torch_modules.children_of(module)[key]
         return module
 
-    def forward(self, *received: torch.Tensor) -> Any:
+    def forward(self, *received: torch.Tensor) -> object:
         assert self.segment is not None
         assert self.micro_batch is not None
         return self.segment(self.micro_batch, received)
@@ -151,7 +151,9 @@ class FillDrain(pipelining.ScheduleRuntime):
         super().__init__(stages, micro_batches, loss_fn=lambda output, _: output)
         action, kinds = pipelining.ScheduleAction, pipelining.ComputationType
         every = range(stages[0].num_stages)
-        order: dict[int, list[Any]] = {rank: [] for rank in range(stages[0].group_size)}
+        order: dict[int, list[pipelining.ScheduleAction | None]] = {
+            rank: [] for rank in range(stages[0].group_size)
+        }
         for kind, direction in ((kinds.FORWARD, every), (kinds.FULL_BACKWARD, reversed(every))):
             # Forwards from the first stage on, backwards from the last: each rank gets those of its own stages, in this
             # order.

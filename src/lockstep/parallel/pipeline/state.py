@@ -11,7 +11,6 @@ import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +34,7 @@ class Entry:
     is_buffer: bool
     entries: dict[str, object]
     key: str
-    value: Any
+    value: object
     copy: object
     after: object = _ABSENT  # what the first micro-batch that changed it left
     differs: bool = False  # others left something else
@@ -127,7 +126,9 @@ class ForwardState:
     ``tell`` gathers what each rank says, ranks of later stages last.
     """
 
-    def __init__(self, tell: Callable[[object], list[Any]] = lambda mine: [mine]) -> None:
+    def __init__(
+        self, tell: Callable[[dict[str, object]], list[dict[str, object]]] = lambda mine: [mine]
+    ) -> None:
         self._tell = tell
         self._names: set[tuple[int, str]] = set()
         self._shared: set[str] = set()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -159,7 +158,7 @@ class Tracer(TorchDispatchMode):
             func, args = torch.ops.aten.index.Tensor, (args[0], [args[1].expand(args[0].shape)])
         if func is not torch.ops.aten.index.Tensor or not any(map(is_placeholder, (args[0], *args[1]))):
             return func, args
-        places: list[Any] = []
+        places: list[object] = []
         for index in args[1]:
             is_mask = isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
             if is_mask and is_placeholder(index):
@@ -235,7 +234,7 @@ class Tracer(TorchDispatchMode):
         self.traced.shapes[RECEIVED] = {f"[{i}]": kind.shape for i, kind in enumerate(cuts[-1].kinds)}
         self.traced.results[RECEIVED] = ()
 
-    def block(self, name: str, module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
+    def block(self, name: str, module: nn.Module, args: Args, kwargs: Kwargs) -> object:
         """The call of a block: notes a cut before it, and what it returns."""
         with self._values.paused():
             return self._block(name, module, args, kwargs)

@@ -165,9 +165,10 @@ class SplitLayer(ParallelHook):
     def enter(
         self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> tuple[Args, Kwargs]:
-        place, x = first_tensor(args, kwargs)
-        if place is None:
+        found = first_tensor(args, kwargs)
+        if found is None:
             return args, kwargs
+        place, x = found
         if isinstance(x, ReportedWidth):
             x = x.whole
         entered = with_argument(args, kwargs, place, self.take(module, x))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from torch import nn
 
@@ -47,6 +46,8 @@ HEAD = words("lm_head head output embed_out decoder proj to_logits logits unembe
 
 Pair = tuple[dict[str, str], tuple[str, ...]]
 """Column layers with their styles, and row layers."""
+RehearsedRegion = tuple[AttentionRegion, Passed, dict[str, str]]
+"""With the styles of its column layers."""
 
 
 @dataclass
@@ -149,7 +150,7 @@ def output_layer(
 
 def rehearsed_region(
     known: Found, rehearsal: TensorRehearsal, name: str, holder: nn.Module, heads: tuple[int, int]
-) -> Any:
+) -> RehearsedRegion | str:
     """As ``region_with_styles``; modules that are alike are rehearsed once."""
     among = (rehearsal.holder, heads, tuple(rehearsal.columns.items()), rehearsal.rows, rehearsal.ranks)
     return known.of(rehearsal.module, among, lambda: region_with_styles(rehearsal, name, holder, heads))
@@ -157,7 +158,7 @@ def rehearsed_region(
 
 def region_with_styles(
     rehearsal: TensorRehearsal, name: str, holder: nn.Module, heads: tuple[int, int]
-) -> object:
+) -> RehearsedRegion | str:
     """(region, passed, columns), or why not; rows of one layer may be [q; k; v], or q, k, v of head after head."""
     fused = ("qkv_colwise",) if len(rehearsal.columns) == 1 else ()
     styles = list(dict.fromkeys((*rehearsal.columns.values(), "colwise", *fused)))

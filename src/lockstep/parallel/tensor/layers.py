@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.comm.dtensor import is_dtensor
+from lockstep.comm.tree import Kwargs
 from lockstep.errors import UsageError
 from lockstep.parallel.tensor import communication
 from lockstep.parallel.tensor.communication import part_of
@@ -326,7 +327,7 @@ class ParallelMLP(nn.Module):
         super().__init__()
         hidden = hidden or 4 * width
         check_divides(hidden, "hidden features of a ParallelMLP", mesh)
-        shared: dict[str, Any] = {"mesh": mesh, "sequence_parallel": sequence_parallel}
+        shared: Kwargs = {"mesh": mesh, "sequence_parallel": sequence_parallel}
         self.activation = activation
         self.gate = ColumnParallelLinear(width, hidden, bias, **shared) if gated else None
         self.up = ColumnParallelLinear(width, hidden, bias, **shared)
@@ -397,7 +398,7 @@ class ParallelAttention(nn.Module):
             )
         check_divides(heads, "heads of a ParallelAttention", mesh)
         check_divides(kv_heads, "key-value heads of a ParallelAttention", mesh)
-        shared: dict[str, Any] = {"mesh": mesh, "sequence_parallel": sequence_parallel}
+        shared: Kwargs = {"mesh": mesh, "sequence_parallel": sequence_parallel}
         self.mesh, self.causal, self.dropout = mesh, causal, dropout
         self.head_dim = width // heads
         self.groups = heads // kv_heads

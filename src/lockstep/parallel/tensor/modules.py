@@ -82,7 +82,7 @@ class ParallelModuleSpec:
         self.layer: Any = None
         self.reduced: str = ""
 
-    def value(self, module: nn.Module, name: str, parameter: DTensor) -> Any:
+    def value(self, module: nn.Module, name: str, parameter: DTensor) -> Tensor:
         if not is_dtensor(parameter):
             return parameter
         is_split = self.layer is not None and name in self.layer.names
@@ -106,7 +106,7 @@ class TensorParallelForward(Subclassed, nn.Module):
     _attributes = ("_tensor_spec",)
     _tensor_spec: ParallelModuleSpec
 
-    def forward(self, *args: object, **kwargs: object) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         spec = self._tensor_spec
         spec.group.begin()
         entered: list[ParallelHook] = []
@@ -149,7 +149,7 @@ def attach_spec(module: nn.Module, spec: ParallelModuleSpec, classes: dict[objec
 def _parameter_property(name: str) -> property:
     """The parameter; as a plain tensor of this rank's part while a forward runs."""
 
-    def get(module: nn.Module) -> Any:
+    def get(module: nn.Module) -> object:
         if name in module.__dict__:  # a pipeline's placeholder for what another stage has
             return module.__dict__[name]
         try:
@@ -165,7 +165,7 @@ def _parameter_property(name: str) -> property:
 
 
 def _padding_property() -> property:
-    def get(module: nn.Module) -> Any:
+    def get(module: nn.Module) -> int | None:
         index = module.__dict__["padding_idx"]
         layer = spec_of(module).layer
         return index if layer is None else layer.padding_index(module, index)
@@ -179,7 +179,7 @@ def _padding_property() -> property:
 def _flat_weights_property() -> property:
     """A recurrent module has its weights in a list, too."""
 
-    def get(module: nn.Module) -> Any:
+    def get(module: nn.Module) -> list[object]:
         return torch_modules.flat_weights(module)
 
     def set_(module: nn.Module, weights: object) -> None:
@@ -188,10 +188,10 @@ def _flat_weights_property() -> property:
     return property(get, set_)
 
 
-def first_tensor(args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[int | str | None, Any]:
-    """(place, value) of the first tensor in the arguments of a call."""
+def first_tensor(args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[int | str, Tensor] | None:
+    """(place, value) of the first tensor in the arguments of a call; None if there is none."""
     given: list[tuple[int | str, object]] = [*enumerate(args), *kwargs.items()]
-    return next(((place, value) for place, value in given if isinstance(value, Tensor)), (None, None))
+    return next(((place, value) for place, value in given if isinstance(value, Tensor)), None)
 
 
 def with_argument(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -45,7 +45,7 @@ def zero_placement(parameter: nn.Parameter) -> Shard:
     """
     from torch.distributed.tensor import Shard
 
-    placements: Any = getattr(parameter, "placements", ())
+    placements = getattr(parameter, "placements", ())
     is_packed = any(getattr(p, "split_factor", 1) > 1 and p.dim == 0 for p in placements)
     return Shard(1 if is_packed else 0)
 

@@ -15,7 +15,8 @@ repeats its masks, and a resumed run repeats those of an uninterrupted one.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -34,7 +35,7 @@ class Stream:
 
     def __init__(self, device: torch.device, seed: int) -> None:
         self._cpu = torch.get_rng_state()
-        self._device_module: Any = None
+        self._device_module: ModuleType | None = None
         torch.default_generator.manual_seed(seed)
         if device.type not in ("cpu", "meta"):
             self._device_module = torch.get_device_module(device)

@@ -36,12 +36,13 @@ class SequenceBlock(ParallelHook):
         self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> tuple[Args, Kwargs]:
         if self.is_first and self.group.sequence:
-            place, hidden = first_tensor(args, kwargs)
-            if place is None or hidden.dim() < 3:
+            found = first_tensor(args, kwargs)
+            if found is None or found[1].dim() < 3:
                 raise UsageError(
                     f"'{self.name}' was called without a tensor of shape [batch, sequence, width], which "
                     "sequence_parallel would split. Turn sequence_parallel off."
                 )
+            place, hidden = found
             length, ranks = hidden.shape[1], self.group.mesh.size()
             if length % ranks == 0:
                 args, kwargs = with_argument(

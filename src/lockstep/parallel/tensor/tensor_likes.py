@@ -94,7 +94,7 @@ class RankFeatures(Tensor):
     def __deepcopy__(self, memo: object) -> Tensor:
         return self.plain.__deepcopy__(memo)
 
-    def __reduce_ex__(self, protocol: object) -> Any:
+    def __reduce_ex__(self, protocol: object) -> str | tuple[object, ...]:
         return self.plain.__reduce_ex__(protocol)
 
 
@@ -188,7 +188,7 @@ class WeightElsewhere:
         whole: Tensor = self._parameter.full_tensor()
         return whole.t() if self._is_transposed else whole
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if (
             name.endswith("_")
             and not name.endswith("__")

@@ -20,13 +20,14 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from lockstep.comm.dtensor import is_dtensor, shard_like
+from lockstep.comm.tree import Kwargs
 from lockstep.config.parallel import Parallel
 from lockstep.errors import UsageError
 from lockstep.offload.files.direct import OffloadedParameters
@@ -207,7 +208,7 @@ def _shard_group(group: FullyShardGroup, options: ShardOptions, is_root: bool) -
 
     parallel, mesh, modules = options.parallel, options.mesh, group.modules
     before = {id(p): p for p in group.parameters()}
-    arguments: dict[str, Any] = {
+    arguments: Kwargs = {
         "mesh": mesh,
         "reshard_after_forward": _reshard_after_forward(parallel, is_root),
         "ignored_params": set(filter(stays_whole, before.values())),

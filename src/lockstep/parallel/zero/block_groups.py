@@ -14,7 +14,6 @@ So blocks may be left out, repeated and called in any order, as where each is a 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from torch import nn
 
@@ -56,7 +55,7 @@ class BlockGroups:
         """A forward has raised, and torch's state was reset."""
         self._open = None
 
-    def call_empty(self, block: Any, values: object, inside: Callable[[object], object]) -> object:
+    def call_empty(self, block: ShardedModule, values: object, inside: Callable[[object], object]) -> object:
         """As ``call_empty`` of torch's hooks: pass ``values`` by a block, with ``inside`` in its place."""
         if block not in self._group_of:
             self.end()

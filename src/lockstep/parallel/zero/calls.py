@@ -22,7 +22,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from types import FunctionType
 
 import torch
 from torch import nn
@@ -124,12 +124,12 @@ class OtherCalls:
             self._entered = None
             self._after(output)
 
-    def _as_forward(self, name: str, method: Any) -> Callable[..., object]:
+    def _as_forward(self, name: str, method: FunctionType) -> Callable[..., object]:
         """``method`` of the model, which runs as ``forward`` if it is called with tensors."""
         bound = method.__get__(self._root)
 
         @functools.wraps(bound)
-        def call(*args: Any, **kwargs: object) -> object:
+        def call(*args: object, **kwargs: object) -> object:
             if self._is_inside():
                 return bound(*args, **kwargs)
             if not self._computes(args, kwargs):
@@ -160,7 +160,7 @@ class OtherCalls:
             return any(isinstance(one, torch.Tensor) for one in value)
         return isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
 
-    def _explained(self, name: str, bound: Any, args: Args, kwargs: Kwargs) -> object:
+    def _explained(self, name: str, bound: Callable[..., object], args: Args, kwargs: Kwargs) -> object:
         kind = type(self._root).__name__.removeprefix("FSDP")
         try:
             return saved(kind, name, bound, args, kwargs)
@@ -190,7 +190,7 @@ def _has_own(module: nn.Module, blocks: set[nn.Module]) -> bool:
     )
 
 
-def _methods(cls: type) -> Iterator[tuple[str, object]]:
+def _methods(cls: type) -> Iterator[tuple[str, FunctionType]]:
     """Public methods that a user's class adds to ``nn.Module``."""
     for name in dir(cls):
         if name.startswith("_") or hasattr(nn.Module, name):

@@ -23,7 +23,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -157,7 +156,7 @@ def is_small_on_gloo(group: dist.ProcessGroup) -> bool:
     return group.size() <= MOST_RANKS and gloo.carries(c10d.CPU, group)
 
 
-def factor_of(op: object, world_size: int) -> Any:
+def factor_of(op: dist.ReduceOp | dist.ReduceOp.RedOpType, world_size: int) -> float | torch.Tensor:
     """What the sum over the ranks is multiplied by: a number, or a tensor inside PREMUL_SUM."""
     kind, factor = c10d.reduction_of(op)
     if kind == dist.ReduceOp.SUM:

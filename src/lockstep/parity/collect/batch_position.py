@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -103,7 +102,7 @@ class BatchPosition:
     def _batches_of(self, loader: PreparedLoader, batches: Iterator[object]) -> Iterator[object]:
         return self.batches(batches)
 
-    def batches(self, batches: Iterator[object]) -> Iterator[Any]:
+    def batches(self, batches: Iterator[object]) -> Iterator[object]:
         """The batches of a loader, counted."""
         self._handed = self._trained
         for batch in batches:

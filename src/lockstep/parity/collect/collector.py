@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -219,7 +218,7 @@ class RunCollector(RunObserver):
     def _is_expected_of(self, item: TraceItem) -> bool:
         return self._sink.expected_shape(item) is not None
 
-    def named_parameters(self) -> Iterator[tuple[str, Any]]:
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Of all models."""
         if self._run is not None:
             next(iter(self._run.parameters_at_rest()), None)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from lockstep.comm.dtensor import local
-from lockstep.comm.tree import map_tensors
+from lockstep.comm.tree import Args, Kwargs, map_tensors
 
 SEED = 0x5EED
 
@@ -38,7 +36,7 @@ class DisturbedInputs:
     def __init__(self) -> None:
         self._generator = torch.Generator().manual_seed(SEED + 1)
 
-    def __call__(self, module: nn.Module, args: object, kwargs: object) -> Any:
+    def __call__(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         return map_tensors(self._moved, args), map_tensors(self._moved, kwargs)
 
     def _moved(self, tensor: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from functools import wraps
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ def see_backward(seer: BackwardSeer) -> Callable[[], None]:
     """Tell of each ``Tensor.backward``; divide it where it is one rank's of several. Returns what ends this."""
     original = Tensor.backward
 
-    def backward(self: Tensor, gradient: Tensor | None = None, *args: object, **kwargs: object) -> Any:
+    def backward(self: Tensor, gradient: Tensor | None = None, *args: object, **kwargs: object) -> object:
         factor = seer.plain_backward(self)
         if factor is not None and factor != 1:
             gradient = torch.full_like(self, factor) if gradient is None else gradient * factor
@@ -77,13 +77,13 @@ def _kinds_of(kind: type) -> Iterator[type]:
 
 def _repeated(times: Callable[[str], int], step: Callable[..., object]) -> Callable[..., object]:
     @wraps(step)
-    def repeated(*args: Any, **kwargs: object) -> None:  # of a scheduler
+    def repeated(scheduler: LRScheduler, *args: object, **kwargs: object) -> None:
         caller = str(sys._getframe(1).f_globals.get("__name__"))
-        number, scheduler = times(caller), args[0]
+        number = times(caller)
         total = getattr(scheduler, "total_steps", None)  # of OneCycleLR, which refuses to go on after them
         for _ in range(number):
             if number > 1 and total is not None and scheduler.last_epoch >= total:
                 return  # as Accelerate does
-            step(*args, **kwargs)
+            step(scheduler, *args, **kwargs)
 
     return repeated

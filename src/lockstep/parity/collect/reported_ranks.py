@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -50,25 +49,27 @@ def report_world_size(ranks: int, reduces: Callable[[], None]) -> None:
 
     Libraries that it calls get the group as it is. ``reduces`` is called where it reduces what may be gradients.
     """
-    reduce = dist.all_reduce
+    reduce: Callable[..., object] = dist.all_reduce
 
-    def all_reduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> object:
+    def all_reduce(tensor: torch.Tensor, *args: object, **kwargs: object) -> object:
         if tensor.numel() > OF_METRICS and _is_of_script(sys._getframe(1)):
             reduces()
         return reduce(tensor, *args, **kwargs)
 
     dist.all_reduce = all_reduce
-    size_of, begin, mesh_of = dist.get_world_size, dist.init_process_group, device_mesh.init_device_mesh
+    size_of = dist.get_world_size
+    begin: Callable[..., None] = dist.init_process_group
+    mesh_of: Callable[..., object] = device_mesh.init_device_mesh
 
-    def get_world_size(group: Any = None) -> int:
+    def get_world_size(group: dist.ProcessGroup | None = None) -> int:
         return ranks if group is None and _is_of_script(sys._getframe(1)) else size_of(group)
 
-    def init_process_group(*args: Any, **kwargs: object) -> None:
+    def init_process_group(*args: object, **kwargs: object) -> None:
         given = dict(zip(("backend", "init_method", "timeout"), args, strict=False)) | kwargs
         begin(**{**given, "world_size": 1, "rank": 0})
 
     def init_device_mesh(
-        device_type: str, mesh_shape: tuple[int, ...], *args: object, **kwargs: Any
+        device_type: str, mesh_shape: tuple[int, ...], *args: object, **kwargs: object
     ) -> object:
         return mesh_of(device_type, (1,) * len(mesh_shape), *args, **kwargs)
 

@@ -21,17 +21,17 @@ def accumulate_more(times: int) -> int:
 
 def window_of_trainer() -> int:
     """How many batches it takes for each step; 0: there is no Trainer."""
-    trainer: Any = _calling_trainer()
+    trainer = _calling_trainer()
     return 0 if trainer is None else int(trainer.args.gradient_accumulation_steps)
 
 
 def set_window_of_trainer(batches: int) -> None:
     """Let it take so many."""
-    trainer: Any = _calling_trainer()
+    trainer = _calling_trainer()
     trainer.args.gradient_accumulation_steps = batches
 
 
-def _calling_trainer() -> object | None:
+def _calling_trainer() -> Any:
     module = sys.modules.get("transformers.trainer")
     if module is None:
         return None

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
@@ -95,13 +94,13 @@ class SequentialRanks(BatchPosition):
     def _batches_of(self, loader: PreparedLoader, batches: Iterator[object]) -> Iterator[object]:
         return self.batches(self._whole_rounds(loader, self._parts_of_ranks(batches)))
 
-    def _whole_rounds(self, loader: PreparedLoader, batches: Iterator[object]) -> Iterator[Any]:
+    def _whole_rounds(self, loader: PreparedLoader, batches: Iterator[object]) -> Iterator[object]:
         for batch in batches:
             if self._is_trained_on():
                 self._check_round(loader)
             yield batch
 
-    def batches(self, batches: Iterator[object]) -> Iterator[Any]:
+    def batches(self, batches: Iterator[object]) -> Iterator[object]:
         # A script may validate inside of its loop for training.
         outer, handed, trained = self._is_in_loop, self._all_handed, self._all_trained
         self._handed, self._is_in_loop = self._trained, True
@@ -264,7 +263,7 @@ class VirtualRanks(SequentialRanks):
             return self.ranks if self._state.sync_gradients else 0
         return int(self.schedulers_asked % self.ranks == 0)
 
-    def step(self, optimizer: object, step_if_due: Callable[[], Any]) -> Any:
+    def step(self, optimizer: object, step_if_due: Callable[[], object]) -> object:
         """See ``Turns``."""
         number = self._trained if self._is_ahead else self._handed
         if self._has_loader and self._batches_per_step is None and number:

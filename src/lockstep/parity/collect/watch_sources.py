@@ -141,7 +141,7 @@ class SourceWatch:
     def _keep_generators(self, owner: object, name: str) -> None:
         make, note = getattr(owner, name), self._note_generator
 
-        def kept(*args: object, **kwargs: object) -> Any:
+        def kept(*args: object, **kwargs: object) -> object:
             generator = make(*args, **kwargs)
             note(generator, f"numpy.random.{name}()", sys._getframe(2))  # behind what watches for seeds
             return generator

@@ -9,10 +9,10 @@ import sys
 import types
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,9 @@ from lockstep.parity.collect.watch_sources import SourceWatch
 from lockstep.parity.spec import Role, RunSpec
 from lockstep.runtime.step import StepState
 from lockstep.torch_internals import autograd as torch_autograd
+
+if TYPE_CHECKING:
+    from lockstep.torch_internals.fsdp2_gathered import ShardedModule
 
 
 class WrappedRun(ProcessRun):
@@ -132,10 +135,11 @@ class WrappedRun(ProcessRun):
     # Optimizers -------------------------------------------------------------------------------------------
 
     def _see_optimizers(self) -> None:
-        construct, run = Optimizer.__init__, self
+        construct: Callable[..., None] = Optimizer.__init__
+        run = self
 
         @wraps(construct)
-        def init(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        def init(optimizer: Optimizer, *args: object, **kwargs: object) -> None:
             construct(optimizer, *args, **kwargs)
             run._watch(optimizer)
 
@@ -146,12 +150,14 @@ class WrappedRun(ProcessRun):
             return
         self._optimizers.append(optimizer)
         self.optimizer_prepared(optimizer)
-        step, zero_grad, run = type(optimizer).step, type(optimizer).zero_grad, self
+        step: Callable[..., object] = type(optimizer).step
+        zero_grad: Callable[..., object] = type(optimizer).zero_grad
+        run = self
 
-        def paced_step(self: Optimizer, *args: Any, **kwargs: Any) -> object:
+        def paced_step(self: Optimizer, *args: object, **kwargs: object) -> object:
             return run._paced(self, lambda: step(self, *args, **kwargs))
 
-        def paced_zero_grad(self: Optimizer, *args: Any, **kwargs: Any) -> None:
+        def paced_zero_grad(self: Optimizer, *args: object, **kwargs: object) -> None:
             if run.place.clears():
                 zero_grad(self, *args, **kwargs)
 
@@ -167,9 +173,10 @@ class WrappedRun(ProcessRun):
         return place.step(optimizer, lambda: step() if self._state.sync_gradients else None)
 
     def _see_clipping(self) -> None:
-        clip_norm, clip_value = nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_
+        clip_norm: Callable[..., Tensor] = nn.utils.clip_grad_norm_
+        clip_value: Callable[..., None] = nn.utils.clip_grad_value_
 
-        def clip_grad_norm_(parameters: Any, *args: Any, **kwargs: Any) -> Tensor:
+        def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], *args: object, **kwargs: object) -> Tensor:
             parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
             if not self._state.sync_gradients:  # gradients of some ranks alone
                 return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
@@ -179,7 +186,7 @@ class WrappedRun(ProcessRun):
             self.clipped(whole)
             return norm
 
-        def clip_grad_value_(parameters: Any, *args: Any, **kwargs: Any) -> None:
+        def clip_grad_value_(parameters: Tensor | Iterable[Tensor], *args: object, **kwargs: object) -> None:
             if self._state.sync_gradients:
                 parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
                 self.before_clip()
@@ -193,10 +200,11 @@ class WrappedRun(ProcessRun):
     # Batches ----------------------------------------------------------------------------------------------
 
     def _see_batches(self) -> None:
-        construct, run = DataLoader.__init__, self
+        construct: Callable[..., None] = DataLoader.__init__
+        run = self
 
         @wraps(construct)
-        def init(loader: DataLoader[Any], *args: Any, **kwargs: Any) -> None:
+        def init(loader: DataLoader[object], *args: object, **kwargs: object) -> None:
             construct(loader, *args, **kwargs)
             for kind in type(loader).__mro__:
                 if issubclass(kind, DataLoader) and "__iter__" in vars(kind):
@@ -212,7 +220,7 @@ class WrappedRun(ProcessRun):
             return
         self._kinds.add(kind)
 
-        def batches(loader: DataLoader[object]) -> Iterator[Any]:
+        def batches(loader: DataLoader[object]) -> Iterator[object]:
             if run._is_reading:  # what another loader reads from
                 return iterate(loader)
             return run.place.batches(run._outermost(loader, iterate))
@@ -220,7 +228,7 @@ class WrappedRun(ProcessRun):
         kind.__iter__ = batches
 
     def _outermost(
-        self, loader: DataLoader[object], iterate: Callable[[Any], Iterator[Any]]
+        self, loader: DataLoader[object], iterate: Callable[[DataLoader[object]], Iterator[object]]
     ) -> Iterator[object]:
         batches = self._of_all_ranks(loader, iterate)
         while True:
@@ -235,10 +243,11 @@ class WrappedRun(ProcessRun):
 
     def _order_alike(self) -> None:
         """Let samplers that were made without a generator draw one order on one process and on several."""
-        construct, iterate, seed = RandomSampler.__init__, RandomSampler.__iter__, self._spec.seed
+        construct: Callable[..., None] = RandomSampler.__init__
+        iterate, seed = RandomSampler.__iter__, self._spec.seed
         times: Counter[int] = Counter()
 
-        def init(sampler: RandomSampler, *args: Any, **kwargs: Any) -> None:
+        def init(sampler: RandomSampler, *args: object, **kwargs: object) -> None:
             construct(sampler, *args, **kwargs)
             if sampler.generator is None:  # Accelerate gives it one, on several processes
                 times[id(sampler)] = 1
@@ -254,7 +263,7 @@ class WrappedRun(ProcessRun):
         RandomSampler.__iter__ = order  # type: ignore[method-assign]
 
     def _of_all_ranks(
-        self, loader: DataLoader[object], iterate: Callable[[DataLoader[Any]], Iterator[Any]]
+        self, loader: DataLoader[object], iterate: Callable[[DataLoader[object]], Iterator[object]]
     ) -> Iterator[object]:
         """The batches of a loader; of one whose sampler knows of ranks those of all of them, in turn."""
         sampler = _distributed_sampler(loader)
@@ -265,14 +274,14 @@ class WrappedRun(ProcessRun):
         ranks = self._spec.ranks
         iterators = []
         for rank in range(ranks):
-            of_rank: DistributedSampler[object] = DistributedSampler(
+            of_rank: DistributedSampler[int] = DistributedSampler(
                 sampler.dataset, ranks, rank, sampler.shuffle, sampler.seed, sampler.drop_last
             )
             vars(sampler).update(vars(of_rank), epoch=sampler.epoch)
             iterators.append(iter(list(sampler)))
         yield from _in_turn(loader, iterators)
 
-    def _whole_rounds(self, loader: DataLoader[object], batches: Iterator[object]) -> Iterator[Any]:
+    def _whole_rounds(self, loader: DataLoader[object], batches: Iterator[object]) -> Iterator[object]:
         """Stop where ranks would have different numbers of batches."""
         length = _length(loader)
         for number, batch in enumerate(batches):
@@ -292,7 +301,11 @@ class WrappedRun(ProcessRun):
 
         @wraps(construct)
         def init(
-            context: Any, device_type: str, dtype: Any = None, enabled: bool = True, **kwargs: Any
+            context: torch.autocast,
+            device_type: str,
+            dtype: torch.dtype | None = None,
+            enabled: bool = True,
+            **kwargs: Any,
         ) -> None:
             if enabled:
                 dtype_used = dtype or torch.get_autocast_dtype(device_type)
@@ -311,7 +324,7 @@ class WrappedRun(ProcessRun):
         super().finish()
 
 
-def _sharded(model: nn.Module) -> list[Any]:
+def _sharded(model: nn.Module) -> list[ShardedModule]:
     """The modules that torch's ``fully_shard`` has changed."""
     return [module for module in model.modules() if callable(getattr(module, "reshard", None))]
 
@@ -323,7 +336,7 @@ def _broadcast(model: nn.Module) -> BufferBroadcast:
     return BufferBroadcast.NEVER if _sharded(model) else BufferBroadcast.UNKNOWN
 
 
-def _distributed_sampler(loader: DataLoader[object]) -> DistributedSampler[Any] | None:
+def _distributed_sampler(loader: DataLoader[object]) -> DistributedSampler[int] | None:
     sampler = loader.sampler
     return sampler if isinstance(sampler, DistributedSampler) else None
 
@@ -334,7 +347,7 @@ def _loaders_of_accelerate() -> list[type]:
     return [] if module is None else [module.DataLoaderShard, module.DataLoaderDispatcher]
 
 
-def _in_turn(loader: DataLoader[object], orders: list[Iterator[int]]) -> Iterator[Any]:
+def _in_turn(loader: DataLoader[object], orders: list[Iterator[int]]) -> Iterator[object]:
     """Batches of each order, one of each after another, as the loader would make them."""
     size, collate, dataset = loader.batch_size or 1, loader.collate_fn, loader.dataset
     while True:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Any
+
+from lockstep.config.files import JsonObject
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class RunFacts:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> RunFacts:
+    def from_json(cls, fields: JsonObject) -> RunFacts:
         """What ``to_json`` made."""
         ranks = tuple(RankFacts(**one) for one in fields["ranks"])
         return cls(**{**fields, "ranks": ranks, "notes": tuple(fields["notes"])})

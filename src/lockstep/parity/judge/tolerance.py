@@ -20,11 +20,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 
 from lockstep.check.compare import LEAST_EPS, SMALLEST
+from lockstep.config.files import JsonObject
 from lockstep.parity.judge.signs import UnknownSigns
 from lockstep.parity.trace.file import Trace
 from lockstep.parity.trace.items import ItemKind, TraceItem
@@ -111,7 +111,7 @@ class Tolerance(Mapping[str, Limit]):
         return cls.from_json(json.loads(path.read_text("utf-8")))
 
     @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Tolerance:
+    def from_json(cls, fields: JsonObject) -> Tolerance:
         """What ``to_json`` made."""
         return cls({key: Limit(*limit) for key, limit in fields["limits"].items()}, fields["multiple"])
 

@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from lockstep.checkpoint.format.tensors import DTYPES, dtype_name
 from lockstep.comm.collectives import as_bytes
 from lockstep.comm.layout import ShardRegion
+from lockstep.config.files import JsonObject
 from lockstep.errors import ConfigError
 from lockstep.parity.trace.items import TraceItem
 from lockstep.parity.trace.measure import as_regions
@@ -39,7 +40,7 @@ class TraceWriter:
         self._path = path
         self._data = path.with_suffix(".data")
         self._file = self._data.open("wb")
-        self._entries: dict[str, dict[str, Any]] = {}
+        self._entries: dict[str, JsonObject] = {}
         self._end = 0
 
     def __contains__(self, item: TraceItem) -> bool:
@@ -82,7 +83,7 @@ class Trace:
                 about = file.metadata() or {}
             with path.open("rb") as file:
                 length = int.from_bytes(file.read(8), "little")
-                self._entries: dict[str, dict[str, Any]] = json.loads(file.read(length))
+                self._entries: dict[str, JsonObject] = json.loads(file.read(length))
                 self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except (OSError, SafetensorError) as error:
             raise ConfigError(
@@ -93,7 +94,7 @@ class Trace:
             raise ConfigError(
                 f"{path} is not a trace of a run ({FORMAT}). Write one with `lockstep check --record`."
             )
-        self.facts: dict[str, Any] = json.loads(about["facts"])
+        self.facts: JsonObject = json.loads(about["facts"])
         self._places = {key: place for place, key in enumerate(json.loads(about["order"]))}
 
     @cached_property

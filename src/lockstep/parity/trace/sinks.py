@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -25,7 +25,7 @@ class Sink(Protocol):
         facts: Of the run to compare with; of one that is recorded none.
     """
 
-    facts: Mapping[str, Any]
+    facts: Mapping[str, object]
 
     def add(
         self, item: TraceItem, part: torch.Tensor, shape: Sequence[int], boxes: Sequence[ShardRegion]
@@ -43,7 +43,7 @@ class Recording:
     """Writes what this rank holds of each tensor of a run into a trace, and of parts which they are."""
 
     def __init__(self, path: Path) -> None:
-        self.facts: Mapping[str, Any] = {}
+        self.facts: Mapping[str, object] = {}
         self._writer = TraceWriter(path)
         self._parts: dict[str, object] = {}
 
@@ -75,7 +75,7 @@ class TraceComparison:
     def __init__(
         self, trace: Trace, folder: Path, rank: int, allowed: Mapping[str, Limit] | None = None
     ) -> None:
-        self.facts: Mapping[str, Any] = trace.facts
+        self.facts: Mapping[str, object] = trace.facts
         self._trace = trace
         self._rank = rank
         self._allowed = allowed

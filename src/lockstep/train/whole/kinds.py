@@ -9,7 +9,7 @@ import functools
 import inspect
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
@@ -23,7 +23,7 @@ from lockstep.errors import UsageError
 from lockstep.model.changes import identity_of
 from lockstep.offload.optimizer.kernel import SEPARABLE, Separable
 from lockstep.torch_internals import dispatch
-from lockstep.torch_internals.dispatch import TorchFunction, operation_name
+from lockstep.torch_internals.dispatch import OpOverload, operation_name
 from lockstep.torch_internals.optim import is_wrapped_by_scheduler
 
 _CHANGES_NO_STEP = {"__init__", "__repr__", "__str__", "zero_grad", "state_dict", "load_state_dict"}
@@ -46,7 +46,7 @@ def _separable(optimizer: Optimizer) -> Separable | None:
     return SEPARABLE[base]
 
 
-def _is_step_of(value: Any, name: str, base: type[Optimizer]) -> bool:
+def _is_step_of(value: Callable[..., object], name: str, base: type[Optimizer]) -> bool:
     """Whether torch put the hooks of steps around the step that a subclass inherits."""
     return name == "step" and inspect.unwrap(value) is inspect.unwrap(base.step)
 
@@ -108,7 +108,7 @@ def check_elementwise(optimizer: Optimizer) -> None:
     """
     if not getattr(type(optimizer), "_is_checked_elementwise", False):
         own_step = vars(optimizer).pop("step", None)  # a scheduler's note, or one in the place of the class's
-        cls: Any = type(optimizer)
+        cls = type(optimizer)
         names = {**identity_of(cls), "_is_checked_elementwise": True}
         for name in ("step", *methods_with_parameters(cls)):
             names[name] = _checked(getattr(cls, name))
@@ -117,7 +117,7 @@ def check_elementwise(optimizer: Optimizer) -> None:
             vars(optimizer)["step"] = _checked(own_step, optimizer)
 
 
-def _checked(function: Any, optimizer: Optimizer | None = None) -> object:
+def _checked(function: Callable[..., object], optimizer: Optimizer | None = None) -> object:
     @functools.wraps(function)
     def method(*args: object, **kwargs: object) -> object:
         this: Any = optimizer if optimizer is not None else args[0]
@@ -138,7 +138,7 @@ class _Elementwise(dispatch.TorchDispatchMode):
         self._optimizer = optimizer
 
     def __torch_dispatch__(
-        self, func: TorchFunction, types: object, args: Args = (), kwargs: Kwargs | None = None
+        self, func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
         kwargs = kwargs or {}
         if not _is_elementwise(func) and (_draws(func) or _has_elements((args, kwargs))):
@@ -151,7 +151,7 @@ class _Elementwise(dispatch.TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def _is_elementwise(func: Any) -> bool:
+def _is_elementwise(func: OpOverload) -> bool:
     name = operation_name(func)
     if name.startswith("_foreach_"):
         return name not in dispatch.COMBINING_LISTS
@@ -162,7 +162,7 @@ def _is_elementwise(func: Any) -> bool:
     )
 
 
-def _draws(func: Any) -> bool:
+def _draws(func: OpOverload) -> bool:
     return torch.Tag.nondeterministic_seeded in func.tags
 
 
@@ -201,7 +201,7 @@ def methods_with_parameters(cls: type[Optimizer]) -> list[str]:
 
     A method that touches none is left out: it may be called on one rank alone, to log what it returns.
     """
-    own: dict[str, Any] = {}
+    own: dict[str, object] = {}
     for base in reversed(cls.__mro__[: cls.__mro__.index(Optimizer)]):
         own.update(vars(base))
     functions = {

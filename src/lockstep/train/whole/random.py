@@ -9,10 +9,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from lockstep.comm.tree import StateDict
+
 
 def state_of_generators() -> dict[str, object]:
     """The states of the global generators of Python, NumPy and torch, on the CPU and the current device."""
-    state: dict[str, Any] = {
+    state: dict[str, object] = {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
@@ -22,7 +24,7 @@ def state_of_generators() -> dict[str, object]:
     return state
 
 
-def set_generators(state: dict[str, Any]) -> None:
+def set_generators(state: StateDict) -> None:
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])

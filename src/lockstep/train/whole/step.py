@@ -314,7 +314,7 @@ class WholeStep:
         for group in self.optimizer.param_groups:
             group["params"][:] = [self._exchanged(parameter, to_whole) for parameter in group["params"]]
 
-    def _exchanged(self, parameter: torch.Tensor, to_whole: bool) -> Any:
+    def _exchanged(self, parameter: torch.Tensor, to_whole: bool) -> torch.Tensor:
         if to_whole:
             whole = self._by_shard.get(id(parameter))
             return parameter if whole is None else whole.whole
@@ -387,7 +387,7 @@ def _step_of(cls: type[Optimizer]) -> object:
     function: Any = cls.step
 
     @functools.wraps(function)
-    def step(self: Optimizer, *args: object, **kwargs: object) -> Any:
+    def step(self: Optimizer, *args: object, **kwargs: object) -> object:
         return _required(self).step(False, cls, *args, **kwargs)
 
     def unhooked(self: Optimizer, *args: object, **kwargs: object) -> object:

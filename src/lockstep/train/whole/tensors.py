@@ -14,6 +14,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lockstep.comm.dtensor import boxes_of, full, is_dtensor, local, shard_like
+from lockstep.comm.tree import StateDict
 from lockstep.errors import UsageError
 from lockstep.torch_internals.replaced_parameters import revive
 from lockstep.torch_internals.tensors import storage_key, version
@@ -184,7 +185,7 @@ class WholeState:
     def __init__(self) -> None:
         self._tensors: dict[tuple[int, object], torch.Tensor] = {}
 
-    def gather(self, parameter: WholeParameter, values: dict[object, Any]) -> None:
+    def gather(self, parameter: WholeParameter, values: dict[object, object]) -> None:
         """Collective."""
         # In one order on all ranks: each may have made its state in another.
         for name in sorted(values, key=str):
@@ -308,6 +309,6 @@ def visit_tensors(
     walk(root)
 
 
-def tensors_of(groups: Iterable[Mapping[str, Any]]) -> Iterator[object]:
+def tensors_of(groups: Iterable[StateDict]) -> Iterator[torch.Tensor]:
     """The parameters of an optimizer's groups."""
     return (parameter for group in groups for parameter in group["params"])

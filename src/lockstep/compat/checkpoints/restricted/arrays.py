@@ -5,13 +5,13 @@ from __future__ import annotations
 import struct
 from typing import Any
 
-from .nodes import Array, ArrayType, Items, RefusedFile, Symbol, needs, sizes
+from .nodes import Array, ArrayType, Items, PickledItems, RefusedFile, Symbol, needs, sizes
 
 _NUMBERS = {"b1": "?", "i1": "b", "u1": "B", "i2": "h", "u2": "H", "i4": "i", "u4": "I", "i8": "q", "u8": "Q",
             "f2": "e", "f4": "f", "f8": "d"}  # fmt: skip
 
 
-def array_type(arguments: list[Any]) -> ArrayType:
+def array_type(arguments: PickledItems) -> ArrayType:
     """``numpy.dtype(code, align, copy)`` of plain numbers."""
     needs("numpy.dtype", 1 <= len(arguments) <= 3 and isinstance(arguments[0], str))
     if arguments[0] not in _NUMBERS:
@@ -27,7 +27,7 @@ def byte_order(state: Any) -> str:
     return str(order)
 
 
-def empty_array(arguments: list[Any]) -> Array:
+def empty_array(arguments: PickledItems) -> Array:
     """``_reconstruct(ndarray, (0,), b"b")``, which BUILD fills."""
     needs("numpy _reconstruct", len(arguments) == 3 and isinstance(arguments[0], Symbol))
     needs("numpy _reconstruct", arguments[0].about == "array type")
@@ -62,7 +62,7 @@ def array_of_buffer(arguments: list[object]) -> Array:
     return array
 
 
-def scalar(arguments: list[Any]) -> object:
+def scalar(arguments: PickledItems) -> object:
     """``scalar(dtype, data)`` as a number."""
     needs("numpy scalar", len(arguments) == 2 and isinstance(arguments[0], ArrayType))
     dtype, data = arguments

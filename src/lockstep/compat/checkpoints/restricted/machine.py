@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 from .nodes import Damaged, Items, Mapping, RefusedFile, Symbol
 from .symbols import build, symbol
 
-PersistentLoad = Callable[[Any], Any]
+PersistentLoad = Callable[[object], Any]
 Operation = Callable[[Any], None]
 
 _Reader: Any = pickle._Unpickler

@@ -11,7 +11,6 @@ import base64
 import json
 import math
 import os
-from typing import Any
 
 from .container import FileSlice, load
 from .jail import lock
@@ -125,7 +124,7 @@ def _everything(descriptor: int) -> bytes:
     return b"".join(chunks)
 
 
-def _write(line: str) -> Any:
+def _write(line: str) -> None:
     data = memoryview(line.encode("ascii") + b"\n")
     while data:
         data = data[os.write(1, data) :]

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
+
+PickledItems: TypeAlias = list[Any]
+"""What a pickle calls a name with, or fills an object with: checked where it is used."""
 
 
 class RefusedFile(Exception):
@@ -31,7 +34,7 @@ class Items:
     """A tuple, set, frozenset or deque."""
 
     kind: str
-    items: list[Any]
+    items: PickledItems
 
 
 @dataclass(eq=False)
@@ -79,7 +82,7 @@ class Record:
     """An object of a class that is known by name only, with the state it was pickled with."""
 
     name: str
-    state: Any = None
+    state: object = None
     built: bool = False
 
 

@@ -15,6 +15,7 @@ from .nodes import (
     ArrayType,
     Items,
     Mapping,
+    PickledItems,
     Record,
     RefusedFile,
     Storage,
@@ -105,7 +106,7 @@ def _tensor(name: str, storage: Any, dtype: str, offset: Any, size: object, stri
     return Tensor(storage, dtype, offset, shape, strides)
 
 
-def _tensor_v2(arguments: list[Any]) -> Tensor:
+def _tensor_v2(arguments: PickledItems) -> Tensor:
     needs("_rebuild_tensor_v2", 4 <= len(arguments) <= 7 and isinstance(arguments[0], Storage))
     storage, offset, size, stride = arguments[:4]
     return _tensor("_rebuild_tensor_v2", storage, storage.dtype, offset, size, stride)
@@ -117,13 +118,13 @@ def _tensor_v3(arguments: list[Any]) -> Tensor:
     return _tensor("_rebuild_tensor_v3", storage, arguments[6].dtype, offset, size, stride)
 
 
-def _parameter(arguments: list[Any]) -> Tensor:
+def _parameter(arguments: PickledItems) -> Tensor:
     needs("_rebuild_parameter", 3 <= len(arguments) <= 4 and isinstance(arguments[0], Tensor))
     value: Tensor = arguments[0]
     return value
 
 
-def _tensor_of_type(arguments: list[Any]) -> object:
+def _tensor_of_type(arguments: PickledItems) -> object:
     """``(function, type, arguments, attributes)``; the attributes of a tensor are left out."""
     needs("_rebuild_from_type_v2", len(arguments) == 4)
     function, kind, inner, _ = arguments
@@ -133,7 +134,7 @@ def _tensor_of_type(arguments: list[Any]) -> object:
     return function.make(inner.items)
 
 
-def _size(arguments: list[Any]) -> Items:
+def _size(arguments: PickledItems) -> Items:
     needs("torch.Size", len(arguments) == 1 and isinstance(arguments[0], (Items, list)))
     items = arguments[0].items if isinstance(arguments[0], Items) else arguments[0]
     return Items("tuple", sizes("torch.Size", Items("tuple", items)))
@@ -147,7 +148,7 @@ def _joining(name: str, separator: str) -> Callable[[list[object]], str]:
     return make
 
 
-def _mapping(arguments: list[Any]) -> Mapping:
+def _mapping(arguments: PickledItems) -> Mapping:
     """OrderedDict and Counter take pairs or a dict, defaultdict a factory, dict nothing."""
     needs("a kind of dict", len(arguments) <= 1)
     given = arguments[0] if arguments else []
@@ -165,8 +166,8 @@ def _counter(arguments: list[object]) -> Mapping:
     return Mapping(_mapping(arguments).pairs, counts=True)
 
 
-def _items(kind: str) -> Callable[[list[Any]], object]:
-    def make(arguments: list[Any]) -> object:
+def _items(kind: str) -> Callable[[PickledItems], object]:
+    def make(arguments: PickledItems) -> object:
         most = 2 if kind == "deque" else 1
         needs(kind, len(arguments) <= most and all(isinstance(a, (list, Items)) for a in arguments[:1]))
         given = arguments[0] if arguments else []
@@ -182,7 +183,7 @@ def _encoded(arguments: list[object]) -> bytes:
     return str(arguments[0]).encode("latin-1")
 
 
-def _bytes(arguments: list[Any]) -> bytes:
+def _bytes(arguments: PickledItems) -> bytes:
     needs("bytes", len(arguments) in (0, 1, 2))
     if arguments and isinstance(arguments[0], str):  # bytearray(text, "latin-1") of protocol 2
         return _encoded(arguments)
@@ -203,7 +204,7 @@ def _generator(arguments: list[object]) -> Record:
     return Record("torch.Generator")
 
 
-def _reconstructed(arguments: list[Any]) -> object:
+def _reconstructed(arguments: PickledItems) -> object:
     """Protocols 0 and 1 make objects by ``copyreg._reconstructor(class, object, None)``."""
     needs("copyreg._reconstructor", len(arguments) == 3 and isinstance(arguments[0], Symbol))
     needs("copyreg._reconstructor", isinstance(arguments[1], Symbol) and arguments[1].about == "object")
@@ -226,7 +227,7 @@ def _listed() -> dict[tuple[str, str], Symbol | TorchDtype]:
     found: dict[tuple[str, str], Symbol | TorchDtype] = {}
 
     def add(
-        modules: tuple[str, ...], name: str, make: Callable[[list[Any]], object] | None, about: str = ""
+        modules: tuple[str, ...], name: str, make: Callable[[PickledItems], object] | None, about: str = ""
     ) -> None:
         for module in modules:
             full = f"{module}.{name}"

@@ -132,8 +132,8 @@ def _recipe(weights: SavedWeights, tensor: torch.Tensor) -> SavedView | SavedCas
 
 def _cast_parameter(tensor: torch.Tensor) -> torch.Tensor | None:
     """The parameter that ``tensor`` was cast from, and not been written to since."""
-    cast: Any = tensor.grad_fn
-    if type(cast).__name__ != "ToCopyBackward0" or torch_tensors.version(tensor):
+    cast = tensor.grad_fn
+    if cast is None or type(cast).__name__ != "ToCopyBackward0" or torch_tensors.version(tensor):
         return None
     return getattr(cast.next_functions[0][0], "variable", None)
 
