@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lockstep.compat.deepspeed.config import finish, from_deepspeed
 from lockstep.compat.deepspeed.hf_config import HfDeepSpeedConfig
@@ -17,9 +17,6 @@ from lockstep.compat.rules import Translation, translate
 from lockstep.config.files import JsonObject
 from lockstep.config.merge import merge_settings
 from lockstep.errors import ConfigError
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 @dataclass
@@ -324,7 +321,7 @@ class DeepSpeedPlugin:
         known.unset_hf_deepspeed_config()
         self.dschf = known.HfDeepSpeedConfig(config)  # transformers keeps a weak reference only
 
-    def set_moe_leaf_modules(self, model: nn.Module) -> None:
+    def set_moe_leaf_modules(self, model: Any) -> None:
         """Check that ``model`` has modules of each class in ``transformer_moe_cls_names``. Nothing is changed.
 
         Raises:
