@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -100,11 +101,12 @@ class StepAssembler:
     def add(self, step: EndedStep) -> None:
         """A step has ended. Called between steps."""
         self._ended.append(step)
+        now = time.monotonic()
         if self._young:
             self._young -= 1
-        elif step.time < self._next:
+        elif now < self._next:
             return
-        self._next = step.time + self._every_s
+        self._next = now + self._every_s
         self.catch_up()
         self._flops.forget_old()
 
