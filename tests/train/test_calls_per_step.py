@@ -71,6 +71,6 @@ def test_a_step_makes_few_calls_more_than_one_by_hand(monkeypatch: Any) -> None:
     accelerator = Accelerator(cpu=True)
     prepared = accelerator.prepare(*made())
     own, others = calls_of(loop(*prepared, accelerator.backward, accelerator.clip_grad_norm_))
-    assert by_hand[0] == 0
-    assert own <= 90, own
+    # Hooks on every optimizer, which another test may have left, are called in both loops.
+    assert own - by_hand[0] <= 90, (own, by_hand)
     assert others <= by_hand[1] + 20, (others, by_hand)

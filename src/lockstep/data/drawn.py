@@ -201,8 +201,8 @@ class Drawing:
                     "The sampler draws each sample when it is asked for, and worker processes get samples ahead of "
                     "the position at which this state was saved. These cannot be drawn again: other code draws from "
                     "the same generators, or num_workers was another. Start a new epoch with "
-                    "loader.set_epoch(loader.epoch + 1), train with num_workers=0 as the saved run, or train with "
-                    "DataLoaderConfiguration(data_seed=...), in which seed and epoch alone determine the order."
+                    "loader.set_epoch(loader.epoch + 1), or train with DataLoaderConfiguration(data_seed=...), in "
+                    "which seed and epoch alone determine the order."
                 )
 
     def first_is_asked_for(self) -> None:
