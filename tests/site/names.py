@@ -65,7 +65,7 @@ BEHIND = {
 }
 """Objects that users get, and make none of."""
 
-INHERITS = ("lockstep.Accelerator",)
+INHERITS = ("lockstep.Accelerator", "lockstep.DiLoCo", "lockstep.LocalSGD")
 
 HEAD = """# Public names
 

@@ -8,7 +8,7 @@ if not TYPE_CHECKING:
         {
             "determinism": ["BeforeWrites", "without_dropout", "WithoutChance"],
             "float8": ["check_float8", "filter_linear_layers", "find_first_last_linear_layers"],
-            "gradient_mean": ["GradientAllReduce"],
+            "gradient_mean": ["buckets", "GradientAllReduce"],
             "parallel_model": ["ParallelModel"],
             "recompute": ["apply_activation_checkpointing"],
         },

@@ -6,9 +6,11 @@ or have replicas on some of the ranks only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,7 +19,8 @@ from torch import nn
 from lockstep.comm.dtensor import is_dtensor, local
 from lockstep.model.changes import attributes_set
 
-BUCKET_BYTES = 25 * 2**20  # as in DDP
+BUCKET_BYTES = 25 * 2**20  # as DDP's: large enough for bandwidth, small beside the model
+BucketItem = TypeVar("BucketItem", bound=torch.Tensor)
 
 
 @dataclass(frozen=True)
@@ -54,23 +57,26 @@ class GradientAllReduce:
         if self.is_in_no_sync:
             return
         for each in self._replicas:
-            for bucket in _buckets([p for p in each.parameters if p.requires_grad]):
+            for bucket in buckets(p for p in each.parameters if p.requires_grad):
                 _average(bucket, each)
 
 
-def _buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Neighbours of one type and device, up to ``BUCKET_BYTES``; the same on all ranks."""
-    bucket: list[nn.Parameter] = []
-    nbytes = 0
-    for parameter in parameters:
-        part = local(parameter)
-        if bucket and (nbytes + part.nbytes > BUCKET_BYTES or part.dtype != local(bucket[0]).dtype):
-            yield bucket
-            bucket, nbytes = [], 0
-        bucket.append(parameter)
-        nbytes += part.nbytes
-    if bucket:
-        yield bucket
+def buckets(tensors: Iterable[BucketItem], limit_bytes: int = BUCKET_BYTES) -> Iterator[list[BucketItem]]:
+    """The tensors, of any shape, in lists of one type and device and of at most ``limit_bytes`` (or one tensor).
+
+    DTensors count by their local parts. The lists are the same on all ranks.
+    """
+    waiting: dict[tuple[torch.dtype, torch.device], list[BucketItem]] = defaultdict(list)
+    nbytes: Counter[tuple[torch.dtype, torch.device]] = Counter()
+    for tensor in tensors:
+        part = local(tensor)
+        kind = part.dtype, part.device
+        if waiting[kind] and nbytes[kind] + part.nbytes > limit_bytes:
+            yield waiting[kind]
+            waiting[kind], nbytes[kind] = [], 0
+        waiting[kind].append(tensor)
+        nbytes[kind] += part.nbytes
+    yield from waiting.values()
 
 
 def _average(bucket: list[nn.Parameter], replicas: ReplicaGroup) -> None:

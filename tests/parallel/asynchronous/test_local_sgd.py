@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lockstep import Accelerator, LocalSGD
-from lockstep.parallel.asynchronous import buckets
+from lockstep.parallel import buckets
 from parallel.asynchronous import problem
 from parallel.asynchronous.problem import Tensors, Worker
 

@@ -11,7 +11,6 @@ if not TYPE_CHECKING:
     __getattr__ = names_of_modules(
         __name__,
         {
-            "block": ["buckets"],
             "stale": ["StalenessReport"],
         },
     )

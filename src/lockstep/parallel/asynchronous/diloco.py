@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
@@ -11,15 +12,11 @@ from torch.optim import SGD, Optimizer
 from lockstep.comm.collectives import raise_on_all_ranks
 from lockstep.comm.tree import StateDict
 from lockstep.errors import CheckpointError, UsageError
-from lockstep.parallel.asynchronous.block import Trainer, means
+from lockstep.parallel.asynchronous.block import Trainer
 from lockstep.parallel.asynchronous.local_sgd import LocalRounds
 
-OuterOptimizer = Callable[[list[torch.Tensor]], Optimizer]
-
-
-def nesterov(parameters: list[torch.Tensor]) -> Optimizer:
-    """The outer optimizer of the paper, for parameters of any shape."""
-    return SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
+OUTER_OPTIMIZER = partial(SGD, lr=0.7, momentum=0.9, nesterov=True)
+"""That of the paper."""
 
 
 class DiLoCo(LocalRounds):
@@ -75,16 +72,22 @@ class DiLoCo(LocalRounds):
         accelerator: Trainer,
         model: nn.Module,
         steps: int,
-        outer_optimizer: OuterOptimizer | None = None,
+        outer_optimizer: Callable[[list[torch.Tensor]], Optimizer] | None = None,
         *,
         optimizer: Optimizer | None = None,
         offload: bool = False,
         enabled: bool = True,
     ) -> None:
         super().__init__(accelerator, model, steps, optimizer, enabled)
-        self._offload = offload
-        self._start = {name: self._copy(p) for name, p in self._trained.items()}
-        build = outer_optimizer or nesterov
+        self._start = {
+            name: p.detach().to(
+                device="cpu" if offload else p.device,
+                dtype=torch.promote_types(p.dtype, torch.float32),
+                copy=True,
+            )
+            for name, p in self._trained.items()
+        }
+        build = outer_optimizer or OUTER_OPTIMIZER
         with raise_on_all_ranks(self._communicator):
             outer = build(list(self._start.values())) if callable(build) else None
             if not isinstance(outer, Optimizer):
@@ -93,11 +96,6 @@ class DiLoCo(LocalRounds):
                     "function of a list of tensors, such as functools.partial(torch.optim.SGD, lr=0.7)."
                 )
             self.outer_optimizer = outer
-
-    def _copy(self, parameter: torch.Tensor) -> torch.Tensor:
-        dtype = torch.promote_types(parameter.dtype, torch.float32)
-        device = torch.device("cpu") if self._offload else parameter.device
-        return parameter.detach().to(device=device, dtype=dtype, copy=True)
 
     @torch.no_grad()
     def _begin(self) -> None:
@@ -108,66 +106,19 @@ class DiLoCo(LocalRounds):
 
     @torch.no_grad()
     def _combine(self) -> None:
-        starts = {id(parameter): self._start[name] for name, parameter in self._trained.items()}
-        for parameter, mean in means(self._communicator, self._trained.values()):
-            start = starts[id(parameter)]
+        super()._combine()
+        for name, mean in self._trained.items():
             # What the ranks have moved on average, with the sign of a gradient.
-            start.grad = start - mean.to(start)
+            self._start[name].grad = self._start[name] - mean.to(self._start[name])
         self.outer_optimizer.step()
         for name, parameter in self._trained.items():
             self._start[name].grad = None
             parameter.copy_(self._start[name])
 
-    def state_dict(self) -> StateDict:
-        """Return the state of this rank, for ``load_state_dict``: name -> tensor, number, mapping or list.
+    def _outer_state(self) -> StateDict:
+        return {"start": dict(self._start), "outer": self.outer_optimizer.state_dict()}
 
-        It has the position in the round, the parameters at the beginning of the round (equal on all ranks), and the
-        state of the outer optimizer. Inside of a round, it also has this rank's own parameters.
-
-        Examples:
-            ```python
-            import torch
-            from lockstep import Accelerator, DiLoCo
-
-            accelerator = Accelerator()
-            model = torch.nn.Linear(4, 1)
-            model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-            with DiLoCo(accelerator, model, steps=5) as diloco:
-                accelerator.register_for_checkpointing(diloco)  # save_state calls it
-                diloco.step()
-                assert diloco.state_dict()["in_round"] == 1
-            ```
-        """
-        outer = self.outer_optimizer.state_dict()
-        return {**super().state_dict(), "start": dict(self._start), "outer": outer}
-
-    @torch.no_grad()
-    def load_state_dict(self, state: StateDict) -> None:
-        """Continue at the step of the round at which ``state_dict`` was called.
-
-        Args:
-            state: The state of this rank.
-
-        Raises:
-            CheckpointError: it is the state of another model, or it was saved inside of a round by another number of
-                ranks. Nothing was changed.
-
-        Examples:
-            ```python
-            import torch
-            from lockstep import Accelerator, DiLoCo
-
-            accelerator = Accelerator()
-            model = torch.nn.Linear(4, 1)
-            model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-            with DiLoCo(accelerator, model, steps=5) as diloco:
-                accelerator.register_for_checkpointing(diloco)  # load_state calls it
-                diloco.step()
-                diloco.load_state_dict(diloco.state_dict())
-                assert diloco.num_steps == 1
-            ```
-        """
-        super().load_state_dict(state)
+    def _load_outer_state(self, state: StateDict) -> None:
         for name, value in state["start"].items():
             self._start[name].copy_(value)
         self.outer_optimizer.load_state_dict(state["outer"])

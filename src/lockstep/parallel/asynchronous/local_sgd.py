@@ -10,18 +10,10 @@ from torch.optim import Optimizer
 
 from lockstep.comm.tree import StateDict
 from lockstep.errors import CheckpointError, UsageError
-from lockstep.parallel.asynchronous.block import (
-    Trainer,
-    TrainingBlock,
-    agree_on_loss_scale,
-    average,
-    check_count,
-    check_replicas,
-    floating_buffers,
-    meet,
-)
+from lockstep.parallel.asynchronous.block import Trainer, TrainingBlock
 from lockstep.parallel.parallel_model import unwrap
 from lockstep.runtime.failure import is_consequence
+from lockstep.torch_internals import optim as torch_optim
 
 STATE_KEYS = frozenset({"num_steps", "in_round", "world_size", "parameters", "buffers", "optimizer"})
 
@@ -29,8 +21,8 @@ STATE_KEYS = frozenset({"num_steps", "in_round", "world_size", "parameters", "bu
 class LocalRounds(TrainingBlock):
     """Rounds of steps that each rank makes by itself, with a meeting at the end of each: ``LocalSGD`` and ``DiLoCo``.
 
-    What happens when ranks meet is ``_combine``. A rank that leaves the block with an exception tells the others, which
-    raise at their next meeting.
+    Where ranks meet, they take the mean of their parameters; a subclass may do more in ``_combine``. A rank that leaves
+    the block with an exception tells the others, which raise at their next meeting.
 
     Args:
         steps: Optimizer steps of a round.
@@ -52,8 +44,8 @@ class LocalRounds(TrainingBlock):
         }
 
     def _check(self) -> None:
-        check_count(self._name, "a number of steps", self.steps, least=1)
-        check_replicas(self._name, self._trainer, self.model)
+        self._check_count("a number of steps", self.steps, least=1)
+        super()._check()
 
     @property
     def ranks_agree(self) -> bool:
@@ -88,17 +80,27 @@ class LocalRounds(TrainingBlock):
 
     def _combine(self) -> None:
         """Give all ranks the same parameters. Collective."""
-        raise NotImplementedError
+        self._average(self._trained.values())
 
     def _synchronize(self, where: str, merge: bool) -> None:
         self._others_know = True  # whatever is raised from here on is raised on all ranks
-        meet(self._communicator, f"{self._name} {where}", self.num_steps)
+        self._meet(f"{self._name} {where}", self.num_steps)
         if merge:
             self._combine()
-            average(self._communicator, floating_buffers(self.model))
-            agree_on_loss_scale(self._communicator, self._trainer.scaler)
+            self._average(self._floating_buffers())
+            self._agree_on_loss_scale()
             self._in_round = 0
         self._others_know = False
+
+    def _agree_on_loss_scale(self) -> None:
+        """Take the smallest of the ranks' fp16 loss scales, which each adjusted by itself. Collective with a scaler."""
+        scaler = self._trainer.scaler
+        state = {} if scaler is None else scaler.state_dict()
+        if scaler is None or not state:  # without a state it is switched off
+            return
+        own = state["scale"], state[torch_optim.GROWTH_TRACKER]
+        scale, growth = min(self._communicator.gather_object([own]))
+        scaler.load_state_dict({**state, "scale": scale, torch_optim.GROWTH_TRACKER: growth})
 
     def _end(self) -> None:
         # also right after a meeting: another rank may not have ended
@@ -108,7 +110,7 @@ class LocalRounds(TrainingBlock):
         if self._others_know or not isinstance(error, Exception) or is_consequence(error):
             return
         with suppress(Exception):  # the error that counts is the one on its way
-            meet(self._communicator, self._name, self.num_steps, error)
+            self._meet(self._name, self.num_steps, error)
 
     # State ------------------------------------------------------------------------------------------
 
@@ -116,12 +118,14 @@ class LocalRounds(TrainingBlock):
         """Return the state of this rank, for ``load_state_dict``: name -> tensor, number, mapping or list.
 
         It has the position in the round, and the state of the optimizer if that was passed. Inside of a round, it
-        also has this rank's own parameters and buffers. The tensors share memory with the model.
+        also has this rank's own parameters and buffers. That of ``DiLoCo`` also has the parameters at the beginning
+        of the round (equal on all ranks), and the state of the outer optimizer. The tensors share memory with the
+        model.
 
         Examples:
             ```python
             import torch
-            from lockstep import Accelerator, LocalSGD
+            from lockstep import Accelerator, DiLoCo, LocalSGD
 
             accelerator = Accelerator()
             model = torch.nn.Linear(4, 1)
@@ -130,6 +134,9 @@ class LocalRounds(TrainingBlock):
                 accelerator.register_for_checkpointing(local_sgd)  # save_state calls it
                 local_sgd.step()
                 assert "parameters" in local_sgd.state_dict()  # those of a round that goes on
+            with DiLoCo(accelerator, model, steps=5) as diloco:
+                diloco.step()
+                assert diloco.state_dict()["in_round"] == 1
             ```
         """
         inside = self._in_round > 0
@@ -138,8 +145,9 @@ class LocalRounds(TrainingBlock):
             "in_round": self._in_round,
             "world_size": self._communicator.world_size,
             "parameters": {name: p.detach() for name, p in self._trained.items()} if inside else {},
-            "buffers": floating_buffers(self.model) if inside else [],
+            "buffers": self._floating_buffers() if inside else [],
             "optimizer": None if self._optimizer is None else self._optimizer.state_dict(),
+            **self._outer_state(),
         }
 
     @torch.no_grad()
@@ -156,7 +164,7 @@ class LocalRounds(TrainingBlock):
         Examples:
             ```python
             import torch
-            from lockstep import Accelerator, LocalSGD
+            from lockstep import Accelerator, DiLoCo, LocalSGD
 
             accelerator = Accelerator()
             model = torch.nn.Linear(4, 1)
@@ -164,9 +172,12 @@ class LocalRounds(TrainingBlock):
             with LocalSGD(accelerator, model, local_sgd_steps=5) as local_sgd:
                 accelerator.register_for_checkpointing(local_sgd)  # load_state calls it
                 local_sgd.step()
-                state = local_sgd.state_dict()
-                local_sgd.load_state_dict(state)
+                local_sgd.load_state_dict(local_sgd.state_dict())
                 assert local_sgd.num_steps == 1
+            with DiLoCo(accelerator, model, steps=5) as diloco:
+                diloco.step()
+                diloco.load_state_dict(diloco.state_dict())
+                assert diloco.num_steps == 1
             ```
         """
         self._check_state(state)
@@ -174,11 +185,19 @@ class LocalRounds(TrainingBlock):
         for name, value in state["parameters"].items():
             self._trained[name].copy_(value)
         if state["buffers"]:
-            for buffer, value in zip(floating_buffers(self.model), state["buffers"], strict=True):
+            for buffer, value in zip(self._floating_buffers(), state["buffers"], strict=True):
                 buffer.copy_(value)
         same_world = state["world_size"] == self._communicator.world_size
         if self._optimizer is not None and state["optimizer"] is not None and same_world:
             self._optimizer.load_state_dict(state["optimizer"])
+        self._load_outer_state(state)
+
+    def _outer_state(self) -> StateDict:
+        """What a subclass adds to the state."""
+        return {}
+
+    def _load_outer_state(self, state: StateDict) -> None:
+        """Take it from a state that was checked."""
 
     def _check_state(self, state: StateDict) -> None:
         """Raise CheckpointError if the state cannot be loaded; changes nothing."""
@@ -197,17 +216,20 @@ class LocalRounds(TrainingBlock):
                 "many ranks, or save when ranks_agree."
             )
         self._check_tensors(state["parameters"], self._trained)
-        buffers = {str(i): buffer for i, buffer in enumerate(floating_buffers(self.model))}
-        self._check_tensors({str(i): buffer for i, buffer in enumerate(state["buffers"])}, buffers)
+        self._check_tensors(_numbered(state["buffers"]), _numbered(self._floating_buffers()))
 
     def _check_tensors(self, saved: dict[str, torch.Tensor], here: dict[str, torch.Tensor]) -> None:
-        shapes = [{name: tuple(value.shape) for name, value in tensors.items()} for tensors in (saved, here)]
-        differ = [name for name in {**shapes[0], **shapes[1]} if shapes[0].get(name) != shapes[1].get(name)]
-        if differ:
-            raise CheckpointError(
-                f"The state of {self._name} has {shapes[0].get(differ[0])} for '{differ[0]}', but the model has "
-                f"{shapes[1].get(differ[0])}. Prepare the model that was saved."
-            )
+        for name in {**saved, **here}:
+            was, has = (tuple(tensors[name].shape) if name in tensors else None for tensors in (saved, here))
+            if was != has:
+                raise CheckpointError(
+                    f"The state of {self._name} has {was} for '{name}', but the model has {has}. Prepare the model "
+                    "that was saved."
+                )
+
+
+def _numbered(buffers: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {str(number): buffer for number, buffer in enumerate(buffers)}
 
 
 class LocalSGD(LocalRounds):
@@ -261,6 +283,3 @@ class LocalSGD(LocalRounds):
     ) -> None:
         super().__init__(accelerator, model, local_sgd_steps, optimizer, enabled)
         self.enabled = enabled and accelerator.runtime.world_size > 1
-
-    def _combine(self) -> None:
-        average(self._communicator, self._trained.values())

@@ -17,18 +17,20 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
-from functools import reduce
-from queue import Empty, SimpleQueue
-from typing import Any
+from functools import partial, reduce
+from queue import SimpleQueue
 
 import torch
 import torch.distributed as dist
 
 from lockstep.errors import UsageError
 from lockstep.runtime.process import THREADS_LET_GO_S, Runtime
+
+Works = list[dist.Work | None]
+"""None is for ranks that are not in the group."""
 
 
 class MessageWord(IntEnum):
@@ -62,7 +64,10 @@ class MessageFormat:
 
     def __init__(self, parameters: Sequence[torch.Tensor], runtime: Runtime) -> None:
         self.parameters = list(parameters)
-        self.device = message_device(runtime.device)
+        # Messages lie with the gradients, or in host memory if the backend carries only that.
+        backends = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
+        on_host = backends.get(runtime.device.type, "gloo") == "gloo"
+        self.device = torch.device("cpu") if on_host else runtime.device
         self.dtype = reduce(torch.promote_types, (p.dtype for p in self.parameters), torch.float32)
         self._sizes = [p.numel() for p in self.parameters]
         self._rank, self._world_size = runtime.rank, runtime.world_size
@@ -103,15 +108,10 @@ class MessageFormat:
     def read(self, total: torch.Tensor) -> Total:
         """The sum [numel] of all ranks' messages, taken apart; on an accelerator it must be ready."""
         gradients, numbers = total.split([sum(self._sizes), self._numbers])
+        ranks = self._world_size
         said = [int(number) for number in numbers.tolist()]
-        words = len(self._sizes)
-        ages = words + self._world_size
-        return Total(
-            gradients,
-            present=[ranks > 0 for ranks in said[:words]],
-            words=[MessageWord(word) for word in said[words:ages]],
-            staleness=said[ages:],
-        )
+        words = [MessageWord(word) for word in said[-2 * ranks : -ranks]]
+        return Total(gradients, [count > 0 for count in said[: -2 * ranks]], words, said[-ranks:])
 
     @torch.no_grad()
     def means(self, total: Total) -> list[torch.Tensor | None]:
@@ -125,18 +125,6 @@ class MessageFormat:
         ]
 
 
-Works = list[Any]
-
-
-@dataclass
-class _Round:
-    number: int
-    message: torch.Tensor
-    inbox: dict[int, torch.Tensor] = field(default_factory=dict)
-    works: Works = field(default_factory=list)
-    packed: torch.Event | None = None
-
-
 class Rounds:
     """Carries rounds until one in which some rank has ended or failed. Building it is collective.
 
@@ -147,10 +135,12 @@ class Rounds:
     def __init__(self, runtime: Runtime, form: MessageFormat, counts: Counter[str]) -> None:
         self._counts = counts  # each key is written by one thread
         self._rank, self._world_size = runtime.rank, runtime.world_size
+        self._others = [rank for rank in range(runtime.world_size) if rank != runtime.rank]
         self._form = form
         self._posted = 0
         self._to_server, self._from_server = dist.new_group(), dist.new_group()
-        self._todo: SimpleQueue[_Round] = SimpleQueue()
+        # What the thread does in each round that was posted, and what came of it.
+        self._todo: SimpleQueue[Callable[[], torch.Tensor]] = SimpleQueue()
         self._done: SimpleQueue[Total | BaseException] = SimpleQueue()
         self._answers: deque[tuple[Works, torch.Tensor]] = deque()
         self._lane = torch.Stream(form.device) if form.device.type != "cpu" else None
@@ -159,21 +149,23 @@ class Rounds:
 
     def post(self, message: torch.Tensor) -> None:
         """Begin the next round with this rank's message [numel], which from now on belongs to the round."""
-        number = self._posted
+        number, self._posted = self._posted, self._posted + 1
         server = number % self._world_size
-        this = _Round(number, message)
         if server == self._rank:
-            for rank in self._others():
-                this.inbox[rank] = self._form.empty()
-                this.works.append(dist.irecv(this.inbox[rank], rank, group=self._to_server, tag=number))
+            inbox = {rank: self._form.empty() for rank in self._others}
+            works = [
+                dist.irecv(part, rank, group=self._to_server, tag=number) for rank, part in inbox.items()
+            ]
             # The thread of rounds adds in another stream, which must wait until this message is packed.
+            packed = None
             if self._lane is not None:
-                this.packed = torch.accelerator.current_stream(self._form.device).record_event()
+                packed = torch.accelerator.current_stream(self._form.device).record_event()
+            inbox[self._rank] = message
+            self._todo.put(partial(self._serve, number, inbox, works, packed))
         else:
-            this.works.append(dist.isend(message, server, group=self._to_server, tag=number))
+            sent = dist.isend(message, server, group=self._to_server, tag=number)
             self._counts["sent"] += message.nbytes
-        self._posted += 1
-        self._todo.put(this)
+            self._todo.put(partial(self._receive, number, server, message, sent))
 
     def take(self, wait: bool) -> Total | None:
         """The sum of the next round; None if it has not come and we do not ``wait`` for it.
@@ -181,13 +173,11 @@ class Rounds:
         Raises:
             BaseException: what broke the connection to the others.
         """
-        try:
-            found = self._done.get_nowait()
-        except Empty:
+        if self._done.empty():
             if not wait:
                 return None
             self._counts["waits"] += 1
-            found = self._done.get()
+        found = self._done.get()
         if isinstance(found, BaseException):
             raise found
         if self._lane is not None:  # its memory must not be given away before we have read it
@@ -209,9 +199,6 @@ class Rounds:
         time.sleep(THREADS_LET_GO_S)
         del groups
 
-    def _others(self) -> list[int]:
-        return [rank for rank in range(self._world_size) if rank != self._rank]
-
     # In the thread ----------------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -220,58 +207,50 @@ class Rounds:
                 torch.accelerator.set_device_index(self._form.device.index)
                 torch.accelerator.set_stream(self._lane)
             while True:
-                total = self._form.read(self._carry(self._todo.get()))
-                self._done.put(total)
-                if any(word is not MessageWord.RUNNING for word in total.words):
+                total = self._todo.get()()
+                if self._lane is not None:
+                    self._lane.synchronize()
+                found = self._form.read(total)
+                self._done.put(found)
+                if any(word is not MessageWord.RUNNING for word in found.words):
                     break
-            for works, _ in self._answers:
-                for work in works:
-                    work.wait()
+            for sends, _ in self._answers:
+                _wait_for(sends)
         except BaseException as error:
             self._done.put(error)
         finally:
             self._answers.clear()
 
-    def _carry(self, this: _Round) -> torch.Tensor:
-        """The sum of the round's messages; complete, also on an accelerator."""
-        server = this.number % self._world_size
-        if server == self._rank:
-            total = self._add_up(this)
-            sends = [
-                dist.isend(total, rank, group=self._from_server, tag=this.number) for rank in self._others()
-            ]
-            self._counts["answered"] += total.nbytes * len(sends)
-            self._answers.append((sends, total))  # it must not change before all have it
-            while self._answers and all(work.is_completed() for work in self._answers[0][0]):
-                self._answers.popleft()
-        else:
-            total = self._form.empty()
-            work = dist.irecv(total, server, group=self._from_server, tag=this.number)
-            assert work is not None
-            work.wait()
-            # The sum has come, and so the server has this rank's message: its request only ends here.
-            for sent in this.works:
-                sent.wait()
-        if self._lane is not None:
-            self._lane.synchronize()
-        return total
-
-    def _add_up(self, this: _Round) -> torch.Tensor:
-        for work in this.works:
-            work.wait()
-        if self._lane is not None and this.packed is not None:
-            self._lane.wait_event(this.packed)
-        parts = {**this.inbox, self._rank: this.message}
+    def _serve(
+        self, number: int, inbox: dict[int, torch.Tensor], works: Works, packed: torch.Event | None
+    ) -> torch.Tensor:
+        """Add up all ranks' messages of a round, and send the others the sum."""
+        _wait_for(works)
+        if self._lane is not None and packed is not None:
+            self._lane.wait_event(packed)
         # In the order of the ranks, so that a sum has the same bits whichever rank is the server.
-        total = parts[0]
+        total = inbox[0]
         for rank in range(1, self._world_size):
-            total += parts[rank]
+            total += inbox[rank]
+        sends = [dist.isend(total, rank, group=self._from_server, tag=number) for rank in self._others]
+        self._counts["answered"] += total.nbytes * len(sends)
+        self._answers.append((sends, total))  # it must not change before all have it
+        while self._answers and all(work is None or work.is_completed() for work in self._answers[0][0]):
+            self._answers.popleft()
+        return total
+
+    def _receive(
+        self, number: int, server: int, _message: torch.Tensor, sent: dist.Work | None
+    ) -> torch.Tensor:
+        """The sum of a round from its server; until then the message is kept that was sent there."""
+        total = self._form.empty()
+        _wait_for([dist.irecv(total, server, group=self._from_server, tag=number)])
+        # The sum has come, and so the server has this rank's message: its request only ends here.
+        _wait_for([sent])
         return total
 
 
-def message_device(device: torch.device) -> torch.device:
-    """Where messages lie: with the gradients, or in host memory if the backend carries only that."""
-    backends = str(dist.get_backend_config())
-    here = [pair.split(":") for pair in backends.split(",")]
-    backend = next((pair[-1] for pair in here if pair[0] == device.type or len(pair) == 1), "gloo")
-    return torch.device("cpu") if backend == "gloo" else device
+def _wait_for(works: Works) -> None:
+    for work in works:
+        assert work is not None
+        work.wait()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Mapping
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass
 
 import torch
@@ -12,14 +13,8 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 from lockstep.errors import ConfigError, LockstepError, UsageError
-from lockstep.parallel.asynchronous.block import (
-    Trainer,
-    TrainingBlock,
-    average,
-    check_count,
-    check_replicas,
-    floating_buffers,
-)
+from lockstep.model.changes import attributes_set
+from lockstep.parallel.asynchronous.block import Trainer, TrainingBlock
 from lockstep.parallel.asynchronous.rounds import MessageFormat, MessageWord, Rounds, Total
 from lockstep.runtime.failure import is_consequence
 from lockstep.torch_internals import optim as torch_optim
@@ -154,7 +149,6 @@ class BoundedStaleness(TrainingBlock):
         self.enabled = enabled and accelerator.runtime.world_size > 1
         self.recent: deque[list[int]] = deque(maxlen=1024)
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._known = {id(parameter) for parameter in self._parameters}
         self._settings: deque[list[dict[str, object]]] = deque()  # of steps whose updates have not come
         self._histogram: Counter[int] = Counter()  # staleness -> gradients that were applied
         self._counts: Counter[str] = Counter()
@@ -162,14 +156,25 @@ class BoundedStaleness(TrainingBlock):
         self._rounds: Rounds | None = None
 
     def _check(self) -> None:
-        check_count(self._name, "staleness", self.staleness, least=0)
+        self._check_count("staleness", self.staleness, least=0)
         if self._max_norm is not None and not self._max_norm > 0:
             raise ConfigError(
                 f"BoundedStaleness got max_norm={self._max_norm}, but it must be above 0, or None. Pass one of "
                 "these."
             )
-        check_replicas(self._name, self._trainer, self.model)
-        _check_optimizer(self._optimizer, self.model)
+        super()._check()
+        if not isinstance(self._optimizer, torch.optim.Optimizer):
+            raise UsageError(
+                f"BoundedStaleness got a {type(self._optimizer).__name__} as optimizer. Pass what prepare() returned."
+            )
+        own = {id(parameter) for parameter in self.model.parameters()}
+        trained = [p for group in self._optimizer.param_groups for p in group["params"] if p.requires_grad]
+        foreign = sum(id(parameter) not in own for parameter in trained)
+        if foreign:
+            raise UsageError(
+                f"The optimizer trains {foreign} parameters of another model than BoundedStaleness got, so their "
+                "gradients would not be averaged. Pass one module that holds both models."
+            )
         if self._trainer.mixed_precision == "fp16":
             raise UsageError(
                 "BoundedStaleness got mixed_precision='fp16', but a late gradient has the loss scale of another "
@@ -209,7 +214,10 @@ class BoundedStaleness(TrainingBlock):
         self._check_gradients()
         gradients = [parameter.grad for parameter in self._parameters]
         rounds.post(self._form.pack(MessageWord.RUNNING, gradients, self._steps - self._computed_on))
-        self._settings.append(_settings_of(self._optimizer))
+        groups = self._optimizer.param_groups
+        self._settings.append(
+            [{key: deepcopy(group[key]) for key in SCHEDULED & group.keys()} for group in groups]
+        )
         self._steps += 1
         # schedulers warn if they advance before their optimizer has, which is late here
         torch_optim.note_step(getattr(self._optimizer, "optimizer", self._optimizer))
@@ -244,8 +252,9 @@ class BoundedStaleness(TrainingBlock):
         last = rounds.take(wait=True)
         assert last is not None
         self._check_words(rounds, last, self._steps)
-        self._close_rounds(rounds)
-        average(self._communicator, floating_buffers(self.model))
+        self._rounds = None
+        rounds.close()
+        self._average(self._floating_buffers())
 
     # Applying updates -------------------------------------------------------------------------------
 
@@ -270,14 +279,12 @@ class BoundedStaleness(TrainingBlock):
         own = [parameter.grad for parameter in self._parameters]
         groups = zip(self._optimizer.param_groups, settings, strict=True)
         present = [{key: group[key] for key in values} for group, values in groups]
-        window_ends = self._trainer.sync_gradients
-        try:
-            self._set_gradients(gradients, settings)
-            self._trainer.sync_gradients = True  # else the prepared optimizer would not step
-            self._update()
-        finally:
-            self._set_gradients(own, present)
-            self._trainer.sync_gradients = window_ends
+        with attributes_set(self._trainer, sync_gradients=True):  # else the prepared optimizer would not step
+            try:
+                self._set_gradients(gradients, settings)
+                self._update()
+            finally:
+                self._set_gradients(own, present)
 
     def _set_gradients(self, gradients: list[torch.Tensor | None], settings: list[dict[str, object]]) -> None:
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
@@ -310,7 +317,7 @@ class BoundedStaleness(TrainingBlock):
         return self._rounds
 
     def _check_gradients(self) -> None:
-        known = self._known
+        known = set(map(id, self._parameters))
         late = [n for n, p in self.model.named_parameters() if p.grad is not None and id(p) not in known]
         if late:
             raise UsageError(
@@ -323,58 +330,26 @@ class BoundedStaleness(TrainingBlock):
         words = total.words
         if set(words) in ({MessageWord.ENDED}, {MessageWord.RUNNING}):
             return
-        self._close_rounds(rounds)
+        self._rounds = None
+        rounds.close()
         if MessageWord.FAILED in words:
             raise LockstepError(
-                f"Rank {words.index(MessageWord.FAILED)} left BoundedStaleness with an exception after "
-                f"{round_number} steps. "
-                "This rank stops with it. Mend the cause on that rank."
+                f"Rank {words.index(MessageWord.FAILED)} left BoundedStaleness with an exception after {round_number} "
+                "steps. This rank stops with it. Mend the cause on that rank."
             )
         ended, running = words.index(MessageWord.ENDED), words.index(MessageWord.RUNNING)
         raise UsageError(
-            f"Rank {ended} ended after {round_number} steps, but rank {running} "
-            "made more. Let every rank make the same number of steps: prepare the loader with even_batches=True."
+            f"Rank {ended} ended after {round_number} steps, but rank {running} made more. Let every rank make the "
+            "same number of steps: prepare the loader with even_batches=True."
         )
-
-    def _close_rounds(self, rounds: Rounds, limit_s: float | None = None) -> None:
-        self._rounds = None
-        rounds.close(limit_s)
 
     def _report_failure(self, error: BaseException) -> None:
         """Say it in the next round."""
-        if self._rounds is None:  # they know
+        rounds, self._rounds = self._rounds, None
+        if rounds is None:  # they know
             return
-        rounds = self._rounds
         with suppress(Exception):  # the error that counts is the one on its way
             # Of another rank's failure all others have heard.
             if not is_consequence(error):
                 rounds.post(self._form.pack(MessageWord.FAILED))
-            self._close_rounds(rounds, FAREWELL_S if isinstance(error, Exception) else 0)
-        self._rounds = None
-
-
-def _settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, object]]:
-    """Copies of what schedules change, group by group."""
-    return [
-        {
-            key: value.clone() if isinstance(value, torch.Tensor) else value
-            for key, value in group.items()
-            if key in SCHEDULED
-        }
-        for group in optimizer.param_groups
-    ]
-
-
-def _check_optimizer(optimizer: object, model: nn.Module) -> None:
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UsageError(
-            f"BoundedStaleness got a {type(optimizer).__name__} as optimizer. Pass what prepare() returned."
-        )
-    own = {id(parameter) for parameter in model.parameters()}
-    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    foreign = sum(id(parameter) not in own for parameter in trained)
-    if foreign:
-        raise UsageError(
-            f"The optimizer trains {foreign} parameters of another model than BoundedStaleness got, so their "
-            "gradients would not be averaged. Pass one module that holds both models."
-        )
+            rounds.close(FAREWELL_S if isinstance(error, Exception) else 0)
