@@ -195,6 +195,25 @@ def test_output_goes_to_files_when_asked(
     assert "out 0" not in capfd.readouterr().out
 
 
+def test_the_traceback_of_a_rank_that_writes_to_a_file_is_shown_at_the_end(
+    tmp_path: Path, asked: Asked, capfd: pytest.CaptureFixture[str]
+) -> None:
+    logs = tmp_path / "logs"
+    assert launch(plan(tmp_path, 'if rank == 1: raise ValueError("on purpose")', str(logs))) == 1
+    err = capfd.readouterr().err
+    assert err.index("ValueError: on purpose") < err.index("lockstep launch: rank 1 failed first")
+    assert f"Its output is in {logs / 'rank-1.err'}." in err
+
+
+def test_with_tee_output_goes_to_files_and_to_the_console(
+    tmp_path: Path, asked: Asked, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shown = plan(tmp_path, "if rank == 1: print('gr\u00fc\u00df')", str(tmp_path / "logs"))
+    assert launch(dataclasses.replace(shown, tee=True)) == 0
+    assert capfd.readouterr().out == "gr\u00fc\u00df\n"
+    assert (tmp_path / "logs/rank-1.out").read_text(encoding="utf-8") == "gr\u00fc\u00df\n"
+
+
 def test_without_the_package_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     expect_refusal(MissingExtraError, "[ray]", launch, plan(tmp_path))

@@ -7,7 +7,7 @@ from signal import SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2
 
 import pytest
 
-from lockstep.launch import received_by, stop_and_end
+from lockstep.launch import ReceivedSignals, received_by
 
 ALL = (SIGTERM, SIGUSR1, SIGUSR2, SIGINT, SIGHUP, SIGQUIT)
 
@@ -26,7 +26,11 @@ ALL = (SIGTERM, SIGUSR1, SIGUSR2, SIGINT, SIGHUP, SIGQUIT)
 def test_the_first_polite_one_asks_and_the_first_other_one_ends(
     received: list[signal.Signals], stop: signal.Signals | None, end: signal.Signals | None
 ) -> None:
-    assert stop_and_end(received) == (stop, end)
+    asked = ReceivedSignals()
+    for number in received:
+        asked.add(number)
+    assert (asked.stop, asked.end) == (stop, end)
+    assert asked.first == (received[0] if received else None)
 
 
 def test_all_are_received_and_go_where_they_went_before_afterwards() -> None:

@@ -56,7 +56,7 @@ if not TYPE_CHECKING:
             "rendezvous": ["CoordinatorLost", "LauncherIdentity", "Over", "over_of", "Rendezvous", "Round"],
             "report": ["describe_failure", "exit_code", "Failure", "first_failure", "Restarts"],
             "running": ["make_work_folder", "running_launches", "write_place"],
-            "signals": ["received_by", "stop_and_end"],
+            "signals": ["received_by", "ReceivedSignals"],
             "slurm": ["batch_script", "sbatch_arguments", "srun"],
             "viewers": ["MOST_SENTENCES", "MOST_VIEWERS", "RunViewers"],
         },

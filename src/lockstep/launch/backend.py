@@ -1,8 +1,8 @@
-"""What the ways to launch share: the commands that they run or show, the console, the folder of log files,
-secrets, and which variables of the environment travel to other machines.
+"""What the ways to launch share: the commands that they run or show, secrets, and which variables of the environment
+travel to other machines.
 
-Signals are in ``signals``, the guard that ends what a launch leaves behind in ``guard_process``, failures in
-``report``. Each way is a module of ``BACKENDS``, imported when it is used.
+The console and log files are in ``console``, signals in ``signals``, the guard that ends what a launch leaves behind
+in ``guard_process``, failures in ``report``. Each way is a module of ``BACKENDS``, imported when it is used.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import importlib
 import os
 import re
 import shlex
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,30 +76,6 @@ class Backend(Protocol):
 def get_backend(name: str) -> Backend:
     """The module of a name in ``BACKENDS``."""
     return importlib.import_module(BACKENDS[name])
-
-
-def say(text: str) -> None:
-    """Complete lines of the launcher's own, after all that was printed before."""
-    sys.stdout.flush()
-    sys.stderr.write(text + "\n")
-    sys.stderr.flush()
-
-
-def make_log_folder(path: str | None) -> None:
-    """Make the folder of ``--log-dir``, if there is one; raises ConfigError."""
-    if path is None:
-        return
-    try:
-        Path(path).mkdir(parents=True, exist_ok=True)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"--log-dir {path}: cannot be made: {reason}. Name another directory.") from None
-
-
-def rank_log(folder: str | Path, rank: int | str, stream: str, restart: int = 0) -> str:
-    """The file for a rank's ``out`` or ``err``. What was written before a restart stays."""
-    suffix = f".restart-{restart}" if restart else ""
-    return os.path.join(folder, f"rank-{rank}{suffix}.{stream}")
 
 
 def worker_arguments(command: tuple[str, ...]) -> tuple[str, ...]:

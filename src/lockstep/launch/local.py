@@ -27,7 +27,8 @@ from lockstep.config.sources import (
 from lockstep.control import Secret, derived, new_secret, read_secret, user_secret
 from lockstep.control.session import name_of
 from lockstep.errors import ConfigError
-from lockstep.launch.backend import Command, make_log_folder, say
+from lockstep.launch.backend import Command
+from lockstep.launch.console import make_log_folder, say
 from lockstep.launch.guard_process import GuardProcess, run_guarded
 from lockstep.launch.network import LOOPBACK, Meeting, find_meeting, loopback_interface
 from lockstep.launch.plan import ALIAS, LaunchPlan

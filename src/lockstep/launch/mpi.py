@@ -118,8 +118,8 @@ def _check(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
             )
 
 
-def _signal_for(number: signal.Signals, count: int) -> signal.Signals:
+def _signal_for(number: signal.Signals, again: bool) -> signal.Signals:
     """What mpirun gets: it hands SIGUSR1 and SIGUSR2 to the workers, and ends them at the others."""
-    if count > 1:
+    if again:
         return signal.SIGTERM
     return signal.SIGUSR1 if number == signal.SIGTERM else number

@@ -3,60 +3,25 @@
 from __future__ import annotations
 
 import queue
-import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import IO
 
 from lockstep.config.sources import inherited_environment
 from lockstep.errors import ConfigError
 from lockstep.launch.backend import Command
-from lockstep.launch.signals import END_SIGNALS, received_by
+from lockstep.launch.console import Console
+from lockstep.launch.signals import ReceivedSignals, received_by
 from lockstep.runtime.failure import of_signal
 
 LOST = 255  # ssh's own exit code
 # after a program failed, for the others to end by themselves; then from the closed input to SIGKILL
 END_WAIT_S = 20.0
 KILL_WAIT_S = 3.0
-SAME_S = 30.0
-LAUNCHER_LINES = (b"lockstep launch: ", b"lockstep: ", b"Error: ")
-FAILED = re.compile(rb"lockstep launch: rank \d+\b(?=.* failed)")
 NOT_FOUND = "{program} is not installed here, or not in PATH. Install it, or launch in another way."
-
-
-class Output:
-    """Relays whole lines; what several launchers say of the same event is said once."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._said: dict[bytes, tuple[str, float]] = {}
-
-    def relay(
-        self, title: str, shown: Callable[[bytes], bytes], source: IO[bytes], target: IO[bytes]
-    ) -> None:
-        """Copy until ``source`` ends."""
-        for line in source:
-            whole = line if line.endswith(b"\n") else line + b"\n"
-            text = shown(whole)
-            with self._lock:
-                if not self._repeats(title, text, time.monotonic()):
-                    with suppress(OSError, ValueError):  # nobody reads any more
-                        target.write(text)
-                        target.flush()
-
-    def _repeats(self, title: str, text: bytes, now: float) -> bool:
-        start = min((found for word in LAUNCHER_LINES if (found := text.find(word)) >= 0), default=-1)
-        if not 0 <= start <= 80:
-            return False
-        where = text[:start].decode("utf-8", "replace") or title
-        failed = FAILED.match(text, start)  # the machines have different words for it
-        first, when = self._said.setdefault(failed.group() if failed else text[start:], (where, now))
-        return first != where and now - when < SAME_S
 
 
 class Programs:
@@ -65,7 +30,8 @@ class Programs:
     Args:
         grace_s: from a stop signal to the end of whatever still runs.
         least: with fewer programs than this, what is left cannot go on.
-        translate: the signal that a program gets for one that this process got, if it has no input.
+        translate: the signal that a program gets for one that this process got, if it has no input; whether that was
+            not the first.
     """
 
     def __init__(
@@ -73,7 +39,7 @@ class Programs:
         programs: Sequence[Command],
         grace_s: float,
         least: int,
-        translate: Callable[[signal.Signals, int], signal.Signals] = lambda number, _count: number,
+        translate: Callable[[signal.Signals, bool], signal.Signals] = lambda number, _again: number,
     ) -> None:
         self._programs = programs
         self._grace_s = grace_s
@@ -83,7 +49,7 @@ class Programs:
         self._running: dict[int, subprocess.Popen[bytes]] = {}
         self._readers: list[threading.Thread] = []
         self._codes: list[int] = []
-        self._signals: list[signal.Signals] = []
+        self._received = ReceivedSignals()
         self._deadline: float | None = None
         self._closed = False
 
@@ -107,13 +73,13 @@ class Programs:
     # -- starting ------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        output = Output()
+        console = Console()
         for index, program in enumerate(self._programs):
             process = _started(program)
             self._running[index] = process
-            for source, target in ((process.stdout, sys.stdout.buffer), (process.stderr, sys.stderr.buffer)):
+            for source, stream in ((process.stdout, "out"), (process.stderr, "err")):
                 assert source is not None
-                self._thread(output.relay, program.title, program.shown, source, target, wanted=True)
+                self._thread(console.relay, program.title, program.shown, source, stream, wanted=True)
             self._thread(self._await, index, process)
             if program.stdin is not None:
                 self._thread(_write, process, program.stdin.encode() + b"\n")
@@ -150,15 +116,15 @@ class Programs:
             self._end_within(END_WAIT_S)
 
     def _pass_on(self, number: signal.Signals) -> None:
-        again = bool(self._signals)
-        self._signals.append(number)
+        again = self._received.first is not None
+        self._received.add(number)
         for index, process in self._running.items():
             if self._programs[index].stdin is not None:
                 _write(process, number.name.encode() + b"\n")
             else:
                 with suppress(OSError):
-                    process.send_signal(self._translate(number, len(self._signals)))
-        self._end_within(KILL_WAIT_S if again or number in END_SIGNALS else self._grace_s + KILL_WAIT_S)
+                    process.send_signal(self._translate(number, again))
+        self._end_within(KILL_WAIT_S if self._received.end else self._grace_s + KILL_WAIT_S)
 
     def _end_within(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -185,8 +151,8 @@ class Programs:
         if not failed:
             return 0
         telling = [code for code in failed if code != LOST]
-        if not telling and self._signals:
-            return of_signal(self._signals[0])
+        if not telling and self._received.first is not None:
+            return of_signal(self._received.first)
         return (telling or failed)[0]
 
 

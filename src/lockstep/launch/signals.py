@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -27,13 +27,27 @@ def received_by(receive: Callable[[signal.Signals], object]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def stop_and_end(received: Sequence[signal.Signals]) -> tuple[signal.Signals | None, signal.Signals | None]:
-    """The first that asks for a stop, and the first that ends the run: any other."""
-    stop = next((number for number in received if number in STOP_SIGNALS), None)
-    others = list(received)
-    if stop is not None:
-        others.remove(stop)
-    return stop, next(iter(others), None)
+class ReceivedSignals:
+    """What the signals that a launch got ask of it, in every way of launching.
+
+    Attributes:
+        first: the first one.
+        stop: the first that asks the run to stop at a step boundary.
+        end: the first other one, also if it asks for a stop again: it ends the run at once.
+    """
+
+    def __init__(self) -> None:
+        self.first: signal.Signals | None = None
+        self.stop: signal.Signals | None = None
+        self.end: signal.Signals | None = None
+
+    def add(self, number: signal.Signals) -> None:
+        """One more."""
+        self.first = self.first or number
+        if number in STOP_SIGNALS and self.stop is None:
+            self.stop = number
+        else:
+            self.end = self.end or number
 
 
 class Interrupted(Exception):
@@ -56,7 +70,7 @@ class Signals:
 
     def __init__(self, is_watched: bool) -> None:
         self._is_watched = is_watched
-        self._asked: signal.Signals | None = None
+        self._received = ReceivedSignals()
         self._was_returned = False
         self._defers = False
         self.boundary = False
@@ -74,8 +88,8 @@ class Signals:
     def release(self) -> None:
         """Raise what was deferred."""
         self._defers = False
-        if self._asked is not None and not self.boundary:
-            raise Interrupted(self._asked, self._code(self._asked))
+        if self._received.stop is not None and not self.boundary:
+            raise Interrupted(self._received.stop, self._code(self._received.stop))
 
     def ignore(self) -> None:
         """From here on the launch is ending already."""
@@ -84,18 +98,17 @@ class Signals:
 
     def asked(self) -> signal.Signals | None:
         """The signal that asked for a stop, said once."""
-        if self._asked is None or self._was_returned:
+        if self._was_returned or self._received.stop is None:
             return None
         self._was_returned = True
-        return self._asked
+        return self._received.stop
 
     def _code(self, number: int) -> int:
         return PREEMPTED if self._is_watched and number in STOP_SIGNALS else of_signal(number)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if number in STOP_SIGNALS and self._asked is None:
-            self._asked = signal.Signals(number)
-            if not (self.boundary or self._defers):
-                raise Interrupted(number, self._code(number))
-            return
-        raise Interrupted(number, of_signal(number))
+        self._received.add(signal.Signals(number))
+        if self._received.end is not None:
+            raise Interrupted(number, of_signal(number))
+        if not (self.boundary or self._defers):
+            raise Interrupted(number, self._code(number))

@@ -17,7 +17,8 @@ from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, S
 
 from lockstep.config.sources import RESTART_VARIABLE, inherited_environment
 from lockstep.launch import bare
-from lockstep.launch.backend import rank_log, say, worker_arguments
+from lockstep.launch.backend import worker_arguments
+from lockstep.launch.console import rank_log, say
 from lockstep.launch.network import store_on
 from lockstep.launch.plan import LaunchPlan
 from lockstep.launch.rendezvous import Round

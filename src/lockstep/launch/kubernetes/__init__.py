@@ -11,7 +11,8 @@ import yaml
 
 from lockstep.config.sources import inherited_environment
 from lockstep.errors import ConfigError
-from lockstep.launch.backend import Command, forwarded, is_secret, say
+from lockstep.launch.backend import Command, forwarded, is_secret
+from lockstep.launch.console import say
 from lockstep.launch.kubernetes.kinds import KINDS
 from lockstep.launch.kubernetes.options import KubernetesOptions, parse_options
 from lockstep.launch.kubernetes.pod import SECRET_KEY, KubernetesObject, program

@@ -1,4 +1,8 @@
-"""Ray: the plan's processes as workers of ``ray.train``'s TorchTrainer, on this machine or on a cluster."""
+"""Ray: the plan's processes as workers of ``ray.train``'s TorchTrainer, on this machine or on a cluster.
+
+Console, log files, signals and the words about a failure are those of every launch. Ray itself brings the output here,
+and starts the ranks again after a failure, so that neither pipes of our own nor ``programs`` have a part in it.
+"""
 
 from __future__ import annotations
 
@@ -7,24 +11,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from signal import SIGTERM, Signals
-from types import TracebackType
-from typing import Any, TextIO
+from typing import Any
 
 from lockstep.config.settings import SETTINGS
 from lockstep.config.sources import SECRET_VARIABLE, inherited_environment
 from lockstep.errors import ConfigError
-from lockstep.launch.backend import (
-    SECRET,
-    Command,
-    forwarded,
-    make_log_folder,
-    rank_log,
-    say,
-    without_secrets,
-)
+from lockstep.launch.backend import SECRET, Command, forwarded, without_secrets
+from lockstep.launch.console import Console, say
 from lockstep.launch.guard_process import run_guarded
 from lockstep.launch.plan import FaultPolicy, LaunchPlan
 from lockstep.launch.ray_cluster.cluster import (
@@ -38,7 +32,7 @@ from lockstep.launch.ray_cluster.cluster import (
 )
 from lockstep.launch.ray_cluster.worker import Job, RayEnded, RayOutput, RunRecord, train_loop
 from lockstep.launch.report import Failure, describe_failure, exit_code, first_failure
-from lockstep.launch.signals import received_by, stop_and_end
+from lockstep.launch.signals import ReceivedSignals, received_by
 from lockstep.runtime.failure import PREEMPTED, of_signal
 
 POLL_S = 0.2
@@ -154,10 +148,10 @@ def _run(ray: Any, plan: LaunchPlan, console: Console) -> int:
     use_gpu = uses_gpus(plan, resources)
     lack = shortage(plan, resources, use_gpu)
     if lack is not None:
-        console.say(f"{lack}; waiting for more.")
+        say(f"lockstep launch: {lack}; waiting for more.")
     record = ray.remote(num_cpus=0)(RunRecord).remote()
-    received: list[Signals] = []  # not raised: Ray's calls swallow what a handler raises
-    with tempfile.TemporaryDirectory(prefix="lockstep-ray-") as storage, received_by(received.append):
+    received = ReceivedSignals()  # not raised: Ray's calls swallow what a handler raises
+    with tempfile.TemporaryDirectory(prefix="lockstep-ray-") as storage, received_by(received.add):
         trainer = ray.train.torch.TorchTrainer(
             train_loop, **trainer_arguments(ray, plan, record, use_gpu, storage)
         )
@@ -165,12 +159,11 @@ def _run(ray: Any, plan: LaunchPlan, console: Console) -> int:
         fit.start()
         end = _follow(ray, record, fit, received, console, plan.fault_policy.grace_s)
         if end is not None:
-            console.say(f"ended by {end.name}; all processes were ended.")
+            say(f"lockstep launch: ended by {end.name}; all processes were ended.")
             return of_signal(end)
         results = ray.get(record.results.remote())
-        stop, _ = stop_and_end(received)
-        if stop is not None and {ended.exit_code for ended in results} == {of_signal(SIGTERM)}:
-            return of_signal(stop)  # all ranks stopped; they have said where
+        if received.stop is not None and {ended.exit_code for ended in results} == {of_signal(SIGTERM)}:
+            return of_signal(received.stop)  # all ranks stopped; they have said where
         return _outcome(results, fit.error, plan, console)
 
 
@@ -190,26 +183,30 @@ class _Fit(threading.Thread):
 
 
 def _follow(
-    ray: Any, record: Any, fit: _Fit, received: Sequence[Signals], console: Console, grace_s: float
+    ray: Any, record: Any, fit: _Fit, received: ReceivedSignals, console: Console, grace_s: float
 ) -> Signals | None:
     """Show the output and pass on stop signals until the run is over; returns the signal that ended it."""
     limit: float | None = None
     end: Signals | None = None
     while fit.is_alive():
         fit.join(POLL_S)
-        console.show(ray.get(record.take.remote()))
-        stop, end = stop_and_end(received)
-        if stop is not None and limit is None:
+        _show(ray.get(record.take.remote()), console)
+        if received.stop is not None and limit is None:
             begun = ray.get(record.request_stop.remote())
             limit = time.monotonic() + (grace_s if begun else 0)
-        if limit is not None and time.monotonic() >= limit:
-            end = end or stop
+        is_late = limit is not None and time.monotonic() >= limit
+        end = received.end or (received.stop if is_late else None)
         if end is not None:
             ray.get(record.end.remote())
             fit.join(END_LIMIT_S)
             break
-    console.show(ray.get(record.take.remote()))
-    return end or stop_and_end(received)[1]
+    _show(ray.get(record.take.remote()), console)
+    return end or received.end
+
+
+def _show(outputs: list[RayOutput], console: Console) -> None:
+    for rank, stream, text in outputs:
+        console.write(rank, stream, text)
 
 
 def _outcome(results: list[RayEnded], error: Exception | None, plan: LaunchPlan, console: Console) -> int:
@@ -219,71 +216,15 @@ def _outcome(results: list[RayEnded], error: Exception | None, plan: LaunchPlan,
         return 0
     if PREEMPTED in codes and codes <= {0, PREEMPTED}:
         return PREEMPTED
-    failures = [_failure(ended, console.files) for ended in results if ended.exit_code]
+    failures = [
+        Failure(one.rank, one.exit_code, one.report, console.stderr_of(one.rank), one.ended_by_us)
+        for one in results
+        if one.exit_code
+    ]
     if not failures:
         first = (str(error).strip().splitlines() or [type(error).__name__])[-1]
-        console.say(f"Ray ended the run: {first[:500]}")
+        say(f"lockstep launch: Ray ended the run: {first[:500]}")
         return 1
     worst = first_failure(failures)
-    console.say_lines(describe_failure(worst, plan.nproc * plan.num_machines))
+    say(describe_failure(worst, plan.nproc * plan.num_machines))
     return exit_code(worst)
-
-
-def _failure(ended: RayEnded, files: Mapping[int, str]) -> Failure:
-    return Failure(
-        ended.rank, ended.exit_code, ended.report, files.get(ended.rank), ended_by_us=ended.ended_by_us
-    )
-
-
-class Console:
-    """Writes ``rank-N.out`` and ``rank-N.err`` if there is a directory; with ``tee`` the console shows it too.
-
-    ``files`` has the path of each rank's ``.err``.
-
-    Raises:
-        ConfigError: the directory cannot be made.
-    """
-
-    def __init__(self, log_dir: str | None, tee: bool) -> None:
-        self._directory = None if log_dir is None else Path(log_dir)
-        self._tee = tee
-        self._open: dict[tuple[int, str], TextIO] = {}
-        self.files: dict[int, str] = {}
-        make_log_folder(log_dir)
-
-    def __enter__(self) -> Console:
-        return self
-
-    def __exit__(
-        self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
-    ) -> None:
-        for file in self._open.values():
-            file.close()
-
-    def show(self, outputs: Iterable[RayOutput]) -> None:
-        """Write what the ranks wrote, in the order in which it came."""
-        for rank, stream, text in outputs:
-            if self._directory is not None:
-                self._file(self._directory, rank, stream).write(text)
-            if self._directory is None or self._tee:
-                console = sys.stdout if stream == "out" else sys.stderr
-                console.write(text)
-                console.flush()
-
-    def say(self, text: str) -> None:
-        """A line of the launcher's own."""
-        self.say_lines(f"lockstep launch: {text}")
-
-    def say_lines(self, text: str) -> None:
-        """Lines of the launcher's own, complete."""
-        for file in self._open.values():
-            file.flush()
-        say(text)
-
-    def _file(self, directory: Path, rank: int, stream: str) -> TextIO:
-        if (rank, stream) not in self._open:
-            path = Path(rank_log(directory, rank, stream))
-            self._open[rank, stream] = path.open("w", encoding="utf-8")
-            if stream == "err":
-                self.files[rank] = str(path)
-        return self._open[rank, stream]

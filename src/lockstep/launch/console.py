@@ -1,0 +1,112 @@
+"""What a launch writes, for every way of launching: its own lines, the output of ranks and programs, log files."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import IO
+
+from lockstep.errors import ConfigError
+
+SAME_S = 30.0
+LAUNCHER_LINES = (b"lockstep launch: ", b"lockstep: ", b"Error: ")
+FAILED = re.compile(rb"lockstep launch: rank \d+\b(?=.* failed)")
+
+
+def say(text: str) -> None:
+    """Complete lines of the launcher's own, after all that was printed before."""
+    sys.stdout.flush()
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+def make_log_folder(path: str | None) -> None:
+    """Make the folder of ``--log-dir``, if there is one; raises ConfigError."""
+    if path is None:
+        return
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"--log-dir {path}: cannot be made: {reason}. Name another directory.") from None
+
+
+def rank_log(folder: str | Path, rank: int | str, stream: str, restart: int = 0) -> str:
+    """The file for a rank's ``out`` or ``err``. What was written before a restart stays."""
+    suffix = f".restart-{restart}" if restart else ""
+    return os.path.join(folder, f"rank-{rank}{suffix}.{stream}")
+
+
+class Console:
+    """Shows what ranks or programs write as ``out`` or ``err``, or keeps it in files, where no system pipe does it.
+
+    Args:
+        log_dir: the folder for ``rank-N.out`` and ``rank-N.err``. None: everything is shown.
+        tee: with a folder, show everything too.
+
+    Raises:
+        ConfigError: the folder cannot be made.
+    """
+
+    def __init__(self, log_dir: str | None = None, tee: bool = False) -> None:
+        make_log_folder(log_dir)
+        self._log_dir = log_dir
+        self._is_shown = tee or log_dir is None
+        self._files: dict[tuple[int, str], IO[bytes]] = {}
+        self._lock = threading.Lock()
+        self._said: dict[bytes, tuple[str, float]] = {}
+
+    def __enter__(self) -> Console:
+        return self
+
+    def __exit__(self, *_raised: object) -> None:
+        with ExitStack() as stack:
+            for file in self._files.values():
+                stack.callback(file.close)
+
+    def write(self, rank: int, stream: str, text: str) -> None:
+        """What a rank wrote, which may be a part of a line."""
+        content = text.encode()
+        if self._log_dir is not None:
+            if (rank, stream) not in self._files:
+                # Without a buffer: the end of the file is shown if the rank fails.
+                path = rank_log(self._log_dir, rank, stream)
+                self._files[rank, stream] = open(path, "wb", buffering=0)  # noqa: SIM115
+            self._files[rank, stream].write(content)
+        if self._is_shown:
+            self._show(stream, content)
+
+    def stderr_of(self, rank: int) -> str | None:
+        """The file in which the rank's ``err`` is."""
+        file = self._files.get((rank, "err"))
+        return None if file is None else file.name
+
+    def relay(self, title: str, shown: Callable[[bytes], bytes], source: IO[bytes], stream: str) -> None:
+        """Show whole lines of a program until ``source`` ends. What several launchers say of one event, once."""
+        for line in source:
+            text = shown(line if line.endswith(b"\n") else line + b"\n")
+            if not self._repeats(title, text, time.monotonic()):
+                self._show(stream, text)
+
+    def _show(self, stream: str, content: bytes) -> None:
+        target = sys.stdout if stream == "out" else sys.stderr
+        with self._lock, suppress(OSError, ValueError):  # nobody reads any more
+            target.flush()
+            target.buffer.write(content)
+            target.flush()
+
+    def _repeats(self, title: str, text: bytes, now: float) -> bool:
+        start = min((found for word in LAUNCHER_LINES if (found := text.find(word)) >= 0), default=-1)
+        if not 0 <= start <= 80:
+            return False
+        where = text[:start].decode("utf-8", "replace") or title
+        failed = FAILED.match(text, start)  # the machines have different words for it
+        with self._lock:
+            first, when = self._said.setdefault(failed.group() if failed else text[start:], (where, now))
+        return first != where and now - when < SAME_S
