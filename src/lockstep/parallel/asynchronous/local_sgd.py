@@ -95,9 +95,9 @@ class LocalRounds(TrainingBlock):
     def _agree_on_loss_scale(self) -> None:
         """Take the smallest of the ranks' fp16 loss scales, which each adjusted by itself. Collective with a scaler."""
         scaler = self._trainer.scaler
-        state = {} if scaler is None else scaler.state_dict()
-        if scaler is None or not state:  # without a state it is switched off
+        if scaler is None or not scaler.is_enabled():
             return
+        state = scaler.state_dict()
         own = state["scale"], state[torch_optim.GROWTH_TRACKER]
         scale, growth = min(self._communicator.gather_object([own]))
         scaler.load_state_dict({**state, "scale": scale, torch_optim.GROWTH_TRACKER: growth})
