@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 import atexit, ctypes, inspect, json, locale, logging, multiprocessing, os
 import resource, signal, subprocess, sys, threading, warnings
 CONSTANT = 1
-print("first line")
+sys.stdout.write("first line\\n")  # at once, also where nothing is buffered: several processes say it
 
 def stream(file):
     return [file.fileno(), file.isatty(), file.encoding, file.errors, file.newlines, file.line_buffering,
