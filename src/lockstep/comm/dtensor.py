@@ -207,7 +207,6 @@ def with_part(part: torch.Tensor, like: DTensor) -> torch.Tensor:
     return spread if local(spread).device == part.device else spread.to(part.device)
 
 
-@torch.no_grad()
 def total_norm(
     tensors: Iterable[torch.Tensor],
     norm_type: float = 2.0,
@@ -224,10 +223,19 @@ def total_norm(
         UsageError: a DTensor is not summed up yet.
     """
     tensors = list(tensors)
+    # Mostly; so asked without a call for each.
+    if {*map(type, tensors)} == {torch.Tensor} and all(map(torch.Tensor.numel, tensors)):
+        return norm_of(tensors, norm_type)
+    return _total_norm_of_parts(tensors, norm_type, norm_of)
+
+
+@torch.no_grad()
+def _total_norm_of_parts(
+    tensors: Iterable[torch.Tensor],
+    norm_type: float,
+    norm_of: Callable[[Sequence[torch.Tensor], float], torch.Tensor],
+) -> torch.Tensor:
     groups: dict[Any, list[torch.Tensor]] = {}
-    if {*map(type, tensors)} == {torch.Tensor}:  # mostly: asked without a call for each
-        groups[None] = tensors
-        tensors = []
     for tensor in tensors:
         if not is_dtensor(tensor):
             groups.setdefault(None, []).append(tensor)
@@ -236,10 +244,8 @@ def total_norm(
         groups.setdefault((tensor.device_mesh, tensor.placements), []).append(local(tensor))
     norms = []
     for layout, parts in groups.items():
-        elements = parts
-        if not all(map(torch.Tensor.numel, parts)):
-            # A rank may have no rows of any of them, and no elements have no largest one.
-            elements = [part for part in parts if part.numel()] or [parts[0].new_zeros(())]
+        # A rank may have no rows of any of them, and no elements have no largest one.
+        elements = [part for part in parts if part.numel()] or [parts[0].new_zeros(())]
         norm = norm_of(elements, norm_type)
         norms.append(norm if layout is None else _norm_over_shards(norm, norm_type, *layout))
     if not norms:

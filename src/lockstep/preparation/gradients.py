@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -92,8 +91,11 @@ class Gradients:
             else None
         )
         try:
-            with nullcontext() if self._damage is None else self._damage.backward(loss):
+            if self._damage is None:
                 self.watch.backward(partial(loss.backward, **kwargs))
+            else:
+                with self._damage.backward(loss):
+                    self.watch.backward(partial(loss.backward, **kwargs))
         except BaseException as error:
             self._shards.recover()
             if isinstance(error, RuntimeError) and "for storage of size 0" in str(error):

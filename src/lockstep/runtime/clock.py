@@ -61,7 +61,9 @@ class Parts:
 
     def read(self) -> dict[str, float]:
         """Seconds in each part until now."""
-        self.enter(self._part)
+        now = self._now()
+        self._seconds[self._part] += now - self._since
+        self._since = now
         return dict(self._seconds)
 
     def read_entered(self) -> dict[str, float]:
@@ -148,14 +150,14 @@ class StepClock:
 
     def batch_comes(self, batch: object) -> None:
         """A prepared loader hands out this one."""
-        for look in self.at_batch:
+        for look in [*self.at_batch]:
             look(batch)
         self.enter("other")
 
     def boundary(self) -> None:
         """A step is complete."""
         now = time.perf_counter()
-        for tell in self.at_step:
+        for tell in [*self.at_step]:  # one may be taken out meanwhile: of an Accelerator that nobody holds
             tell()
         if self._began is not None:
             self.durations_s.append(now - self._began)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,21 @@ NoSync = Callable[[nn.Module, bool], AbstractContextManager[Any]]
 """(model, inside a window) -> a context in which backward does not average over the ranks."""
 
 
+class _LastStep:
+    """The number of backward calls before the last step of an optimizer: a hook behind its steps."""
+
+    reads_no_parameter = True  # so that an offloaded step need not be over
+
+    def __init__(self, accumulation: Accumulation) -> None:
+        self._accumulation = weakref.ref(accumulation)
+        self.backwards = -1
+
+    def __call__(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        accumulation = self._accumulation()
+        if accumulation is not None:
+            self.backwards = accumulation.backwards
+
+
 class Accumulation:
     """Counts micro-batches into windows. Only the last backward of a window averages over the ranks.
 
@@ -32,6 +48,7 @@ class Accumulation:
         agreed_divisor: See ``WeightedMean``.
 
     Attributes:
+        backwards: Calls of ``backward`` so far.
         loss_factor: What the latest loss, or its weighted sum, was multiplied by; 0-d or a number.
     """
 
@@ -47,28 +64,23 @@ class Accumulation:
         self._unsynchronised = 0
         self._is_alone = False
         self._window_is_weighted: bool | None = None
-        self._backwards = 0
+        self.backwards = 0
         self.loss_factor: torch.Tensor | float = 1.0
-        # Optimizer -> number of backward calls before its last step.
-        self._stepped_after: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._last_steps: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of each optimizer a ``_LastStep``
 
     def watch(self, optimizer: Optimizer) -> None:
         """Take note of when an optimizer steps, for ``has_stepped``."""
-        if optimizer not in self._stepped_after:
-            self._stepped_after[optimizer] = -1
-            optimizer.register_step_post_hook(self._note_step)
+        if optimizer not in self._last_steps:
+            last = self._last_steps[optimizer] = _LastStep(self)
+            optimizer.register_step_post_hook(last)
 
     def has_stepped(self, optimizer: Optimizer) -> bool:
         """Whether a watched optimizer has stepped since the last backward, so that its gradients are used up.
 
         False where that is not known: in scripts that never call ``Accelerator.backward``.
         """
-        return 0 < self._backwards == self._stepped_after.get(optimizer)
-
-    def _note_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        self._stepped_after[optimizer] = self._backwards
-
-    _note_step.reads_no_parameter = True  # type: ignore[attr-defined]  # so that an offloaded step need not be over
+        last: _LastStep | None = self._last_steps.get(optimizer)
+        return last is not None and 0 < self.backwards == last.backwards
 
     def ranks_step_together(self) -> bool:
         """Whether every rank makes the next step, on the same gradients."""
@@ -146,7 +158,7 @@ class Accumulation:
         last = self._step.sync_gradients and self._unsynchronised == 0
         weighted = weight is not None
         self._step.backward_calls += 1
-        self._backwards += 1
+        self.backwards += 1
         if weighted and self._step.window_length > 1 and self._step.backward_calls > 1 and not last:
             raise UsageError(
                 "backward was called twice with a weight in one micro-batch of an accumulation window. Each "
@@ -240,8 +252,8 @@ class Accumulation:
         step.sync_gradients = state["sync_gradients"]
         self._window_is_weighted = state["is_weighted"]
         self._weighted_mean = None
-        for optimizer in self._stepped_after:
-            self._stepped_after[optimizer] = -1  # what was loaded waits for a step
+        for last in self._last_steps.values():
+            last.backwards = -1  # what was loaded waits for a step
 
     def uneven_inputs(self) -> AbstractContextManager[None]:
         """Ranks may end earlier than others inside."""

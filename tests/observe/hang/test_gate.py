@@ -6,6 +6,7 @@ import random
 import threading
 from collections.abc import Callable
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -56,6 +57,20 @@ def test_the_time_before_backward_is_counted_for_each_micro_batch(monkeypatch) -
     clock.batch_wanted()  # 11: the boundary
     assert list(clock.durations_s) == [11.0]
     assert list(clock.local_s) == [8.0]
+
+
+@pytest.mark.parametrize("name", ["at_step", "at_batch"])
+def test_whoever_looks_on_is_told_also_when_another_leaves_at_that_moment(name: str) -> None:
+    clock = StepClock()
+    told = []
+
+    def leaves(*_: object) -> None:
+        getattr(clock, name).remove(leaves)
+
+    getattr(clock, name).extend([leaves, lambda *_: told.append(name)])
+    clock.batch_comes(None)
+    clock.boundary()
+    assert told == [name]
 
 
 def test_without_a_stop_every_boundary_is_passed() -> None:

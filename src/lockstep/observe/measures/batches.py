@@ -42,7 +42,8 @@ class WaitingBatches:
     def use(self, loader: object | None) -> BatchSize | None:
         """A backward uses one of the loader that is iterated, or where none is, of the one that was last; None: there
         is no new one."""
-        waiting = self._latest if loader is None else self._of.get(loader)
+        is_latest = loader is None or self._loader_of_latest() is loader
+        waiting = self._latest if is_latest else self._of.get(loader)
         if not waiting:
             return None
         tokens, counts = waiting.popleft()
