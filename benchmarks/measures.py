@@ -120,7 +120,7 @@ def products() -> dict[str, Any]:
     for number in range(steps + 3):
         if number == 3:
             began = time.perf_counter()
-            accelerator.measures._recent.clear()
+            accelerator.measures._ended.recent.clear()
         accelerator.backward(model(x).sum())
         optimizer.step()
         optimizer.zero_grad()
