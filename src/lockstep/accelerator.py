@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from lockstep import preparation
 from lockstep.comm.methods import CollectiveMethods
+from lockstep.config.arguments import NOT_OPTIONS, AcceleratorArguments, parallel_fields
 from lockstep.config.enums import DistributedType, PrecisionType
 from lockstep.config.handlers import (
     DataLoaderConfiguration,
@@ -26,7 +27,7 @@ from lockstep.config.handlers import (
     TorchDynamoPlugin,
 )
 from lockstep.config.merge import ExternalSettings
-from lockstep.config.options import fit_to_world, parallel_fields, resolve_options
+from lockstep.config.options import Options, fit_to_world, resolve_options
 from lockstep.config.options_view import OptionsView
 from lockstep.config.parallel import Parallel
 from lockstep.config.sources import control_endpoint, imports_file
@@ -181,55 +182,14 @@ class Accelerator(
         given = dict(locals())
         del given["self"]
         self._arguments: dict[str, Any] = given | given.pop("further")
-        install_excepthook()  # from now on an exception that nobody catches reaches the launcher
-        if (parallel, parallelism_config, fsdp_plugin, deepspeed_plugin, deepspeed_plugins) == (None,) * 5:
-            deepspeed_plugins = Accelerator._several_plugins()
-        options = resolve_options(
-            mixed_precision=mixed_precision,
-            gradient_accumulation_steps=gradient_accumulation_steps,
-            gradient_accumulation_plugin=gradient_accumulation_plugin,
-            cpu=cpu,
-            parallel=parallel,
-            parallel_fields=parallel_fields(
-                {**further, "torch_tp_plugin": torch_tp_plugin, "megatron_lm_plugin": megatron_lm_plugin},
-                inspect.signature(type(self)).parameters,
-            ),
-            parallelism_config=parallelism_config,
-            fsdp_plugin=fsdp_plugin,
-            deepspeed_plugin=deepspeed_plugin,
-            deepspeed_plugins=deepspeed_plugins,
-            dynamo_backend=dynamo_backend,
-            dynamo_plugin=dynamo_plugin,
-            split_batches=split_batches,
-            dataloader_config=dataloader_config,
-            project_dir=project_dir,
-            project_config=project_config,
-            kwargs_handlers=kwargs_handlers,
-            watch=watch,
-            run_dir=run_dir,
-            log_measures=log_measures,
-            external=_external_settings,
-        )
-        for observer in RunObserver.registered:
-            options = observer.options(options)
-        if options.compile_options is not None:
-            check_backend(options.compile_options.get("backend"))
+        # From now on an exception that nobody catches reaches the launcher.
+        install_excepthook()
+        options = self._resolved(given, further)
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
-        self.runtime = process.start_runtime(options.cpu, options.init)
-        if options.fp8 is not None:
-            from lockstep.parallel.float8 import check_float8
-
-            check_float8(options.fp8, options.parallel, self.runtime.device)
-        if options.cpu_affinity:
-            process.apply_affinity(self.runtime)
+        self.runtime = self._joined(options)
         self._options = options = fit_to_world(options, self.runtime.world_size)
-        self._watch = hang.watch_process(self.runtime, options.watch, options.grace_s)
-        self._watch.save_with(self._save_at_boundary)
-        if (path := imports_file()) is not None:
-            from lockstep.runtime.imports import record_imports
-
-            record_imports(self._watch.clock, path)
+        self._watch = self._watching(options)
         for text in options.config_warnings if self.runtime.is_main else ():
             warnings.warn(text, stacklevel=2)
         self._step = StepState(
@@ -239,11 +199,7 @@ class Accelerator(
             adjust_scheduler=options.accumulation.adjust_scheduler,
             clock=self._watch.clock,
         )
-        self._scaler: LossScaler | None = None
-        if options.mixed_precision == "fp16":
-            from lockstep.train.loss_scale import LossScaler
-
-            self._scaler = LossScaler(self.runtime.device, options.scaler, lambda: self.meshes.stage_group)
+        self._scaler = self._loss_scaler(options)
         self._rng_types = rng_types
         self._registered: list[object] = []
         self._log_with = log_with
@@ -251,6 +207,51 @@ class Accelerator(
             _ = self._trackers  # says what is wrong with it
         alive = [made for made in Accelerator._made if made() is not None]
         Accelerator._made = [*alive, weakref.ref(self)]
+
+    # The steps of the constructor ---------------------------------------------------------------------
+
+    def _resolved(self, given: Mapping[str, Any], further: Mapping[str, object]) -> Options:
+        """The arguments, merged with what environment and files say."""
+        refused = {name: given[name] for name in NOT_OPTIONS if name in given}
+        fields = parallel_fields({**further, **refused}, inspect.signature(type(self)).parameters)
+        arguments = AcceleratorArguments.of(given, parallel_fields=fields)
+        if not arguments.asks_for_sharding:
+            arguments = replace(arguments, deepspeed_plugins=Accelerator._several_plugins())
+        options = resolve_options(arguments, _external_settings)
+        for observer in RunObserver.registered:
+            options = observer.options(options)
+        if options.compile_options is not None:
+            check_backend(options.compile_options.get("backend"))
+        return options
+
+    @staticmethod
+    def _joined(options: Options) -> process.Runtime:
+        """This process, as a member of the process group."""
+        runtime = process.start_runtime(options.cpu, options.init)
+        if options.fp8 is not None:
+            from lockstep.parallel.float8 import check_float8
+
+            check_float8(options.fp8, options.parallel, runtime.device)
+        if options.cpu_affinity:
+            process.apply_affinity(runtime)
+        return runtime
+
+    def _watching(self, options: Options) -> hang.ProcessWatch:
+        """The watch of this process, which saves a checkpoint before a stop."""
+        watch = hang.watch_process(self.runtime, options.watch, options.grace_s)
+        watch.save_with(self._save_at_boundary)
+        if (path := imports_file()) is not None:
+            from lockstep.runtime.imports import record_imports
+
+            record_imports(watch.clock, path)
+        return watch
+
+    def _loss_scaler(self, options: Options) -> LossScaler | None:
+        if options.mixed_precision != "fp16":
+            return None
+        from lockstep.train.loss_scale import LossScaler
+
+        return LossScaler(self.runtime.device, options.scaler, lambda: self.meshes.stage_group)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy, and what is unpickled, has the same arguments and nothing prepared."""

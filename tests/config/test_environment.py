@@ -6,7 +6,6 @@ import ast
 import os
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,6 +13,7 @@ import lockstep
 from lockstep.compat import DEEPSPEED_VARIABLES, external_settings
 from lockstep.config import (
     OF_WORKERS,
+    AcceleratorArguments,
     Options,
     control_endpoint,
     process_environment,
@@ -94,13 +94,7 @@ def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def worker() -> Options:
     """What ``Accelerator()`` reads."""
-    keys = (
-        "mixed_precision", "gradient_accumulation_steps", "gradient_accumulation_plugin", "cpu", "parallel",
-        "dynamo_backend", "dynamo_plugin", "split_batches", "dataloader_config", "project_dir", "project_config",
-        "kwargs_handlers",
-    )  # fmt: skip
-    nothing: dict[str, Any] = dict.fromkeys(keys)
-    found = resolve_options(**nothing, external=external_settings)
+    found = resolve_options(AcceleratorArguments(), external_settings)
     process_environment()
     control_endpoint()
     return found

@@ -12,23 +12,15 @@ from accelerate.utils import DeepSpeedPlugin as TheirDeepSpeedPlugin
 
 from lockstep import Accelerator, GradientAccumulationPlugin, GradScalerKwargs
 from lockstep.compat import external_settings
-from lockstep.config import Options, fit_to_world, resolve_options
+from lockstep.config import AcceleratorArguments, Options, fit_to_world, resolve_options
 from lockstep.errors import ConfigError
 from lockstep.parallelism_config import ParallelismConfig
 from lockstep.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin, Parallel
 from tests.compat.deepspeed_examples import STAGE2, STAGE3
 
-NONE = dict.fromkeys(
-    (
-        "mixed_precision", "gradient_accumulation_steps", "gradient_accumulation_plugin", "cpu", "parallel",
-        "dynamo_backend", "dynamo_plugin", "split_batches", "dataloader_config", "project_dir", "project_config",
-        "kwargs_handlers",
-    )
-)  # fmt: skip
-
 
 def options(**given: Any) -> Options:
-    return resolve_options(**{**NONE, "external": external_settings, **given})
+    return resolve_options(AcceleratorArguments(**given), external_settings)
 
 
 def refusal(world_size: int = 1, **given: Any) -> str:

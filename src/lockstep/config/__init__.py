@@ -6,11 +6,12 @@ if not TYPE_CHECKING:
     __getattr__ = names_of_modules(
         __name__,
         {
+            "arguments": ["AcceleratorArguments", "NOT_OPTIONS", "parallel_fields"],
             "enums": ["Activation", "CPMethod", "Offload", "QuantizedType", "Schedule"],
             "files": ["MAX_FILE_BYTES", "read_json", "read_plain_file"],
             "hosts": ["chosen", "Host", "parse_hosts", "read_hostfile"],
             "merge": ["parallel_of", "precision_of"],
-            "options": ["fit_to_world", "NOT_OPTIONS", "Options", "parallel_fields", "resolve_options"],
+            "options": ["fit_to_world", "Options", "resolve_options"],
             "parallel": ["Parallel"],
             "readers": ["OptimizerConfig", "SchedulerConfig"],
             "run": ["RunConfig"],

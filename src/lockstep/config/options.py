@@ -1,15 +1,16 @@
-"""The arguments of ``Accelerator``, checked and completed before anything else looks at them."""
+"""What one ``Accelerator`` was asked for: by code, environment and files, merged and checked."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from lockstep.config.arguments import RECIPES, AcceleratorArguments, handlers_by_type, refuse_two_answers
 from lockstep.config.enums import Compile, DynamoBackend
-from lockstep.config.fp8 import AORecipeKwargs, TERecipeKwargs, recipe_of
+from lockstep.config.fp8 import AORecipeKwargs, recipe_of
 from lockstep.config.handlers import (
     AutocastKwargs,
     DamageChecks,
@@ -25,7 +26,6 @@ from lockstep.config.handlers import (
 )
 from lockstep.config.kinds import COMPILE_MODE
 from lockstep.config.merge import (
-    PARALLEL_FIELDS,
     ExternalSettings,
     merge_settings,
     parallel_of,
@@ -44,37 +44,11 @@ from lockstep.config.sources import (
     worker_settings,
 )
 from lockstep.config.spikes import SpikePolicy, checked_policy
-from lockstep.config.values import SettingValue, suggestion
+from lockstep.config.values import SettingValue
 from lockstep.config.world import BatchSizes, fitted
-from lockstep.errors import ConfigError
 
-HANDLERS = (
-    DistributedDataParallelKwargs,
-    GradScalerKwargs,
-    InitProcessGroupKwargs,
-    AutocastKwargs,
-    ProfileKwargs,
-    DamageChecks,
-)
 STEPS = OF_WORKERS["gradient_accumulation_steps"]
-RECIPES = (AORecipeKwargs, TERecipeKwargs)
-WITHOUT_DEFAULTS = (*RECIPES, SpikePolicy)
-
-# Of Accelerate's Accelerator: what it asks for, and what to do.
-NOT_OPTIONS = {
-    "fp8_recipe_handler": (
-        "fp8 training",
-        "is set by mixed_precision='fp8'. Remove it, and pass AORecipeKwargs() in kwargs_handlers",
-    ),
-    "megatron_lm_plugin": (
-        "Megatron-LM",
-        "is not used here. Remove it, and write parallel='tp=2 pp=2', for instance",
-    ),
-    "torch_tp_plugin": (
-        "tensor parallelism",
-        "is set by parallel=. Remove it, and write parallel='tp=2', for instance",
-    ),
-}
+OF_GRAD_SCALER = tuple(item.name for item in fields(GradScalerKwargs))
 
 
 @dataclass(frozen=True)
@@ -129,99 +103,42 @@ class Options:
     said: Mapping[str, SettingValue] = field(default_factory=dict)
 
 
-def resolve_options(
-    *,
-    mixed_precision: str | None,
-    gradient_accumulation_steps: int | None,
-    gradient_accumulation_plugin: GradientAccumulationPlugin | None,
-    cpu: bool | None,
-    parallel: str | Parallel | Mapping[str, object] | None,
-    dynamo_backend: str | None,
-    dynamo_plugin: TorchDynamoPlugin | None,
-    split_batches: bool | None,
-    dataloader_config: DataLoaderConfiguration | None,
-    project_dir: str | os.PathLike[str] | None,
-    project_config: ProjectConfiguration | None,
-    kwargs_handlers: Sequence[KwargsHandler] | None,
-    parallel_fields: Mapping[str, object] | None = None,
-    fsdp_plugin: object = None,
-    deepspeed_plugin: object = None,
-    deepspeed_plugins: object = None,
-    parallelism_config: object = None,
-    watch: bool | None = None,
-    run_dir: str | os.PathLike[str] | None = None,
-    log_measures: bool = False,
-    external: Callable[..., ExternalSettings],
-) -> Options:
+def resolve_options(arguments: AcceleratorArguments, external: Callable[..., ExternalSettings]) -> Options:
     """Merge code, environment and defaults; plugins and DeepSpeed configurations must agree with these.
 
-    ``parallel_fields`` are fields of ``Parallel`` given one by one. ``external`` reads other libraries' words; it is
-    called only where there are some.
+    ``external`` reads other libraries' words; it is called only where there are some.
 
     Raises:
         ConfigError: a value is unknown or contradicts another.
     """
-    steps = gradient_accumulation_steps
-    _refuse_two_answers(dynamo_backend, dynamo_plugin, steps, gradient_accumulation_plugin)
-    settings = worker_settings(
-        {
-            "mixed_precision": mixed_precision,
-            # 1 and False are the defaults of the signature that scripts know: the environment may say more.
-            "gradient_accumulation_steps": None if steps == 1 else steps,
-            "cpu": cpu or None,
-            "parallel": parallel,
-            "watch": watch,
-            "run_dir": None if run_dir is None else os.fspath(run_dir),
-            "dynamo_backend": dynamo_plugin.backend if dynamo_plugin is not None else dynamo_backend,
-            "dynamo_use_regional_compilation": getattr(dynamo_plugin, "use_regional_compilation", None),
-        }
-    )
-    loaders = replace(dataloader_config or DataLoaderConfiguration())  # a copy: even_batches may be set later
-    if split_batches:
-        loaders = replace(loaders, split_batches=True)
-    project = project_config or ProjectConfiguration()
-    if project_dir is not None and project.project_dir is None:
-        project.set_directories(project_dir)
-    handlers = handlers_by_type(kwargs_handlers or ())
-    code = _said_by_code(settings, parallel_fields or {}, gradient_accumulation_plugin, handlers)
-    foreign = (
-        settings["deepspeed_config_file"].value,
-        fsdp_plugin,
-        deepspeed_plugin,
-        deepspeed_plugins,
-        parallelism_config,
-    )
-    others = external(*foreign) if _has_foreign_words(foreign) else ExternalSettings({})
-    asked = merge_settings(others.settings, code)
+    refuse_two_answers(arguments)
+    settings = worker_settings(arguments.as_settings())
+    handlers = handlers_by_type(arguments.kwargs_handlers or ())
+    others = _others(arguments, settings, external)
+    asked = merge_settings(others.settings, _said_by_code(arguments, settings, handlers))
     value = {name: said.value for name, said in asked.items()}
-    accumulation = gradient_accumulation_plugin or GradientAccumulationPlugin()
-    if accumulation.num_steps is None:
-        accumulation = replace(accumulation, num_steps=value.get(STEPS.name, STEPS.default))
-    parallel = parallel_of(asked)
-    by_blocks = parallel.compile is Compile.BLOCKS
-    compiling = _compile_options(settings, dynamo_plugin, "inductor" if by_blocks else "no")
+    parallel, precision = parallel_of(asked), precision_of(asked)
+    project = arguments.project()
+    compile_options, compile_blocks = _compiling(settings, arguments.dynamo_plugin, parallel)
     return Options(
-        mixed_precision=precision_of(asked),
+        mixed_precision=precision,
         cpu=settings["cpu"].value,
         parallel=parallel,
-        compile_options=compiling,
-        compile_blocks=compiling is not None
-        and (by_blocks or bool(settings["dynamo_use_regional_compilation"].value)),
-        accumulation=accumulation,
-        loaders=loaders,
+        compile_options=compile_options,
+        compile_blocks=compile_blocks,
+        accumulation=_accumulation(arguments.gradient_accumulation_plugin, value),
+        loaders=arguments.loaders(),
         project=project,
         ddp=handlers[DistributedDataParallelKwargs],
         scaler=replace(
-            handlers[GradScalerKwargs], **{name: value[name] for name in SCALER_FIELDS if name in value}
+            handlers[GradScalerKwargs], **{name: value[name] for name in OF_GRAD_SCALER if name in value}
         ),
         init=handlers[InitProcessGroupKwargs],
         autocast=handlers[AutocastKwargs],
         profile=handlers[ProfileKwargs],
         damage=handlers[DamageChecks],
         spikes=checked_policy(handlers.get(SpikePolicy), handlers[DamageChecks]),
-        fp8=recipe_of(
-            next((handlers[kind] for kind in RECIPES if kind in handlers), None), precision_of(asked)
-        ),
+        fp8=recipe_of(next((handlers[kind] for kind in RECIPES if kind in handlers), None), precision),
         gradient_clipping=value.get("gradient_clipping") or None,
         optimizer=value.get("optimizer"),
         scheduler=value.get("scheduler"),
@@ -229,13 +146,13 @@ def resolve_options(
         config_warnings=(*others.warnings, *(() if is_launched() else unknown_variables())),
         deepspeed_plugin=others.plugin,
         deepspeed_plugins=others.plugins,
-        fsdp_plugin=fsdp_plugin,
-        parallelism_config=parallelism_config,
+        fsdp_plugin=arguments.fsdp_plugin,
+        parallelism_config=arguments.parallelism_config,
         watch=settings["watch"].value,
         grace_s=settings["grace"].value,
         cpu_affinity=settings["cpu_affinity"].value,
         run_dir=_run_dir(settings["run_dir"].value, project.project_dir),
-        log_measures=log_measures,
+        log_measures=arguments.log_measures,
         said={
             name: said
             for name, said in (settings | asked).items()
@@ -244,21 +161,29 @@ def resolve_options(
     )
 
 
-def _refuse_two_answers(
-    dynamo_backend: str | None,
-    dynamo_plugin: TorchDynamoPlugin | None,
-    steps: int | None,
-    accumulation: GradientAccumulationPlugin | None,
-) -> None:
-    if dynamo_plugin is not None and dynamo_backend is not None:
-        raise ConfigError(
-            f"dynamo_backend={dynamo_backend!r} and dynamo_plugin were both given. Pass only one of them."
-        )
-    if accumulation is not None and accumulation.num_steps not in (None, steps) and steps not in (None, 1):
-        raise ConfigError(
-            f"gradient_accumulation_steps={steps} contradicts gradient_accumulation_plugin.num_steps="
-            f"{accumulation.num_steps}. Pass only one of them."
-        )
+def _others(
+    arguments: AcceleratorArguments,
+    settings: Mapping[str, SettingValue],
+    external: Callable[..., ExternalSettings],
+) -> ExternalSettings:
+    """What plugins, files and variables in the words of other libraries ask for."""
+    foreign = (
+        settings["deepspeed_config_file"].value,
+        arguments.fsdp_plugin,
+        arguments.deepspeed_plugin,
+        arguments.deepspeed_plugins,
+        arguments.parallelism_config,
+    )
+    return external(*foreign) if _has_foreign_words(foreign) else ExternalSettings({})
+
+
+def _accumulation(
+    plugin: GradientAccumulationPlugin | None, value: Mapping[str, Any]
+) -> GradientAccumulationPlugin:
+    plugin = plugin or GradientAccumulationPlugin()
+    if plugin.num_steps is not None:
+        return plugin
+    return replace(plugin, num_steps=value.get(STEPS.name, STEPS.default))
 
 
 def _has_foreign_words(plugins: Sequence[object]) -> bool:
@@ -274,9 +199,6 @@ def _run_dir(said: str | None, project_dir: str | os.PathLike[str] | None) -> Pa
     if said is None or said == "no" or "://" in said:
         return None
     return Path(os.path.abspath(os.path.expanduser(said)))
-
-
-SCALER_FIELDS = tuple(item.name for item in fields(GradScalerKwargs))
 
 
 def fit_to_world(options: Options, world_size: int) -> Options:
@@ -295,32 +217,33 @@ def fit_to_world(options: Options, world_size: int) -> Options:
     )
 
 
-def _compile_options(
-    settings: Mapping[str, SettingValue], plugin: TorchDynamoPlugin | None, default: str
-) -> dict[str, object] | None:
-    """Arguments of ``torch.compile``: what the plugin says, else the settings; None: models are left as they are.
-
-    ``default``: the backend where none is said, or ``no``.
-    """
+def _compiling(
+    settings: Mapping[str, SettingValue], plugin: TorchDynamoPlugin | None, parallel: Parallel
+) -> tuple[dict[str, object] | None, bool]:
+    """Arguments of ``torch.compile``, None if models are not compiled; whether each block is compiled by itself."""
+    by_blocks = parallel.compile is Compile.BLOCKS
     backend = settings["dynamo_backend"].value
-    backend = default if backend == "no" else backend
+    if backend == "no" and by_blocks:
+        backend = "inductor"
     if backend == "no":
-        return None
+        return None, False
     names = {"mode": "dynamo_mode", "fullgraph": "dynamo_use_fullgraph", "dynamic": "dynamo_use_dynamic"}
     found = {name: settings[setting].value for name, setting in names.items()}
     said = {name: value for name, value in found.items() if value is not None}
     own = plugin.compile_options() if plugin is not None else {}
-    if own.get("mode") is not None and str(backend).upper() in DynamoBackend.list():  # others have their own
+    # Modes are inductor's words; another backend may have its own.
+    if own.get("mode") is not None and str(backend).upper() in DynamoBackend.list():
         COMPILE_MODE.for_worker(own["mode"], "TorchDynamoPlugin(mode=...)")
-    if "options" in own:  # which torch.compile takes only without a mode
+    # torch.compile takes options only without a mode.
+    if "options" in own:
         said.pop("mode", None)
-    return {"backend": backend, **said, **own}
+    regional = bool(settings["dynamo_use_regional_compilation"].value)
+    return {"backend": backend, **said, **own}, by_blocks or regional
 
 
 def _said_by_code(
+    arguments: AcceleratorArguments,
     settings: Mapping[str, SettingValue],
-    parallel_fields: Mapping[str, object],
-    accumulation: GradientAccumulationPlugin | None,
     handlers: Mapping[type, KwargsHandler],
 ) -> dict[str, SettingValue]:
     """What code and environment say, apart from plugins and files."""
@@ -329,17 +252,18 @@ def _said_by_code(
         for name, setting in settings.items()
         if setting.source != "default" and name not in ("parallel", "deepspeed_config_file")
     }
-    # `accelerate launch` always sets this variable, so that its "no" says nothing
+    # `accelerate launch` always sets this variable, so that its "no" says nothing.
     precision = settings["mixed_precision"]
     if precision.value == "no" and precision.source.endswith("ACCELERATE_MIXED_PRECISION"):
         given.pop("mixed_precision")
+    accumulation = arguments.gradient_accumulation_plugin
     if accumulation is not None and accumulation.num_steps is not None:
         given["gradient_accumulation_steps"] = (accumulation.num_steps, "gradient_accumulation_plugin")
     scaler = {
         name: SettingValue(value, f"GradScalerKwargs({name}={value})")
         for name, value in handlers[GradScalerKwargs].to_kwargs().items()
     }
-    return values_of_settings(given) | _parallel_values(settings, parallel_fields) | scaler
+    return values_of_settings(given) | _parallel_values(settings, arguments.parallel_fields) | scaler
 
 
 def _parallel_values(
@@ -355,42 +279,3 @@ def _parallel_values(
     return said | {
         name: SettingValue(getattr(merged, name), f"{name}={value} (code)") for name, value in given.items()
     }
-
-
-def handlers_by_type(handlers: Sequence[KwargsHandler]) -> dict[type, Any]:
-    """One handler of each kind, defaults where none was given; of recipes for fp8 and policies only what was given.
-
-    Raises:
-        ConfigError: an unknown object, or two of one kind.
-    """
-    found: dict[type, object] = {}
-    for handler in handlers:
-        kind = next((known for known in (*HANDLERS, *WITHOUT_DEFAULTS) if isinstance(handler, known)), None)
-        if kind is None:
-            names = ", ".join(known.__name__ for known in (*HANDLERS, *WITHOUT_DEFAULTS))
-            raise ConfigError(
-                f"kwargs_handlers has an object of type {type(handler).__name__}. Pass any of {names}."
-            )
-        if kind in found:
-            raise ConfigError(f"kwargs_handlers has two objects of type {kind.__name__}. Pass one.")
-        found[kind] = handler
-    return found | {kind: found.get(kind, kind()) for kind in HANDLERS}
-
-
-def parallel_fields(options: Mapping[str, object], known: Iterable[str] = ()) -> dict[str, object]:
-    """The fields of ``Parallel`` among further options; others of Accelerate are refused by name.
-
-    Raises:
-        ConfigError: an option is not available and has a value, or a name is no option at all.
-    """
-    found: dict[str, object] = {}
-    for name, value in options.items():
-        if name in PARALLEL_FIELDS:
-            found[name] = value
-        elif name not in NOT_OPTIONS:
-            near = suggestion(name, [*known, *PARALLEL_FIELDS])
-            raise ConfigError(f"Accelerator has no option {name!r}.{near or ' Remove it.'}")
-        elif value is not None:
-            what, instead = NOT_OPTIONS[name]
-            raise ConfigError(f"{name} was given, which asks for {what}. That {instead}.")
-    return found
