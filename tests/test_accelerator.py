@@ -388,7 +388,7 @@ def test_a_pickled_accelerator_has_the_same_arguments_and_nothing_prepared() -> 
         assert (other.mixed_precision, other.gradient_accumulation_steps) == ("bf16", 3)
         assert other._options.parallel == accelerator._options.parallel
         assert not other.even_batches and not other._options.autocast.enabled
-        assert other is not accelerator and other._preparation.models == []
+        assert other is not accelerator and other._preparation.models.prepared == []
 
 
 def misuse(kind: str) -> str:

@@ -304,7 +304,7 @@ class Accelerator(
         return Accumulation(
             self._step,
             self.runtime,
-            lambda model, inside_window: self._preparation.parallel_of(model).no_sync(inside_window),
+            lambda model, inside_window: self._preparation.models.parallel_of(model).no_sync(inside_window),
             # Where gradients are averaged before the window ends.
             agreed_divisor=self._step.sync_each_batch
             or options.ddp.static_graph
@@ -313,7 +313,7 @@ class Accelerator(
 
     @cached_property
     def _preparation(self) -> preparation.Preparation:
-        made = preparation.Preparation(
+        run = preparation.RunContext(
             self._options,
             self.runtime,
             self.meshes,
@@ -326,6 +326,7 @@ class Accelerator(
             self._accumulation.ranks_step_together,
             self.measures,
         )
+        made = preparation.Preparation(run)
         if made.spikes is not None:
             made.spikes.goes_back = self._goes_back()
         return made
@@ -365,8 +366,8 @@ class Accelerator(
     def _window(self) -> preparation.AccumulationState:
         return preparation.AccumulationState(
             self._accumulation,
-            self._preparation.models,
-            self._preparation.optimizers,
+            self._preparation.models.prepared,
+            self._preparation.optimizers.prepared,
             self.meshes.axes,
             self.meshes.gradient_size,
             self._preparation.gradients.forget,
@@ -442,19 +443,19 @@ class Accelerator(
 
     @property
     def _models(self) -> list[nn.Module]:
-        return [model.module for model in self._preparation.models]
+        return [model.module for model in self._preparation.models.prepared]
 
     @property
     def _optimizers(self) -> list[PreparedOptimizer]:
-        return self._preparation.optimizers
+        return self._preparation.optimizers.prepared
 
     @property
     def _schedulers(self) -> list[PreparedScheduler]:
-        return self._preparation.schedulers
+        return self._preparation.optimizers.schedulers
 
     @property
     def _dataloaders(self) -> list[PreparedLoader]:
-        return self._preparation.loaders
+        return self._preparation.loaders.prepared
 
     # Prepare ----------------------------------------------------------------------------------------
 
@@ -520,7 +521,7 @@ class Accelerator(
             assert teacher(torch.randn(8, 4)).shape == (8, 1)
             ```
         """
-        return self._preparation.prepare_model(model, device_placement, evaluation_mode, init_weights)
+        return self._preparation.models.prepare(model, device_placement, evaluation_mode, init_weights)
 
     def prepare_optimizer(
         self, optimizer: Optimizer, device_placement: bool | None = None
@@ -543,7 +544,7 @@ class Accelerator(
             optimizer.step()
             ```
         """
-        prepared = self._preparation.prepare_optimizer(optimizer)
+        prepared = self._preparation.optimizers.prepare(optimizer)
         self._window.watch()
         return prepared
 
@@ -571,7 +572,7 @@ class Accelerator(
             assert len(loader) == 4 // accelerator.num_processes  # this rank's batches
             ```
         """
-        return self._preparation.prepare_loader(data_loader, device_placement)
+        return self._preparation.loaders.prepare(data_loader, device_placement)
 
     def prepare_scheduler(self, scheduler: object) -> PreparedScheduler:
         """Prepare one learning rate scheduler, ``scheduler``. It then advances only after real optimizer steps.
@@ -589,7 +590,7 @@ class Accelerator(
             assert scheduler.get_last_lr() == [0.1]
             ```
         """
-        return self._preparation.prepare_scheduler(scheduler)
+        return self._preparation.optimizers.prepare_scheduler(scheduler)
 
     def free_memory(self, *objects: object) -> list[Any]:
         """Forget all prepared objects and free device memory.

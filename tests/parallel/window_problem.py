@@ -145,8 +145,8 @@ def window_of(accelerator: Accelerator) -> AccumulationState:
     prepared = accelerator._preparation
     window = AccumulationState(
         accelerator._accumulation,
-        prepared.models,
-        prepared.optimizers,
+        prepared.models.prepared,
+        prepared.optimizers.prepared,
         accelerator.meshes.axes,
         accelerator.meshes.gradient_size,
         prepared.gradients.forget,

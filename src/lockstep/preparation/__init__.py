@@ -6,6 +6,7 @@ from lockstep.lazy import names_of_modules
 
 if TYPE_CHECKING:
     from lockstep.preparation.prepare import Preparation as Preparation
+    from lockstep.preparation.run_context import RunContext as RunContext
     from lockstep.preparation.window import AccumulationState as AccumulationState
 else:
     __getattr__ = names_of_modules(
@@ -14,6 +15,7 @@ else:
             "checks": ["check_backend"],
             "observers": ["RunObserver"],
             "prepare": ["Preparation"],
+            "run_context": ["RunContext"],
             "window": ["AccumulationState"],
         },
     )

@@ -73,11 +73,11 @@ class BatchMethods:
                     optimizer.zero_grad()
             ```
         """
-        loaders = list(self._preparation.loaders)
+        loaders = list(self._preparation.loaders.prepared)
         before = [loader.even_batches for loader in loaders]
         try:
             if even_batches is not None and self.runtime.world_size > 1:
-                self._preparation.override_even_batches(even_batches)
+                self._preparation.loaders.override_even_batches(even_batches)
             with ddp.join_replicas(joinables, self.runtime.world_size), self._accumulation.uneven_inputs():
                 yield
         finally:
@@ -131,7 +131,7 @@ class BatchMethods:
             ```
         """
         config = self._options.parallelism_config
-        if not getattr(config, "sp_enabled", False) or self._preparation.gives_chunks(dataloader):
+        if not getattr(config, "sp_enabled", False) or self._preparation.loaders.gives_chunks(dataloader):
             return dataloader
         raise ConfigError(
             "The loader was not prepared in the same call as the model. With sp_size, scripts that do so, such as "
@@ -173,7 +173,7 @@ class BatchMethods:
         from lockstep.parallel.context.split import split_sequence
 
         return split_sequence(
-            [model.module for model in self._preparation.models],
+            [model.module for model in self._preparation.models.prepared],
             buffers or [],
             buffer_seq_dims or [],
             no_restore_buffers or set(),

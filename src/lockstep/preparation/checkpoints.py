@@ -216,7 +216,7 @@ class CheckpointMethods:
 
         with raise_on_all_ranks(self._communicator):
             local_directory(output_dir or self._options.project.project_dir or "")
-        states = [self.get_state_dict(prepared.module) for prepared in self._preparation.models]
+        states = [self.get_state_dict(prepared.module) for prepared in self._preparation.models.prepared]
 
         def write(directory: str) -> None:
             for index, state in enumerate(states if self.is_main_process else []):

@@ -24,7 +24,7 @@ def summon_full_params(
 ) -> Iterator[nn.Module]:
     """See ``Accelerator.summon_full_params``. ``splits``: what takes forwards of this run apart, such as tp."""
     with raise_on_all_ranks(communicator):
-        found = _prepared(preparation.models, splits, model)
+        found = _prepared(preparation.models.prepared, splits, model)
     preparation.finish_steps()  # of the step before, which may still write shards
     with raise_on_all_ranks(communicator), found.summoned(), torch.no_grad():
         yield found.unwrap()

@@ -174,7 +174,7 @@ class TrainingMethods:
             optimizer.step()
             ```
         """
-        parallel = self._preparation.parallel_of(model)
+        parallel = self._preparation.models.parallel_of(model)
         if isinstance(parallel, PipelinedModel):
             self._preparation.verifications.before_step(model, loss_function, *call_of(inputs, targets))
             with self.measures.call_in_parts(model, inputs):
@@ -354,8 +354,8 @@ class TrainingMethods:
         """
         if self._scaler is None or not self._step.sync_gradients:
             return
-        optimizers = self._preparation.optimizers if optimizer is None else optimizer
-        for item in optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]:
+        given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+        for item in self._preparation.optimizers.prepared if optimizer is None else given:
             self._scaler.unscale(getattr(item, "optimizer", item))
 
     def clip_grad_norm_(
@@ -390,7 +390,9 @@ class TrainingMethods:
         parameters = self._preparation.registry.resolve(clipping.as_list(parameters))
         if self._scaler is not None:
             self._unscale_owners(parameters)
-        return self._preparation.clip_norm(parameters, max_norm, norm_type, self._step.sync_gradients)
+        return self._preparation.optimizers.clip_norm(
+            parameters, max_norm, norm_type, self._step.sync_gradients
+        )
 
     def clip_grad_value_(self, parameters: clipping.Parameters, clip_value: float) -> None:
         """Clamp each element of the gradients to [-clip_value, clip_value]. Call it between ``backward`` and the
@@ -464,7 +466,7 @@ class TrainingMethods:
     @property
     def optimizer_step_was_skipped(self) -> bool:
         """Whether the last step of any optimizer was skipped by fp16's loss scaler or by a policy. All ranks agree."""
-        return any(optimizer.step_was_skipped for optimizer in self._preparation.optimizers)
+        return any(optimizer.step_was_skipped for optimizer in self._preparation.optimizers.prepared)
 
     def state_bytes(self) -> StateBytes:
         """Count the bytes on this rank: weights and gradients of prepared models, and state of their optimizers.
@@ -484,4 +486,4 @@ class TrainingMethods:
         self._preparation.finish_steps()
         from lockstep.observe.state_bytes import count_state
 
-        return count_state(self._preparation.models, self._preparation.optimizers)
+        return count_state(self._preparation.models.prepared, self._preparation.optimizers.prepared)

@@ -8,12 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from lockstep.comm.collectives import Communicator
 from lockstep.comm.tree import LossFunction
-from lockstep.config.options import Options
 from lockstep.parallel.parallel_model import ParallelModel
-from lockstep.runtime.mesh import DeviceMeshes
-from lockstep.runtime.process import Runtime
+from lockstep.preparation.run_context import RunContext
 
 if TYPE_CHECKING:
     from lockstep.check.verification import Verification
@@ -29,17 +26,11 @@ class Verifications:
 
     def __init__(
         self,
-        options: Options,
-        runtime: Runtime,
-        meshes: DeviceMeshes,
-        communicator: Communicator,
+        run: RunContext,
         at_rest: Callable[[], None],
         unnoticed: Callable[[Callable[[], None]], None],
     ) -> None:
-        self._options = options
-        self._runtime = runtime
-        self._meshes = meshes
-        self._communicator = communicator
+        self._run = run
         self._at_rest = at_rest
         self._unnoticed = unnoticed
         self._of_models: dict[int, Verification] = {}
@@ -47,9 +38,9 @@ class Verifications:
 
     def before_split(self, model: nn.Module) -> None:
         """``model`` is still whole: take a copy, if it will be split. Collective where it is."""
-        parallel = self._options.parallel
+        parallel = self._run.options.parallel
         self._next = None
-        if not parallel.splits_forward or parallel.verify == "off" or self._runtime.world_size == 1:
+        if not parallel.splits_forward or parallel.verify == "off" or self._run.runtime.world_size == 1:
             return
         # Here, because it imports DTensor, which takes long.
         from lockstep.check.verification import Setup, Verification
@@ -58,19 +49,19 @@ class Verifications:
             parallel=parallel,
             axes=parallel.splits_forward,
             interval=parallel.verify_interval,
-            device=self._runtime.device,
-            shares_batches=self._meshes.data_size > 1,
+            device=self._run.runtime.device,
+            shares_batches=self._run.meshes.data_size > 1,
             half=self._half(),
-            is_compiled=self._options.compile_options is not None,
+            is_compiled=self._run.options.compile_options is not None,
             at_rest=self._at_rest,
             unnoticed=self._unnoticed,
         )
-        self._next = Verification(model, setup, self._communicator)
+        self._next = Verification(model, setup, self._run.communicator)
 
     def _half(self) -> torch.dtype | None:
         """The type of gathered weights, where it has 16 bits."""
-        precision = self._options.mixed_precision
-        if not self._options.parallel.shards or precision == "no":
+        precision = self._run.options.mixed_precision
+        if not self._run.options.parallel.shards or precision == "no":
             return None
         return torch.float16 if precision == "fp16" else torch.bfloat16
 

@@ -81,7 +81,7 @@ class WeightMethods:
             assert weights["weight"].shape == (1, 4)  # whole, though each rank has a shard
             ```
         """
-        whole_model = self._preparation.whole_of(model)
+        whole_model = self._preparation.models.whole_of(model)
         if whole_model is not None:
             from lockstep.checkpoint.weights.export import collect_stages
 
@@ -163,7 +163,7 @@ class WeightMethods:
         # With pydantic, which a run may never need.
         from lockstep.checkpoint.weights.export import save_model, save_stages
 
-        whole_model = self._preparation.whole_of(model)
+        whole_model = self._preparation.models.whole_of(model)
         if whole_model is not None:
             save_stages(plain, whole_model, save_directory, max_shard_size, self._communicator)
         else:

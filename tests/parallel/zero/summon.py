@@ -73,7 +73,7 @@ def generates(parallel: str) -> dict[str, Any]:
                 theirs = whole.generate(ids, max_new_tokens=2 + 3 * rank, do_sample=False)
                 right.append(torch.equal(ours, theirs))
             inside = ledger.count() - before
-    shardings = accelerator._preparation.parallel_of(model).shardings
+    shardings = accelerator._preparation.models.parallel_of(model).shardings
     records = [group for sharding in shardings for group in sharding.parameter_groups()]
     kept = sum(
         output.untyped_storage().nbytes()

@@ -1,0 +1,85 @@
+"""What ``prepare`` does with data loaders."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lockstep.data.loader import PreparedLoader
+from lockstep.data.prepare import prepare_loader
+from lockstep.errors import UsageError
+from lockstep.observe.log import get_logger
+from lockstep.preparation.checks import PreparedObjects, check_micro_batch
+from lockstep.preparation.observers import RunObserver
+from lockstep.preparation.run_context import RunContext
+
+logger = get_logger(__name__)
+
+
+class LoaderPreparation:
+    """Prepares the loaders of one ``Accelerator``, and is the owner of the list of them.
+
+    Args:
+        seen: What was prepared before, of any kind.
+    """
+
+    def __init__(self, run: RunContext, seen: PreparedObjects) -> None:
+        self._run = run
+        self._seen = seen
+        self.prepared: list[PreparedLoader] = []
+        # Those that give chunks of the sequence, by their ids. Kept, so that no other object gets such an id.
+        self._in_chunks: dict[int, PreparedLoader] = {}
+
+    def prepare(self, loader: DataLoader[object], device_placement: bool | None = None) -> PreparedLoader:
+        if self._seen.has_made(loader):
+            assert isinstance(loader, PreparedLoader)
+            return loader
+        run = self._run
+        ranks = run.meshes.data_size if run.options.loaders.split_batches else 1
+        check_micro_batch(loader, run.options.micro_batch_size, ranks)
+        place = run.device_placement if device_placement is None else device_placement
+        chosen = loader
+        for observer in RunObserver.registered:
+            chosen = observer.loader_comes(chosen)
+        prepared = prepare_loader(
+            chosen,
+            runtime=run.runtime,
+            step=run.step,
+            config=run.options.loaders,
+            communicator=run.communicator,
+            device=run.runtime.device if place else None,
+            rng_types=run.rng_types,
+            axes=run.meshes.axes,
+        )
+        self._seen.add(loader, prepared)
+        self.prepared.append(prepared)
+        for observer in RunObserver.registered:
+            observer.loader_prepared(prepared)
+        return prepared
+
+    def shard_sequences(self, prepared: list[object]) -> None:
+        """As DeepSpeed does for loaders that are prepared together with a model."""
+        from lockstep.parallel.context.sharded_loader import shard_sequences
+
+        models = [item for item in prepared if isinstance(item, nn.Module)]
+        for loader in prepared if models else ():
+            if isinstance(loader, PreparedLoader) and id(loader) not in self._in_chunks:
+                self._in_chunks[id(loader)] = loader
+                loader.around = shard_sequences(models, loader.around)
+
+    def gives_chunks(self, loader: object) -> bool:
+        """Whether a loader gives chunks of the sequence."""
+        return id(loader) in self._in_chunks
+
+    def override_even_batches(self, even_batches: bool) -> None:
+        """Set it on all loaders that can still be changed, and warn about the others."""
+        for loader in self.prepared:
+            try:
+                loader.even_batches = even_batches
+            except UsageError as error:
+                logger.warning("%s", error)
+
+    def clear(self) -> None:
+        """Forget all loaders."""
+        self.prepared.clear()
+        self._in_chunks.clear()

@@ -1,0 +1,135 @@
+"""What ``prepare`` does with models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from lockstep.checkpoint.contents import FullModelSpec, ties_of
+from lockstep.parallel.materialize import InitWeights
+from lockstep.parallel.parallel_model import ParallelModel, PipelinedModel
+from lockstep.parallel.parallelize import parallelize
+from lockstep.parallel.steps import ModelOptions
+from lockstep.preparation.checks import PreparedObjects, refuse_offloaded_quantized, refuse_replicas
+from lockstep.preparation.gradients import Gradients
+from lockstep.preparation.observers import RunObserver
+from lockstep.preparation.run_context import RunContext
+from lockstep.preparation.shards import ParameterRegistry
+from lockstep.preparation.stepping import StepChecks
+from lockstep.preparation.verifications import Verifications
+from lockstep.train.optimizer import PreparedOptimizer
+
+if TYPE_CHECKING:
+    from lockstep.preparation.offload import OffloadManager
+
+
+@dataclass(eq=False)
+class ModelPreparation:
+    """Prepares the models of one ``Accelerator``, and is the owner of the list of them.
+
+    Args:
+        seen: What was prepared before, of any kind.
+        registry: Which parameters took the places of which.
+        prepared: The models that were prepared so far: a list that grows.
+        optimizers: The prepared ones, which get parameters of models that are prepared after them.
+        wholes: What models were of which this rank has some blocks, by their place in ``prepared``.
+    """
+
+    run: RunContext
+    seen: PreparedObjects
+    registry: ParameterRegistry
+    prepared: list[ParallelModel]
+    optimizers: list[PreparedOptimizer]
+    gradients: Gradients
+    verifications: Verifications
+    step_checks: StepChecks
+    offload: OffloadManager | None
+    wholes: dict[int, FullModelSpec] = field(default_factory=dict)
+
+    def prepare(
+        self,
+        model: nn.Module,
+        device_placement: bool | None = None,
+        evaluation_mode: bool = False,
+        init_weights: InitWeights | None = None,
+    ) -> nn.Module:
+        if self.seen.has_made(model):
+            return model
+        refuse_replicas(model)
+        refuse_offloaded_quantized(model)
+        self.registry.refuse_shared_parameters(model)
+        options = self.run.options
+        if self.offload is not None:
+            self.offload.check_budget(model, self.run.meshes.axes.shard)
+        whole = _full_model_spec(model) if self.run.meshes.axes.pp > 1 else None
+        before = dict(model.named_parameters(remove_duplicate=False))
+        self.registry.note_storages(before.values())
+        prepared = parallelize(
+            model,
+            self.run.runtime,
+            ModelOptions(
+                meshes=self.run.meshes,
+                parallel=options.parallel,
+                mixed_precision=options.mixed_precision,
+                autocast=options.autocast,
+                fp8=options.fp8,
+                ddp=options.ddp,
+                compile_options=options.compile_options,
+                compile_blocks=options.compile_blocks,
+                init_weights=init_weights,
+                loss_scale=None if self.run.scaler is None else self.run.scaler.scaler.get_scale,
+            ),
+            device_placement=self.run.device_placement if device_placement is None else device_placement,
+            evaluation_mode=evaluation_mode,
+            before_split=lambda: None if evaluation_mode else self.verifications.before_split(model),
+        )
+        if not evaluation_mode:
+            self.verifications.watch(prepared)
+        # Popped when the pipeline has settled: until then it keeps what this rank will drop.
+        until_settled = [self._take_over(prepared, before)]
+        if isinstance(prepared, PipelinedModel):
+            pipeline: Any = prepared.module
+            pipeline.on_settled(lambda: self._take_over(prepared, until_settled.pop()))
+        if self.offload is not None:
+            self.offload.add_model(prepared)
+        self.gradients.add(prepared.module, is_trained=not evaluation_mode)
+        # Not before: what was refused may be mended and prepared again.
+        self.seen.add(model, prepared.module)
+        if self.run.runtime.world_size > 1 and not evaluation_mode:
+            self.step_checks.start()
+        if whole is not None:
+            self.wholes[len(self.prepared)] = whole
+        self.prepared.append(prepared)
+        if not evaluation_mode:
+            self.run.measures.model_prepared(prepared)
+        for observer in RunObserver.registered if not evaluation_mode else ():
+            observer.model_prepared(prepared)
+        return prepared.module
+
+    def parallel_of(self, model: nn.Module) -> ParallelModel:
+        """How a model is spread; one that was not prepared here is each rank's own."""
+        found = next((known for known in self.prepared if known.module is model), None)
+        return ParallelModel(model) if found is None else found
+
+    def whole_of(self, model: nn.Module) -> FullModelSpec | None:
+        """What a model was of which this rank has some blocks; None for others."""
+        number = next((i for i, known in enumerate(self.prepared) if known.module is model), None)
+        return None if number is None else self.wholes.get(number)
+
+    def clear(self) -> None:
+        """Forget all models."""
+        self.prepared.clear()
+        self.wholes.clear()
+
+    def _take_over(self, prepared: ParallelModel, before: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+        """Let optimizers have the parameters that came in the place of others. Returns these by name."""
+        now = dict(prepared.plain.named_parameters(remove_duplicate=False))
+        self.registry.add_model(prepared, before, now, self.optimizers)
+        return now
+
+
+def _full_model_spec(model: nn.Module) -> FullModelSpec:
+    """The names of all weights, before other ranks' blocks leave."""
+    return FullModelSpec(tuple(model.state_dict()), ties_of(model))
