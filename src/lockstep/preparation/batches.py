@@ -4,41 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-from lockstep.comm.collectives import Communicator
-from lockstep.config.options import Options
 from lockstep.errors import ConfigError
 from lockstep.parallel import ddp
-from lockstep.runtime.mesh import DeviceMeshes
-from lockstep.runtime.process import Runtime
-
-if TYPE_CHECKING:
-    from lockstep.preparation.prepare import Preparation
-    from lockstep.train.accumulation import Accumulation
-
+from lockstep.preparation.parts import AcceleratorParts
 
 Loader = TypeVar("Loader")
 
 
-class BatchMethods:
+class BatchMethods(AcceleratorParts):
     """Batches that ranks have in different numbers, that are left out, or that are cut along the sequence."""
-
-    runtime: Runtime
-    _options: Options
-
-    if TYPE_CHECKING:  # each made when it is first used
-
-        @property
-        def meshes(self) -> DeviceMeshes: ...
-        @property
-        def _communicator(self) -> Communicator: ...
-        @property
-        def _preparation(self) -> Preparation: ...
-        @property
-        def _accumulation(self) -> Accumulation: ...
 
     @contextmanager
     def join_uneven_inputs(

@@ -18,44 +18,29 @@ from lockstep.checkpoint.contents import (
     checked_stateful,
     refuse_options,
 )
-from lockstep.comm.collectives import Communicator, raise_on_all_ranks
-from lockstep.config.options import Options
+from lockstep.comm.collectives import raise_on_all_ranks
 from lockstep.preparation.observers import RunObserver
-from lockstep.runtime.process import Runtime
-from lockstep.runtime.step import StepState
+from lockstep.preparation.parts import AcceleratorParts
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.checkpointer import Checkpointer
     from lockstep.observe.hang.process import ProcessWatch
-    from lockstep.observe.measures.measures import Measures
-    from lockstep.preparation.prepare import Preparation
     from lockstep.preparation.rollback import Rollback
     from lockstep.preparation.window import AccumulationState
 
 
-class CheckpointMethods:
+class CheckpointMethods(AcceleratorParts):
     """Methods that need the prepared objects, and where the project is."""
 
-    runtime: Runtime
-    _options: Options
-    _step: StepState
     _watch: ProcessWatch
     _registered: list[object]
     _preemption_hook: Callable[[], str] | None = None
     _save_began = 0.0
 
-    if TYPE_CHECKING:  # each made when it is first used
+    if TYPE_CHECKING:
 
         @property
-        def _communicator(self) -> Communicator: ...
-        @property
-        def _preparation(self) -> Preparation: ...
-        @property
         def _window(self) -> AccumulationState: ...
-        @property
-        def measures(self) -> Measures: ...
-        @property
-        def is_main_process(self) -> bool: ...
         def end_training(self) -> None: ...
         def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]: ...
 

@@ -8,51 +8,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lockstep.comm.collectives import Communicator
 from lockstep.comm.methods import gather_for_loss
 from lockstep.comm.tree import LossFunction, Tree
 from lockstep.config.handlers import AutocastKwargs, GradientAccumulationPlugin
-from lockstep.config.options import Options
 from lockstep.parallel.autocast import autocast
 from lockstep.parallel.parallel_model import PipelinedModel, call_of
 from lockstep.preparation.observers import RunObserver
+from lockstep.preparation.parts import AcceleratorParts
 from lockstep.runtime.clock import waiting_for_ranks
-from lockstep.runtime.mesh import DeviceMeshes
-from lockstep.runtime.process import Runtime
 from lockstep.runtime.step import StepState
 from lockstep.train import clipping
-from lockstep.train.accumulation import Accumulation, trigger_sync
+from lockstep.train.accumulation import trigger_sync
 
 if TYPE_CHECKING:
-    from lockstep.observe.measures.measures import Measures
     from lockstep.observe.spikes.watch import SpikeWatch
     from lockstep.observe.state_bytes import StateBytes
-    from lockstep.preparation.prepare import Preparation
-    from lockstep.train.loss_scale import LossScaler
 
 
-class TrainingMethods:
+class TrainingMethods(AcceleratorParts):
     """Methods that need the prepared objects, and where the step is."""
-
-    runtime: Runtime
-    _options: Options
-    _step: StepState
-    _scaler: LossScaler | None
-
-    if TYPE_CHECKING:  # each made when it is first used
-
-        @property
-        def meshes(self) -> DeviceMeshes: ...
-        @property
-        def _communicator(self) -> Communicator: ...
-        @property
-        def _preparation(self) -> Preparation: ...
-        @property
-        def _accumulation(self) -> Accumulation: ...
-        @property
-        def measures(self) -> Measures: ...
-        @property
-        def _data_communicator(self) -> Communicator: ...
 
     def backward(
         self, loss: torch.Tensor, *, weight: torch.Tensor | float | None = None, **kwargs: object

@@ -3,35 +3,19 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
-from lockstep.comm.collectives import Communicator, raise_on_all_ranks
+from lockstep.comm.collectives import raise_on_all_ranks
 from lockstep.comm.dtensor import is_dtensor, whole
-from lockstep.config.options import Options
 from lockstep.parallel.parallel_model import unwrap as unwrap_module
-from lockstep.runtime.process import Runtime
-
-if TYPE_CHECKING:
-    from lockstep.preparation.prepare import Preparation
+from lockstep.preparation.parts import AcceleratorParts
 
 
-class WeightMethods:
+class WeightMethods(AcceleratorParts):
     """Methods that need the prepared models."""
-
-    runtime: Runtime
-    _options: Options
-
-    if TYPE_CHECKING:  # each made when it is first used
-
-        @property
-        def _communicator(self) -> Communicator: ...
-        @property
-        def _preparation(self) -> Preparation: ...
-        @property
-        def is_main_process(self) -> bool: ...
 
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
