@@ -13,6 +13,7 @@ else:
         __name__,
         {
             "checks": ["check_backend"],
+            "gradients": ["OwnGradients"],
             "observers": ["RunObserver"],
             "prepare": ["Preparation"],
             "run_context": ["RunContext"],

@@ -223,8 +223,9 @@ class OwnGradients:
 
     @torch.no_grad()
     def _remember(self) -> None:
-        last = self._windows - 2
-        sums_are_compared = last < 0 or last & (last - 1) == 0
+        # A power of two has one bit: subtracting 1 leaves none of its bits. So has 0.
+        before = self._windows - 1
+        sums_are_compared = before & (before - 1) == 0
         for name, gradient in self._gradients():
             sums = _sums(gradient) if sums_are_compared else None
             self._left[name] = _LeftGradient(name, gradient, version(gradient), sums)

@@ -1,0 +1,44 @@
+"""Gradients that a script changes inside of a window are noticed in the windows in which they are looked at."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from lockstep.errors import UsageError
+from lockstep.preparation import OwnGradients
+
+
+def windows_that_notice(change: Any, count: int) -> list[int]:
+    """The numbers of the windows in which ``change`` of a gradient is refused."""
+    gradient = torch.ones(3)
+    step: Any = SimpleNamespace(is_in_window=False, sync_gradients=True)
+    own = OwnGradients(step, lambda: iter([("weight", gradient)]))
+    noticed = []
+    for window in range(1, count + 1):
+        step.is_in_window, step.sync_gradients = True, False
+        own.before_backward()
+        own.after_backward()
+        change(gradient)
+        try:
+            own.before_backward()
+        except UsageError:
+            noticed.append(window)
+        # The last backward of the window.
+        step.sync_gradients = True
+        own.after_backward()
+    return noticed
+
+
+def test_a_changed_gradient_is_noticed_in_every_window() -> None:
+    assert windows_that_notice(lambda gradient: gradient.mul_(2), 20) == list(range(1, 21))
+
+
+def test_what_changes_no_version_is_noticed_in_the_first_window_and_ever_more_rarely() -> None:
+    assert windows_that_notice(lambda gradient: gradient.data.mul_(2), 20) == [1, 2, 3, 5, 9, 17]
+
+
+def test_unchanged_gradients_are_left_alone() -> None:
+    assert windows_that_notice(lambda gradient: None, 20) == []
