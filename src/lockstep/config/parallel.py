@@ -265,6 +265,7 @@ class Parallel:
         """
         if world_size <= 1:  # one process runs any script that only shards
             return 1
+        # Ranks with the same part of the same layers. Those of one cp group are among them.
         ranks = max(1, world_size // (self.tp * self.pp))
         if ranks % self.replicate:
             raise ConfigError(

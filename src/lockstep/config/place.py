@@ -176,6 +176,7 @@ def _local_place(
         local_size = _integer(environ, launcher.local_world_size, at_least=1, at_most=world_size)
     here = address is None or address in ("localhost", "::1") or address.startswith("127.")
     if local_size is None:
+        # On another machine, this rank and the local ranks before it are all that is certain.
         local_size = world_size if here else min((local_rank or 0) + 1, world_size)
     if local_rank is None:
         local_rank = rank % local_size

@@ -44,6 +44,7 @@ class ParallelDims:
 
     def data_rank(self, rank: int) -> int:
         """The place of ``rank`` among those with batches of their own."""
+        # Ranks count with tp fastest, then cp, shard, replicate and pp.
         return rank // (self.cp * self.tp) % self.data
 
 
@@ -111,6 +112,7 @@ class BatchSizes:
             micro = train // (accumulation * world_size)
         elif accumulation is None:
             accumulation = train // (micro * world_size)
+        # A quotient may have been rounded: the product finds it.
         product = micro * accumulation * world_size
         if product != train:
             raise ConfigError(self._message(world_size, ranks))

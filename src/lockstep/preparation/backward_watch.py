@@ -101,6 +101,7 @@ class BackwardWatch:
                 tensor.register_hook(self._gradient_comes)
 
     def _gradient_comes(self, _: torch.Tensor) -> None:
+        # One backward brings gradients to several outputs: the first of them counts.
         if self._is_ours or current_pass() == self._pass:
             return
         self._pass = current_pass()
@@ -155,10 +156,12 @@ class BackwardWatch:
         if backwards != self._backwards:
             return
         found = list(_dense(optimizer))
+        # What the last step left is an average still, and may be stepped on again.
         if not found or (left is not None and left() is found[0]):
             return
         sums = [(g.double().sum(), g.double().abs().sum()) for g in found]
         digest = torch.stack([torch.stack(pair) for pair in sums]).flatten()
+        # One all-reduce for the largest and the smallest: min(x) = -max(-x).
         both = torch.cat([digest, -digest]).nan_to_num()
         dist.all_reduce(both, dist.ReduceOp.MAX)
         most, least = both.chunk(2)

@@ -256,6 +256,7 @@ def _is_another(left: _LeftGradient, gradient: torch.Tensor) -> bool:
 
 
 def _has_changed(left: _LeftGradient) -> bool:
+    # A change through `grad.data` leaves the version as it is.
     return version(left.gradient) != left.version or (
         left.sums is not None and not torch.equal(_sums(left.gradient), left.sums)
     )
@@ -263,4 +264,5 @@ def _has_changed(left: _LeftGradient) -> bool:
 
 def _sums(gradient: torch.Tensor) -> torch.Tensor:
     values = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+    # NaN is not equal to itself, and would look like a change.
     return torch.stack([values.sum(), values.abs().sum()]).nan_to_num()

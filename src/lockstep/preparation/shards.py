@@ -80,6 +80,7 @@ class ParameterRegistry:
         left = {id(old) for name, old in before.items() if name in after}
         changed = {old: after[name] for name, old in before.items() if name in after}
         gone = [old for old in before.values() if id(old) not in left]
+        # A pipeline comes here twice: what took a place the first time may be replaced, or leave, the second time.
         for first, now in list(self._replaced.items()):
             if now in changed:
                 self._replaced[first] = changed[now]
