@@ -10,7 +10,6 @@ from lockstep.cli import COMMANDS_OF_ACCELERATE
 from lockstep.cli.main import COMMANDS as OWN_COMMANDS
 from lockstep.compat.accelerate import (
     GATHERING,
-    LATER_SWITCHES,
     MODULES,
     NOT_OFFERED,
     REFUSED,
@@ -69,14 +68,14 @@ def commands() -> str:
 def options() -> str:
     """Options of ``accelerate launch`` that are refused when they ask for something."""
     by_feature: dict[tuple[str, str], list[str]] = {}
-    for name, what in LATER_SWITCHES.items():
-        by_feature.setdefault((what, ""), []).append(name)
     for name, (what, instead, _) in REFUSED.items():
-        key = next((known for known in by_feature if known[0] == what), (what, instead))
-        by_feature.setdefault(key, []).append(name)
+        by_feature.setdefault((what, instead), []).append(name)
     return table(
-        ["refused", "what they ask for"],
-        ([quoted(f"--{name}" for name in names), what] for (what, _), names in by_feature.items()),
+        ["refused", "what they ask for", "what to do"],
+        (
+            [quoted(f"--{name}" for name in names), what, instead]
+            for (what, instead), names in by_feature.items()
+        ),
     )
 
 

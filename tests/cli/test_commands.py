@@ -211,7 +211,7 @@ def test_env_prints_json_and_no_secrets(
         (["launch", "missing.py"], "the script 'missing.py' does not exist"),
         (
             ["launch", "--use_megatron_lm", "SCRIPT"],
-            "--use-megatron-lm asks for Megatron-LM settings, which is not available yet",
+            "--use-megatron-lm asks for Megatron-LM settings, which is not available",
         ),
         (["launch", "--nproc", "2", "--num-processes", "2", "SCRIPT"], "Give one of them"),
         (["launch", "--cpu", "--multi-gpu", "SCRIPT"], "contradict each other"),

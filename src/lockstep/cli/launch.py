@@ -11,7 +11,7 @@ import click
 from click.core import ParameterSource
 
 from lockstep.cli.launch_options import LaunchCommand, dashes, misplaced, options
-from lockstep.compat.accelerate.flags import FP8_FLAGS, LATER_SWITCHES, check_refused, spread_settings
+from lockstep.compat.accelerate.flags import FP8_FLAGS, check_refused, spread_settings
 from lockstep.compat.deepspeed.config import from_deepspeed
 from lockstep.compat.rules import Translation
 from lockstep.compat.settings import environment_settings
@@ -138,9 +138,6 @@ def _flags(ctx: click.Context, options: dict[str, object]) -> dict[str, SettingV
         and name not in FP8_FLAGS
         and ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
     }
-    for name, what in LATER_SWITCHES.items():
-        if options[name]:
-            raise ConfigError(f"--{dashes(name)} asks for {what}, which is not available yet. Drop it.")
     check_refused(options)
     if "nproc" in given and "num_processes" in given:
         raise ConfigError("--nproc and --num-processes both say how many processes to run. Give one of them.")

@@ -12,7 +12,6 @@ from lockstep.cli.values import option
 from lockstep.compat.accelerate.flags import (
     FOREIGN_FLAGS,
     FOREIGN_SWITCHES,
-    LATER_SWITCHES,
     REFUSED,
     REFUSED_SWITCHES,
     UNUSED_SWITCHES,
@@ -37,7 +36,7 @@ def options() -> list[click.Parameter]:
     foreign = [click.Option(["--" + dashes(name), name], type=str, hidden=True) for name in values]
     switches = [
         click.Option(["--" + dashes(name), name], is_flag=True, hidden=True)
-        for name in (*LATER_SWITCHES, *FOREIGN_SWITCHES, *REFUSED_SWITCHES)
+        for name in (*FOREIGN_SWITCHES, *REFUSED_SWITCHES)
     ]
     unused = [
         click.Option(["--" + dashes(name), name], is_flag=True, hidden=True, expose_value=False)

@@ -88,7 +88,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Translation:
-    """A foreign configuration in our settings; ``says`` has only those that were said."""
+    """A foreign configuration in our settings; ``settings`` has only those that were said."""
 
     settings: Mapping[str, SettingValue]
     warnings: tuple[str, ...] = ()

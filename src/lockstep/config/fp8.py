@@ -180,7 +180,7 @@ class FP8RecipeKwargs(TERecipeKwargs, _OptLevel):
     """The former name of ``TERecipeKwargs``, with the same fields. Using it warns.
 
     Args:
-        opt_level: Refused: it belongs to MS-AMP, which is not supported.
+        opt_level: Refused: it belongs to MS-AMP, which is not supported. ``mixed_precision="fp8"`` has no such levels.
         use_autocast_during_eval: This field and those below are those of ``TERecipeKwargs``.
         margin: See there.
         interval: See there.
@@ -215,7 +215,8 @@ class FP8RecipeKwargs(TERecipeKwargs, _OptLevel):
         self.backend = _one_of((self.backend or _said("BACKEND", "te")).upper(), "backend", ("TE",))
         if self.opt_level is not None:
             raise ConfigError(
-                f"opt_level={self.opt_level!r} belongs to MS-AMP, which is not supported. Leave it out."
+                f"opt_level={self.opt_level!r} belongs to MS-AMP, which is not supported. Leave it out, because "
+                "mixed_precision='fp8' has no such levels."
             )
         super().__post_init__()
 

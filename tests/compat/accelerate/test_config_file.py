@@ -154,7 +154,7 @@ def test_every_key_of_accelerate_is_known() -> None:
         ),
         ("machine_rank: 0", "machine_rank: 1", "run.yaml:6: machine_rank is 1 with num_machines 1"),
         ("MULTI_CPU", "MULTI_CPI", "run.yaml:3: distributed_type: 'MULTI_CPI' is not one of"),
-        ("MULTI_CPU", "MEGATRON_LM", "run.yaml:3: distributed_type: MEGATRON_LM is not available yet"),
+        ("MULTI_CPU", "MEGATRON_LM", "run.yaml:3: distributed_type: MEGATRON_LM is not available"),
         ("MULTI_CPU", "MULTI_GPU", "run.yaml:16: use_cpu is true but distributed_type is MULTI_GPU"),
         ("MULTI_CPU", "MULTI_XPU", "run.yaml:16: use_cpu is true but distributed_type is MULTI_XPU"),
         ("MULTI_CPU", "'NO'", "run.yaml:10: num_processes is 2 but distributed_type is NO"),

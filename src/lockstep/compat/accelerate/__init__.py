@@ -12,7 +12,7 @@ if not TYPE_CHECKING:
         __name__,
         {
             "config_file": ["ONLY_IN_ACCELERATE", "from_yaml", "Ignored", "load", "OTHER_KEYS", "SECTIONS"],
-            "flags": ["FOREIGN_FLAGS", "LATER_SWITCHES", "REFUSED"],
+            "flags": ["FOREIGN_FLAGS", "REFUSED"],
             "interface": ["find", "GATHERING", "MODULES", "names_in", "NotOffered", "Offered", "VERSION"],
             "names": ["NOT_OFFERED"],
             "sections": ["LAYOUT_KEYS", "LAYOUT_PREFIX", "MPI_KEYS"],

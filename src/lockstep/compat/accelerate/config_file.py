@@ -66,7 +66,9 @@ OTHER_KEYS: dict[str, Ignored | Later] = {
     "same_network": Ignored("every machine meets at main_process_ip"),
     "use_mps_device": Ignored("devices are found automatically"),
     "ipex_config": Ignored("torch itself now has these optimisations"),
-    "megatron_lm_config": Later("Megatron-LM settings"),
+    "megatron_lm_config": Later(
+        "Megatron-LM settings", "Remove it, and divide models by parallel, such as parallel: tp=2 pp=2."
+    ),
     "tpu_use_cluster": Later("training on TPU pods"),
     "tpu_use_sudo": Later("training on TPU pods"),
 }
@@ -291,8 +293,10 @@ def _check_kind(file: YamlFile, key: str, value: object) -> None:
             f"{file.at(key)}: {value} is not available. Use {ComputeEnvironment.LOCAL_MACHINE}."
         )
     if key == "distributed_type" and value not in AVAILABLE_TYPES:
+        divided = ", and divide models by parallel, such as parallel: tp=2 pp=2"
         raise ConfigError(
-            f"{file.at(key)}: {value} is not available yet. Use one of {', '.join(AVAILABLE_TYPES)}."
+            f"{file.at(key)}: {value} is not available. Use one of {', '.join(AVAILABLE_TYPES)}"
+            f"{divided if value == DistributedType.MEGATRON_LM else ''}."
         )
 
 

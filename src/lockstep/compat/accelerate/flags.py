@@ -25,7 +25,6 @@ FP8_FLAGS = ("fp8_backend", "fp8_pad_inner_dim", "fp8_enable_fsdp_float8_all_gat
 FOREIGN_FLAGS = (*FSDP_FLAGS, *DEEPSPEED_FLAGS, *LAYOUT_FLAGS, *MPI_FLAGS, *FP8_FLAGS)
 FOREIGN_SWITCHES = ("use_fsdp", "use_deepspeed", "use_parallelism_config")
 # Refused by name, not as unknown: what does not exist here yet.
-LATER_SWITCHES = {"use_megatron_lm": "Megatron-LM settings", "tpu": "training on TPUs"}
 UNUSED_SWITCHES = ("same_network", "no_tpu_cluster")
 
 # What else is refused by name, unless it asks for nothing: (feature, what to do) -> options, with their defaults.
@@ -39,14 +38,14 @@ _REFUSED: dict[tuple[str, str], str] = {
         megatron_lm_recompute_method megatron_lm_recompute_num_layers megatron_lm_attention_backend
         megatron_lm_expert_model_parallel_size=1 megatron_lm_context_parallel_size=1 megatron_lm_attention_dropout
         megatron_lm_hidden_dropout megatron_lm_attention_softmax_in_fp32 megatron_lm_expert_tensor_parallel_size=1
-        megatron_lm_calculate_per_token_loss megatron_lm_use_rotary_position_embeddings
+        megatron_lm_calculate_per_token_loss megatron_lm_use_rotary_position_embeddings use_megatron_lm
     """,
-    ("fp8 by another package than torchao", "Drop it."): """
+    ("fp8 by another package than torchao", "Drop it: --mixed-precision fp8 is enough."): """
         fp8_use_autocast_during_eval fp8_margin=0 fp8_interval=1 fp8_format=hybrid fp8_amax_history_len=1024
         fp8_amax_compute_algo=most_recent fp8_override_linear_precision=false,false,false fp8_opt_level=o2
     """,
     ("training on TPUs", "Drop it."): """
-        tpu_cluster tpu_use_sudo vm env main_training_function=main downcast_bf16
+        tpu tpu_cluster tpu_use_sudo vm env main_training_function=main downcast_bf16
     """,
     ("Amazon SageMaker", "Drop it, and start the script on each machine."): """
         aws_access_key_id aws_secret_access_key
@@ -58,7 +57,14 @@ REFUSED = {
     for name, _, default in (word.partition("=") for word in text.split())
 }
 """Name -> what it asks for, what to do, and the value that asks for nothing."""
-REFUSED_SWITCHES = ("fp8_use_autocast_during_eval", "tpu_cluster", "tpu_use_sudo", "downcast_bf16")
+REFUSED_SWITCHES = (
+    "fp8_use_autocast_during_eval",
+    "use_megatron_lm",
+    "tpu",
+    "tpu_cluster",
+    "tpu_use_sudo",
+    "downcast_bf16",
+)
 """Of these the ones without a value."""
 
 

@@ -88,8 +88,15 @@ ZERO: Table = {
         key: NoEffect("blocks are found, or named with blocks=")
         for key in ("classes", "names", "name_suffixes")
     },
-    "mics_shard_size": Refused("MiCS; use parallel='zero=3 replicate=K' for groups of ranks", (-1,)),
-    "mics_hierarchical_params_gather": Refused("MiCS; use parallel='zero=3 hpz=K' for a hierarchy of ranks"),
+    "mics_shard_size": Refused(
+        "MiCS",
+        (-1,),
+        "Remove it, and use parallel='zero=3 replicate=K' for K groups that each share a model.",
+    ),
+    "mics_hierarchical_params_gather": Refused(
+        "MiCS",
+        instead="Remove it, and use parallel='zero=3 hpz=K' to gather weights within groups of K ranks.",
+    ),
     "zeropp_loco_param": Refused("error feedback (LoCo) for quantised gradients"),
 }
 
@@ -116,7 +123,7 @@ FP16: Table = {
     "consecutive_hysteresis": NoEffect(SCALE),
     "min_loss_scale": NoEffect(SCALE, (1, 1.0, 0)),
     "fp16_master_weights_and_grads": Refused("master weights in fp16"),
-    "opt_level": Refused("NVIDIA Apex"),
+    "opt_level": Refused("NVIDIA Apex", instead="Remove it: torch's autocast does what fp16 asks for."),
 }
 
 BF16: Table = {
@@ -244,7 +251,11 @@ KEYS: Table = {
     ),
     "prescale_gradients": NoEffect(NUMERICS),
     "gradient_predivide_factor": NoEffect(NUMERICS, (1, 1.0)),
-    "gradient_allreduce_op": Refused("summed gradients; multiply the loss instead", ("mean",)),
+    "gradient_allreduce_op": Refused(
+        "gradients that are summed over the ranks",
+        ("mean",),
+        "Remove it, and multiply the loss by the number of processes.",
+    ),
     "disable_allgather": NoEffect("parameters are gathered by all-gather"),
     "sparse_gradients": Refused("sparse gradients of embeddings"),
     "data_types": DATA_TYPES,
@@ -272,7 +283,14 @@ KEYS: Table = {
     "csv_monitor": section(NoEffect(LOGS), "output_path", "job_name"),
     "wandb": section(NoEffect(LOGS), "group", "team", "project"),
     "comet": section(NoEffect(LOGS), *COMET_KEYS),
-    "hybrid_engine": section(Refused("the hybrid engine"), *HYBRID_KEYS),
+    "hybrid_engine": section(
+        Refused(
+            "the hybrid engine",
+            instead="Remove it, and generate inside of accelerator.summon_full_params(model), "
+            "which gathers all weights once.",
+        ),
+        *HYBRID_KEYS,
+    ),
     "compile": {
         "enabled": NoEffect(COMPILE),
         "backend": NoEffect(COMPILE),
@@ -292,9 +310,12 @@ KEYS: Table = {
         "a pipeline whose micro-batches are those of gradient accumulation",
         instead="Remove it, and use parallel='pp=N micro_batches=M', which cuts each batch into micro-batches.",
     ),
-    "amp": Refused("NVIDIA Apex; use bf16 or fp16"),
-    "msamp": Refused("fp8 training"),
-    "autotuning": Refused("autotuning"),
+    "amp": Refused("NVIDIA Apex", instead="Remove it, and use bf16 or fp16."),
+    "msamp": Refused("MS-AMP", instead="Remove it, and train in 8 bits by mixed_precision='fp8'."),
+    "autotuning": Refused(
+        "DeepSpeed's autotuning",
+        instead="Remove it, and let `lockstep tune` find the size of the micro-batch.",
+    ),
     "elasticity": Refused(
         "batch sizes that follow the number of machines",
         instead="Remove it. With lockstep launch --nnodes MIN:MAX machines may leave and join.",

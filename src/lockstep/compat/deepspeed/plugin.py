@@ -42,7 +42,7 @@ class DeepSpeedPlugin:
         zero3_save_16bit_model: No effect: ``save_model`` always writes whole weights.
         transformer_moe_cls_names: Class names of mixtures of experts, separated by commas; ``set_moe_leaf_modules``
             checks them. They have no other effect: experts are sharded as other blocks are.
-        enable_msamp: Refused: MS-AMP is not supported.
+        enable_msamp: Refused: MS-AMP is not supported. Use ``mixed_precision="fp8"``.
         msamp_opt_level: Accepted, without effect.
 
     Raises:

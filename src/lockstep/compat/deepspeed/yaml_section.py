@@ -72,7 +72,7 @@ DEEPSPEED_KEYS: Table = {
     ),
     "transformer_moe_cls_names": NoEffect("experts are sharded as all other blocks are"),
     "deepspeed_moe_layer_cls_names": NoEffect("experts are sharded as all other blocks are"),
-    "enable_msamp": Refused("fp8 training"),
+    "enable_msamp": Refused("MS-AMP", instead="Remove it, and train in 8 bits by mixed_precision: fp8."),
     LAUNCHER_KEY: Used("", _launcher),
     HOSTFILE_KEY: Used("hostfile", file_name),
     "deepspeed_inclusion_filter": Used("include_hosts", _filter),

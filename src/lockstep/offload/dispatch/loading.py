@@ -159,7 +159,7 @@ def load_checkpoint_in_model(
         offload_state_dict: Accepted, without effect: tensors are read one at a time.
         offload_buffers: Whether buffers of modules on the disk stay there, too.
         keep_in_fp32_modules: Parts of names of tensors that become float32 if ``dtype`` is float16.
-        offload_8bit_bnb: True is refused: bitsandbytes is not supported here.
+        offload_8bit_bnb: True is refused: weights of 8 bits are not offloaded.
         strict: Whether checkpoint and model must have the same tensors.
         full_state_dict: False is refused: each process maps the files itself.
         broadcast_from_rank0: True is refused, for the same reason.
@@ -296,7 +296,10 @@ def _where_they_are(model: nn.Module) -> list[TensorPlacement]:
 
 def _refuse(offload_8bit_bnb: bool, full_state_dict: bool, broadcast_from_rank0: bool) -> None:
     if offload_8bit_bnb:
-        raise ConfigError("offload_8bit_bnb=True needs bitsandbytes, which is not supported. Leave it out.")
+        raise ConfigError(
+            "offload_8bit_bnb=True asks for weights of 8 bits outside of the device, which is not supported. Leave "
+            "it out, and load the model by load_and_quantize_model onto a device that has room for it."
+        )
     if broadcast_from_rank0 or not full_state_dict:
         raise ConfigError(
             "broadcast_from_rank0=True and full_state_dict=False are not supported: each process maps the files "
