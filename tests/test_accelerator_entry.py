@@ -76,6 +76,34 @@ accelerator, *_ = prepared()
 count(lambda: accelerator.load_state(folder))
 accelerator.end_training()
 """
+PROCESS = """
+import signal, sys, threading
+import torch
+import torch.distributed as dist
+from lockstep import Accelerator, PartialState
+
+FUNCTIONS = sorted(name for name in dir(dist) if callable(getattr(dist, name)))
+
+def look():
+    return (
+        [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)],
+        [thread.name for thread in threading.enumerate()],
+        [getattr(dist, name) for name in FUNCTIONS],
+        [sys.excepthook],
+    )
+
+watch = sys.argv[1] == "watch"
+before = look()
+accelerator = Accelerator(watch=watch)
+if accelerator.num_processes > 1:
+    dist.all_reduce(torch.ones(1))
+during = look()
+PartialState().destroy_process_group()
+after = look()
+if accelerator.is_main_process:
+    print(*(part != earlier for part, earlier in zip(during, before)))
+    print(*(part != earlier for part, earlier in zip(after, before)))
+"""
 WORDS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 OF_EVERY_COLLECTIVE = ("comm/", "shared_memory/", "observe/", "control/")
 """Folders that any call of several ranks enters."""
@@ -141,3 +169,20 @@ def test_a_save_and_a_load_enter_few_files(
         assert len(files) <= limit, files
         beside = [name for name in files if not name.startswith(OF_EVERY_COLLECTIVE)]
         assert len(beside) <= limit_beside, beside
+
+
+@pytest.mark.parametrize(
+    ("ranks", "watch", "changed"),
+    [
+        (1, True, ["True", "True", "False", "True"]),
+        (1, False, ["False", "False", "False", "True"]),
+        (2, True, ["True", "True", "True", "True"]),
+    ],
+)
+def test_what_the_constructor_changes_in_the_process_is_taken_back_but_the_exception_hook(
+    ranks: int, watch: bool, changed: list[str]
+) -> None:
+    """Signal handlers, threads, functions of torch.distributed, and sys.excepthook: as the docstring says."""
+    during, after = entered(PROCESS, ranks, "watch" if watch else "no watch")
+    assert during == changed
+    assert after == ["False", "False", "False", "True"]

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import click
 import pytest
+import tomllib
 import yaml
 
 from lockstep.cli.main import cli
@@ -214,6 +215,24 @@ def test_the_tree_in_the_architecture_page_names_every_folder_and_module() -> No
     }
     assert {path for path in named if path.endswith("/")} == packages
     assert all((source / path).exists() for path in named)
+
+
+def test_the_layers_in_the_architecture_page_are_those_that_are_checked() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers = next(
+        contract["layers"] for contract in contracts if "lockstep.accelerator" in contract.get("layers", ())
+    )
+    checked = [[name.strip().removeprefix("lockstep.") for name in layer.split("|")] for layer in layers]
+    page = TEXTS["architecture.md"].split("\n## Layers\n")[1]
+    (line,) = [part for part in page.split("\n\n") if part.startswith("`testing` → ")]
+    shown = [re.findall(r"\w+", layer) for layer in line.split("→")]
+    # The page shortens the layer of names that Accelerate has.
+    assert [
+        [name for name in layer if name in shown_layer]
+        for layer, shown_layer in zip(checked, shown, strict=True)
+    ] == shown
+    packages = {path.parent.name for path in (ROOT / "src/lockstep").glob("*/__init__.py")}
+    assert packages <= {name for layer in shown for name in layer}
 
 
 def test_the_paths_that_the_architecture_page_follows_lead_through_files_that_exist() -> None:

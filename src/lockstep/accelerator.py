@@ -121,12 +121,13 @@ class Accelerator(
       server for these reports. A process that trains alone has one thread, and no socket for others.
     - With ``watch``, in runs of up to 16 ranks on CPUs, the collectives in ``torch.distributed`` are replaced. The
       replacements first compare the script's own calls between the ranks.
+    - On CPUs, the ranks of one host exchange tensors through shared memory. A daemon thread for each process group
+      continues asynchronous calls. ``LOCKSTEP_BACKEND=gloo`` leaves both out, and so does
+      ``lockstep launch --backend gloo``.
 
-    - On CPUs, the ranks of one host exchange tensors through shared memory, and a daemon thread continues
-      asynchronous calls. ``LOCKSTEP_BACKEND=gloo`` leaves both out, and so does ``lockstep launch --backend gloo``.
-
-    All of this ends with the process group. ``watch=False`` leaves signals, sockets, functions of torch, and the
-    threads of the watch alone.
+    ``watch=False`` leaves signals, sockets, functions of torch, and the threads of the watch alone.
+    ``PartialState().destroy_process_group()`` takes all of this back but the exception hook, which stays. The function
+    of that name in torch ends the process group alone.
 
     Raises:
         ConfigError: a value is unknown or contradicts another one. The message names it.

@@ -1,17 +1,21 @@
 from __future__ import annotations
 
+import importlib
 import json
 import random
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
 import yaml
 
 from cli.calling import call
-from lockstep.cli.main import COMMANDS
+from lockstep.cli import COMMANDS, value_type
 from lockstep.compat.accelerate import load
+from lockstep.config import DECLARED
 from tests.compat.accelerate_examples import TWO_PROCESSES
 
 
@@ -378,3 +382,56 @@ def test_gpus_that_are_not_there_are_told(
         said = call(capsys, "launch", *flags, "--dry-run", script)[2]
         asks = f"{file}:1: distributed_type" if by_file else "--multi-gpu"
         assert said.count(f"{asks} asks for GPUs, but torch") == lines
+
+
+SHARED = ("parallel", "mixed_precision", "module", "as_accelerate", "config_file", "nproc", "dry_run")
+"""Settings that several commands take."""
+
+
+def commands() -> Iterator[tuple[str, click.Command]]:
+    for name, (place, _) in COMMANDS.items():
+        module, _, attribute = place.partition(":")
+        found = getattr(importlib.import_module(module), attribute or "command")
+        if isinstance(found, click.Group):
+            yield from ((f"{name} {sub}", command) for sub, command in found.commands.items())
+        yield name, found
+
+
+def test_flags_of_settings_are_those_of_the_table_in_every_command() -> None:
+    taken = []
+    for name, command in commands():
+        for parameter in command.params:
+            if parameter.name in SHARED and not name.startswith(("accelerate", "to-fsdp2")):
+                setting = DECLARED[parameter.name]
+                assert sorted(parameter.opts) == sorted(setting.flags.split()), name
+                if not getattr(parameter, "is_flag", False):
+                    assert type(parameter.type) is type(value_type(setting)), (name, parameter.name)
+                taken.append((name, parameter.name))
+    assert {("check", "parallel"), ("tune", "parallel"), ("replay", "module"), ("test", "nproc")} <= {*taken}
+
+
+@pytest.mark.parametrize("command", ["check", "tune"])
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--parallel", ""], "has no word"),
+        (["--config-file", "nofile.yaml"], "cannot read the configuration file"),
+        (["--config-file", "two.yaml"], "main_process_ip"),
+        (["--nproc", "4", "--parallel", "tp=3"], "4 / 3 is not whole"),
+    ],
+)
+def test_what_a_launch_would_refuse_is_refused_before_the_script_runs(
+    command: str,
+    flags: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("two.yaml").write_text("num_machines: 2\nnum_processes: 4\n")
+    Path("script.py").write_text("open('ran', 'w')\n")
+    code, out, err = call(capsys, command, *flags, "script.py")
+    assert (code, out) == (2, "")
+    assert message in err and err.count("Error: ") == 1
+    assert not Path("ran").exists()

@@ -155,7 +155,7 @@ def test_the_number_of_processes_of_a_layout_names_the_layout(
         (["launch", "--dry-run", "--nproc", "1", "--no-python", ""], "'' is not the name of a script"),
         (["launch", "--dry-run", "--nproc", "1", "-m", " "], "' ' is not the name of a script"),
         (["config", "--num-processes", "3", "--parallel", "tp=2", "--config-file", "o.yaml"], "3 / 2 is not whole"),
-        (["config", "--num-processes", "1", "--config-file", ""], "--config-file '' is not a path"),
+        (["config", "--num-processes", "1", "--config-file", ""], "'' is not a path"),
     ],
 )  # fmt: skip
 def test_what_cannot_run_is_refused_in_a_sentence(

@@ -10,5 +10,6 @@ if not TYPE_CHECKING:
             "accelerate_commands": ["launch_command", "launch_command_parser", "load_config_from_file"],
             "main": ["COMMANDS"],
             "top_screen": ["TopScreen"],
+            "values": ["value_type"],
         },
     )

@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from lockstep.cli.output import kept_folder, print_table, write_json
-from lockstep.cli.values import IntegerRange
-from lockstep.config.checks import MAX_PROCESSES
-from lockstep.config.settings import SETTINGS
+from lockstep.cli.values import IntegerRange, options_of
 from lockstep.words import escape, escaped_lines
 
 if TYPE_CHECKING:
@@ -39,18 +37,16 @@ Exit codes: 0: the numbers agree. 1: they differ. 2: there is no answer, and a s
 
 
 @click.command("check", epilog=EPILOG, context_settings={"allow_interspersed_args": False})
-@click.option(
-    "--nproc",
-    type=IntegerRange(1, MAX_PROCESSES),
-    default=2,
-    show_default=True,
-    help="Ranks of the candidate.",
-)
-@click.option("--parallel", help="How the candidate divides models (default: as in the script).")
-@click.option(
-    "--mixed-precision",
-    type=click.Choice([str(word) for word in SETTINGS["mixed_precision"].kind.words]),
-    help="Precision of the candidate (default: as in the script). The reference computes in fp32.",
+@options_of(
+    "nproc",
+    "parallel",
+    "mixed_precision",
+    help={
+        "nproc": "Ranks of the candidate.",
+        "parallel": "How the candidate divides models (default: as in the script).",
+        "mixed_precision": "Precision of the candidate (default: as in the script). The reference computes in fp32.",
+    },
+    default={"nproc": 2},
 )
 @click.option(
     "--steps",
@@ -73,15 +69,21 @@ Exit codes: 0: the numbers agree. 1: they differ. 2: there is no answer, and a s
     type=click.Path(path_type=Path, dir_okay=False),
     help="Compare with a trace kept by --record, for example after an update of torch.",
 )
-@click.option("--as-accelerate", is_flag=True, help="In the script, `import accelerate` gives Lockstep.")
+@options_of("as_accelerate")
 @click.option(
     "--wrapped",
     is_flag=True,
     help="SCRIPT divides its models itself: by torch's DDP or fully_shard, or by Accelerate.",
 )
-@click.option("-m", "--module", is_flag=True, help="SCRIPT is a module.")
-@click.option("--config-file", help="Launch the candidate with the settings of this file.")
-@click.option("--cpu", is_flag=True, help="Compute on CPUs only.")
+@options_of(
+    "module",
+    "config_file",
+    "use_cpu",
+    help={
+        "config_file": "Launch the candidate with the settings of this file.",
+        "use_cpu": "Compute on CPUs only.",
+    },
+)
 @click.option(
     "--timeout", type=IntegerRange(1, 10**6), default=3600, show_default=True, help="Seconds for each run."
 )
@@ -109,7 +111,7 @@ def command(
     wrapped: bool,
     module: bool,
     config_file: str | None,
-    cpu: bool,
+    use_cpu: bool,
     timeout: int,
     json_path: Path | None,
     html: Path | None,
@@ -123,8 +125,8 @@ def command(
     ranks (the reference), again to see whether it gives the same numbers and how far rounding moves each tensor, and
     on many ranks (the candidate).
     """
+    from lockstep.cli.launch import check_launch
     from lockstep.config.world import axes_of
-    from lockstep.launch.plan import Program
     from lockstep.parity.check import ParityCheck, Request
     from lockstep.parity.runs import CheckedProgram, CouldNotRun
 
@@ -135,14 +137,14 @@ def command(
             "--wrapped is for scripts that spread their models themselves, so --parallel, --reference, "
             "--mixed-precision and --as-accelerate have no effect. Drop these options."
         )
-    Program(script, arguments, module).command()  # refuses what is not there
     axes_of(_parallel(parallel), nproc)
     if reference is not None:
         axes_of(_parallel(reference), nproc)
     flags = [
         *(["--config-file", config_file] if config_file is not None else []),
-        *(["--cpu"] if cpu else []),
+        *(["--cpu"] if use_cpu else []),
     ]
+    check_launch(["--nproc", str(nproc), *flags, *(["-m"] if module else [])], [script, *arguments])
     with kept_folder("check", keep) as folder, _progress() as tell:
         request = Request(
             program=CheckedProgram((script, *arguments), module, as_accelerate, wrapped),

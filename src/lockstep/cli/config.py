@@ -45,6 +45,8 @@ Examples:
   lockstep config update --config-file old.yaml
 """
 
+WHERE = "Where to write (default: the file that launch reads by default)."
+
 CONVERT_EPILOG = """\b
 Examples:
   lockstep config convert accelerate.yaml
@@ -53,10 +55,8 @@ Examples:
 
 
 @click.group("config", epilog=EPILOG, invoke_without_command=True)
-@click.option(
-    "--config-file", type=str, help="Where to write (default: the file that launch reads by default)."
-)
 @options_of(
+    "config_file",
     "num_processes",
     "num_machines",
     "machine_rank",
@@ -67,6 +67,8 @@ Examples:
     "num_cpu_threads_per_process",
     "gradient_accumulation_steps",
     "parallel",
+    help={"config_file": WHERE},
+    default={"use_cpu": None},
 )
 @click.option(
     "--yes", "-y", is_flag=True, help="Ask nothing. Use the defaults for all settings without an option."
@@ -89,8 +91,6 @@ def command(
                 f"options of `lockstep config` do not go before {ctx.invoked_subcommand}. Write them after it."
             )
         return
-    if config_file is not None and not config_file.strip():
-        raise click.UsageError(f"--config-file {config_file!r} is not a path. Name a file, or drop it.")
     if num_machines is not None:
         least, most = num_machines
         given["num_machines"] = most if least == most else f"{least}:{most}"
@@ -113,7 +113,7 @@ def command(
 
 
 @command.command("default", epilog=DEFAULT_EPILOG)
-@click.option("--config-file", help="Where to write (default: the file that launch reads by default).")
+@options_of("config_file", help={"config_file": WHERE})
 @click.option(
     PRECISION.flag, type=value_type(PRECISION), default=str(PRECISION.default), help=PRECISION.meaning
 )
@@ -131,7 +131,7 @@ def default_command(config_file: str | None, mixed_precision: str) -> None:
 
 
 @command.command("update", epilog=UPDATE_EPILOG)
-@click.option("--config-file", help="The file (default: the one that launch reads by default).")
+@options_of("config_file", help={"config_file": "The file (default: the one that launch reads by default)."})
 def update_command(config_file: str | None) -> None:
     """Write a file again in the current form: old keys get their new names, and missing keys their defaults."""
     from lockstep.compat.accelerate.write import updated, write_text

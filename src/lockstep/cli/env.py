@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import click
 
+from lockstep.cli.values import options_of
+
 EPILOG = """\b
 Examples:
   lockstep env
@@ -15,7 +17,7 @@ Examples:
 
 
 @click.command("env", epilog=EPILOG)
-@click.option("--config-file", metavar="FILE", help="Also show the settings of this configuration file.")
+@options_of("config_file", help={"config_file": "Also show the settings of this configuration file."})
 @click.option("--no-torch", is_flag=True, help="Do not import torch (fast; no versions of CUDA, no devices).")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--explain", metavar="PARALLEL",

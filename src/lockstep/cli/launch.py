@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 from click.core import ParameterSource
@@ -56,11 +56,45 @@ Examples:
 """
 
 
+class PlannedLaunch(NamedTuple):
+    """What a command line asks for: the plan, sentences for people, and what only the processes of a run say."""
+
+    plan: LaunchPlan
+    sentences: list[str]
+    of_processes: tuple[str, ...]
+
+
 def command_function(ctx: click.Context, script: str, arguments: tuple[str, ...], **options: Any) -> None:
     """Run SCRIPT with ARGUMENTS on one or more processes, of one or more machines.
 
     Flags win over environment variables, and these win over the configuration file.
     """
+    plan, sentences, of_processes = _planned(ctx, script, arguments, options)
+    for sentence in (*sentences, *(of_processes if options["dry_run"] else ())):
+        click.echo(f"lockstep launch: {sentence}", err=True)
+    if options["dry_run"]:
+        _print(plan)
+        return
+    from lockstep.launch.backend import get_backend
+    from lockstep.launch.local import end_process
+
+    end_process(get_backend(plan.transport.backend).launch(plan))
+
+
+def check_launch(flags: Sequence[str], words: Sequence[str]) -> None:
+    """Refuse now what a launch of ``words`` with these flags would refuse. Nothing is started or printed.
+
+    Raises:
+        ConfigError: a setting is wrong, or contradicts another one.
+    """
+    with command.make_context("lockstep launch", [*flags, *words]) as ctx:
+        options = dict(ctx.params)
+        _planned(ctx, options.pop("script"), options.pop("arguments"), options)
+
+
+def _planned(
+    ctx: click.Context, script: str, arguments: tuple[str, ...], options: dict[str, Any]
+) -> PlannedLaunch:
     in_pods = options["k8s"] is not None
     is_accelerates = ctx.parent is not None and ctx.parent.info_name == "accelerate"
     program = Program(
@@ -71,13 +105,14 @@ def command_function(ctx: click.Context, script: str, arguments: tuple[str, ...]
         in_pods,
         bool(options["as_accelerate"] or (is_accelerates and not options["no_python"])),
     )
-    program.command()  # a missing script is refused before anything is read or imported
+    # A missing script is refused before anything is read or imported.
+    program.command()
     environ = inherited_environment()
     also = accelerate_config_file(environ) if is_accelerates and not options["use_cpu"] else None
-    said_by_file, loaded = _file(options["config_file"], also)
-    settings = merge(_flags(ctx, options), said_by_file, environ)
-    for sentence in unknown_variables(environ):
-        click.echo(f"lockstep launch: {sentence}", err=True)
+    sentences: list[str] = []
+    said_by_file, loaded = _file(options["config_file"], sentences, also)
+    settings = merge(_flags(ctx, options, sentences), said_by_file, environ)
+    sentences += unknown_variables(environ)
     asked = environment_settings(environ, settings["num_machines"].value)
     if asked.settings:
         settings["parallel"] = _with_words(settings["parallel"], asked.settings)
@@ -88,7 +123,7 @@ def command_function(ctx: click.Context, script: str, arguments: tuple[str, ...]
         device_count=_device_count(settings),
         cores=available_cores(),
         log_dir=options["log_dir"],
-        # where no files are written, everything is on the console, which is all that a value of --tee asks for
+        # Where no files are written, everything is on the console, which is all that a value of --tee asks for.
         tee=bool(options["tee"] or (options["tee_all"] and options["log_dir"] is not None)),
         described=described.settings,
         output=options["output"],
@@ -98,17 +133,8 @@ def command_function(ctx: click.Context, script: str, arguments: tuple[str, ...]
         from lockstep.launch.backend import check_secret_file
 
         check_secret_file(plan)
-    for sentence in _without_effect(ctx, options, program, plan, loaded):
-        click.echo(f"lockstep launch: {sentence}", err=True)
-    if options["dry_run"]:
-        for warning in (*asked.warnings, *described.warnings):  # in a run, the main process says them
-            click.echo(f"lockstep launch: {warning}", err=True)
-        _print(plan)
-        return
-    from lockstep.launch.backend import get_backend
-    from lockstep.launch.local import end_process
-
-    end_process(get_backend(plan.transport.backend).launch(plan))
+    sentences += _without_effect(ctx, options, program, plan, loaded)
+    return PlannedLaunch(plan, sentences, (*asked.warnings, *described.warnings))
 
 
 command = LaunchCommand(
@@ -129,8 +155,8 @@ command = LaunchCommand(
 )
 
 
-def _flags(ctx: click.Context, options: dict[str, object]) -> dict[str, SettingValue]:
-    """The settings that were given as flags."""
+def _flags(ctx: click.Context, options: dict[str, object], sentences: list[str]) -> dict[str, SettingValue]:
+    """The settings that were given as flags. Warnings are added to ``sentences``."""
     given = {
         name: SettingValue(value, f"flag --{dashes(name)}")
         for name, value in options.items()
@@ -147,8 +173,7 @@ def _flags(ctx: click.Context, options: dict[str, object]) -> dict[str, SettingV
         given["use_cpu"] = SettingValue(False, "flag --multi-gpu")
     given |= _of_several_machines(given)
     spread, warnings = spread_settings(given, options)
-    for warning in warnings:
-        click.echo(f"lockstep launch: {warning}", err=True)
+    sentences += warnings
     return given | spread
 
 
@@ -218,10 +243,12 @@ def _without_effect(
             )
 
 
-def _file(path: str | None, also: Path | None = None) -> tuple[dict[str, SettingValue], LoadedConfig | None]:
+def _file(
+    path: str | None, sentences: list[str], also: Path | None
+) -> tuple[dict[str, SettingValue], LoadedConfig | None]:
     """The settings of the configuration file, if one is given or the user has a default one, and what else it says.
 
-    ``also`` is a default file where the user has none of ours.
+    Warnings are added to ``sentences``. ``also`` is a default file where the user has none of ours.
     """
     named = None if path is not None else named_config_file()
     default = user_config_file()
@@ -238,9 +265,8 @@ def _file(path: str | None, also: Path | None = None) -> tuple[dict[str, Setting
             loaded = load(named or default)
         except ConfigError as error:
             raise ConfigError(f"{CONFIG_VARIABLE}: {error}" if named else str(error)) from None
-        click.echo(f"lockstep launch: settings from {default}", err=True)
-    for warning in loaded.warnings:
-        click.echo(f"lockstep launch: {warning}", err=True)
+        sentences.append(f"settings from {default}")
+    sentences += loaded.warnings
     said = {
         name: SettingValue(
             value, loaded.origins.get(name, str(path)), loaded.words if name == "parallel" else {}

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from lockstep.cli.output import print_table, write_json
-from lockstep.cli.values import IntegerRange
+from lockstep.cli.values import IntegerRange, options_of
 from lockstep.words import escaped_lines
 
 NOTHING, COULD_NOT_RUN = 1, 2
@@ -33,8 +33,7 @@ sentence says why.
     show_default=True,
     help="Number of ordinary batches to compare with, if all numbers of the step are finite.",
 )
-@click.option("--as-accelerate", is_flag=True, help="In the script, `import accelerate` gives Lockstep.")
-@click.option("-m", "--module", is_flag=True, help="SCRIPT is a module.")
+@options_of("as_accelerate", "module")
 @click.option(
     "--timeout", type=IntegerRange(1, 10**6), default=3600, show_default=True, help="Seconds for the replay."
 )

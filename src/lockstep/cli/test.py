@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import click
 
-from lockstep.cli.values import IntegerRange
-from lockstep.config.checks import MAX_PROCESSES
+from lockstep.cli.values import options_of
 
 EPILOG = """\b
 Examples:
@@ -16,12 +15,17 @@ Examples:
 
 
 @click.command("test", epilog=EPILOG)
-@click.option("--config-file", help="Use the processes, the precision and the sharding of this file.")
-@click.option(
-    "--nproc", type=IntegerRange(1, MAX_PROCESSES), help="Processes (default: 2, or as in the file)."
+@options_of(
+    "config_file",
+    "nproc",
+    "use_cpu",
+    help={
+        "config_file": "Use the processes, the precision and the sharding of this file.",
+        "nproc": "Processes (default: 2, or as in the file).",
+        "use_cpu": "Check on CPUs only.",
+    },
 )
-@click.option("--cpu", is_flag=True, help="Check on CPUs only.")
-def command(config_file: str | None, nproc: int | None, cpu: bool) -> None:
+def command(config_file: str | None, nproc: int | None, use_cpu: bool) -> None:
     """Run small computations on several processes of this machine, and compare them with formulas and plain torch."""
     from lockstep.launch import self_check
 
@@ -29,7 +33,7 @@ def command(config_file: str | None, nproc: int | None, cpu: bool) -> None:
     if config_file is not None:
         from lockstep.cli.launch import command as launch_command
 
-        flags = ["--config-file", config_file, *(["--cpu"] if cpu else [])]
+        flags = ["--config-file", config_file, *(["--cpu"] if use_cpu else [])]
         flags += ["--nproc", str(nproc)] if nproc is not None else []
         launch_command.main([*flags, *words], "lockstep launch", standalone_mode=False)
         return
@@ -39,7 +43,7 @@ def command(config_file: str | None, nproc: int | None, cpu: bool) -> None:
     from lockstep.launch.plan import Program, available_cores, make_plan, merge
 
     flags_said = {"nproc": SettingValue(nproc or 2, "flag --nproc" if nproc else "default")}
-    if cpu:
+    if use_cpu:
         flags_said["use_cpu"] = SettingValue(True, "flag --cpu")
     settings = merge(flags_said, {}, inherited_environment())
     program = Program(self_check.__name__, module=True)

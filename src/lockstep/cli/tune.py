@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from lockstep.cli.output import kept_folder, print_table, write_json
-from lockstep.cli.values import IntegerRange
-from lockstep.config.checks import MAX_PROCESSES
+from lockstep.cli.values import IntegerRange, options_of
 from lockstep.words import escape, escaped_lines
 
 if TYPE_CHECKING:
@@ -36,8 +35,12 @@ Exit codes: 0: there is a size that fits. 1: no size fits. 2: there is no answer
 
 
 @click.command("tune", epilog=EPILOG, context_settings={"allow_interspersed_args": False})
-@click.option("--nproc", type=IntegerRange(1, MAX_PROCESSES), default=1, show_default=True, help="Ranks.")
-@click.option("--parallel", help="How models are divided (default: as in the script).")
+@options_of(
+    "nproc",
+    "parallel",
+    help={"nproc": "Ranks.", "parallel": "How models are divided (default: as in the script)."},
+    default={"nproc": 1},
+)
 @click.option(
     "--global-batch",
     type=IntegerRange(1, MAX_BATCH),
@@ -56,14 +59,20 @@ Exit codes: 0: there is a size that fits. 1: no size fits. 2: there is no answer
 @click.option(
     "--seed", type=IntegerRange(0, LARGEST_SEED), default=0, show_default=True, help="Seed of each trial."
 )
-@click.option("--as-accelerate", is_flag=True, help="In the script, `import accelerate` gives Lockstep.")
-@click.option("-m", "--module", is_flag=True, help="SCRIPT is a module.")
-@click.option("--config-file", help="Launch the trials with the settings of this file.")
-@click.option("--cpu", is_flag=True, help="Compute on CPUs only.")
+@options_of(
+    "as_accelerate",
+    "module",
+    "config_file",
+    "use_cpu",
+    help={
+        "config_file": "Launch the trials with the settings of this file.",
+        "use_cpu": "Compute on CPUs only.",
+    },
+)
 @click.option(
     "--timeout", type=IntegerRange(1, 10**6), default=600, show_default=True, help="Seconds for each trial."
 )
-@click.option("--dry-run", is_flag=True, help="Print which trials would be made, and make none.")
+@options_of("dry_run", help={"dry_run": "Print which trials would be made, and make none."})
 @click.option(
     "--json", "json_path", type=click.Path(path_type=Path), help="Write the report as JSON; '-': print it."
 )
@@ -84,7 +93,7 @@ def command(
     as_accelerate: bool,
     module: bool,
     config_file: str | None,
-    cpu: bool,
+    use_cpu: bool,
     timeout: int,
     dry_run: bool,
     json_path: Path | None,
@@ -97,20 +106,20 @@ def command(
     SCRIPT runs unchanged, once for each size, for a few optimizer steps. Its loader gives micro-batches of that size,
     and accumulates as many as make up the same rows. If a trial runs out of memory or is killed, its size does not fit.
     """
+    from lockstep.cli.launch import check_launch
     from lockstep.config.parallel import Parallel
     from lockstep.config.values import bytes_of
     from lockstep.config.world import axes_of
-    from lockstep.launch.plan import Program
     from lockstep.tune.tuner import CouldNotTune, Tuner, TuneRequest
 
-    Program(script, arguments, module).command()  # refuses what is not there
     axes = axes_of(Parallel.parse(parallel), nproc)
     limit = None if memory_limit is None else bytes_of(memory_limit, "--memory-limit", at_least=1)
     flags = [
         *("--nproc", str(nproc)),
         *(["--config-file", config_file] if config_file is not None else []),
-        *(["--cpu"] if cpu else []),
+        *(["--cpu"] if use_cpu else []),
     ]
+    check_launch([*flags, *(["-m"] if module else [])], [script, *arguments])
     with kept_folder("tune", keep) as folder, _progress() as tell:
         request = TuneRequest(
             words=(script, *arguments),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypedDict
 
 import click
@@ -58,7 +58,8 @@ class FlagArguments(TypedDict, total=False):
 
     type: click.ParamType
     is_flag: bool
-    default: None
+    default: object
+    show_default: bool
     multiple: bool
     help: str
 
@@ -68,12 +69,27 @@ def option(setting: Setting) -> click.Option:
     return click.Option([*setting.flags.split(), setting.name], **_arguments(setting))
 
 
-def options_of(*settings: str) -> Callable[[Callable[..., object]], Callable[..., object]]:
-    """Give a command the flags of these settings."""
+def options_of(
+    *settings: str, help: Mapping[str, str] | None = None, default: Mapping[str, object] | None = None
+) -> Callable[[Callable[..., object]], Callable[..., object]]:
+    """Give a command the flags of these settings.
+
+    Args:
+        settings: Their names.
+        help: What a flag does in this command, if it is more special than in a launch.
+        default: Defaults of this command. Switches without one are off.
+    """
 
     def decorate(command: Callable[..., object]) -> Callable[..., object]:
         for one in (DECLARED[name] for name in reversed(settings)):
-            command = click.option(*one.flags.split(), one.name, **_arguments(one))(command)
+            arguments = _arguments(one)
+            if help is not None and one.name in help:
+                arguments["help"] = help[one.name]
+            if default is not None and one.name in default:
+                arguments |= {"default": default[one.name], "show_default": True}
+            elif "is_flag" in arguments:
+                arguments["default"] = False
+            command = click.option(*one.flags.split(), one.name, **arguments)(command)
         return command
 
     return decorate

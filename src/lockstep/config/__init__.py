@@ -15,7 +15,7 @@ if not TYPE_CHECKING:
             "parallel": ["Parallel"],
             "readers": ["OptimizerConfig", "SchedulerConfig"],
             "run": ["RunConfig"],
-            "settings": ["IN_FILES", "OF_WORKERS", "Setting", "SETTINGS", "TOPICS"],
+            "settings": ["DECLARED", "IN_FILES", "OF_WORKERS", "Setting", "SETTINGS", "TOPICS"],
             "sources": [
                 "control_endpoint",
                 "environment_digests",
