@@ -43,6 +43,7 @@ class SameParameters:
         self._kind = type(model).__name__.removeprefix("FSDP")
         self._groups = groups
         self._parallel = parallel
+        # Numbers, not objects: torch swaps the object in a slot between shard and whole, which is no change.
         self._others = [p for _, p in _slots(model) if id(p) not in self._numbers(())]
         self._known = self._numbers(self._others)
         self._expected = [self._known[id(p)] for _, p in _slots(model)]
@@ -62,7 +63,8 @@ class SameParameters:
                 self._refuse_hook(parameter)
 
     def _look_closely(self) -> None:
-        self._known = self._numbers(self._others)  # torch may have made new objects for the same parameters
+        # torch may have made new objects for the same parameters.
+        self._known = self._numbers(self._others)
         expected = iter(self._expected)
         for name, parameter in _slots(self._model):
             if self._known.get(id(parameter)) != next(expected, None):

@@ -31,7 +31,8 @@ class WithoutChance(TorchFunctionMode):
         self, func: TorchFunction, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
         kwargs = kwargs or {}
-        if func is F.gumbel_softmax:  # draws inside, where no mode is active
+        # It draws inside, where no mode is active.
+        if func is F.gumbel_softmax:
             return _softmax_without_noise(*args, **kwargs)
         if func in _ARGUMENTS:
             args, kwargs = _with_argument(args, kwargs, *_ARGUMENTS[func])
@@ -68,6 +69,7 @@ class BeforeWrites(TorchFunctionMode):
     ) -> object:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        # torch's convention: a trailing underscore writes to the first argument, two are those of Python's protocols.
         if (name.endswith("_") and not name.endswith("__")) or name in _WRITES:
             for tensor in tensor_leaves((args[:1], kwargs.get("out"))).values():
                 self._note(tensor)
@@ -75,7 +77,8 @@ class BeforeWrites(TorchFunctionMode):
             # With ``max_norm`` it scales rows of the weight in place.
             self._note(args[1] if len(args) > 1 else kwargs["weight"])
         elif kwargs.get("out") is not None:
-            for tensor in tensor_leaves(kwargs["out"]).values():  # one, or a list, as FSDP's gathering gives
+            # One, or a list, as FSDP's gathering gives.
+            for tensor in tensor_leaves(kwargs["out"]).values():
                 self._note(tensor)
         return func(*args, **kwargs)
 
@@ -182,6 +185,7 @@ def _likeliest(result: Tensor, args: Args, kwargs: Kwargs) -> Tensor:
     probabilities = args[0] if args else kwargs["input"]
     order = probabilities.argsort(dim=-1, descending=True, stable=True)
     count = min(result.shape[-1], order.shape[-1])
+    # With replacement more may be drawn than there are: the likeliest fills the rest.
     result[..., :count] = order[..., :count]
     result[..., count:] = order[..., :1]
     return result

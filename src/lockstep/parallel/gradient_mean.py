@@ -19,7 +19,8 @@ from torch import nn
 from lockstep.comm.dtensor import is_dtensor, local
 from lockstep.model.changes import attributes_set
 
-BUCKET_BYTES = 25 * 2**20  # as DDP's: large enough for bandwidth, small beside the model
+# As DDP's: large enough for bandwidth, small beside the model.
+BUCKET_BYTES = 25 * 2**20
 BucketItem = TypeVar("BucketItem", bound=torch.Tensor)
 
 
@@ -87,6 +88,7 @@ def _average(bucket: list[nn.Parameter], replicas: ReplicaGroup) -> None:
     message = torch.cat([*(part.reshape(-1) for part in parts), present])
     dist.all_reduce(message, group=replicas.group)
     sizes = [part.numel() for part in parts]
+    # One division for all: a gradient that some ranks lack is divided by their number too, as zeros count.
     *means, present = (message / replicas.size).split([*sizes, len(bucket)])
     for number, (parameter, mean) in enumerate(zip(bucket, means, strict=True)):
         mean = mean.view_as(local(parameter))

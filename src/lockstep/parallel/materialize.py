@@ -98,6 +98,7 @@ class GroupValues:
                 made.append(module)
             if self._offloaded is not None:
                 self._offload_parameters(module, module in made)
+        # After all initialisers, because that of an outer module may fill the tensors of inner ones.
         for module in made if self._offloaded is None else ():
             _check_filled(module)
         # By ``id``: a tied tensor stands in several modules, and all ranks must send it equally often.
@@ -123,6 +124,7 @@ class GroupValues:
         """Whether a tensor of this module was made now."""
         empty = [tensor for _, tensor in _tensors([module]) if tensor.is_meta]
         for tensor in empty:
+            # The object stays, with what others know of it: its hooks, ties, and its place in an optimizer.
             torch.utils.swap_tensors(tensor, _unset_like(tensor, self._device))
         return bool(empty)
 
@@ -227,7 +229,7 @@ def _check_filled(module: nn.Module) -> None:
 
 def _call_reset(module: nn.Module) -> None:
     reset = torch_modules.reset_method(module)
-    assert reset is not None  # as was found before
+    assert reset is not None
     reset()
 
 

@@ -78,7 +78,8 @@ class ParallelModel:
         ``inside_window``: as a micro-batch of an accumulation window, in which a sharded model may keep its
         gradients sharded.
         """
-        its_own: Any = getattr(self.module, "no_sync", nullcontext)  # of a model that the user has wrapped
+        # A model that the user has wrapped may have a ``no_sync`` of its own.
+        its_own: Any = getattr(self.module, "no_sync", nullcontext)
         return its_own()
 
     def synchronised(self) -> AbstractContextManager[object]:
@@ -276,6 +277,7 @@ class PipelinedModel(ParallelModel):
 
     def counted_elsewhere(self) -> set[int]:
         owned = {id(parameter) for parameter in self._pipeline.owned().values()}
+        # A tied parameter has a copy on each stage that uses it; one of these ranks owns it.
         return {id(parameter) for parameter in self.module.parameters()} - owned
 
     @contextmanager
@@ -315,7 +317,8 @@ class PipelinedModel(ParallelModel):
         self, function: LossFunction, inputs: object, targets: object, autocast: AutocastContext
     ) -> torch.Tensor:
         args, keywords, targets = call_of(inputs, targets)
-        for hook in torch_modules.forward_pre_hooks_of(self.module):  # as a call of the model would
+        # ``train_step`` is no call of the module, so torch does not run these hooks.
+        for hook in torch_modules.forward_pre_hooks_of(self.module):
             hook(self.module, args)
         with autocast():
             loss: torch.Tensor = self._pipeline.train_step(function, targets, args, keywords)
@@ -344,7 +347,8 @@ def unwrap(module: nn.Module, keep_autocast: bool = True, keep_compile: bool = T
     if isinstance(module, wrappers):
         module = module.module
     inner: nn.Module = torch_compile.original(module)
-    if isinstance(inner, wrappers):  # compiled around what spreads it
+    # It was compiled with the wrapper inside.
+    if isinstance(inner, wrappers):
         inner = inner.module
         module = torch_compile.compiled_alike(inner, module)
     if not keep_autocast:

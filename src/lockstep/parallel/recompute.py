@@ -101,7 +101,8 @@ class RecomputedForward(Subclassed):
 
     _attributes = ("_changed_buffers",)
     _recompute_mode: Activation
-    _around: AbstractContextManager[object]  # entered for each call; of all blocks of a model
+    # Entered for each call; of all blocks of a model.
+    _around: AbstractContextManager[object]
     _changed_buffers: set[str]
     training: bool
 
@@ -109,7 +110,8 @@ class RecomputedForward(Subclassed):
         forward = super().forward  # type: ignore[misc]
         if not (self.training and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
-        if torch.compiler.is_compiling():  # the compiler recomputes and makes changes of buffers once
+        # The compiler recomputes, and makes changes of buffers once.
+        if torch.compiler.is_compiling():
             selective = self._recompute_mode is Activation.SELECTIVE
             kept: Any = {"context_fn": _selective_contexts} if selective else {}
             return checkpoint(forward, *args, use_reentrant=False, **kept, **kwargs)
@@ -131,7 +133,8 @@ def _checkpointed(
         first, second = _selective_contexts()
         return first, _NestedContexts(buffers, second)
 
-    with block._around:  # for what ``checkpoint`` itself saves: within the block its own hooks are in force
+    # For what ``checkpoint`` itself saves: within the block its own hooks are in force.
+    with block._around:
         outputs = checkpoint(run, *tensors, use_reentrant=False, context_fn=contexts)
     buffers.forget_unchanged()
     return outputs
@@ -159,6 +162,7 @@ def _function_of_tensors(
         def put_back(_: str, leaf: object) -> object:
             return values[leaf.index] if isinstance(leaf, _Place) else leaf
 
+        # The first call takes the caller's own containers, each later one copies.
         positional, named = given.pop() if given else map_leaves(put_back, stored)
         return forward(*positional, **named)
 
@@ -270,6 +274,7 @@ class BuffersOnce:
     def forget_unchanged(self) -> None:
         if not self.before:
             return
+        # Nothing holds the buffers any longer than it must: a graph may live until the end of a window.
         known: set[str] = getattr(self.block, "_changed_buffers", set()) | self._changed()
         self.block._changed_buffers = known
         self.copies = {name: kept for name, kept in self.copies.items() if name in known}
@@ -281,6 +286,7 @@ class BuffersOnce:
             # Running statistics change without a new version.
             certain = getattr(module, "track_running_stats", False)
             for key, tensor in module.named_buffers(prefix=path, recurse=False):
+                # Another object, or the same one written to.
                 same = self.before.get(key) is tensor and self.versions[key] == _version(tensor)
                 if certain or not same:
                     changed.add(key)

@@ -37,7 +37,8 @@ def saved(
     try:
         return call(*args, **kwargs)
     except RuntimeError as error:
-        if "invalid python storage" not in str(error):  # safetensors' way of saying that
+        # These are safetensors' words for a tensor without storage.
+        if "invalid python storage" not in str(error):
             raise
         raise UsageError(
             f"{kind}.{name}() would save the shards of one rank. Pass it the whole weights, which all ranks "

@@ -220,6 +220,7 @@ def split_into_stages(
 
     prepared = PipelinedModel(pipeline)
 
+    # Only the first forward tells which tensors, and so which parameters, each stage has.
     def settle() -> None:
         if shards:
             _refuse_shared(pipeline.shared_between_stages(), parallel)
@@ -299,6 +300,7 @@ def average_gradients(
         ]
     )
     buffers = synchronised_buffers(model)
+    # As DDP does before a forward, which no engine of torch does for these models.
     if options.ddp.broadcast_buffers and buffers and meshes.gradient_size > 1:
 
         def take_buffers(*_: object) -> None:

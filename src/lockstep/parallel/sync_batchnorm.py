@@ -58,6 +58,7 @@ def unsynchronized(modules: Iterable[nn.Module]) -> Iterator[None]:
     changed = [module for module in changed if "forward" not in vars(module)]
     for module in changed:
         after: Any = _Synchronized if isinstance(module, _Synchronized) else nn.SyncBatchNorm
+        # The class stays as it is: only this object calls what stands behind the synchronised class.
         vars(module)["forward"] = super(after, module).forward
     try:
         yield
@@ -87,6 +88,7 @@ class _Synchronized(Subclassed, nn.Module):
         normalized, mean, variance, count = result
         if this.training and this.track_running_stats and this.running_mean is not None:
             with torch.no_grad():
+                # Normalised with sum / n, but running statistics take sum / (n - 1), as torch's do.
                 unbiased = variance * (count / (count - 1).clamp(min=1))
                 this.running_mean.lerp_(mean.to(this.running_mean.dtype), momentum)
                 this.running_var.lerp_(unbiased.to(this.running_var.dtype), momentum)

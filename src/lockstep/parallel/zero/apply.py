@@ -40,13 +40,14 @@ from lockstep.parallel.materialize import (
     modules_inside_out,
 )
 from lockstep.parallel.zero.calls import without_views
-from lockstep.parallel.zero.exchange import exchange_on_cpu, quantize_collectives
+from lockstep.parallel.zero.exchange import ShardCollective, exchange_on_cpu, quantize_collectives
 from lockstep.parallel.zero.groups import FullyShardGroup, check_types, find_groups, stays_whole
 from lockstep.parallel.zero.sharding import Sharding, offload_shards, synchronised_buffers
 from lockstep.runtime.process import Runtime
 from lockstep.torch_internals import fsdp2, fsdp2_probe
 from lockstep.torch_internals import modules as torch_modules
 from lockstep.torch_internals.dtensor_operators import behave_like_plain
+from lockstep.torch_internals.fsdp2_gathered import ShardedModule
 from lockstep.torch_internals.replaced_parameters import retire
 
 if TYPE_CHECKING:
@@ -95,44 +96,15 @@ def shard(
     sources = 1 if options.is_filled else runtime.world_size
     if sources > 1:
         check_same_model(model, sources)
-    to_fill = initialisers(model, options.init_weights)
+    values = GroupValues(runtime.device, initialisers(model, options.init_weights), sources)
     is_cast = DTYPES.get(options.mixed_precision) is not None
     groups = find_groups(model, blocks, options.parallel, is_cast, runtime.is_main)
     check_types(groups, options.is_filled)
-    offloaded = _offloaded(model, options)
-    values = GroupValues(runtime.device, to_fill, sources)
-    # By its last module, before which the order of construction has all others of the group.
-    inner = {group.modules[-1]: group for group in groups[:-1]}
-    inside = {module for group in groups[:-1] for module in group.members}
-    waiting: list[nn.Module] = []
-    # In the order of construction, so that the same seed gives the values of a model that is built whole.
-    for module in modules_inside_out(model):
-        group = inner.get(module)
-        if group is not None:
-            values.fill(waiting)
-            values.fill(group.members)
-            _shard_group(group, options, is_root=False)
-            if offloaded is not None:
-                offload_shards(module, offloaded)
-            waiting = []
-        elif module not in inside:
-            waiting.append(module)
-    values.fill(waiting)
-    _shard_group(groups[-1], options, is_root=True)
-    if offloaded is not None:
-        offload_shards(model, offloaded)
-        offloaded.close()
-    whole = [parameter for parameter in model.parameters() if parameter.ndim == 0]  # frozen ones may thaw
+    _fill_and_shard(model, groups, values, options)
     sharded = [module for module in model.modules() if fsdp2.is_sharded(module)]
-    on_cpu = options.mesh.device_type == "cpu"
-    collectives = exchange_on_cpu(sharded, bool(options.parallel.hpz)) if on_cpu else []
-    if options.parallel.quantized_weights or options.parallel.quantized_gradients:
-        quantize_collectives(model, options.parallel.quantized_weights, options.parallel.quantized_gradients)
-    if options.parallel.forward_prefetch:
-        for this, following in itertools.pairwise(group.modules[0] for group in groups[:-1]):
-            this.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
-    for record in itertools.chain.from_iterable(map(fsdp2.param_groups, sharded)):
-        fsdp2_probe.check_group(record)
+    collectives = _set_collectives(model, sharded, groups, options)
+    # Frozen ones too: a script may let them train later.
+    whole = [parameter for parameter in model.parameters() if parameter.ndim == 0]
     sharding = Sharding(
         stage=options.parallel.zero,
         groups=sharded,
@@ -145,18 +117,72 @@ def shard(
         block_groups=[group.modules for group in groups if len(group.modules) > 1],
     )
     sharding.collectives = collectives
+    _register_hooks(model, sharding)
+    # Otherwise torch takes the module of the first forward for the root, maybe an inner one called by itself.
+    fsdp2.lazy_init(model)
+    return sharding, GradientAllReduce([ReplicaGroup(whole, options.group, options.mesh.size())])
+
+
+def _fill_and_shard(
+    model: nn.Module, groups: list[FullyShardGroup], values: GroupValues, options: ShardOptions
+) -> None:
+    """Give each group its values and shard it, before the next one gets its own. Collective."""
+    offloaded = _offloaded(model, options)
+    # By its last module, before which the order of construction has all others of the group.
+    inner = {group.modules[-1]: group for group in groups[:-1]}
+    inside = {module for group in groups[:-1] for module in group.members}
+    waiting: list[nn.Module] = []
+    # In the order of construction, so that the same seed gives the values of a model that is built whole.
+    for module in modules_inside_out(model):
+        group = inner.get(module)
+        if group is not None:
+            # Modules of the root group that were constructed before this one draw their random numbers first.
+            values.fill(waiting)
+            values.fill(group.members)
+            _shard_group(group, options, is_root=False)
+            if offloaded is not None:
+                offload_shards(module, offloaded)
+            waiting = []
+        elif module not in inside:
+            waiting.append(module)
+    values.fill(waiting)
+    # torch wants the root last: it takes the parameters that no inner group has taken.
+    _shard_group(groups[-1], options, is_root=True)
+    if offloaded is not None:
+        offload_shards(model, offloaded)
+        offloaded.close()
+
+
+def _set_collectives(
+    model: nn.Module, sharded: list[ShardedModule], groups: list[FullyShardGroup], options: ShardOptions
+) -> list[ShardCollective]:
+    """What gathers and reduces, and how early; the collectives that are ours."""
+    parallel = options.parallel
+    on_cpu = options.mesh.device_type == "cpu"
+    collectives = exchange_on_cpu(sharded, bool(parallel.hpz)) if on_cpu else []
+    # After those for CPUs, which they replace.
+    if parallel.quantized_weights or parallel.quantized_gradients:
+        quantize_collectives(model, parallel.quantized_weights, parallel.quantized_gradients)
+    if parallel.forward_prefetch:
+        for this, following in itertools.pairwise(group.modules[0] for group in groups[:-1]):
+            this.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
+    for record in itertools.chain.from_iterable(map(fsdp2.param_groups, sharded)):
+        fsdp2_probe.check_group(record)
+    return collectives
+
+
+def _register_hooks(model: nn.Module, sharding: Sharding) -> None:
     model.register_forward_pre_hook(sharding.before_forward, prepend=True)
     # The hooks run so: blocks left out are passed by, groups of blocks end, views go, torch's own, ours.
-    model.register_forward_hook(sharding.blocks.end, prepend=True)  # before torch's own
+    model.register_forward_hook(sharding.blocks.end, prepend=True)
     model.register_forward_hook(sharding.skipped.forward_ends, prepend=True)
     model.register_forward_hook(sharding.after_forward, always_call=True)
     model.register_load_state_dict_pre_hook(partial(_shard_whole_tensors, sharding))
-    for module in sharded:
-        type(module).__deepcopy__ = _refuse_copy  # type: ignore[attr-defined]  # of the class that torch made
+    for module in sharding.modules:
+        # On the class that torch made for it, because ``copy`` asks the class.
+        type(module).__deepcopy__ = _refuse_copy
     sharding.lost_changes = behave_like_plain(shard_like)
     sharding.by_hand.notice_data(sharding.lost_changes)
-    fsdp2.lazy_init(model)
-    return sharding, GradientAllReduce([ReplicaGroup(whole, options.group, options.mesh.size())])
 
 
 def _refuse_sparse(model: nn.Module, parallel: Parallel) -> None:
@@ -181,7 +207,8 @@ def _shard_whole_tensors(
     sharding: Sharding, model: nn.Module, state_dict: dict[str, object], prefix: str, *_: object
 ) -> None:
     """Let ``load_state_dict`` take whole tensors, such as those of a file: every rank has the same."""
-    sharding.reshard()  # torch does so only as it comes to each group
+    # torch would reshard each group only when it comes to it.
+    sharding.reshard()
     for name, place in (*model.named_parameters(remove_duplicate=False), *model.named_buffers()):
         given = state_dict.get(prefix + name)
         if isinstance(given, torch.Tensor) and given.shape == place.shape:
@@ -212,14 +239,15 @@ def _shard_group(group: FullyShardGroup, options: ShardOptions, is_root: bool) -
         "mesh": mesh,
         "reshard_after_forward": _reshard_after_forward(parallel, is_root),
         "ignored_params": set(filter(stays_whole, before.values())),
-        # a folder's shards are mapped files, which pinning would copy into memory
+        # A folder's shards are mapped files, which pinning would copy into memory
         "offload_policy": CPUOffloadPolicy(
             pin_memory=mesh.device_type != "cpu" and parallel.params_folder is None
         )
-        # an optimizer that steps in host memory needs its shards there
+        # An optimizer that steps in host memory needs its shards there
         if parallel.offloads_params or (parallel.offloads_optimizer and mesh.device_type != "cpu")
         else OffloadPolicy(),
     }
+    # Split by tp: ZeRO cuts the rows of this rank once more, but input features of a fused projection.
     if any(map(is_dtensor, before.values())):
         from lockstep.parallel.tensor.parameters import zero_placement
 
@@ -234,6 +262,7 @@ def _shard_group(group: FullyShardGroup, options: ShardOptions, is_root: bool) -
             member for member in group.members if isinstance(member, torch_modules.BatchNorm)
         ]
         if any(True for norm in norms for _ in norm.parameters()):
+            # In a group of their own, because a group gathers in one type.
             fully_shard(norms, mp_policy=MixedPrecisionPolicy(), **arguments)
             for norm in norms:
                 norm.register_forward_hook(without_views, prepend=True)
@@ -242,7 +271,9 @@ def _shard_group(group: FullyShardGroup, options: ShardOptions, is_root: bool) -
     )
     fully_shard(modules if len(modules) > 1 else modules[0], mp_policy=policy, **arguments)
     for module in modules:
-        module.register_forward_hook(without_views, prepend=True)  # before torch's own
+        # Before torch's own hook, which puts a hook on what this one returns.
+        module.register_forward_hook(without_views, prepend=True)
+    # An optimizer or a script may still hold the objects from before, whose use is an error from here on.
     now = set(map(id, group.parameters()))
     for old in before.values():
         if id(old) not in now and not is_dtensor(old):
@@ -266,5 +297,6 @@ def _reshard_after_forward(parallel: Parallel, is_root: bool) -> bool | int | No
     if parallel.zero < 3:
         return False
     if is_root:
-        return None  # backward begins with it: torch keeps it
+        # Backward begins with the root group, so torch keeps it gathered.
+        return None
     return parallel.hpz or True

@@ -71,6 +71,7 @@ class BlockGroups:
         group = self._group_of[module]
         if group is not self._open:
             self.end()
+            # A backward that computes blocks again opens no group: the group's end could not be told.
             if current_pass() == -1:
                 self._open = group
             else:
@@ -85,9 +86,11 @@ class BlockGroups:
         if fsdp2_forward.is_before_backward(module):
             return None
         is_last = module is self._group_of[module][-1]
+        # After one that is called by itself no other may come to end the group.
         if is_last or current_pass() != -1 or fsdp2_forward.is_forward_root(module):
             self._open = None
             return fsdp2.post_forward(module, module, args, output)
+        # The weights stay for the blocks after this one.
         return fsdp2_forward.gather_for_backward(module, output)
 
     @disable

@@ -110,7 +110,8 @@ class OtherCalls:
     def _leave(self, module: nn.Module, args: object, output: object) -> object:
         if self._entered is not module:
             return None
-        if output is None:  # it has raised
+        # It has raised.
+        if output is None:
             self._entered = None
             self._after(None)
             return None
@@ -130,6 +131,7 @@ class OtherCalls:
 
         @functools.wraps(bound)
         def call(*args: object, **kwargs: object) -> object:
+            # Parts of a call that is gathered for already, among them all methods that ``forward`` itself calls.
             if self._is_inside():
                 return bound(*args, **kwargs)
             if not self._computes(args, kwargs):
@@ -181,6 +183,7 @@ def _outside(root: nn.Module, blocks: set[nn.Module]) -> Iterator[nn.Module]:
         if child not in blocks:
             if _has_own(child, blocks):
                 yield child
+            # A block inside of a block is not reached: nobody looks into blocks.
             yield from _outside(child, blocks)
 
 
@@ -242,6 +245,7 @@ class SkippedBlocks:
         """A forward hook of the whole model, before torch's: pass through the blocks that are left."""
         if not self._is_in_forward:
             return None
+        # Every rank passes all blocks in each forward, so that its gathers match those of the others.
         left = range(self._next, len(self._blocks))
         self._next = len(self._blocks)
         return self._pass_through(left, output) if left else None
@@ -253,6 +257,7 @@ class SkippedBlocks:
     def _comes_to(self, number: int, module: nn.Module, args: object, kwargs: object) -> object:
         if not self._is_in_forward or current_pass() != -1:
             return None
+        # It was called or passed through before, so this model's forward has no fixed order.
         if number < self._next:
             self._is_ordered = self._is_in_forward = False
             return None
@@ -277,6 +282,7 @@ class SkippedBlocks:
 def _carrier(values: object) -> str | None:
     """The path of the tensor that gradients go along."""
     found = {path: leaf for path, leaf in tensor_leaves(values).items() if leaf.is_floating_point()}
+    # One with a gradient first: only along that does backward come to the blocks before.
     return next((path for path, leaf in found.items() if leaf.requires_grad), next(iter(found), None))
 
 
@@ -307,6 +313,7 @@ def without_views(module: nn.Module, args: object, output: object) -> object:
         return None
     if isinstance(output, torch.Tensor):
         return _NewTensor.apply(output) if _is_view(output) else None
+    # Most outputs have no views, and containers of them are not built again then.
     if not any(_is_view(leaf) for leaf in leaves(output).values()):
         return None
     return map_leaves(lambda _, leaf: _NewTensor.apply(leaf) if _is_view(leaf) else leaf, output)

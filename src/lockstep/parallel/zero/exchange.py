@@ -82,7 +82,8 @@ class BroadcastAllGather(ShardCollective):
                 return all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
         parts = output_tensor.chunk(group.size())
         own = parts[group.rank()]
-        if own.data_ptr() != input_tensor.data_ptr():  # FSDP2 puts it there itself
+        # FSDP2 itself gathers from this part of the output.
+        if own.data_ptr() != input_tensor.data_ptr():
             own.copy_(input_tensor)
         with waiting_for_ranks():
             # All are started before the first is waited for, so that every rank sends at once.
@@ -104,7 +105,8 @@ class ExchangeReduceScatter(ShardCollective):
 
     def __init__(self) -> None:
         self.buffers: ReducedBuffers | None = None
-        self._output_elements = 0  # of the output that is to come after the last input
+        # Of the output that is to come after the last input; 0: none is awaited.
+        self._output_elements = 0
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
@@ -145,6 +147,7 @@ class ExchangeReduceScatter(ShardCollective):
         received = torch.empty_like(input_tensor)
         with waiting_for_ranks():
             dist.all_to_all_single(received, input_tensor, group=group)
+        # [N n] -> [N, n] -> [n]
         torch.sum(received.view(group.size(), -1), dim=0, out=output_tensor)
         if factor != 1:
             output_tensor.mul_(factor)
@@ -260,6 +263,7 @@ class QuantizedAllGather(ShardCollective):
         count = input_tensor.numel()
         sent = to_message(input_tensor, bits=self.bits)
         received = sent.new_empty((group.size(), sent.numel()))
+        # [n] -> [message bytes] here, [N, message bytes] from all ranks -> [N n] in ``finish``.
         work = all_gather_into_tensor(received.view(-1), sent, group=group, async_op=async_op)
 
         def finish() -> None:
@@ -315,7 +319,8 @@ class _Deferred(dist.Work):
         if self._finish is not None:
             self._work.wait(timeout)
             for buffer in self._buffers:
-                if buffer.device.type != "cpu":  # allocated in the stream that began, perhaps another one
+                # They were allocated in the stream that began, perhaps another one.
+                if buffer.device.type != "cpu":
                     buffer.record_stream(torch.accelerator.current_stream(buffer.device))
             self._finish()
             self._finish, self._buffers = None, []

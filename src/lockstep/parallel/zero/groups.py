@@ -142,7 +142,8 @@ def _runs(model: nn.Module, blocks: set[nn.Module]) -> Iterator[list[nn.Module]]
         run: list[nn.Module] = []
         for member in torch_modules.children_of(container).values():
             if member is None or next(member.parameters(), None) is None:
-                continue  # an activation between two blocks
+                # An activation between two blocks does not part them.
+                continue
             # A block that stands at two places is called twice in a forward.
             may_join = member in blocks and uses[member] == 1
             if run and not (may_join and _fit_together([*run, member])):

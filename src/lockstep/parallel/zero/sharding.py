@@ -26,7 +26,8 @@ from lockstep.torch_internals.fsdp2_gathered import FSDPParam, FSDPParamGroup, S
 if TYPE_CHECKING:
     from lockstep.parallel.zero.exchange import ShardCollective
 
-BROADCAST_BYTES = 250 * 2**20  # of one message, as in DDP
+# Of one message, as in DDP.
+BROADCAST_BYTES = 250 * 2**20
 
 
 class _Flags(NamedTuple):
@@ -130,6 +131,7 @@ class Sharding:
     @contextmanager
     def _without_all_reduce(self, reduce: bool) -> Iterator[None]:
         before = self._flags
+        # Inside of ``no_sync`` a window does not reduce either.
         with self._flagged(_Flags(reduce and before.reduce, all_reduce=False, reshard=self.stage == 3)):
             yield
 
@@ -187,7 +189,8 @@ class Sharding:
         if torch.is_grad_enabled():
             self._same.check()
             if not self._steps_in_background and self.by_hand.shards_changed():
-                self.reshard()  # a script has written to what an optimizer holds
+                # A script has written to shards while older wholes are gathered.
+                self.reshard()
         self._check_changes()
         if self._buffers and not self._is_in_no_sync:
             broadcast_buffers(self._buffers, self._group)
@@ -202,7 +205,8 @@ class Sharding:
         self.calls.forward_ends()
         if self.calls.is_open or self.is_summoned:
             return
-        if fsdp2.is_in_forward(self._root):  # torch did not see its end
+        # torch did not see the end of this forward, so it has raised.
+        if fsdp2.is_in_forward(self._root):
             self.recover()
         elif not torch.is_grad_enabled():
             self.reshard()
@@ -237,7 +241,8 @@ class Sharding:
         if self.is_summoned:
             yield
             return
-        self.reshard()  # what is gathered may be older than the shards
+        # What is gathered may be older than the shards.
+        self.reshard()
         if self._buffers:
             broadcast_buffers(self._buffers, self._group)
         try:
@@ -264,6 +269,7 @@ class Sharding:
                 if gradient is not None:
                     yield local(gradient)
                 yield from map(local, fsdp2.unreduced_grads(parameter))
+            # With replicas: summed over the shards of this replica, and kept by torch until the window ends.
             partial = fsdp2.partial_reduce_output(group)
             if partial is not None:
                 yield partial
@@ -314,7 +320,8 @@ class Sharding:
             found = [p for p in fsdp2.params(group) if id(fsdp2.sharded_param(p)) in ids]
             for parameter in found:
                 fsdp2.discard_unreduced_grad(parameter)
-            if found:  # a sum over some ranks is of all parameters of its group together
+            # A sum over some ranks is of all parameters of its group together.
+            if found:
                 fsdp2.discard_partial_reduce_output(group)
 
     def parameters(self) -> Iterator[FSDPParam]:

@@ -84,7 +84,8 @@ def put_unreduced(
                 of = {row["name"] for row in given["rows"] if is_used(row)} if given["rows"] else set(named)
                 sharding.unused.are_used([named[name] for name in of])
             if named.keys() & set(anywhere):
-                module.unshard()  # torch makes the tensors that have these gradients when it gathers
+                # torch makes the tensors that have these gradients when it gathers.
+                module.unshard()
                 for name, parameter in named.items():
                     if name in local:
                         fsdp2.set_unreduced_grad(parameter, local[name])
@@ -108,6 +109,7 @@ def check_partial(partial: Mapping[str, PartialSum]) -> None:
 
 
 def _put_partial(group: FSDPParamGroup, named: Mapping[str, FSDPParam], given: PartialSum) -> None:
+    # Without rows, torch's own order of all that are trained is the only one that fits.
     of = [named[row["name"]] for row in given["rows"]] or [
         parameter for parameter in named.values() if fsdp2.sharded_param(parameter).requires_grad
     ]
@@ -130,7 +132,8 @@ def _rows(group: FSDPParamGroup, names: Mapping[int, str], sharding: Sharding) -
         # As fully_shard cuts: ceil(rows / shards) each, the last shards fewer or none; in the flat sum all are padded.
         most = -(-shape[0] // mesh.shards)
         if most * shape[1:].numel() != numel:
-            return []  # cut in another way as well, as by tensor parallelism
+            # It is cut in another way as well, as by tensor parallelism.
+            return []
         start = min(mesh.own_shard * most, shape[0])
         count = min(most, shape[0] - start)
         name, used = name_of_shard(parameter, names), sharding.unused.is_used(parameter)
@@ -149,5 +152,6 @@ def mean_factor(dtype: torch.dtype, shards: int, replicas: int) -> float:
     # As FSDP2 finds its factor: the first power of two that no longer divides, or is at least the root of the ranks.
     ranks, divided_before = shards * replicas, 1
     while ranks % divided_before == 0 and ranks / divided_before > divided_before:
+        # divided before * divided after = ranks, both powers near the root, so that fp16 neither over- nor underflows.
         divided_before *= 2
     return divided_before / shards

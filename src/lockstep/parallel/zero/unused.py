@@ -230,7 +230,9 @@ class UnusedParameters:
             present, missing = engine.present_and_missing(group)
             self._used.update(self._number[id(param)] for param in present)
             if not (present or self._is_backward or id(group) in self._passed):
-                return  # a pass such as torch.autograd.grad's, which leaves no gradients
+                # A pass such as that of torch.autograd.grad leaves no gradients.
+                return
+            # Sums inside a replica go on to the other replicas later: only then can it be said what nobody has used.
             self._reached_shards = self._reached_shards or (
                 engine.reaches_shards(group) and bool(present or missing)
             )
@@ -254,7 +256,8 @@ class UnusedParameters:
         message = torch.tensor([*flags, *shared, *opposite], dtype=torch.uint8, device=self._device)
         dist.all_reduce(message, dist.ReduceOp.MAX, group=self._ranks)
         used, most, least = message.split([len(flags), len(shared), len(shared)])
-        is_read = message.device.type == "cpu" or self._changes.are_there  # an accelerator is waited for
+        # Reading waits for an accelerator, which only changes by hand are worth.
+        is_read = message.device.type == "cpu" or self._changes.are_there
         equal = (
             [a + b == 255 for a, b in zip(most.tolist(), least.tolist(), strict=True)] if is_read else [True]
         )
@@ -272,7 +275,8 @@ class UnusedParameters:
                 "order in which they stand in the model. A rank may leave some of them out."
             )
         without = self._without
-        if without:  # only then are the numbers read, because on an accelerator reading waits for them
+        # Only then are the numbers read, because on an accelerator reading waits for them.
+        if without:
             for number, anywhere in enumerate(used.tolist()):
                 if not anywhere and number in without:
                     fsdp2.sharded_param(without[number]).grad = None
