@@ -19,8 +19,8 @@ if not TYPE_CHECKING:
             "micro_batch": ["Call", "count_for_evaluation", "count_for_training"],
             "options": ["balanced", "rank_of_stage"],
             "passes": ["TrainingCall"],
-            "plan": ["trace_every_block", "trace_model"],
             "trace": ["Tracer"],
+            "whole_trace": ["trace_every_block", "trace_model"],
             "traced": ["Traced"],
         },
     )

@@ -74,7 +74,8 @@ class Instead(nn.Module):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self._own = ("received", "keep", "paths")  # what subclasses keep themselves
+        # What subclasses keep themselves.
+        self._own = ("received", "keep", "paths")
         torch_modules.children_of(self)["replaced"] = module
 
     def __getattr__(self, name: str) -> Tensor | nn.Module:
@@ -96,7 +97,8 @@ class AbsentBlock(Instead):
     def __init__(self, name: str, copy: nn.Module) -> None:
         super().__init__(copy)
         self._name = name
-        torch_modules.children_of(self).clear()  # no child: the block has no modules or parameters here
+        # No child: the block has no modules or parameters here.
+        torch_modules.children_of(self).clear()
         self.__dict__["_copy"] = copy
 
     def __getattr__(self, name: str) -> Tensor | nn.Module:
@@ -117,7 +119,8 @@ class AbsentBlock(Instead):
         )
 
 
-class StageLeft(BaseException):  # not an Exception, so that no handler in the user's forward takes it
+# Not an Exception, so that no handler in the user's forward takes it.
+class StageLeft(BaseException):
     """A stage's forward is over: the call of the next stage's first block, ``call``, was reached."""
 
     def __init__(self, call: object) -> None:

@@ -135,6 +135,7 @@ def block_seconds(
     began: dict[str, float] = {}
 
     def now() -> float:
+        # Kernels run behind Python: without waiting, only their launch would be timed.
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return time.perf_counter()

@@ -44,8 +44,10 @@ class Value:
     segment: int
     source: Source
     made: Tensor
-    seen: dict[int, Tensor] = field(default_factory=dict)  # segment -> what stands for it there
-    arrives: dict[int, str] = field(default_factory=dict)  # segment -> path in the call of its first block
+    # segment -> what stands for it there
+    seen: dict[int, Tensor] = field(default_factory=dict)
+    # segment -> path in the call of its first block
+    arrives: dict[int, str] = field(default_factory=dict)
 
     def before(self, segment: int) -> Tensor:
         """What stands for it in the latest segment before this one."""
@@ -99,19 +101,24 @@ class Values(TorchFunctionMode):
         super().__init__()
         self._now, self._birth, self._new, self._attribute = now, birth, new, attribute
         self._of: dict[int, Value] = {}
-        self._instead: dict[int, tuple[Tensor, Tensor]] = {}  # id -> it, and what stands for it now
+        # id -> the tensor, and what stands for it now
+        self._instead: dict[int, tuple[Tensor, Tensor]] = {}
         self._alive: list[object] = []
         self._counts: Counter[str] = Counter()
         self._block = ""
         self._is_inside = False
         self._is_paused = False
-        self.first_change = sys.maxsize  # the first segment that changes a real tensor
-        self._changed: dict[int, Tensor] = {}  # real tensors that have become another stage's
+        # The first segment that changes a real tensor.
+        self.first_change = sys.maxsize
+        # Real tensors that have become another stage's.
+        self._changed: dict[int, Tensor] = {}
         self._used: list[Value] = []
         self._order: dict[int, list[tuple[Value, str, Tensor]]] = {}
-        self.replays: Replays | None = None  # is told what blocks make
-        self.within: set[int] = set()  # segments that use something within a block
-        # segments in which functions get something else than they are called with
+        # It is told what blocks make.
+        self.replays: Replays | None = None
+        # Segments that use something within a block.
+        self.within: set[int] = set()
+        # Segments in which functions get something else than they are called with.
         self.between: set[int] = set()
 
     def paused(self, is_paused: bool = True) -> AbstractContextManager[None]:
@@ -126,6 +133,7 @@ class Values(TorchFunctionMode):
             return func(*args, **kwargs)
         name = name_of(func)
         given = leaves((args, kwargs))
+        # The function gets what stands for each tensor in the segment that runs, not what an earlier one made.
         present = {path: self.here(leaf, name) for path, leaf in given.items()}
         if any(present[path] is not leaf for path, leaf in given.items()):
             self.between.add(self._now())
@@ -138,6 +146,7 @@ class Values(TorchFunctionMode):
         out = func(*args, **kwargs)
         if self._is_inside and self.replays is not None:
             self.replays.note(out)
+        # Within a block only what it returns or keeps can be named for another stage; see ``returned``.
         if not self._is_inside:
             number = self._counts[name]
             self._counts[name] += 1
@@ -147,7 +156,8 @@ class Values(TorchFunctionMode):
                 self._of.pop(id(instead), None)
                 self._note_source(instead, Source("function", self._block, ITSELF, name, number))
                 self._of[id(changed)] = self._of[id(instead)]
-            passed_on = set(map(id, given.values()))  # as by to(), where nothing is to be changed
+            # What it returns unchanged, as to() may, keeps its source.
+            passed_on = set(map(id, given.values()))
             for path, leaf in tensor_leaves(out).items():
                 if id(leaf) not in passed_on:
                     self._note_source(leaf, Source("function", self._block, path, name, number))
@@ -200,6 +210,7 @@ class Values(TorchFunctionMode):
         for tensor in (self._instead.get(id(leaf), (leaf, leaf))[1], carried(leaf), leaf):
             if id(tensor) in self._of:
                 return self._of[id(tensor)]
+        # Neither returned nor made between blocks: a block may keep it as an attribute.
         place = self._attribute(leaf)
         birth = self._birth(leaf)
         if place is None or birth is None:
@@ -216,16 +227,19 @@ class Values(TorchFunctionMode):
         for tensor in (self._instead.get(id(leaf), (leaf, leaf))[1], carried(leaf)):
             if self._birth(tensor) == now:
                 return tensor
-        if self._birth(leaf) is None and id(leaf) not in self._changed:  # every stage has it
+        # Every stage has it.
+        if self._birth(leaf) is None and id(leaf) not in self._changed:
             return carried(leaf)
         value = self._value_of(leaf) if is_placeholder(leaf) or id(leaf) in self._changed else None
         if value is None:
-            return carried(leaf)  # an operation that uses it says so
+            # It cannot be sent; an operation that uses it says so.
+            return carried(leaf)
         new = value.seen.get(now)
         if new is None:
             new = self._new(value.before(now))
             if new.requires_grad and torch.is_grad_enabled():
-                new = new.clone()  # no leaf: it may be changed in place
+                # Not a leaf, because it may be changed in place.
+                new = new.clone()
             value.seen[now] = new
             self._of[id(new)] = value
             self._alive.append(new)

@@ -28,7 +28,7 @@ from lockstep.parallel.pipeline.local import LocalStages
 from lockstep.parallel.pipeline.micro_batch import BatchDims, Call, batch_size
 from lockstep.parallel.pipeline.options import PipelineOptions
 from lockstep.parallel.pipeline.passes import Batch, FoundReduction, WhyNot
-from lockstep.parallel.pipeline.plan import PipelinePlan, used_arguments
+from lockstep.parallel.pipeline.plan import PipelinePlan
 from lockstep.parallel.pipeline.reduction import Edge, TensorPath, Undecided
 from lockstep.parallel.pipeline.rehearsal import Rehearsal, without_chance
 from lockstep.parallel.pipeline.rows import (
@@ -41,9 +41,14 @@ from lockstep.parallel.pipeline.rows import (
     said,
 )
 from lockstep.parallel.pipeline.settings import Settings, settings_of_call
+from lockstep.parallel.pipeline.whole_trace import used_arguments
 from lockstep.runtime.seed import generators_kept
 
 logger = logging.getLogger(__name__)
+
+RankFindings = tuple[str, "tuple[str, str] | None", str, "list[str]", "list[tuple[int, str, bool]]", bool]
+"""What a rehearsal found on one rank: what the loss is; (kind, name) of state that follows the rows; why a tensor can't
+be put together; names of changed state; failures; whether something is watched."""
 
 
 class Derivation:
@@ -65,11 +70,14 @@ class Derivation:
         self._kinds: dict[object, dict[tuple[str, str], str]] = {}
         self._left_alone: set[tuple[str, str]] = set()
         self._knows_numbers: set[object] = set()
-        self._moved: tuple[set[TensorPath], set[Edge]] = (set(), set())  # what is decided now
+        # What is decided now.
+        self._moved: tuple[set[TensorPath], set[Edge]] = (set(), set())
         self._settings = Settings(module)
-        self.is_new = False  # something was found that nobody has proved
+        # Whether something was found that nobody has proved.
+        self.is_new = False
         self.is_rehearsing = False
-        self._setting: tuple[int, ...] = ()  # of all ranks; () is the first one
+        # Of all ranks; () is the first one.
+        self._setting: tuple[int, ...] = ()
         self._first_setting = self._settings.digest()
 
     # -- arguments ---------------------------------------------------------------------------------------
@@ -100,6 +108,7 @@ class Derivation:
         call, names, given = arguments.call, arguments.names, arguments.given
         tensors = tensor_leaves(call.tree)
         known = {path: self._known_dims[path] for path in names if path in self._known_dims}
+        # Dimensions that were found once hold for any batch size, as long as shapes agree with them.
         if known.keys() == names.keys() and all(
             dim is None or tensors[path].shape[dim] == size for path, dim in known.items()
         ):
@@ -148,6 +157,7 @@ class Derivation:
         kind = self._batch_kind(batch)
         plan.kinds = self._kinds.setdefault(kind, {})
         known = self._reductions.get(kind)
+        # The first batch may have had no tensors without rows, and so has not shown what these are.
         if known is None or (has_numbers and kind not in self._knows_numbers):
             known = self._reductions[kind] = self._rehearsed(batch, has_numbers)
             self._knows_numbers |= {kind} if has_numbers else set()
@@ -160,6 +170,7 @@ class Derivation:
         """What the loss is where ``reduction`` does not hold any more."""
         if why == "settings":
             mine = self._settings.digest()
+            # A setting may change on one rank alone; the reduction is kept by what all ranks have.
             from_ranks = self._stages.tell((mine, mine == self._first_setting))
             is_first = all(same for _, same in from_ranks)
             self._setting = () if is_first else tuple(digest for digest, _ in from_ranks)
@@ -196,6 +207,7 @@ class Derivation:
         modules = dict(self._module.named_modules())
         own = {id(p): p for _, m in stages.layout.own_modules() for p in m.parameters()}.values()
         with generators_kept(), without_chance(modules), attributes_set(self, is_rehearsing=True):
+            # With weights of zero or one a sum and a mean could look alike.
             with without_constants(own):
                 rehearsal.run(whole, has_numbers)
             undecided = self._still_undecided(rehearsal)
@@ -207,22 +219,9 @@ class Derivation:
             failures = self._failures(rehearsal, plan)
         is_watched = bool(undecided.places or undecided.edges)
         from_ranks = stages.tell((rehearsal.word, mine, rehearsal.refusal, changed, failures, is_watched))
+        # Only the rank of the last stage knows, but all must take part in asking whether it has moved.
         undecided.is_watched = any(one[-1] for one in from_ranks)
-        for _, _, _, _, others, _ in from_ranks:
-            for rank, text, is_by_cut in others:
-                if is_by_cut:
-                    cut = described(plan.dims, argument_names(self._module, batch.whole))
-                    cause = next(iter(rehearsal.failures), None)
-                    raise runs_only_whole(self._title, text, plan.micro_batches, cut) from cause
-                if rehearsal.failures:
-                    raise rehearsal.failures[0]
-                raise consequence_of(rank, self._title, text)
-        wrong = next((one for _, one, *_ in from_ranks if one is not None), None)
-        if wrong is not None:
-            raise follows_rows(self._title, *wrong)
-        refusal = next((one for _, _, one, *_ in from_ranks if one), None)
-        if refusal is not None:
-            raise UsageError(refusal)
+        self._refuse(rehearsal, batch, from_ranks)
         # A block is on one rank. What is outside of blocks may be on several: all take what one has changed.
         blocks = tuple(f"{name}." for name in stages.layout.blocks)
         names = {name for _, _, _, names, *_ in from_ranks for name in names}
@@ -235,6 +234,24 @@ class Derivation:
             undecided.edges = set()
         self.is_new = True
         return FoundReduction(found, is_open, undecided=undecided)
+
+    def _refuse(self, rehearsal: Rehearsal, batch: Batch, from_ranks: list[RankFindings]) -> None:
+        """Raise what any rank has found wrong: the same kind on all ranks, in the same order."""
+        for _, _, _, _, others, _ in from_ranks:
+            for rank, text, is_by_cut in others:
+                if is_by_cut:
+                    cut = described(batch.plan.dims, argument_names(self._module, batch.whole))
+                    cause = next(iter(rehearsal.failures), None)
+                    raise runs_only_whole(self._title, text, batch.plan.micro_batches, cut) from cause
+                if rehearsal.failures:
+                    raise rehearsal.failures[0]
+                raise consequence_of(rank, self._title, text)
+        wrong = next((one for _, one, *_ in from_ranks if one is not None), None)
+        if wrong is not None:
+            raise follows_rows(self._title, *wrong)
+        refusal = next((one for _, _, one, *_ in from_ranks if one), None)
+        if refusal is not None:
+            raise UsageError(refusal)
 
     def _whole_plan(self, plan: PipelinePlan) -> PipelinePlan:
         """Of the whole batch as one micro-batch."""

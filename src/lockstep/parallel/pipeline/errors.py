@@ -109,6 +109,7 @@ def first_is_named(
         yield
     except Exception as error:
         key = f"lockstep/pipeline/{dist.get_process_group_ranks(group)}/{title}/{part}/{call}"
+        # A rank that failed by itself says why; the others only saw a connection end.
         if not failure.is_consequence(error):
             _publish_error(key, error)
             raise
@@ -133,7 +134,8 @@ def text_of(error: Exception) -> str:
     """What it was, in one line."""
     cause: BaseException = error
     while not isinstance(cause, LockstepError) and isinstance(cause.__cause__, Exception):
-        cause = cause.__cause__  # torch wraps what a forward raises
+        # torch wraps what a forward raises.
+        cause = cause.__cause__
     return f"{type(cause).__name__}: {failure.first_line(cause)[:MOST_CHARACTERS].rstrip('.')}."
 
 
@@ -143,7 +145,8 @@ def _publish_error(key: str, error: Exception) -> None:
         store = default_store()
         if not store.check([key]):
             store.set(key, f"{dist.get_rank()} {text}")
-    except RuntimeError:  # the store is gone with its rank: the error itself is still raised
+    except RuntimeError:
+        # The store is gone with its rank: the error itself is still raised.
         return
 
 

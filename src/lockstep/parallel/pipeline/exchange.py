@@ -61,7 +61,8 @@ class Exchange(TorchFunctionMode):
         """A forward begins, for which this was received."""
         self._received = received
         self._known: dict[int, tuple[Tensor, Tensor]] = {}
-        self._changed: dict[int, Tensor] = {}  # real tensors that earlier stages have changed
+        # Real tensors that earlier stages have changed.
+        self._changed: dict[int, Tensor] = {}
         self._next = 0
         self._found: dict[Source, Tensor] = {}
         self._counts: Counter[str] = Counter()
@@ -76,11 +77,14 @@ class Exchange(TorchFunctionMode):
         if (self._inside and not self._within) or is_about(func):
             return func(*args, **kwargs)
         name = name_of(func)
+        # Before its first block a later stage runs code of earlier ones, on placeholders.
         if not self._is_own:
             changed = changed_by(name, args, kwargs)
             if changed is None:
                 return func(*args, **kwargs)
-            self._changed[id(changed)] = changed  # what comes of it is received
+            # What comes of it is received.
+            self._changed[id(changed)] = changed
+            # The earlier stage writes it; here the call is skipped, and the next use fetches what came of it.
             return None if name == "__setitem__" else changed
         if self._changed or has_placeholder(args) or has_placeholder(kwargs.values()):
             args, kwargs = map_leaves(lambda _, leaf: self.here(leaf, name), (args, kwargs))
@@ -181,11 +185,13 @@ class LocalBlock(Instead):
     def __init__(self, name: str, block: nn.Module, cut: Cut | None, exchange: Exchange | None) -> None:
         super().__init__(block)
         self._name = name
-        self._cut = cut  # where it is the first of its stage
+        # Where it is the first of its stage.
+        self._cut = cut
         self._exchange = exchange
         self.paths = cut.paths if cut is not None else ()
         self.received: tuple[Tensor, ...] = ()
-        self.keep: Callable[[str, object], None] | None = None  # told what the block returns
+        # It is told what the block returns.
+        self.keep: Callable[[str, object], None] | None = None
 
     def forward(self, *args: object, **kwargs: object) -> object:
         if self._cut is not None:

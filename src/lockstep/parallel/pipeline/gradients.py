@@ -38,7 +38,8 @@ def _like_parameter(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
     """With the placements of the parameter: sums that are still to be made over ranks are made."""
     if not (isinstance(gradient, DTensor) and isinstance(parameter, DTensor)):
         return gradient
-    return gradient.redistribute(placements=parameter.placements)  # nothing to do where they are the same
+    # Nothing is done where they are the same.
+    return gradient.redistribute(placements=parameter.placements)
 
 
 class Deposit:

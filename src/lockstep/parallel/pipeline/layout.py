@@ -32,8 +32,10 @@ class Block:
     copy: nn.Module
     absent: AbsentBlock
     slots: list[ModuleEntry]
-    module: nn.Module | None  # None: on another rank
-    names: set[str] = field(default_factory=set)  # of its parameters, each under its first name
+    # None: it is on another rank.
+    module: nn.Module | None
+    # Of its parameters, each under its first name.
+    names: set[str] = field(default_factory=set)
 
 
 @dataclass
@@ -92,6 +94,7 @@ class Layout:
         memo: dict[int, object] = {id(value): self.values[name] for name, value in parameters.items()}
         memo[id(model)] = model
         trunk = self._trunk()
+        # Parameters of modules that hold blocks go to stages one by one: the modules are on every rank.
         self.singles = [
             Single(
                 owner,
@@ -114,6 +117,7 @@ class Layout:
         # Copies of parts have kept their buffers; those of blocks get placeholders for them, too.
         memo |= {id(buffer): self.placeholders.like(buffer) for buffer in model.buffers()}
         self.blocks: dict[str, Block] = {}
+        # Blocks belong to the stage that began last.
         stage = 0
         for name, module in blocks.items():
             stage = self.starts.get(name, stage)
@@ -210,7 +214,8 @@ class Layout:
             present = [single for single in mine if single.key in torch_modules.parameters_of(single.module)]
             if used and used == present:
                 found[owner] = torch_modules.parameters_of(used[0].module)
-            elif used:  # several stages of this rank use parameters of one module
+            elif used:
+                # Several stages of this rank use parameters of one module.
                 found[owner] = {
                     single.key: torch_modules.parameters_of(single.module)[single.key] for single in used
                 }

@@ -40,7 +40,8 @@ class LocalStages:
         self.modules: dict[int, StageModule] = {}
         self.tied: dict[str, list[int]] = {}
         self.deposit = Deposit({})
-        self.sums = True  # gradients of tied parameters, over the ranks that hold them, in each backward
+        # Whether gradients of tied parameters are summed over the ranks that hold them, in each backward.
+        self.sums = True
         self.executed: list[Executed] = []
         self.state = ForwardState(self.tell)
         self.named_modules: Callable[[], list[tuple[str, nn.Module]]] = list
@@ -69,6 +70,7 @@ class LocalStages:
         for stage in self.indices:
             self.modules[stage] = StageModule(self.layout.modules_of(stage), self.layout.parameters_of(stage))
         for name, stages in sorted(self.layout.holders().items()):
+            # Sorted names give all ranks the same order of groups and of all-reduces.
             ranks = sorted({self.rank_of(stage) for stage in stages})
             if len(ranks) > 1:
                 self.tied[name] = ranks
@@ -91,6 +93,7 @@ class LocalStages:
                 )
 
     def _tied_groups(self) -> dict[str, dist.ProcessGroup]:
+        # Weights that the same ranks tie share one group.
         groups: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(self.ranks)): self.group}
         found: dict[str, dist.ProcessGroup] = {}
         for name, ranks in self.tied.items():
@@ -134,6 +137,7 @@ class LocalStages:
         gathered = [mine] * self.ranks
         dist.all_gather_object(gathered, mine, group=self.group)
         last = {self.rank_of(stage): stage for stage in range(self.count)}
+        # A rank with several stages counts by the last of them.
         return [gathered[rank] for rank in sorted(last, key=last.__getitem__)]
 
     def any_of(self, flags: Sequence[bool]) -> list[bool]:
@@ -151,6 +155,7 @@ class LocalStages:
                 f"The model returned a tensor of shape {tuple(value.shape)} but its first forward returned shape "
                 f"{tuple(like.shape)}. Return tensors whose shape does not depend on values."
             )
-        value = value.detach().to(like.dtype).contiguous()  # weights may have been gathered in 16 bits
+        # Weights may have been gathered in 16 bits.
+        value = value.detach().to(like.dtype).contiguous()
         dist.broadcast(value, self._last_rank, group=self.group)
         return value

@@ -17,11 +17,12 @@ from lockstep.comm.tree import LossFunction
 from lockstep.errors import LockstepError, UsageError
 from lockstep.model.changes import attributes_set
 from lockstep.parallel.parallel_model import ModuleAround
-from lockstep.parallel.pipeline.derivation import Derivation
+from lockstep.parallel.pipeline.derivation import Arguments, Derivation
 from lockstep.parallel.pipeline.errors import first_is_named
 from lockstep.parallel.pipeline.layout import Layout
 from lockstep.parallel.pipeline.local import LocalStages
 from lockstep.parallel.pipeline.micro_batch import (
+    BatchDims,
     Call,
     count_for_evaluation,
     count_for_training,
@@ -41,13 +42,15 @@ from lockstep.parallel.pipeline.plan import (
     PipelinePlan,
     check_same_batch,
     signature,
-    trace_model,
 )
 from lockstep.parallel.pipeline.stage import Executed, StageModule
 from lockstep.parallel.pipeline.state import untouched
+from lockstep.parallel.pipeline.traced import Traced
+from lockstep.parallel.pipeline.whole_trace import trace_model
 from lockstep.torch_internals import modules as torch_modules
 
-PLANS = 16  # shapes of batches that are remembered
+# Shapes of batches that are remembered.
+PLANS = 16
 
 
 class PipelineModel(ModuleAround):
@@ -237,6 +240,7 @@ class PipelineModel(ModuleAround):
             if plan.loss is None:
                 self._check_loss_outside()
             named = partial(first_is_named, self._local.group, type(self.module).__name__, self._calls)
+            # A batch for which the reduction does not hold leaves no gradients, and runs again with another.
             while True:
                 if plan.loss is None:
                     done, why_not = forward_now(
@@ -265,6 +269,7 @@ class PipelineModel(ModuleAround):
         if plan is not None:
             self._plans.move_to_end(key)
             return plan
+        # Only for shapes that are new: comparing values waits for the device.
         check_same_batch(call, local.group, local.device)
         arguments = self._derivation.arguments(call, loss_fn)
         with autocast.inside(), untouched(self._named_modules()):
@@ -275,34 +280,49 @@ class PipelineModel(ModuleAround):
         else:
             count = count_for_evaluation(options.micro_batches, size, local.ranks)
         counts = [count]
+        # A number that was chosen may be lowered if the forward needs more rows.
         if training and not options.micro_batches:
             counts += fewer_for_training(count, size, options.schedule, local.ranks)
-        for count in counts:
-            try:
-                with autocast.inside(), untouched(self._named_modules()):
-                    dims = arguments.dims(size, size // count) if count > 1 else {}
-                    traced = trace_model(self.module, local.layout, cut(call, count, dims)[0], loss_fn)
-                    whole = (
-                        trace_model(self.module, local.layout, call, loss_fn, traced) if count > 1 else traced
-                    )
-                break
-            except LockstepError:
-                raise
-            except Exception:  # whatever a user's forward raises of so few rows, such as chunk(2) of one
-                if count == counts[-1]:
-                    raise
-        if not training and PipelinePlan.of(traced, whole, count, dims).has_tensors_without_rows(
-            local.layout
-        ):
-            traced, count = whole, 1  # put together of one part, they are right
-        local.settle(traced.uses, self._callbacks)
-        local.named_modules = self._named_modules
+        traced, whole, count, dims = self._traced(call, loss_fn, autocast, arguments, size, counts)
         plan = PipelinePlan.of(traced, whole, count, dims)
+        if not training and plan.has_tensors_without_rows(local.layout):
+            # Such tensors are right only if they are made of one part.
+            plan = PipelinePlan.of(whole, whole, 1, dims)
+        local.settle(plan.traced.uses, self._callbacks)
+        local.named_modules = self._named_modules
         plan.build_segments(self.module, local.layout, local.indices)
         self._plans[key] = plan
         if len(self._plans) > PLANS:
             self._plans.popitem(last=False)
         return plan
+
+    def _traced(
+        self,
+        call: Call,
+        loss_fn: LossFunction | None,
+        autocast: Autocast,
+        arguments: Arguments,
+        size: int,
+        counts: Sequence[int],
+    ) -> tuple[Traced, Traced, int, BatchDims]:
+        """Traces of a micro-batch and of all ``size`` rows, with the first of ``counts`` that the forward takes."""
+        for count in counts:
+            try:
+                with autocast.inside(), untouched(self._named_modules()):
+                    dims = arguments.dims(size, size // count) if count > 1 else {}
+                    first = cut(call, count, dims)[0]
+                    traced = trace_model(self.module, self._local.layout, first, loss_fn)
+                    if count == 1:
+                        return traced, traced, count, dims
+                    whole = trace_model(self.module, self._local.layout, call, loss_fn, traced)
+                    return traced, whole, count, dims
+            except LockstepError:
+                raise
+            except Exception:
+                # A user's forward may raise anything with so few rows, such as chunk(2) of one.
+                if count == counts[-1]:
+                    raise
+        raise AssertionError("a batch is cut into at least one micro-batch")
 
     def _named_modules(self) -> list[tuple[str, nn.Module]]:
         return list(self.module.named_modules())

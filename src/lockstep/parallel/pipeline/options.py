@@ -74,6 +74,7 @@ def fits(schedule: Schedule, micro_batches: int, ranks: int) -> bool:
     """Whether ``schedule`` can work with that many micro-batches. Looped ones go in rounds of equal size."""
     if micro_batches < least_micro_batches(schedule, ranks):
         return False
+    # As torch: rounds = micro_batches // ranks, and each round has micro_batches / rounds of them.
     return schedule not in LOOPED or micro_batches % (micro_batches // ranks) == 0
 
 
@@ -108,6 +109,7 @@ def balanced(costs: Sequence[float], before: float, after: float, stages: int) -
             found = following
         return found[blocks]
 
+    # Dynamic programming, twice: first the least possible maximum, then the most even split within it.
     most, _ = best(float("inf"), squares=False)
     return best(most, squares=True)[1]
 

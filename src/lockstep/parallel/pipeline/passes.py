@@ -168,6 +168,7 @@ def _train(call: TrainingCall, path: str, scale: float) -> tuple[object, WhyNot 
             kept.append({key: leaf.detach() for key, leaf in found.items()})
         return found[path] * (share * scale)
 
+    # torch allocates the receive buffers with a schedule, so it is kept for all batches of these shapes.
     if plan.schedule is None:
         plan.schedule = torch_schedule(
             call.options.schedule, stages.torch_stages(plan, 1), plan.micro_batches
@@ -246,6 +247,55 @@ def _train_whole(call: TrainingCall, path: str, scale: float) -> tuple[object, W
     return call.result(path, value, gradients, scale, lambda key, _: kept[0][key] if kept else None), None
 
 
+@dataclass(frozen=True)
+class _LaterBackward:
+    """The backwards of a batch whose forwards have run: called with the gradients of its outputs.
+
+    ``paths``: of the outputs that have gradients; ``kept``: the outputs of each micro-batch, where the last stage is.
+    """
+
+    stages: LocalStages
+    plan: PipelinePlan
+    once: Pass
+    runner: FillDrain
+    paths: list[str]
+    kept: list[dict[str, Tensor]]
+    parameters: ParametersByName
+    around: Callable[[], AbstractContextManager[object]]
+
+    def __call__(self, incoming: tuple[Tensor | None, ...]) -> None:
+        stages, plan = self.stages, self.plan
+        # Gradients are off by default inside of a backward.
+        with self.around(), torch.enable_grad():
+            pulls = self._pulls(incoming)
+            # Only ``pulls`` hold the graphs from here on.
+            self.kept.clear()
+            if pulls and not plan.by_rows:
+                pulls = _all_from_first(pulls[0], plan.micro_batches)
+            stages.begin(plan, self.once)
+            with kept_apart(stages.parameters()) as gradients:
+                self.runner.drain(pulls)
+            stages.state.end_batch()
+        stages.deposit.add(gradients, self.parameters(), stages.sums)
+
+    def _pulls(self, incoming: tuple[Tensor | None, ...]) -> list[Tensor]:
+        count = self.plan.micro_batches if self.plan.by_rows else 1
+        # The loop's gradient of an output is cut into rows as the batch was. An output that was computed whole has one
+        # gradient, which the graph behind it divides among the micro-batches.
+        parts = [
+            [None] * count
+            if gradient is None
+            else self.plan.outputs[path].split(gradient, count)
+            if self.plan.by_rows
+            else [gradient]
+            for path, gradient in zip(self.paths, incoming, strict=True)
+        ]
+        return [
+            pull([found[path] for path in self.paths], [part[index] for part in parts])
+            for index, found in enumerate(self.kept)
+        ]
+
+
 def forward_now(
     stages: LocalStages,
     batch: Batch,
@@ -291,33 +341,7 @@ def forward_now(
         for path, kind in outputs.items()
     }
 
-    def backward(incoming: tuple[Tensor | None, ...]) -> None:
-        count = plan.micro_batches if plan.by_rows else 1
-        # The loop's gradient of an output is cut into rows as the batch was. An output that was computed whole has one
-        # gradient, which the graph behind it divides among the micro-batches.
-        parts = [
-            [None] * count
-            if gradient is None
-            else outputs[path].split(gradient, count)
-            if plan.by_rows
-            else [gradient]
-            for path, gradient in zip(with_gradient, incoming, strict=True)
-        ]
-        # Gradients are off by default inside of a backward.
-        with around_backward(), torch.enable_grad():
-            pulls = [
-                pull([found[path] for path in with_gradient], [part[index] for part in parts])
-                for index, found in enumerate(kept)
-            ]
-            kept.clear()
-            if pulls and not plan.by_rows:
-                pulls = _all_from_first(pulls[0], plan.micro_batches)
-            stages.begin(plan, once)
-            with kept_apart(stages.parameters()) as gradients:
-                runner.drain(pulls)
-            stages.state.end_batch()
-        stages.deposit.add(gradients, parameters(), stages.sums)
-
+    backward = _LaterBackward(stages, plan, once, runner, with_gradient, kept, parameters, around_backward)
     if with_gradient:
         values = attach_outputs([results[path] for path in with_gradient], backward)
         results |= dict(zip(with_gradient, values, strict=True))

@@ -12,13 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.comm.tree import LossFunction, leaves, map_leaves, tensor_leaves
+from lockstep.comm.tree import leaves, map_leaves, tensor_leaves
 from lockstep.errors import UsageError
-from lockstep.model.blocks import joined_name
 from lockstep.parallel.pipeline.absent import (
     BoundaryBlock,
     Change,
-    Instead,
     ReplayedBlock,
     ReplayedModule,
     changed,
@@ -28,11 +26,7 @@ from lockstep.parallel.pipeline.exchange import Exchange, Given, LocalBlock, for
 from lockstep.parallel.pipeline.layout import Layout
 from lockstep.parallel.pipeline.micro_batch import BatchDims, Call, Joined, find_loss, joined
 from lockstep.parallel.pipeline.stage_forward import StageForward
-from lockstep.parallel.pipeline.state import restored
-from lockstep.parallel.pipeline.trace import Tracer
-from lockstep.parallel.pipeline.traced import RECEIVED, Traced, storage_of
-from lockstep.runtime.seed import generators_kept
-from lockstep.torch_internals.fake import quiet
+from lockstep.parallel.pipeline.traced import RECEIVED, Traced
 
 CallSignature = tuple[object, ...]
 
@@ -74,126 +68,22 @@ def check_same_batch(call: Call, group: dist.ProcessGroup, device: torch.device)
         )
 
 
-class _Traced(Instead):
-    """Takes the place of a block while the model is traced."""
-
-    def __init__(self, tracer: Tracer, name: str, block: nn.Module) -> None:
-        super().__init__(block)
-        self._call = tracer.block
-        self._name = name
-
-    def forward(self, *args: object, **kwargs: object) -> object:
-        return self._call(self._name, self.replaced, args, kwargs)
-
-
-def trace_model(
-    model: nn.Module,
-    layout: Layout,
-    call: Call,
-    loss_fn: LossFunction | None,
-    like: Traced | None = None,
-) -> Traced:
-    """Runs ``model`` on a micro-batch without values of parameters. Random numbers are as before afterwards.
-
-    ``like``: a run on other rows. Blocks that computed the same in it are taken to return equal shapes in this one.
-
-    Raises:
-        UsageError: the forward cannot be cut into stages.
-    """
-    tracer = _tracer(model, layout)
-    replays = tracer.replay_equal_blocks()
-    if like is not None:
-        tracer.alike = lambda name, _: like.operations.get(name)
-    try:
-        traced = _run(tracer, model, layout, call, loss_fn)
-        traced.operations = replays.operations(traced.output)
-        return traced
-    # A block that was taken to be like another may be the one that fails.
-    except Exception:  # whatever a user's forward raises; every block is traced to see whether it is right
-        if not replays.count and not tracer.followed:
-            raise
-    return trace_every_block(model, layout, call, loss_fn)
-
-
-def trace_every_block(model: nn.Module, layout: Layout, call: Call, loss_fn: LossFunction | None) -> Traced:
-    """The same, whether blocks are equal or not."""
-    return _run(_tracer(model, layout), model, layout, call, loss_fn)
-
-
-def used_arguments(
-    model: nn.Module, layout: Layout, call: Call, loss_fn: LossFunction | None
-) -> set[str] | None:
-    """Paths of the arguments that a forward without values uses; None: it raises, as where shapes do not fit."""
-    tracer = _tracer(model, layout)
-    known: dict[int, str] = {}
-
-    def alike(_: str, block: nn.Module) -> str:
-        if id(block) not in known:
-            attributes = (value for module in block.modules() for value in vars(module).values())
-            shapes = [tuple(value.shape) for value in attributes if isinstance(value, Tensor)]
-            known[id(block)] = f"{block!r}{shapes}"
-        return known[id(block)]
-
-    tracer.alike = alike
-    for path, leaf in tensor_leaves(call.tree).items():
-        tracer.inputs.setdefault(storage_of(leaf), set()).add(path)
-    try:
-        with quiet():
-            _run(tracer, model, layout, call, loss_fn)
-    except Exception:  # whatever a user's forward raises
-        return None
-    return tracer.used
-
-
-def _tracer(model: nn.Module, layout: Layout) -> Tracer:
-    return Tracer(
-        layout.starts, layout.order, layout.outer, layout.placeholders, layout.names, type(model).__name__
-    )
-
-
-def _run(
-    tracer: Tracer, model: nn.Module, layout: Layout, call: Call, loss_fn: LossFunction | None
-) -> Traced:
-    """The forward with blocks traced and no values anywhere; modules and generators are left as they were."""
-    tracer.real = {storage_of(parameter): name for name, parameter in model.named_parameters()}
-    tracer.parts = {id(part.copy): name for name, part in layout.parts.items()}
-    tracer.kept = [
-        (joined_name(name, path), inner)
-        for name, block in layout.blocks.items()
-        for path, inner in block.copy.named_modules()
-    ]
-    blocks = {name: _Traced(tracer, name, block.copy) for name, block in layout.blocks.items()}
-    for module in [*(part.copy for part in layout.parts.values()), *blocks.values()]:
-        module.train(model.training)
-
-    def forward() -> object:
-        output = model(*call.args, **call.kwargs)
-        return output if loss_fn is None else (loss_fn(output, *call.targets),)
-
-    copies = [part.copy for part in layout.parts.values()] + [block.copy for block in layout.blocks.values()]
-    inner = [("", module) for copy in copies for module in copy.modules()]
-    # The trace must leave nothing behind: neither state of modules, nor the modules in place of blocks, nor draws.
-    with (
-        restored(inner),
-        changed(layout.without_values(blocks)),
-        generators_kept(),
-        torch.enable_grad(),
-    ):
-        return tracer.run(forward)
-
-
 @dataclass
 class PipelinePlan:
     """How a batch of one signature goes through the pipeline."""
 
     traced: Traced
-    whole: Traced  # of the whole batch as one
+    # Of the whole batch as one.
+    whole: Traced
     micro_batches: int
-    dims: BatchDims  # of the arguments
-    loss: str | None  # path of the loss in the output; None: the loop computes it
+    # Of the arguments.
+    dims: BatchDims
+    # Path of the loss in the output; None: the loop computes it.
+    loss: str | None
     # (block, path) -> what has no rows is over the batch
     kinds: dict[tuple[str, str], str] = field(default_factory=dict)
-    tail: Tail | None = None  # where the last stage is
+    # Where the last stage is.
+    tail: Tail | None = None
     schedule: object = None
     evaluation: Any = None
     segments: dict[int, StageForward] = field(default_factory=dict)
@@ -270,6 +160,7 @@ class Tail:
         self._plan = plan
         self._own = {name: block.module for name, block in layout.blocks.items() if block.stage == stage}
         self._slots = {name: layout.blocks[name].slots for name in self._own}
+        # For both, because placeholders of blocks have other shapes for the batch than for a micro-batch.
         self._changes = {
             id(traced): stage_changes(layout, traced, stage, local)[0] for traced in (plan.traced, plan.whole)
         }
@@ -370,7 +261,8 @@ def stage_changes(
         call: nn.Module
         if block.stage == stage:
             if stage == 0 and exchange is None:
-                continue  # nothing that it is called with is absent
+                # Nothing that it is called with is absent.
+                continue
             assert block.module is not None
             cut = traced.cuts[stage] if stage and begins[stage] == name else None
             call = own_blocks[name] = LocalBlock(name, block.module, cut, exchange)
@@ -383,6 +275,7 @@ def stage_changes(
         else:
             call = block.absent
         changes += [(entries, key, call) for entries, key in block.slots]
+    # A rank with several stages has parts of all of them in the model; each stage may see its own alone.
     for name, part in layout.parts.items():
         own = stage in part.stages
         module = part.module if own else part.copy
@@ -390,7 +283,8 @@ def stage_changes(
         if _is_replayable(calls, stage):
             module = ReplayedModule(module, calls[0][1])
         elif own or not part.stages & local:
-            continue  # it is there already
+            # It is there already.
+            continue
         changes += [(entries, key, module) for entries, key in part.slots]
     return changes, own_blocks
 

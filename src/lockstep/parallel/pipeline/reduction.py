@@ -184,7 +184,7 @@ class Undecided:
             way, index, name = edge
             node = _node_at(loss, way)
             # It counts as moved: what was found for the other graph need not hold for this one.
-            if node is None or node.name() != name:  # the graph is another one
+            if node is None or node.name() != name:
                 self._flags.append((edge, torch.ones((), dtype=torch.bool, device=loss.device)))
             else:
                 node.register_hook(self._looking(edge, index))
@@ -220,6 +220,7 @@ def edges_without_gradient(loss: Tensor, differentiate: Callable[[], T]) -> tupl
     ) -> Callable[[Sequence[Tensor | None], Sequence[Tensor | None]], None]:
         def look(inputs: Sequence[Tensor | None], outputs: Sequence[Tensor | None]) -> None:
             if any(gradient is not None and bool(gradient.any()) for gradient in outputs):
+                # A gradient came to the node and went no further: an inactive hinge, or a factor of zero.
                 found.update(
                     (way, index, name)
                     for index, gradient in enumerate(inputs)

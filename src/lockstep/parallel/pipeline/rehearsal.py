@@ -60,7 +60,8 @@ class Rehearsal:
             fill_only(self.stages, whole_plan, once, find=True)
             self.stages.state.forget_batch()
             if not needs_whole and any(self.stages.tell(bool(self.failures))):
-                self.failures.clear()  # what is no matter of memory comes again
+                # Most likely of memory; anything else is raised again by the micro-batches.
+                self.failures.clear()
                 self.whole = {}
         looks = self._compare_with_whole if self.looks_at_loss or whole_plan is not None else None
         once = self._pass(self.batch.parts, self._finish, looks)
@@ -112,7 +113,8 @@ class Rehearsal:
                 for name, path in unknown:
                     if self._matters(outputs, name, path):
                         raise self.neither(name, path)
-            except UsageError as error:  # told to all ranks together
+            except UsageError as error:
+                # It is told to all ranks together.
                 self.refusal = str(error)
         return ()
 
@@ -150,6 +152,7 @@ class Rehearsal:
         """Whether what the model returns depends on this tensor."""
 
         def changed(at: str, leaf: Tensor) -> Tensor:
+            # Neither a factor nor an offset alone: normalising what follows could cancel one of them.
             return leaf * 1.5 + 1 if at == path else leaf
 
         other = {
@@ -190,6 +193,7 @@ class Rehearsal:
             gradient({name: values[index] for name, values in outputs.items()}, index)
             for index in range(len(batch.parts))
         ]
+        # Open only if no micro-batch has sent a gradient through it.
         self.undecided.edges = set.intersection(*without)
         dims = {key: plan.row_dim(*_block_and_path(key)) for key in gradients}
         if all(dim is None for dim in dims.values()):

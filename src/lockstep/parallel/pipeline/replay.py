@@ -52,7 +52,8 @@ class Replays:
         self.made: list[weakref.ref[Tensor]] | None = None
         self.count = 0
         self._operations: dict[str, Hashable] = {}
-        self._inside: set[int] = set()  # storages of what blocks made that filled a cache
+        # Storages of what blocks made that filled a cache.
+        self._inside: set[int] = set()
         self._log: Operations | None = None
 
     def call(
@@ -64,7 +65,8 @@ class Replays:
         run: Callable[[nn.Module, Args, Kwargs], object],
     ) -> object:
         """What the block ``name`` returns; ``run(module, args, kwargs)`` traces it."""
-        own: set[int] = set()  # storages of what the block holds, views of which are computed in it
+        # Storages of what the block holds, views of which are computed in it.
+        own: set[int] = set()
 
         def is_known(tensor: Tensor) -> bool:
             if self._is_known(tensor):
@@ -75,7 +77,8 @@ class Replays:
         before = describe(module, is_known)
         given = leaves((args, kwargs))
         kinds = self._kinds_of(args, kwargs)
-        if kinds != self._kinds_of(args, kwargs):  # something in it is like nothing else
+        # Something in it is like nothing else.
+        if kinds != self._kinds_of(args, kwargs):
             return run(module, args, kwargs)
         caches = [leaf for leaf in given.values() if is_cache(leaf)]
         known = self._traced.setdefault((before.structure, kinds), [])
@@ -90,6 +93,7 @@ class Replays:
         with reading(kinds_inside) as reads:
             out = run(module, args, kwargs)
         after = describe(module, lambda tensor: storage_of(tensor) not in own and self._is_known(tensor))
+        # It has changed neither itself nor its arguments.
         is_whole = before == after and kinds == self._kinds_of(args, kwargs)
         if is_whole and self._log is not None:
             self._operations[name] = before.structure, kinds, tuple(self._log.noted)
@@ -122,7 +126,8 @@ class Replays:
 
     def _check(self, given: Mapping[str, object]) -> None:
         if any(storage_of(tensor) in self._inside for tensor in tensor_leaves(given).values()):
-            self._operations.clear()  # blocks are not alone in what they do
+            # Blocks are not alone in what they do.
+            self._operations.clear()
 
     def note(self, out: object) -> None:
         """Something that a function of torch gave within a block."""
@@ -134,7 +139,8 @@ class Replays:
         passed = {id(leaf) for tree in (out, given) for leaf in leaves(tree).values()}
         alive = [reference() for reference in self.made or ()]
         left = [tensor for tensor in alive if tensor is not None and id(tensor) not in passed]
-        given_to_gc = tuple(left)  # which Python 3.13 counts among those who have them
+        # Python 3.13 counts the tuple of arguments among those who have them.
+        given_to_gc = tuple(left)
         own = {id(alive), id(left), id(self._kept), id(given_to_gc)}
         holders = gc.get_referrers(*given_to_gc) if left else []
         # Frames only pass tensors on: their variables end with the calls.
@@ -193,7 +199,8 @@ class Operations:
 
     def __init__(self) -> None:
         self.noted: list[Hashable] = []
-        self.alive: list[Tensor] = []  # addresses must not be used again
+        # Addresses must not be used again.
+        self.alive: list[Tensor] = []
         self._numbers: dict[int, int] = {}
 
     def note(self, function: TorchFunction, given: Mapping[str, object]) -> None:

@@ -117,8 +117,10 @@ def find(
     def attempt(whole: set[str], counts: tuple[int, ...]) -> set[str] | None:
         dims = base | {path: None if path in whole else 0 for path in open_}
         used: set[str] | None = None
+        # A batch without any rows is none.
         if not anchored and len(whole) == len(open_):
-            return None  # something is cut
+            # Something must be cut.
+            return None
         for count in counts:
             used = trial(with_rows(call, dims, batch, count))
             if used is None:
@@ -136,7 +138,8 @@ def find(
         if unknown:
             raise _ambiguous(unknown, names, tensors, batch, title)
         return everything | dict.fromkeys(whole, None)
-    return everything  # it runs in no way without values: tracing it says why
+    # It runs in no way without values: tracing it says why.
+    return everything
 
 
 def batch_of(call: Call, given: BatchDims, trial: Trial) -> int:
@@ -184,6 +187,7 @@ def _tried(
             break
     if whole is None:
         return None
+    # What the forward does not use fits either way, and may be cut or not.
     relevant = [path for path in free if path in used]
     groups = [set(group) for size in (1, 2) for group in combinations(relevant, size)]
     if len(relevant) > 2:

@@ -57,6 +57,7 @@ class Settings:
     def __init__(self, model: nn.Module) -> None:
         self._modules: list[_Watched] = []
         for name, module in model.named_modules():
+            # Our own placeholders change with the stage that runs.
             if type(module).__module__.startswith("lockstep."):
                 continue
             keys = ["training"] + [
@@ -64,6 +65,7 @@ class Settings:
                 for key, value in vars(module).items()
                 if key not in torch_modules.OWN_ATTRIBUTES
                 and isinstance(value, _PLAIN)
+                # Rehearsals set these to zero for a while.
                 and not (isinstance(module, _WITHOUT_CHANCE) and key in ("p", "dropout"))
             ]
             self._modules.append(_Watched.of(f"{name}." if name else "", vars(module), keys))
@@ -79,7 +81,8 @@ class Settings:
     def _read_values(self) -> list[object]:
         try:
             return [one.get(one.attributes) for one in self._modules]
-        except KeyError:  # one was deleted
+        except KeyError:
+            # One of them was deleted.
             self._restrict_to(lambda one, key: key in one.attributes)
             self._values = []
             return self._read_values()

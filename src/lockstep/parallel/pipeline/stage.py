@@ -70,7 +70,8 @@ class Stage(StageBase):
     ) -> None:
         """``cuts[s]``: what stage s receives; ``results``: how many tensors the last stage's forward returns."""
         # torch wants an example of everything that is sent or returned, to allocate receive buffers once.
-        number = Kind(torch.Size(), torch.float32, False)  # nobody looks at what the last stage returns
+        # Nobody looks at what the last stage returns.
+        number = Kind(torch.Size(), torch.float32, False)
         following = cuts[index + 1].kinds if index + 1 < len(cuts) else (number,) * results
         super().__init__(
             module,
@@ -94,7 +95,8 @@ class Stage(StageBase):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         except RuntimeError as error:
             if isinstance(error.__cause__, LockstepError):
-                raise error.__cause__ from None  # torch wraps what a forward raises
+                # torch wraps what a forward raises.
+                raise error.__cause__ from None
             raise
         finally:
             self._module.micro_batch = None

@@ -54,7 +54,8 @@ class _Contiguous(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: FunctionContext, tensor: Tensor) -> Tensor:
-        return tensor.data  # no view: blocks may change their input in place
+        # No view, because blocks may change their input in place.
+        return tensor.data
 
     @staticmethod
     def backward(ctx: FunctionContext, gradient: Tensor) -> Tensor:
@@ -125,6 +126,7 @@ class StageForward:
 
     def _run(self, micro_batch: int, received: tuple[Tensor, ...]) -> object:
         call = self.now.calls[micro_batch]
+        # The last stage: its tail runs once for all micro-batches.
         if self.now.whole is not None and self._following is None:
             return self._without_tail(micro_batch, call, received)
         self._listen()
@@ -240,6 +242,7 @@ class StageForward:
                 values = self._exchange.sent()
             self._exchange.check_used()
         given = leaves(call)
+        # The order of ``cut.kinds``, by which the next stage has made its receive buffers.
         values = [*(given.get(path) for path in cut.paths), *values]
         return tuple(
             _sent(carried(value), kind, cut.block) for value, kind in zip(values, cut.kinds, strict=True)

@@ -36,9 +36,12 @@ class Entry:
     key: str
     value: object
     copy: object
-    after: object = _ABSENT  # what the first micro-batch that changed it left
-    differs: bool = False  # others left something else
-    begun: object = None  # what the micro-batch that runs has found
+    # What the first micro-batch that changed it left.
+    after: object = _ABSENT
+    # Whether others left something else.
+    differs: bool = False
+    # What the micro-batch that runs has found.
+    begun: object = None
     version: int = 0
 
     @property
@@ -65,7 +68,8 @@ class Entry:
         if (_equal_values(now, self.copy) and not self._is_written(now)) or (
             is_container(now) and not is_plain(now)
         ):
-            return  # nothing was changed, or tensors were noted
+            # Nothing was changed, or tensors were noted.
+            return
         if self.after is _ABSENT:
             self.after = _copied(now)
         elif not _equal_values(now, self.after):
@@ -214,6 +218,7 @@ class ForwardState:
 
     def _take_from_others(self) -> None:
         mine = {e.name: e.after for e in self._entries if e.name in self._shared and e.after is not _ABSENT}
+        # Later stages overwrite earlier ones, as their forwards run later.
         left = {name: value for of_rank in self._tell(mine) for name, value in of_rank.items()}
         for entry in self._entries:
             if entry.name in left:
@@ -259,6 +264,7 @@ def untouched(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[None]:
         for attributes, key in nones:
             attributes[key] = None
         for _, module in modules:
+            # Attributes that the forward has added.
             for key in set(vars(module)) - known[id(module)]:
                 del vars(module)[key]
 
@@ -273,7 +279,8 @@ def _has_same_layout(a: Tensor, b: Tensor) -> bool:
 
 def _equal_values(a: object, b: object) -> bool:
     if is_placeholder(a) or is_placeholder(b):
-        return True  # noted of another stage's: it has no value here
+        # What was noted of another stage's tensor has no value here.
+        return True
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         if not _has_same_layout(a, b):
             return False

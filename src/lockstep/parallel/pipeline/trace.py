@@ -61,24 +61,32 @@ class Tracer(TorchDispatchMode):
         )
         self._placeholders = placeholders
         self._parameters = {storage_of(tensor): name for name, tensor in outer.items()}
-        self._born: dict[int, int] = {}  # storage -> segment, of everything that another stage has not
-        self._alive: list[Tensor] = []  # storages' addresses must not be used again
-        self._empty: dict[int, tuple[Tensor, Tensor]] = {}  # id -> real tensor, and it without values
-        self.parts: dict[int, str] = {}  # id -> name of modules whose results are to be kept
-        # modules of blocks, whose attributes may be tensors that they made
+        # storage -> segment, of everything that another stage has not
+        self._born: dict[int, int] = {}
+        # Storages' addresses must not be used again.
+        self._alive: list[Tensor] = []
+        # id -> real tensor, and it without values
+        self._empty: dict[int, tuple[Tensor, Tensor]] = {}
+        # id -> name of modules whose results are to be kept
+        self.parts: dict[int, str] = {}
+        # Modules of blocks, whose attributes may be tensors that they made
         self.kept: list[tuple[str, nn.Module]] = []
         self._names = names
         self._title = title
         self._stack: list[str] = []
         # storage -> name of the model's own parameters, which are not to be used
         self.real: dict[int, str] = {}
-        self.inputs: dict[int, set[str]] = {}  # storage -> paths of arguments
-        self.used: set[str] = set()  # paths of those that an operation reads
+        # storage -> paths of arguments
+        self.inputs: dict[int, set[str]] = {}
+        # Paths of those that an operation reads.
+        self.used: set[str] = set()
         # Equal for blocks (name, module) that make the same shapes; None where that is not known.
         self.alike: Callable[[str, nn.Module], Hashable] | None = None
-        self.followed = 0  # calls that were taken to be like another
+        # Calls that were taken to be like another.
+        self.followed = 0
         self._seen: dict[Hashable, object] = {}
-        self._guessed: list[str] = []  # blocks whose results are not known without values
+        # Blocks whose results are not known without values.
+        self._guessed: list[str] = []
         self._replays: Replays | None = None
 
     def replay_equal_blocks(self) -> Replays:
@@ -94,7 +102,8 @@ class Tracer(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: TorchFunction, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
-        if func is torch.ops.prim.device.default:  # most calls ask for the device alone
+        # Most calls ask for the device alone.
+        if func is torch.ops.prim.device.default:
             return func(*args)
         with self._values.paused():
             return self._followed(func, args, kwargs or {})
@@ -114,6 +123,7 @@ class Tracer(TorchDispatchMode):
         if not made:
             return out
         random = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+        # Each stage would draw another number, so what is drawn belongs to the stage that draws it.
         foreign = random
         # A result belongs to this segment if anything in it does: a parameter, a tensor made here, or a random number.
         # What is made of inputs alone is the same on every stage, and each computes it again.
@@ -194,7 +204,8 @@ class Tracer(TorchDispatchMode):
                 f"The forward of {self._where()} needs the value of a tensor that only another stage of the "
                 "pipeline has. Branch on inputs instead of on activations, or move this code into a block."
             ) from error
-        except Exception as error:  # whatever a user's forward raises
+        except Exception as error:
+            # A user's forward may raise anything.
             note_module(error, self._where())
             if self._guessed and not isinstance(error, LockstepError):
                 raise unknown_result(self._guessed[0], self._where(), text_of(error)) from error
@@ -307,7 +318,8 @@ class Tracer(TorchDispatchMode):
             self._guessed.append(self._names.get(id(module), ""))
             return self._new(first)
         finally:
-            self._empty.clear()  # tensors of a block are to go with it
+            # Tensors of a block are to go with it.
+            self._empty.clear()
 
     def _cut(self, name: str, call: object, present: object) -> None:
         """``present``: what stands for the arguments in the segment before."""

@@ -150,5 +150,6 @@ def storage_of(tensor: Tensor) -> int:
     """The same for a tensor and its views."""
     try:
         return torch_tensors.storage_key(tensor)
-    except (NotImplementedError, RuntimeError):  # sparse tensors and wrappers have no storage of their own
+    except (NotImplementedError, RuntimeError):
+        # Sparse tensors and wrappers have no storage of their own.
         return id(tensor)
