@@ -13,7 +13,7 @@ def test_every_public_name_is_in_its_modules_section() -> None:
     assert reference.unlisted_modules() == []
     assert reference.methods_without_a_sentence() == []
     for line, name in [
-        ("::: lockstep.parallel.tensor.layers.ParallelMLP\n", "lockstep.nn.ParallelMLP"),
+        ("::: lockstep.parallel.tensor.transformer_layers.ParallelMLP\n", "lockstep.nn.ParallelMLP"),
         ("::: lockstep.launch.functions.notebook_launcher\n", "lockstep.notebook_launcher"),
         ("::: lockstep.errors.ConfigError\n", "lockstep.errors.ConfigError"),
     ]:

@@ -113,7 +113,8 @@ def make_plan(
             f"{type(model).__name__} is tensor-parallel already. Pass the model to prepare() only once."
         )
     found = dict(find_blocks(model) if blocks is None else blocks)
-    is_part = isinstance(options.plan, TensorPlan)  # of a model that was looked at whole
+    # Its plan was made for a whole model, of which this is a part.
+    is_part = isinstance(options.plan, TensorPlan)
     plan = complete(model, _choose_plan(model, ranks, options.plan, found), ranks)
     if not is_part and plan.source != INFERRED:
         plan = with_meetings(model, plan, ranks)
@@ -155,6 +156,7 @@ def _check_meetings(plan: TensorPlan) -> None:
 def _choose_plan(model: nn.Module, ranks: int, wanted: object, blocks: dict[str, nn.Module]) -> TensorPlan:
     if isinstance(wanted, TensorPlan):
         return wanted
+    # A model that is written with split layers needs no plan.
     if wanted in WORDS and any(isinstance(module, ParallelLayer) for module in model.modules()):
         return TensorPlan("the model's own layers")
     if isinstance(wanted, Mapping):
@@ -227,6 +229,30 @@ def _split(
             part = SequenceBlock(name, group, HasDropout(block), device)
             part.is_first, part.is_last = index == 0, index == len(blocks) - 1
             specs[name].parts.append(part)
+    regions = _add_split_layers(specs, modules, plan, options, blocks, device)
+    _prepare_attention(plan, modules, specs, regions, options.sequence_parallel)
+    replace_parameters(modules, plan, mesh)
+    classes: dict[object, type] = {}
+    for name, spec in specs.items():
+        module = modules[name]
+        # Containers without a forward have nothing to do around it, and a ``ParallelLayer`` sends by itself.
+        is_called = type(module).forward is not nn.Module.forward
+        if (is_called or torch_modules.parameters_of(module)) and not isinstance(module, ParallelLayer):
+            attach_spec(module, spec, classes)
+    if options.loss_parallel:
+        handle_split_logits()
+
+
+def _add_split_layers(
+    specs: dict[str, ParallelModuleSpec],
+    modules: dict[str, nn.Module],
+    plan: TensorPlan,
+    options: TensorOptions,
+    blocks: Mapping[str, nn.Module],
+    device: torch.device,
+) -> dict[str, ColumnRowRegion]:
+    """The hooks of column and row layers and of embeddings; returns the region of each parent of the former."""
+    group = specs[""].group
     regions: dict[str, ColumnRowRegion] = {}
     met = {entry.name for entry in plan.entries if entry.meets}
     for name, style in plan.styles.items():
@@ -242,21 +268,16 @@ def _split(
             if style == "colwise_gather_output" and not _inside(name, blocks):
                 specs[name].layer.is_head = True
         elif style == "embedding_rowwise":
-            specs[name].layer = VocabularyParallel(name, group, modules[name].weight.shape[0])
+            specs[name].layer = VocabularyParallel(
+                name, group, torch_modules.parameters_of(modules[name])["weight"].shape[0]
+            )
         elif style == "embedding_colwise":
-            specs[name].layer = ColwiseEmbedding(name, group, modules[name].weight.shape[1])
+            specs[name].layer = ColwiseEmbedding(
+                name, group, torch_modules.parameters_of(modules[name])["weight"].shape[1]
+            )
         if specs[name].layer is not None:
             specs[name].parts.append(specs[name].layer)
-    _prepare_attention(plan, modules, specs, regions, options.sequence_parallel)
-    replace_parameters(modules, plan, mesh)
-    classes: dict[object, type] = {}
-    for name, spec in specs.items():
-        module = modules[name]
-        is_called = type(module).forward is not nn.Module.forward
-        if (is_called or torch_modules.parameters_of(module)) and not isinstance(module, ParallelLayer):
-            attach_spec(module, spec, classes)
-    if options.loss_parallel:
-        handle_split_logits()
+    return regions
 
 
 def _reductions(

@@ -32,6 +32,7 @@ def heads_of(module: nn.Module, query: nn.Module, key: nn.Module | None) -> tupl
     config: object = getattr(module, "config", None)
     width = getattr(module, "head_dim", None)
     if isinstance(width, int) and width > 0 and key is not None:
+        # Rows of a projection = heads * width of a head.
         rows, key_rows = features(query)[1], features(key)[1]
         if rows % width == 0 and key_rows % width == 0:
             return rows // width, key_rows // width

@@ -240,7 +240,8 @@ def with_meetings(model: nn.Module, plan: TensorPlan, ranks: int) -> TensorPlan:
         if not rows:
             continue
         if not columns:
-            if plan.source == BROUGHT:  # else the layer itself says what it was given
+            # Of a user's plan the layer itself says what it was given.
+            if plan.source == BROUGHT:
                 plan = without(plan, parent, list(rows), "no layer before it is split by columns")
             continue
         rehearsal = TensorRehearsal(modules[parent], columns, rows, ranks)
@@ -285,6 +286,7 @@ def without(plan: TensorPlan, parent: str, names: list[str], reason: str) -> Ten
             f"'{parent}' cannot be split as {plan.source} says, because {reason}. "
             "Leave its layers out of the plan."
         )
+    # What else is split inside fits only with these layers split.
     tied = (*COLUMNS, "rowwise", "replicated_with_grad_allreduce")
     inside = [e.name for e in plan.entries if _is_inside(e.name, parent) and e.style in tied]
     left = {**plan.left, **dict.fromkeys([*names, *inside], reason)}
@@ -299,7 +301,8 @@ def with_passed(plan: TensorPlan, parent: str, columns: list[str], passed: Passe
         if entry.name in names:
             entry = replace(entry, meets=passed.meets)
         elif passed.meets and _is_of_parts(entry) and _is_inside(entry.name, parent):
-            entry = replace(entry, style="replicate")  # what meets features is added where it does
+            # Its gradients are summed where it meets the features, and not once more.
+            entry = replace(entry, style="replicate")
         entries[entry.name] = entry
     for inner in passed.partial:
         name = joined_name(parent, inner)

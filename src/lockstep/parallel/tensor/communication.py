@@ -97,7 +97,8 @@ def _all_gather(x: Tensor, mesh: DeviceMesh, dim: int, size: int) -> Tensor:
     """This rank's part [..., n, ...] of dimension ``dim`` to [..., size, ...]; all but the last part are equal."""
     dim %= x.dim()
     chunk = -(-size // mesh.size())
-    if x.shape[dim] < chunk:  # a collective wants equal parts
+    # A collective wants equal parts.
+    if x.shape[dim] < chunk:
         missing = list(x.shape)
         missing[dim] = chunk - x.shape[dim]
         x = torch.cat([x, x.new_zeros(missing)], dim)

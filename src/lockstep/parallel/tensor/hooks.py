@@ -75,7 +75,8 @@ class ColumnRowRegion(ParallelHook):
     def send(self, x: Tensor, in_sequence: bool) -> Tensor:
         """``x`` [..., features] for a column layer, and for those after it that read the same."""
         if self.gathers and self.group.is_split:
-            return x  # gathered as the module was entered
+            # It was gathered as the module was entered.
+            return x
         # Query, key and value read one input: it is copied once, so that backward sums its gradient once.
         if self._sent is None or self._sent[0] is not x:
             if in_sequence and self.group.is_split:
@@ -104,6 +105,7 @@ class ColumnRowRegion(ParallelHook):
     def _hidden(self, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[int | str, Tensor] | None:
         given: list[tuple[int | str, object]] = [*enumerate(args), *kwargs.items()]
         for place, value in given:
+            # The hidden states: the first [batch, sequence, width] as wide as the column layers' input.
             if isinstance(value, Tensor) and value.dim() >= 3 and value.shape[-1] in self.widths:
                 return place, value
         return None
@@ -114,6 +116,7 @@ class ColumnRowRegion(ParallelHook):
         return value
 
     def __deepcopy__(self, memo: dict[int, object]) -> ColumnRowRegion:
+        # A copy of the module is in no call: what was sent for the one that runs is not its own.
         copied = object.__new__(ColumnRowRegion)
         memo[id(self)] = copied
         copied.__dict__.update(self.__dict__, _sent=None, _stream=None)
@@ -274,6 +277,7 @@ class VocabularyParallel(SplitLayer):
     def padding_index(self, module: nn.Module, index: int | None) -> int | None:
         if not self._is_inside or index is None:
             return index
+        # The padding row is on one rank alone, under another number.
         local = index - self._start
         return local if 0 <= local < self._length else None
 

@@ -97,6 +97,7 @@ def infer_plan(model: nn.Module, ranks: int, blocks: dict[str, nn.Module]) -> Te
             _find_pairs(name, module, findings, _pairs)
     _find_vocabulary(modules, blocks, findings)
     for name, module in modules.items():
+        # Last, what else fits: any two layers may be a pair, so that this is tried only on what was left.
         if type(module).forward is not nn.Module.forward and _has_flat_parameters(module):
             _find_pairs(name, module, findings, _pairs_of_any_widths)
     for name, module in modules.items():
@@ -186,6 +187,7 @@ def projections(module: nn.Module) -> Iterator[tuple[dict[str, str], nn.Module, 
     yield from ((dict.fromkeys(names[:3], "colwise"), q, k) for names, q, k in _in_lists(module))
     for fused in FUSED:
         layer = _linear(module, fused)
+        # As many rows as query, key and value of the input's width have together.
         if layer is not None and features(layer)[1] == 3 * features(layer)[0]:
             yield {fused: "qkv_colwise"}, layer, None
 
@@ -290,9 +292,11 @@ def _pairs(layers: dict[str, nn.Module], in_order: bool) -> Iterator[Pair]:
         hidden, width = features(layers[row])
         before = [name for name in names if name != row and features(layers[name])[0] == width]
         same = [name for name in before if features(layers[name])[1] == hidden]
+        # One layer (up) or two (gate and up) before the row layer.
         if 1 <= len(same) <= 2 and names.index(row) > names.index(same[0]):
             yield from _with_more_rows(layers, dict.fromkeys(same, "colwise"), row)
         packed = [name for name in before if features(layers[name])[1] == 2 * hidden]
+        # Gate and up in one layer.
         if len(packed) == 1:
             yield from _with_more_rows(layers, {packed[0]: "packed_colwise"}, row)
 
@@ -335,6 +339,7 @@ def _find_vocabulary(
             and computes_linear(layer)
             and (layer.weight is table.weight or other.rpartition(".")[2] in HEAD)
         ]
+        # Positions and types have embeddings too: only a known name or an output layer tells that these are tokens.
         last = name.rpartition(".")[2]
         if not (last in TOKENS or heads) or table.max_norm is not None or table.sparse:
             findings.left[name] = "not known as an embedding of tokens"

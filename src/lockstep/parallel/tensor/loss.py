@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
-MEAN, SUM = 1, 2  # as in the schemas of aten
+# As in the schemas of aten.
+MEAN, SUM = 1, 2
 
 
 def vocab_parallel_cross_entropy(
@@ -121,6 +122,7 @@ class _CrossEntropy(torch.autograd.Function):
         # One message for the three sums, [3, ...].
         sums = all_reduce(torch.stack([exponentials.sum(-1), at_target, x.sum(-1)]), mesh)
         normaliser = sums[0].log() + largest
+        # log(sum exp(x)) - (1 - s) x_target - s mean(x)
         losses = normaliser - (1 - smoothing) * sums[1] - smoothing / classes * sums[2]
         counts = target != ignored
         # Softmax, in the memory of the exponentials: as large as this rank's logits, and the only large tensor that
@@ -189,6 +191,7 @@ def _log_softmax(operator: object, args: Args, kwargs: Kwargs) -> object:
     if not _is_split(x, dim):
         return _dtensor_like(torch.log_softmax(_on_whole(x, dim), dim), x)
     wide = local.to(torch.promote_types(local.dtype, torch.float32))
+    # (x - m) - log(sum exp(x - m)), with the maximum and the sum over all classes
     shifted = wide - all_reduce(wide.amax(dim, keepdim=True), x.device_mesh, "max")
     total = all_reduce(shifted.exp().sum(dim, keepdim=True), x.device_mesh)
     return _dtensor_like(shifted - total.log(), x, torch.float32 if half_to_float else local.dtype)
@@ -198,6 +201,7 @@ def _log_softmax_backward(operator: object, args: Args, kwargs: Kwargs) -> objec
     gradient, output, dim, dtype = args
     dim = _dim(output, dim)
     given = dtensor.local_tensor(gradient.redistribute(output.device_mesh, output.placements))
+    # dx = dy - softmax * sum(dy), with the sum over all classes
     total = given.sum(dim, keepdim=True)
     if _is_split(output, dim):
         total = all_reduce(total, output.device_mesh)
@@ -225,6 +229,7 @@ def _nll_loss_backward(operator: object, args: Args, kwargs: Kwargs) -> object:
     if reduction == MEAN:
         scale = scale / total
     result = torch.zeros_like(local).scatter_(-1, place.unsqueeze(-1), (scale * is_here).unsqueeze(-1))
+    # [batch, ..., classes / N] -> [batch, classes / N, ...], as the logits are laid out
     return _dtensor_like(result if x.dim() < 3 else result.movedim(-1, 1), x)
 
 

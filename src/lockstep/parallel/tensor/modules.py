@@ -47,6 +47,7 @@ class Group:
 
     def end(self) -> None:
         self._depth -= 1
+        # The model's own forward has ended: the next one may split its sequence again.
         if self._depth == 0:
             self.is_split = self.sequence
 
@@ -150,7 +151,8 @@ def _parameter_property(name: str) -> property:
     """The parameter; as a plain tensor of this rank's part while a forward runs."""
 
     def get(module: nn.Module) -> object:
-        if name in module.__dict__:  # a pipeline's placeholder for what another stage has
+        # A pipeline's placeholder for what another stage has.
+        if name in module.__dict__:
             return module.__dict__[name]
         try:
             parameter = torch_modules.parameters_of(module)[name]

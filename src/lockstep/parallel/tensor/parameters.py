@@ -23,7 +23,8 @@ def placement(module: nn.Module, name: str, style: str) -> Placement:
 
     is_weight = name == "weight"
     if style in PACKED and name == "bias":
-        return Replicate()  # split twice along its only dimension, no placement could tell where its rows are
+        # Split twice along its only dimension, no placement could tell where its rows are.
+        return Replicate()
     if style in COLUMN_STYLES and name in ("weight", "bias"):
         dim = 1 if is_weight and is_conv1d(module) else 0
         pieces = PACKED.get(style, 1)
@@ -70,8 +71,10 @@ def replace_parameters(modules: dict[str, nn.Module], plan: TensorPlan, mesh: De
             if id(parameter) not in made:
                 made[id(parameter)] = distribute(parameter, mesh, placements[id(parameter)])
             torch_modules.parameters_of(module)[name] = made[id(parameter)]
-            if not torch_modules.has_flat_weights(module):  # which lists them a second time
+            # Recurrent modules have theirs in a second list.
+            if not torch_modules.has_flat_weights(module):
                 replaced[id(parameter)] = parameter
+        # Its forward views the result as [..., nf].
         if is_conv1d(module) and styles.get(module_name) in COLUMN_STYLES:
             vars(module)["nf"] //= mesh.size()
     for parameter in replaced.values():

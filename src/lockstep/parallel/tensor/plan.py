@@ -175,8 +175,7 @@ def check_fits(name: str, module: nn.Module, style: str, source: str) -> None:
     if isinstance(module, nn.MultiheadAttention) and style not in WHOLE_STYLES:
         raise UsageError(
             f"'{name}' is an nn.MultiheadAttention, which computes with all of its weights at once and cannot be "
-            f"split as '{style}'. Leave it whole, or replace it by "
-            "lockstep.parallel.tensor.layers.ParallelAttention."
+            f"split as '{style}'. Leave it whole, or replace it by lockstep.nn.ParallelAttention."
         )
     if style in WHOLE_STYLES:
         return
@@ -204,6 +203,7 @@ def transformers_patterns(model: nn.Module) -> dict[str, str]:
     base = getattr(getattr(model, "config", None), "base_model_tp_plan", None)
     if not base:
         return {}
+    # The plan of the base model names modules from there.
     prefix = getattr(model, "base_model_prefix", "")
     inner = f"{prefix}." if prefix and hasattr(model, prefix) else ""
     return {f"{inner}{pattern}": style for pattern, style in base.items()}
@@ -259,7 +259,8 @@ def computes_linear(layer: nn.Module) -> bool:
     x = torch.sin(places * places * 0.37 + 1).view(ROWS, -1).to(layer.weight.dtype)
     try:
         found = _with_gradients(layer, x, registered)
-    except Exception:  # whatever its forward raises
+    except Exception:
+        # Its forward may raise anything.
         return False
     expected = _with_gradients(lambda x: F.linear(x, layer.weight, layer.bias), x, registered)
     return all(_close(mine, theirs) for mine, theirs in zip(found, expected, strict=True))

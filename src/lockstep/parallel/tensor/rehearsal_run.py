@@ -152,28 +152,15 @@ def forward_of_part(rehearsal: TensorRehearsal, example: Example) -> Run:
 
     def whole(name: str, value: Tensor) -> Tensor:
         noted.sources[name] = value.detach().requires_grad_()
-        # A leaf of its own, so that its gradient can be asked for.
-        return noted.sources[name] * 1  # a forward may change it in place
+        # A leaf, so that its gradient can be asked for; times 1, because a forward may change it in place.
+        return noted.sources[name] * 1
 
     def part(name: str, value: Tensor) -> Tensor:
         leaf = noted.parts[name] = value.detach().requires_grad_()
         return leaf * 1 if example.rank is None else RankFeatures.of(leaf * 1, noted.take)
 
-    # Column layers return these numbers and row layers others: the weights of neither are used, because both are linear
-    # and right whatever they are.
     columns = {name: part(name, output) for name, output in example.outputs.items()}
-    for name, inner in module.named_modules():
-        if name in columns:
-            inner.forward = lambda *_, _output=columns[name], **__: _output
-        elif name in rehearsal.rows:
-            inner.forward = _row_forward(noted, features(inner)[1], whole)
-        else:
-            own = torch_modules.parameters_of(inner)
-            for key, parameter in own.items():
-                if parameter is not None and parameter.requires_grad:
-                    noted.sources[joined_name(name, key)] = parameter
-            if own and name:
-                inner.register_forward_pre_hook(_note_call(noted, name), with_kwargs=True)
+    _replace_layers(rehearsal, module, noted, columns, whole)
     x = whole("", example.x)
     if example.width:
         x = _reporting(rehearsal, holder, x, example.width)
@@ -182,7 +169,8 @@ def forward_of_part(rehearsal: TensorRehearsal, example: Example) -> Run:
         keywords[example.argument[0]] = part("argument", keywords[example.argument[0]])
     try:
         with generators_kept(), torch.enable_grad():
-            torch.manual_seed(0)  # each run draws the same
+            # Each run draws the same numbers.
+            torch.manual_seed(0)
             returned = module(x, **keywords)
     except Exception as error:
         if len(noted.given) < len(rehearsal.rows):
@@ -197,6 +185,29 @@ def forward_of_part(rehearsal: TensorRehearsal, example: Example) -> Run:
         noted.is_marked = isinstance(returned, RankFeatures)
         noted.output = unmarked(returned).detach()
     return noted
+
+
+def _replace_layers(
+    rehearsal: TensorRehearsal,
+    module: nn.Module,
+    noted: Run,
+    columns: Mapping[str, Tensor],
+    whole: Callable[[str, Tensor], Tensor],
+) -> None:
+    # Column layers return these numbers and row layers others: the weights of neither are used, because both are linear
+    # and right whatever they are.
+    for name, inner in module.named_modules():
+        if name in columns:
+            inner.forward = lambda *_, _output=columns[name], **__: _output
+        elif name in rehearsal.rows:
+            inner.forward = _row_forward(noted, features(inner)[1], whole)
+        else:
+            own = torch_modules.parameters_of(inner)
+            for key, parameter in own.items():
+                if parameter is not None and parameter.requires_grad:
+                    noted.sources[joined_name(name, key)] = parameter
+            if own and name:
+                inner.register_forward_pre_hook(_note_call(noted, name), with_kwargs=True)
 
 
 def _reporting(rehearsal: TensorRehearsal, holder: nn.Module, x: Tensor, width: int) -> Tensor:
@@ -321,6 +332,7 @@ def _check_sources(
 ) -> tuple[tuple[str, ...], bool]:
     """What ``meetings`` returns; gradients of whole tensors are the direct ones, and those through summed operands."""
     alone = {name for name in parts[0].on_parts if all(run.on_parts.get(name) for run in parts)}
+    # Operands that come from such modules alone need no sum where they meet: the parameters' sums do.
     meets = any(_owners(operand, parts[0]) - alone for operand, _ in parts[0].taken)
     partial: set[str] = set()
     for rank, run in enumerate(parts):
@@ -358,6 +370,7 @@ def _gradients(of: Sequence[Tensor], to: Sequence[Tensor], seeds: Sequence[Tenso
     if not used:
         return [None] * len(to)
     outputs, given = zip(*used, strict=True)
+    # The graph of a run is asked several times.
     found = torch.autograd.grad(outputs, to, given, retain_graph=True, allow_unused=True)
     return list(found)
 

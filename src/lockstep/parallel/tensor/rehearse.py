@@ -55,7 +55,8 @@ def run_rehearsal(rehearsal: TensorRehearsal) -> Passed | str:
             return _compare(rehearsal, call)
         except (_DifferentError, GradientsDifferError) as error:
             return Different(error)
-        except Exception as error:  # whatever a user's forward raises
+        except Exception as error:
+            # A user's forward may raise anything.
             reason = reason or f"running it raised {_one_line(error)}"
     return reason
 
@@ -133,6 +134,7 @@ def _compare(rehearsal: TensorRehearsal, call: _Call) -> Passed:
     trained = _in_training(rehearsal, example)
     if trained is not None:
         also, meets_then = meetings(trained, _ranks(rehearsal, call, trained))
+        # Modules that work on parts on one of the paths only: then only sums where tensors meet are right on both.
         meets = meets or meets_then or set(also) != set(partial)
         partial = () if meets else partial
     names = _may_be_none(rehearsal.module) if rehearsal.heads > 1 else ()
@@ -145,7 +147,8 @@ def _in_training(rehearsal: TensorRehearsal, example: Example) -> Run | None:
     example = replace(example, trains=True)
     try:
         first, again = forward_of_part(rehearsal, example), forward_of_part(rehearsal, example)
-    except Exception:  # whatever a user's forward raises
+    except Exception:
+        # A user's forward may raise anything.
         return None
     is_same = len(first.given) == len(again.given) and all(map(torch.equal, first.given, again.given))
     return first if is_same and first.given else None
@@ -159,7 +162,8 @@ def _ranks(rehearsal: TensorRehearsal, call: _Call, whole: Run) -> list[Run]:
         example = example_of(rehearsal, call, rank, whole.argument, whole.trains)
         try:
             part = forward_of_part(rehearsal, example)
-        except Exception as error:  # whatever a user's forward raises of a part
+        except Exception as error:
+            # A user's forward may raise anything when it gets a part.
             raise _DifferentError(
                 f"with a rank's part of its features it raises {_one_line(error)}"
             ) from error
@@ -209,7 +213,8 @@ def _of_heads(rehearsal: TensorRehearsal, call: _Call, name: str, without: Run) 
         given = (name, dims)
         try:
             whole = forward_of_part(rehearsal, example_of(rehearsal, call, argument=given))
-        except Exception:  # it takes no such thing
+        except Exception:
+            # It takes no such argument.
             continue
         # The module ignores the argument, or takes another path with it: this rehearsal says nothing of it.
         if len(whole.given) != len(without.given) or all(map(torch.equal, whole.given, without.given)):

@@ -54,6 +54,7 @@ class SequenceBlock(ParallelHook):
                     f"asks. Pad batches to a multiple of {ranks}, or turn sequence_parallel off."
                 )
             else:
+                # Without gradients each rank may compute the whole sequence: nothing but memory is lost.
                 self.group.is_split = False
         if self.group.is_split and self._drops():
             self._stream = stream_of_rank(self._device, self.group.mesh)
@@ -77,6 +78,7 @@ class SequenceBlock(ParallelHook):
             self._stream = None
 
     def _gathered(self, output: Tensor) -> Tensor:
+        # Behind the last block all ranks compute alike, so backward takes a part of one gradient and sums nothing.
         size = output.shape[1] * self.group.mesh.size()
         return communication.gather(output, self.group.mesh, 1, size)
 
@@ -113,6 +115,7 @@ def check_blocks(model: nn.Module, blocks: Mapping[str, nn.Module], plan: Tensor
             if own is None or name in styles:
                 continue
             inside_attention = any(name.startswith(f"{region}.") for region in attention)
+            # By name, because models bring their own classes of norms; a matrix in one would mix more than positions.
             is_norm = "norm" in type(module).__name__.lower() and all(
                 p.dim() <= 1 for p in module.parameters(recurse=False)
             )

@@ -237,6 +237,7 @@ class WeightElsewhere:
         placement = parameter.placements[-1]
         if type(placement).__name__ != "Shard" or not placement.is_shard(0):
             return None
+        # [..., width] times [rows / N, width]^T; each rank has an addend of the input's gradient, which ``copy`` sums.
         rows = parameter.shape[0]
         if isinstance(bias, Tensor):
             bias = communication.split(bias, group.mesh, 0)
