@@ -8,8 +8,9 @@ if not TYPE_CHECKING:
         {
             "call_check": ["CallCheck"],
             "call_record": ["SIGNATURES"],
-            "collectives": ["all_gather_into_tensor", "Communicator", "reduce_scatter_tensor"],
+            "collectives": ["Communicator"],
             "dtensor": ["boxes_of", "local", "shard_like", "total_norm", "whole"],
+            "exchange": ["all_gather_into_tensor", "reduce_scatter_tensor"],
             "layout": ["boxes", "local_shape", "ShardRegion"],
             "counter": ["CommCounter"],
             "quantization": ["dequantize", "from_message", "message_bytes", "quantize", "to_message"],

@@ -43,6 +43,7 @@ class CollectiveCall:
     def digest(self) -> int:
         """A number of 63 bits that equal calls share and others, but for a chance of 2^-63, do not."""
         text = repr((self.operation, sorted((path, str(spec)) for path, spec in self.leaves.items())))
+        # Without the highest bit, because it travels as an int64.
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
     def at(self, line: str) -> CollectiveCall:

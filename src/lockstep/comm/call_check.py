@@ -40,7 +40,8 @@ from lockstep.torch_internals import c10d
 from lockstep.torch_internals.dispatch import WithoutCollectives
 
 ASYNC_LIMIT_S = 1.0
-FOR_EVER = timedelta(days=20)  # as long as a store can wait: 2^31 ms
+# As long as a store can wait: 2^31 ms.
+FOR_EVER = timedelta(days=20)
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 50e-6, 5e-3
 LIBRARIES = ("torch", "lockstep")
 CPU = torch.device("cpu")
@@ -221,7 +222,8 @@ class Meetings:
 
     def __init__(self, store: c10d.Store, group: dist.ProcessGroup) -> None:
         self.ranks: Sequence[int] = dist.get_process_group_ranks(group)
-        self._store: Any = store  # which takes bytes as well, whatever its stub says
+        # It takes bytes as well, whatever its stub says.
+        self._store: Any = store
         self._me = dist.get_rank()
         name = f"lockstep/calls/{group.group_name}"
         # The store may outlive a group, and hold what was laid down in an earlier one of this name.

@@ -144,7 +144,8 @@ class CheckedCall:
         head += struct.pack(f">B{len(self.splits)}q", len(self.splits), *self.splits)
         text = self.text.encode()
         room = RECORD_BYTES - len(head)
-        if len(text) > room:  # its end holds the line
+        # Its end has the line.
+        if len(text) > room:
             text = text[: room - 160] + b" ... " + text[-150:]
         return (head + text).ljust(RECORD_BYTES, b"\0")
 
@@ -204,7 +205,8 @@ def agreed_leaves(signature: Signature, given: Mapping[str, object]) -> dict[str
         for place, one in enumerate(parts(value)):
             is_list = isinstance(value, (list, tuple))
             leaves[f"{part}[{place}]" if is_list else part] = sized(one, is_list or not is_uneven)
-    for part in signature.exchanged:  # lists of one length, with one dtype
+    # Lists of one length, with one dtype.
+    for part in signature.exchanged:
         leaves[part] = sized(next(iter(parts(given.get(part))), None), False)
     return leaves
 
@@ -259,7 +261,8 @@ def root_in_group(names: tuple[str, str], given: Mapping[str, Any], group: dist.
         return "0"
     try:
         return str(dist.get_group_rank(group, root))
-    except (ValueError, RuntimeError):  # torch will say so
+    except (ValueError, RuntimeError):
+        # torch will say so.
         return f"global rank {root}, not in the group"
 
 

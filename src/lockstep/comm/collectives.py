@@ -1,41 +1,27 @@
 """Gather, reduce, broadcast and pad nested containers over the ranks of a run.
 
-Before a collective the ranks compare a digest of what each is about to do, in one all-gather of
-two integers. Ranks that differ all raise; none of them enters a collective that cannot end.
+Before each of them the ranks compare what they are about to call (``exchange``).
 """
 
 from __future__ import annotations
 
 import pickle
-import sys
-import time
-import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from lockstep.comm.agreement import CollectiveCall, check_same, leaf_spec, line_of_user, tensors_only
+from lockstep.comm.agreement import CollectiveCall, leaf_spec, tensors_only
+from lockstep.comm.exchange import GATHER_ALIKE, CallExchange, all_gather_into_tensor, all_gather_object
 from lockstep.comm.tree import Tree, leaves, map_leaves
-from lockstep.errors import (
-    CheckpointError,
-    CollectiveMismatchError,
-    ConfigError,
-    LockstepError,
-    NoCheckpointError,
-    UsageError,
-)
-from lockstep.runtime import failure
+from lockstep.errors import UsageError
 from lockstep.runtime.clock import waiting_for_ranks
-from lockstep.runtime.process import Runtime
 from lockstep.torch_internals.autograd import FunctionContext
-
-Exchanged = TypeVar("Exchanged")
 
 Reduction = Literal["mean", "sum", "max", "none"]
 # Sums of these are taken in another type: halves are rounded once, the others have no sum in gloo.
@@ -46,20 +32,7 @@ SUM_TYPES = {
     torch.int16: torch.int64,
 }
 
-
-# torch 2.13 renamed them and warns of the old names; 2.11 has only the old ones.
-all_gather_into_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-# As torch has it: ``call_check`` looks at every call of what stands in ``dist``.
-all_gather_object = dist.all_gather_object
-
-AGREE, BARRIER, GATHER_OBJECT = map(CollectiveCall, ("agree", "barrier", "gather_object"))
-GATHER_ALIKE = CollectiveCall("gather_alike")
-
-# a rank that was heard to end may have begun anew in the same process
-CONFIRMED_AFTER_S = 0.3
-
-CAUGHT = {kind.__name__: kind for kind in (CheckpointError, NoCheckpointError, ConfigError, UsageError)}
+GATHER_OBJECT = CollectiveCall("gather_object")
 
 
 class CannotPadNestedTensorWarning(UserWarning):
@@ -80,7 +53,7 @@ class CannotPadNestedTensorWarning(UserWarning):
     """
 
 
-class Communicator:
+class Communicator(CallExchange):
     """The collectives of one run, each called by all ranks; only ``gather_for_loss`` is differentiable.
 
     Tensors may be of any shape, dtype and device; results are on the device of the input. In a
@@ -94,15 +67,6 @@ class Communicator:
         runtime: Rank and world size are those within ``group``.
         group: The ranks that take part; None: all, in the main group.
     """
-
-    def __init__(self, runtime: Runtime, group: dist.ProcessGroup | None = None) -> None:
-        self.runtime = runtime
-        self._group = group
-        self.world_size = runtime.world_size
-        pairs = (runtime.backend or "").split(",")
-        self._device = runtime.control_device
-        # "cpu:gloo,cuda:nccl" names the devices whose tensors the group takes; "gloo" takes cpu.
-        self._devices = {pair.split(":")[0] for pair in pairs if ":" in pair} or {self._device.type}
 
     def with_gloo(self) -> Communicator:
         """One of all ranks, in a new group of gloo: for a thread of its own, or for files."""
@@ -123,7 +87,8 @@ class Communicator:
         )
         calls = self._exchange_calls(call, tensors_only("gather", found, "gather_object"), free_dim=0)
         results = {}
-        for path in sorted(found):  # dicts of ranks may have been filled in different orders
+        # Dicts of ranks may have been filled in different orders.
+        for path in sorted(found):
             rows = [other.leaves[path].shape[0] for other in calls]
             results[path] = self._gather_tensor(found[path], rows)
         return map_leaves(lambda path, _: results[path], tree)
@@ -271,7 +236,9 @@ class Communicator:
         name = f"broadcast_object_list(list of {len(values)}, from_process={from_process})"
         self._exchange_calls(CollectiveCall(name), problem)
         box = [payload]
-        dist.broadcast_object_list(box, group=self._group, group_src=from_process, device=self._device)
+        dist.broadcast_object_list(
+            box, group=self._group, group_src=from_process, device=self._control_device
+        )
         if self.runtime.rank != from_process:
             values[:] = pickle.loads(box[0])
         return values
@@ -325,92 +292,6 @@ class Communicator:
             if request is not None:
                 request.wait()
 
-    def barrier(self) -> None:
-        """Wait until every rank is here."""
-        if self.world_size > 1:
-            self._exchange_calls(BARRIER)
-
-    def error_barrier(self, error: Exception | None = None) -> None:
-        """Fail together: where any rank passes an exception, every rank raises.
-
-        Raises:
-            Exception: the rank's own ``error``.
-            LockstepError: this rank passed None but another one failed; names it and its message, and is of the
-                other's class if that is one of ``CAUGHT``.
-        """
-        if self.world_size > 1:
-            self._exchange_calls(AGREE, error)
-        elif error is not None:
-            raise error
-
-    def _exchange_calls(
-        self,
-        call: CollectiveCall,
-        error: Exception | None = None,
-        free_dim: int | None = None,
-        any_shape: bool = False,
-        content: int = 0,
-        numbers: list[int] | None = None,
-    ) -> list[CollectiveCall]:
-        """Wait for all ranks and return their calls, once it is clear that they belong together.
-
-        ``numbers`` is filled with 62 bits of every rank's ``content``.
-        """
-        if self.world_size == 1:
-            if error is not None:
-                raise error
-            return [call]
-        # The last bit tells of an error, those above it are of the content.
-        second = content >> 1 << 1 | (error is not None)
-        mine = torch.tensor([call.digest, second], device=self._device)
-        all_ranks = mine.new_empty(2 * self.world_size)
-        if failure.departures():
-            self._check_departures(CONFIRMED_AFTER_S)
-        try:
-            all_gather_into_tensor(all_ranks, mine, group=self._group)
-        except RuntimeError as lost:
-            if failure.is_consequence(lost):
-                failure.departures().ranks(failure.DEPARTURE_WAIT_S)  # its end is seen sooner than heard of
-                self._check_departures()
-            raise
-        digests, seconds = all_ranks[0::2].tolist(), all_ranks[1::2].tolist()
-        failed = [number & 1 for number in seconds]
-        if numbers is not None:
-            numbers[:] = [number >> 1 for number in seconds]
-        calls = [call] * self.world_size
-        # All ranks have the same digests here, so that all of them enter the second exchange, or none.
-        if len(set(digests)) > 1:
-            calls = self._exchange(call.at(line_of_user()))
-            check_same(calls, free_dim, any_shape)
-        if any(failed):
-            messages = self._exchange((type(error).__name__, str(error)))
-            if error is not None:
-                raise error
-            rank = failed.index(1)
-            where = "" if call in (AGREE, GATHER_ALIKE) else f" in {call.operation}"
-            name, message = messages[rank]
-            consequence = CAUGHT.get(name, LockstepError)(
-                f"Rank {rank} failed{where} with {name}: {message} This rank stops with it. Mend the cause on that "
-                "rank."
-            )
-            consequence.caused_by_rank = rank
-            raise consequence
-        return calls
-
-    def _check_departures(self, confirmed_after_s: float = 0.0) -> None:
-        """Raise where a rank of the group has ended: it will never come to this collective."""
-        time.sleep(confirmed_after_s)
-        members = dist.get_process_group_ranks(self._group or dist.group.WORLD)
-        gone = [rank for rank in failure.departures().ranks() if rank in members]
-        if gone:
-            call, line = failure.call_of_user(reversed(list(traceback.walk_stack(sys._getframe(1)))))
-            raise CollectiveMismatchError(failure.ended_without(gone, call, line)) from None
-
-    def _exchange(self, value: Exchanged) -> list[Exchanged]:
-        values = [value] * self.world_size
-        all_gather_object(values, value, group=self._group)
-        return values
-
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.world_size:
             raise UsageError(
@@ -419,7 +300,7 @@ class Communicator:
 
     def _carried(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor on a device that the process group can communicate."""
-        return tensor if tensor.device.type in self._devices else tensor.to(self._device)
+        return tensor if tensor.device.type in self._devices else tensor.to(self._control_device)
 
     def _gather_tensor(self, tensor: torch.Tensor, rows: list[int]) -> torch.Tensor:
         """Concatenate (rows[r], ...) of every rank r; shorter ones travel padded."""
@@ -428,6 +309,7 @@ class Communicator:
         most, rest = max(rows), source.shape[1:]
         if source.shape[0] < most:
             source = torch.cat([source, source.new_zeros((most - source.shape[0], *rest))])
+        # [n, ...] -> bytes [b] -> bytes of all ranks [ranks * b] -> [ranks, n, ...]
         data = as_bytes(source)
         out = data.new_empty(self.world_size * data.numel())
         if data.numel() > 0:
@@ -451,6 +333,7 @@ class Communicator:
         if scale != 1:
             total = total * scale
         # int16 was summed in int64 and comes back, unless it became a fraction; of booleans the count stays.
+        # Halves are rounded here, once.
         if tensor.dtype.is_floating_point or (tensor.dtype is torch.int16 and total.dtype is dtype):
             total = total.to(tensor.dtype)
         return total.to(tensor.device)
@@ -493,7 +376,8 @@ def raise_on_all_ranks(communicator: Communicator) -> Iterator[None]:
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The elements as uint8 [nbytes], a view where possible: every backend can move bytes."""
-    if tensor.numel() == 0:  # its strides may be anything
+    # Its strides may be anything.
+    if tensor.numel() == 0:
         return tensor.new_empty(0, dtype=torch.uint8)
     return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
@@ -502,7 +386,8 @@ def pickled(values: list[object], operation: str) -> tuple[bytes, Exception | No
     """The pickle, or empty bytes and the error to agree on."""
     try:
         return pickle.dumps(values), None
-    except Exception as error:  # pickling runs code of any class
+    except Exception as error:
+        # Pickling runs code of any class.
         return b"", TypeError(
             f"{operation} sends values as pickles, but {type(error).__name__}: {error}. "
             "Pass values that can be pickled, or tensors to gather or broadcast."

@@ -113,7 +113,8 @@ class _Recorder(dispatch.TorchDispatchMode):
     ) -> object:
         # DTensor, whose import takes most of a second.
         if any(hasattr(kind, "device_mesh") for kind in types):
-            return NotImplemented  # it comes first, and issues its collectives as operators of their own
+            # Its turn comes first, and it issues its collectives as operators of their own.
+            return NotImplemented
         known = OPERATORS.get(dispatch.schema_of(func).name)
         if known is not None:
             self.records.append(record(func, known, args, kwargs or {}))

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeGuard, cast
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.collectives import all_gather_into_tensor, as_bytes
+from lockstep.comm.collectives import as_bytes
+from lockstep.comm.exchange import all_gather_into_tensor
 from lockstep.comm.layout import ShardRegion, boxes, dim_of, is_partial, is_plain, local_shape, whole_box
 from lockstep.comm.tree import map_tensors
 from lockstep.errors import UsageError
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
 
 def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
     """Whether ``tensor`` is a DTensor."""
-    kind = type(tensor)  # asking the object itself would compute both
+    # Asking the object itself would compute both.
+    kind = type(tensor)
     return hasattr(kind, "placements") and hasattr(kind, "device_mesh")
 
 
@@ -158,7 +160,8 @@ def boxes_of(tensor: torch.Tensor) -> list[ShardRegion]:
         return [whole_box(tensor.shape)]
     mesh, placements = tensor.device_mesh, tensor.placements
     coordinate = mesh.get_coordinate()
-    if coordinate is None:  # this rank is not in the mesh
+    # This rank is not in the mesh.
+    if coordinate is None:
         return []
     _refuse_partial(placements)
     expected = local_shape(tensor.shape, mesh.shape, placements, coordinate)
@@ -241,6 +244,7 @@ def _total_norm_of_parts(
             groups.setdefault(None, []).append(tensor)
             continue
         _refuse_partial(tensor.placements)
+        # Tensors that lie alike need one all-reduce together.
         groups.setdefault((tensor.device_mesh, tensor.placements), []).append(local(tensor))
     norms = []
     for layout, parts in groups.items():
@@ -263,7 +267,8 @@ def _norm_over_shards(
 ) -> torch.Tensor:
     if norm_type == float("inf"):
         return _over_shards(norm, dist.ReduceOp.MAX, mesh, placements)
-    power = norm.to(torch.promote_types(norm.dtype, torch.float32)) ** norm_type  # of fp16 it would overflow
+    # In fp16 it would overflow.
+    power = norm.to(torch.promote_types(norm.dtype, torch.float32)) ** norm_type
     total = _over_shards(power, dist.ReduceOp.SUM, mesh, placements)
     return (total ** (1 / norm_type)).to(norm.dtype)
 

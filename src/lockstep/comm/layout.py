@@ -118,7 +118,8 @@ def _in_order(mesh_shape: Sequence[int], placements: Sequence[object]) -> list[t
             for other in range(axis + 1, len(placements))
             if dim_of(placements[other]) == dim
         )
-        if factor > 1 and factor == later:  # cut after those behind it: see above
+        # It was cut after those behind it: see above.
+        if factor > 1 and factor == later:
             order.append((axis, 1))
         else:
             order.insert(0, (axis, factor))

@@ -106,6 +106,7 @@ def _cut(tensor: torch.Tensor, rows: int, real: int, full: int) -> torch.Tensor:
 
 
 def _real_rows(length: int, rows: int, real: int) -> int:
+    # k entries for each row: [k * rows] -> [k * real]
     return length // rows * real if rows and length % rows == 0 else length
 
 

@@ -150,7 +150,8 @@ def _unpacked(packed: torch.Tensor, count: int, bits: int) -> torch.Tensor:
     if bits == 8:
         return signed
     integers = signed.new_empty((*packed.shape[:-1], count))
-    integers[..., 0::2] = (signed << 4) >> 4  # the second shift copies the sign
+    # The second shift copies the sign.
+    integers[..., 0::2] = (signed << 4) >> 4
     integers[..., 1::2] = signed[..., : count // 2] >> 4
     return integers
 

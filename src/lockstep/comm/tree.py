@@ -59,7 +59,8 @@ def rebuild(tree: Any, parts: Iterable[Any]) -> Any:
     if isinstance(tree, (list, tuple)):
         return type(tree)(parts)
     if isinstance(tree, MutableMapping):
-        new = copy.copy(tree)  # keeps what the type holds besides its items
+        # A copy, which keeps what the type holds besides its items.
+        new = copy.copy(tree)
         for key, part in zip(list(tree), parts, strict=True):
             new[key] = part
         return new
@@ -67,7 +68,8 @@ def rebuild(tree: Any, parts: Iterable[Any]) -> Any:
         return type(tree)(dict(zip(tree, parts, strict=True)))  # type: ignore[call-arg]
     new = copy.copy(tree)
     for field, part in zip(fields(tree), parts, strict=True):
-        object.__setattr__(new, field.name, part)  # frozen dataclasses too; __post_init__ has run once
+        # Frozen dataclasses, too; ``__post_init__`` has run once.
+        object.__setattr__(new, field.name, part)
     return new
 
 

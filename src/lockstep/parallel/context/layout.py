@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from lockstep.comm.collectives import all_gather_into_tensor, reduce_scatter_tensor
+from lockstep.comm.exchange import all_gather_into_tensor, reduce_scatter_tensor
 from lockstep.config.enums import CPMethod
 from lockstep.errors import UsageError
 from lockstep.runtime.clock import waiting_for_ranks

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.comm.collectives import all_gather_into_tensor
+from lockstep.comm.exchange import all_gather_into_tensor
 from lockstep.errors import CollectiveMismatchError
 from lockstep.model.changes import UncopiedHook
 from lockstep.runtime.clock import waiting_for_ranks
@@ -50,7 +50,8 @@ class Calls:
         return rows[:, 1 : 1 + counts.numel()].reshape(ranks, *counts.shape)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Calls:
-        return self  # groups cannot be copied
+        # Groups cannot be copied.
+        return self
 
     def _refuse(self, called: list[int]) -> None:
         other = next(rank for rank, number in enumerate(called) if number != called[0])
@@ -95,7 +96,8 @@ class Ranks:
     number: int = 0
 
     def __deepcopy__(self, memo: dict[int, object]) -> Ranks:
-        return self  # groups cannot be copied, and a copied layer works in the same ones
+        # Groups cannot be copied, and a copied layer works in the same ones.
+        return self
 
     def gather_counts(self, counts: torch.Tensor) -> torch.Tensor:
         """The counts [k, E], int64, of all ranks: [R, k, E]."""

@@ -69,7 +69,7 @@ class Tracer(TorchDispatchMode):
         self._empty: dict[int, tuple[Tensor, Tensor]] = {}
         # id -> name of modules whose results are to be kept
         self.parts: dict[int, str] = {}
-        # Modules of blocks, whose attributes may be tensors that they made
+        # Modules of blocks, whose attributes may be tensors that they made.
         self.kept: list[tuple[str, nn.Module]] = []
         self._names = names
         self._title = title

@@ -239,11 +239,11 @@ def _shard_group(group: FullyShardGroup, options: ShardOptions, is_root: bool) -
         "mesh": mesh,
         "reshard_after_forward": _reshard_after_forward(parallel, is_root),
         "ignored_params": set(filter(stays_whole, before.values())),
-        # A folder's shards are mapped files, which pinning would copy into memory
+        # A folder's shards are mapped files, which pinning would copy into memory.
         "offload_policy": CPUOffloadPolicy(
             pin_memory=mesh.device_type != "cpu" and parallel.params_folder is None
         )
-        # An optimizer that steps in host memory needs its shards there
+        # An optimizer that steps in host memory needs its shards there.
         if parallel.offloads_params or (parallel.offloads_optimizer and mesh.device_type != "cpu")
         else OffloadPolicy(),
     }

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from lockstep.comm.collectives import all_gather_into_tensor, reduce_scatter_tensor
+from lockstep.comm.exchange import all_gather_into_tensor, reduce_scatter_tensor
 from lockstep.comm.quantization import from_message, to_message
 from lockstep.config.enums import QuantizedType
 from lockstep.errors import ConfigError, UsageError
