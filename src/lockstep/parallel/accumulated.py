@@ -171,6 +171,7 @@ def _parts_of_mean(
     A partial sum is flat: ``count`` rows of the parameter, [count, ...], begin at ``offset``. Its factor makes a mean
     over shards of it, and each replica has its share in the mean over all ranks.
     """
+    # The parts of the ranks are added up: in less than float32 small ones would be lost.
     exact = torch.promote_types(place.dtype, torch.float32)
     whole: torch.Tensor | None = None
     for state, share in zip(states, shares, strict=True):
@@ -182,6 +183,7 @@ def _parts_of_mean(
             for row in (row for row in group["rows"] if row["name"] == name):
                 if whole is None:
                     whole = torch.zeros(place.shape, dtype=exact, device=place.device)
+                # Of the flat sum, the rows ``start`` to ``start + count`` of this parameter.
                 numbers = group["sum"][row["offset"] :][: row["count"] * place.shape[1:].numel()]
                 rows = numbers.view(row["count"], *place.shape[1:]).to(place.device, exact)
                 whole[row["start"] : row["start"] + row["count"]] += rows * (

@@ -50,7 +50,8 @@ class TrainingBlock:
 
     def __init__(self, accelerator: Trainer, model: nn.Module, settings: str, enabled: bool) -> None:
         self.model = model
-        self.enabled = self._is_wanted = enabled  # a single process may have nothing to do
+        # A subclass may switch itself off where a single process has nothing to exchange.
+        self.enabled = self._is_wanted = enabled
         self._name = type(self).__name__
         self._trainer = accelerator
         self._communicator = Communicator(accelerator.runtime)
@@ -179,6 +180,7 @@ class TrainingBlock:
         """Replace each tensor, of any shape, by its mean over the ranks. Collective. Halves are added up in fp32."""
         for bucket in buckets(tensors):
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
+            # One message for a bucket: [n1] + [n2] + ... -> [n1 + n2 + ...] and back.
             means = self._communicator.reduce(flat, "mean").split([tensor.numel() for tensor in bucket])
             for tensor, mean in zip(bucket, means, strict=True):
                 tensor.detach().copy_(mean.view(tensor.shape))

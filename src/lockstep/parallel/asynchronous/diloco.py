@@ -82,6 +82,7 @@ class DiLoCo(LocalRounds):
         self._start = {
             name: p.detach().to(
                 device="cpu" if offload else p.device,
+                # Outer steps may be smaller than the rounding of bf16.
                 dtype=torch.promote_types(p.dtype, torch.float32),
                 copy=True,
             )
@@ -100,7 +101,8 @@ class DiLoCo(LocalRounds):
     @torch.no_grad()
     def _begin(self) -> None:
         super()._begin()
-        if self.ranks_agree:  # a round begins
+        # In a round that was loaded, the parameters at its beginning are known.
+        if self.ranks_agree:
             for name, parameter in self._trained.items():
                 self._start[name].copy_(parameter)
 

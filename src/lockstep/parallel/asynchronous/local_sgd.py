@@ -83,7 +83,8 @@ class LocalRounds(TrainingBlock):
         self._average(self._trained.values())
 
     def _synchronize(self, where: str, merge: bool) -> None:
-        self._others_know = True  # whatever is raised from here on is raised on all ranks
+        # Whatever is raised from here on is raised on all ranks.
+        self._others_know = True
         self._meet(f"{self._name} {where}", self.num_steps)
         if merge:
             self._combine()
@@ -99,17 +100,19 @@ class LocalRounds(TrainingBlock):
             return
         state = scaler.state_dict()
         own = state["scale"], state[torch_optim.GROWTH_TRACKER]
+        # Pairs compare by scale first; of equal scales the one that has grown for fewer steps counts.
         scale, growth = min(self._communicator.gather_object([own]))
         scaler.load_state_dict({**state, "scale": scale, torch_optim.GROWTH_TRACKER: growth})
 
     def _end(self) -> None:
-        # also right after a meeting: another rank may not have ended
+        # Also right after a meeting: another rank may not have ended.
         self._synchronize("at the end of its block", merge=self._in_round > 0 or self.num_steps == 0)
 
     def _report_failure(self, error: BaseException) -> None:
         if self._others_know or not isinstance(error, Exception) or is_consequence(error):
             return
-        with suppress(Exception):  # the error that counts is the one on its way
+        # The error that counts is the one on its way.
+        with suppress(Exception):
             self._meet(self._name, self.num_steps, error)
 
     # State ------------------------------------------------------------------------------------------
@@ -187,6 +190,7 @@ class LocalRounds(TrainingBlock):
         if state["buffers"]:
             for buffer, value in zip(self._floating_buffers(), state["buffers"], strict=True):
                 buffer.copy_(value)
+        # Each rank's optimizer has a state of its own, and in another world nobody's would be right.
         same_world = state["world_size"] == self._communicator.world_size
         if self._optimizer is not None and state["optimizer"] is not None and same_world:
             self._optimizer.load_state_dict(state["optimizer"])

@@ -71,7 +71,8 @@ class MessageFormat:
         self.dtype = reduce(torch.promote_types, (p.dtype for p in self.parameters), torch.float32)
         self._sizes = [p.numel() for p in self.parameters]
         self._rank, self._world_size = runtime.rank, runtime.world_size
-        self._numbers = len(self._sizes) + 2 * self._world_size  # after the gradients
+        # What stands behind the gradients: a flag for each parameter, a word and a staleness for each rank.
+        self._numbers = len(self._sizes) + 2 * self._world_size
 
     def empty(self) -> torch.Tensor:
         """Memory for one message."""
@@ -133,7 +134,8 @@ class Rounds:
     """
 
     def __init__(self, runtime: Runtime, form: MessageFormat, counts: Counter[str]) -> None:
-        self._counts = counts  # each key is written by one thread
+        # Each key is written by one thread.
+        self._counts = counts
         self._rank, self._world_size = runtime.rank, runtime.world_size
         self._others = [rank for rank in range(runtime.world_size) if rank != runtime.rank]
         self._form = form
@@ -180,7 +182,8 @@ class Rounds:
         found = self._done.get()
         if isinstance(found, BaseException):
             raise found
-        if self._lane is not None:  # its memory must not be given away before we have read it
+        # Its memory must not be given away before we have read it.
+        if self._lane is not None:
             found.gradients.record_stream(torch.accelerator.current_stream(self._form.device))
         return found
 
@@ -203,7 +206,8 @@ class Rounds:
 
     def _run(self) -> None:
         try:
-            if self._lane is not None:  # waiting for others must not hold up the stream that computes
+            # Waiting for others must not hold up the stream that computes.
+            if self._lane is not None:
                 torch.accelerator.set_device_index(self._form.device.index)
                 torch.accelerator.set_stream(self._lane)
             while True:
@@ -234,7 +238,8 @@ class Rounds:
             total += inbox[rank]
         sends = [dist.isend(total, rank, group=self._from_server, tag=number) for rank in self._others]
         self._counts["answered"] += total.nbytes * len(sends)
-        self._answers.append((sends, total))  # it must not change before all have it
+        # The sum must not change before all have it.
+        self._answers.append((sends, total))
         while self._answers and all(work is None or work.is_completed() for work in self._answers[0][0]):
             self._answers.popleft()
         return total

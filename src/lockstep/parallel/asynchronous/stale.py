@@ -149,8 +149,10 @@ class BoundedStaleness(TrainingBlock):
         self.enabled = enabled and accelerator.runtime.world_size > 1
         self.recent: deque[list[int]] = deque(maxlen=1024)
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._settings: deque[list[dict[str, object]]] = deque()  # of steps whose updates have not come
-        self._histogram: Counter[int] = Counter()  # staleness -> gradients that were applied
+        # Of steps whose updates have not come.
+        self._settings: deque[list[dict[str, object]]] = deque()
+        # staleness -> gradients that were applied
+        self._histogram: Counter[int] = Counter()
         self._counts: Counter[str] = Counter()
         self._steps = self._updates = self._computed_on = 0
         self._rounds: Rounds | None = None
@@ -219,7 +221,7 @@ class BoundedStaleness(TrainingBlock):
             [{key: deepcopy(group[key]) for key in SCHEDULED & group.keys()} for group in groups]
         )
         self._steps += 1
-        # schedulers warn if they advance before their optimizer has, which is late here
+        # Schedulers warn if they advance before their optimizer has, which is late here.
         torch_optim.note_step(getattr(self._optimizer, "optimizer", self._optimizer))
         # At most ``staleness`` updates may be missing from the parameters of the next gradient.
         self._apply(rounds, at_least=self._steps - self.staleness)
@@ -271,15 +273,18 @@ class BoundedStaleness(TrainingBlock):
             self._updates += 1
             self._histogram.update(ages)
             self.recent.append(ages)
-        if self._trainer.sync_gradients:  # else the open window was begun on the parameters of before
+        # Otherwise the open window was begun on the parameters of before.
+        if self._trainer.sync_gradients:
             self._computed_on = self._updates
 
     def _apply_late(self, gradients: list[torch.Tensor | None], settings: list[dict[str, object]]) -> None:
         """Step with the gradients and settings of an earlier step, and put back those of the window that is open."""
+        # An accumulation window may be open: its gradients, and the learning rate of now, come back afterwards.
         own = [parameter.grad for parameter in self._parameters]
         groups = zip(self._optimizer.param_groups, settings, strict=True)
         present = [{key: group[key] for key in values} for group, values in groups]
-        with attributes_set(self._trainer, sync_gradients=True):  # else the prepared optimizer would not step
+        # Otherwise the prepared optimizer would not step.
+        with attributes_set(self._trainer, sync_gradients=True):
             try:
                 self._set_gradients(gradients, settings)
                 self._update()
@@ -346,9 +351,11 @@ class BoundedStaleness(TrainingBlock):
     def _report_failure(self, error: BaseException) -> None:
         """Say it in the next round."""
         rounds, self._rounds = self._rounds, None
-        if rounds is None:  # they know
+        # The others know already.
+        if rounds is None:
             return
-        with suppress(Exception):  # the error that counts is the one on its way
+        # The error that counts is the one on its way.
+        with suppress(Exception):
             # Of another rank's failure all others have heard.
             if not is_consequence(error):
                 rounds.post(self._form.pack(MessageWord.FAILED))

@@ -52,6 +52,7 @@ def context_parallel(
     has_another = _has_other_attention(model)
     for name, block in blocks.items():
         _check_block(name, block, mesh.size(), has_another)
+    # All blocks were checked: a model that is refused is left as it was.
     region = ContextRegion(layout_on(mesh, method), method, _chains(list(blocks)))
     region.around = _around(model, next(iter(blocks)))
     if not has_another:
@@ -115,6 +116,7 @@ def _check_block(name: str, block: nn.Module, size: int, has_another: bool) -> N
 def _has_other_attention(model: nn.Module) -> bool:
     """Whether a model of ``transformers`` can call ``scaled_dot_product_attention``; True for other models."""
     said = [getattr(module, "_supports_sdpa", None) for module in model.modules()]
+    # None: the module is none of theirs, and says nothing.
     return False not in said or True in said
 
 

@@ -145,6 +145,7 @@ class Masks:
         if known is not None and known[0]() is mask and known[1] == torch_tensors.version(mask):
             return known[2]
         found = _visible(mask.detach())
+        # Masks that are gone are forgotten, because their ids are given to others.
         self._seen = {key: entry for key, entry in self._seen.items() if entry[0]() is not None}
         self._seen[id(mask)] = (weakref.ref(mask), torch_tensors.version(mask), found)
         return found
@@ -163,6 +164,7 @@ def _visible(mask: Tensor) -> Visible:
         return Visible.OTHER
     if bool(shown.all()):
         return Visible.ALL
+    # [query, key]: a causal mask shows key <= query.
     before = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).tril()
     if mask.shape[-1] == mask.shape[-2] and bool(torch.where(before, shown, hidden).all()):
         return Visible.UP_TO_QUERY

@@ -128,6 +128,7 @@ def _check_softmax(mode: InBlock, tensor: Tensor, *_: object, **__: object) -> N
 
 
 def _check_arange(mode: OnChunks, *args: object, **kwargs: object) -> None:
+    # arange(end), arange(start, end) or arange(start, end, step)
     numbers = [number for number in args if isinstance(number, int)]
     start = kwargs.get("start", numbers[0] if len(numbers) > 1 else 0)
     end = kwargs.get("end", numbers[1] if len(numbers) > 1 else numbers[0] if numbers else None)
@@ -143,7 +144,8 @@ def _check_arange(mode: OnChunks, *args: object, **kwargs: object) -> None:
 def _check_table(mode: OnChunks, tensor: Tensor, index: object) -> None:
     """``table[:length]`` of a longer table of positions, whatever dimension but the last they are in."""
     if not isinstance(tensor, Tensor) or mode.length in tensor.shape[1:-1]:
-        return  # it has this rank's positions
+        # It has this rank's positions.
+        return
     parts = index if isinstance(index, tuple) else (index,)
     if any(part is Ellipsis or part is None for part in parts):
         return

@@ -64,12 +64,14 @@ class SplitSequence(InBlock):
     ) -> Tensor:
         """``scaled_dot_product_attention`` over the whole sequence. Takes and returns this rank's positions:
         [batch, heads, positions / N, head_dim], or without heads; the mask is that of the whole sequence."""
-        if query.ndim == key.ndim == value.ndim == 3:  # without heads
+        # Without heads.
+        if query.ndim == key.ndim == value.ndim == 3:
             q, k, v = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
             mask = attn_mask.unsqueeze(1) if attn_mask is not None and attn_mask.ndim == 3 else attn_mask
             return self.attention(q, k, v, mask, dropout_p, is_causal, scale=scale).squeeze(1)
         if key.ndim == value.ndim == query.ndim and 1 == key.shape[1] == value.shape[1]:
-            enable_gqa = True  # one head of keys for all, as broadcasting has it too
+            # One head of keys for all, as broadcasting has it too.
+            enable_gqa = True
         self._check_attention(query, key, value, enable_gqa, is_causal)
         if attn_mask is not None and is_causal:
             self.refuse(
@@ -92,19 +94,37 @@ class SplitSequence(InBlock):
                 )
             except UsageError as error:
                 raise UsageError(f"{self.where}: {error}") from None
-        if attn_mask is not None and attn_mask.shape[-2:] == (self.whole, self.whole):
+        return self._ring(query, key, value, attn_mask, dropout_p, is_causal, scale)
+
+    @property
+    def whole(self) -> int:
+        """Positions of all ranks."""
+        return self.length * self.layout.size
+
+    def _ring(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        dropout_p: float,
+        is_causal: bool,
+        scale: float | None,
+    ) -> Tensor:
+        """``ring_attention``, unless its mask or dropout would need all keys at once."""
+        if mask is not None and mask.shape[-2:] == (self.whole, self.whole):
             # A mask that only hides later positions is the causal one, which the ring applies by itself, chunk by
             # chunk.
-            visible = self.masks.visible(attn_mask)
+            visible = self.masks.visible(mask)
             is_causal = visible is Visible.UP_TO_QUERY
-            attn_mask = attn_mask if visible is Visible.OTHER else None
-        if attn_mask is not None and attn_mask.shape[-1] == self.length:
+            mask = mask if visible is Visible.OTHER else None
+        if mask is not None and mask.shape[-1] == self.length:
             self.refuse(
-                f"calls attention with a mask {list(attn_mask.shape)} of the {self.length} positions that this rank "
+                f"calls attention with a mask {list(mask.shape)} of the {self.length} positions that this rank "
                 "holds",
                 "Make it of the whole sequence, before the blocks, and pass it to them (with cp_method=ulysses)",
             )
-        if attn_mask is not None:
+        if mask is not None:
             self.refuse(
                 "calls attention with a mask, but with cp_method=ring no rank sees all keys at once",
                 "Use is_causal=True without a mask and pad on the right, or use cp_method=ulysses",
@@ -114,12 +134,13 @@ class SplitSequence(InBlock):
                 f"calls attention with dropout_p={dropout_p}, which cp_method=ring does not apply",
                 "Set the model's attention dropout to 0, or use cp_method=ulysses",
             )
-        return _ring(query, key, value, self.layout, is_causal, scale)
-
-    @property
-    def whole(self) -> int:
-        """Positions of all ranks."""
-        return self.length * self.layout.size
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        # The ring wants one width: narrower queries, keys or values get zeros on the right, which add nothing.
+        width, of_values = max(query.shape[-1], value.shape[-1]), value.shape[-1]
+        q, k, v = (
+            F.pad(t, (0, width - t.shape[-1])) if t.shape[-1] < width else t for t in (query, key, value)
+        )
+        return ring_attention(q, k, v, self.layout, is_causal, scale)[..., :of_values]
 
     def _of_whole_keys(
         self,
@@ -192,7 +213,8 @@ class SplitSequence(InBlock):
             F.linear(tensor, weight, bias).unflatten(2, (num_heads, -1)).permute(1, 2, 0, 3)
             for tensor, weight, bias in zip((query, key, value), weights, biases, strict=True)
         )
-        hint = is_causal and key_padding_mask is None  # as in torch: the mask is causal, and not read
+        # As in torch: the mask is causal then, and not read.
+        hint = is_causal and key_padding_mask is None
         mask = None if hint else _merged(attn_mask, key_padding_mask, num_heads, q.dtype)
         out = self.attention(q, k, v, mask, dropout_p if training else 0.0, hint)
         return F.linear(out.permute(2, 0, 1, 3).flatten(2), out_proj_weight, out_proj_bias), None
@@ -218,6 +240,7 @@ class SplitSequence(InBlock):
             )
             if lengths[0] != self.length or lengths[1] != lengths[2] or is_causal:
                 self.refuse(what, remedy)
+            # Keys and values of one other length may be of another sequence: the rehearsal decides.
             self.suspect(what, remedy)
         heads, key_heads = query.shape[1], key.shape[1]
         grouped = enable_gqa and key_heads == value.shape[1] and heads % key_heads == 0
@@ -227,16 +250,6 @@ class SplitSequence(InBlock):
                 f"{list(value.shape)}",
                 "Give them the same batch size and number of heads, or enable_gqa=True",
             )
-
-
-def _ring(
-    query: Tensor, key: Tensor, value: Tensor, layout: SequenceLayout, is_causal: bool, scale: float | None
-) -> Tensor:
-    """``ring_attention``, which wants queries, keys and values of one width: narrower ones get zeros on the right."""
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    width, of_values = max(query.shape[-1], value.shape[-1]), value.shape[-1]
-    q, k, v = (F.pad(t, (0, width - t.shape[-1])) if t.shape[-1] < width else t for t in (query, key, value))
-    return ring_attention(q, k, v, layout, is_causal, scale)[..., :of_values]
 
 
 def _cast_by_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

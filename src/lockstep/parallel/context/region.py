@@ -134,7 +134,7 @@ class ContextRegion:
 
     def between(self, model: str, error: Exception) -> str:
         """What to say of an error between blocks."""
-        assert self.chain is not None  # an error inside of one
+        assert self.chain is not None
         whole = (self.local_length or 0) * self.layout.size
         named = f"blocks={self.around}" if self.around else "blocks=..."
         return (
@@ -176,7 +176,8 @@ class ContextParallelModel(Subclassed):
         with mode:
             try:
                 output = call(*args, **kwargs)
-            except Exception as error:  # whatever a user's forward raises
+            except Exception as error:
+                # A user's forward may raise anything.
                 if region.local_length is None or region.is_inside or isinstance(error, LockstepError):
                     raise
                 raise UsageError(region.between(type(self).__name__, error)) from error
@@ -214,6 +215,7 @@ class ContextParallelBlock(Subclassed):
         args = tuple(split(*item) for item in _with_names(self._argument_names, args))
         region.is_inside = True
         output = call(*args, **{key: split(key, value) for key, value in kwargs.items()})
+        # Not if the call raises: the model's own call then sees that the error came from inside of a block.
         region.is_inside = False
         return _leave_block(region, name, output, hidden.shape[0], length // region.layout.size)
 
@@ -231,7 +233,8 @@ class ContextParallelBlock(Subclassed):
         with mode:
             try:
                 output = forward(*args, **kwargs)
-            except Exception as error:  # whatever a user's forward raises
+            except Exception as error:
+                # A user's forward may raise anything.
                 region.judge.failed(self, call, mode, error)
                 raise
         region.attentions += mode.attentions
@@ -331,6 +334,7 @@ def _leave_block(region: ContextRegion, block: str, output: object, batch: int, 
         )
     chain = region.chain
     if _in_backward():
+        # A block that is repeated gathers where it did in the forward.
         if block not in region.end_of:
             return output
     elif chain is None or block != chain.last:

@@ -79,9 +79,11 @@ def rehearse(module: nn.Module, call: BlockCall, suspecting: Callable[[int], InB
         with torch.no_grad(), _left_as_it_was(module):
             whole, again = run(0, count), run(0, count)
             if not _is_slice_of(whole.output, again.output, 0, count):
-                return UNKNOWN  # random, or it changes from call to call
+                # It is random, or changes from call to call.
+                return UNKNOWN
             halves = [run(start, half) for start in (0, half)]
-    except Exception:  # whatever a user's forward raises of other lengths
+    except Exception:
+        # A user's forward may raise anything when it gets other lengths.
         return UNKNOWN
     for start, part in zip((0, half), halves, strict=True):
         if not _is_slice_of(whole.output, part.output, start, half):
@@ -156,7 +158,8 @@ def _by_positions(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     if query.ndim > 3 and query.shape[-3] != key.shape[-3]:
         times = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(times, -3), value.repeat_interleave(times, -3)
-    if key.shape[-2] != query.shape[-2]:  # of another sequence, whole
+    # Keys of another sequence, which is whole.
+    if key.shape[-2] != query.shape[-2]:
         key, value = key.mean(-2, keepdim=True), value.mean(-2, keepdim=True)
     # All three take part, so that mixing before any of them shows.
     return value * (1 + query.mean(-1, keepdim=True).tanh()) + key.mean(-1, keepdim=True).tanh()
@@ -232,9 +235,11 @@ def _left_as_it_was(module: nn.Module) -> Iterator[None]:
     ]
     try:
         for inner in modules:
-            torch_modules.replace_forward_hooks(inner)  # nobody is to see these calls
+            # Nobody is to see these calls.
+            torch_modules.replace_forward_hooks(inner)
             if hasattr(inner, "capacity_factor"):
-                inner.capacity_factor = None  # an expert's room depends on the number of positions
+                # An expert's room depends on the number of positions.
+                inner.capacity_factor = None
         with (
             generators_kept(),
             without_constants(module.parameters()),

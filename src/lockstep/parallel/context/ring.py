@@ -98,7 +98,8 @@ class _RingAttention(torch.autograd.Function):
         dq = torch.zeros(q.shape, dtype=exact, device=q.device)
         own = [torch.zeros(t.shape, dtype=exact, device=q.device) for t in (k, v)]
         keys, values = k, v
-        travelling = None  # the gradients of the keys at hand, from the ranks that had them before
+        # The gradients of the keys at hand, from the ranks that had them before.
+        travelling = None
         for step in range(layout.size):
             coming = _pass_on((keys, values), layout, KEYS) if step + 1 < layout.size else None
             seen, shown = _visible(layout, step, causal, q.shape[2])
@@ -138,7 +139,8 @@ def _visible(layout: SequenceLayout, step: int, causal: bool, length: int) -> tu
     if not causal or step == 0:
         return everything, everything
     head = layout.sizes(length)[0]
-    if step <= layout.rank:  # from an earlier rank
+    # The keys come from an earlier rank.
+    if step <= layout.rank:
         return everything, slice(0, head)
     return slice(head, length), everything
 

@@ -74,6 +74,7 @@ def _complete(batch: object) -> dict[str, Any]:
             f"input_ids are {list(tokens.shape)} and labels {list(labels.shape)}, but ParallelismConfig(sp_size=...) "
             "needs [batch, sequence] for both. Pad the labels with -100."
         )
+    # Before the cut: a chunk's last label is in another chunk, and its positions do not begin at 0.
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
     return {
         "position_ids": positions,
@@ -84,5 +85,6 @@ def _complete(batch: object) -> dict[str, Any]:
 
 def _chunk(value: object, shape: torch.Size, layout: SequenceLayout) -> object:
     if isinstance(value, Tensor) and value.ndim > 1 and value.shape[:2] == shape:
-        return layout.local(value, 1).clone()  # two names of one tensor are two chunks
+        # A copy, because two names of one tensor are two chunks.
+        return layout.local(value, 1).clone()
     return value

@@ -72,6 +72,7 @@ def _mask_of_heads(mask: Tensor, q: Tensor, layout: SequenceLayout) -> Tensor:
         )
     if mask.ndim < 3 or mask.shape[-3] == 1:
         return mask
+    # Rank r has the heads from r h / N on.
     return mask.narrow(-3, layout.rank * heads, heads)
 
 
@@ -96,15 +97,18 @@ class _Reversible(torch.autograd.Function):
 
 def _to_sequence(tensor: Tensor, layout: SequenceLayout) -> Tensor:
     """[b, h, s, d] of all heads and this rank's positions to [b, h / N, N s, d]."""
-    sent = tensor.unflatten(1, (layout.size, -1)).movedim(1, 0)  # [N (rank it goes to), b, h / N, s, d]
-    received = _exchange(sent, layout)  # [N (rank it came from), b, h / N, s, d]
+    # [b, h, s, d] -> [N (rank it goes to), b, h / N, s, d]
+    sent = tensor.unflatten(1, (layout.size, -1)).movedim(1, 0)
+    # [N (rank it came from), b, h / N, s, d]
+    received = _exchange(sent, layout)
     # Chunks are contiguous, so that in the order of the ranks they are the whole sequence.
     return received.movedim(0, 2).flatten(2, 3)
 
 
 def _to_heads(tensor: Tensor, layout: SequenceLayout) -> Tensor:
     """The inverse of ``_to_sequence``."""
-    sent = tensor.unflatten(2, (layout.size, -1)).movedim(2, 0)  # [N, b, h / N, s, d]
+    # [b, h / N, N s, d] -> [N, b, h / N, s, d]
+    sent = tensor.unflatten(2, (layout.size, -1)).movedim(2, 0)
     return _exchange(sent, layout).movedim(0, 1).flatten(1, 2)
 
 

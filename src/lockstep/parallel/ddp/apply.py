@@ -82,7 +82,8 @@ def _settle_buckets(replica: TorchDDP, runtime: Runtime) -> None:
         or torch_tensors.hooks_of_parameter(p, torch_tensors.POST_ACCUMULATE)
         for p in trained
     )
-    busy_anywhere = torch.tensor(int(busy), device=runtime.device)  # one rank alone may have a hook
+    # One rank alone may have a hook.
+    busy_anywhere = torch.tensor(int(busy), device=runtime.device)
     dist.all_reduce(busy_anywhere, dist.ReduceOp.MAX)
     if busy_anywhere.item():
         return
@@ -159,6 +160,7 @@ def _half_all_reduce(dtype: torch.dtype) -> GradientHook:
 
     def hook(state: object, bucket: c10d.GradBucket) -> torch.futures.Future[torch.Tensor]:
         buffer = bucket.buffer()
+        # Divided before the sum, which could overflow in fp16.
         compressed = buffer.to(dtype).div_(dist.get_world_size())
         future = dist.all_reduce(compressed, group=state, async_op=True).get_future()
         return future.then(lambda done: buffer.copy_(done.value()[0]))

@@ -93,7 +93,8 @@ def _sums(parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def average_before_hooks(replica: TorchDDP, parameters: Sequence[nn.Parameter], device: torch.device) -> None:
     """Let hooks of ``register_hook`` that all ranks have see averages of these parameters. Collective."""
     if replica.find_unused_parameters or not parameters:
-        return  # a rank may leave out a parameter, and with it the average
+        # A rank may leave out a parameter, and with it the average.
+        return
     have = torch.tensor([has_hook(p, TENSOR) for p in parameters], dtype=torch.uint8, device=device)
     # MIN: a hook that some ranks lack would leave the others waiting in its average.
     dist.all_reduce(have, dist.ReduceOp.MIN, group=replica.process_group)

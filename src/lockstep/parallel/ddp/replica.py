@@ -202,6 +202,7 @@ class DistributedDataParallel(TorchDDP):
         if known is None:
             known = self._another(now)
         self._averaged[_key(now)] = known
+        # Those in use were put in again behind the others, so the first is the one unused for longest.
         while len(self._averaged) > MOST_REDUCERS:
             self._averaged.pop(next(iter(self._averaged)))
         self.reducer, self.logger, self._trained = known.reducer, known.logger, now
@@ -211,6 +212,7 @@ class DistributedDataParallel(TorchDDP):
     def _another(self, trained: list[nn.Parameter]) -> _Averaged:
         known = {id(p) for p in self._module_parameters}
         has_new = any(id(p) not in known for p in self.module.parameters())
+        # Added parameters must take rank 0's values; all others are equal already.
         other = TorchDDP(self.module, **self._options, init_sync=has_new)
         self._settle(other)
         return _Averaged(other.reducer, other.logger, trained)

@@ -76,6 +76,7 @@ def _spread(
             if id(stacked) not in made:
                 _take_first_ranks_values(stacked, data)
                 made[id(stacked)] = _local_experts(stacked, mesh)
+                # Layers that share experts come to the new parameter next, which must stay.
                 made[id(made[id(stacked)])] = made[id(stacked)]
             setattr(experts, name, made[id(stacked)])
         if mesh.size() > 1:
@@ -115,7 +116,7 @@ def _local_experts(stacked: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
 
 def _all_ranks() -> dist.ProcessGroup:
     group = dist.group.WORLD
-    assert group is not None  # a mesh or a group was made from it
+    assert group is not None
     return group
 
 
@@ -224,6 +225,7 @@ def _together(
     group: dist.ProcessGroup, found: dict[str, MixtureOfExperts], problem: LockstepError | None
 ) -> None:
     """Raise on all ranks what one has found, and where they have different layers."""
+    # A rank that has found a problem takes part too: the others would wait for it.
     mine = (
         None if problem is None else f"{type(problem).__name__}: {problem}",
         [f"{name} {layer} {next(layer.experts.parameters()).dtype}" for name, layer in found.items()]

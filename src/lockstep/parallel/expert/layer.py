@@ -87,7 +87,8 @@ class Experts(nn.Module):
             local_part = stacked.to_local()
         if self.gradient_factor != 1:
             local_part = ScaledGradient.apply(local_part, self.gradient_factor)
-        return tuple(local_part.unbind())  # not [index], whose gradients would each be as large as all
+        # Not by index: gradients of that would each be as large as all experts together.
+        return tuple(local_part.unbind())
 
     def _local_experts_or_none(self, stacked: nn.Parameter | None) -> tuple[torch.Tensor | None, ...]:
         return (
@@ -202,6 +203,7 @@ class MixtureOfExperts(nn.Module):
                 f"MixtureOfExperts got tokens of {hidden.shape[-1]} features, but width is {self.width}. "
                 "Pass (..., width)."
             )
+        # [..., width] -> [T, width]
         tokens = hidden.reshape(-1, self.width)
         routing: Routing = self.router(tokens)
         ranks = self._ranks_now()
@@ -219,6 +221,7 @@ class MixtureOfExperts(nn.Module):
         outputs = self._apply_experts(rows, kept.sum(1), ranks)
         # Slots that were dropped stay zeros.
         chosen = outputs.new_zeros(tokens.shape[0] * self.top_k, self.width).index_copy(0, slots, outputs)
+        # [T * k, width] -> [T, k, width], times the gates [T, k, 1], added up over the choices
         combined = (chosen.view(-1, self.top_k, self.width) * routing.gates.unsqueeze(-1)).sum(1)
         return combined.to(outputs.dtype).view(hidden.shape)
 
@@ -232,6 +235,7 @@ class MixtureOfExperts(nn.Module):
         # Sorted by expert, rows are also sorted by the rank that holds it, as an all-to-all sends them.
         arrived = AllToAll.apply(rows, plan.sent, plan.received, ranks.experts)
         outputs = self.experts(arrived[order], plan.per_expert)
+        # The inverse of ``order``: outputs go back as the rows came.
         in_order_of_arrival = torch.empty_like(outputs).index_copy(0, order, outputs)
         return AllToAll.apply(in_order_of_arrival, plan.received, plan.sent, ranks.experts)
 
@@ -273,7 +277,8 @@ class MixtureOfExperts(nn.Module):
             )
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_load": None}  # part of a graph, which can neither be copied nor pickled
+        # It is a part of a graph, which can neither be copied nor pickled.
+        return {**self.__dict__, "_load": None}
 
     def extra_repr(self) -> str:
         return f"capacity_factor={self.capacity_factor}"

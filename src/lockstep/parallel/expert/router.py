@@ -123,6 +123,7 @@ def kept_slots(experts: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
     # Its place among the tokens that made the same choice of the same expert.
     position[order] = torch.arange(key.numel(), device=key.device) - first[key[order]]
     is_kept = (position < kept.flatten()[key]).view(top_k, -1).T.flatten()
+    # Stable: rows of one expert stay in the order of their tokens.
     by_expert = experts.flatten().argsort(stable=True)
     return by_expert[is_kept[by_expert]]
 
