@@ -5,7 +5,7 @@ A rank that fails in a pass is named on the others, which only see that it went 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
@@ -66,6 +66,27 @@ def unknown_result(block: str, where: str, text: str) -> UsageError:
         "without values, and assumes that such a block returns one tensor like its first argument and keeps "
         f"nothing. Then the forward of {where} raises {text.rstrip('.')}. Let the block return one tensor only, "
         "or choose by masks (torch.where, x[mask], index_add) instead of by if, .item() or .tolist()."
+    )
+
+
+def leaked(where: str, shape: Sequence[int]) -> UsageError:
+    """For a tensor that the forward of ``where`` uses, and that an earlier stage has made and not handed on."""
+    return UsageError(
+        f"The forward of {where} uses a tensor of shape {tuple(shape)} that was made inside "
+        "of a block of an earlier stage of the pipeline. That block neither returns it nor keeps it as an "
+        "attribute (a hook took it, or a container that blocks share). Let the block return it: x, aux = "
+        "block(x). For transformers, set output_router_logits, output_attentions and output_hidden_states "
+        "to False."
+    )
+
+
+def kept_elsewhere(where: str, name: str) -> UsageError:
+    """For a parameter that the forward of ``where`` does not read from a module."""
+    return UsageError(
+        f"The forward of {where} uses the parameter '{name}' without reading it from a module (a "
+        "function or a list holds it, or holds its module). So a pipeline cannot know which of its stages "
+        "needs it. Read it as an attribute, such as self.scale, or pass it as an argument; hold modules in "
+        "an nn.ModuleList."
     )
 
 

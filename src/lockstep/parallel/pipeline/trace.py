@@ -13,7 +13,7 @@ from lockstep.comm.tree import Args, Kwargs, leaves, map_leaves, map_tensors, te
 from lockstep.errors import LockstepError, UsageError
 from lockstep.parallel.pipeline.absent import PlaceholderTensors, carried, carry, is_placeholder
 from lockstep.parallel.pipeline.carried import OUTPUT, Values, calling
-from lockstep.parallel.pipeline.errors import note_module, text_of, unknown_result
+from lockstep.parallel.pipeline.errors import kept_elsewhere, leaked, note_module, text_of, unknown_result
 from lockstep.parallel.pipeline.replay import Replays
 from lockstep.parallel.pipeline.traced import (
     RECEIVED,
@@ -134,7 +134,7 @@ class Tracer(TorchDispatchMode):
                 foreign = True
                 continue
             if type(tensor) is nn.Parameter and (known := self.real.get(storage_of(tensor))) is not None:
-                raise self._kept_elsewhere(known)
+                raise kept_elsewhere(self._where(), known)
             born = self._born.get(storage_of(tensor))
             if born is None:
                 foreign = foreign or is_placeholder(tensor)
@@ -142,7 +142,7 @@ class Tracer(TorchDispatchMode):
             foreign = True
             # Made within an earlier stage's block, and neither returned nor kept: no message could carry it.
             if born < self._segment:
-                raise self._leak(tensor)
+                raise leaked(self._where(), tensor.shape)
         for tensor in made if foreign else ():
             if storage_of(tensor) not in self._parameters:
                 self._born.setdefault(storage_of(tensor), self._segment)
@@ -355,23 +355,6 @@ class Tracer(TorchDispatchMode):
     def _new_result(self, like: Tensor) -> Tensor:
         """What is no leaf may be changed in place."""
         return self._new(like) if like.is_leaf else self._new(like).clone()
-
-    def _leak(self, tensor: Tensor) -> UsageError:
-        return UsageError(
-            f"The forward of {self._where()} uses a tensor of shape {tuple(tensor.shape)} that was made inside "
-            "of a block of an earlier stage of the pipeline. That block neither returns it nor keeps it as an "
-            "attribute (a hook took it, or a container that blocks share). Let the block return it: x, aux = "
-            "block(x). For transformers, set output_router_logits, output_attentions and output_hidden_states "
-            "to False."
-        )
-
-    def _kept_elsewhere(self, name: str) -> UsageError:
-        return UsageError(
-            f"The forward of {self._where()} uses the parameter '{name}' without reading it from a module (a "
-            "function or a list holds it, or holds its module). So a pipeline cannot know which of its stages "
-            "needs it. Read it as an attribute, such as self.scale, or pass it as an argument; hold modules in "
-            "an nn.ModuleList."
-        )
 
     def _attribute(self, tensor: Tensor) -> tuple[str, str] | None:
         """(name of the module, attribute) where a block keeps this tensor."""

@@ -251,6 +251,7 @@ class VocabParallelEmbedding(ParallelLayer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(mesh)
+        # Parts have ceil(rows / ranks) rows: those of the last rank would begin behind the end.
         if mesh is not None and -(-num_embeddings // mesh.size()) * (mesh.size() - 1) >= num_embeddings:
             raise UsageError(
                 f"A vocabulary of {num_embeddings} is too small for tp={mesh.size()} ranks: the last rank would "

@@ -190,6 +190,7 @@ class WeightElsewhere:
 
     def __getattr__(self, name: str) -> object:
         if (
+            # Methods that change a tensor in place end in one underscore.
             name.endswith("_")
             and not name.endswith("__")
             and name != "requires_grad_"

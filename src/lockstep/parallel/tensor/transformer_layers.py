@@ -81,6 +81,7 @@ class ParallelMLP(nn.Module):
         self.down = RowParallelLinear(hidden, width, bias, **shared)
 
     def forward(self, x: Tensor) -> Tensor:
+        # Sent once for both: one gather in forward, and one sum of gradients in backward.
         sent = self.up.send(x)
         hidden = self.up.part(sent)
         if self.gate is None:
