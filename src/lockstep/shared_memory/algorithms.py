@@ -55,6 +55,7 @@ def memory_of(tensor: Tensor) -> Memory:
     address, size = tensor.data_ptr(), tensor.numel()
     if size == 0:
         return Memory(address, torch.empty(0, dtype=tensor.dtype))
+    # Without its storage: views of an autograd leaf could not be written to.
     memory = (ctypes.c_char * (size * tensor.element_size())).from_address(address)
     return Memory(address, torch.frombuffer(memory, dtype=tensor.dtype))
 

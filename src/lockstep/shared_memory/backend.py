@@ -12,7 +12,8 @@ def register() -> None:
     """Let torch know the backend, once a process. What it is made of is imported with the first group."""
     if CPUBackend.SHM.value not in dist.Backend.backend_list:
         dist.Backend.register_backend(CPUBackend.SHM.value, _make_group, extended_api=True, devices=["cpu"])
-        c10d.records_itself(CPUBackend.SHM.value)  # in ``history``
+        # Its calls are in ``history``, not in torch's flight recorder.
+        c10d.records_itself(CPUBackend.SHM.value)
 
 
 def _make_group(options: object, _: object = None) -> object:

@@ -31,7 +31,8 @@ LARGEST_BYTES = 256 * 1024 * 1024
 """Of one region. Larger tensors go through the slots, so that the ranks need little memory for all of them."""
 GATHERED_REGIONS = 4
 ADDRESS_BYTES = 256
-IN_BUFFERS = 1  # in the place of a root, in the code of a call
+# It stands in the place of a root, in the code of a call.
+IN_BUFFERS = 1
 NOT_GIVEN = (0, 0)
 
 
@@ -43,6 +44,7 @@ class Regions:
         self.capacity = 0
         self.can_grow = True
         self._segment: Segment | None = None
+        # Behind the token, each rank's words are on a cache line of their own, which it alone writes.
         self._first_line = -(-TOKEN_BYTES // (8 * WORDS_A_LINE))
         lines = (self._first_line + slots.ranks) * 8 * WORDS_A_LINE
         self._head_bytes = -(-lines // PAGE_BYTES) * PAGE_BYTES
@@ -100,7 +102,8 @@ class Regions:
         yield slots.arrive()
         self.can_grow = all(slots.sizes())
         if segment is not None:
-            segment.release()  # all have mapped it, or will not
+            # All have mapped it, or will not.
+            segment.release()
         if segment is not None and self.can_grow:
             self._segment, self.capacity = segment, capacity
             self.words = memoryview(segment.memory)[: self._head_bytes].cast("Q")
@@ -121,7 +124,8 @@ def _opened(address: str) -> Segment | None:
 
 
 def _release(words: memoryview, index: int, process: int) -> None:
-    if os.getpid() == process:  # not for the copy in a forked process
+    # Not for the copy in a forked process.
+    if os.getpid() == process:
         words[index] = 0
 
 
@@ -143,6 +147,7 @@ class GatheredBuffers(Regions):
         tensor, memory = self.tensor(region, count, dtype)
         index = self.word(self.slots.rank, region)
         self.words[index] = number
+        # The region is free again when the last tensor on it is gone.
         weakref.finalize(memory, _release, self.words, index, os.getpid()).atexit = False
         return self.give(tensor, number)
 
@@ -192,6 +197,7 @@ class ReducedBuffers(Regions):
         """
         if self._is_busy or not self.fits(count, dtype):
             return self.give(torch.empty(count, dtype=dtype, device="cpu"))
+        # The region holds the last input until every rank has read it.
         self.slots.await_count(self._read_at)
         return self.give(self.tensor(self.slots.rank, count, dtype)[0], use=1)
 

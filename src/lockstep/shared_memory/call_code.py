@@ -47,6 +47,7 @@ def call_code(
     kind: str, size: int = 0, dtype: torch.dtype | None = None, reduction: object = None, root: int = 0
 ) -> int:
     """Of a collective on ``size`` elements; sizes of 2**38 and more are counted from 0 again."""
+    # From the highest bits to the lowest: kind | dtype | reduction | root | size
     code = NUMBER_OF[kind] << DTYPE_BITS | NUMBER_OF.get(dtype, 0)
     code = code << REDUCTION_BITS | REDUCTION_NUMBERS[reduction]
     code = code << ROOT_BITS | root

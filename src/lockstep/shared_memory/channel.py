@@ -17,7 +17,7 @@ from lockstep.shared_memory.layout import PIECES, RING_HEAD_BYTES, WORDS_A_LINE
 from lockstep.shared_memory.pending import CallQueue
 from lockstep.shared_memory.slots import Peers, Steps, Waitable
 
-# a rank that receives from any other looks this often
+# A rank that receives from any other looks this often.
 POLL_S = 50e-6
 # Each counter on a cache line of its own, as one is written by the sender and the other by the receiver.
 WRITTEN, TAKEN, HEADS = 0, WORDS_A_LINE, 2 * WORDS_A_LINE
@@ -101,6 +101,7 @@ class Channels:
                 yield ring.await_word(TAKEN, ring.done - PIECES + 1)
             count = min(ring.piece_bytes, size - start)
             head = ring.head()
+            # Words have no sign, but tags may have one.
             ring.words[head], ring.words[head + 1] = size, tag % 2**64
             # Before the counter: the receiver reads the piece as soon as it sees the counter.
             ctypes.memmove(ring.piece(), block.address + start, count)
@@ -151,6 +152,7 @@ class Channels:
         """
         deadline = time.monotonic() + self.peers.timeout_s
         while True:
+            # A futex is one word: the rings of several ranks can only be looked at in turn.
             for source in range(self.peers.layout.ranks):
                 if source != self.peers.rank and self._has(source, tag):
                     return source

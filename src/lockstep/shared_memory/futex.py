@@ -10,7 +10,7 @@ import ctypes
 from collections.abc import Callable
 
 WAIT, WAKE = 0, 1
-# of the system call on x86-64
+# Of the system call on x86-64.
 FUTEX_NUMBER = 202
 EVERYONE = 2**31 - 1
 

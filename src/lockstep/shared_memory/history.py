@@ -34,7 +34,8 @@ class RememberedCall(NamedTuple):
     sizes: tuple[tuple[int, ...], ...]
     dtype: torch.dtype | None
     created_ns: int
-    work: weakref.ref[dist.Work]  # who holds it holds the tensors of the call
+    # Not the work itself, which keeps the tensors of its call.
+    work: weakref.ref[dist.Work]
     pair: str
 
     def is_done(self) -> bool:

@@ -157,6 +157,7 @@ class HierarchicalCollectives:
         """(n,) of each rank to the addresses of ``root``'s ``gathered``."""
         # An all-to-all in which nobody but ``root`` receives.
         sizes = [mine.size if rank == root else 0 for rank in range(self._size)]
+        # Bytes to and from each rank, as ``alltoall_base`` wants them.
         received = [mine.size if self._rank == root else 0] * self._size
         taken = empty_bytes(sum(received))
         yield from self._exchange(as_bytes(mine.flat), sizes, taken, received)

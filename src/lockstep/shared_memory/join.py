@@ -124,6 +124,7 @@ def host_of_process() -> str:
         return f"!this system gives no anonymous shared memory ({error})"
     except (TypeError, RuntimeError) as error:
         return f"!torch {torch.__version__} has other process groups than this version of Lockstep knows ({error})"
+    # Processes of another boot, another namespace or another user could not open each other's descriptors.
     return f"{socket.gethostname()} {boot} {numbers} {os.getuid()} {FORMAT}"
 
 

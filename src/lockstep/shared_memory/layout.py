@@ -11,14 +11,14 @@ from dataclasses import dataclass
 LINE_BYTES = 64
 WORDS_A_LINE = LINE_BYTES // 8
 PAGE_BYTES = 4096
-# words of a rank's line: its counter, what it is doing in each of the two slots, how much, whether it gave up
+# Words of a rank's line: its counter, what it is doing in each of the two slots, how much, whether it gave up.
 CALLS, SIZES, ABORTED = 1, 3, 5
 
 SLOT_BYTES = 512 * 1024
 RING_HEAD_BYTES = PAGE_BYTES
 PIECES = 4
 PIECE_BYTES = 512 * 1024
-# in groups of more ranks, which have many rings, these are smaller
+# In groups of more ranks, which have many rings, these are smaller.
 MANY_RANKS = 16
 SMALL_PIECE_BYTES = 64 * 1024
 

@@ -165,11 +165,13 @@ class CallQueue:
     def __init__(self, name: str) -> None:
         self.name = name
         self.lock = threading.Lock()
-        self._changed = threading.Condition(self.lock)  # a call has ended, and nobody carries one on
+        # A call has ended, and nobody carries one on.
+        self._changed = threading.Condition(self.lock)
         self._is_carried_on = False
         self._calls: deque[PendingCall] = deque()
         self._handed = threading.Semaphore(0)
-        self._workers: set[int] = set()  # the threads of this queue that run nobody's callback
+        # The threads of this queue that run nobody's callback.
+        self._workers: set[int] = set()
         self._closed = False
         self._error: BaseException | None = None
 
@@ -178,7 +180,8 @@ class CallQueue:
         with self.lock:
             first = not self._calls
             self._calls.append(call)
-            if first:  # nobody else has a turn
+            # Nobody else has a turn.
+            if first:
                 # Under the lock, so that no other thread carries it on at the same time. It never waits.
                 self._begin(call)
         if call.done:
@@ -268,7 +271,8 @@ class CallQueue:
         while True:
             self._handed.acquire()
             if self._closed:
-                self._handed.release()  # for the next of them
+                # For the next of them.
+                self._handed.release()
                 return
             self._finish_all()
 

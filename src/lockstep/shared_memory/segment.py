@@ -77,6 +77,7 @@ class Segment:
             OSError: this process may not open it, or it is another one.
         """
         descriptor = os.open(f"/proc/{address.pid}/fd/{address.descriptor}", os.O_RDWR | os.O_CLOEXEC)
+        # The maker may have ended, and its number or its descriptor may be another's by now.
         if os.fstat(descriptor).st_size != address.size:
             os.close(descriptor)
             raise OSError(f"descriptor {address.descriptor} of process {address.pid} is something else")

@@ -21,7 +21,7 @@ from lockstep.shared_memory.futex import Futex
 from lockstep.shared_memory.layout import ABORTED, CALLS, SIZES, GroupLayout
 from lockstep.shared_memory.segment import TOKEN_BYTES, Segment
 
-# a rank that waits longer than this looks whether the others live
+# A rank that waits longer than this looks whether the others live.
 LOOK_AFTER_S = 0.1
 SPIN_S = 50e-6
 
@@ -51,6 +51,7 @@ class Peers:
         self, segment: Segment, layout: GroupLayout, rank: int, names: Sequence[int], timeout_s: float
     ) -> None:
         assert layout.slots >= TOKEN_BYTES
+        # The token lies in the first line, which no rank's words use.
         self.segment, self.layout = segment, layout
         self.rank, self.names, self.timeout_s = rank, names, timeout_s
         self.words = memoryview(segment.memory)[: layout.slots].cast("Q")
