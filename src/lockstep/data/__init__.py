@@ -5,7 +5,6 @@ from lockstep.lazy import names_of_modules
 if TYPE_CHECKING:
     from lockstep.data.checks import is_iterable as is_iterable
     from lockstep.data.checks import lengths as lengths
-    from lockstep.data.loader import check_skip as check_skip
 else:
     __getattr__ = names_of_modules(
         __name__,
@@ -14,7 +13,7 @@ else:
             "checks": ["is_iterable", "lengths"],
             "dealing": ["Dealing"],
             "drawn": ["Drawing", "DrawnOrder"],
-            "loader": ["check_skip", "PreparedLoader"],
+            "loader": ["PreparedLoader"],
             "order": ["announce_epoch", "find_distributed_sampler", "GlobalOrder", "initial_seed_of"],
             "pinned": ["batch_mover", "PinnedCopies"],
             "prepare": ["prepare_loader"],

@@ -79,12 +79,14 @@ class ShardPlan:
         leave the last ranks without one.
         """
         if not self.split_batches:
+            # ceil(batches / W) if the last round is completed; else rank r is in it if it has more than r batches.
             missing = 0 if self.drop_last else self.world_size - 1
             if not self.drop_last and not self.even_batches:
                 missing -= rank
             return (batches + missing) // self.world_size
         if self.completes or samples is None or not self.batch_size or not batches:
             return batches
+        # Rows of the last batch. Ranks whose slice would begin behind them have none.
         last = samples - (batches - 1) * self.batch_size
         first_row = rank * (self.batch_size // self.world_size)
         return batches if last > first_row else batches - 1

@@ -122,6 +122,7 @@ def check_loader(loader: object, world_size: int) -> None:
 
 def check_plan(loader: DataLoader[object], plan: ShardPlan) -> None:
     batches, _ = lengths(loader)
+    # No rank has more batches than rank 0.
     if batches is not None and plan.length(batches, 0) == 0:
         raise UsageError(
             f"With drop_last=True the loader has {batches} full batches, which is less than one for each of "

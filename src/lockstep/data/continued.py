@@ -28,6 +28,7 @@ def batches_behind(behind: Progress, rows: int | None) -> int:
 
     ``rows`` is how many samples the ranks have in a step (None: they vary).
     """
+    # All was dealt in one way since the beginning, so rounds are batches.
     if not any(behind.base):
         return sum(behind.rounds)
     samples = sum(behind.samples)
@@ -87,7 +88,8 @@ class BatchUse:
 
     def _module_called(self, *_: object) -> None:
         self._called = True
-        self.end()  # at the first call, so that nothing is compiled or slowed with it
+        # At the first call, so that nothing is compiled or slowed with it.
+        self.end()
 
     def _may_skip(self) -> bool:
         loops = list(_loops(sys._getframe(2)))

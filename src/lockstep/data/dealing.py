@@ -80,9 +80,11 @@ class Dealing:
         parts = [(rank * size, slice(rank * size, (rank + 1) * size)) for rank in ranks]
         mark, marked = self.mark, self.marked
         announce = self.announced.append
+        # A list of ``total`` samples for each round, made without a call of Python code.
         taken = map(list, map(islice, repeat(cut.samples), repeat(total)))
         looks_ahead = known is None
         rows = next(taken) if looks_ahead else []
+        # All whole rounds but the last one, which may end the epoch: ``_dealt`` says so.
         for _ in repeat(None) if known is None else range((known - self.samples) // total - 1):
             following = next(taken)
             if len(following) < total:

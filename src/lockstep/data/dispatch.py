@@ -46,6 +46,7 @@ def dispatched(
             except Exception as error:
                 failure = error
                 announcement = Announcement(error=f"{type(error).__name__}: {error}")
+        # Rank 0 raises only behind it, because all others wait in it.
         announcement = communicator.broadcast_object_list([announcement], from_process=0)[0]
         if failure is not None:
             raise failure

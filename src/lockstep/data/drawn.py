@@ -182,6 +182,7 @@ class Drawing:
         draws.shown = draws.states
         self._check_ahead(draws.states)
         if self.retraced:
+            # The first three are torch's, Python's and NumPy's global ones.
             end = 3 + self.retraced
             now = self.generators.read()
             self.generators.write(now[:3] + draws.states[3:end] + now[end:])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
@@ -12,51 +12,26 @@ import torch
 from torch.utils.data import DataLoader
 
 from lockstep.comm.tree import StateDict
-from lockstep.data.batch_sharding import ShardPlan
 from lockstep.data.continued import batches_behind, until_used
-from lockstep.data.drawn import Drawing, SeededSampler, generators_of, of_samplers
+from lockstep.data.drawn import Drawing, generators_of, of_samplers
+from lockstep.data.loader_parts import LoaderParts
 from lockstep.data.map_reader import MapReader
 from lockstep.data.order import announce_epoch
-from lockstep.data.position import Epochs, Iteration, LoaderSetup, Position, SavedDraws, read_state, state_of
-from lockstep.data.readers import Begin, GlobalBatches, Reader, ReadRound
-from lockstep.data.rng import Generators, PrivateDraws, States
-from lockstep.errors import ConfigError, UsageError
+from lockstep.data.position import (
+    Epochs,
+    Iteration,
+    LoaderSetup,
+    Position,
+    SavedDraws,
+    read_state,
+    size_of,
+    state_of,
+)
+from lockstep.data.readers import Begin, GlobalBatches, ReadRound
+from lockstep.data.rng import PrivateDraws
+from lockstep.data.skip import check_skip
+from lockstep.errors import UsageError
 from lockstep.runtime.step import LoaderProgress, StepState
-
-
-@dataclass(frozen=True)
-class LoaderParts:
-    """What ``prepare_loader`` decided, for a ``PreparedLoader``.
-
-    ``generators``: those that its samplers may draw from (None: the order is a function of seed and epoch).
-    ``seedable`` is the sampler that is seeded for each epoch, if there is one, and ``common_states`` gives every rank
-    the generators' states of rank 0 (None: no other rank needs them).
-
-    ``original`` is the user's loader. ``move`` moves a batch to ``device`` (both None: it stays). ``batches`` and
-    ``samples`` are those of the whole order (None: unknown). ``opaque``: the dataset makes whole batches itself.
-    ``keeps_inner_state``: the dataset saves its own position, through torchdata. ``reads``: this rank reads.
-    ``dispatch`` turns the rounds read on rank 0 into this rank's. ``before_epoch`` runs first in each epoch that is
-    not continued.
-    """
-
-    original: DataLoader[object]
-    reader: Reader
-    plan: ShardPlan
-    rank: int
-    seed: int
-    step: StepState
-    device: torch.device | None
-    move: Callable[[object], Any] | None
-    batches: int | None
-    samples: int | None
-    opaque: bool
-    keeps_inner_state: bool
-    reads: bool
-    dispatch: Callable[[GlobalBatches | None], GlobalBatches] | None
-    before_epoch: Callable[[], None]
-    generators: Generators | None
-    seedable: SeededSampler | None
-    common_states: Callable[[States], States] | None
 
 
 class PreparedLoader(DataLoader[Any]):
@@ -96,7 +71,8 @@ class PreparedLoader(DataLoader[Any]):
         self.around: Callable[[PreparedLoader, Iterator[Any]], Iterator[Any]] | None = None
 
     def __getstate__(self) -> StateDict:
-        return {**self.__dict__, "_running": None}  # a copy is in no loop
+        # A copy is in no loop.
+        return {**self.__dict__, "_running": None}
 
     def __getattr__(self, name: str) -> Any:
         if name == "_parts" or name.startswith("__"):
@@ -470,24 +446,3 @@ def _reach(this: ReadRound, progress: LoaderProgress, iteration: Iteration) -> N
     progress.counts, progress.end_of_data, iteration.behind, iteration.digest, iteration.inner, states = this
     if iteration.drawing is not None:
         iteration.drawing.shown = states
-
-
-def size_of(dataset: Any) -> int | None:
-    """``len(dataset)``, or None where it has no length."""
-    try:
-        return len(dataset)
-    except (TypeError, NotImplementedError):
-        return None
-
-
-def check_skip(num_batches: int, length: int | None) -> None:
-    """Raise UsageError unless ``num_batches`` of a loader with ``length`` batches can be skipped."""
-    if isinstance(num_batches, bool) or not isinstance(num_batches, int) or num_batches < 0:
-        raise ConfigError(
-            f"num_batches is {num_batches!r}, but must be 0 or more. Pass the number of batches to skip."
-        )
-    if length is not None and num_batches > length:
-        raise UsageError(
-            f"{num_batches} batches cannot be skipped: the loader has {length}. Pass a number below that: the "
-            "batches of one process, within one epoch."
-        )

@@ -103,6 +103,7 @@ class ShardedBatches(Sampler[object]):
     def _with_states(self, indices: Iterator[object], turn: int, restored: WorkerStates) -> Iterator[object]:
         """The first of ``indices``; those behind ``turn`` bring the workers' generators to where they stood."""
         yield from islice(indices, turn)
+        # torch hands batches to the workers in turn, so each gets one of these.
         for i in range(turn, turn + self.workers):
             index = next(indices, self)
             if index is self:
@@ -263,6 +264,7 @@ class MapReader:
             if drawing.is_replay:
                 assert self.batches.latest is not None
                 self.batches.latest.come()
+                # The saved run had these batches already: they only bring the workers to their turn.
                 for _ in range(0 if loaded is None else loaded.turn):
                     next(source)
         return source

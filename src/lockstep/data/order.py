@@ -113,6 +113,7 @@ def skip_batches(batches: Iterator[IndexBatch], behind: int, name: str, kept: in
 def seeded_copy(sampler: T, generator: torch.Generator) -> T:
     """``sampler`` with every ``generator`` in it replaced, on shallow copies; itself if it has none."""
     changes: dict[str, object] = {}
+    # ``sampler`` stands for no such attribute; None in it means the global generator.
     own = getattr(sampler, "generator", sampler)
     if own is None or isinstance(own, torch.Generator):
         changes["generator"] = generator

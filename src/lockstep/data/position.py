@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lockstep.comm.tree import StateDict
 from lockstep.data.drawn import Drawing
@@ -92,6 +92,14 @@ class LoaderSetup:
     def streams(self) -> int:
         """Streams of samples, each with a position of its own."""
         return max(1, self.num_workers) if self.kind == "stream" else 1
+
+
+def size_of(dataset: Any) -> int | None:
+    """``len(dataset)``, or None where it has no length."""
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 @dataclass
@@ -369,6 +377,7 @@ def _check_fits(behind: Progress, saved: LoaderSetup, here: LoaderSetup) -> None
             f"The position was saved for a {_KINDS[saved.kind]} dataset, but this loader has a "
             f"{_KINDS[here.kind]} one. Prepare the loaders of the saved run, in the same order."
         )
+    # None: the dataset has no length, or this rank does not read it.
     if None not in (saved.dataset_size, here.dataset_size) and saved.dataset_size != here.dataset_size:
         raise CheckpointError(
             f"The position was saved for a dataset of {saved.dataset_size} samples, but this loader has one of "

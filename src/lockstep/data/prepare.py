@@ -15,10 +15,11 @@ from lockstep.config.enums import RNGType
 from lockstep.config.handlers import DataLoaderConfiguration
 from lockstep.config.world import ParallelDims
 from lockstep.data.batch_sharding import ShardPlan
-from lockstep.data.checks import batches_by_sampler, check_lengths, decide, is_iterable, lengths
+from lockstep.data.checks import Lengths, batches_by_sampler, check_lengths, decide, is_iterable, lengths
 from lockstep.data.dispatch import dispatched
 from lockstep.data.drawn import draws_nothing, generators_of, with_seedable
-from lockstep.data.loader import LoaderParts, PreparedLoader
+from lockstep.data.loader import PreparedLoader
+from lockstep.data.loader_parts import LoaderParts
 from lockstep.data.map_reader import MapReader, ShardedBatches
 from lockstep.data.order import GlobalOrder, initial_seed_of
 from lockstep.data.pinned import batch_mover
@@ -73,12 +74,10 @@ def prepare_loader(
             )
     # Ranks that stand in for others cannot ask rank 0 what it draws.
     draws = not stands_in and draws_order(loader, config)
-    seed = seed_of(loader, config, draws)
     batches, samples = lengths(loader)
+    seed = seed_of(loader, config, draws)
     if shared is not None:
-        seed, *lengths_of_main = shared.broadcast_object_list([seed, batches, samples], from_process=0)
-        with raise_on_all_ranks(shared):
-            check_lengths((batches, samples), tuple(lengths_of_main), rank, dispatch)
+        seed = _seed_of_rank_0(shared, seed, (batches, samples), rank, dispatch)
     is_alone = runtime.world_size == 1
     sampler, seedable = order_sampler(loader), None
     if draws and config.use_seedable_sampler and not is_iterable(loader):
@@ -89,6 +88,11 @@ def prepare_loader(
     non_blocking = config.non_blocking or loader.pin_memory
     moves_to = partial(batch_mover, non_blocking=non_blocking, pins=config.pin_memory, rank=runtime.rank)
     asks_rank_0 = draws and not dispatch and (is_iterable(loader) or not draws_nothing(sampler))
+    receive = None
+    if dispatch and shared is not None:
+        receive = partial(
+            dispatched, communicator=shared, rank=rank, device=runtime.device, move=moves_to(runtime.device)
+        )
     return prepared_class(loader, config)(
         LoaderParts(
             original=loader,
@@ -104,15 +108,7 @@ def prepare_loader(
             opaque=batches_by_sampler(loader) is None,
             keeps_inner_state=reader.keeps_inner_state,
             reads=runtime.is_main or not dispatch,
-            dispatch=partial(
-                dispatched,
-                communicator=shared,
-                rank=rank,
-                device=runtime.device,
-                move=moves_to(runtime.device),
-            )
-            if dispatch and shared is not None
-            else None,
+            dispatch=receive,
             # The generator needs nothing: the order is common already.
             before_epoch=partial(synchronize_rng_states, kinds),
             generators=generators_of(loader) if draws else None,
@@ -120,6 +116,15 @@ def prepare_loader(
             common_states=partial(states_of_rank_0, shared) if asks_rank_0 and shared is not None else None,
         )
     )
+
+
+def _seed_of_rank_0(communicator: Communicator, seed: int, own: Lengths, rank: int, dispatch: bool) -> int:
+    """The seed of the common order; raises where a rank that reads for itself has data of other ``own`` lengths."""
+    common: int
+    common, *of_main = communicator.broadcast_object_list([seed, *own], from_process=0)
+    with raise_on_all_ranks(communicator):
+        check_lengths(own, tuple(of_main), rank, dispatch)
+    return common
 
 
 def prepare_data_loader(
@@ -255,26 +260,13 @@ def make_reader(
     draws: bool,
     is_alone: bool,
 ) -> Reader:
-    options = carried_options(loader)
     build = loader_class(loader, config)
     stateful = build is not DataLoader and saves_itself(loader.dataset)
     if is_iterable(loader):
-        # Several ranks share the first round, which completes the last one; no dataset's state holds it.
-        keeps_state = stateful and plan.world_size == 1
-        stream = (ResumableStream if keeps_state else ShardedStream)(
-            cast(IterableDataset[object], loader.dataset),
-            plan,
-            ranks,
-            loader.batch_size,
-            loader.drop_last,
-            cast(Callable[[object], object], loader.collate_fn),
-            loader.num_workers,
-        )
-        inner = build(stream, batch_size=None, collate_fn=as_it_is, **options)
-        tells = draws and bool(loader.num_workers) and loader.persistent_workers
-        return StreamReader(inner, stream, keeps_state, loader.generator, tells)
+        return _stream_reader(loader, build, plan, ranks, stateful, draws)
     order = GlobalOrder(sampler, seed, opaque=batches_by_sampler(loader) is None)
     batches = ShardedBatches(order, plan, ranks, loader.num_workers)
+    options = carried_options(loader)
     if loader.batch_sampler is None:
         options.update(sampler=batches, batch_size=None)
     else:
@@ -285,6 +277,31 @@ def make_reader(
         collate_fn = TellingCollate(collate_fn)
     inner = build(loader.dataset, collate_fn=collate_fn, **options)
     return MapReader(inner, batches, stateful, loader.generator, torch_seeds)
+
+
+def _stream_reader(
+    loader: DataLoader[object],
+    build: type[DataLoader[object]],
+    plan: ShardPlan,
+    ranks: Sequence[int],
+    stateful: bool,
+    draws: bool,
+) -> StreamReader:
+    # Several ranks share the first round, which completes the last one; no dataset's state holds it.
+    keeps_state = stateful and plan.world_size == 1
+    stream = (ResumableStream if keeps_state else ShardedStream)(
+        cast(IterableDataset[object], loader.dataset),
+        plan,
+        ranks,
+        loader.batch_size,
+        loader.drop_last,
+        cast(Callable[[object], object], loader.collate_fn),
+        loader.num_workers,
+    )
+    # The stream collates by itself, so that the counts of a round can travel with its batches.
+    inner = build(stream, batch_size=None, collate_fn=as_it_is, **carried_options(loader))
+    tells = draws and bool(loader.num_workers) and loader.persistent_workers
+    return StreamReader(inner, stream, keeps_state, loader.generator, tells)
 
 
 def saves_itself(dataset: object) -> bool:

@@ -193,6 +193,7 @@ def same_state(one: Any, other: Any) -> bool:
 def plain_states(states: States) -> dict[str, object]:
     """``states`` as tensors and plain values; ``states_of`` reads them."""
     version, words, gauss = states[1]
+    # (kind, words, position, has_gauss, cached_gaussian)
     numpy_kind, numpy_words, *numpy_rest = states[2]
     plain = {
         "torch": states[0],

@@ -9,6 +9,7 @@ from typing import Any, cast
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lockstep import data
+from lockstep.errors import ConfigError, UsageError
 
 # The options of a loader that have nothing to do with which rows it reads.
 CARRIED_OPTIONS = (
@@ -59,8 +60,9 @@ def skip_first_batches(dataloader: DataLoader[object], num_batches: int = 0) -> 
     if hasattr(dataloader, "skipping"):
         rest: DataLoader[object] = dataloader.skipping(num_batches)
         return rest
-    data.check_skip(num_batches, data.lengths(dataloader)[0])
+    check_skip(num_batches, data.lengths(dataloader)[0])
     options = carried_options(dataloader)
+    # Only torchdata's loader takes it.
     options.pop("snapshot_every_n_steps", None)
     options.update(collate_fn=dataloader.collate_fn)
     if data.is_iterable(dataloader):
@@ -76,6 +78,19 @@ def skip_first_batches(dataloader: DataLoader[object], num_batches: int = 0) -> 
     return DataLoader(
         dataloader.dataset, batch_sampler=LaterItems(dataloader.batch_sampler, num_batches), **options
     )
+
+
+def check_skip(num_batches: int, length: int | None) -> None:
+    """Raise UsageError unless ``num_batches`` of a loader with ``length`` batches can be skipped."""
+    if isinstance(num_batches, bool) or not isinstance(num_batches, int) or num_batches < 0:
+        raise ConfigError(
+            f"num_batches is {num_batches!r}, but must be 0 or more. Pass the number of batches to skip."
+        )
+    if length is not None and num_batches > length:
+        raise UsageError(
+            f"{num_batches} batches cannot be skipped: the loader has {length}. Pass a number below that: the "
+            "batches of one process, within one epoch."
+        )
 
 
 class LaterItems(Sampler[Any]):

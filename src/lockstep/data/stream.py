@@ -50,6 +50,7 @@ class StreamStart:
         self, seed: int, epoch: int, behind: Progress, drawn: bool, before: Sequence[int] | None = None
     ) -> None:
         """``before``: how many batches of the epoch before torch's loader would have asked each worker for."""
+        # Seeds are unsigned, and the shared tensor is int64.
         signed = (seed + 2**63) % 2**64 - 2**63
         asked = [-1] * self.streams if before is None else before
         numbers = [signed, epoch, int(drawn), behind.turn, *behind.base, *behind.rounds, *asked]
@@ -161,6 +162,7 @@ class ShardedStream(IterableDataset[object]):
     ) -> Iterator[WorkerMessage]:
         if begun is not None:
             yield number, 0, begun, None
+        # torch's loader begins with worker 0, so workers before the one whose turn it is pass it on.
         if number < behind.turn:
             yield number, 0, None, None
         for i, this in enumerate(self._rounds(behind.base[number], samples)):
@@ -214,7 +216,8 @@ class ResumableStream(ShardedStream):
 
     def state_dict(self) -> StateDict:
         if self._loaded is not None:
-            return self._loaded  # no sample was read since
+            # No sample was read since.
+            return self._loaded
         dataset, source = self._dataset, self._source
         return {
             # Copies, because what is read ahead must not change them.

@@ -88,7 +88,8 @@ class StreamReader:
             self.stream._stream_start.give(shared_seed, begin.epoch, begin.behind, True, before)
             source = iter(self.inner)
             if self.inner.num_workers and is_new:
-                self._shared_seed()  # torch's loader draws it for its workers once more
+                # torch's loader draws it for its workers once more.
+                self._shared_seed()
         if is_new and self.inner.persistent_workers:
             self._are_made = True
             self._made_at = drawing.start if made_at is None else made_at
@@ -109,6 +110,7 @@ class StreamReader:
         if taken is None or self.stream._plan.world_size > 1:
             return None
         workers = self.inner.num_workers
+        # torch's loader keeps so many batches of each worker on their way.
         asked = taken + workers * cast(int, self.inner.prefetch_factor)
         return [len(range(worker, asked, workers)) for worker in range(workers)]
 
@@ -179,6 +181,7 @@ class StreamReader:
             if not samples:
                 continue
             behind = behind.after(worker, samples)
+            # Some of these ranks have no batch in this round, which is the last one of this worker.
             if batches is None:
                 others_go_on = True
                 continue

@@ -18,7 +18,8 @@ from torch.utils.data import BatchSampler, Sampler
 from lockstep.comm.functional import slice_tensors
 from lockstep.comm.tree import concatenate, find_batch_size, send_to_device
 from lockstep.config.enums import RNGType
-from lockstep.data.loader import PreparedLoader, check_skip
+from lockstep.data.loader import PreparedLoader
+from lockstep.data.skip import check_skip
 from lockstep.errors import ConfigError
 from lockstep.runtime import process
 from lockstep.runtime.seed import synchronize_rng_states

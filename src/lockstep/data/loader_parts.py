@@ -1,0 +1,51 @@
+"""What a prepared loader is put together from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from lockstep.data.batch_sharding import ShardPlan
+from lockstep.data.drawn import SeededSampler
+from lockstep.data.readers import GlobalBatches, Reader
+from lockstep.data.rng import Generators, States
+from lockstep.runtime.step import StepState
+
+
+@dataclass(frozen=True)
+class LoaderParts:
+    """What ``prepare_loader`` decided, for a ``PreparedLoader``.
+
+    ``generators``: those that its samplers may draw from (None: the order is a function of seed and epoch).
+    ``seedable`` is the sampler that is seeded for each epoch, if there is one, and ``common_states`` gives every rank
+    the generators' states of rank 0 (None: no other rank needs them).
+
+    ``original`` is the user's loader. ``move`` moves a batch to ``device`` (both None: it stays). ``batches`` and
+    ``samples`` are those of the whole order (None: unknown). ``opaque``: the dataset makes whole batches itself.
+    ``keeps_inner_state``: the dataset saves its own position, through torchdata. ``reads``: this rank reads.
+    ``dispatch`` turns the rounds read on rank 0 into this rank's. ``before_epoch`` runs first in each epoch that is
+    not continued.
+    """
+
+    original: DataLoader[object]
+    reader: Reader
+    plan: ShardPlan
+    rank: int
+    seed: int
+    step: StepState
+    device: torch.device | None
+    move: Callable[[object], Any] | None
+    batches: int | None
+    samples: int | None
+    opaque: bool
+    keeps_inner_state: bool
+    reads: bool
+    dispatch: Callable[[GlobalBatches | None], GlobalBatches] | None
+    before_epoch: Callable[[], None]
+    generators: Generators | None
+    seedable: SeededSampler | None
+    common_states: Callable[[States], States] | None
