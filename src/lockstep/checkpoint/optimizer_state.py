@@ -14,7 +14,7 @@ from lockstep.checkpoint.reader import empty_like
 from lockstep.checkpoint.state import is_standard
 from lockstep.comm.dtensor import is_dtensor
 from lockstep.errors import CheckpointError
-from lockstep.train.whole.step import whole_step_of
+from lockstep.train.whole.apply import whole_step_of
 
 HOW_TO_STEP = ("foreach", "fused", "capturable", "differentiable", "param_names")
 """Entries of a parameter group that a run keeps as they are: what suits whole parameters need not suit shards, what

@@ -23,8 +23,8 @@ from lockstep.train.sharded_optimizer import (
     replace_parameters,
     step_without_dispatch,
 )
+from lockstep.train.whole.apply import step_on_whole, whole_step_of
 from lockstep.train.whole.kinds import check_elementwise, declares_elementwise, steps_on_shards
-from lockstep.train.whole.step import step_on_whole, whole_step_of
 from lockstep.train.whole.tensors import Storages
 
 logger = get_logger(__name__)

@@ -18,9 +18,9 @@ from lockstep.errors import UsageError
 from lockstep.observe.damage.checks import DamageWatch
 from lockstep.runtime.step import StepState
 from lockstep.train.optimizer import PreparedOptimizer
+from lockstep.train.whole.apply import whole_step_of
 from lockstep.train.whole.kinds import is_separable, place_of
 from lockstep.train.whole.random import are_equal, state_of_generators
-from lockstep.train.whole.step import whole_step_of
 
 
 class StepChecks:

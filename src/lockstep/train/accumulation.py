@@ -28,7 +28,8 @@ NoSync = Callable[[nn.Module, bool], AbstractContextManager[Any]]
 class _LastStep:
     """The number of backward calls before the last step of an optimizer: a hook behind its steps."""
 
-    reads_no_parameter = True  # so that an offloaded step need not be over
+    # An offloaded step need not be over for it.
+    reads_no_parameter = True
 
     def __init__(self, accumulation: Accumulation) -> None:
         self._accumulation = weakref.ref(accumulation)
@@ -66,7 +67,8 @@ class Accumulation:
         self._window_is_weighted: bool | None = None
         self.backwards = 0
         self.loss_factor: torch.Tensor | float = 1.0
-        self._last_steps: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of each optimizer a ``_LastStep``
+        # optimizer -> its ``_LastStep``
+        self._last_steps: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def watch(self, optimizer: Optimizer) -> None:
         """Take note of when an optimizer steps, for ``has_stepped``."""
@@ -189,7 +191,8 @@ class Accumulation:
         return scaled
 
     def _new_mean(self) -> WeightedMean:
-        from lockstep.train.weighting import WeightedMean  # few runs weigh their losses
+        # Imported here, because few runs weigh their losses.
+        from lockstep.train.weighting import WeightedMean
 
         return WeightedMean(self._runtime, self._agreed_divisor)
 
@@ -253,7 +256,8 @@ class Accumulation:
         self._window_is_weighted = state["is_weighted"]
         self._weighted_mean = None
         for last in self._last_steps.values():
-            last.backwards = -1  # what was loaded waits for a step
+            # What was loaded waits for a step.
+            last.backwards = -1
 
     def uneven_inputs(self) -> AbstractContextManager[None]:
         """Ranks may end earlier than others inside."""

@@ -83,6 +83,7 @@ class _LocalGradient(NamedTuple):
 
 
 def _local_gradients(parameters: list[torch.Tensor], gradients: list[torch.Tensor]) -> Any:
-    if {*map(type, gradients)} <= {torch.Tensor}:  # mostly: asked without a call for each
+    # Mostly; so asked without a call for each.
+    if {*map(type, gradients)} <= {torch.Tensor}:
         return parameters
     return [_LocalGradient(local(gradient)) for gradient in gradients]

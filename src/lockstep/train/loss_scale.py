@@ -47,6 +47,7 @@ class _ShardScaler(torch_optim.HookedGradScaler):
             by_device.setdefault(part.device, []).append(_with_gradient(part))
         found = found_inf
         for device, parts in by_device.items():
+            # torch's function looks at nothing else of an optimizer.
             stand_in: Any = SimpleNamespace(param_groups=[{"params": parts}])
             here = super().unscale_gradients(
                 stand_in, inv_scale.to(device), torch.zeros_like(found_inf, device=device), allow_fp16
@@ -119,7 +120,8 @@ class LossScaler:
     def step(self, optimizer: Optimizer) -> None:
         """Step unless a gradient is infinite or NaN. An optimizer without gradients does nothing."""
         if not _has_gradients(optimizer):
-            optimizer.step()  # as without a scaler, it has nothing to do but to run its hooks
+            # As without a scaler, it has nothing to do but to run its hooks.
+            optimizer.step()
             return
         if id(optimizer) in self._stepped:
             self._update()
@@ -165,7 +167,7 @@ class LossScaler:
     def _scale(self) -> torch.Tensor:
         """A copy of the scale, 0-d on the device: reading it as a number would wait for the device."""
         scale = torch_optim.scale_of(self.scaler)
-        assert scale is not None  # an optimizer has stepped, so a loss was scaled
+        assert scale is not None
         return scale.clone()
 
 

@@ -93,7 +93,8 @@ class PreparedOptimizer(Optimizer):
             optimizer.register_step_pre_hook(self._note_step)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "optimizer":  # not yet set: while unpickling or copying
+        # While it is unpickled or copied, it is not set yet.
+        if name == "optimizer":
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 

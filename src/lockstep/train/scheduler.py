@@ -63,7 +63,8 @@ class PreparedScheduler:
         self.step_with_optimizer = step_with_optimizer
 
     def __getattr__(self, name: str) -> Any:
-        if name == "scheduler":  # not yet set: while copying
+        # While it is copied, it is not set yet.
+        if name == "scheduler":
             raise AttributeError(name)
         return getattr(self.scheduler, name)
 
@@ -89,6 +90,7 @@ class PreparedScheduler:
                 self.scheduler.step(*args, **kwargs)
 
     def _has_steps_left(self) -> bool:
+        # OneCycleLR raises behind its last step, which is reached earlier with several steps a call.
         total = getattr(self.scheduler, "total_steps", None)
         return total is None or self.scheduler.last_epoch + 1 < total
 

@@ -64,6 +64,7 @@ def replace_parameters(
                 optimizer.state[new] = (
                     {name: _laid_out_as(value, new) for name, value in state.items()} if lay_out else state
                 )
+        # Names stand beside the parameters, place by place.
         if len(stay) < len(group["params"]):
             for key in {"params", "param_names"} & group.keys():
                 group[key] = [group[key][place] for place in stay]
@@ -113,7 +114,8 @@ def _local_parts(lists: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
     """This rank's parts, unless a gradient or a state is laid out in another way than its parameter."""
     layouts = [_layout_of(parameter) for parameter in lists[0]]
     for tensors in lists[1:]:
-        for layout, tensor in zip(layouts, tensors, strict=False):  # a kind of state may be unused
+        # A kind of state may be unused, and its list empty.
+        for layout, tensor in zip(layouts, tensors, strict=False):
             if tensor.ndim and _layout_of(tensor) != layout:
                 return lists
     return [[local(tensor) for tensor in tensors] for tensors in lists]

@@ -103,6 +103,7 @@ class WeightedMean:
         # All weights 0: the gradient is 0, not NaN.
         factor = torch.where(total > 0, ranks / total, torch.zeros_like(total))
         if not first:
+            # What was accumulated was divided by ``divisor``: times it, it is sum(w * loss) again.
             rescale(gradients, factor * self.divisor)
         self.factor = factor
         return weighted * factor
@@ -118,7 +119,8 @@ def _as_weights(loss: torch.Tensor, weight: torch.Tensor | float) -> torch.Tenso
     dtype = torch.promote_types(loss.dtype, torch.float32)
     if isinstance(weight, torch.Tensor):
         weights = weight.detach().to(device=loss.device, dtype=dtype)
-    else:  # filled on the device: a copy from here would wait for it
+    else:
+        # Filled on the device, because a copy from here would wait for it.
         weights = torch.full((), float(weight), dtype=dtype, device=loss.device)
     # On an accelerator looking at the values would wait for it.
     if weights.device.type == "cpu" and bool((weights < 0).any()):

@@ -22,7 +22,7 @@ from lockstep.parity.trace.sinks import Sink
 from lockstep.parity.trace.sketch import row_digests
 from lockstep.preparation.observers import ObservedRun, RunObserver
 from lockstep.torch_internals import autograd as torch_autograd
-from lockstep.train.whole.step import on_shards
+from lockstep.train.whole.apply import on_shards
 
 
 class RunCollector(RunObserver):

@@ -38,6 +38,7 @@ def _separable(optimizer: Optimizer) -> Separable | None:
     base = next((one for one in cls.__mro__ if one in SEPARABLE), None)
     if base is None:
         return None
+    # Whatever a subclass adds may change the step, unless it is known not to.
     for subclass in cls.__mro__[: cls.__mro__.index(base)]:
         for name, value in vars(subclass).items():
             is_code = callable(value) or isinstance(value, (property, staticmethod, classmethod))
@@ -107,7 +108,8 @@ def check_elementwise(optimizer: Optimizer) -> None:
     It costs about 10 µs for each operation. The optimizer stays the object it is; its class becomes a subclass.
     """
     if not getattr(type(optimizer), "_is_checked_elementwise", False):
-        own_step = vars(optimizer).pop("step", None)  # a scheduler's note, or one in the place of the class's
+        # A scheduler's note, or a step in the place of the class's.
+        own_step = vars(optimizer).pop("step", None)
         cls = type(optimizer)
         names = {**identity_of(cls), "_is_checked_elementwise": True}
         for name in ("step", *methods_with_parameters(cls)):
@@ -202,6 +204,7 @@ def methods_with_parameters(cls: type[Optimizer]) -> list[str]:
     A method that touches none is left out: it may be called on one rank alone, to log what it returns.
     """
     own: dict[str, object] = {}
+    # The base first, so that of a method that is overridden the last one counts.
     for base in reversed(cls.__mro__[: cls.__mro__.index(Optimizer)]):
         own.update(vars(base))
     functions = {

@@ -60,7 +60,8 @@ class SharedRandom:
         dist.broadcast_object_list(states, src=0)
         self._shared = states[0]
         if are_equal(self._own, self._shared):
-            self._own = None  # as in one process, where there is one sequence of numbers
+            # As in one process, where there is one sequence of numbers.
+            self._own = None
         else:
             set_generators(self._shared)
 

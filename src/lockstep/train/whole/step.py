@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,11 +28,10 @@ from torch.overrides import TorchFunctionMode
 from lockstep.comm.dtensor import is_dtensor, local, max_over_shards
 from lockstep.comm.tree import Args, Kwargs
 from lockstep.errors import UsageError
-from lockstep.model.changes import identity_of
 from lockstep.torch_internals import optim as torch_optim
 from lockstep.torch_internals.dispatch import TorchFunction
 from lockstep.torch_internals.tensors import storage_key
-from lockstep.train.whole.kinds import line_of_step, methods_with_parameters, place_of
+from lockstep.train.whole.kinds import line_of_step, place_of
 from lockstep.train.whole.random import SharedRandom
 from lockstep.train.whole.tensors import (
     Storages,
@@ -42,44 +41,6 @@ from lockstep.train.whole.tensors import (
     tensors_of,
     visit_tensors,
 )
-
-
-def step_on_whole(
-    optimizer: Optimizer,
-    originals: Mapping[int, nn.Parameter],
-    storages: Storages,
-    before_gathering: Callable[[], None],
-    gathered: Mapping[int, nn.Parameter] | None = None,
-) -> None:
-    """Let the methods of ``optimizer`` that touch parameters run on whole ones; a second time, on those of now.
-
-    The optimizer stays the object it is; its class becomes a subclass of the same name.
-
-    Args:
-        originals: By ``id`` of a sharded parameter: the one in whose place it came.
-        storages: The memory that those had.
-        before_gathering: Called before each step.
-        gathered: By ``id`` of a parameter that a model has gathered at the moment: the sharded one.
-    """
-    torch_optim.probe()
-    whole = whole_step_of(optimizer)
-    if whole is None:
-        whole = WholeStep(optimizer, storages, before_gathering)
-        optimizer.__class__ = _whole_class(type(optimizer))
-        vars(optimizer)["_whole_step"] = whole
-    whole.add(originals, gathered or {})
-
-
-def whole_step_of(optimizer: Optimizer) -> WholeStep | None:
-    """The ``WholeStep`` of an optimizer that has one."""
-    found = vars(optimizer).get("_whole_step")
-    return found if isinstance(found, WholeStep) else None
-
-
-def on_shards(optimizer: Optimizer) -> AbstractContextManager[None]:
-    """For hooks of a step: inside, an optimizer that steps on whole parameters holds shards again. Collective there."""
-    whole = whole_step_of(optimizer)
-    return whole.suspended() if whole is not None and whole.runs else nullcontext()
 
 
 class WholeStep:
@@ -265,7 +226,8 @@ class WholeStep:
         wholes = self._current_parameters()
         for whole in wholes:
             whole.write_back()
-        self._before = []  # which holds state too
+        # It holds state, too, which ``cut`` would take for used elsewhere.
+        self._before = []
         for whole in wholes:
             values = self.optimizer.state.get(whole.whole)
             if isinstance(values, dict):
@@ -275,7 +237,8 @@ class WholeStep:
     @torch.no_grad()
     def _discard(self) -> None:
         if self._is_suspended:
-            self._guard.__enter__()  # which leaving the step takes off
+            # Leaving the step takes it off once more.
+            self._guard.__enter__()
         known = {id(values) for values, _ in self._before}
         state = self.optimizer.state
         for key in [
@@ -336,7 +299,9 @@ class WholeStep:
                 str(k) for k, value in state.items() if is_dtensor(value)
             )
             found.append((tuple(whole.sharded.shape), whole.sharded.grad is not None, sharded))
+        # 56 bits, so that the negated number fits into an int64, too.
         digest = int.from_bytes(hashlib.blake2b(repr(found).encode(), digest_size=7).digest(), "big")
+        # The maximum of the negated digests is the negated minimum: equal only if all digests are.
         numbers = max_over_shards(torch.tensor([digest, -digest]), [whole.sharded for whole in wholes])
         if int(numbers[0]) != -int(numbers[1]):
             without = sum(whole.sharded.grad is None for whole in wholes)
@@ -374,46 +339,3 @@ def _has_dtensor(argument: object) -> bool:
     if isinstance(argument, (list, tuple)):
         return any(map(is_dtensor, argument))
     return isinstance(argument, torch.Tensor) and is_dtensor(argument)
-
-
-def _whole_class(cls: type[Optimizer]) -> type[Optimizer]:
-    names = {**identity_of(cls), "step": _step_of(cls)}
-    for name in methods_with_parameters(cls):
-        names.setdefault(name, _method_of(cls, name))
-    return type(cls.__name__, (cls,), names)
-
-
-def _step_of(cls: type[Optimizer]) -> object:
-    function: Any = cls.step
-
-    @functools.wraps(function)
-    def step(self: Optimizer, *args: object, **kwargs: object) -> object:
-        return _required(self).step(False, cls, *args, **kwargs)
-
-    def unhooked(self: Optimizer, *args: object, **kwargs: object) -> object:
-        return _required(self).step(True, cls, *args, **kwargs)
-
-    torch_optim.take_for_wrapped(step)  # hooks are the class's own, inside
-    step.__wrapped__ = unhooked
-    return step
-
-
-def _method_of(cls: type[Optimizer], name: str) -> object:
-    function = getattr(cls, name)
-
-    @functools.wraps(function)
-    def method(self: Optimizer, *args: object, **kwargs: object) -> object:
-        return _required(self).run(function.__get__(self), *args, **kwargs)
-
-    return method
-
-
-def _required(optimizer: Optimizer) -> WholeStep:
-    whole = whole_step_of(optimizer)
-    if whole is None:
-        raise UsageError(
-            f"This {type(optimizer).__name__} is a copy of one that steps on whole parameters "
-            f"({place_of(optimizer)}). Make a new optimizer from the parameters of the model, and pass it to "
-            "prepare()."
-        )
-    return whole

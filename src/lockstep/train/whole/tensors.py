@@ -120,7 +120,8 @@ class WholeParameter:
         values = gathered(self.sharded.detach())
         # In place, if the memory is there: views of it that the optimizer keeps must see the new values.
         if whole.shape == values.shape and whole.device == values.device:
-            whole.data.copy_(values)  # what shares its memory goes on to
+            # In place: tensors that share its memory go on to do so.
+            whole.data.copy_(values)
         else:
             whole.data = values
         for alias in self.aliases:
@@ -235,6 +236,7 @@ class WholeState:
             value = values[name]
             values[name] = shard_like(value.detach(), parameter.sharded)
             self._tensors[_key(parameter, name)] = value
+            # The object is kept for the next step, without its memory: the shard has the values.
             value.data = value.new_empty(0)
 
 
@@ -247,6 +249,7 @@ def _references(values: Mapping[object, object], name: object) -> int:
     return sys.getrefcount(value)
 
 
+# What counting itself adds: a tensor that nobody else holds has as many.
 _LEAST_REFERENCES = _references({"": torch.empty(0)}, "")
 
 _LEAVES = (
@@ -273,7 +276,8 @@ def visit_tensors(
     """
     seen = {id(item) for item in skip}
     # Depth first, each object once: optimizers refer to themselves through their groups and hooks.
-    kept: list[object] = []  # what is looked at must not make room for another object of the same identity
+    # What is looked at must not make room for another object of the same identity.
+    kept: list[object] = []
 
     def walk(item: object) -> object:
         if isinstance(item, torch.Tensor):
