@@ -96,6 +96,7 @@ def nodes_of(tensor: torch.Tensor) -> Iterator[Node]:
 
 
 def _graph_of(tensor: torch.Tensor) -> Iterator[Any]:
+    # Not recursive: the graph of a deep model may be deeper than Python's stack.
     waiting, seen = [tensor.grad_fn], set()
     while waiting:
         node = waiting.pop()

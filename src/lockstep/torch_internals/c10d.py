@@ -18,12 +18,16 @@ if TYPE_CHECKING:
 
 CPU = torch.device("cpu")
 
-GroupName: Any = getattr(dist.distributed_c10d, "GroupName", str)  # a type of its own since 2.12
+# A type of its own since 2.12.
+GroupName: Any = getattr(dist.distributed_c10d, "GroupName", str)
 
 if dist.is_available():
-    import torch.distributed._functional_collectives  # registers the operators of ``traced``
+    # The import registers the operators of ``traced``.
+    import torch.distributed._functional_collectives
     from torch._C._distributed_c10d import AllgatherOptions as AllgatherOptions
-    from torch._C._distributed_c10d import GradBucket as GradBucket  # what DDP hands to a communication hook
+
+    # What DDP hands to a communication hook.
+    from torch._C._distributed_c10d import GradBucket as GradBucket
     from torch._C._distributed_c10d import PrefixStore as PrefixStore
     from torch._C._distributed_c10d import Store as Store
 

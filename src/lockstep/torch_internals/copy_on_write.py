@@ -31,7 +31,8 @@ def lazy_clone(tensor: Tensor) -> Tensor | None:
 
 def is_shared(tensor: Tensor) -> bool:
     """Whether a tensor has been cloned lazily and its memory was not asked for since. Reads no memory."""
-    core: Any = torch._C  # whose stubs lack it
+    # The stubs lack the function.
+    core: Any = torch._C
     return bool(core._is_cow_tensor(tensor))
 
 
@@ -55,12 +56,16 @@ def _is_available() -> bool:
 
 def _works() -> bool:
     tensor = torch.arange(6.0)
+    # One of two clones goes: the others must stay shared.
     first, second = torch._lazy_clone(tensor), torch._lazy_clone(tensor)
     del first
-    kept = torch.empty(3).copy_(second[3:])  # reading leaves it shared
+    # Reading leaves the memory shared.
+    kept = torch.empty(3).copy_(second[3:])
     was_shared = is_shared(tensor) and is_shared(second)
-    tensor.data[1:].fill_(7)  # which no version tells
+    # No version tells of a write to ``data``.
+    tensor.data[1:].fill_(7)
     is_apart = second.tolist() == [0, 1, 2, 3, 4, 5] and tensor.tolist() == [0, 7, 7, 7, 7, 7]
+    # The only clone goes: the memory must be the tensor's own again, at the same address.
     other = torch.zeros(4)
     address = other.data_ptr()
     clone = torch._lazy_clone(other)

@@ -50,7 +50,8 @@ def _plan_for_pieces() -> None:
     ValueError for what is no such order; ``generate_greedy_transform_infos`` of the planner, which gathers it.
     """
     planning: Any = importlib.import_module("torch.distributed.tensor._redistribute")
-    if hasattr(planning, "_StridedShardNotDecodableError"):  # from torch 2.12 on
+    # From torch 2.12 on the planner handles such a shard itself.
+    if hasattr(planning, "_StridedShardNotDecodableError"):
         return
     by_order = planning._gen_transform_infos_non_cached
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, cast
 
 import torch
 from torch._ops import OpOverload
 from torch.autograd.graph import Node
-from torch.utils.weak import WeakIdKeyDictionary
 
 from lockstep.errors import UsageError
-from lockstep.torch_internals.tensors import storage_key
+from lockstep.torch_internals.dtensor_views import VIEWS, LostChanges, noting
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -63,9 +61,6 @@ OF_LAYERS = (
 )
 """Products of layers' weights with what the layers get."""
 
-VIEWS = ("select", "narrow", "diagonal", "unbind", "split", "chunk", "view")
-"""Methods whose results are parts of the tensor itself in plain torch."""
-
 Sharded: TypeAlias = "Callable[[torch.Tensor, DTensor], DTensor]"
 OperatorArguments: TypeAlias = tuple[Any, ...]
 """Of an operator: tensors, numbers, and lists of them."""
@@ -110,9 +105,9 @@ def behave_like_plain(shard_like: Sharded) -> LostChanges:
         functools.partial(_data, lost, data.__get__), functools.partial(_set_data, shard_like, data.__set__)
     )
     kind.__setitem__ = _setting_items(shard_like, kind.__setitem__, lost)
-    kind.__getitem__ = _noting(kind.__getitem__, lost)
+    kind.__getitem__ = noting(kind.__getitem__, lost)
     for name in VIEWS:
-        setattr(kind, name, _noting(getattr(kind, name), lost))
+        setattr(kind, name, noting(getattr(kind, name), lost))
     return lost
 
 
@@ -166,7 +161,8 @@ class _PlainOperators:
         return self._shard_like(_of_first(whole, like), like)
 
     def _beside(self, op: OpOverload, args: OperatorArguments, kwargs: dict[str, object]) -> object:
-        if op is aten._foreach_copy_.default:  # torch has no strategy for it
+        # torch has no strategy for it.
+        if op is aten._foreach_copy_.default:
             for target, source in zip(args[0], args[1], strict=True):
                 target.copy_(source)
             return None
@@ -220,8 +216,9 @@ class _PlainOperators:
         whole = next((one for one in given if not _is_dtensor(one)), None)
         if whole is None:
             return self._as_torch(op, args, kwargs)
+        # The weight has more dimensions than its bias, which may be a DTensor as well.
         shard = max((one for one in args if _is_dtensor(one)), key=torch.Tensor.dim)
-        # as the cause, so that who knows which method was called says more
+        # As the cause, so that who knows which method was called says more.
         torchs = RuntimeError(f"{op} got mixed torch.Tensor and DTensor")
         raise UsageError(
             f"A weight of shape {tuple(shard.shape)}, of which each rank has a part, was combined with a plain "
@@ -253,6 +250,7 @@ def _set_data(
         in_torch(tensor, value)
         return
     shard = value if _is_dtensor(value) and value.placements == tensor.placements else None
+    # Into the part itself: torch's own setter would leave that as it was.
     with torch.no_grad():
         part.copy_((shard_like(_full_tensor(value), tensor) if shard is None else shard)._local_tensor)
 
@@ -262,6 +260,7 @@ def _setting_items(
 ) -> Callable[..., None]:
     @functools.wraps(in_torch)
     def set_items(tensor: DTensor, index: object, value: object) -> None:
+        # Where autograd is to follow, torch does it, or refuses.
         if torch.is_grad_enabled() and (tensor.requires_grad or getattr(value, "requires_grad", False)):
             in_torch(tensor, index, value)
             return
@@ -274,71 +273,6 @@ def _setting_items(
         tensor._local_tensor.detach().copy_(shard_like(whole, tensor)._local_tensor)
 
     return set_items
-
-
-def _noting(in_torch: Callable[..., object], lost: LostChanges) -> Callable[..., object]:
-    @functools.wraps(in_torch)
-    def view(tensor: DTensor, *args: object, **kwargs: object) -> object:
-        found = in_torch(tensor, *args, **kwargs)
-        if in_torch.__name__ != "__getitem__" or _is_view(args[0]):
-            for part in found if isinstance(found, (tuple, list)) else (found,):
-                lost.note(tensor, part)
-        return found
-
-    return view
-
-
-def _is_view(index: object) -> bool:
-    """Whether plain torch gives a view for this index, and no copy."""
-    of = index if isinstance(index, tuple) else (index,)
-    return all(one is None or one is Ellipsis or isinstance(one, (int, slice)) for one in of)
-
-
-class LostChanges:
-    """Parts of DTensors that torch has copied, where plain torch gives views, and whether a script changes them."""
-
-    def __init__(self) -> None:
-        self._parts: dict[int, torch.Size] = {}
-        self._changed: dict[int, torch.Size] = {}
-        self._noticed: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-    def notice_data(self, tensor: DTensor, call: Callable[[], None]) -> None:
-        """``call``, a method, before a script gets the ``data`` of this tensor, to which it can write unnoticed."""
-        self._noticed[tensor] = weakref.WeakMethod(call)
-
-    def data_is_taken(self, tensor: torch.Tensor) -> None:
-        found = self._noticed.get(tensor)
-        call = None if found is None else found()
-        if call is not None:
-            call()
-
-    def note(self, tensor: DTensor, part: object) -> None:
-        """``part`` was taken of ``tensor``."""
-        copy = getattr(part, "_local_tensor", None)
-        # A part with memory of its own is a copy: what is written to it, torch would lose without a word.
-        if copy is not None and storage_key(copy) != storage_key(tensor._local_tensor):
-            self._parts[storage_key(copy)] = tensor.shape
-            weakref.finalize(part, self._parts.pop, storage_key(copy), None)
-
-    def changes(self, tensor: DTensor) -> None:
-        """``tensor`` is changed in place."""
-        if self._parts:
-            key = storage_key(tensor._local_tensor)
-            if key in self._parts:
-                self._changed[key] = self._parts[key]
-
-    def forgive(self, part: object) -> None:
-        """It is written back: ``tensor[0] *= 2`` does so."""
-        copy = getattr(part, "_local_tensor", None)
-        if copy is not None:
-            self._changed.pop(storage_key(copy), None)
-
-    def changed(self) -> tuple[int, ...] | None:
-        """The shape of a tensor of which a copied part was changed since the last call."""
-        if not self._changed:
-            return None
-        found, self._changed = tuple(next(iter(self._changed.values()))), {}
-        return found
 
 
 def _of_first(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
@@ -357,6 +291,7 @@ def keep_plain_gradients(loss: torch.Tensor) -> None:
     root = loss.grad_fn
     assert root is not None
     of_dtensors = _nodes_of_dtensors(root)
+    # Behind a border no parameter is a DTensor, so that the gradient is to be a plain one from there on.
     borders = {
         following
         for node in (*of_dtensors, root)
@@ -374,6 +309,7 @@ def _nodes_of_dtensors(root: Node) -> set[Node]:
     """
     found: set[Node] = set()
     seen: set[Node] = set()
+    # Each node comes twice: it is decided after all that follows it.
     waiting: list[tuple[Node, bool]] = [(root, False)]
     while waiting:
         node, is_left = waiting.pop()

@@ -32,6 +32,7 @@ def _add_vector_product(_: torch.Tensor, matrix: torch.Tensor, *__: object, **__
 def _grouped_product(left: torch.Tensor, right: torch.Tensor, *_: object, **__: object) -> int:
     # Rows are divided among groups (left is 2-d), or each group has its own (3-d).
     rows = left.shape[-2] if left.dim() == 2 else left.shape[0] * left.shape[-2]
+    # Both 2-d: groups divide the inner dimension, so each part of it is multiplied once.
     if left.dim() == 2 and right.dim() == 2:
         return 2 * left.shape[0] * left.shape[1] * right.shape[1]
     return int(2 * rows * left.shape[-1] * right.shape[-1])

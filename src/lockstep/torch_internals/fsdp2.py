@@ -45,7 +45,8 @@ class Rows(NamedTuple):
 
 def is_sharded(module: nn.Module) -> bool:
     """Whether ``fully_shard`` was applied to this module."""
-    from torch.distributed.fsdp import FSDPModule  # imported late: it takes most of a second
+    # Imported late: it takes most of a second.
+    from torch.distributed.fsdp import FSDPModule
 
     return isinstance(module, FSDPModule)
 
@@ -108,6 +109,7 @@ def gathered_by_hand(root: ShardedModule) -> Iterator[None]:
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
     modules = [module for module in root.modules() if is_sharded(module)]
+    # Modules that are gathered together have one state.
     states = dict.fromkeys(module._get_fsdp_state() for module in modules)
     managed = [module for module in root.modules() if "_is_fsdp_managed_module" in vars(module)]
     before = {state: state._training_state for state in states}
@@ -117,6 +119,7 @@ def gathered_by_hand(root: ShardedModule) -> Iterator[None]:
         for state in states:
             state._training_state = TrainingState.PRE_BACKWARD
         for module in managed:
+            # With all weights there, no rank has to go on because of the others.
             module._is_fsdp_managed_module = False
         yield
     finally:
@@ -280,6 +283,7 @@ def partial_reduce_rows(group: FSDPParamGroup) -> list[Rows]:
         return [Rows(param, offset, numel) for param, (offset, numel) in layout.items()]
     trained = [param for param in group.fsdp_params if param.sharded_param.requires_grad]
     rows = packed(trained)
+    # A parameter without a gradient is not packed, and nothing says which one that was.
     return rows if numel_of(rows) == output.numel() else []
 
 

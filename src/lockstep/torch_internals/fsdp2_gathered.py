@@ -197,10 +197,10 @@ class Watched:
         self._whole: Any = None
         self._version = 0
         self._shard_version = 0
-        # The same of the shard.
-        self._shard_before: int | None = None
         # Of all bits, before a script got what it can write to unnoticed; None: it has not asked for it.
         self._before: int | None = None
+        # The same of the shard.
+        self._shard_before: int | None = None
 
     def gathered(self) -> None:
         """Relies on: ``_unsharded_param`` is made once, a plain parameter unless tensor parallelism has split it."""
@@ -232,6 +232,7 @@ class Watched:
     def data_is_taken(self) -> None:
         """A script has what it can write to unnoticed."""
         if self._before is None and self._group.is_unsharded:
+            # ``data`` has a version of its own: only the bits tell whether it is written to.
             self._before = bits_digest(DATA.__get__(self._whole))
 
     def keep(self) -> bool | None:
@@ -278,6 +279,7 @@ class Watched:
         param, whole = self.param, DATA.__get__(self._whole)
         if not isinstance(self._whole, GatheredParameter) or whole.shape != param._orig_size:
             return None
+        # Rank r's part begins at r padded sizes; those of the last ranks are shorter, or empty.
         start = param.padded_sharded_param_size.numel() * self._group.mesh_info.shard_mesh_rank
         count = param.sharded_param._local_tensor.numel()
         rows: torch.Tensor = whole.detach().reshape(-1)[start : start + count]

@@ -27,7 +27,8 @@ def probe() -> None:
     Two backward passes that reduce nothing, and two that reduce over one shard and leave out the replicas:
     what ``fsdp2`` reads must be the sum of both, once, and torch must go on from what it puts back.
     """
-    for reduced in (torch.float32, torch.float64):  # the type of the parameter, and another one
+    # The type of the parameter, and another one: up to 2.14 these are kept in different places.
+    for reduced in (torch.float32, torch.float64):
         _probe_unreduced(reduced)
     _probe_partial()
     _probe_hooks()
@@ -140,7 +141,8 @@ def _bare(reduced: torch.dtype) -> tuple[FSDPParamGroup, FSDPParam]:
 def _backward(group: FSDPParamGroup, param: FSDPParam, number: float) -> None:
     """What torch does with gradients of ``number`` when the backward of a group has come to its end."""
     (param._unsharded_param * number).sum().backward()
-    inspect.unwrap(group_file.FSDPParamGroup.post_backward)(group)  # without importing the compiler
+    # The wrapper around it would import the compiler.
+    inspect.unwrap(group_file.FSDPParamGroup.post_backward)(group)
 
 
 def _expect_once(param: FSDPParam, number: float, dtype: torch.dtype) -> None:

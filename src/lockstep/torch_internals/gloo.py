@@ -51,7 +51,8 @@ def gather_under_a_short_name() -> torch.library.Library:
 def all_gather(input: Tensor, group_size: int, group_name: object) -> Tensor:
     """The ranks' tensors [n, ...], concatenated to [n * group_size, ...]. As in torch, to be waited for."""
     input = input.contiguous()
-    if input.is_complex():  # gloo has no complex numbers
+    # gloo has no complex numbers.
+    if input.is_complex():
         return torch.view_as_complex(all_gather(torch.view_as_real(input), group_size, group_name))
     first, *others = input.shape or (1,)
     gathered = input.new_empty([first * group_size, *others])
@@ -108,7 +109,8 @@ def probe() -> None:
     """Look at the operators and options; nothing is sent."""
     if not dist.is_available():
         return
-    import torch.distributed._functional_collectives  # registers them
+    # The import registers the operators.
+    import torch.distributed._functional_collectives
 
     for name, arguments in GATHERS.items():
         schema = getattr(getattr(torch.ops, NAMESPACE), name).default._schema

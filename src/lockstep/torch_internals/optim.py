@@ -34,7 +34,8 @@ def is_wrapped_by_scheduler(step: object) -> bool:
 def take_for_wrapped(step: Any) -> None:
     """Let schedulers leave this ``step`` as it is, as one that calls ``note_step`` itself."""
     step._wrapped_by_lr_sched = True
-    step.hooked = True  # by ``profile_hook_step``, which does it once
+    # ``profile_hook_step`` wraps only a step that lacks this mark.
+    step.hooked = True
 
 
 def step_without_hooks(cls: Any) -> Callable[..., object]:
@@ -63,7 +64,8 @@ def step_on_parts(optimizer: Any, parts: Callable[[list[list[Tensor]]], list[lis
 
     Relies on: ``step`` has each group's lists filled by ``_init_group``, and does nothing with them but step.
     """
-    if FILLS_LISTS in vars(optimizer):  # it does already
+    # Parts of parts would be stepped on otherwise.
+    if FILLS_LISTS in vars(optimizer):
         return
     fill = optimizer._init_group
 
@@ -71,6 +73,7 @@ def step_on_parts(optimizer: Any, parts: Callable[[list[list[Tensor]]], list[lis
         result = fill(group, *lists)
         if not group.get("differentiable"):
             for tensors, those in zip(lists, parts(list(lists)), strict=True):
+                # In place: ``step`` goes on with these very lists.
                 tensors[:] = those
         return result
 

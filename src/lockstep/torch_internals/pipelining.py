@@ -81,7 +81,8 @@ class ScheduleRuntime(schedules._PipelineScheduleRuntime):
         if self._stages_forward_initialized:
             return
         static = getattr(schedules, "InferenceMode", None)
-        if static is None:  # torch 2.11 does not vote
+        # torch 2.11 does not vote.
+        if static is None:
             super()._initialize_stages(args, kwargs)
             return
         # torch would vote on whether shapes are known, one message from each stage to the next, at each forward.
@@ -135,6 +136,7 @@ def complete(actions: list[ScheduleAction]) -> list[ScheduleAction]:
         if computes:
             count += 1
             if count == last[stage]:
+                # A phase of forwards alone has no gradients to reduce.
                 if action.computation_type == ComputationType.FULL_BACKWARD:
                     result.append(ScheduleAction(stage, ComputationType.REDUCE_GRAD, None))
                     if wait_for_gradients is not None:
@@ -257,6 +259,7 @@ class _StageOf211(_StageUpTo212):
     def _prepare_forward_infra(self, num_microbatches: int, args: object, kwargs: object = None) -> object:
         stage: Any = self
         wanted = stage.has_backward
+        # torch would let all buffers require gradients; here those do whose examples do.
         stage.has_backward = False
         try:
             outputs = super()._prepare_forward_infra(num_microbatches, args, kwargs)
@@ -273,6 +276,7 @@ class _StageOf211(_StageUpTo212):
     ) -> None:
         given = (prev_stage_outputs,) if isinstance(prev_stage_outputs, torch.Tensor) else prev_stage_outputs
         for record, tensor, example in zip(self.args_recv_info[mb_index], given, self._examples, strict=True):
+            # Detached: the schedule calls the backward of each stage, not autograd.
             record.buffer = tensor.detach().requires_grad_(example.requires_grad)
 
     def _create_grad_recv_info(self, act_send_info: object) -> object:

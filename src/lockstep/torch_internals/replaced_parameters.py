@@ -44,6 +44,7 @@ class ReplacedParameter(nn.Parameter):
         kwargs: dict[str, object] | None = None,
     ) -> object:
         name = getattr(function, "__name__", "")
+        # ``data`` and ``grad`` are asked for as ``__get__``, which does no harm with other attributes.
         reads_values = any(getattr(function, "__self__", None) is value for value in _VALUES)
         if (name in _HARMLESS or name in _LOOKS) and not reads_values:
             with torch._C.DisableTorchFunctionSubclass():

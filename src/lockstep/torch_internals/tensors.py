@@ -55,6 +55,7 @@ def is_view(tensor: Tensor) -> bool:
 def bits_digest(tensor: Tensor) -> int:
     """A number of its bits and their places: equal for equal tensors. Waits for the device."""
     values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    # As integers: NaN is equal to itself then, and -0.0 is not 0.0.
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     bits = values.detach().reshape(-1).view(kinds[values.element_size()])
     body = bits[: bits.numel() // DIGEST_COLUMNS * DIGEST_COLUMNS].view(-1, DIGEST_COLUMNS)
@@ -146,6 +147,7 @@ def call_around_others(
     for hook in (first, last):
         if hook is not None:
             getattr(parameter, kind)(hook)
+    # A hook that is set comes last: the order is made by filling the dictionary again.
     ours = list(hooks.items())
     hooks.clear()
     hooks.update([ours[0], *others.items(), *ours[1:]])

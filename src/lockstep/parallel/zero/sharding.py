@@ -20,7 +20,7 @@ from lockstep.parallel.zero.calls import OtherCalls, SkippedBlocks
 from lockstep.parallel.zero.unused import ChangesByHand, UnusedParameters
 from lockstep.torch_internals import c10d, fsdp2, fsdp2_forward
 from lockstep.torch_internals import modules as torch_modules
-from lockstep.torch_internals.dtensor_operators import LostChanges
+from lockstep.torch_internals.dtensor_views import LostChanges
 from lockstep.torch_internals.fsdp2_gathered import FSDPParam, FSDPParamGroup, ShardedModule
 
 if TYPE_CHECKING:

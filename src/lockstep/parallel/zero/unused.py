@@ -24,7 +24,7 @@ from lockstep.errors import UsageError
 from lockstep.torch_internals import fsdp2
 from lockstep.torch_internals import fsdp2_backward as engine
 from lockstep.torch_internals.autograd import current_backward as current_pass
-from lockstep.torch_internals.dtensor_operators import LostChanges
+from lockstep.torch_internals.dtensor_views import LostChanges
 from lockstep.torch_internals.fsdp2_forward import one_of_each_group
 from lockstep.torch_internals.fsdp2_gathered import (
     FSDPParam,
