@@ -63,6 +63,7 @@ class Rounded:
     def of_gradients(self, whole: Mapping[str, Tensor]) -> dict[str, float]:
         """Tolerance of each gradient: its own distance by rounding, or the median of all if that is larger."""
         apart = {name: relative for name, relative, _, _ in _distances(self.result.gradients, whole)}
+        # One pass may spare a gradient by chance: what is usual of the others is allowed to it as well.
         median = sorted(apart.values())[len(apart) // 2] if apart else 0.0
         return {name: self._tolerance_of(max(relative, median)) for name, relative in apart.items()}
 
@@ -94,7 +95,9 @@ def compare_with_whole(
         *_of_gradients(split.gradients, whole.gradients, tolerance, rounded),
         *_of_replicas(digests, tolerance),
     ]
+    # Backward begins at the last module: its gradient is the first to be wrong.
     gradients.sort(key=lambda difference: -order.get(_owner(difference), -1))
+    # State first: what a forward changes otherwise explains other outputs, and these other gradients.
     found = [
         *_of_buffers(split.buffers, whole.buffers, tolerance),
         *_of_attributes(split.attributes, whole.attributes),
@@ -127,7 +130,8 @@ def _of_outputs(
         found = split.outputs.get(path)
         kind = "loss" if path == whole.loss else "output"
         if found is None and path not in split.outputs:
-            continue  # a pipeline that trains returns the loss alone
+            # A pipeline that trains returns the loss alone.
+            continue
         if found is None or found.shape != expected.shape:
             shape = None if found is None else tuple(found.shape)
             yield Difference(kind, path, shape, tuple(expected.shape), math.inf)
@@ -161,6 +165,7 @@ def _distances(
     split: Mapping[str, Tensor], whole: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, float, Tensor, Tensor]]:
     """(name, relative distance, found, expected) of each gradient."""
+    # Root mean squares; a part of the largest is the floor below which relative distances say nothing.
     sizes = [g.double().norm().item() / math.sqrt(max(g.numel(), 1)) for g in whole.values()]
     floor = SMALLEST * max(sizes, default=0.0)
     for name, expected in whole.items():
@@ -195,7 +200,8 @@ def _of_buffers(
     for name, expected in whole.items():
         found = split.get(name)
         if found is None or found.shape != expected.shape:
-            continue  # a cache that the forward makes as large as what it needs
+            # A cache that the forward makes as large as what it needs.
+            continue
         if _distance(found, expected, 0.0) > tolerance:
             yield Difference("buffer", name, _number_of(found), _number_of(expected))
 

@@ -49,6 +49,7 @@ class Sums:
         """Whether the means differ by more than rounding explains."""
         if not self.elements or not other.elements:
             return bool(self.elements) != bool(other.elements)
+        # Root mean squares are the scale: a mean may be near zero because signs cancel.
         mine, theirs = (self.squares / self.elements) ** 0.5, (other.squares / other.elements) ** 0.5
         scale = TOLERANCE * max(mine, theirs)
         if (
@@ -71,6 +72,7 @@ def sums_of(tensor: Tensor) -> Sums:
     width = part.shape[-1] if part.ndim else 1
     rows = part.reshape(-1, width)
     places = torch.arange(width, device=part.device, dtype=torch.float64)
+    # Sums do not change when elements change places; products with another number for each column do.
     products = rows @ torch.sin(places * places * 0.37 + places + 1)
     return Sums(
         part.numel(),
@@ -101,7 +103,8 @@ def observed(model: nn.Module | None) -> Iterator[Observed]:
     entered: dict[str, list[Tensor]] = {}
     handles = []
     for name, module in model.named_modules() if model is not None else ():
-        if is_ours(module):  # stands for a block of another rank
+        # It stands for a block of another rank.
+        if is_ours(module):
             continue
         handles.append(module.register_forward_pre_hook(_before(found, name, entered), with_kwargs=True))
         handles.append(module.register_forward_hook(_after(found, name, entered)))
@@ -151,9 +154,11 @@ class Observations:
         if owner is not None and self.differ((owner, "output gradient")):
             owner = self._caller(owner)
         found = [name for name in order if name not in self.whole.passed_on and self._turns_wrong(name)]
+        # The innermost modules that get the right gradient and pass on a wrong one.
         inner = [name for name in found if not any(_is_inside(other, name) for other in found)]
         if not inner:
             return owner
+        # Backward comes to the last of them first.
         return owner if owner is not None and _is_inside(owner, inner[-1]) else inner[-1]
 
     def _caller(self, name: str) -> str:
@@ -187,9 +192,11 @@ def _has_values(tensor: Tensor) -> bool:
 
 def _before(found: Observed, name: str, entered: dict[str, list[Tensor]]) -> object:
     def hook(module: nn.Module, args: object, kwargs: object) -> None:
+        # Checkpointing repeats a forward in backward; it counts once.
         if torch_autograd.is_in_backward():
             return
         tensors = _tensors((args, kwargs))
+        # The gradient of a tensor that a module around this one has got too is that of all its uses.
         around = [tensor for other, inputs in entered.items() if _is_inside(name, other) for tensor in inputs]
         if any(tensor is other for tensor in tensors for other in around):
             found.passed_on.add(name)

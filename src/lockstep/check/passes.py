@@ -194,6 +194,7 @@ class Chunks:
             if leaf.ndim == 0 and leaf.is_floating_point():
                 return _mean_over(self._weighed(leaf), self._region.layout.group)
             shape = shapes.get(path, ())
+            # The one dimension in which it is shorter than the whole model's output is the sequence.
             other = [
                 dim for dim in range(leaf.ndim) if len(shape) == leaf.ndim and shape[dim] != leaf.shape[dim]
             ]
@@ -206,6 +207,7 @@ class Chunks:
         if self._labels is None:
             return loss
         group = self._region.layout.group
+        # mean of own labels * own / all * ranks: the ranks' mean of these is the mean over all labels.
         own = (self._labels != IGNORED).sum()
         total = own.clone()
         dist.all_reduce(total, group=group)
@@ -227,6 +229,7 @@ def _mean_over(number: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The ranks' mean, with the gradient of this rank's."""
     mean = number.detach().clone()
     dist.all_reduce(mean, group=group)
+    # Constant for autograd: the ranks' gradients are averaged when they are reduced.
     return number + (mean / group.size() - number.detach())
 
 

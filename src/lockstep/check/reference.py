@@ -50,6 +50,7 @@ class Reference:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        # deepcopy takes these for copies that it has made, and none of the weights is copied.
         memo: dict[int, object] = {
             id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
             for p in model.parameters()
@@ -59,12 +60,14 @@ class Reference:
         self.nbytes = sum(p.nbytes for p in model.parameters())
         try:
             self.model: nn.Module = copy_of(model, memo)
-        except Exception as error:  # whatever a user's module raises
+        except Exception as error:
+            # Whatever a user's module raises.
             raise UsageError(
                 f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}). Give the object "
                 "that cannot be copied a __deepcopy__ method."
             ) from error
-        self._numbers = numbers(self.model)  # a script may change one, and change it back
+        # A script may change one and change it back: each run starts from these.
+        self._numbers = numbers(self.model)
 
     def check_memory(self, device: torch.device) -> None:
         """
@@ -95,6 +98,7 @@ class Reference:
                 full = f"{prefix}.{name}" if prefix else name
                 if parameter is None or full not in weights:
                     continue
+                # Tied weights stand in several modules, and are one parameter here as well.
                 if id(parameter) not in made:
                     of_this = nn.Parameter(
                         weights[full].to(device), trained.get(full, parameter.requires_grad)
@@ -113,6 +117,7 @@ class Reference:
         for registered, name, parameter in empty:
             registered[name] = made[id(parameter)]
         for module in self.model.modules():
+            # Recurrent modules read their weights from a list of their own.
             if torch_modules.has_flat_weights(module):
                 torch_modules.renew_flat_weights(module)
         try:
@@ -278,6 +283,7 @@ class Collector:
         now = numbers(model)
         changed = {name: value for name, value in now.items() if name in before}
         reports = self._communicator.gather_object([(digest(whole_gradients), result.observed, changed)])
+        # From the back, so that the first rank's value is the one that stays.
         for _, _, attributes in reversed(reports):
             result.attributes |= attributes
         return [one for one, _, _ in reports], [one for _, one, _ in reports]

@@ -40,7 +40,9 @@ class Snapshot:
             if (restore := saved(hook)) is not None
         ]
         self._names = {id(module): set(vars(module)) for module, _ in self._attributes}
+        # Parameters are copied only when a forward is about to write to them: there is no memory for all.
         self._written: dict[int, tuple[Tensor, Tensor]] = {}
+        # By address, as a write may go to a view.
         self._parameters = {local(p).untyped_storage().data_ptr(): p for p in model.parameters()}
 
     def named_buffers(self) -> dict[str, Tensor]:
@@ -68,6 +70,7 @@ class Snapshot:
     def restore(self) -> None:
         """Put everything back as it was."""
         for module, name, buffer, values in self._buffers.values():
+            # In place, as others may hold the buffer too.
             if buffer.shape == values.shape:
                 buffer.copy_(values)
             torch_modules.buffers_of(module)[name] = buffer if buffer.shape == values.shape else values
@@ -87,7 +90,8 @@ class Snapshot:
     def before_write(self, tensor: Tensor) -> None:
         """``tensor`` is about to be changed in place: if it is a parameter, or a view of one, keep its values."""
         if tensor.is_meta or hasattr(tensor, "fake_mode"):
-            return  # of a forward that only looks at shapes
+            # Of a forward that only looks at shapes.
+            return
         place = local(tensor).untyped_storage().data_ptr()
         parameter = self._parameters.get(place) if place else None
         if parameter is not None and place not in self._written:

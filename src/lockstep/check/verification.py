@@ -130,7 +130,8 @@ class Verification:
         return self._is_due
 
     def _verify(self, batch: ComparedBatch) -> None:
-        self._is_running = True  # the forwards that are compared are calls, too
+        # The forwards that are compared are calls, too.
+        self._is_running = True
         try:
             self._verify_now(batch)
         finally:
@@ -140,10 +141,12 @@ class Verification:
         assert self._prepared is not None
         model = self._prepared.plain
         if not self._collector.is_ready(self._prepared):
-            return  # gradients wait for more: next time
+            # Gradients wait for more: verified at the next call.
+            return
         chunks = Chunks.of(model, batch)
         if chunks is not None:
             batch = chunks.whole(batch)
+        # Rank 0 decides: all ranks run the passes, or none does.
         reason = self._shared([self._why_not(chunks)])[0]
         if not reason and self._setup.shares_batches:
             batch, reason = self._same_batch(batch)
@@ -153,7 +156,8 @@ class Verification:
             return
         batch = batch.detached()
         self._setup.at_rest()
-        with unsynchronized(model.modules()):  # before it is noted what modules keep
+        # Before it is noted what modules keep.
+        with unsynchronized(model.modules()):
             comparison, reason = self._compared_twice(model, batch, chunks)
         axes = self._setup.axes
         self._report(comparison, reason, axes if chunks is None else ["chunks", *axes])
@@ -241,11 +245,13 @@ class Verification:
                 result = run_pass(call, batch, backward)
         except LockstepError:
             raise
-        except Exception as error:  # whatever a user's forward raises once it is split
+        except Exception as error:
+            # Whatever a user's forward raises once it is split.
             if failure.is_consequence(error):
                 raise
             for cause in sentences.causes_of(error):
-                if isinstance(cause, LockstepError):  # torch's schedules wrap what a stage raises
+                # torch's schedules wrap what a stage raises.
+                if isinstance(cause, LockstepError):
                     raise cause from error
             setup, cause = self._setup, sentences.causes_of(error)[-1]
             name = module_noted(error) or sentences.module_of(cause, model)
@@ -262,7 +268,8 @@ class Verification:
         try:
             with _threads_of_all(self._communicator.runtime):
                 result = self._reference.run(batch, live, self._setup.device, self._without_chance, look)
-        except Exception as error:  # whatever a user's forward raises
+        except Exception as error:
+            # Whatever a user's forward raises.
             return (
                 None,
                 f"the whole model raises {type(error).__name__} on rank 0: {sentences.line_of(error)}.",
@@ -276,7 +283,8 @@ class Verification:
             return None
         try:
             result = self._reference.run(batch, live, self._setup.device, self._without_chance, False, dtype)
-        except Exception:  # whatever a user's forward raises in this type
+        except Exception:
+            # Whatever a user's forward raises in this type.
             return None
         return Rounded(result, dtype)
 
@@ -295,6 +303,7 @@ class Verification:
         with ExitStack() as stack:
             stack.enter_context(WithoutChance())
             stack.enter_context(self._without_chance(model))
+            # Where weights are gathered with 16 bits it stays so: ``_rounded`` says what that explains.
             if self._setup.half is None:
                 stack.enter_context(in_full_precision(self._prepared.module))
                 stack.enter_context(torch.autocast(self._setup.device.type, enabled=False))
@@ -325,7 +334,8 @@ class Verification:
         host = batch.detached(torch.device("cpu"))
         try:
             values = self._shared([(host.args, host.kwargs, host.targets)])
-        except Exception as error:  # of pickle, or of what it pickles
+        except Exception as error:
+            # Of pickle, or of what it pickles.
             return (
                 batch,
                 f"its batch cannot be sent to other ranks ({type(error).__name__}: {sentences.line_of(error)}).",
@@ -369,7 +379,8 @@ class _BeforeForward(UncopiedHook):
     def __call__(
         self, module: nn.Module, args: Sequence[object], kwargs: dict[str, object] | None = None
     ) -> None:
-        if kwargs is not None:  # else a pipeline's train_step, which is verified with its loss
+        # Without kwargs it is a pipeline's train_step, which is verified with its loss.
+        if kwargs is not None:
             self._verification.before_call(ComparedBatch(args, kwargs))
 
 

@@ -66,6 +66,7 @@ def shared_parameters(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[st
 
     def visit(module: nn.Module, block: str) -> None:
         block = block_names.get(id(module), block)
+        # A module that several blocks use is visited once from each.
         if (id(module), block) in visited:
             return
         visited.add((id(module), block))
@@ -100,7 +101,8 @@ def _classes(module: nn.Module) -> list[str]:
 
 
 def _outermost(model: nn.Module, names: set[str]) -> dict[str, nn.Module]:
-    wanted = {id(model.get_submodule(name)) for name in names}  # some may be further names of one module
+    # Some may be further names of one module.
+    wanted = {id(model.get_submodule(name)) for name in names}
     chosen = {name: module for name, module in model.named_modules() if id(module) in wanted}
     inside = {id(inner) for module in chosen.values() for inner in module.modules() if inner is not module}
     return {name: module for name, module in chosen.items() if id(module) not in inside}
@@ -141,6 +143,7 @@ def _first_names(names: list[str], limit: int) -> str:
 
 
 def _detect(model: nn.Module) -> dict[str, nn.Module]:
+    # From what the model's author says to what can only be guessed.
     in_lists = Counter(_kind(member) for _, _, member in _list_members(model))
     for names in (_not_split(model), _repeated(model, "", in_lists), _layers(model, "")):
         if names:
@@ -174,6 +177,7 @@ def _list_members(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]
 def _repeated(module: nn.Module, name: str, in_lists: Counter[str]) -> set[str]:
     """Names of the blocks inside ``module``: of lists' members, those whose class is repeated."""
     found: set[str] = set()
+    # Of a model with one layer the only member of its list is a block.
     alone = name != "" and isinstance(module, _LISTS) and len(torch_modules.children_of(module)) == 1
     for key, child in module.named_children():
         child_name = joined_name(name, key)

@@ -24,7 +24,8 @@ class Subclassed:
     """What the mixin adds to the object, and a pickle leaves out."""
 
     def __deepcopy__(self, memo: dict[int, object]) -> object:
-        with attributes_set(self, __class__=self._plain_class):  # as the user's class is copied
+        # deepcopy must do what it does with the user's own class.
+        with attributes_set(self, __class__=self._plain_class):
             copied = copy.deepcopy(self, memo)
         copied.__class__ = type(self)
         return copied

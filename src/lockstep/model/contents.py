@@ -111,6 +111,7 @@ def _rebind_functions(copied: nn.Module, copies: Mapping[int, object]) -> None:
 
 def _rebound(function: Any, copies: Mapping[int, object], seen: tuple[object, ...] = ()) -> object:
     """The same function for copies: of what it has around it, those in ``copies`` in their place."""
+    # A function may refer to itself, directly or by way of others.
     inner = [value for value in around(function) if not any(value is one for one in (function, *seen))]
     if len(seen) > DEPTH or not any(id(value) in copies or around(value) for value in inner):
         return function

@@ -64,6 +64,7 @@ def describe(module: nn.Module, foreign: Callable[[Tensor], bool] = lambda _: Fa
     parts: list[Hashable] = []
     for path, inner in module.named_modules(remove_duplicate=False):
         description: list[object] = [path, type(inner)]
+        # That the same module stands in two places is part of the structure.
         if id(inner) in reader.seen:
             parts.append((*description, reader.seen[id(inner)]))
             continue
@@ -76,6 +77,7 @@ def describe(module: nn.Module, foreign: Callable[[Tensor], bool] = lambda _: Fa
         for name, value in vars(inner).items():
             if name in torch_modules.REGISTRIES:
                 continue
+            # A hook may do anything.
             if "hooks" in name and name in torch_modules.OWN_ATTRIBUTES:
                 description.append(Unlike() if value else name)
             elif type(value) in _NUMBERS and name not in torch_modules.OWN_ATTRIBUTES:
@@ -135,6 +137,7 @@ class _Reader:
         return cls, tuple((key, self.of(one)) for key, one in attributes.items())
 
     def tensor(self, tensor: Tensor, has_values: bool) -> Hashable:
+        # The number tells which tensors are one and the same.
         number = self.seen.setdefault(id(tensor), len(self.seen))
         self._alive.append(tensor)
         if self._foreign(tensor) or tensor.layout is not torch.strided:
@@ -144,7 +147,8 @@ class _Reader:
             return (*kind, tensor.requires_grad)
         if type(tensor) is not Tensor or tensor.numel() > _MOST_VALUES or not _has_values(tensor):
             return Unlike()
-        copied = tensor.detach().clone().cpu().contiguous().reshape(-1)  # numpy would pin the memory itself
+        # numpy would pin the memory itself.
+        copied = tensor.detach().clone().cpu().contiguous().reshape(-1)
         values = copied.view(torch.uint8).numpy().tobytes()
         return (*kind, tensor.requires_grad, values)
 

@@ -126,7 +126,8 @@ def is_torch_version(operation: str, version: str) -> bool:
 
 def _release(version: str) -> Version:
     """Without what marks a pre-release or a build: a nightly 2.15 has what 2.15 has."""
-    from packaging.version import Version  # here, because most runs compare no versions
+    # Imported here, because most runs compare no versions.
+    from packaging.version import Version
 
     return Version(Version(version).base_version)
 

@@ -112,7 +112,7 @@ class StepClock:
         self._asked: float | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # a copy counts, but stops nothing, and nobody looks on
+        # A copy counts, but stops nothing, and nobody looks on.
         nobody: dict[str, Any] = {
             "at_boundary": None,
             "at_batch": [],
@@ -131,12 +131,14 @@ class StepClock:
     def keep_parts(self, parts: Parts) -> None:
         """Tell these from now on in which part of a step the main thread is."""
         self.parts = parts
-        self.enter = parts.enter  # called ten times a step: without a call in between
+        # Called ten times a step: without a call in between.
+        self.enter = parts.enter
 
     def batch_wanted(self) -> None:
         """The loop asks a prepared loader for its next batch."""
         self.ticks += 1
         if not self._stepped:
+            # Several batches may be asked for before one backward: the time runs from the first.
             self._asked = self._asked or time.perf_counter()
         else:
             self._stepped = False
@@ -157,7 +159,8 @@ class StepClock:
     def boundary(self) -> None:
         """A step is complete."""
         now = time.perf_counter()
-        for tell in [*self.at_step]:  # one may be taken out meanwhile: of an Accelerator that nobody holds
+        # A copy, as one may be taken out meanwhile: of an Accelerator that nobody holds any more.
+        for tell in [*self.at_step]:
             tell()
         if self._began is not None:
             self.durations_s.append(now - self._began)
@@ -165,7 +168,8 @@ class StepClock:
         self.boundaries += 1
         if self.at_boundary is not None:
             self.at_boundary(self.boundaries)
-            now = time.perf_counter()  # what was done there is not part of a step
+            # What was done there is not part of a step.
+            now = time.perf_counter()
         self._began = self._asked = now
         self._forward_s = 0.0
 

@@ -50,8 +50,8 @@ class ProcessControl:
 
     @property
     def distributed_type(self) -> DistributedType:
-        # As with Accelerate's launcher, one process that ours has started is not distributed; under torchrun it is.
         """The kind of devices of a run with several processes, or ``NO``."""
+        # As with Accelerate's launcher, one process that ours has started is not distributed; under torchrun it is.
         if self.runtime.backend is None or (self.runtime.world_size == 1 and is_launched()):
             return DistributedType.NO
         kinds = {"cuda": DistributedType.MULTI_GPU, "xpu": DistributedType.MULTI_XPU}
@@ -301,8 +301,10 @@ def split_between(inputs: Any, rank: int, world_size: int, apply_padding: bool =
         parts = {key: split_between(value, rank, world_size, apply_padding) for key, value in inputs.items()}
         return parts if type(inputs) is dict else type(inputs)(parts)  # type: ignore[call-arg]
     share, extra = divmod(len(inputs), world_size)
+    # The first ``extra`` ranks have one more, and so have min(rank, extra) of those before this one.
     start = rank * share + min(rank, extra)
     stop = start + share + (rank < extra)
+    # A slice of a ``datasets.Dataset`` is a dictionary of columns, and no dataset.
     if hasattr(inputs, "select") and not isinstance(inputs, torch.Tensor):
         indices = list(range(start, stop))
         return inputs.select(_padded(indices, share, extra, len(inputs) - 1) if apply_padding else indices)

@@ -85,14 +85,14 @@ def forget_departures() -> None:
     Departures._of_this_run = Departures()
 
 
-# how long a rank that failed because another one did leaves the agent to end it quietly
+# How long a rank that failed because another one did leaves the agent to end it quietly.
 CONSEQUENCE_WAIT_S = 2.0
-# a connection to a rank that ended is lost sooner than its end is heard of
+# A connection to a rank that ended is lost sooner than its end is heard of.
 DEPARTURE_WAIT_S = 1.0
-# a failed rank whose teardown hangs (threads, communicators) is ended after this
+# A failed rank whose teardown hangs (threads, communicators) is ended after this.
 TEARDOWN_LIMIT_S = 3.0
 
-# what torch.distributed, gloo and NCCL say when a peer went away
+# What torch.distributed, gloo and NCCL say when a peer went away.
 CONSEQUENCE_SIGNS = (
     "connection closed by peer",
     "connection reset by peer",
@@ -106,7 +106,7 @@ CONSEQUENCE_SIGNS = (
     "ncclsystemerror",
     "is likely due to a remote peer",
 )
-# files in which the user's own code is not: installed packages (torch among them), Python, this package
+# Files in which the user's own code is not: installed packages (torch among them), Python, this package.
 ENGINES = (
     *{sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")},
     str(Path(__file__).parents[1]) + os.sep,
@@ -125,6 +125,7 @@ def is_consequence(error: BaseException) -> bool:
     """Whether an error only says that another rank failed or went away."""
     if getattr(error, "caused_by_rank", None) is not None:
         return True
+    # Other libraries say the same of connections of their own.
     if not any(kind.__module__.startswith("torch") for kind in type(error).__mro__) and type(error) not in (
         RuntimeError,
         ConnectionResetError,
@@ -150,7 +151,8 @@ def install_excepthook() -> None:
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if issubclass(kind, KeyboardInterrupt):
-            return  # the launcher was interrupted, passed it on to all ranks, and says so once
+            # The launcher was interrupted, passed it on to all ranks, and says so once.
+            return
         consequence = is_consequence(error)
         gone = departures().ranks(DEPARTURE_WAIT_S) if consequence else []
         if gone:
@@ -184,13 +186,14 @@ def is_first_to_say(error: BaseException, path: str | None) -> bool:
     if path is None or not shares_console():
         return True
     folder, name = os.path.split(path)
-    # beside the error files; "error.json" or "restart-1.error.json" says of which round
+    # Beside the error files; "error.json" or "restart-1.error.json" says of which round.
     claim = os.path.join(folder, f"shown-{digest_of(error)}.{name.partition('.')[2]}")
     try:
         os.close(os.open(claim, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
     except FileExistsError:
         return False
-    except OSError:  # the folder is gone with the launcher
+    except OSError:
+        # The folder is gone with the launcher.
         return True
     return True
 
@@ -247,11 +250,12 @@ def report_of(
 
 def _write_report(path: str, error: BaseException, consequence: bool, sentence: str | None = None) -> None:
     try:
-        # written aside and renamed: the agent never reads half a report
+        # Written aside and renamed: the agent never reads half a report.
         with open(path + ".part", "w") as file:
             json.dump(report_of(error, consequence, time.time_ns(), sentence), file)
         os.replace(path + ".part", path)
-    except OSError as problem:  # the traceback itself is still printed
+    except OSError as problem:
+        # The traceback itself is still printed.
         sys.stderr.write(f"lockstep: cannot write the error report {path}: {problem}\n")
 
 

@@ -30,7 +30,8 @@ def _left_in_groups() -> Iterator[int]:
             most, now = (folder / limit).read_text().strip(), int((folder / taken).read_text())
             lines = (folder / "memory.stat").read_text().splitlines()
         except (OSError, ValueError):
-            continue  # the root has no limit, and groups outside of a container are not to be seen
+            # The root has no limit, and groups outside of a container are not to be seen.
+            continue
         if most == "max":
             continue
         # Pages of files are taken too, and given back when programs want memory. In version 1 the totals are those
@@ -44,7 +45,8 @@ def _groups() -> Iterator[tuple[Path, tuple[str, str]]]:
     """The folder of this process's control group and those above it, and the names of the files in it."""
     try:
         lines = MEMBERSHIP.read_text().splitlines()
-    except OSError:  # not Linux
+    except OSError:
+        # Not Linux.
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)

@@ -28,6 +28,7 @@ def _write(path: str) -> None:
     modules = []
     for name, module in list(sys.modules.items()):
         spec = getattr(module, "__spec__", None)
+        # What an import by this name finds again: no built-in module, no alias, not ``__main__``.
         if spec is not None and spec.has_location and spec.name == name:
             modules.append(name)
     record = {"modules": modules, "environment": environment_digests()}
@@ -36,5 +37,6 @@ def _write(path: str) -> None:
         with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
             json.dump(record, file)
         os.replace(part, path)
-    except OSError:  # without it the next round starts as the first one did
+    except OSError:
+        # Without it the next round starts as the first one did.
         return

@@ -30,7 +30,8 @@ class MemoryFolder:
         while True:
             self.path = tempfile.mkdtemp(prefix=PREFIX, dir=MEMORY)
             handle = _locked(self.path)
-            if handle is not None:  # nobody took it for an unowned one meanwhile
+            # Between the two calls another process may have taken it for an unowned one.
+            if handle is not None:
                 self._handle = handle
                 return
 
@@ -48,6 +49,7 @@ def _locked(path: str) -> int | None:
         return None
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Its owner may have removed it before it was locked: then the path is gone, or another folder's.
         if os.path.samestat(os.fstat(handle), os.lstat(path)):
             return handle
     except OSError:

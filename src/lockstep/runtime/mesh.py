@@ -88,6 +88,7 @@ class DeviceMeshes:
     @property
     def gradient_rank(self) -> int:
         """The place of this rank among those over which gradients are averaged."""
+        # rank = ((pp * data + place in data) * cp + place in cp) * tp + place in tp
         return self._runtime.rank // self.axes.tp % self.gradient_size
 
     @property
@@ -137,6 +138,7 @@ class DeviceMeshes:
         axes = self.axes
         if axes.splits_model:
             mesh = self._mesh
+            # Ranks that share a sequence hold the same weights, so these are sharded over cp as well.
             shard = "shard"
             if axes.cp > 1:
                 shard = "shard_cp" if axes.shard > 1 else "cp"

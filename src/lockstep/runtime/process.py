@@ -193,6 +193,7 @@ def start_runtime(cpu: bool = False, init: InitProcessGroupKwargs | None = None)
         c10d.probe()
         gloo.probe()
         gloo.gather_under_a_short_name()
+    # Of a group that a script made by itself, all ranks count as ranks of one machine.
     _Process.runtime = Runtime(
         rank=dist.get_rank() if joined else environment.rank,
         world_size=dist.get_world_size() if joined else environment.world_size,
@@ -280,7 +281,8 @@ def _store_of_round(environment: ProcessEnvironment, timeout: timedelta) -> c10d
 
     There ranks would find what those before have left, such as their addresses. Machines count rounds by themselves.
     """
-    from torch.distributed.rendezvous import rendezvous  # not in a torch without distributed
+    # Not in a torch without distributed.
+    from torch.distributed.rendezvous import rendezvous
 
     found = rendezvous("env://", environment.rank, environment.world_size, timeout=timeout)
     store, _, _ = next(iter(found))
@@ -299,7 +301,7 @@ def check_same_versions(runtime: Runtime) -> None:
     Raises:
         UsageError: on every rank, if they differ.
     """
-    # without the build (+cpu, +cu126): machines of several kinds may train together
+    # Without the build (+cpu, +cu126): machines of several kinds may train together.
     mine = "\n".join((str(torch.__version__).partition("+")[0], lockstep.__version__)).encode()[
         :VERSIONS_BYTES
     ]
@@ -339,6 +341,7 @@ def run_beside_gpu(index: int) -> str:
     address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
     try:
         node = int(Path(f"/sys/bus/pci/devices/{address}/numa_node").read_text())
+        # -1 where the firmware names no node; every machine has node 0.
         cores = Path(f"/sys/devices/system/node/node{max(0, node)}/cpulist").read_text().strip()
     except (OSError, ValueError):
         return ""

@@ -39,6 +39,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     if device_specific:
         seed += _rank()
     random.seed(seed)
+    # NumPy takes 32 bits.
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     if deterministic:

@@ -125,7 +125,8 @@ class StepState:
     being_saved: StateBeingSaved | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "being_saved": None}  # nobody saves the state of a copy
+        # Nobody saves the state of a copy.
+        return {**self.__dict__, "being_saved": None}
 
     @property
     def window_length(self) -> int:
