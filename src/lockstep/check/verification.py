@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from lockstep.comm.tree import LossFunction
 from lockstep.errors import LockstepError, UsageError
 from lockstep.model.changes import UncopiedHook
 from lockstep.parallel.determinism import BeforeWrites, WithoutChance, without_capacities, without_dropout
-from lockstep.parallel.parallel_model import ParallelModel, PipelinedModel
+from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.pipeline.errors import module_noted
 from lockstep.parallel.sync_batchnorm import unsynchronized
 from lockstep.runtime import failure
@@ -101,10 +101,11 @@ class Verification:
             return
         self._verify(batch)
 
-    def _follows_settings(self, prepared: ParallelModel | None) -> TypeGuard[PipelinedModel]:
+    def _follows_settings(self, prepared: ParallelModel | None) -> bool:
         """Other pipelines do not hear of what one of them has derived."""
         return (
-            isinstance(prepared, PipelinedModel)
+            prepared is not None
+            and prepared.runs_micro_batches
             and self._setup.axes == ["pp"]
             and not self._setup.shares_batches
         )
@@ -229,7 +230,7 @@ class Verification:
         prepared, module = self._prepared, self._prepared.module
 
         def call(given: ComparedBatch) -> object:
-            if given.loss_function is not None and isinstance(prepared, PipelinedModel):
+            if given.loss_function is not None and prepared.runs_micro_batches:
                 pipeline: Any = module
                 return pipeline.train_step(given.loss_function, given.targets, given.args, given.kwargs)
             output = joined(module(*given.args, **given.kwargs))

@@ -37,10 +37,16 @@ class ParallelModel:
         plain: The user's own model in it, not compiled.
         sharding: Of a model that ZeRO shards as a whole.
         is_summoned: Whether ``summoned`` is open.
+        runs_micro_batches: Whether a call of it runs the parts of a batch one after another, as a pipeline does.
+        holds_all_parameters: Whether this rank has a part of each of them, or all of it.
+        averages_in_backward: Whether a backward ends with a wait for averages of gradients.
     """
 
     sharding: Sharding | None = None
     is_summoned = False
+    runs_micro_batches = False
+    holds_all_parameters = True
+    averages_in_backward = False
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -64,6 +70,12 @@ class ParallelModel:
     def counted_elsewhere(self) -> set[int]:
         """``id`` of parameters that another rank of the same pipeline counts in a norm."""
         return set()
+
+    def on_settled(self, tell: Callable[[], object]) -> None:
+        """Call ``tell`` once this rank holds its final parameters, if it does not from the beginning."""
+
+    def on_derived(self, prove: Callable[..., None]) -> None:
+        """See ``PipelineModel.on_derived``; other models derive nothing from calls."""
 
     @property
     def micro_batch(self) -> int | None:
@@ -146,6 +158,7 @@ class ParallelModel:
 class ReplicatedModel(ParallelModel):
     """Every rank has all of it; DDP averages gradients in backward."""
 
+    averages_in_backward = True
     module: DistributedDataParallel
 
     def __init__(self, module: DistributedDataParallel) -> None:
@@ -253,6 +266,9 @@ class PipelinedModel(ParallelModel):
         mean: Averages gradients where they are not.
     """
 
+    runs_micro_batches = True
+    holds_all_parameters = False
+
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
         self._pipeline: Any = module
@@ -266,8 +282,10 @@ class PipelinedModel(ParallelModel):
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         yield from self._pipeline.named_parameters()
 
+    def on_settled(self, tell: Callable[[], object]) -> None:
+        self._pipeline.on_settled(tell)
+
     def on_derived(self, prove: Callable[..., None]) -> None:
-        """See ``PipelineModel.on_derived``."""
         self._pipeline.on_derived(prove)
 
     @property

@@ -15,7 +15,7 @@ from lockstep.comm.dtensor import is_dtensor
 from lockstep.errors import UsageError
 from lockstep.model.changes import UncopiedHook
 from lockstep.observe.damage.checks import DamageWatch
-from lockstep.parallel.parallel_model import ParallelModel, ReplicatedModel
+from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.preparation.backward_watch import BackwardWatch
 from lockstep.preparation.checks import check_called, refuse_inside
 from lockstep.preparation.shards import ParameterRegistry
@@ -119,7 +119,7 @@ class Gradients:
 
     def _waits_at_end(self) -> bool:
         """Whether what follows a backward's last gradient is DDP's wait for averages."""
-        return any(isinstance(model, ReplicatedModel) for model in self._models)
+        return any(model.averages_in_backward for model in self._models)
 
     def _await_averages(self, _: torch.Tensor) -> None:
         # Called before DDP asks for its own end, so that this comes first.

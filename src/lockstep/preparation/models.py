@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from lockstep.checkpoint.contents import FullModelSpec, ties_of
 from lockstep.parallel.materialize import InitWeights
-from lockstep.parallel.parallel_model import ParallelModel, PipelinedModel
+from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.parallelize import parallelize
 from lockstep.parallel.steps import ModelOptions
 from lockstep.preparation.checks import PreparedObjects, refuse_offloaded_quantized, refuse_replicas
@@ -89,9 +89,7 @@ class ModelPreparation:
             self.verifications.watch(prepared)
         # Popped when the pipeline has settled: until then it keeps what this rank will drop.
         until_settled = [self._take_over(prepared, before)]
-        if isinstance(prepared, PipelinedModel):
-            pipeline: Any = prepared.module
-            pipeline.on_settled(lambda: self._take_over(prepared, until_settled.pop()))
+        prepared.on_settled(lambda: self._take_over(prepared, until_settled.pop()))
         if self.offload is not None:
             self.offload.add_model(prepared)
         self.gradients.add(prepared.module, is_trained=not evaluation_mode)

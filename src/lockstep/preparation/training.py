@@ -12,7 +12,7 @@ from lockstep.comm.methods import gather_for_loss
 from lockstep.comm.tree import LossFunction, Tree
 from lockstep.config.handlers import AutocastKwargs, GradientAccumulationPlugin
 from lockstep.parallel.autocast import autocast
-from lockstep.parallel.parallel_model import PipelinedModel, call_of
+from lockstep.parallel.parallel_model import call_of
 from lockstep.preparation.observers import RunObserver
 from lockstep.preparation.parts import AcceleratorParts
 from lockstep.runtime.clock import waiting_for_ranks
@@ -149,7 +149,7 @@ class TrainingMethods(AcceleratorParts):
             ```
         """
         parallel = self._preparation.models.parallel_of(model)
-        if isinstance(parallel, PipelinedModel):
+        if parallel.runs_micro_batches:
             self._preparation.verifications.before_step(model, loss_function, *call_of(inputs, targets))
             with self.measures.call_in_parts(model, inputs):
                 loss = parallel.loss_of(loss_function, inputs, targets, self.autocast)
