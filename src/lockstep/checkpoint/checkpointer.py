@@ -86,10 +86,12 @@ class Checkpointer:
     def in_memory(self, memory: FoldersInMemory) -> SaveTarget:
         """The memory of the machines; all ranks write one checkpoint, also where machines share no file system."""
         group = self.group
+        # With save_on_each_node a group on disk is one machine; a plan of all ranks cannot be shared with it.
         if len(group.ranks) < self.runtime.world_size:
             group = CheckpointGroup(self.runtime.rank, list(range(self.runtime.world_size)))
             self._memory_planner = self._memory_planner or SavePlanner(group)
         planner = self._memory_planner or self.planner
+        # With one or two machines each comes to hold everything: its own files, and copies of the other's.
         return SaveTarget(memory, group, memory.group, planner, len(memory.machines) <= 2)
 
     def is_in_memory(self, path: str) -> bool:
@@ -158,7 +160,8 @@ class Background:
             thread.start()
             self._step.being_saved = self.copies = copies
             self._thread = thread
-        finally:  # also where a signal raises here
+        finally:
+            # Also where a signal's handler raises: the thread waits for it.
             may_begin.set()
 
     def wait(self) -> None:
@@ -183,6 +186,7 @@ class Background:
 def _group(runtime: Runtime, project: ProjectConfiguration) -> CheckpointGroup:
     """The ranks that share a directory: all, or those of this machine where machines share no file system."""
     ranks = range(runtime.world_size)
+    # The ranks of a machine have consecutive numbers.
     if project.save_on_each_node:
         first = runtime.rank - runtime.local_rank
         ranks = range(first, first + runtime.local_world_size)

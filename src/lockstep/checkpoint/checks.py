@@ -49,10 +49,12 @@ def check_scaler(saved: Document, scaler: Stateful, what: str) -> None:
     """Raise CheckpointError if a loss scaler's saved state lacks a value, or has another kind of value."""
     present = getattr(scaler, "scaler", scaler).state_dict()
     check_kinds(saved, present, present.keys(), what)
+    # NaN fails a chained comparison too.
     for key in present.keys() & {"scale", "growth_factor", "backoff_factor"}:
         if saved[key] is None or not 0 < float(saved[key]) < math.inf:
             raise CheckpointError(f"{what}.{key} is saved as {saved[key]!r}. Load another checkpoint.")
     for key in present.keys() & {"growth_interval", GROWTH_TRACKER}:
+        # By type and not by isinstance: True is an int.
         if type(saved[key]) is not int or saved[key] < 0:
             raise CheckpointError(f"{what}.{key} is saved as {saved[key]!r}. Load another checkpoint.")
 
@@ -75,7 +77,8 @@ def check_kinds(saved: object, present: Mapping[str, object], needed: Set[str], 
 def check_kind(saved: Any, present: object, what: str) -> None:
     """Raise CheckpointError if a number stands for text, a list for a number, and so on; None may become anything."""
     fits = True
-    if isinstance(present, bool):  # choices that may be left to torch
+    # None leaves the choice to torch.
+    if isinstance(present, bool):
         fits = saved is None or _is_number(saved)
     elif _is_number(present):
         fits = _is_number(saved)
@@ -83,6 +86,7 @@ def check_kind(saved: Any, present: object, what: str) -> None:
         fits = isinstance(saved, str)
     elif isinstance(present, (list, tuple)):
         fits = isinstance(saved, (list, tuple))
+        # Such as betas: an optimizer unpacks a fixed number of them.
         if fits and present and all(map(_is_number, present)):
             fits = len(saved) == len(present) and all(map(_is_number, saved))
     elif isinstance(present, Mapping):
@@ -198,6 +202,7 @@ def try_optimizer(optimizer: torch.optim.Optimizer, groups: list[CheckedGroup], 
         state.update({n: dict(values) for n, (_, values) in zip(numbers, distinct, strict=True) if values})
         parameters = [torch.nn.Parameter(torch.ones(SMALL, dtype=dtype)) for _ in distinct]
         given.append({"params": parameters})
+        # capturable wants tensors on an accelerator, but the probe's parameters are on the CPU.
         plain = {key: False for key in ("foreach", "fused", "capturable", "differentiable") if key in options}
         saved_groups.append({**options, **plain, "params": list(numbers)})
     try:
@@ -205,6 +210,7 @@ def try_optimizer(optimizer: torch.optim.Optimizer, groups: list[CheckedGroup], 
             warnings.simplefilter("ignore")
             make = _class_of_torch(optimizer)
             probe = make([group for group in given if group["params"]])
+            # load_state_dict may keep the tensors that it gets, and the probe's steps would write to them.
             probe.load_state_dict(
                 copy.deepcopy(
                     {"state": state, "param_groups": [group for group in saved_groups if group["params"]]}
@@ -213,7 +219,8 @@ def try_optimizer(optimizer: torch.optim.Optimizer, groups: list[CheckedGroup], 
             flat = [p for group in given for p in group["params"]]
             for parameter in flat:
                 parameter.grad = torch.full_like(parameter, 0.5)
-            for _ in range(3):  # what is no number yet may be one step later
+            # What is no number yet may be one step later.
+            for _ in range(3):
                 probe.step()
     except Exception as error:
         raise CheckpointError(
@@ -268,12 +275,14 @@ def try_scheduler(scheduler: object, saved: Document, what: str) -> None:
     ]
     for group in groups:
         group["params"] = [torch.nn.Parameter(torch.zeros(1))]
+    # A step of the copy sets learning rates: it must be those of an optimizer that nobody uses.
     stand_in = torch.optim.SGD([{"params": group["params"]} for group in groups], lr=0.0)
     for mine, group in zip(stand_in.param_groups, groups, strict=True):
         mine.update(group)
     try:
         probe = copy.deepcopy(scheduler, {id(scheduler.optimizer): stand_in})
-    except Exception:  # it holds what cannot be copied
+    except Exception:
+        # It holds what cannot be copied.
         return
     try:
         with warnings.catch_warnings():
@@ -281,7 +290,8 @@ def try_scheduler(scheduler: object, saved: Document, what: str) -> None:
             probe.load_state_dict(copy.deepcopy(saved))
             probe.step(1.0) if isinstance(probe, ReduceLROnPlateau) else probe.step()
     except ValueError:
-        return  # some end: OneCycleLR has no step behind its last
+        # Some schedules end: OneCycleLR has no step behind its last.
+        return
     except Exception as error:
         raise CheckpointError(
             f"{what} cannot be stepped with: {type(scheduler).__name__} fails with {type(error).__name__} "

@@ -65,8 +65,10 @@ class DeferredCopies:
             for number, (_, optimizer) in enumerate(contents.stateful("optimizer"))
         }
         self._changed = threading.Condition()
-        self._frozen: dict[int, FrozenTensor] = {}  # by the memory of the clone
-        self._parts: dict[str, torch.Tensor] = {}  # of DTensors, by name
+        # By the storage of the clone.
+        self._frozen: dict[int, FrozenTensor] = {}
+        # Local parts of DTensors, by name.
+        self._parts: dict[str, torch.Tensor] = {}
         self._pending: deque[FrozenTensor] = deque()
         self._left: Counter[int] = Counter()
         self._originals: dict[int, list[torch.Tensor]] = {}
@@ -91,6 +93,7 @@ class DeferredCopies:
     def _clone(
         self, name: str, original: torch.Tensor, changed_by: Mapping[str, tuple[int, ...]]
     ) -> torch.Tensor | None:
+        # Parameters are known by their whole name, state of an optimizer by "optimizer.<i>".
         by = changed_by.get(name) or changed_by.get(".".join(name.split(".")[:2]), (NOBODY,))
         is_small = original.nbytes <= SMALL_BYTES
         clone = None if is_small and by == (NOBODY,) else lazy_clone(original)
@@ -111,6 +114,7 @@ class DeferredCopies:
 
     def defer(self, target: torch.Tensor, piece: torch.Tensor) -> bool:
         """Copy ``piece`` of a state's tensor into ``target`` later; False where it was not cloned."""
+        # A piece is a view of the clone, so it has the clone's storage.
         frozen = self._frozen.get(storage_key(piece))
         if frozen is not None:
             frozen.copies.append((target, piece))
@@ -118,13 +122,16 @@ class DeferredCopies:
 
     def begin(self, state: RankState) -> None:
         """All that is to be copied is known: the rest of the state can change from now on."""
+        # Any other reference to a clone would keep it, and with it the shared memory, beyond ``_finish``.
         for tensors in (state.tensors, state.of_first, state.shared, state.of_rank):
             tensors.clear()
         self._parts.clear()
         everything, self._frozen = list(self._frozen.values()), {}
+        # Clones of which another rank writes the tensor.
         unwanted = [frozen for frozen in everything if not frozen.copies]
         wanted = [frozen for frozen in everything if frozen.copies]
-        wanted.sort(key=lambda frozen: min(frozen.changed_by))  # stable
+        # As originals change: gradients first, then optimizer by optimizer, last what no step changes.
+        wanted.sort(key=lambda frozen: min(frozen.changed_by))
         # From here on they are copied by whoever comes first.
         with self._changed:
             self._pending.extend(wanted)
@@ -137,6 +144,7 @@ class DeferredCopies:
         while True:
             while (frozen := self._next()) is not None:
                 self._copy(frozen)
+            # A copy that another thread has begun comes back here if its step is interrupted.
             with self._changed:
                 self._changed.wait_for(lambda: self._pending or not self._left.total())
                 if not self._pending:
@@ -165,7 +173,8 @@ class DeferredCopies:
         try:
             for target, piece in frozen.copies:
                 target.copy_(piece)
-        except BaseException:  # of a step that was interrupted: the thread makes this copy
+        except BaseException:
+            # A step was interrupted: the thread makes this copy.
             with self._changed:
                 self._pending.append(frozen)
                 self._changed.notify_all()
@@ -232,6 +241,7 @@ class DeferredCopies:
 def _changed_by(state: RankState) -> dict[str, tuple[int, ...]]:
     """Which optimizers change a tensor, by its name; by the first two words of names where these belong together."""
     found: dict[str, tuple[int, ...]] = {}
+    # rank.<r>.window.<path> is this rank's alone, window.<path> is laid out as the parameters are.
     rank_of_window = {name for name in state.of_rank if name.split(".")[2:3] == ["window"]}
     for name in (*rank_of_window, *(name for name in state.tensors if name.startswith("window."))):
         found[name] = (BACKWARD,)
@@ -300,5 +310,6 @@ class HostStager:
 
 
 def _host_memory(source: torch.Tensor) -> torch.Tensor:
+    # A copy from a GPU is asynchronous only into pinned memory.
     pinned = source.device.type == "cuda"
     return torch.empty(source.shape, dtype=source.dtype, pin_memory=pinned)

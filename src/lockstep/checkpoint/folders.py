@@ -88,7 +88,8 @@ class Folders:
         """Where the next checkpoint goes."""
         store, path = self._store_and_folder(output_dir)
         if output_dir is None:
-            for lock in self._locks.values():  # of one that another run took over, this tells
+            # Raises where another run has taken one over.
+            for lock in self._locks.values():
                 lock.acquire()
         with explained(f"Rank {self._group.rank} cannot save to {path}", ELSEWHERE):
             return store, next_directory(None if output_dir is None else path, self._project, store)
@@ -129,7 +130,8 @@ class Folders:
 
     def _store_and_folder(self, path: str | os.PathLike[str] | None) -> tuple[Store, str]:
         text = os.fspath(self._project.project_dir or "." if path is None else path)
-        if text not in self._stores:  # a store may know which locks this run has taken
+        # A store may know which locks this run has taken.
+        if text not in self._stores:
             store, place = store_for(text)
             # One for all local paths: it knows which folders have been brought to the disk.
             self._stores[text] = self._local if store.is_local else store, place
@@ -223,11 +225,14 @@ def superfluous(
     if not project.automatic_checkpoint_naming or project.total_limit is None:
         return []
     folder = folder_of(project)
-    if directory.rpartition("/")[0] != folder:  # elsewhere, perhaps in another store
+    # It is elsewhere, perhaps in another store.
+    if directory.rpartition("/")[0] != folder:
         return []
     others = [f"{folder}/checkpoint_{number}" for number in numbers(folder, store)]
     others = [path for path in others if path != directory and is_published(store, path)]
-    others.sort(key=lambda path: path not in damaged)  # stable: the oldest of each kind first
+    # Stable: the oldest of each kind first.
+    others.sort(key=lambda path: path not in damaged)
+    # One more, for the checkpoint that is being made.
     return others[: max(0, len(others) + 1 - project.total_limit)]
 
 
@@ -287,6 +292,7 @@ def added_files(store: Store, directory: str) -> list[str]:
         manifest = read_manifest(store, directory)
         root, names = root_of(directory, manifest), manifest.files.keys()
     except UnreachableError:
+        # No answer says nothing about the manifest: files of the checkpoint would be taken for added ones.
         raise
     except CheckpointError:
         root, names = directory, None

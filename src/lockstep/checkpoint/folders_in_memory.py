@@ -114,7 +114,8 @@ class FoldersInMemory:
                 "save_state(in_memory=True) numbers its checkpoints among those of the project. Leave output_dir out, "
                 "and pass ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)."
             )
-        if self._checked != self._project.iteration:  # a place that is far away is not looked at each time
+        # A place that is far away is not looked at each time.
+        if self._checked != self._project.iteration:
             self._folders.next(None)
             self._checked = self._project.iteration
         return self.store, f"{self.path}/checkpoint_{self._project.iteration}.{self.last}"
@@ -138,6 +139,7 @@ class FoldersInMemory:
         Args:
             nbytes: What each rank will write.
         """
+        # The machine before this one on the ring; -1 is the last one, before the first.
         before = self.machines[self.machine - 1] if len(self.machines) > 1 else ()
         needed = sum(nbytes[rank] for rank in (*self.machines[self.machine], *before))
         in_folder = self.store.free_bytes(self.path)
@@ -154,6 +156,7 @@ class FoldersInMemory:
         for number, ranks in enumerate(self.machines if len(self.machines) > 1 else ()):
             targets = self.machines[(number + 1) % len(self.machines)]
             for place, source in enumerate(ranks):
+                # The next machine may have fewer ranks.
                 target = targets[place % len(targets)]
                 found += [
                     Transfer(source, target, name, record.size) for name, record in written[source].items()
@@ -176,9 +179,11 @@ class FoldersInMemory:
             try:
                 manifest = read_manifest(self.store, folder) if NAME.fullmatch(name) else None
                 files = self.store.files(folder)
-            except (CheckpointError, OSError):  # another process removes it, or it is damaged
+            except (CheckpointError, OSError):
+                # Another process removes it, or it is damaged.
                 continue
             if manifest is not None:
+                # A copy that was cut short has another size; digests are compared when it is loaded.
                 here = [file for file, entry in manifest.files.items() if files.get(file) == entry.size]
                 found[name] = manifest.to_bytes(), here
         return found

@@ -63,6 +63,7 @@ def split_divergent_state(
     buffers = {name: tensor for name, tensor in found.of_first.items() if name in differ}
     if buffers:
         found.own["buffers"] = encode(buffers, found.of_rank, f"rank.{rank}.buffers")
+    # What is alike on all ranks is saved once, a copy that differs under the number of its rank.
     names = {name: f"rank.{rank}.{name}" if name in differ else name for name in found.shared}
     for name, tensor in found.shared.items():
         (found.of_rank if name in differ else found.tensors)[names[name]] = tensor
@@ -86,6 +87,7 @@ def merge_states(everywhere: list[Document], ranks: list[int], contents: Checkpo
         )
     documents = [everywhere[rank] for rank in ranks]
     state = documents[0]
+    # One document stands for all ranks with the same digest; see ``first_ranks``.
     if all(document is state for document in documents):
         return state
     state = copy.deepcopy(state)
@@ -106,7 +108,8 @@ def refuse_missing_tensors(contents: CheckpointContents, state: Document, names:
     for number, whole in contents.whole.items():
         document = state["models"].get(str(number))
         if document is None:
-            continue  # a hook took it
+            # A hook took it.
+            continue
         for name in whole.names:
             first = document["ties"].get(name, whole.ties.get(name, name))
             if f"model.{number}.{first}" not in names and name not in document["extra"]:
@@ -182,6 +185,7 @@ def _join_optimizer(what: str, mine: Document, other: Document, order: Mapping[s
             for key in ("params", "param_names")
             if key in group and key in others
         }
-        numbers.sort(key=lambda i: order.get(joined["params"][i], len(order)))  # stable
+        # The order of the whole model, so that the state does not depend on how blocks went to ranks.
+        numbers.sort(key=lambda i: order.get(joined["params"][i], len(order)))
         group.update({key: [values[i] for i in numbers] for key, values in joined.items()})
     mine["state"] = {**other["state"], **mine["state"]}

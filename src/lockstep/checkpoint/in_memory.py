@@ -58,7 +58,8 @@ def begin_saving(checkpointer: Checkpointer) -> FoldersInMemory:
         names = [name for _, found in made for name in found]
         memory.last = max((int(name.rpartition(".")[2]) for name in names), default=0)
         checkpointer.saves_in_memory = True
-    memory.last += 1  # here, where all ranks are: the save may fail on one of them
+    # Here, where all ranks are: the save may fail on one of them.
+    memory.last += 1
     return memory
 
 
@@ -106,7 +107,8 @@ def write_in_memory(
     except BaseException:
         writer.abandon()
         raise
-    if coordinator:  # every machine has the new one
+    # Every machine has the new one.
+    if coordinator:
         memory.remove_others(writer.directory)
 
 
@@ -166,6 +168,7 @@ def _transfer(communicator: Communicator, transfers: Sequence[Transfer], folder:
     communicator.exchange_bytes(sent, received, MESSAGE_BYTES)
     # From each rank to all: whether what has come has its name.
     with raise_on_all_ranks(communicator):
+        # A file has its full size before its bytes come, so only the name tells a reader that they have come.
         for path in parts:
             os.replace(f"{path}.part", path)
 

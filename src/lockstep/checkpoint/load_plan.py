@@ -42,6 +42,7 @@ class LoadPlan:
             _load(item, state)
         self.checkpoint.read(self.items)
         for number, model, state in self.models:
+            # The state has the first rank's buffers: where they differed, this rank's own go over them.
             state.update(
                 {
                     name: self.buffers[full]
@@ -82,7 +83,8 @@ def create_load_plan(
     """
     state = checkpoint.state()
     plan = LoadPlan(checkpoint)
-    if "imported" in state:  # other formats hold less
+    # Other formats hold less.
+    if "imported" in state:
         there = dict(state.get("contents") or {})
         plan.left = [kind for kind in contents.counts() if kind not in there]
         contents = contents.only(there)
@@ -121,11 +123,13 @@ def create_load_plan(
                 f"{checkpoint.root} has an accumulation window that is not valid ({type(error).__name__}: "
                 f"{error}). Load another checkpoint."
             ) from error
+    # With other ranks no state is this rank's: generators stay as they are, and buffers are the first rank's.
     if sources.same_world and ("imported" not in state or "rng" in own):
         plan.rng = decoded(checkpoint, _section(checkpoint, own, "rng"))
         check_rng(plan.rng, checkpoint.root)
         plan.buffers = decoded(checkpoint, own.get("buffers", {}))
         check_buffers(plan.buffers, _tensors_of(plan.models), checkpoint.root)
+    # The headers of all files, before ``apply``: a failure after that leaves a run that is half loaded.
     checkpoint.check(plan.items)
     return plan
 
@@ -187,14 +191,16 @@ def _plan_model(
         )
     prefix = f"model.{number}."
     saved = {name.removeprefix(prefix) for name in plan.checkpoint.index if name.startswith(prefix)}
-    state = model.state_dict()  # of a sharded model, it lets gathered parameters go
+    # Of a sharded model, this lets gathered parameters go.
+    state = model.state_dict()
     places = {
         name: value for name, value in state.items() if isinstance(value, torch.Tensor) and not is_extra(name)
     }
     sources = {name: name for name in places if name in saved}
     tied_here = _ties(places)
     for name in places:
-        if not saved & tied_here[name]:  # another rank's block may have its first name
+        # Another rank's block may have its first name.
+        if not saved & tied_here[name]:
             others = sorted(saved & contents.whole_of(number).names_of(name))
             sources.update((name, other) for other in others[:1])
     absent = sorted(n for n in places if n not in sources and not saved & tied_here[n])
@@ -212,6 +218,7 @@ def _plan_model(
     except CheckpointError as error:
         raise CheckpointError(f"{what}: {error}") from error
     for name, value in document["extra"].items():
+        # Of a block on another rank.
         if name not in state and name in everywhere:
             continue
         if name not in state or name in places:
@@ -226,6 +233,7 @@ def _ties(places: dict[str, torch.Tensor]) -> dict[str, set[str]]:
     """For each name, all names of tensors at the same place."""
     names: dict[object, set[str]] = {}
     for name, tensor in places.items():
+        # Empty tensors have no memory by which a tie could be seen.
         names.setdefault(memory_key(tensor) if tensor.numel() else name, set()).add(name)
     return {name: tied for tied in names.values() for name in tied}
 

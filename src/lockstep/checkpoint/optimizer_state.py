@@ -98,6 +98,7 @@ class OptimizerPlaces:
                 check_kind(saved[key], group[key], f"{self._what}.param_groups.{i}.{key}")
         numbers = {name: number for name, (number, _) in self._parameters.items()}
         groups = [
+            # torch pairs these numbers with the group's parameters in turn, so they must rise.
             {**saved, "params": sorted(numbers[name] for name in saved["params"])}
             | {key: group[key] for key in HOW_TO_STEP if key in group and key in saved}
             for saved, group in zip(state["param_groups"], self._optimizer.param_groups, strict=True)
@@ -164,7 +165,8 @@ class OptimizerPlaces:
                     "Build the optimizer as the run that saved it did."
                 )
             for name in saved_group:
-                if same_names and name not in place_of:  # another rank's
+                # It is on another rank.
+                if same_names and name not in place_of:
                     continue
                 found = place_of[name] if same_names else number
                 self._parameters[name] = (found, mine[found])
@@ -185,7 +187,8 @@ class OptimizerPlaces:
             raise CheckpointError(f"{what}: the checkpoint has no tensor {name}. Load another checkpoint.")
         entry = index[name]
         key, owner = self._owners.get(name, ("", None))
-        if owner is None or (key == "step" and not entry.shape):  # torch counts in plain numbers
+        # torch counts steps in plain numbers.
+        if owner is None or (key == "step" and not entry.shape):
             return torch.empty(entry.shape, dtype=entry.torch_dtype)
         is_of_another_shape = entry.shape != tuple(owner.shape)
         # Some optimizers keep state of other shapes, such as factored moments: these can only be whole.

@@ -206,6 +206,7 @@ class Checkpoint:
             reader = self._reader(file)
             for one in by_file[file]:
                 piece = reader.read(one.key, one.offsets, one.lengths)
+                # copy_ would spread a piece of another shape over the place without a word.
                 if piece.shape != one.into.shape:
                     raise CheckpointError(
                         f"{self.root}/{file}: {one.key} has shape {tuple(piece.shape)} instead of "

@@ -66,7 +66,8 @@ def save_checkpoint(
     checkpointer.wait()
     target = checkpointer.on_disk
     if in_memory:
-        from lockstep.checkpoint.in_memory import begin_saving, write_in_memory  # with what few runs need
+        # Here, as few runs need it.
+        from lockstep.checkpoint.in_memory import begin_saving, write_in_memory
 
         target = checkpointer.in_memory(begin_saving(checkpointer))
     folders = target.folders
@@ -178,7 +179,8 @@ def plan_files(communicator: Communicator, request: SaveRequest) -> tuple[Writer
             weights = whole(shards)
             with raise_on_all_ranks(communicator):
                 run_hooks(checkpointer.hooks.save.values(), contents, weights, state, area.path)
-                collect_random(state, rank)  # a hook that builds a model draws its weights
+                # A hook that builds a model draws its weights.
+                collect_random(state, rank)
 
         # From each rank to all: whether it has added its files.
         if request.add_files is not None:

@@ -134,7 +134,8 @@ def plan_window(
     models numbered ``spread`` this rank has some blocks.
     """
     documents = sources.documents()
-    if any(name not in document for document in documents):  # imported from elsewhere
+    # It was imported from another format.
+    if any(name not in document for document in documents):
         return None
     # First with tensors that have shapes alone: what fits is known before anything is read.
     shapes = {
@@ -192,7 +193,8 @@ def _checked(state: Document, checkpoint: Checkpoint) -> Document:
 
 
 def _check_form(state: Document) -> None:
-    further: dict[str, type] = {"steps": int, "spikes": dict}  # of earlier versions, or without a policy: not
+    # Checkpoints of earlier versions, or of runs without a policy, lack these.
+    further: dict[str, type] = {"steps": int, "spikes": dict}
     counted = {key: kind for key, kind in further.items() if isinstance(state, dict) and key in state}
     _has(state, "the window", {"window": dict, "layouts": list, "models": list, **counted})
     if not 0 <= state.get("steps", 0) < 2**48:
@@ -222,6 +224,7 @@ def _check_form(state: Document) -> None:
             continue
         if number.shape or not number.is_floating_point():
             raise ValueError(f"window.{key} is a tensor of {number.dtype} and shape {tuple(number.shape)}")
+        # On the meta device there is no value yet: this check runs again once tensors are read.
         if not number.is_meta and (not math.isfinite(number) or float(number) < 0):
             raise ValueError(f"window.{key} is {float(number)}")
         if key == "divisor" and not number.is_meta and float(number) <= 0:
@@ -268,6 +271,7 @@ def _check_sparse(what: str, parts: Document) -> None:
     _has(parts, what, kinds)
     _check_gradient(f"{what}.values", parts["values"])
     size, indices, values = parts["size"], parts["indices"], parts["values"]
+    # indices: [sparse dims, entries]; values: [entries, *dense dims].
     fits = all(type(n) is int and 0 <= n < 2**60 for n in size) and indices.dim() == 2
     fits = fits and indices.dtype == torch.int64 and indices.shape[0] <= len(size)
     fits = fits and tuple(values.shape) == (indices.shape[1], *size[indices.shape[0] :])
@@ -283,6 +287,7 @@ def _has(value: object, what: str, fields: Mapping[str, type | tuple[type, ...]]
     if not isinstance(value, dict) or value.keys() != fields.keys():
         raise TypeError(f"{what} does not have exactly the fields {', '.join(fields)}")
     for key, kind in fields.items():
+        # True is an int, but no count.
         is_bool = isinstance(value[key], bool) and kind in (int, (int, float))
         if is_bool or not isinstance(value[key], kind):
             raise TypeError(f"{what}.{key} is {str(value[key])[:60]!r}")

@@ -84,7 +84,8 @@ def collect(contents: CheckpointContents, rank: int) -> RankState:
     collect_random(found, rank)
     if contents.place is not None:
         found.own["place"] = asdict(contents.place)
-    if contents.whole:  # as are the gradients of some blocks
+    # The gradients are those of some blocks, too.
+    if contents.whole:
         found.own["parts"] = True
     for name, item in contents.stateful(*OF_RANK):
         found.own[name] = _collect_of_rank(item, name, rank, found)
@@ -134,12 +135,16 @@ def collect_weights(
         if not isinstance(value, torch.Tensor) or is_extra(name):
             document["extra"][name] = encode(value, found.of_first, f"extra.{number}.{name}")
             continue
+        # Empty tensors have no memory by which a tie could be seen.
         here = first_names.setdefault(memory_key(value), name) if value.numel() else name
-        first = ties.get(here, here)  # may be another rank's
+        # The first name may be one on another rank.
+        first = ties.get(here, here)
         if first != name:
             document["ties"][name] = first
+        # A tied weight is saved once, under its first name.
         if here != name:
             continue
+        # Parameters and DTensors agree on all ranks that have them; copies of buffers may differ.
         if name in parameters or is_dtensor(value):
             found.tensors[f"model.{number}.{first}"] = value
         else:
@@ -179,7 +184,8 @@ class ParameterNames:
         self, models: Iterable[nn.Module], ties: Mapping[int, Mapping[str, str]] | None = None
     ) -> None:
         self._names: dict[int, str] = {}
-        self._kept_alive: list[nn.Parameter] = []  # so that no other object gets the identity of one
+        # So that no other object gets the identity of one.
+        self._kept_alive: list[nn.Parameter] = []
         for i, model in enumerate(models):
             first = (ties or {}).get(i, {})
             for name, parameter in model.named_parameters():

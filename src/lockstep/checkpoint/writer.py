@@ -107,6 +107,7 @@ class SaveRequest:
         else:
             files = {file: TensorFile(plan.content(file, tensors, copies.part_of)) for file in plan.mine}
             files = checkpointer.background.stager.stage(files, copies)
+            # The names here would keep clones that ``begin`` lets go of.
             tensors.clear()
             copies.begin(state)
         documents = {rank_file(group.rank): canonical(state.own)}
@@ -168,6 +169,7 @@ class Writer:
 
         if staged.copies is not None:
             staged.copies.copy()
+            # Training waits for nothing more: from here on, it comes first.
             yield_to_training()
         names = list(staged.tensors)
         records = dict(zip(names, in_parallel(write_tensors, names), strict=True))
@@ -240,7 +242,8 @@ def yield_to_training() -> None:
 
     They get a tenth of a busy core. With less, the next save would have to wait for this one.
     """
-    with suppress(OSError, AttributeError):  # of systems whose threads have no priorities of their own
+    # Not all systems have priorities of threads.
+    with suppress(OSError, AttributeError):
         of_training = os.getpriority(os.PRIO_PROCESS, os.getpid())
         niceness = min(of_training + BACKGROUND_NICENESS, GREATEST_NICENESS)
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)

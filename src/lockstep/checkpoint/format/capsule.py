@@ -121,6 +121,7 @@ class RankCapsule:
             "buffers": encode(self.buffers, tensors, "buffer"),
             "inexact": self.inexact,
         }
+        # safetensors refuses tensors that share memory.
         plain = {name: tensor.cpu().contiguous().clone() for name, tensor in tensors.items()}
         save_file(plain, folder / f"rank-{rank}.safetensors")
         (folder / f"rank-{rank}.json").write_text(json.dumps(document), "utf-8")

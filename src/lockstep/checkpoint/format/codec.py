@@ -48,6 +48,7 @@ def encode(value: object, tensors: dict[str, torch.Tensor], path: str) -> object
         name = _free_name(path, tensors)
         tensors[name] = value.detach() if value.requires_grad else value
         return {_TAG: "tensor", "name": name}
+    # A longdouble's item is a longdouble: it is refused below.
     if isinstance(value, np.generic) and not isinstance(value.item(), np.generic):
         return encode(value.item(), tensors, path)
     if isinstance(value, deque):
@@ -150,6 +151,7 @@ def _counter(counts: dict[object, object]) -> Counter[object]:
 
 def _encode_mapping(value: Mapping[object, object], tensors: dict[str, torch.Tensor], path: str) -> object:
     kind = _kind_of(value, {name: cls for name, cls in _DICTIONARIES.items() if cls is not dict}) or "dict"
+    # With the tag among its keys, a plain object would be read as a tagged value.
     if kind == "dict" and _TAG not in value and all(type(key) is str for key in value):
         return {key: encode(item, tensors, f"{path}.{key}") for key, item in value.items()}
     pairs = [
@@ -164,7 +166,8 @@ def _kind_of(value: object, kinds: Mapping[str, type]) -> str:
 
 
 def _free_name(path: str, tensors: Mapping[str, torch.Tensor]) -> str:
-    while path in tensors:  # keys with dots in them, or 1 beside "1"
+    # Keys may have dots in them, or be 1 beside "1".
+    while path in tensors:
         path += "'"
     return path
 
@@ -172,7 +175,8 @@ def _free_name(path: str, tensors: Mapping[str, torch.Tensor]) -> str:
 def _as_tensor(array: np.ndarray, path: str) -> torch.Tensor:
     try:
         return torch.from_numpy(np.array(array, order="C", copy=True))
-    except (TypeError, ValueError) as error:  # no numbers, or not in this machine's order of bytes
+    except (TypeError, ValueError) as error:
+        # It holds no numbers, or has another order of bytes than this machine.
         raise UsageError(
             f"{path} is an array of {array.dtype}, which a checkpoint cannot hold. Let state_dict() return numbers."
         ) from error
@@ -180,4 +184,5 @@ def _as_tensor(array: np.ndarray, path: str) -> torch.Tensor:
 
 def _is_plain(value: int | float) -> bool:
     """Whether JSON has it: not infinite, not NaN."""
+    # inf - inf and nan - nan are nan.
     return isinstance(value, int) or value - value == 0

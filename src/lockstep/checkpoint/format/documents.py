@@ -112,6 +112,7 @@ def _least_values(text: str | bytes) -> int:
 
 
 def _is_deep(document: Any) -> bool:
+    # Level by level and not recursively: what is too deep must not overflow the stack.
     level = [document]
     for _ in range(DEEPEST_JSON + 1):
         level = [item for item in level if isinstance(item, (dict, list, tuple))]
@@ -127,6 +128,7 @@ def parse_json(content: bytes, path: str) -> object:
     Raises:
         CheckpointError: it is none.
     """
+    # Counted in the text: what is parsed takes many times its bytes.
     if len(content) > LARGEST_JSON_BYTES or _least_values(content) > MOST_JSON_VALUES:
         raise CheckpointError(
             f"{path} has {len(content)} bytes and {_least_values(content)} values, but at most {LARGEST_JSON_BYTES} "
@@ -155,6 +157,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _finite(text: str) -> float:
+    # 1e999 is JSON, and infinity for Python.
     number = float(text)
     return number if number - number == 0 else _refuse_constant(text)
 
@@ -184,6 +187,7 @@ def check_name(name: str) -> str:
         CheckpointError: it is absolute, leaves its folder, or has other characters.
     """
     parts = name.split("/")
+    # strip refuses "." and "..", which lead out of the folder.
     plain = all(re.fullmatch(r"[A-Za-z0-9_ .,=+@-]{1,255}", part) and part.strip(".") for part in parts)
     if not plain or str(PurePosixPath(name)) != name or len(name) > 1024:
         raise CheckpointError(
@@ -248,10 +252,12 @@ class Manifest(BaseModel):
             raise CheckpointError(
                 f"{path} is damaged: its BLAKE3 digest is not the one that was saved. Load another checkpoint."
             )
+        # The digest is that of the parsed values; this finds a change of the text alone.
         if canonical({"blake3": document["blake3"], "manifest": body}) != content:
             raise CheckpointError(
                 f"{path} is damaged: it is not in the form in which it was written. Load another checkpoint."
             )
+        # Before the fields are looked at, as another version may have others.
         if type(body.get("version")) is not int or body["version"] != VERSION:
             raise CheckpointError(
                 f"{path} is of format version {body.get('version')}, but this is version {VERSION}. "

@@ -119,7 +119,8 @@ def _check_pieces(name: str, entry: TensorEntry, path: str) -> None:
         raise CheckpointError(
             f"{path}: {name} has the unknown dtype {entry.dtype!r}. Load another checkpoint."
         )
-    if math.prod(max(size, 1) for size in entry.shape) >= 2**60:  # torch's strides would overflow
+    # torch's strides would overflow.
+    if math.prod(max(size, 1) for size in entry.shape) >= 2**60:
         raise CheckpointError(
             f"{path}: {name} has the impossible shape {entry.shape}. Load another checkpoint."
         )
@@ -136,6 +137,7 @@ def _check_pieces(name: str, entry: TensorEntry, path: str) -> None:
                 f"shape {entry.shape}. Load another checkpoint."
             )
         filled += math.prod(piece.shape)
+    # Pieces that lie inside, have as many elements as the tensor and do not overlap fill it.
     if filled != math.prod(entry.shape):
         raise CheckpointError(
             f"{path}: the pieces of {name} hold {filled} elements, but its shape {entry.shape} has "
@@ -214,7 +216,8 @@ class TensorFile:
             begin, end = end, end + tensor.nbytes
             header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
         text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)  # the data begin at a multiple of 8 bytes
+        # The data begin at a multiple of 8 bytes.
+        text += b" " * (-len(text) % 8)
         if len(text) > LONGEST_HEADER:
             raise UsageError(
                 f"The names and shapes of {len(self.tensors)} tensors take {len(text)} bytes, but a safetensors file "
@@ -249,7 +252,8 @@ def free_key(name: str, taken: Collection[str]) -> str:
 def _is_unicode(name: str) -> bool:
     try:
         name.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair
+    except UnicodeEncodeError:
+        # It has half of a surrogate pair.
         return False
     return True
 
@@ -285,6 +289,7 @@ class TensorReader:
     def read(self, key: str, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
         """``lengths`` elements from ``offsets`` on of the tensor ``key``; its memory may be the file."""
         try:
+            # A tensor without dims has no slices.
             if not lengths:
                 return self._file.get_tensor(key)
             piece = self._file.get_slice(key)

@@ -33,6 +33,7 @@ class LocalStore:
         self._on_disk: set[str] = set()
 
     def begin(self, directory: str) -> str:
+        # First: an old checkpoint that was moved aside must have its name again before anything is removed.
         self._recover(directory)
         self._refuse_foreign(directory)
         staging = directory + STAGING
@@ -44,6 +45,7 @@ class LocalStore:
 
     def write(self, path: str, chunks: Iterable[Chunk]) -> FileRecord:
         digest = Digest()
+        # O_EXCL: a file of this name would be another rank's.
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             for chunk in chunks:
@@ -68,6 +70,7 @@ class LocalStore:
         self.write(f"{staging}/{MANIFEST}", [manifest])
         for folder in self._folders(staging):
             sync(folder)
+        # A rename replaces an empty folder by itself.
         if os.path.isdir(directory) and os.listdir(directory):
             os.rename(directory, directory + REPLACED)
         os.rename(staging, directory)
@@ -191,6 +194,7 @@ class LocalStore:
             return
         os.makedirs(path, exist_ok=True)
         folder, device = path, os.stat(path).st_dev
+        # New names can only be where this user may write, and on this file system.
         while (above := os.path.dirname(folder)) != folder and os.access(above, os.R_OK | os.W_OK):
             if os.stat(above).st_dev != device:
                 break
@@ -223,6 +227,7 @@ def _opened(path: str) -> io.FileIO:
             f"{path} is a link, but a checkpoint holds plain files. Replace it by a copy of its target."
         )
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    # What was opened is looked at, as the path may be another file's by now.
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         raise CheckpointError(
@@ -304,7 +309,8 @@ class DirectoryLock:
                 os.ftruncate(handle, 0)
                 os.pwrite(handle, json.dumps(this_process()).encode(), 0)
                 return handle
-            os.close(handle)  # its owner removed it after it was opened here
+            # Its owner removed it after it was opened here.
+            os.close(handle)
 
     def release(self) -> None:
         """Unlock and remove the file, if nobody else in this process holds it; nothing if it is not locked."""
@@ -317,11 +323,13 @@ class DirectoryLock:
         if locked.holders:
             return
         del self._locked_files[key]
+        # Unlink, then close: once it is closed, another process may lock the file at this path.
         try:
             if _is_at(locked.handle, key):
                 os.unlink(key)
         except OSError:
-            pass  # the folder is gone: so is the lock
+            # The folder is gone: so is the lock.
+            pass
         finally:
             os.close(locked.handle)
 

@@ -57,7 +57,8 @@ class Objects:
         try:
             with self._reaching(path) as (file_system, place):
                 file_system.pipe_file(place, content)
-        except FileNotFoundError as error:  # there is no such bucket
+        except FileNotFoundError as error:
+            # There is no such bucket.
             raise self._unreachable(path, error) from self._cause(error)
 
     def upload(self, path: str, chunks: Iterable[Chunk]) -> FileRecord:
@@ -69,10 +70,12 @@ class Objects:
                 for block in _blocks(chunks):
                     digest.update(block)
                     file.write(block)
+            # No error does not yet say that all has arrived.
             there = self.size(path)
         except LockstepError:
             raise
-        except Exception as error:  # of a remote file system it may be anything
+        except Exception as error:
+            # A remote file system may raise anything.
             self._forget_connections()
             raise OSError(self._describe_error(error)) from self._cause(error)
         record = digest.record()
@@ -102,6 +105,7 @@ class Objects:
     def size(self, path: str) -> int:
         """Bytes of a file. Raises FileNotFoundError, also for a folder."""
         with self._reaching(path) as (file_system, place):
+            # fsspec keeps listings, but other processes change what is there.
             file_system.invalidate_cache()
             found = file_system.info(place)
             if found["type"] != "file":
@@ -131,7 +135,8 @@ class Objects:
         found: dict[str, int | None] = {}
         for entry in listed:
             path = str(entry["name"]).rstrip("/")
-            if path == place.rstrip("/"):  # some list a folder in itself
+            # Some list a folder in itself.
+            if path == place.rstrip("/"):
                 continue
             name = path.rpartition("/")[2]
             if entry["type"] not in ("file", "directory"):
@@ -172,7 +177,8 @@ class Objects:
 
     def delete_folder(self, folder: str) -> None:
         """Remove an empty folder where there are such."""
-        with suppress(Exception):  # most have none, and say so in their own ways; an empty one harms nobody
+        # Most have none, and say so in their own ways; an empty one harms nobody.
+        with suppress(Exception):
             file_system, place = self._opened(folder)
             file_system.rmdir(place)
 
@@ -189,8 +195,10 @@ class Objects:
         except LockstepError:
             raise
         except FileNotFoundError:
+            # from None: the cause's text may have the URL with its credentials.
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from None
-        except Exception as error:  # of a remote file system it may be anything
+        except Exception as error:
+            # A remote file system may raise anything.
             self._forget_connections()
             raise self._unreachable(path, error) from self._cause(error)
 

@@ -62,6 +62,7 @@ class RemoteStore:
         for owned in (directory, directory.rpartition("/")[0]):
             if owned in self._owned:
                 self._owned[owned].check()
+        # Before the put: a process killed in between leaves the old checkpoint whole, with two manifests.
         self._set_aside(directory)
         path = f"{directory}/{MANIFEST}"
         self._objects.put(path, manifest)
@@ -77,11 +78,13 @@ class RemoteStore:
     def abandon(self, staging: str) -> None:
         directory, _, name = staging.rpartition("/")
         try:
-            if staging.endswith(REMOVED):  # a directory that ``children`` gave this name
+            # ``children`` gave the directory this name.
+            if staging.endswith(REMOVED):
                 directory = staging.removesuffix(REMOVED)
                 if not self.exists(directory):
                     self._remove_ours(directory)
-            elif not self._may_be_named(directory, name):  # a put that failed may have taken effect
+            elif not self._may_be_named(directory, name):
+                # A put that failed may have taken effect.
                 self._remove_tree(staging)
         except (CheckpointError, OSError):
             pass
@@ -92,7 +95,9 @@ class RemoteStore:
     def remove(self, directory: str, kept: Collection[str] = ()) -> None:
         """Remove what is published; what it replaced stays if it is there, and ``begin`` brings it back."""
         manifest = self._manifest(directory)
+        # Without a folder the files lie beside the manifest: a checkpoint that was copied here.
         copied = [] if manifest is None or manifest.folder else list(manifest.files)
+        # The commit record goes first: from here on nothing is published.
         self._objects.delete(f"{directory}/{MANIFEST}")
         set_aside = self._set_aside_in(directory)
         for name in self._folders(directory):
@@ -221,7 +226,8 @@ class RemoteStore:
     def _refuse_foreign(self, directory: str) -> None:
         """Raise UsageError where a checkpoint would be mixed with something else, unless it is there already."""
         manifest = self._manifest(directory)
-        if manifest is not None and manifest.folder:  # what lies beside that folder was added, and stays
+        # What lies beside that folder was added, and stays.
+        if manifest is not None and manifest.folder:
             return
         others = [
             name

@@ -36,6 +36,7 @@ class Url:
     def without_secrets(self, text: str) -> str:
         """``text`` with the credentials hidden: messages of file systems often name the whole URL."""
         parts = [self.userinfo, *self.userinfo.split(":", 1)]
+        # The longest first: a user's name may be part of the password.
         for secret in sorted({*parts, *map(unquote, parts)} - {""}, key=len, reverse=True):
             text = text.replace(secret, HIDDEN)
         return text
@@ -49,6 +50,7 @@ def parse_url(text: str) -> Url:
     """
     protocol, _, rest = text.partition("://")
     authority, slash, path = rest.rstrip("/").partition("/")
+    # At the last "@": a password may have others.
     userinfo, at, host = authority.rpartition("@")
     if "?" in rest:
         raise ConfigError(

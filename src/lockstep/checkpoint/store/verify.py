@@ -178,7 +178,8 @@ def in_parallel(work: Callable[[S], T], items: Iterable[S]) -> list[T]:
         while pending and not failures:
             try:
                 number, item = pending.popleft()
-            except IndexError:  # another thread was faster
+            except IndexError:
+                # Another thread was faster.
                 return
             try:
                 results[number] = work(item)
@@ -192,6 +193,7 @@ def in_parallel(work: Callable[[S], T], items: Iterable[S]) -> list[T]:
     for thread in others:
         thread.join()
     if failures:
+        # That of the first item, whichever thread was faster.
         raise failures[min(failures)]
     return [results[number] for number in range(len(items))]
 

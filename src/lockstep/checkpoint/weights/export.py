@@ -47,11 +47,13 @@ def configurations(model: Any) -> dict[str, bytes]:
     config = copy.deepcopy(model.config)
     # FSDP gives the model a class of its own.
     config.architectures = [type(model).__name__.removeprefix("FSDP")]
-    name = "dtype" if hasattr(config, "dtype") else "torch_dtype"  # before 4.56
+    # transformers before 4.56 has torch_dtype.
+    name = "dtype" if hasattr(config, "dtype") else "torch_dtype"
     setattr(config, name, str(model.dtype).removeprefix("torch."))
     try:
         with TemporaryDirectory() as folder:
-            if getattr(model, "_auto_class", None) is not None:  # its code lies beside it
+            # The code of the model's class belongs beside its configuration.
+            if getattr(model, "_auto_class", None) is not None:
                 from transformers.dynamic_module_utils import custom_object_save
 
                 custom_object_save(model, folder, config=config)
@@ -122,6 +124,7 @@ def save_model(
         documents = configurations(model) if is_writer else {}
     # What rank 0 sees decides: every rank must gather the same tensors in the same order.
     names = communicator.gather_object([names])[0]
+    # Lazy: each step gathers one tensor, and all ranks take the same steps.
     gathered = ((name, whole(state[name], keep=is_writer)) for name in names)
     failure: Exception | None = None
     try:
@@ -129,7 +132,8 @@ def save_model(
             _write(directory, {name: state[name] for name in names}, gathered, limit, documents)
     except Exception as error:
         failure = error
-    deque(gathered, maxlen=0)  # also where writing failed: the others are in these collectives
+    # Also where writing failed: the others are in these collectives.
+    deque(gathered, maxlen=0)
     communicator.error_barrier(failure)
 
 
@@ -222,6 +226,7 @@ def collect_stages(
             firsts.setdefault(name, first)
             holders.setdefault(first, (holder, value))
     found: dict[str, object] = {}
+    # All ranks have the same descriptions, so all go through the tensors in one order.
     for first, (holder, value) in holders.items():
         if not isinstance(value, torch.Tensor):
             found[first] = value
@@ -231,7 +236,7 @@ def collect_stages(
     if rank > 0:
         return {}
     place = {name: number for number, name in enumerate(spec.names)}
-    names = sorted(firsts, key=lambda name: place.get(name, len(place)))  # stable
+    names = sorted(firsts, key=lambda name: place.get(name, len(place)))
     return {name: found[firsts[name]] for name in names}
 
 

@@ -89,7 +89,8 @@ class WeightsFolder:
             lock = self._store.lock(self._path(".model.lock"), self.directory)
             lock.acquire()
             self._lock = lock
-            for name in os.listdir(self.directory):  # of a process that was killed
+            # Left by a process that was killed.
+            for name in os.listdir(self.directory):
                 if name.endswith(PARTIAL) and _is_ours(name.removesuffix(PARTIAL)):
                     os.unlink(self._path(name))
         except OSError as error:
@@ -122,7 +123,8 @@ class WeightsFolder:
     def _has(self, path: str, content: bytes) -> bool:
         try:
             return os.path.getsize(path) == len(content) and self._store.read(path, len(content)) == content
-        except OSError:  # not there, a link, not readable
+        except OSError:
+            # It is not there, is a link, or cannot be read.
             return False
 
     def publish(self, shards: Mapping[str, list[str]], total_bytes: int) -> None:
@@ -134,6 +136,7 @@ class WeightsFolder:
             self._put_documents()
             os.rename(self._path(WEIGHTS + PARTIAL), self._path(WEIGHTS))
             sync(self.directory)
+            # Until here the index, if there was one, named whole weights.
             self._remove({INDEX})
             self._remove(self._shards_except(()))
             return
@@ -153,6 +156,7 @@ class WeightsFolder:
             os.rename(self._path(name + PARTIAL), self._path(name))
 
     def _put_index(self, shards: Mapping[str, list[str]], names: Mapping[str, str], total_bytes: int) -> None:
+        # An index must not reach the disk before the names of its shards.
         sync(self.directory)
         places = {tensor: names[file] for file, tensors in shards.items() for tensor in tensors}
         index = {"metadata": {"total_size": total_bytes}, "weight_map": places}

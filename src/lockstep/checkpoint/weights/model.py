@@ -19,7 +19,8 @@ logger = logging.getLogger(__name__)
 def save_object(value: Any, file: Any, safe_serialization: bool) -> None:
     """``safetensors.torch.save_file`` for a dict of tensors, or ``torch.save`` for any object."""
     if safe_serialization:
-        from lockstep.checkpoint.format.tensors import check_key  # with pydantic, as below
+        # Here, because it imports pydantic, as below.
+        from lockstep.checkpoint.format.tensors import check_key
 
         for name in value:
             check_key(name)

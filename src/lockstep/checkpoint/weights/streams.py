@@ -199,7 +199,8 @@ class PiecedTensors:
             )
 
     def _read(self, piece: ChunkMetadata, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
-        if self._mapped_bytes > SLAB_BYTES:  # what was read stays in memory as long as its file is open
+        # What was read stays in memory as long as its file is open.
+        if self._mapped_bytes > SLAB_BYTES:
             self._readers.clear()
             self._mapped_bytes = 0
         path = f"{self.root}/{piece.file}"
