@@ -35,7 +35,8 @@ class HostActivations(saved_tensors_hooks):
         super().__init__(self._pack, _unpack)
         self._copies_of = copies
         self._devices: dict[torch.device, tuple[Copies, HostPool] | None] = {}
-        self._calls: list[_Call] = []  # entered and not left
+        # Entered and not left.
+        self._calls: list[_Call] = []
         self._last: Callable[[], _Call | None] = _none
 
     def __enter__(self) -> None:
@@ -48,6 +49,7 @@ class HostActivations(saved_tensors_hooks):
         for offloaded in call.offloaded():
             offloaded.leave_device()
         if call.offloaded():
+            # Weak, so that the order of calls keeps no activation alive.
             self._last = weakref.ref(call)
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _OffloadedInput:
@@ -99,10 +101,12 @@ class _OffloadedInput:
         self._uses = 0
         self._host = pool.take(self._nbytes)
         copies.follow()
+        # The copy starts when what computes this tensor is done.
         copies.after(copies.computed())
         copies.copy(self._on_host(), tensor)
         self._copied: Event = copies.copied()
-        self._on_device: torch.Tensor | None = tensor  # kept until it is copied
+        # Kept until it is copied.
+        self._on_device: torch.Tensor | None = tensor
         call.add(self)
 
     def leave_device(self) -> None:
@@ -119,7 +123,8 @@ class _OffloadedInput:
         self._come_back()
         before = self._call.previous()
         for other in (*self._call.offloaded(), *(before.offloaded() if before is not None else ())):
-            if other._uses < self._uses:  # in this backward
+            # It has not come back in this backward yet.
+            if other._uses < self._uses:
                 other._come_back()
         self._copies.compute_after(self._copied)
         tensor, self._on_device = self._on_device, None
@@ -131,7 +136,8 @@ class _OffloadedInput:
             return
         buffer = self._copies.device_bytes(self._nbytes)
         tensor = view_of(buffer, *self._layout)
-        self._copies.after(self._copies.computed())  # what used this memory before
+        # After what used this memory before.
+        self._copies.after(self._copies.computed())
         self._copies.copy(tensor, self._on_host())
         self._copied = self._copies.copied()
         self._on_device = tensor
@@ -140,6 +146,7 @@ class _OffloadedInput:
         return view_of(self._host, *self._layout)
 
     def __del__(self) -> None:
+        # Without this attribute __init__ has failed, and nothing was copied.
         if hasattr(self, "_on_device"):
             self.leave_device()
             self._pool.give_back(self._host)

@@ -116,7 +116,8 @@ class SideStream(Copies):
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def device_bytes(self, nbytes: int) -> torch.Tensor:
-        with self._module.stream(self._computing):  # whose memory the allocator reuses in its order
+        # The allocator reuses a stream's memory in the order of that stream.
+        with self._module.stream(self._computing):
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
 
@@ -147,6 +148,7 @@ def view_of(
     buffer: torch.Tensor, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int], offset: int = 0
 ) -> torch.Tensor:
     """A tensor of ``size`` in the memory of ``buffer``, uint8 [n], ``offset`` bytes after its first."""
+    # set_ counts in elements, from the beginning of the storage.
     first = (buffer.storage_offset() + offset) // dtype.itemsize
     view = torch.empty(0, dtype=dtype, device=buffer.device)
     return view.set_(buffer.untyped_storage(), first, tuple(size), tuple(stride))
@@ -166,7 +168,8 @@ class Staging:
         self._copies = copies
         self._nbytes = nbytes
         self._lock = threading.Lock()
-        self._buffers: list[tuple[torch.Tensor, Event]] = []  # and when each may be filled again
+        # Each with the event after which it may be filled again.
+        self._buffers: list[tuple[torch.Tensor, Event]] = []
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Give the copy to the device, of tensors of one shape; ``source`` may be changed once it is done."""

@@ -295,6 +295,7 @@ def _cleaned(device_map: Mapping[str, DeviceName]) -> dict[str, DeviceName]:
             devices.setdefault(module, []).append(device)
     cleaned: dict[str, DeviceName] = {}
     for name, device in device_map.items():
+        # The chained comparison: several entries, and one device among them.
         whole = (
             module for module in _ancestors(name) if len(devices[module]) > 1 == len(set(devices[module]))
         )

@@ -80,6 +80,7 @@ def compute_module_sizes(
         elif wanted is not None and is_converted(tensor.dtype):
             own = min(own, wanted.itemsize)
         parts = name.split(".")
+        # Each tensor counts for all modules around it, and for the model, whose name is empty.
         for count in range(len(parts) + 1):
             sizes[".".join(parts[:count])] += tensor.numel() * own
     return sizes
@@ -144,6 +145,7 @@ def get_max_layer_size(
     undivided = set(no_split_module_classes)
     largest = 0
     names: list[str] = []
+    # A stack, with the first part on top: layers are met in the model's order.
     waiting = list(modules)[::-1]
     while waiting:
         name, part = waiting.pop()
@@ -225,7 +227,8 @@ def _free_memory() -> dict[DeviceName, int]:
             free[index] = torch.xpu.mem_get_info(index)[0]
     if torch.backends.mps.is_available():
         free["mps"] = available
-    elif not shares_host_memory:  # one memory is not counted twice
+    elif not shares_host_memory:
+        # One memory is not counted twice.
         free["cpu"] = available
     return free
 
@@ -278,6 +281,7 @@ def get_balanced_memory(
         if max_memory is None:
             limits[used[0]] = limits[used[0]] * 9 // 10
     sizes = compute_module_sizes(model, dtype, special_dtypes)
+    # With low_zero accelerator 0 gets no share.
     share = sizes[""] // (len(used) - 1 if low_zero else len(used))
     share += _slack(model, sizes, class_names(no_split_module_classes))
     for device in used[:-1]:

@@ -92,6 +92,7 @@ def like(parameter: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
     if not isinstance(parameter, nn.Parameter):
         return data
     kind = type(parameter)
+    # torch refuses gradients of integers.
     requires_grad = parameter.requires_grad and (data.is_floating_point() or data.is_complex())
     new = kind(data, requires_grad=requires_grad)
     new.__dict__.update(parameter.__dict__)
@@ -260,6 +261,7 @@ def _placement(
         name: next((devices[outer] for outer in _outer_names(name) if outer in devices), main)
         for name in ref.names
     }
+    # What is at rest on an accelerator is used there, all else on the main device.
     used_on = {
         name: entry if isinstance(entry, torch.device) and entry != CPU else main
         for name, entry in entries.items()

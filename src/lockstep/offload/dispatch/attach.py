@@ -52,7 +52,8 @@ def _changes_nothing(
     shared = probe.is_shared()
     try:
         result = fn(probe)
-    except Exception:  # such as that there is no such device; what is asked for is no change of nothing
+    except Exception:
+        # Such as that there is no such device: then it would not have changed nothing.
         return False
     return (
         isinstance(result, torch.Tensor)
@@ -84,6 +85,7 @@ def cross_devices(
             handles.append(
                 module.register_forward_pre_hook(_Inputs(device, skip_keys), prepend=True, with_kwargs=True)
             )
+    # Prepended last, so it is the first to run.
     handles.append(model.register_forward_pre_hook(crossing.before, prepend=True, with_kwargs=True))
     return handles
 
@@ -111,7 +113,8 @@ class _Model:
     def __init__(self, device: torch.device, skip_keys: str | Iterable[str] | None) -> None:
         self._inputs = _Inputs(device, skip_keys)
         self._skip_keys = skip_keys if isinstance(skip_keys, str) else list(skip_keys or ())
-        self._from: list[torch.device | None] = []  # one for each call that is under way
+        # One for each call that is under way.
+        self._from: list[torch.device | None] = []
 
     @torch.compiler.disable
     def before(self, module: nn.Module, args: object, kwargs: object) -> tuple[object, object]:
@@ -226,6 +229,7 @@ def _blocks(model: nn.Module, undivided: Sequence[str]) -> dict[str, nn.Module]:
     if not called:
         return blocks
     chosen = blocks | called
+    # A block within another one comes and goes with it.
     inner = {id(part) for module in chosen.values() for part in module.modules() if part is not module}
     return {name: module for name, module in chosen.items() if id(module) not in inner}
 

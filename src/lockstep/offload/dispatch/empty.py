@@ -74,7 +74,8 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
         stack.callback(register_module_parameter_registration_hook(moved_parameter).remove)  # type: ignore[arg-type]
         if include_buffers:
             stack.callback(register_module_buffer_registration_hook(moved_buffer).remove)  # type: ignore[arg-type]
-            stack.enter_context(target)  # what is computed for a buffer is made there at once
+            # What is computed for a buffer is made on the device at once.
+            stack.enter_context(target)
         yield
 
 

@@ -229,7 +229,8 @@ def _prepared(loads: list[_Load], folder: Path | None, in_place: bool) -> list[t
     files = MappedFiles()
     mapped: dict[int, torch.Tensor] = {}
     for load in loads:
-        data = load.stored.mapped(files)  # all files at first: which memory is whose is then asked for once
+        # All files first: then the kernel is asked only once for this process's mappings.
+        data = load.stored.mapped(files)
         if data is not None and _is_mappable(load):
             mapped[id(load)] = data
     rewritten = [load for load in loads if load.placement.on_disk and id(load) not in mapped]

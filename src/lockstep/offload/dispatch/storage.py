@@ -253,6 +253,7 @@ def align_module_device(
     for key, parameter in torch_modules.parameters_of(module).items():
         if parameter is not None and parameter.device != device:
             there = like(parameter, parameter.detach().to(device))
+            # The version counter tells later whether somebody has written to the copy.
             moved[key] = (parameter, there, torch_tensors.version(there))
     try:
         for key, (_, there, _) in moved.items():

@@ -121,6 +121,7 @@ def _unpickled(path: str) -> Mapping[str, Stored]:
         try:
             content: object = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except RuntimeError as error:
+            # Files from before torch 1.6 cannot be mapped.
             if "mmap can only be used" not in str(error):
                 raise
             is_mapped = False
@@ -142,7 +143,8 @@ def _unpickled(path: str) -> Mapping[str, Stored]:
 
 
 METADATA = "__metadata__"
-LONGEST_HEADER = 100_000_000  # the limit of the format's own reader
+# The limit of the format's own reader.
+LONGEST_HEADER = 100_000_000
 
 
 def read_header(path: str) -> dict[str, FileRegion]:
@@ -157,6 +159,7 @@ def read_header(path: str) -> dict[str, FileRegion]:
             # Eight bytes: the length of the header behind them.
             start = file.read(8)
             length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+            # A length that lies must not ask for more memory than the file has bytes.
             if not 2 <= length <= min(LONGEST_HEADER, size - 8):
                 raise _damaged(path, f"it has {size} bytes, its header would take {length}")
             text = file.read(length)
@@ -190,7 +193,8 @@ def header_bytes(tensors: dict[str, tuple[torch.dtype, torch.Size]]) -> bytes:
         begin, end = end, end + prod(shape) * dtype.itemsize
         header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(len(text) + 8) % 64)  # tensors that need it begin at a multiple of their element size
+    # Tensors that need it begin at a multiple of their element size.
+    text += b" " * (-(len(text) + 8) % 64)
     return struct.pack("<Q", len(text)) + text
 
 

@@ -22,7 +22,8 @@ from lockstep.errors import OffloadError
 ALIGNMENT = 4096
 """Regions start at multiples of this many bytes, and direct reads and writes move multiples of it."""
 
-_MOST_AT_ONCE = 1 << 30  # the kernel moves less than 2 GiB a call
+# The kernel moves less than 2 GiB a call.
+_MOST_AT_ONCE = 1 << 30
 
 
 def aligned(nbytes: int) -> int:
@@ -36,6 +37,7 @@ def aligned_buffer(nbytes: int) -> torch.Tensor:
     Pinned where there is CUDA.
     """
     room = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+    # -p % a: bytes from address p to the next multiple of a.
     start = -room.data_ptr() % ALIGNMENT
     return room[start : start + nbytes]
 
@@ -112,7 +114,8 @@ class OffloadFile:
         nbytes = count * dtype.itemsize
         data = torch.frombuffer(self._map, dtype=torch.uint8, count=nbytes, offset=offset)
         mark: Any = data.untyped_storage()
-        mark._offload_region = (self, offset)  # the file is there as long as its tensors are
+        # The file is there as long as its tensors are.
+        mark._offload_region = (self, offset)
         return data.view(dtype).view(tuple(shape))
 
     def read(self, offset: int, buffer: torch.Tensor) -> None:
@@ -178,7 +181,8 @@ class OffloadFile:
         )
 
 
-_WRITE_AND_WAIT = 1 | 2 | 4  # wait for writes before, write, wait for these
+# Wait for writes before, write, wait for these.
+_WRITE_AND_WAIT = 1 | 2 | 4
 
 
 def _write_pages(fd: int, mapped: mmap.mmap, offset: int, nbytes: int) -> None:
@@ -188,7 +192,8 @@ def _write_pages(fd: int, mapped: mmap.mmap, offset: int, nbytes: int) -> None:
     if hasattr(libc, "sync_file_range"):
         failed = libc.sync_file_range(fd, ctypes.c_int64(offset), ctypes.c_int64(nbytes), _WRITE_AND_WAIT)
         code = ctypes.get_errno() if failed else 0
-    if code in (errno.ENOSYS, errno.EINVAL, errno.ESPIPE, errno.EOPNOTSUPP):  # not on this file system
+    # This file system does not have it.
+    if code in (errno.ENOSYS, errno.EINVAL, errno.ESPIPE, errno.EOPNOTSUPP):
         # mmap writes from the beginning of a page.
         start = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         mapped.flush(start, offset + nbytes - start)
@@ -225,6 +230,7 @@ def _reserved(folder: Path, nbytes: int) -> tuple[int, int]:
         _close(fd, direct)
         raise
     finally:
+        # From now on the file has no name: its space is free once the last descriptor is closed.
         os.unlink(path)
     return fd, direct
 
@@ -333,7 +339,8 @@ class OffloadedParameters:
             return tensor
         offset = self._file.place(aligned(tensor.nbytes))
         self._write(offset, tensor)
-        self._freed.add(tensor.nbytes)  # what the caller has no more use for
+        # The caller has no more use for it.
+        self._freed.add(tensor.nbytes)
         return self._file.tensor(offset, tensor.shape, tensor.dtype)
 
     def close(self) -> None:
@@ -348,5 +355,6 @@ class OffloadedParameters:
             piece = numbers[start : start + STAGING_BYTES]
             buffer = self._staging[: aligned(piece.numel())]
             buffer[: piece.numel()].copy_(piece)
+            # Direct writes end at a multiple of ALIGNMENT: behind the tensor there are zeros.
             buffer[piece.numel() :].zero_()
             self._file.write(offset + start, buffer)

@@ -163,6 +163,7 @@ def _holds(region: FileRegion, pieces: Iterator[torch.Tensor]) -> bool:
         same = held[done : done + piece.numel()]
         if not torch.equal(as_bytes(same), as_bytes(piece)):
             return False
+        # Pages that were compared leave memory: the tensor may be larger than it.
         files.pages(same).drop()
         done += piece.numel()
     return True
@@ -233,7 +234,8 @@ def _locked(folder: str) -> Iterator[None]:
     except OSError as error:
         raise _unwritten(folder, 0, error) from error
     try:
-        with suppress(OSError):  # some network file systems have no locks
+        # Some network file systems have no locks.
+        with suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
@@ -303,7 +305,8 @@ class FileWriter:
     def finish(self) -> None:
         """Write what is left. Raises OSError."""
         os.close(self._direct)
-        self._direct = os.dup(self._file)  # the last part is not aligned
+        # The last part is not aligned, so it goes through the page cache.
+        self._direct = os.dup(self._file)
         self._flush()
 
     def _flush(self) -> None:

@@ -19,11 +19,15 @@ import torch
 
 from lockstep.errors import OffloadError
 
-_POPULATE_READ = 22  # of Linux 5.14; Python's mmap has no name for it
-_PIECE_BYTES = 8 * 2**20  # between two looks at whether to stop; less would not read slower
+# Since Linux 5.14; Python's mmap has no name for it.
+_POPULATE_READ = 22
+# Bytes between two looks at whether to stop; fewer would not read slower.
+_PIECE_BYTES = 8 * 2**20
 _PAGE = mmap.PAGESIZE
-_ENTRY_BYTES = 8  # of /proc/self/pagemap, for each page
-_IS_PRESENT = np.uint64(0b11 << 62)  # in memory or in swap
+# Bytes for each page in /proc/self/pagemap.
+_ENTRY_BYTES = 8
+# The page is in memory or in swap.
+_IS_PRESENT = np.uint64(0b11 << 62)
 _IS_OF_FILE = np.uint64(1 << 61)
 
 
@@ -34,7 +38,8 @@ class FileMapping:
     start: int
     end: int
     offset: int
-    is_private: bool  # what is written there does not get into the file
+    # What is written there does not get into the file.
+    is_private: bool
     path: str
     # Device and inode of what is at the path; None where that is another file.
     identity: tuple[int, int] | None
@@ -46,7 +51,8 @@ class FileMapping:
         try:
             status = os.stat(self.path)
         except OSError:
-            return  # unlinked, with its contents still there
+            # It is unlinked, and its contents are still there.
+            return
         needed = self.offset + end - self.start
         if (status.st_dev, status.st_ino) == self.identity and status.st_size < needed:
             raise OffloadError(
@@ -79,7 +85,8 @@ class Pages:
         # As long as they live, addresses are right.
         self._storages = [tensor.untyped_storage() for tensor in plain]
         self._spans = _spans(plain, file_mappings() if mappings is None else mappings) if plain else []
-        self._ends = {span.mapping: span.end for span in self._spans}  # the last one in each mapping
+        # The last one in each mapping.
+        self._ends = {span.mapping: span.end for span in self._spans}
         self.nbytes = sum(_outer_end(span.end) - _outer_start(span.start) for span in self._spans)
 
     @property
@@ -127,11 +134,13 @@ class _Span:
 
     def populate(self, start: int, nbytes: int) -> None:
         code = _advise(start, nbytes, _POPULATE_READ)
-        if code == errno.EINVAL:  # an older kernel
+        # An older kernel.
+        if code == errno.EINVAL:
             _touch(start, nbytes)
         elif code:
             mapping = self.mapping
-            mapping.check(self.end)  # it may have been truncated since the check before
+            # It may have been truncated since the check before.
+            mapping.check(self.end)
             raise OffloadError(
                 f"{nbytes} bytes at {mapping.offset + start - mapping.start} of {mapping.path} cannot be read: "
                 f"{os.strerror(code)}. The file may have been truncated, or its disk may have failed. Load the "
@@ -143,7 +152,8 @@ def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The tensors in host memory of which it is made: itself, the local part of a DTensor, those of a quantized one."""
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
-        inside = (getattr(tensor, name) for name in names)  # a DTensor's mesh is among them
+        # A DTensor's mesh is among them.
+        inside = (getattr(tensor, name) for name in names)
         for part in inside:
             if isinstance(part, torch.Tensor):
                 yield from _parts(part)
@@ -159,9 +169,11 @@ def _spans(tensors: Sequence[torch.Tensor], mappings: Sequence[FileMapping]) -> 
         while start < end:
             index = bisect_right(starts, start) - 1
             if index < 0 or mappings[index].end <= start:
-                break  # in memory
+                # It is in memory.
+                break
             mapping = mappings[index]
             last = spans[-1] if spans else None
+            # Neighbours are one span, as the page in which they meet lies wholly in none of the two.
             if last is not None and last.mapping is mapping and last.end >= start:
                 spans[-1] = _Span(last.start, max(last.end, min(end, mapping.end)), mapping)
             else:
@@ -191,7 +203,8 @@ def _parsed(line: str) -> FileMapping | None:
         if status.st_ino == int(fields[4]):
             identity = status.st_dev, status.st_ino
     except OSError:
-        pass  # unlinked: nobody can truncate it by its name
+        # It is unlinked: nobody can truncate it by its name.
+        pass
     return FileMapping(start, end, int(fields[2], 16), fields[1].endswith("p"), fields[5], identity)
 
 
@@ -237,7 +250,8 @@ def _unwritten(start: int, end: int) -> list[tuple[int, int]]:
     """The pages from ``start`` to ``end`` that are no copies made by writing to a private mapping, as ranges."""
     entries = _page_entries(start, end)
     if len(entries) < (end - start) // _PAGE:
-        return []  # not known: none is let go
+        # What is not known is not let go.
+        return []
     # Writing to a private mapping makes a copy of the page: it is present, and not of the file.
     clean = ((entries & _IS_PRESENT) == 0) | ((entries & _IS_OF_FILE) != 0)
     if clean.all():
@@ -255,7 +269,8 @@ def _unwritten(start: int, end: int) -> list[tuple[int, int]]:
 def _touch(start: int, nbytes: int) -> None:
     """Read a byte of each page."""
     pages = torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(start), dtype=torch.uint8)
-    pages[::_PAGE].sum()  # without the GIL
+    # Without the GIL.
+    pages[::_PAGE].sum()
 
 
 def _advise(start: int, nbytes: int, advice: int) -> int:

@@ -14,7 +14,8 @@ import torch
 from lockstep.errors import CheckpointError
 from lockstep.offload.files.pages import FileMapping, Pages, file_mappings, map_file
 
-PIECE_BYTES = 8 * 2**20  # of a file in memory while it is copied
+# Bytes of a file that are in memory while it is copied.
+PIECE_BYTES = 8 * 2**20
 
 
 class Stored(Protocol):
@@ -197,8 +198,10 @@ class FileBacked:
                 current: tuple[int, int] | None = None
                 for line in listing:
                     words = line.split(None, 5)
+                    # A line of addresses begins a mapping; the lines that follow tell of it.
                     if not words[0].endswith(":"):
                         start, end = (int(word, 16) for word in words[0].split("-"))
+                        # Field 5 is the inode, which is 0 where no file is mapped.
                         is_file = len(words) > 5 and words[4] != "0"
                         current = (start, end) if is_file else None
                     elif current is not None and words[0] == "Anonymous:":

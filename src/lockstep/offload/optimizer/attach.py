@@ -91,10 +91,12 @@ class _Offloaded(Optimizer):
     _offloaded_step: OffloadedStep
 
     def step(self, closure: Callable[[], object] | None = None) -> Any:
-        self._offloaded_step.finish()  # hooks, too, are to see the parameters after the step before
+        # Hooks, too, are to see the parameters after the step before.
+        self._offloaded_step.finish()
         torch_optim.note_step(self)
         return _hooked_step(self, closure)
 
+    # A property goes before the entry of the same name in the instance's dict, where torch keeps the state.
     @property
     def state(self) -> Any:
         self._offloaded_step.wait()
@@ -119,6 +121,7 @@ class _Offloaded(Optimizer):
         self._offloaded_step.after_load()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        # Zeros are written into gradients that the step may still read.
         if not set_to_none:
             self._offloaded_step.wait()
         super().zero_grad(set_to_none)

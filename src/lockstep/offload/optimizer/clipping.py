@@ -38,7 +38,8 @@ class GradientNotes:
 
     def __init__(self) -> None:
         self.norm_type: float | None = None
-        self._known: dict[int, tuple[int, KnownNorm]] = {}  # and the version of the gradient
+        # Each with the version of the gradient.
+        self._known: dict[int, tuple[int, KnownNorm]] = {}
         self._unscaled: dict[int, TensorWeakRef] = {}
 
     def keep(self, offset: int, gradient: torch.Tensor, norm: KnownNorm) -> None:

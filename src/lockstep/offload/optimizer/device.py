@@ -88,7 +88,8 @@ class HostSide:
         flat = self.copies.host_bytes(nbytes)
         master = _like(flat, parameter).copy_(parameter.detach())
         if self._folder is not None and parameter.numel():
-            if self.files[-1].free_bytes < nbytes:  # a group was added
+            # A group was added.
+            if self.files[-1].free_bytes < nbytes:
                 self.files.append(OffloadFile(self._folder, nbytes))
             file = self.files[-1]
             offset = file.place(nbytes)

@@ -85,7 +85,8 @@ class GradientFile:
         self._thread.shutdown()
 
     def _watch(self, parameter: torch.Tensor, offset: int) -> None:
-        reference = weakref.ref(parameter)  # a hook that held its parameter would keep it for ever
+        # A hook that held its parameter would keep it for ever.
+        reference = weakref.ref(parameter)
 
         def appears(gradient: torch.Tensor) -> None:
             here = reference()
@@ -133,13 +134,16 @@ class GradientFile:
                 parameter.grad = earlier + gradient
             return
         if region_of(here) == (self.file, offset):
-            return  # added to in place, through the mapping
+            # Added to in place, through the mapping.
+            return
         if earlier is not None:
             here.add_(self._in_memory(earlier, offset))
+        # One fewer, as another one comes below.
         self._settle(_UNDER_WAY - 1)
         self._writes.append(self._begin_to_write(parameter, gradient, here, offset))
         if torch_tensors.has_hook(parameter, torch_tensors.POST_ACCUMULATE):
-            self._settle()  # the hook may change it
+            # The hook may change it.
+            self._settle()
         else:
             self._settle_at_end_of_backward()
 
@@ -165,7 +169,8 @@ class GradientFile:
         self, here: torch.Tensor, offset: int, norm_type: float | None, threads: int
     ) -> KnownNorm | None:
         """In the thread: returns the norm, if it is asked for."""
-        if torch.get_num_threads() != threads:  # how a norm is summed up depends on it
+        # How a norm is summed up depends on it.
+        if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
         buffer = self._buffer[: aligned(here.nbytes)]
         held = buffer[: here.nbytes].view(here.dtype).view(here.shape)
@@ -183,7 +188,8 @@ class GradientFile:
             torch_autograd.at_end_of_backward(self._end_backward)
 
     def _end_backward(self) -> None:
-        self._backward = torch_autograd.NO_BACKWARD  # others at the end of it may bring more
+        # Other callbacks at the end may bring more gradients.
+        self._backward = torch_autograd.NO_BACKWARD
         self._settle()
 
     @torch.no_grad()
@@ -194,12 +200,14 @@ class GradientFile:
             try:
                 norm = write.norm.result()
             except BaseException:
-                self._writes.clear()  # these stay in memory: one error is enough
+                # These stay in memory: one error is enough.
+                self._writes.clear()
                 raise
             parameter, here = write.parameter(), local(write.gradient)
             if parameter is None or parameter.grad is not write.gradient:
                 continue
-            if torch_tensors.version(here) != write.version:  # it was changed while it was in memory
+            # It was changed while it was in memory.
+            if torch_tensors.version(here) != write.version:
                 again = self._begin_to_write(parameter, write.gradient, here, write.offset)
                 norm = again.norm.result()
             mapped = self.file.tensor(write.offset, here.shape, here.dtype)

@@ -27,11 +27,13 @@ class GradientScale:
     norm: torch.Tensor
 
     def changes_nothing(self) -> bool:
+        # The factor that torch clamps to 1.
         return bool(float(self.max_norm) / (self.norm + 1e-6) >= 1.0)
 
     @torch.no_grad()
     def apply(self, gradients: Sequence[torch.Tensor]) -> None:
         """Scale plain tensors in place."""
+        # It takes parameters, of which it looks at nothing but ``grad``.
         holders: Any = [SimpleNamespace(grad=gradient) for gradient in gradients]
         clip_grads_with_norm_(holders, self.max_norm, self.norm)
 
@@ -176,6 +178,7 @@ def step_some(
         torch.set_num_threads(settings.threads)
     parameters = [nn.Parameter(value, requires_grad=False) for value in values]
     for parameter, gradient in zip(parameters, gradients, strict=True):
+        # torch refuses a gradient of another dtype unless grad_dtype allows it.
         if gradient.dtype != parameter.dtype and hasattr(parameter, "grad_dtype"):
             parameter.grad_dtype = gradient.dtype
         parameter.grad = gradient
@@ -205,6 +208,7 @@ def _part_of(
         by_group.setdefault(entry.group, []).append(parameter)
         if own:
             state[parameter] = own
+    # Without __init__, which would want parameters and set everything anew.
     copy = object.__new__(settings.optimizer_class)
     vars(copy).update(settings.attributes)
     copy.state = state  # type: ignore[assignment]

@@ -88,7 +88,8 @@ class OffloadedStep:
         if host is not None:
             self._undo.callback(host.close)
         self._run: StepRun | None = None
-        self._last: StepRun | None = None  # whose state may be read early for the next one
+        # Whose state may be read early for the next one.
+        self._last: StepRun | None = None
         self._waits_for: dict[int, list[StepItem]] = {}
         self._broken: OffloadError | None = None
         self._work.adopt_state()
@@ -136,6 +137,7 @@ class OffloadedStep:
         self.finish()
         self.refuse_if_broken()
         if not self.is_blockwise:
+            # Without the hooks around it: this call is made within them.
             step: Any = self._class.step
             return step.__wrapped__(self._optimizer, closure)
         loss = None
@@ -156,6 +158,7 @@ class OffloadedStep:
     def _begin(self, entries: list[KernelEntry]) -> None:
         if not entries:
             return
+        # Versions change here, in the thread that calls ``step``, and not when the worker writes.
         for entry in entries:
             self._work.announce(entry)
         if self._work.host is not None:
@@ -184,6 +187,7 @@ class OffloadedStep:
         last = self._last
         if self._work.files is None or last is None or not last.over.is_set() or self._threads.early:
             return
+        # Up to the first that cannot be read: early reads are used up item by item.
         reads = (self._work.early_read(item) for item in last.items[:BUFFERS])
         self._threads.read_early([read for read in takewhile(bool, reads) if read is not None])
 
@@ -235,7 +239,8 @@ class OffloadedStep:
         if self._run is not None:
             self._run.over.wait()
             self._wait(self._run.items)
-            self._raise_error()  # of what was written after it was shown
+            # An error of what was written after the values were shown.
+            self._raise_error()
             self._run = None
             self._waits_for = {}
 

@@ -121,7 +121,8 @@ class _Buffer:
 
     def of(self, nbytes: int) -> torch.Tensor:
         if self.nbytes < nbytes:
-            self._bytes = torch.empty(0, dtype=torch.uint8)  # the old one goes before the new one comes
+            # The old one goes before the new one comes.
+            self._bytes = torch.empty(0, dtype=torch.uint8)
             self._bytes = aligned_buffer(nbytes)
         return self._bytes[:nbytes]
 
@@ -228,7 +229,8 @@ class StepThreads:
                 try:
                     if index + 1 < len(run.items):
                         coming.append(self._read_ahead(run.items[index + 1], early))
-                    if run.error is not None:  # of what was written meanwhile
+                    # An error of what was written meanwhile.
+                    if run.error is not None:
                         raise run.error
                     self._compute(run, item, staged.data)
                 except BaseException:
@@ -303,7 +305,8 @@ class StepThreads:
             buffer = early.buffer.result()
         # A buffer that has to grow loses what was read into it, which is then read again.
         if buffer is not None and buffer.nbytes >= nbytes:
-            states = []  # they are there
+            # They are in the buffer.
+            states = []
         try:
             buffer = buffer or self._free.get()
             data = buffer.of(nbytes)

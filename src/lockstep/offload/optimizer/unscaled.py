@@ -87,6 +87,7 @@ def _scale_now(gradient: torch.Tensor) -> None:
     pending: _Pending = vars(gradient)[_PENDING]
     for read in pending.reads:
         read.wait()
+    # A plain tensor first: torch would tell of each use below otherwise.
     forget(gradient)
     region = region_to_move(gradient, changes=True)
     assert region is not None

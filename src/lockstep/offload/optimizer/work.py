@@ -76,7 +76,8 @@ class StepWork:
 
     def announce(self, entry: KernelEntry) -> None:
         """A parameter is about to be changed, and its state made if there is none."""
-        self._state.setdefault(entry.parameter, {})  # in the order in which the optimizer itself would
+        # In the order in which the optimizer itself would make it.
+        self._state.setdefault(entry.parameter, {})
         if not self._delayed:
             torch.autograd.graph.increment_version(entry.parameter)
             if (host := self._host_of(entry.parameter)) is not None:
@@ -131,7 +132,8 @@ class StepWork:
                 gradients.append(self.host.arrived(fetched))
             else:
                 gradients.append(held(index, GRADIENT, entry.gradient))
-            if entry.scale is not None:  # in the buffer, not in the file
+            # Scaled in the buffer, not in the file.
+            if entry.scale is not None:
                 entry.scale.apply(gradients[-1:])
             states.append(
                 {
@@ -164,7 +166,8 @@ class StepWork:
                     host.publish(entry.parameter, value)
         item.published = host.copies.copied()
         if item.others or item.states:
-            host.copies.wait(item.published)  # before the buffer that holds the values has others
+            # The buffer that holds the values will hold others.
+            host.copies.wait(item.published)
 
     def _keep(self, parameter: torch.Tensor, before: dict[str, object], now: dict[str, object]) -> None:
         """Take over what an optimizer made of a parameter's state."""
@@ -175,9 +178,11 @@ class StepWork:
         for name, value in now.items():
             old = before.get(name)
             if name in before and value is old:
-                continue  # changed in place
+                # Changed in place.
+                continue
             if isinstance(old, torch.Tensor) and old is not own[name] and _fits(value, old):
-                old.copy_(value)  # which is where it is kept, or from where it is written back
+                # The old one is where the state is kept, or from where it is written back.
+                old.copy_(value)
             else:
                 own[name] = like_parameter(value, parameter) if isinstance(value, torch.Tensor) else value
         if self.files is not None:
@@ -187,6 +192,7 @@ class StepWork:
         """Bring state to the host or into its file, if it is not there: state that was loaded, or made early."""
         parameters = (p for group in self._optimizer.param_groups for p in group["params"])
         states = [(p, self._state[p]) for p in parameters if p in self._state]
+        # First copy what lies where another's state will be, of all; then write.
         for parameter, own in states:
             if self._host_of(parameter) is not None:
                 take_kept(parameter, own)

@@ -53,7 +53,8 @@ class RemovableHandles:
             self._handles.pop().remove()
 
     def __reduce__(self) -> tuple[object, ...]:
-        return RemovableHandles, ((),)  # a copy of the model has no such hooks
+        # A copy of the model has no such hooks.
+        return RemovableHandles, ((),)
 
 
 def listen(
@@ -116,6 +117,7 @@ class _End(_GroupHook):
             outputs = [leaf for leaf in leaves(args[-1]).values() if isinstance(leaf, torch.Tensor)]
             outputs = [output for output in outputs if output.requires_grad]
             if outputs:
+                # Any of them: the first gradient says that backward has come to the group.
                 register_multi_grad_hook(outputs, self._backward, mode="any")
 
     def _backward(self, gradient: torch.Tensor) -> None:
@@ -244,12 +246,14 @@ def _to_device(
     listeners: Sequence[GroupListener],
     ready: Callable[[WeightGroup], None] | None,
 ) -> tuple[Streamer, list[GroupListener], Callable[[], None]]:
-    from lockstep.offload.weights.device.mover import DeviceMover  # models on a CPU do without it
+    # Models on a CPU do without it.
+    from lockstep.offload.weights.device.mover import DeviceMover
 
     mover = DeviceMover(groups, device, ready=ready)
     streamer = _streamer(groups, mover, budget, ahead, ready, in_place=False)
     mover.slots.budget = streamer.budget
-    reference = weakref.ref(streamer)  # the streamer has the mover
+    # The streamer has the mover.
+    reference = weakref.ref(streamer)
 
     def request(group: WeightGroup) -> None:
         found = reference()
@@ -257,7 +261,8 @@ def _to_device(
             found.use(group, in_backward=True)
 
     def flush() -> None:
-        if not torch_autograd.is_in_backward():  # otherwise backward computes a forward once more
+        # Otherwise this forward is one that backward computes once more.
+        if not torch_autograd.is_in_backward():
             mover.flush()
 
     mover.request = request

@@ -29,8 +29,10 @@ class WeightGroup:
     """Weights that are needed together: of one block, or of one module outside of blocks."""
 
     name: str
-    modules: list[nn.Module]  # whose forward needs them; several where weights are tied
-    tensors: dict[str, torch.Tensor]  # full name -> parameter or buffer, each object once
+    # Whose forward needs them; several where weights are tied.
+    modules: list[nn.Module]
+    # Full name -> parameter or buffer, each object once.
+    tensors: dict[str, torch.Tensor]
     nbytes: int
 
     def __repr__(self) -> str:
@@ -52,7 +54,8 @@ def find_weight_groups(
             left out.
     """
     found: list[WeightGroup] = []
-    owners: dict[int, WeightGroup] = {}  # of each tensor
+    # The group of each tensor.
+    owners: dict[int, WeightGroup] = {}
     for name, module, tensors in _parts(model, "", {id(block) for block in blocks.values()}, set()):
         tensors = {full: tensor for full, tensor in tensors.items() if wanted(full)}
         if not tensors:

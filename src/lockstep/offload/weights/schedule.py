@@ -54,7 +54,8 @@ class Successors(Generic[GroupT]):
                 following = self._after_one.get(current)
             if following is None:
                 position = self._position[current]
-                in_backward = in_backward and position > 0  # after the first group's comes the next forward
+                # After the first group's comes the next forward.
+                in_backward = in_backward and position > 0
                 following = self._order[(position + (-1 if in_backward else 1)) % len(self._order)]
             yield following
             previous, current = current, following
@@ -117,7 +118,8 @@ def choose_ahead(
     missing = sizes[group] + sum(sizes[one] for one in loaded) - budget
     if missing <= 0:
         return Choice(group, ())
-    later = set(loaded).difference(held, seen)  # what is used before the group stays
+    # What is used before the group stays.
+    later = set(loaded).difference(held, seen)
     # The rest of the chain: only uses behind that of the group count.
     return _evicting(group, missing, sizes, _next_uses(later, (one for _, one in chain)))
 
@@ -137,6 +139,7 @@ def _evicting(
     group: GroupT, missing: int, sizes: Mapping[GroupT, int], next_uses: Mapping[GroupT, int]
 ) -> Choice[GroupT] | None:
     evicted = []
+    # What is used last goes first; groups without bytes make no room.
     for candidate in sorted(next_uses, key=next_uses.__getitem__, reverse=True):
         if sizes[candidate]:
             evicted.append(candidate)

@@ -14,7 +14,8 @@ from lockstep.offload.weights.groups import WeightGroup
 from lockstep.offload.weights.mover import Mover, check_budget
 from lockstep.offload.weights.schedule import Choice, Successors, choose_ahead, choose_urgent
 
-_HORIZON = 1024  # so many uses are looked ahead at most: what comes later is let go first, in any order
+# So many uses are looked ahead at most: what comes later is let go first, in any order.
+_HORIZON = 1024
 
 
 @dataclass
@@ -23,9 +24,12 @@ class Counters:
 
     loads: int = 0
     bytes_loaded: int = 0
-    urgent_loads: int = 0  # that were not foreseen: they began when the group was needed
-    waited_s: float = 0.0  # how long computing threads waited for loads, foreseen or not
-    peak_bytes: int = 0  # most that was loaded at once
+    # Loads that were not foreseen: they began when the group was needed.
+    urgent_loads: int = 0
+    # How long computing threads waited for loads, foreseen or not.
+    waited_s: float = 0.0
+    # The most that was loaded at once.
+    peak_bytes: int = 0
 
 
 class Streamer:
@@ -68,16 +72,23 @@ class Streamer:
         self._successors = Successors(self.groups)
         self._horizon = min(2 * len(self.groups) + 1, _HORIZON)
         self._loaded: set[WeightGroup] = set()
-        self._unused: set[WeightGroup] = set()  # loaded ahead, and not used since
-        self._busy: set[WeightGroup] = set()  # could not be let go when last tried
-        self._moving: set[WeightGroup] = set()  # being loaded or let go
-        self._in_use: dict[int, list[WeightGroup]] = {}  # by thread, in the order in which they began
+        # Loaded ahead, and not used since.
+        self._unused: set[WeightGroup] = set()
+        # Could not be let go when last tried.
+        self._busy: set[WeightGroup] = set()
+        # Being loaded or let go.
+        self._moving: set[WeightGroup] = set()
+        # By thread, in the order in which they began.
+        self._in_use: dict[int, list[WeightGroup]] = {}
         self._current: WeightGroup | None = None
-        self._wanted: list[WeightGroup] = []  # computing threads wait for them
-        self._failed: dict[WeightGroup, BaseException] = {}  # what went wrong when they were loaded ahead
+        # Computing threads wait for them.
+        self._wanted: list[WeightGroup] = []
+        # What went wrong when they were loaded ahead.
+        self._failed: dict[WeightGroup, BaseException] = {}
         self._pid = os.getpid()
         self.background = LoaderThread(self)
-        self._changed = self.background.changed  # guards everything above
+        # Guards everything above.
+        self._changed = self.background.changed
 
     # -- told by the model's hooks, in the computing thread ----------------------------------------------
 
@@ -89,7 +100,8 @@ class Streamer:
     def forward_ended(self, group: WeightGroup) -> None:
         with self._changed:
             used = self._in_use.get(threading.get_ident(), [])
-            if group in used:  # not so where an exception came before forward_begins
+            # It is not there if an exception came before forward_begins.
+            if group in used:
                 # The use that began last: the same group may be in use several times.
                 used.reverse()
                 used.remove(group)
@@ -166,7 +178,8 @@ class Streamer:
         while (choice := self._next_choice()) is not None:
             try:
                 self._carry_out(choice)
-            except BaseException as error:  # raised in the computing thread, where the group is used
+            except BaseException as error:
+                # Raised in the computing thread, where the group is used.
                 with self._changed:
                     self._failed[choice.load] = error
                     self._moving.difference_update((choice.load, *choice.evict))
@@ -208,6 +221,7 @@ class Streamer:
 
     def _carry_out(self, choice: Choice[WeightGroup]) -> None:
         room = True
+        # Once one has to stay there will be no room, so the others stay as well.
         for group in choice.evict:
             released = room and self.mover.release(group)
             self._let_go(group, released)
@@ -255,7 +269,8 @@ class Streamer:
             self._wanted.remove(group)
             self.counters.waited_s += time.perf_counter() - started
         if group in self._failed:
-            self.background.wake()  # there may be others to load, and other threads that wait for this one
+            # There may be others to load, and other threads that wait for this one.
+            self.background.wake()
             raise self._failed.pop(group)
 
     def _is_there(self, group: WeightGroup) -> bool:
@@ -273,7 +288,8 @@ class Streamer:
         if os.getpid() == self._pid:
             return False
         if self._in_place:
-            return True  # weights are read where they are
+            # Weights are read where they are.
+            return True
         raise UsageError(
             "A model whose weights are streamed to a device is used in a forked process. "
             "Load it there, or call stop_streaming(model) before the fork."
@@ -291,7 +307,8 @@ class LoaderThread:
     def __init__(self, streamer: Streamer) -> None:
         self.changed = threading.Condition()
         self.ended = False
-        self._awake = False  # there may be work, or it is being done
+        # There may be work, or it is being done.
+        self._awake = False
         self._called = False
         weakref.finalize(streamer, self.end)
         self.thread = threading.Thread(
@@ -340,6 +357,8 @@ def _run(background: LoaderThread, reference: weakref.ref[Streamer]) -> None:
             if streamer is None:
                 return
             streamer.work()
-            del streamer  # it may go while this thread waits
+            # The streamer may go while this thread waits.
+            del streamer
     finally:
-        background.end()  # nobody shall wait for it
+        # Nobody shall wait for it.
+        background.end()

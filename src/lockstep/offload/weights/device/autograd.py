@@ -32,7 +32,8 @@ class SavedView:
     dtype: torch.dtype
     size: tuple[int, ...]
     stride: tuple[int, ...]
-    offset: int  # bytes
+    # In bytes.
+    offset: int
     conjugated: bool
     negated: bool
 
@@ -64,7 +65,8 @@ class SavedCast:
     dtype: torch.dtype
     size: tuple[int, ...]
     stride: tuple[int, ...]
-    offset: int  # elements
+    # In elements.
+    offset: int
 
 
 class SavedWeights(Protocol):
@@ -91,6 +93,7 @@ def saved_tensors_hooks_of(weights: SavedWeights) -> saved_tensors_hooks:
         saved = _recipe(weights, tensor)
         if saved is not None:
             at = saved if isinstance(saved, SavedCast) else None
+            # Backward compares versions when it unpacks, as torch does for what it saves itself.
             working = at.working if at is not None else weights.working_at(saved.group, saved.offset)
             return partial(_weight, weights, saved, working, working.version)
         if outer is not None:
@@ -110,7 +113,8 @@ def _weight(
 
 
 def _kept(tensor: torch.Tensor, version: int) -> torch.Tensor:
-    if torch_tensors.version(tensor) != version:  # torch leaves this check to hooks
+    # torch leaves this check to hooks.
+    if torch_tensors.version(tensor) != version:
         raise _modified(tuple(tensor.shape))
     return tensor
 
@@ -194,9 +198,11 @@ class own_mode:
 @dataclass(frozen=True)
 class _Moving:
     working: Working
-    gradient: torch.Tensor  # on the device; kept until it is copied
+    # On the device; kept until it is copied.
+    gradient: torch.Tensor
     buffer: torch.Tensor
-    host: torch.Tensor  # a view of the buffer
+    # A view of the buffer.
+    host: torch.Tensor
     copied: Event
 
 
@@ -217,7 +223,8 @@ class HostGradients:
 
     def watch(self, working: Working) -> None:
         """Take the gradients of ``working`` from now on."""
-        taker, taken = weakref.ref(self), weakref.ref(working)  # torch hides the cycle from the collector
+        # Weak, as the garbage collector cannot see a cycle through torch's hooks.
+        taker, taken = weakref.ref(self), weakref.ref(working)
 
         def take(tensor: torch.Tensor) -> None:
             if (gradients := taker()) is not None and (its_working := taken()) is not None:

@@ -52,7 +52,8 @@ class DeviceMover:
         ready: Callable[[WeightGroup], None] | None = None,
         copies: Callable[[torch.device], Copies] = copies_of,
     ) -> None:
-        self._to, self._back = copies(device), copies(device)  # a stream for either direction
+        # A stream for either direction.
+        self._to, self._back = copies(device), copies(device)
         self.slots = Slots(self._to, budget)
         self.request: Callable[[WeightGroup], None] = self._load_and_bind
         self._ready = ready
@@ -67,8 +68,10 @@ class DeviceMover:
         }
         self._by_host_tensor = {id(w.host_tensor): w for copy in self._copies.values() for w in copy.working}
         self._forward = Forwards()
-        self._later: list[_GroupCopy] = []  # to settle after backward
-        self._backward = -1  # the number of the graph task at whose end to settle
+        # To settle after backward.
+        self._later: list[_GroupCopy] = []
+        # The number of the graph task at whose end to settle.
+        self._backward = -1
         self._closed = False
         largest = max((copy.nbytes for copy in self._copies.values()), default=0)
         self._gradients = HostGradients(self._back, 2 * largest, self._settle_after_backward)
@@ -97,6 +100,7 @@ class DeviceMover:
             assert copy.slot is not None
             self._to.follow()
             self._back.follow()
+            # The device waits for the copy, not the host.
             self._to.compute_after(copy.copied)
             if not copy.is_used:
                 for working in copy.working:
@@ -144,14 +148,16 @@ class DeviceMover:
         if hooks is not None:
             hooks.__enter__()
         self._forward.stack.append((group, hooks, torch.is_autocast_cache_enabled()))
-        torch.set_autocast_cache_enabled(False)  # it would keep a copy of every weight until autocast ends
+        # It would keep a copy of every weight until autocast ends.
+        torch.set_autocast_cache_enabled(False)
         copy = self._copies[group]
         with copy.lock:
             copy.depth += 1
 
     def forward_ended(self, group: WeightGroup) -> None:
         if not self._forward.stack or self._forward.stack[-1][0] is not group:
-            return  # it failed before it had begun
+            # It failed before it had begun.
+            return
         _, hooks, caches = self._forward.stack.pop()
         torch.set_autocast_cache_enabled(caches)
         if hooks is not None:
@@ -240,7 +246,8 @@ class DeviceMover:
             self._to.after(slot.free)
         else:
             self._to.after(self._to.computed())
-        copy.take_note()  # before it is read: what is written meanwhile makes it stale
+        # Before the tensors are read: what is written meanwhile makes the copy stale.
+        copy.take_note()
         try:
             for working in copy.working:
                 self._staging.copy(working.part_of(slot.buffer), working.host_tensor.detach())
@@ -319,11 +326,15 @@ class _GroupCopy:
         self.working, self.nbytes = lay_out(group, device)
         self.places = WorkingWeights(group, {id(working.host_tensor): working for working in self.working})
         self.slot: Slot | None = None
-        self.copied: Event = None  # the copy that filled the slot
-        self.is_used = False  # the working tensors lie in the slot
-        self.is_in_place = False  # the modules have the working tensors
+        # The copy that filled the slot.
+        self.copied: Event = None
+        # The working tensors lie in the slot.
+        self.is_used = False
+        # The modules have the working tensors.
+        self.is_in_place = False
         self.settles_later = False
-        self.depth = 0  # forwards that it is in
+        # Forwards that it is in.
+        self.depth = 0
         self._homes: list[tuple[int, ...]] = []
 
     def take_note(self) -> None:
@@ -337,7 +348,8 @@ class _GroupCopy:
 class _Stepped:
     """Tells a mover what an optimizer has stepped, or begun to: fused steps write without a trace."""
 
-    reads_no_parameter = True  # see offload/optimizer/attach.py: ``ready`` waits for the step
+    # See offload/optimizer/attach.py: ``ready`` waits for the step.
+    reads_no_parameter = True
 
     def __init__(self, mover: DeviceMover) -> None:
         self._mover = weakref.ref(mover)

@@ -24,8 +24,10 @@ class Slot:
     """Bytes of the device that hold one group at a time."""
 
     buffer: torch.Tensor
-    free: Event  # nothing reads or writes it after this
-    own_uses: int | None  # of its storage, while only the slot has it; None where this cannot be told
+    # Nothing reads or writes it after this.
+    free: Event
+    # Uses of its storage while only the slot has it; None where this cannot be told.
+    own_uses: int | None
 
     @property
     def nbytes(self) -> int:
@@ -101,7 +103,8 @@ class Slots:
             )
 
     def _drop(self, slot: Slot) -> None:
-        self._copies.compute_after(slot.free)  # the allocator gives its memory to what computes next
+        # The allocator gives its memory to what computes next.
+        self._copies.compute_after(slot.free)
         self._free.remove(slot)
         self.allocated_bytes -= slot.nbytes
 
@@ -126,16 +129,19 @@ class Working:
             )
         self.name = name
         self.host_tensor = host_tensor
-        self.offset = offset  # in its slot, in bytes
+        # Bytes from the beginning of its slot.
+        self.offset = offset
         self.stride = dense_strides(host_tensor)
         self._nothing = _nothing(host_tensor, device)
         self.is_parameter = isinstance(host_tensor, nn.Parameter)
         if self.is_parameter:
             self.tensor: torch.Tensor = nn.Parameter(self._nothing, requires_grad=host_tensor.requires_grad)
-            self.tensor.__dict__.update(host_tensor.__dict__)  # what libraries mark parameters with
+            # What libraries mark parameters with.
+            self.tensor.__dict__.update(host_tensor.__dict__)
         else:
             self.tensor = self._nothing.detach()
-        self.edits = 0  # of the host tensor, that its version does not tell of
+        # Changes of the host tensor of which its version does not tell.
+        self.edits = 0
         self._written = torch_tensors.version(self.tensor)
 
     @property
@@ -223,7 +229,8 @@ class WorkingWeights:
         return {working for module, *_, working in self._places if module.training}
 
     def _renew_flat_weights(self) -> None:
-        for module in self._flat:  # recurrent modules keep a list of their own
+        # Recurrent modules keep a list of their own.
+        for module in self._flat:
             torch_modules.renew_flat_weights(module)
 
 
@@ -249,7 +256,8 @@ def write_back(copies: Copies, written: list[tuple[Working, torch.Tensor]]) -> N
                 f"{working.host_tensor.dtype}, by {tuple(tensor.shape)} {tensor.dtype}. Change it outside of "
                 "forward, or leave it out of offload."
             )
-        copies.copy(working.host_tensor.data, tensor.detach())  # .data: for graphs the weight has not changed
+        # Through .data: for graphs the weight has not changed.
+        copies.copy(working.host_tensor.data, tensor.detach())
     copies.wait(copies.copied())
 
 
