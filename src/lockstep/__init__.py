@@ -16,7 +16,7 @@ _MODULE_OF = {
     "BoundedStaleness": "lockstep.parallel.asynchronous.stale",
     "CheckpointError": "lockstep.errors",
     "cpu_offload": "lockstep.offload.dispatch.dispatch",
-    "cpu_offload_with_hook": "lockstep.offload.dispatch.module_hooks",
+    "cpu_offload_with_hook": "lockstep.offload.dispatch.cpu_hooks",
     "DamageChecks": "lockstep.config.handlers",
     "DamageError": "lockstep.errors",
     "DataLoaderConfiguration": "lockstep.config.handlers",

@@ -24,13 +24,13 @@ from lockstep.launch.functions import notebook_launcher as notebook_launcher
 from lockstep.observe.log import get_logger as get_logger
 from lockstep.observe.log import tqdm as tqdm
 from lockstep.offload.device_map.infer import infer_auto_device_map as infer_auto_device_map
+from lockstep.offload.dispatch.cpu_hooks import cpu_offload_with_hook as cpu_offload_with_hook
 from lockstep.offload.dispatch.dispatch import cpu_offload as cpu_offload
 from lockstep.offload.dispatch.dispatch import disk_offload as disk_offload
 from lockstep.offload.dispatch.dispatch import dispatch_model as dispatch_model
 from lockstep.offload.dispatch.dispatch import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
 from lockstep.offload.dispatch.empty import init_empty_weights as init_empty_weights
 from lockstep.offload.dispatch.empty import init_on_device as init_on_device
-from lockstep.offload.dispatch.module_hooks import cpu_offload_with_hook as cpu_offload_with_hook
 from lockstep.parallel.asynchronous.diloco import DiLoCo as DiLoCo
 from lockstep.parallel.asynchronous.local_sgd import LocalSGD as LocalSGD
 from lockstep.parallel.asynchronous.stale import BoundedStaleness as BoundedStaleness

@@ -1,5 +1,7 @@
 """Names that scripts import from ``accelerate.big_modeling``. Re-exports only."""
 
+from lockstep.offload.dispatch.casting_hooks import attach_layerwise_casting_hooks
+from lockstep.offload.dispatch.cpu_hooks import cpu_offload_with_hook
 from lockstep.offload.dispatch.dispatch import (
     cpu_offload,
     disk_offload,
@@ -7,7 +9,6 @@ from lockstep.offload.dispatch.dispatch import (
     load_checkpoint_and_dispatch,
 )
 from lockstep.offload.dispatch.empty import init_empty_weights, init_on_device
-from lockstep.offload.dispatch.module_hooks import attach_layerwise_casting_hooks, cpu_offload_with_hook
 
 __all__ = [
     "attach_layerwise_casting_hooks",

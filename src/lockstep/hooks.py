@@ -6,13 +6,12 @@ from lockstep.offload.dispatch.align_hooks import (
     attach_align_device_hook_on_blocks,
     attach_execution_device_hook,
 )
+from lockstep.offload.dispatch.casting_hooks import LayerwiseCastingHook
+from lockstep.offload.dispatch.cpu_hooks import CpuOffload, UserCpuOffloadHook
 from lockstep.offload.dispatch.dispatch import remove_hook_from_submodules
 from lockstep.offload.dispatch.module_hooks import (
-    CpuOffload,
-    LayerwiseCastingHook,
     ModelHook,
     SequentialHook,
-    UserCpuOffloadHook,
     add_hook_to_module,
     remove_hook_from_module,
 )

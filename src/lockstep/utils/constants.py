@@ -11,7 +11,7 @@ from lockstep.checkpoint.weights import INDEX as SAFE_WEIGHTS_INDEX_NAME
 from lockstep.checkpoint.weights import PICKLED_INDEX as WEIGHTS_INDEX_NAME
 from lockstep.checkpoint.weights import PICKLED_WEIGHTS as WEIGHTS_NAME
 from lockstep.checkpoint.weights import WEIGHTS as SAFE_WEIGHTS_NAME
-from lockstep.offload.dispatch.module_hooks import UPCAST_LAYERS as SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING
+from lockstep.offload.dispatch.casting_hooks import UPCAST_LAYERS as SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING
 
 MODEL_NAME = "pytorch_model"
 SAFE_MODEL_NAME = "model"
