@@ -79,7 +79,8 @@ class Client:
             try:
                 self._write(self._session.writer.frame(payload), time.monotonic() + self._timeout_s)
             except (OSError, ControlError) as error:
-                raise self._give_up(error) from None  # a part of a frame may have left
+                # A part of a frame may have left.
+                raise self._give_up(error) from None
 
     def receive(self, timeout_s: float | None) -> dict[str, object] | None:
         """The next message; None when there is none within ``timeout_s`` (None: wait as long as it takes).
@@ -102,7 +103,8 @@ class Client:
     def close(self) -> None:
         """Leave; a thread that waits in :meth:`receive` gets a ControlError. Closing again does nothing."""
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits
+            # Wakes the thread that waits.
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
     def __enter__(self) -> Client:
@@ -115,10 +117,12 @@ class Client:
 
     def _connected(self, deadline: float) -> socket.socket:
         try:
-            if not 0 < self.address[1] <= 65535:  # the system would take the remainder
+            # The system would take the remainder.
+            if not 0 < self.address[1] <= 65535:
                 raise ValueError("ports are 1 to 65535")
             return socket.create_connection(self.address, max(deadline - time.monotonic(), 0.001))
-        except (OSError, OverflowError, ValueError) as error:  # ValueError: a host that is no name, too
+        except (OSError, OverflowError, ValueError) as error:
+            # ValueError: a host that is no name, too.
             raise ControlError(
                 f"Cannot reach {name_of(self.address)}: {reason_of(error)}. Check that the launcher there runs, and "
                 f"that nothing between the machines blocks this port."
@@ -169,7 +173,8 @@ class Client:
             raise ControlError(f"The connection to {name_of(self.address)} is closed. Make a new client.")
 
     def _give_up(self, error: Exception) -> ControlError:
-        if self._socket.fileno() < 0:  # closed by close(), while this thread waited
+        # close() was called while this thread waited.
+        if self._socket.fileno() < 0:
             error = ControlError("it was closed here")
         self.close()
         self._lost = ControlError(
@@ -179,7 +184,8 @@ class Client:
         return self._lost
 
     def _close_in_child(self) -> None:
-        self._socket.close()  # no shutdown: that would end the parent's connection, too
+        # No shutdown: that would end the parent's connection, too.
+        self._socket.close()
 
 
 class _Ended(ControlError):

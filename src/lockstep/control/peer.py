@@ -154,6 +154,7 @@ class Connection:
 
     def _queue(self, content: bytes) -> None:
         self._outgoing += content
-        if len(self._outgoing) == len(content):  # otherwise earlier bytes wait already
+        # Where earlier bytes wait already, the selector calls ``flush``.
+        if len(self._outgoing) == len(content):
             self.flush()
             self._changed(self)

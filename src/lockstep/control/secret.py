@@ -93,7 +93,8 @@ def user_secret(path: Path | None = None) -> Secret:
                 "This user has no home directory in which the secret can be kept. Set HOME, or name a file with "
                 "--secret-file."
             )
-    if not os.path.exists(path):  # unlike Path.exists, never raises
+    # Unlike Path.exists, os.path.exists never raises.
+    if not os.path.exists(path):
         _write_new(path)
     return read_secret(path)
 
@@ -144,7 +145,8 @@ def _write_new(path: Path) -> None:
                 file.flush()
                 os.fsync(descriptor)
             with contextlib.suppress(FileExistsError):
-                os.link(draft, path)  # unlike a rename, never replaces; unlike a write, never half there
+                # A link never replaces a file, as a rename does, and is never half there, as a write is.
+                os.link(draft, path)
         finally:
             os.unlink(draft)
     except (OSError, ValueError) as error:

@@ -24,7 +24,8 @@ from lockstep.errors import ControlError
 
 TICK_S = 0.2
 FLUSH_AT_CLOSE_S = 1.0
-MAX_STRANGERS = 256  # connections that are not authenticated yet
+# Connections that are not authenticated yet.
+MAX_STRANGERS = 256
 ACCEPTED_AT_ONCE = 64
 CLOSE_S = 5.0
 
@@ -65,7 +66,8 @@ class Server:
         bound = self._listener.getsockname()
         self.address: tuple[str, int] = (bound[0], bound[1])
         self._connections: dict[Connection, ControlConnection] = {}
-        self._strangers: dict[Connection, None] = {}  # not authenticated yet, oldest first
+        # Not authenticated yet, oldest first.
+        self._strangers: dict[Connection, None] = {}
         self._changed: dict[Connection, None] = {}
         self._posts: deque[Callable[[], None]] = deque()
         self._wake_reader, self._wake_writer = socket.socketpair()
@@ -104,7 +106,8 @@ class Server:
                 return
             try:
                 future.set_result(function())
-            except BaseException as error:  # of the caller, who gets it
+            except BaseException as error:
+                # It is the caller's, who gets it.
                 future.set_exception(error)
 
         self._post(run)
@@ -117,7 +120,8 @@ class Server:
             self._close_sockets()
         elif threading.current_thread() is not self._thread:
             self._wake()
-            self._thread.join(CLOSE_S)  # not for ever: a handler may be stuck
+            # Not without a limit: a handler may be stuck.
+            self._thread.join(CLOSE_S)
 
     def __enter__(self) -> Server:
         self.start()
@@ -203,7 +207,8 @@ class Server:
                 self._selector.modify(connection.socket, events, connection)
 
     def _drop(self, connection: Connection) -> None:
-        connection.flush()  # a handler's last words
+        # What a handler sent last leaves, if it can.
+        connection.flush()
         peer = self._connections.pop(connection)
         self._selector.unregister(connection.socket)
         connection.socket.close()
@@ -211,14 +216,17 @@ class Server:
             _guarded(self._handlers[name].lost, peer)
 
     def _accept(self) -> None:
+        # So many at most: whoever is connected waits meanwhile.
         for _ in range(ACCEPTED_AT_ONCE):
             try:
                 accepted, address = self._listener.accept()
             except BlockingIOError:
                 return
-            except ConnectionError:  # the client left before it was accepted
+            except ConnectionError:
+                # The client left before it was accepted.
                 continue
-            except OSError:  # no descriptor is left: accept again at the next tick
+            except OSError:
+                # No descriptor is left: accept again at the next tick.
                 self._end_oldest_stranger()
                 self._selector.unregister(self._listener)
                 self._accepting = False
@@ -276,12 +284,14 @@ class Server:
         for _ in range(len(self._posts)):
             try:
                 post = self._posts.popleft()
-            except IndexError:  # another thread was faster, after the end
+            except IndexError:
+                # Another thread was faster, after the end.
                 return
             post()
 
     def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # full: it wakes anyway; closed: nobody is left to wake
+        # If the pipe is full, the thread wakes anyway; if it is closed, there is none to wake.
+        with contextlib.suppress(OSError):
             self._wake_writer.send(b"\0")
 
     def _woken(self) -> None:

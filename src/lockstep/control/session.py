@@ -49,7 +49,8 @@ def listening_socket(host: str, port: int) -> socket.socket:
         raise ConfigError(
             "The address to listen on is empty, which would mean all addresses. Name one address."
         )
-    if not 0 <= port <= 65535:  # the system would take the remainder
+    # The system would take the remainder.
+    if not 0 <= port <= 65535:
         raise ConfigError(f"Cannot listen on {where}: ports are 0 to 65535. Correct the port.")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -148,7 +149,8 @@ def decode(payload: bytes) -> dict[str, object]:
     """
     try:
         message = json.loads(payload, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError):  # not JSON, not UTF-8, thousands of digits, nested too deep
+    except (ValueError, RecursionError):
+        # Not JSON, not UTF-8, thousands of digits, nested too deep.
         message = None
     if not isinstance(message, dict):
         raise ControlError(

@@ -119,6 +119,7 @@ class Agent:
         stop_code: int | None = None
         interval, next_look = self._plan.fault_policy.monitor_interval_s, 0.0
         while True:
+            # The wait for a message is also the pause between two looks.
             message = self._rendezvous.receive(min(interval, MONITOR_INTERVAL_S))
             verb = verb_of(message)
             if message is not None and verb == "over":
@@ -139,6 +140,7 @@ class Agent:
             if not self._hosting and now >= next_states:
                 next_states = now + STATES_EVERY_S
                 self._rendezvous.show_states(states_of(workers.pids))
+            # What happened here was told: from now on the coordinator's word counts.
             if reported or now < next_look:
                 continue
             next_look = now + interval if interval > MONITOR_INTERVAL_S else 0.0
@@ -148,6 +150,7 @@ class Agent:
                 # Ranks that still run may wait for one that has left.
                 if codes[local] == 0 and len(codes) < self._plan.nproc * place.machines:
                     self._rendezvous.tell("left", round=place.number, rank=place.base_rank + local)
+            # Ranks that stopped at a boundary, as they were asked to, have not failed.
             polite = {0, PREEMPTED} | ({stop_code} if stopping and stop_code is not None else set())
             if any(code not in polite for code in codes.values()):
                 cause_limit = cause_limit or now + CAUSE_WAIT_S
@@ -181,6 +184,7 @@ class Agent:
         if self._workers is not None:
             workers, self._workers = self._workers, None
             workers.end(number, GRACE_S)
+            # Only now have all others written what they failed with.
             if self._own is not None:
                 self._alike = count_alike(self._own, workers.failures())
             self._rendezvous.show_states({})

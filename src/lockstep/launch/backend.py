@@ -86,7 +86,7 @@ def worker_arguments(command: tuple[str, ...]) -> tuple[str, ...]:
 
 def check_secret_file(plan: LaunchPlan) -> None:
     """Raise ConfigError if the file that is to hold the secret does not, also where it would never be read."""
-    # Which refuse it by themselves.
+    # Kubernetes and Ray refuse such a file by themselves.
     if plan.secret_file is not None and plan.transport.backend not in ("k8s", "ray"):
         read_secret(Path(plan.secret_file).expanduser())
 

@@ -97,6 +97,7 @@ def run_guard(launch_id: str) -> None:
             if not read:
                 break
             words += read
+    # Without /proc nothing tells which processes belong to the launch.
     if words != DONE and os.path.isdir("/proc/self"):
         end(launch_id)
         remove_memory()
@@ -107,6 +108,7 @@ def run_watch(descriptor: int, launch_id: str) -> None:
     ended = select.poll()
     ended.register(descriptor, select.POLLIN)
     [(_, event)] = ended.poll()
+    # POLLNVAL would say that the descriptor is none, so that nothing has ended.
     if event & select.POLLIN:
         end(launch_id)
         remove_memory()
@@ -127,6 +129,7 @@ def leave_watch(launcher: int, launch_id: str) -> None:
         os.setsid()
         if os.fork():
             os._exit(0)
+        # Nothing of the launch stays open here: a pipe that the watch held would never close.
         nowhere = os.open(os.devnull, os.O_RDWR)
         for standard in range(3):
             os.dup2(nowhere, standard)
@@ -136,6 +139,7 @@ def leave_watch(launcher: int, launch_id: str) -> None:
         os.environ[WATCH_VARIABLE] = "1"
         os.execv(sys.executable, [sys.executable, "-I", "-S", __file__, "--watch", "3", launch_id])
     finally:
+        # execv does not return; whatever has failed, a fork of the worker must not run on.
         os._exit(1)
 
 
@@ -145,6 +149,7 @@ def die_with_parent(parent: int) -> None:
         import ctypes
 
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    # Asked first, then looked: the parent may have died in between.
     if os.getppid() != parent:
         os._exit(128 + signal.SIGKILL)
 

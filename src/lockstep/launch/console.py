@@ -102,6 +102,7 @@ class Console:
             target.flush()
 
     def _repeats(self, title: str, text: bytes, now: float) -> bool:
+        # The launcher's own lines begin with these words, perhaps behind the name of a host.
         start = min((found for word in LAUNCHER_LINES if (found := text.find(word)) >= 0), default=-1)
         if not 0 <= start <= 80:
             return False

@@ -265,6 +265,7 @@ class LaunchCoordinator:
     def _admit(self, request: m.JoinRequest) -> None:
         """Let a newcomer in: at a step boundary where workers can stop at one, else at once."""
         self._say(f"lockstep launch: machine {request.name} joins; all workers start again in a new round.")
+        # The round is about to end already.
         if self._stop is not None or self._reform is not None:
             return
         if self._watch is not None and self._watch.steps:
@@ -343,6 +344,7 @@ class LaunchCoordinator:
             self._end(PREEMPTED, nothing_to_save(name))
         else:
             self._stop = self._clock() + self._grace_s, name
+            # A stop goes before a new round.
             self._reform = None
             shown = name if name.startswith("SIG") else ""
             self._send_to(tuple(self._peers), {"kind": "rendezvous.stopping", "signal": shown})
@@ -352,6 +354,7 @@ class LaunchCoordinator:
         if self._over is not None:
             return
         self._over = {"kind": "rendezvous.over", "code": code, "cause": cause, "note": note, "rank": rank}
+        # After a good end or a stop workers end by themselves.
         if self._watch is not None and code not in (0, PREEMPTED):
             self._end_workers(RoundFailure(cause, code, rank, summary))
         self._send_to(tuple(self._peers), self._over)

@@ -54,6 +54,7 @@ def launch(plan: LaunchPlan) -> int:
         ConfigError: the log directory cannot be written, a port is taken, an address is not of this
             machine or cannot be reached, or the other machines do not let this one in.
     """
+    # Before anything is made: from here on a signal ends this function through ``finally``.
     signals = Signals(plan.fault_policy.watch)
     signals.install()
     work_dir = make_work_folder()
@@ -119,6 +120,7 @@ def _run(
         from lockstep.launch.agent import Agent
         from lockstep.launch.workers import Starter
 
+        # What was imported stays as long as this process: no collection needs to look at it.
         gc.freeze()
         gc.enable()
         _silence_torch()

@@ -174,6 +174,7 @@ class Membership:
     def join(self, request: JoinRequest, now: float) -> list[MembershipAction]:
         """A machine is here and has no workers."""
         self._advance(now)
+        # Any event may be the one that the next round has waited for, so each tries to form it.
         return self._join(request) + self._form()
 
     def heartbeat(self, machine: str, now: float) -> list[MembershipAction]:

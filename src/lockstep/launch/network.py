@@ -123,6 +123,7 @@ def store_on(listener: socket.socket, address: str) -> TCPStore:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     port = listener.getsockname()[1]
+    # From now on the descriptor is the store's.
     return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 

@@ -167,6 +167,7 @@ def merge(
         check_topology({name: setting.value for name, setting in merged.items()})
         check_counted(merged)
     except ConfigError as error:
+        # Messages begin with the name of the setting that is wrong.
         first = str(error).split(" ", 1)[0]
         origin = merged[first].source if first in merged else "default"
         raise ConfigError(

@@ -103,6 +103,7 @@ class Programs:
                 self._ended(value)
             else:
                 self._pass_on(signal.Signals(value))
+        # First inputs are closed, which ends nodes; what then still runs is killed.
         if self._deadline is not None and time.monotonic() > self._deadline:
             if self._closed:
                 self._kill()

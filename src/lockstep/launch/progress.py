@@ -77,7 +77,8 @@ class StatusRow:
             return
         taken = b""
         if self._size is None or size != self._size:
-            # One line down and up again, without leaving the column: the cursor is not in the last row any more.
+            # ESC D, ESC [1A: a line down and up again in the same column, so that the cursor is not in the last row.
+            # ESC 7, ESC [1;Nr, ESC 8: only rows 1 to N scroll; setting that moves the cursor, which is put back.
             taken = b"\x1bD\x1b[1A\x1b7\x1b[1;%dr\x1b8" % (size.lines - 1)
             self._size = size
         line = plain_text(text, size.columns - 1).encode("utf-8", "replace")
@@ -86,6 +87,7 @@ class StatusRow:
     def clear(self) -> None:
         """Give the row back to those who write above it."""
         if self._size is not None:
+            # ESC [r: the whole screen scrolls again.
             self._write(b"\x1b7\x1b[r\x1b[%d;1H\x1b[2K\x1b8" % self._size.lines)
             self._size = None
 

@@ -81,6 +81,7 @@ def check_gradient(accelerator: Accelerator) -> str:
     worst = 0.0
     for name, parameter in alone.named_parameters():
         assert parameter.grad is not None
+        # With a learning rate of 1 the step that was made is the gradient.
         difference = (before[name] - after[name].cpu() - parameter.grad).norm() / parameter.grad.norm()
         worst = max(worst, difference.item())
     # single precision; autocast and TF32 are coarser
@@ -111,6 +112,7 @@ def main() -> int:
             good, text = True, check.run(accelerator)
         except AssertionError as error:
             good, text = False, str(error)
+        # What one rank has found wrong, every rank counts.
         failed = accelerator.reduce(torch.tensor([0.0 if good else 1.0], device=accelerator.device), "sum")
         rows.append((check.title, good and failed.item() == 0, text))
     if accelerator.is_main_process:

@@ -75,6 +75,7 @@ def srun(plan: LaunchPlan, secret: str, environ: Mapping[str, str], directory: s
     words = [f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--label"]
     # every node needs the whole environment of a login, not of this process: only names, values are Slurm's to carry
     words.append("--export=" + ",".join(ALWAYS_EXPORTED))
+    # srun ends a step 30 s after the first task has ended; an elastic one goes on.
     words.append("--wait=0" if plan.elastic else "--wait=30")
     words += ["--no-kill"] if plan.elastic else []
     cores = environ.get("SLURM_CPUS_PER_TASK") or _cores(environ.get("SLURM_JOB_CPUS_PER_NODE", ""))

@@ -200,6 +200,7 @@ class Starter:
 
     def sweep(self) -> None:
         """After a round: free the store's port, and end what the workers may have left behind."""
+        # The store lets go of its port with its last reference.
         self._store = None
         if os.path.isdir("/proc/self"):
             bare.end(self._launch_id, with_watches=True, spares=self._spares.tokens if self._spares else ())

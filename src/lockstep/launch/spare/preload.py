@@ -62,6 +62,7 @@ def watched_reads(reads: EnvironmentReads) -> Iterator[None]:
             reads.names.update(name for name in names if name.startswith(prefix))
             return iter(names)
 
+    # The class, and not the object, to which other modules have references.
     os.environ.__class__ = WatchedEnvironment
     try:
         yield
@@ -71,6 +72,7 @@ def watched_reads(reads: EnvironmentReads) -> Iterator[None]:
 
 def _reader() -> str:
     """The module that reads a variable."""
+    # Above this function and the method that was called; what only passes a name on is skipped.
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__") in (
         "collections.abc",

@@ -70,6 +70,7 @@ def wait_for_round(place: str, baseline: Collection[str]) -> bool:
     Returns:
         Whether the machine has a ``sitecustomize`` of its own, which stands in ``sys.modules`` now.
     """
+    # token:descriptor, and ``ONLY_TOP`` in a process that has begun once more.
     token, descriptor, *rest = os.environ[VARIABLE].split(":")
     raw = {**os.environ}
     _leave_out(place)
@@ -84,6 +85,7 @@ def wait_for_round(place: str, baseline: Collection[str]) -> bool:
         spare.is_ready()
         environment, descriptors = _wait(spare)
     except Unfit as error:
+        # What the last process imported later may be at fault: once more without that.
         if spare.target is not None and not spare.only_top and _has_top(spare):
             spare.output.restore(())
             spare.tell(state="")
@@ -254,6 +256,7 @@ class CommandLine:
     """What other processes see of ``sys.argv``: people who look for their script shall not find a spare process."""
 
     def __init__(self) -> None:
+        # Fields 48 and 49 are where the arguments begin and end; behind the name comes field 3.
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         self._start, end = int(fields[45]), int(fields[46])
         self._said = ctypes.string_at(self._start, end - self._start)
