@@ -155,13 +155,15 @@ class Agent:
             if any(code not in polite for code in codes.values()):
                 cause_limit = cause_limit or now + CAUSE_WAIT_S
                 if len(codes) < self._plan.nproc and now < cause_limit and follows_another(workers):
-                    continue  # the rank that is the cause is about to end, too
+                    # The rank that is the cause is about to end, too.
+                    continue
                 reported = True
                 self._tell_failure(place, workers)
             elif len(codes) == self._plan.nproc:
                 reported = True
                 self._rendezvous.tell("finished", round=place.number, code=max(codes.values()))
-            elif any(codes.values()):  # some have stopped at the boundary, so the others are about to
+            elif any(codes.values()):
+                # Some have stopped at the boundary, so the others are about to.
                 give_up = give_up or now + self._plan.fault_policy.grace_s
                 if now > give_up:
                     workers.end(signal.SIGTERM, GRACE_S)

@@ -41,7 +41,8 @@ DONE = b"done"
 HEARTBEAT_S = 0.5
 ROUNDS = 50
 PR_SET_PDEATHSIG = 1
-NOT_EXECUTABLE, NOT_FOUND = 126, 127  # the codes of POSIX shells
+# The codes of POSIX shells.
+NOT_EXECUTABLE, NOT_FOUND = 126, 127
 
 
 def members(launch_id: str, with_watches: bool = False, spares: Collection[str] = ()) -> list[int]:
@@ -55,7 +56,8 @@ def members(launch_id: str, with_watches: bool = False, spares: Collection[str] 
         try:
             with open(f"/proc/{entry}/environ", "rb") as file:
                 variables = file.read().split(b"\0")
-        except OSError:  # it ended meanwhile, or belongs to someone else
+        except OSError:
+            # It ended meanwhile, or belongs to someone else.
             continue
         if mark not in variables or (watch in variables and not with_watches):
             continue
@@ -71,7 +73,8 @@ def end(launch_id: str, with_watches: bool = False, spares: Collection[str] = ()
         if not pids:
             return
         for pid in pids:
-            with suppress(OSError):  # ended between the look and the kill
+            # Ended between the look and the kill.
+            with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
 
@@ -90,7 +93,8 @@ def run_guard(launch_id: str) -> None:
     ready = select.poll()
     ready.register(0, select.POLLIN)
     while True:
-        with suppress(OSError):  # the launcher is stopped, or gone, which the other pipe says
+        # The launcher is stopped, or gone, which the other pipe says.
+        with suppress(OSError):
             os.write(1, b".")
         if ready.poll(1000 * HEARTBEAT_S):
             read = os.read(0, 64)
@@ -117,7 +121,8 @@ def run_watch(descriptor: int, launch_id: str) -> None:
 def leave_watch(launcher: int, launch_id: str) -> None:
     """Start the watch, a grandchild in a session of its own: the worker gets no child that it does not know."""
     try:
-        descriptor = os.pidfd_open(launcher)  # Linux 5.3
+        # Since Linux 5.3.
+        descriptor = os.pidfd_open(launcher)
     except (AttributeError, OSError):
         return
     middle = os.fork()
@@ -134,7 +139,8 @@ def leave_watch(launcher: int, launch_id: str) -> None:
         for standard in range(3):
             os.dup2(nowhere, standard)
         os.dup2(descriptor, 3)
-        os.set_inheritable(3, True)  # where it was that already
+        # dup2 of 3 onto itself leaves the flag as it was.
+        os.set_inheritable(3, True)
         os.closerange(4, os.sysconf("SC_OPEN_MAX"))
         os.environ[WATCH_VARIABLE] = "1"
         os.execv(sys.executable, [sys.executable, "-I", "-S", __file__, "--watch", "3", launch_id])

@@ -96,7 +96,8 @@ class Console:
 
     def _show(self, stream: str, content: bytes) -> None:
         target = sys.stdout if stream == "out" else sys.stderr
-        with self._lock, suppress(OSError, ValueError):  # nobody reads any more
+        # Nobody reads any more.
+        with self._lock, suppress(OSError, ValueError):
             target.flush()
             target.buffer.write(content)
             target.flush()
@@ -107,7 +108,8 @@ class Console:
         if not 0 <= start <= 80:
             return False
         where = text[:start].decode("utf-8", "replace") or title
-        failed = FAILED.match(text, start)  # the machines have different words for it
+        # Machines say it in different words.
+        failed = FAILED.match(text, start)
         with self._lock:
             first, when = self._said.setdefault(failed.group() if failed else text[start:], (where, now))
         return first != where and now - when < SAME_S

@@ -319,7 +319,8 @@ class LaunchCoordinator:
 
     def _end_workers(self, failure: RoundFailure) -> None:
         assert self._watch is not None
-        if failure.code == HANG:  # which the watch has told them of
+        # The watch has told the workers.
+        if failure.code == HANG:
             self._watch.end_all("hang")
         elif failure.cause:
             self._watch.end_all("error", failure.summary or failure.cause, failure.rank)
@@ -362,7 +363,8 @@ class LaunchCoordinator:
 
     def _send_to(self, machines: tuple[str, ...], message: Mapping[str, object]) -> None:
         if self._over is not None and message is not self._over:
-            return  # they were told something more important
+            # They were told something more important.
+            return
         for machine in machines:
             if machine in self._peers:
                 self._peers[machine].send(message)

@@ -177,7 +177,8 @@ def _run_forked(
         args=(function, tuple(args), nproc, nodes, node, shared),
         nprocs=nproc,
         join=True,
-        start_method="fork",  # the function may live in a notebook cell, which no child could import
+        # Forked: the function may be in a notebook's cell, which no child could import.
+        start_method="fork",
     )
 
 
@@ -203,7 +204,9 @@ def _worker(
     }
     # One process is not distributed.
     export_environment(environment | ranks if nproc * nodes > 1 else environment)
-    process.end_runtime()  # what the parent found out about itself does not hold here
-    torch.set_num_threads(int(environment[THREADS_VARIABLE]))  # OpenMP read the parent's setting long ago
+    # What the parent found out about itself does not hold here.
+    process.end_runtime()
+    # OpenMP read the parent's setting long ago.
+    torch.set_num_threads(int(environment[THREADS_VARIABLE]))
     function(*args)
     process.end_runtime()

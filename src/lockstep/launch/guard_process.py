@@ -16,7 +16,8 @@ from lockstep.runtime.memory_folder import MemoryFolder
 
 WAIT_S = 2.0
 SILENT_S = 3.0
-FIRST_WORD_S = 20.0  # on a machine that is busy, an interpreter takes its time to start
+# On a machine that is busy, an interpreter takes its time to start.
+FIRST_WORD_S = 20.0
 
 
 def run_guarded(run: Callable[[GuardProcess], int]) -> int:
@@ -60,7 +61,8 @@ class GuardProcess:
         if self._has_sent_heartbeat():
             self._silent_after = now + SILENT_S
         if now > self._silent_after:
-            self._process.kill()  # before its pipe is closed, which it would take for this process's end
+            # Before its pipe is closed, which it would take for this process's end.
+            self._process.kill()
             self._process.wait(WAIT_S)
         if self._process.poll() is not None:
             self.close()
@@ -69,14 +71,16 @@ class GuardProcess:
     def finished(self) -> None:
         """There is nothing to end."""
         assert self._process.stdin is not None
-        with suppress(OSError):  # it was killed; nobody to tell
+        # It was killed: there is nobody to tell.
+        with suppress(OSError):
             self._process.stdin.write(bare.DONE)
 
     def _has_sent_heartbeat(self) -> bool:
         assert self._process.stdout is not None
         try:
             return bool(os.read(self._process.stdout.fileno(), 4096))
-        except OSError:  # nothing there
+        except OSError:
+            # There is nothing to read.
             return False
 
     def _started(self) -> subprocess.Popen[bytes]:
@@ -85,7 +89,8 @@ class GuardProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # a Ctrl-C in the terminal is not for it
+            # A Ctrl-C in the terminal is not for it.
+            start_new_session=True,
         )
         assert process.stdout is not None
         os.set_blocking(process.stdout.fileno(), False)

@@ -77,7 +77,8 @@ def is_here(host: Host) -> bool:
         return True
     try:
         found = socket.getaddrinfo(host.name, None, type=socket.SOCK_DGRAM)
-    except (OSError, UnicodeError):  # not known here; ssh may know it by its own configuration
+    except (OSError, UnicodeError):
+        # Not known here; ssh may know it by its own configuration.
         return False
     return any(_is_own(family, str(address[0])) for family, _, _, _, address in found)
 

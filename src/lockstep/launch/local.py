@@ -63,7 +63,8 @@ def launch(plan: LaunchPlan) -> int:
         meeting = ALONE if plan.num_machines == 1 else _meeting(plan)
         secret = _secret(plan)
         return run_guarded(lambda guarded: _run(plan, meeting, secret, work_dir, guarded, signals))
-    except Interrupted as error:  # before there was anything to end
+    except Interrupted as error:
+        # Before there was anything to end.
         say(f"lockstep launch: ended by {error.signal.name}; nothing was started.")
         return error.code
     finally:
@@ -116,7 +117,8 @@ def _run(
                 rendezvous.tell("leave", signal=name, code=code)
 
         signals.defer()
-        gc.disable()  # collections are a tenth of the time of importing torch
+        # Collections are a tenth of the time of importing torch.
+        gc.disable()
         from lockstep.launch.agent import Agent
         from lockstep.launch.workers import Starter
 
@@ -143,12 +145,14 @@ def _host(
         return None
     from lockstep.launch.coordinator_server import CoordinatorServer
 
-    port = (plan.port or 0) if plan.num_machines > 1 else 0  # alone, the port is that of the store
+    # On one machine the port is that of the store.
+    port = (plan.port or 0) if plan.num_machines > 1 else 0
     try:
         return CoordinatorServer(plan, secret, meeting.master, port, machine, run, say)
     except ConfigError:
         if plan.num_machines > 1 and plan.machine_rank is None:
-            return None  # another launcher here was first, or what listens there will be refused
+            # Another launcher here was first, or what listens there will be refused.
+            return None
         raise
 
 
@@ -172,7 +176,8 @@ def _meeting(plan: LaunchPlan) -> Meeting:
 def _secret(plan: LaunchPlan) -> Secret:
     """What this launch's machines and workers know. The user's own secret is only what it is made of."""
     said = inherited_environment().get(SECRET_VARIABLE)
-    if said:  # the workers have no use for it
+    # The workers have no use for it.
+    if said:
         rest = inherited_environment()
         del rest[SECRET_VARIABLE]
         restore_environment(rest)

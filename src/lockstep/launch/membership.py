@@ -224,7 +224,8 @@ class Membership:
 
     def _advance(self, now: float) -> None:
         gap = now - self._now
-        if gap > PAUSE_S:  # messages of that time are still unread: nobody is dead for having been silent
+        # Messages of that time are unread: whoever seems silent may have sent some.
+        if gap > PAUSE_S:
             for member in self.members.values():
                 member.seen += gap
         self._now = max(now, self._now)
@@ -237,7 +238,8 @@ class Membership:
         known = self.members.get(request.machine)
         if known is not None:
             if known.phase in (Phase.RUNNING, Phase.FINISHED) and self.round is not None:
-                actions += self._end_round()  # it left the round on its own
+                # It left the round on its own.
+                actions += self._end_round()
             known.request, known.seen, known.phase = request, self._now, Phase.WAITING
             return actions
         self._arrivals += 1

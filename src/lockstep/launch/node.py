@@ -171,7 +171,8 @@ def obey(lines: BinaryIO) -> None:
         name = line.decode("ascii", "replace").strip()
         if name in SIGNALS:
             os.kill(os.getpid(), signal.Signals[name])
-    os.kill(os.getpid(), signal.SIGKILL)  # the guard ends the workers, as it does whenever a launcher dies
+    # The guard ends the workers, as it does whenever a launcher dies.
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main() -> int:

@@ -75,7 +75,8 @@ class Program:
                 if _is_package(self.target)
                 else ""
             )
-        except (OSError, ValueError):  # a name too long for the file system, or with a NUL
+        except (OSError, ValueError):
+            # A name too long for the file system, or with a NUL.
             kind = "missing"
         if kind:
             what = "does not exist" if kind == "missing" else "is a directory without __main__.py"
@@ -157,11 +158,13 @@ def merge(
         said = flags.get(name) or _from_environment(setting, environ) or file.get(name)
         default = setting.default if setting.is_for_launcher else None
         merged[name] = said or SettingValue(default, "default")
-    if "num_machines" in flags and "min_machines" not in flags:  # --nnodes says both
+    # --nnodes says the least and the most.
+    if "num_machines" in flags and "min_machines" not in flags:
         merged["min_machines"] = SettingValue(None, flags["num_machines"].source)
     try:
         merged |= machines_of(merged, flags.get("nproc"), environ)
-        if "nproc" in flags:  # for each machine, where num_processes is the total
+        # nproc is for each machine, num_processes the total.
+        if "nproc" in flags:
             total = flags["nproc"].value * merged["num_machines"].value
             merged["num_processes"] = SettingValue(total, flags["nproc"].source)
         check_topology({name: setting.value for name, setting in merged.items()})
@@ -205,41 +208,17 @@ def make_plan(
             sizes do not fit the number of processes.
     """
     value = {name: setting.value for name, setting in settings.items()}
-    shown = dict(settings)
     transport = transport_of(value, output)
+    defaults = _defaults(value, transport.backend, device_count, cores)
+    value |= {name: setting.value for name, setting in defaults.items()}
     machines = value["num_machines"]
     least = value["min_machines"] or machines
-    total = value["num_processes"]
-    if total is None:
-        devices = device_count if value["gpu_ids"] in (None, "all") else len(value["gpu_ids"].split(","))
-        total = 1 if value["use_cpu"] else max(1, devices)
-        shown["num_processes"] = SettingValue(total, "default: one for each GPU, else 1")
-    nproc = total // machines
+    nproc = value["num_processes"] // machines
     asked = check_spread(settings, described or {}, [nproc * count for count in range(least, machines + 1)])
+    _check_outputs(transport.backend, log_dir, tee, output)
+    shown = {**settings, **defaults}
     if described:
         shown |= described_settings(asked, nproc * machines)
-    if tee and log_dir is None:
-        raise ConfigError(
-            "--tee also shows the output that goes to log files, but there is no --log-dir. Give --log-dir."
-        )
-    if log_dir is not None and transport.backend == LOCAL:
-        _check_folder(log_dir)
-    if output is not None and transport.backend != "k8s":
-        raise ConfigError(
-            "--output names the file for the manifests of --k8s, but --k8s is missing. Add --k8s, or remove "
-            "--output."
-        )
-    threads = value["num_cpu_threads_per_process"]
-    if threads is None and transport.backend == LOCAL:  # other machines count their own cores
-        threads = max(1, cores // nproc)
-        shown["num_cpu_threads_per_process"] = SettingValue(
-            threads, f"default: {cores} cores over {nproc} processes"
-        )
-    restarts = value["max_restarts"]
-    if restarts is None:
-        restarts = ELASTIC_RESTARTS if least < machines else 0
-        why = "machines may leave and join" if least < machines else "a failure ends the run"
-        shown["max_restarts"] = SettingValue(restarts, f"default: {why}")
     return LaunchPlan(
         command=program.command(),
         nproc=nproc,
@@ -250,9 +229,11 @@ def make_plan(
         port=value["main_process_port"],
         interface=value["interface"],
         secret_file=value["secret_file"],
-        fault_policy=_fault_policy(value, restarts),
+        fault_policy=_fault_policy(value),
         transport=transport,
-        environment=_worker_environment(settings, threads, program.as_accelerate),
+        environment=_worker_environment(
+            settings, value["num_cpu_threads_per_process"], program.as_accelerate
+        ),
         role=value["role"],
         log_dir=log_dir,
         tee=tee,
@@ -261,9 +242,50 @@ def make_plan(
     )
 
 
-def _fault_policy(value: ValuesByName, restarts: int) -> FaultPolicy:
+def _defaults(value: ValuesByName, backend: str, device_count: int, cores: int) -> SettingValues:
+    """What was not said and follows from this machine or from other settings, each with its reason."""
+    found: SettingValues = {}
+    machines = value["num_machines"]
+    total = value["num_processes"]
+    if total is None:
+        devices = device_count if value["gpu_ids"] in (None, "all") else len(value["gpu_ids"].split(","))
+        total = 1 if value["use_cpu"] else max(1, devices)
+        found["num_processes"] = SettingValue(total, "default: one for each GPU, else 1")
+    # Other machines count their own cores.
+    if value["num_cpu_threads_per_process"] is None and backend == LOCAL:
+        nproc = total // machines
+        found["num_cpu_threads_per_process"] = SettingValue(
+            max(1, cores // nproc), f"default: {cores} cores over {nproc} processes"
+        )
+    if value["max_restarts"] is None:
+        is_elastic = (value["min_machines"] or machines) < machines
+        why = "machines may leave and join" if is_elastic else "a failure ends the run"
+        found["max_restarts"] = SettingValue(ELASTIC_RESTARTS if is_elastic else 0, f"default: {why}")
+    return found
+
+
+def _check_outputs(backend: str, log_dir: str | None, tee: bool, output: str | None) -> None:
+    """Raise ConfigError when log files or manifests could not be where they are wanted."""
+    if tee and log_dir is None:
+        raise ConfigError(
+            "--tee also shows the output that goes to log files, but there is no --log-dir. Give --log-dir."
+        )
+    if log_dir is not None and backend == LOCAL:
+        _check_folder(log_dir)
+    if output is not None and backend != "k8s":
+        raise ConfigError(
+            "--output names the file for the manifests of --k8s, but --k8s is missing. Add --k8s, or remove "
+            "--output."
+        )
+
+
+def _fault_policy(value: ValuesByName) -> FaultPolicy:
     policy = FaultPolicy(
-        restarts, value["hang_timeout"], value["grace"], value["watch"], value["monitor_interval"]
+        value["max_restarts"],
+        value["hang_timeout"],
+        value["grace"],
+        value["watch"],
+        value["monitor_interval"],
     )
     waits = value["rdzv_conf"] or {}
     return replace(
@@ -365,7 +387,8 @@ def described_settings(asked: Mapping[str, SettingValue], processes: int) -> dic
             said = asked[name]
             found[name] = SettingValue(SETTINGS[name].kind.plain_data(said.value), said.source)
     scaler = {name: asked[name] for name in readers.SCALER_FIELDS if name in asked}
-    if scaler and precision != "bf16":  # with which gradients are not scaled
+    # With bf16 gradients are not scaled.
+    if scaler and precision != "bf16":
         values = {name: item.value for name, item in scaler.items()}
         sources = {name: item.source for name, item in scaler.items()}
         found["grad_scaler"] = SettingValue(values, joined_sources(sources))

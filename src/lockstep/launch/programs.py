@@ -17,7 +17,8 @@ from lockstep.launch.console import Console
 from lockstep.launch.signals import ReceivedSignals, received_by
 from lockstep.runtime.failure import of_signal
 
-LOST = 255  # ssh's own exit code
+# ssh's own exit code.
+LOST = 255
 # after a program failed, for the others to end by themselves; then from the closed input to SIGKILL
 END_WAIT_S = 20.0
 KILL_WAIT_S = 3.0
@@ -165,7 +166,8 @@ def _started(program: Command) -> subprocess.Popen[bytes]:
             stdin=subprocess.DEVNULL if program.stdin is None else subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,  # a Ctrl-C in the terminal is for us to pass on
+            # A Ctrl-C in the terminal is for us to pass on.
+            start_new_session=True,
         )
     except FileNotFoundError:
         raise ConfigError(NOT_FOUND.format(program=program.arguments[0])) from None
@@ -177,6 +179,7 @@ def _started(program: Command) -> subprocess.Popen[bytes]:
 
 def _write(process: subprocess.Popen[bytes], content: bytes) -> None:
     assert process.stdin is not None
-    with suppress(OSError, ValueError):  # it has ended; that is told elsewhere
+    # It has ended; that is told elsewhere.
+    with suppress(OSError, ValueError):
         process.stdin.write(content)
         process.stdin.flush()

@@ -104,7 +104,8 @@ class StatusRow:
         try:
             if os.tcgetpgrp(self._descriptor) != os.getpgrp():
                 return False
-        except OSError:  # not the terminal that controls this process, so that there is no background
+        except OSError:
+            # It is not the terminal that controls this process, so there is no background.
             pass
         poll = select.poll()
         poll.register(self._descriptor, select.POLLOUT)
@@ -114,7 +115,8 @@ class StatusRow:
         """At once, so that what others write stands before it or behind it."""
         try:
             os.write(self._descriptor, data)
-        except OSError:  # the terminal is gone
+        except OSError:
+            # The terminal is gone.
             self._size = None
 
 

@@ -83,7 +83,8 @@ def _launch_in(folder: Path) -> RunningLaunch | None:
             pid=parse_integer(place["pid"], "pid", at_least=1),
             secret=read_secret(folder / SECRET),
         )
-        os.kill(launch.pid, 0)  # one that was killed leaves its folder behind
+        # One that was killed leaves its folder behind.
+        os.kill(launch.pid, 0)
         return launch
     except (OSError, ValueError, KeyError, TypeError, OverflowError, ConfigError):
         return None

@@ -32,7 +32,8 @@ from lockstep.runtime.failure import PREEMPTED
 OWN_OPTIONS = frozenset(
     {"nodes", "ntasks", "ntasks-per-node", "export", "input", "label", "parsable", "wrap"}
 )
-AFTER_STOP = "after-stop"  # ours: what a batch job does when it was stopped with its state saved
+# Ours: what a batch job does when it was stopped with its state saved.
+AFTER_STOP = "after-stop"
 REQUEUE = "requeue"
 ALWAYS_EXPORTED = ("HOME", "USER", "LOGNAME", "SHELL", "TMPDIR")
 STOP_SIGNAL = "USR1@90"
@@ -80,7 +81,8 @@ def srun(plan: LaunchPlan, secret: str, environ: Mapping[str, str], directory: s
     words += ["--no-kill"] if plan.elastic else []
     cores = environ.get("SLURM_CPUS_PER_TASK") or _cores(environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
     if cores and "cpus-per-task" not in plan.transport.options:
-        words.append(f"--cpus-per-task={cores}")  # otherwise a node's one task would get one core
+        # Otherwise a node's one task would get one core.
+        words.append(f"--cpus-per-task={cores}")
     words += _options(plan)
     return Command(
         title=f"{nodes} node{'' if nodes == 1 else 's'} of job {environ['SLURM_JOB_ID']}",

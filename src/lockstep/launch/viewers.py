@@ -141,7 +141,8 @@ class RunViewers:
         now = time.monotonic()
         if peer not in self._want_stacks:
             self._want_stacks.append(peer)
-        if now - self._asked_stacks >= STACKS_EVERY_S:  # the answers to a question just before are for both
+        # The answers to a question just before are for both.
+        if now - self._asked_stacks >= STACKS_EVERY_S:
             self._asked_stacks = now
             if not self._watch.ask_for_people():
                 peer.send(

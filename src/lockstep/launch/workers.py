@@ -51,7 +51,8 @@ class RankLogs(LogsSpecs):
             error_file = rank_log(self._work_dir, rank, "error.json", self.round)
             environment["TORCHELASTIC_ERROR_FILE"] = error_file
             destination.error_files[local_rank] = error_file
-            out = err = ""  # torch's word for the console
+            # torch's word for the console.
+            out = err = ""
             if self._log_dir:
                 out, err = (rank_log(self._log_dir, rank, stream, self.round) for stream in ("out", "err"))
                 self.stderr_of[local_rank] = err
@@ -133,9 +134,11 @@ class Workers:
         if self._ended_by_themselves is None:
             self._ended_by_themselves = frozenset(self.exit_codes())
         for pid in self.pids:
-            with suppress(OSError):  # it ended meanwhile
+            # It ended meanwhile.
+            with suppress(OSError):
                 os.killpg(pid, number)
-                os.killpg(pid, signal.SIGCONT)  # only now does a stopped process see the other one
+                # Only now does a stopped process see the other one.
+                os.killpg(pid, signal.SIGCONT)
         self._context.close(number, grace_s)  # type: ignore[arg-type]
 
     def failures(self) -> list[Failure]:

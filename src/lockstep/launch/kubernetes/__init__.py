@@ -119,7 +119,8 @@ class _Dumper(yaml.SafeDumper):
     """Block style; text in quotes unless no reader could take it for something else."""
 
     def ignore_aliases(self, _data: object) -> bool:
-        return True  # an anchor in place of a repeated part would puzzle people
+        # An anchor in place of a repeated part would puzzle people.
+        return True
 
 
 def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:

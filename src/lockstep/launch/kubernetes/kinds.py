@@ -10,11 +10,15 @@ from lockstep.launch.kubernetes.options import KubernetesOptions, check_length
 from lockstep.launch.kubernetes.pod import KubernetesObject, PodMachine
 from lockstep.launch.plan import LaunchPlan
 
-JOB = "node"  # Kubeflow Trainer wants this name for the job and its container; JobSet takes any
-INDEX = "$(JOB_COMPLETION_INDEX)"  # set by the Job controller
-PYTORCH_INDEX = "$(PET_NODE_RANK)"  # set by the training operator: master 0, then the workers
+# Kubeflow Trainer wants this name for the job and its container; JobSet takes any.
+JOB = "node"
+# Set by the Job controller.
+INDEX = "$(JOB_COMPLETION_INDEX)"
+# Set by the training operator: master 0, then the workers.
+PYTORCH_INDEX = "$(PET_NODE_RANK)"
 PYTORCH_CONTAINER = "pytorch"
-RANDOM = "-xxxxx"  # the end that the Job controller gives the name of a pod
+# The end that the Job controller gives the name of a pod.
+RANDOM = "-xxxxx"
 TRAINER_ARGUMENTS = 128
 # Kubeflow's v1 operator counts every restart, those after a stop too: six, as Kubernetes does by default
 RESTARTS = 6

@@ -12,7 +12,8 @@ from lockstep.errors import ConfigError
 
 MAX_LABEL = 63
 MAX_SUBDOMAIN = 253
-LABEL = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"  # RFC 1123
+# RFC 1123.
+LABEL = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
 IMAGE = (
     r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?(:\d{1,5})?(/[a-z0-9]+([._-]+[a-z0-9]+)*)*"
     r"(:\w[\w.-]{0,127})?(@[A-Za-z][\w.+-]*:[0-9A-Fa-f]{32,})?"

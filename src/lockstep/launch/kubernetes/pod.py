@@ -148,7 +148,8 @@ def pod_spec(
         "volumeMounts": mounts,
     }
     spec: KubernetesObject = {
-        "automountServiceAccountToken": False,  # training does not talk to the API server
+        # Training does not talk to the API server.
+        "automountServiceAccountToken": False,
         "containers": [{key: value for key, value in container.items() if value}],
         "terminationGracePeriodSeconds": math.ceil(plan.fault_policy.grace_s) + MARGIN_S,
         "volumes": volumes,
@@ -205,7 +206,8 @@ def indexed_job(
             "spec": pod_spec(plan, options, machine, forwarded, restart="Never"),
         },
     }
-    if plan.elastic:  # machines that came too late have nobody to meet
+    # Machines that came too late have nobody to meet.
+    if plan.elastic:
         job["successPolicy"] = {"rules": [{"succeededIndexes": "0"}]}
     return job
 

@@ -150,7 +150,8 @@ def _run(ray: Any, plan: LaunchPlan, console: Console) -> int:
     if lack is not None:
         say(f"lockstep launch: {lack}; waiting for more.")
     record = ray.remote(num_cpus=0)(RunRecord).remote()
-    received = ReceivedSignals()  # not raised: Ray's calls swallow what a handler raises
+    # Not raised: Ray's calls swallow what a handler raises.
+    received = ReceivedSignals()
     with tempfile.TemporaryDirectory(prefix="lockstep-ray-") as storage, received_by(received.add):
         trainer = ray.train.torch.TorchTrainer(
             train_loop, **trainer_arguments(ray, plan, record, use_gpu, storage)
@@ -163,7 +164,8 @@ def _run(ray: Any, plan: LaunchPlan, console: Console) -> int:
             return of_signal(end)
         results = ray.get(record.results.remote())
         if received.stop is not None and {ended.exit_code for ended in results} == {of_signal(SIGTERM)}:
-            return of_signal(received.stop)  # all ranks stopped; they have said where
+            # All ranks stopped; they have said where.
+            return of_signal(received.stop)
         return _outcome(results, fit.error, plan, console)
 
 
@@ -178,7 +180,8 @@ class _Fit(threading.Thread):
     def run(self) -> None:
         try:
             self._trainer.fit()
-        except Exception as error:  # what it was is said by the main thread
+        except Exception as error:
+            # The main thread says what it was.
             self.error = error
 
 

@@ -33,11 +33,13 @@ def ray_environment(plan: LaunchPlan, environ: Mapping[str, str], token: str) ->
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": token,
             "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # on every system: this machine's address is the loopback
+            # Off on every system: then this machine's address is the loopback.
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         }
         interface = loopback_interface()
         if interface is not None and not environ.get("GLOO_SOCKET_IFNAME"):
-            values["GLOO_SOCKET_IFNAME"] = interface  # the ranks inherit it
+            # The ranks inherit it.
+            values["GLOO_SOCKET_IFNAME"] = interface
         if "CUDA_VISIBLE_DEVICES" in plan.environment:
             values["CUDA_VISIBLE_DEVICES"] = plan.environment["CUDA_VISIBLE_DEVICES"]
     return values
@@ -72,7 +74,8 @@ def connect(plan: LaunchPlan) -> Any:
     }
     try:
         ray.init(address=where, **quiet, **(own if where == LOCAL else {}))
-    except Exception as error:  # Ray has no exception of its own for this
+    except Exception as error:
+        # Ray has no exception of its own for this.
         first = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
         if where == LOCAL:
             raise ConfigError(

@@ -189,7 +189,8 @@ def train_loop(config: dict[str, Any]) -> None:
         )
         failed = ray.get(record.ended.remote(ended))
     finally:
-        del store  # the ranks met there, until the last of them was gone
+        # The ranks met there, until the last of them was gone.
+        del store
     if failed:
         raise RayFailure(f"rank {place.rank}: exit code {ended.exit_code}")
 
@@ -223,7 +224,8 @@ def run(
             reader.start()
         ended_by_us = _supervise(process, orders)
         for reader in readers:
-            reader.join(END_GRACE_S)  # what the process left behind may hold the pipe open
+            # What the process left behind may hold the pipe open.
+            reader.join(END_GRACE_S)
         return RayEnded(place.rank, process.returncode, read_error_file(error_file), ended_by_us)
 
 
@@ -238,7 +240,8 @@ def environment_of(
 ) -> dict[str, str]:
     """All variables of a rank: those of this machine, those that were said, and its place."""
     inherited = inherited_environment()
-    inherited.setdefault("PYTHONUNBUFFERED", "1")  # its output goes into a pipe, and is to be seen at once
+    # Its output goes into a pipe, and is to be seen at once.
+    inherited.setdefault("PYTHONUNBUFFERED", "1")
     for name in NOT_FOR_SCRIPTS:
         inherited.pop(name, None)
     return {

@@ -179,13 +179,15 @@ def libraries_only(first_path: str) -> Iterator[Libraries]:
         yield libraries
     finally:
         finders.remove(finder)
-    if finder.refused:  # and a bare `except` went on without it
+    # A bare `except` may have gone on after Unfit was raised.
+    if finder.refused:
         raise Unfit(finder.refused)
     for what, same in {"sys.path": sys.path == path, "the working directory": os.getcwd() == folder}.items():
         if not same:
             raise Unfit(f"importing its libraries changes {what}")
     del sys.path[0]
-    for name in sorted(set(sys.modules) - present):  # there may be other finders
+    # Other finders may have found them.
+    for name in sorted(set(sys.modules) - present):
         spec = getattr(sys.modules[name], "__spec__", None)
         if spec is not None and spec.has_location and spec.origin and not libraries.has_file(spec.origin):
             raise Unfit(f"{name} is {spec.origin}: a file that is not a library's")

@@ -163,7 +163,8 @@ def _preload_late(spare: Spare) -> None:
     assert spare.target is not None
     try:
         record = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # it is being written, or its process has been started again
+    except (OSError, ValueError):
+        # It is being written, or its process has been started again.
         return
     state, written = _random_state(), spare.output.size()
     reads = EnvironmentReads()
@@ -171,7 +172,8 @@ def _preload_late(spare: Spare) -> None:
     with preload.watched_reads(reads), preload.libraries_only(spare.target.first_path):
         preload.import_all(record["modules"])
     spare.reads.names |= reads.names
-    set_by_script &= preload.changed(record["environment"], environment_digests())  # imports set some, too
+    # Imports set variables, too.
+    set_by_script &= preload.changed(record["environment"], environment_digests())
     if found := reads.matter(set_by_script):
         raise Unfit(f"the script sets {', '.join(found)}")
     if _random_state() != state:
@@ -195,7 +197,8 @@ def _check_no_device() -> None:
     for entry in os.scandir("/proc/self/fd"):
         try:
             file = os.readlink(entry.path)
-        except OSError:  # the folder's own
+        except OSError:
+            # A descriptor that is closed by now, such as that of the scan.
             continue
         if file.startswith(("/dev/nvidia", "/dev/kfd", "/dev/dri")):
             raise Unfit(f"importing its libraries opens {file}")
@@ -218,7 +221,8 @@ def _wait(spare: Spare) -> tuple[dict[str, str], list[int]]:
     while True:
         data, files, _, _ = socket.recv_fds(spare.channel, CHUNK, 2)
         descriptors += files
-        if not data:  # the launcher has ended, or has no use for this process
+        # The launcher has ended, or has no use for this process.
+        if not data:
             os._exit(0)
         received += data
         while b"\n" in received:

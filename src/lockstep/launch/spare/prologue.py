@@ -61,7 +61,8 @@ def _module(name: str, path: Sequence[str]) -> Target | None:
         places = spec.submodule_search_locations
         if places is None and count < len(parts):
             return None
-    if places is not None:  # a package, which is run by its __main__
+    # A package, which is run by its __main__.
+    if places is not None:
         main = PathFinder.find_spec(f"{name}.__main__", places)
         if main is None or main.origin is None:
             return None

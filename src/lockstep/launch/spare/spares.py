@@ -178,7 +178,8 @@ class Spares:
                 spare.hear()
             try:
                 written = os.stat(self._record(local)).st_mtime_ns
-            except OSError:  # no step so far
+            except OSError:
+                # No step so far.
                 continue
             if written == self._records.get(local):
                 continue
@@ -237,7 +238,8 @@ class Spares:
             spare.why = f"its spare process ended with {spare.process.returncode}"
         if spare.why:
             self._cold(spare.why)
-        if spare.state == "unfit":  # so would be every other
+        # Every other one would be, too.
+        if spare.state == "unfit":
             self._works = False
         spare.end()
         return None

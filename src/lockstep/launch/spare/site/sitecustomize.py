@@ -9,14 +9,17 @@ import os
 import sys
 
 if "LOCKSTEP_SPARE" in os.environ:
-    if os.environ["LOCKSTEP_SPARE"] == "probe":  # the launcher asks whether Python comes here
+    # The launcher asks whether Python comes here.
+    if os.environ["LOCKSTEP_SPARE"] == "probe":
         os._exit(71)
     present = tuple(sys.modules)
     try:
         from lockstep.launch.spare.process import wait_for_round
 
         is_theirs = wait_for_round(os.path.dirname(os.path.abspath(__file__)), present)
-    except BaseException:  # Python would say so, and go on with the script
+    except BaseException:
+        # Python would say so, and go on with the script.
         os._exit(70)
-    if not is_theirs:  # as if there were no such module, which there is not from here on
+    # Python goes on as if there were no such module; from here on there is none.
+    if not is_theirs:
         raise ImportError(name="sitecustomize")
