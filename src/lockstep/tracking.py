@@ -5,17 +5,11 @@ from __future__ import annotations
 import os
 
 from lockstep.observe.trackers.base import GeneralTracker, on_main_process
-from lockstep.observe.trackers.hosted import (
-    AimTracker,
-    ClearMLTracker,
-    CometMLTracker,
-    DVCLiveTracker,
-    SwanLabTracker,
-    TrackioTracker,
-    WandBTracker,
-)
+from lockstep.observe.trackers.clearml import ClearMLTracker
+from lockstep.observe.trackers.hosted import CometMLTracker, SwanLabTracker, TrackioTracker, WandBTracker
 from lockstep.observe.trackers.local import JSONLinesTracker, TensorBoardTracker
 from lockstep.observe.trackers.mlflow import MLflowTracker
+from lockstep.observe.trackers.repositories import AimTracker, DVCLiveTracker
 from lockstep.observe.trackers.run import (
     LOGGER_TYPE_TO_CLASS,
     TrackerChoice,

@@ -19,7 +19,7 @@ from lockstep.comm.tree import map_tensors, tensor_leaves
 from lockstep.config.handlers import ProjectConfiguration
 from lockstep.config.options import Options
 from lockstep.config.spikes import SpikePolicy
-from lockstep.observe.spikes.watch import BadStep
+from lockstep.observe.spikes.bad_step import BadStep
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.runtime.mesh import DeviceMeshes
 from lockstep.runtime.process import Runtime

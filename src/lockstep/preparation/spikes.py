@@ -13,7 +13,8 @@ from lockstep.comm.collectives import Communicator
 from lockstep.config.spikes import SpikePolicy
 from lockstep.errors import UsageError
 from lockstep.observe.measures.measures import Measures
-from lockstep.observe.spikes.watch import KeepsSteps, SpikeWatch
+from lockstep.observe.spikes.bad_step import KeepsSteps
+from lockstep.observe.spikes.watch import SpikeWatch
 from lockstep.preparation.observers import RunObserver
 from lockstep.runtime.clock import StepClock
 from lockstep.train.clipping import OtherStages, clip_norm

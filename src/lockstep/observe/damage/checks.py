@@ -102,6 +102,7 @@ class DamageWatch:
         step = self._steps[optimizer] = self._steps[optimizer] + 1
         self._trace.clear()
         every = self._options.divergence_every
+        # Optimizers that step in turn come to the same number: one check is for all of them.
         if every and step > self._checked and step % every == 0 and self._together():
             self._checked = step
             try:

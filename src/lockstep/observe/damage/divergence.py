@@ -95,11 +95,13 @@ class Digester:
         full = words.numel() // COLUMNS
         columns, rows = self._factors(words.device, full + 1)
         rest = words[full * COLUMNS :]
+        # The last row is not full.
         total = (rest * columns[: rest.numel()]).sum() * rows[full]
         if full:
             matrix = words[: full * COLUMNS].view(full, COLUMNS)
             for start in range(0, full, CHUNK_ROWS):
                 chunk = matrix[start : start + CHUNK_ROWS]
+                # sum over c of b[c] (sum over r of a[r] w[r, c]): so b is multiplied once for many rows.
                 of_columns = (chunk * rows[start : start + len(chunk), None]).sum(0)
                 total = total + (of_columns * columns).sum()
         return total
@@ -228,6 +230,7 @@ class Divergence:
         found = shared.differences(everywhere.tolist())
         if not self._heal or any(not one.right for one in found):
             raise DamageError(self._explain(found, step))
+        # All ranks have found the same pieces in one order, so that sender and receiver meet.
         for one in found:
             self._overwrite(one, here.get(one.piece), optimizers)
         logger.warning("%s", self._explain(found, step, healed=True))
@@ -235,6 +238,7 @@ class Divergence:
 
     def _shared_pieces(self, here: list[ParameterShard]) -> Shared:
         if self._shared is None or here != self._known:
+            # Models that are prepared later change this on all ranks alike, so that all come here.
             shards_of_ranks = self._communicator.gather_object([here])
             self._known, self._shared = here, Shared(shards_of_ranks, self._communicator.runtime.rank)
         return self._shared

@@ -27,7 +27,8 @@ class NonFinite(NamedTuple):
 
     micro: int
     name: str
-    kind: str  # NaN or Inf
+    # NaN or Inf.
+    kind: str
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,7 @@ def any_not_finite(optimizer: Optimizer, communicator: Communicator | None) -> b
     """
     gradients = (p.grad for group in optimizer.param_groups for p in group["params"])
     parts = [_dense(local(gradient)) for gradient in gradients if gradient is not None]
+    # One norm of all gradients is NaN or infinite where any element is.
     norm = get_total_norm([_wide(part) for part in parts]) if parts else torch.zeros(())
     if not _on_any_rank(~norm.isfinite(), communicator):
         return False
@@ -176,5 +178,6 @@ def explain(step: int, micro_steps: int, evidence: Sequence[GradientEvidence]) -
 
 
 def _names(names: Sequence[str]) -> str:
-    names = list(dict.fromkeys(names))  # a pipeline has several backwards in a micro-step
+    # A pipeline has several backwards in a micro-step.
+    names = list(dict.fromkeys(names))
     return join_names((f"'{name}'" for name in names), none="no tensor that has a name")

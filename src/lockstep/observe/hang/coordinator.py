@@ -27,15 +27,19 @@ from lockstep.observe.hang.view import ranks_of
 
 # A hang is to be named before HANG_AFTER: suspicion comes earlier, because asking and answering take time.
 SUSPICION_SHARE = 0.7
-USUAL_STEPS = 5  # times the slowest usual step
+# In multiples of the slowest usual step.
+USUAL_STEPS = 5
 SOON_S = 0.4
 SILENT_AFTER_S = 2.8
 ANSWER_LIMIT_S = 5.0
-NOBODY_WAITS_FACTOR = 12.0  # then it is mostly a long evaluation or save
+# Where nobody waits, it is mostly a long evaluation or save.
+NOBODY_WAITS_FACTOR = 12.0
 STRAGGLERS_EVERY_S = 5.0
 TELL_EVERY_S = 1.0
-FAILED_LEAVE_S = 15.0  # a rank that failed ends within seconds, and then its error is what ends the run
-FOR_PEOPLE = "for people"  # the number of a question that is not the coordinator's own
+# A rank that failed ends within seconds, and then its error is what ends the run.
+FAILED_LEAVE_S = 15.0
+# The number of a question that is not the coordinator's own.
+FOR_PEOPLE = "for people"
 # What cannot be a rank that is only busy, or that starts slowly: named at once.
 CERTAIN = ("mismatch", "stopped", "ended")
 NAMED_THOUGH_NOBODY_WAITS = ("stopped", "data")
@@ -129,14 +133,16 @@ class Coordinator:
         rank = peer.data.get("rank", -1)
         state = self._ranks.get(rank)
         if state is None or state.peer is not peer:
-            return  # of a round that is over
+            # It is of a round that is over.
+            return
         state.heard = self._now
         if verb == "heartbeat":
             state.take_heartbeat(message, self._now)
         elif verb == "evidence":
             self._take_evidence(rank, message)
         elif verb == "stop_wanted":
-            self._note_progress(state, message)  # newer than the last heartbeat
+            # This is newer than the last heartbeat.
+            self._note_progress(state, message)
             self.request_stop(str(message.get("cause", "a signal")))
         elif verb == "passed":
             self._note_progress(state, message)
@@ -154,6 +160,7 @@ class Coordinator:
         elif verb == "ending":
             state.is_ending = True
         elif verb == "done":
+            # More ticks than these say that it trains again.
             state.is_ending, state.done_at = False, max(state.ticks, integer_of(message, "ticks"))
         elif verb == "bye":
             self._bye(rank, message)
@@ -162,6 +169,7 @@ class Coordinator:
         """A worker's connection is gone: it ended, or is ending."""
         rank = peer.data.get("rank", -1)
         if rank in self._ranks and self._ranks[rank].peer is peer:
+            # Its process may go on, so it is judged like one that does not answer.
             self._vanished[rank] = self._ranks.pop(rank)
             self._stop.settle()
 
@@ -179,10 +187,12 @@ class Coordinator:
         if not isinstance(rank, int):
             return
         peer.data["rank"] = rank
+        # Without our launcher the first worker tells how many there are.
         self._world_size = self._world_size or integer_of(message, "world_size")
         host, pid = str(message.get("host", "")), integer_of(message, "pid")
         state = self._ranks[rank] = WatchedRank(peer, host, pid, heard=self._now, progressed=self._now)
-        if self._ended.pop(rank, None) is not None:  # the same process, which has made another Accelerator
+        # The same process, which has made another Accelerator.
+        if self._ended.pop(rank, None) is not None:
             self._tell_others(rank, "back")
         for other in self._ended:
             peer.send({"kind": "watch.left", "rank": other})
@@ -216,7 +226,8 @@ class Coordinator:
         is_news = ended.rank not in self._ended and ended.how != "has failed"
         self._ended[ended.rank] = ended
         if is_news:
-            self._question = None  # answers may be older than this end
+            # Answers may be older than this end.
+            self._question = None
             self._tell_others(ended.rank, "left")
         self._stop.settle()
 
@@ -310,6 +321,7 @@ class Coordinator:
         running = self._running()
         if not running or (self._failed_at is not None and now - self._failed_at < FAILED_LEAVE_S):
             return
+        # One rank that gets something done shows that the run does not stand still.
         progressed = max(state.progressed for state in running.values())
         if self._question is not None:
             self._judge(self._question, running, progressed, now)
@@ -321,6 +333,7 @@ class Coordinator:
             self._next_stragglers = now + STRAGGLERS_EVERY_S
             self._name_stragglers(running)
         if now >= self._next_report and self._world_size > 1:
+            # The message grows with the ranks, so with many it comes less often.
             self._next_report = now + max(TELL_EVERY_S, self._world_size / 100)
             self._tell_first("ranks", **totals_of_ranks(self._ranks, self._world_size))
 
@@ -337,6 +350,7 @@ class Coordinator:
     def _ask_ranks(self, running: Mapping[int, WatchedRank], now: float) -> None:
         self._questions += 1
         self._question = _Question(self._questions, now)
+        # Also those that are done: what they entered last may be what the others wait for.
         for rank, state in self._ranks.items():
             if rank in running or state.is_done:
                 state.peer.send({"kind": "watch.explain", "question": self._questions})
@@ -405,12 +419,14 @@ class Coordinator:
             self._hang = None
             return
         if self.verdict is None and now >= max(hang.since + self._lasts_s(hang.finding), self._next_question):
-            self._ask_ranks(running, now)  # what was true when it was named may not be any more
+            # What was true when it was named may not be any more.
+            self._ask_ranks(running, now)
 
     def _lasts_s(self, finding: Finding) -> float:
         """How long what was found may last."""
         if finding.cause == "ended" and self._ended.keys() >= set(finding.ranks):
-            return 0.0  # a process that has ended never comes
+            # A process that has ended never comes.
+            return 0.0
         if finding.is_lasting and self._hang is not None and finding.sentence == self._hang.finding.sentence:
             return min(LASTING_SHARE * self._settings.hang_after_s, self._timeout_s())
         return self._timeout_s()

@@ -91,7 +91,8 @@ class Finding:
     is_lasting: bool = False
 
 
-SILENCE = {  # state -> cause, what it means, what to do; where ranks differ, the first counts
+# State -> cause, what it means, what to do; where ranks differ, the first counts.
+SILENCE = {
     "gone": ("silent", "has lost its process (it is gone", "See its output, and the kernel's log (OOM)."),
     "zombie": ("silent", "has ended and was not collected (a zombie", "See its output for the reason."),
     "stopped": ("stopped", "is stopped (SIGSTOP or a debugger", "Let it go on with `kill -CONT`, or end it."),
@@ -153,7 +154,8 @@ def diagnose(
 
 def waiting_for(found: Finding, waits: Waits) -> tuple[int, ...]:
     """The ranks that are held up by what was found."""
-    if found.cause == "mismatch":  # each has entered what the other takes for its own
+    # Each has entered what the other takes for its own.
+    if found.cause == "mismatch":
         return tuple(one.rank for one in waits.all())
     if found.cause in SILENT_CAUSES:
         return tuple(one.rank for one in waits.all() if one.awaited & set(found.ranks))

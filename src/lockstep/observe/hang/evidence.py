@@ -33,7 +33,8 @@ def gather_evidence(rank: int, host: str, step: int, idle_s: float, main_thread:
     """
     try:
         seen = look_at(main_thread)
-    except Exception:  # frames change while they are read, and torch's private functions may do anything
+    except Exception:
+        # Frames change while they are read, and torch's private functions may do anything.
         seen = StackSummary()
     try:
         found = pending_collectives(seen)
@@ -109,6 +110,7 @@ def pending_collectives(seen: StackSummary) -> RecordedCollectives:
         if not entry["is_p2p"]:
             completed[one.group] = max(number, completed.get(one.group, 0))
     unrecorded = from_stack(seen, names, last, bool(entries))
+    # Without a number it may be one that the recorder has listed already.
     if unrecorded is not None and (unrecorded.number is not None or not pending):
         pending.append(unrecorded)
     return RecordedCollectives(tuple(pending), tuple(recent[-RECENT:]), completed, groups)
@@ -215,5 +217,6 @@ def ranks_of(group: Any) -> tuple[int, ...]:
     """Global ranks of the group; none if this rank is not in it."""
     try:
         return tuple(dist.get_process_group_ranks(group))
-    except Exception:  # a group that is being destroyed
+    except Exception:
+        # A group that is being destroyed.
         return ()

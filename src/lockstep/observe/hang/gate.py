@@ -86,14 +86,16 @@ class StopGate:
         saving = self._saving
         if saving is not None and self._is_past(saving, boundary):
             with self._changing:
-                if self._saving is saving:  # and not the next one
+                # It may be the next one by now.
+                if self._saving is saving:
                     self._saving = None
             # Where nobody answered in time the others have saved without this rank: later would be another state.
             if saving.target == boundary:
                 self._save(saving.cause)
         stopping = self._stopping
         if stopping is None or not stopping.known.wait(self._limit_s):
-            return  # nobody answers; whoever wanted the stop ends the process in the end
+            # Nobody answers; whoever wanted the stop ends the process in the end.
+            return
         if stopping.target is not None and boundary >= stopping.target:
             self._stop(stopping.cause)
 

@@ -36,7 +36,8 @@ class CoordinatorHost:
             self._server.start()
             host, port = self._server.address[:2]
             return f"{host} {port} {self.secret.hex()}".encode()
-        except (ControlError, OSError, ValueError) as error:  # the ranks still hear that there is none
+        except (ControlError, OSError, ValueError) as error:
+            # The ranks still hear that there is none.
             say(f"hangs of this run will not be found: {error}")
             return b""
 

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from lockstep.observe.hang.host import CoordinatorHost
 
 CONNECT_LIMIT_S = 10.0
-MOST_CHECKED_RANKS = 16  # each rank reads what every other one is about to call
+# With the check each rank reads what every other one is about to call.
+MOST_CHECKED_RANKS = 16
 
 Saver = Callable[[bool], str | None]
 """Saves the state of a run on all ranks, and ends training, if it is told True; returns where, or None where there is
@@ -82,7 +83,8 @@ class ProcessWatch:
     def _start(self, runtime: Runtime, grace_s: float) -> None:
         client = self._connect(runtime)
         self._has_coordinator = client is not None
-        if self._has_coordinator:  # a process alone is not asked where it stands
+        # A process alone is not asked where it stands.
+        if self._has_coordinator:
             _probe_evidence(runtime)
         self._speaks = runtime.is_main and control_endpoint() is None
         self._worker = WorkerWatch(
@@ -103,7 +105,8 @@ class ProcessWatch:
 
             self._calls = CallCheck()
             self._calls.install()
-        atexit.register(self.end)  # where there is no process group whose end would come first
+        # Where there is no process group whose end would come first.
+        atexit.register(self.end)
 
     def _connect(self, runtime: Runtime) -> Client | None:
         """To the launcher's coordinator; without our launcher, to one that rank 0 hosts."""
@@ -177,7 +180,8 @@ def watch_process(runtime: Runtime, enabled: bool, grace_s: float) -> ProcessWat
         if runtime.world_size > 1:
             check_same_versions(runtime)
         ProcessWatch._current = ProcessWatch(StepClock())
-        process.at_end(ProcessWatch._current.end)  # another run of this process is another world
+        # Another run of this process is another world.
+        process.at_end(ProcessWatch._current.end)
         if enabled:
             ProcessWatch._current._start(runtime, grace_s)
     return ProcessWatch._current
@@ -190,7 +194,8 @@ def _probe_evidence(runtime: Runtime) -> None:
     for probe in (c10d.probe_recorder, dataloader.probe):
         try:
             probe()
-        except UsageError as error:  # nobody's numbers depend on it: stacks still tell where a rank is
+        except UsageError as error:
+            # No number depends on it: stacks still tell where a rank is.
             if runtime.is_main:
                 sys.stderr.write(f"lockstep: the explanation of a hang will have less detail: {error}\n")
 

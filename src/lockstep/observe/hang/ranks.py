@@ -70,6 +70,7 @@ class WatchedRank:
     def take_heartbeat(self, message: Message, now: float) -> None:
         """Take in a heartbeat."""
         ticks = integer_of(message, "ticks")
+        # By this process's clock: those of machines are never compared.
         if ticks != self.ticks:
             self.ticks, self.progressed = ticks, now
         if self.done_at is not None and ticks > self.done_at:
@@ -185,7 +186,8 @@ WORDS = {
 
 def state_of(pid: int) -> str:
     """``running``, ``sleeping``, ``stopped``, ``uninterruptible``, ``zombie``, ``gone`` or ``unknown``."""
-    import psutil  # when something is wrong, not before
+    # Here, as it is needed only when something is wrong.
+    import psutil
 
     try:
         return WORDS.get(psutil.Process(pid).status(), "unknown")

@@ -67,10 +67,13 @@ def look_at(thread: int) -> StackSummary:
         return StackSummary()
     frames = list(outwards(frame))
     at = next((place for place, one in enumerate(frames) if is_users(one.f_code.co_filename)), None)
+    # Without a line of the user's, the innermost that is neither torch's nor ours.
     if at is None:
         at = next((i for i, one in enumerate(frames) if not is_engine(one.f_code.co_filename)), 0)
-    below = frames[:at]  # what the user's line called, innermost first
+    # What the user's line called, innermost first.
+    below = frames[:at]
     engine = [one for one in below if is_engine(one.f_code.co_filename)]
+    # A function written in C has no frame; the bytecode before the call has its name.
     called = called_name(frames[at]) if not below else ""
     operation, group, peer = innermost_operation(below)
     if not operation and waits_for_handle(frames[0]):
@@ -202,7 +205,8 @@ def describe_workers(workers: Sequence[BaseProcess], most: int = 8) -> str:
     """ "pids 12, 13", and after a pid its state if that is the reason to wait: "pids 12 (stopped), 13 (dead)"."""
     pids = [one.pid for one in workers if one.pid is not None]
     states = {pid: PROCESS_STATES.get(state_letter(pid), "") for pid in pids}
-    pids.sort(key=lambda pid: not states[pid])  # those that explain the wait first
+    # First those that explain the wait.
+    pids.sort(key=lambda pid: not states[pid])
     words = (f"{pid} ({states[pid]})" if states[pid] else str(pid) for pid in pids)
     return f"pid{'s' if len(pids) > 1 else ''} {join_names(words, most)}"
 

@@ -80,7 +80,8 @@ class Waits:
             members = frozenset(one.groups.get(pending.group, ())) & self._everyone
             others = (members or self._everyone) - {one.rank}
             if pending.number is None and pending.operation == "send/recv":
-                others -= self._ended  # some handle's wait, perhaps of no collective
+                # It is the wait of some handle, perhaps of no collective.
+                others -= self._ended
         return frozenset(rank for rank in others if not self._has_entered(rank, one.rank, pending))
 
     def _has_entered(self, rank: int, by: int, pending: PendingCollective) -> bool:

@@ -46,7 +46,8 @@ def entered(waits: Sequence[Wait], seen: dict[int, Evidence] | None = None) -> s
 def title(one: PendingCollective, evidence: Evidence | None) -> str:
     """ "all_reduce #412", with what the user called where that has another name."""
     number = f" #{one.number}" if one.number is not None and one.peer is None else ""
-    call = evidence.call if evidence and one.place else ""  # without a place it is not what the rank is in
+    # Without a place it is not what the rank is in.
+    call = evidence.call if evidence and one.place else ""
     called = f" ({call})" if call and call not in (one.operation, "wait", *WAITED) else ""
     among = ""
     members = (evidence.groups if evidence else {}).get(one.group, ())

@@ -68,6 +68,7 @@ class WorkerWatch:
         self._asked_by: int | None = None
         self._deadline: float | None = None
         self._main_thread = threading.main_thread().ident or 0
+        # A byte ends the wait of the thread that sends heartbeats.
         self._wake, self._waker = socket.socketpair()
         self._ended = False
         self._owner = os.getpid()
@@ -92,6 +93,7 @@ class WorkerWatch:
         if self._ended or os.getpid() != self._owner:
             return
         self._ended = True
+        # From here on boundaries are passed without a question.
         self._clock.at_boundary = None
         if self._client is not None:
             self._tell("bye", failed=failure.has_failed(), evidence=self._evidence().to_message())
@@ -130,16 +132,19 @@ class WorkerWatch:
         try:
             self._client.send({"kind": f"watch.{verb}", **values})
         except ControlError:
-            self._client = None  # the coordinator ended; the launcher's end is somebody else's matter
+            # The coordinator ended; the launcher's end is somebody else's matter.
+            self._client = None
 
     # Beating -----------------------------------------------------------------------------------------
 
     def _send_heartbeats(self) -> None:
-        news = select.poll()  # select() takes no descriptors above 1023
+        # select() takes no descriptors above 1023.
+        news = select.poll()
         news.register(self._wake, select.POLLIN)
         news.register(self._signals.fileno(), select.POLLIN)
         while not self._ended:
             clock = self._clock
+            # Copies, as the main thread appends meanwhile.
             durations, local = list(clock.durations_s), list(clock.local_s)
             self._tell(
                 "heartbeat",
@@ -166,7 +171,8 @@ class WorkerWatch:
             self._ask_for_stop(number)
         if self._deadline is not None and time.monotonic() > self._deadline:
             if self._clock.boundaries == 0:
-                os._exit(PREEMPTED)  # no step was complete: there was nothing to save
+                # No step was complete: there was nothing to save.
+                os._exit(PREEMPTED)
             end_at_once(self._asked_by or signal.SIGTERM)
 
     def _ask_for_stop(self, number: int) -> None:
@@ -188,6 +194,7 @@ class WorkerWatch:
     # Listening ---------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
+        # ``_tell`` lets go of the client when it fails; what has come is still read.
         client = self._client
         while client is not None and not self._ended:
             try:

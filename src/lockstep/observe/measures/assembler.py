@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
 from lockstep.config.options import Options
 from lockstep.config.world import ParallelDims
-from lockstep.observe.measures.communication import HiddenCommunication, is_seen
+from lockstep.observe.measures.communication import HiddenCommunication, bytes_by_axis, is_seen
 from lockstep.observe.measures.flops import FlopCounts, StepCounts, StepKinds
 from lockstep.observe.measures.memory import MemoryOfSteps
 from lockstep.observe.measures.open_step import OpenStep
 from lockstep.observe.measures.peaks import peak_of, precision_of
-from lockstep.observe.measures.ranks import OtherRanks
 from lockstep.observe.measures.run_folder import RunWriter
-from lockstep.observe.measures.sent import bytes_by_axis
 from lockstep.observe.measures.step import StepMeasures
 from lockstep.parallel.parallel_model import ParallelModel
-from lockstep.runtime.clock import RECENT_STEPS, difference
+from lockstep.runtime.clock import RECENT_STEPS, StepClock, difference
 from lockstep.runtime.process import Runtime
 from lockstep.runtime.step import StepState
 
@@ -114,7 +112,9 @@ class StepAssembler:
         """Look at all steps that have ended, and take numbers that have come late."""
         while self._ended:
             ended = self._ended.popleft()
+            # What is looked at now, such as memory, is said of the latest step alone.
             self._pending.append((self._assembled(ended, is_latest=not self._ended), ended.told))
+        # In order: no step is told of before those that came before it.
         while self._pending and (self._pending[0][1].have_come() or len(self._pending) > MOST_PENDING):
             self._tell(*self._pending.popleft())
 
@@ -159,6 +159,7 @@ class StepAssembler:
         """What the watch tells rank 0, to be added to its own."""
         own: dict[str, float] = {}
         if told.tokens:
+            # Ranks with one batch tell a share of its tokens each: the sum over all ranks has them once.
             own["tokens"] = told.tokens * self.axes.data / self._runtime.world_size
         if self.counts is not None:
             own["model"], own["hardware"] = self.counts.model, self.counts.hardware
@@ -226,3 +227,34 @@ class StepAssembler:
         if self.counts is not None and self._writer is not None and not self._writer.is_closed:
             self._peak = self.measured_peak()
             self._writer.event("peak", step=step, peak_flops=self._peak, dtype=self._precision())
+
+
+class OtherRanks:
+    """Numbers of a step over all ranks: this one's, and of the others' latest steps what the watch tells rank 0.
+
+    Each rank's heartbeats carry the numbers of its latest step; once a second the coordinator tells rank 0 their sums.
+    """
+
+    def __init__(self, clock: StepClock, world_size: int) -> None:
+        self._clock = clock
+        self._world_size = world_size
+
+    def tell(self, own: Mapping[str, float]) -> None:
+        """Let the others know this rank's numbers of its latest step, by name."""
+        self._clock.own = own
+
+    def of_all(self, name: str, own: float | None) -> float | None:
+        """The sum over all ranks of what here is ``own``; None: some are not known."""
+        if own is None or self._world_size == 1:
+            return own
+        sums = self._clock.others.get("sums")
+        if not isinstance(sums, Mapping) or not isinstance(sums.get(name), (int, float)):
+            return None
+        return own + float(sums[name])
+
+    def seconds(self) -> list[float | None] | None:
+        """What each rank's own work of a step takes, rank by rank."""
+        known = self._clock.others.get("local_s")
+        if not isinstance(known, (list, tuple)) or len(known) != self._world_size:
+            return None
+        return [one if isinstance(one, (int, float)) else None for one in known]

@@ -1,9 +1,10 @@
-"""What a step's communication costs in time: what the main thread waits for, and what runs behind computation."""
+"""What a step's communication costs: in time, waited for and hidden; in bytes, by axis of the mesh."""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from lockstep.config.parallel import Parallel
 from lockstep.config.world import ParallelDims
@@ -32,7 +33,8 @@ def is_seen(
 
 def _is_seen(model: ParallelModel, axes: ParallelDims, parallel: Parallel, device: str) -> bool:
     if isinstance(model, ShardedModel):
-        from lockstep.parallel.zero.exchange import MOST_RANKS  # it has brought FSDP2 already
+        # Here, because it imports FSDP2, which a sharded model has imported already.
+        from lockstep.parallel.zero.exchange import MOST_RANKS
 
         is_plain = not (parallel.quantized_weights or parallel.quantized_gradients)
         is_ours = all(sharding.collectives for sharding in model.shardings)
@@ -67,3 +69,28 @@ class HiddenCommunication:
             return None
         self._latest = found
         return sum(times.hidden for times in found)
+
+
+ORDER = ("pp", "replicate", "shard", "cp", "tp")
+"""Axes of the mesh, outermost first."""
+
+
+def axes_of_group(ranks: Sequence[int], axes: ParallelDims) -> str:
+    """The axes along which these global ranks differ, such as "shard" or "replicate+shard"."""
+    differing = []
+    for number, name in enumerate(ORDER):
+        # The last axis counts fastest: ranks that differ by ``stride`` are neighbours along this one.
+        stride = math.prod(getattr(axes, inner) for inner in ORDER[number + 1 :])
+        if len({rank // stride % getattr(axes, name) for rank in ranks}) > 1:
+            differing.append(name)
+    return "+".join(differing)
+
+
+def bytes_by_axis(sent: Mapping[tuple[int, ...], float], axes: ParallelDims) -> dict[str, int]:
+    """``sent``: bytes by the global ranks of the group in which they were sent."""
+    found: dict[str, float] = {}
+    for ranks, amount in sent.items():
+        name = axes_of_group(ranks, axes)
+        if name:
+            found[name] = found.get(name, 0.0) + amount
+    return {name: round(amount) for name, amount in sorted(found.items())}

@@ -41,7 +41,8 @@ class DeviceParts:
             self._parts.at_enter = None
             self._mark("")
             self._on_their_way.append(self._marks)
-        if self._steps % EVERY == 1:  # the first step is like no other
+        # The first step is like no other.
+        if self._steps % EVERY == 1:
             self._marks = []
             self._mark(self._parts.part)
             self._parts.at_enter = self._enter

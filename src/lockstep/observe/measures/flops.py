@@ -71,7 +71,8 @@ class FlopCounts:
         """A model is called; ``key`` is equal for calls that compute the same."""
         self._depth += 1
         if self._depth > 1:
-            return  # inside of another's
+            # It is called inside of another one.
+            return
         self._of_micro_batch.append(key)
         if key not in self._calls and self._may_count(self._calls):
             self._counter = self._begin_counting()
@@ -144,6 +145,7 @@ class FlopCounts:
     def _sum(self, micro_batches: list[MicroBatch]) -> StepCounts | None:
         total = StepCounts()
         for micro_batch in micro_batches:
+            # The first entry says whether it averages; the others are its calls.
             found = [self._backwards.get(micro_batch), *(self._calls.get(key) for key in micro_batch[1:])]
             for counts in found:
                 if counts is None or counts.unknown:
@@ -189,7 +191,8 @@ def shapes_of(value: object) -> Hashable:
     """Equal for arguments of a call whose tensors have the same shapes."""
     if isinstance(value, torch.Tensor):
         return value.shape
-    if isinstance(value, (list, tuple)):  # asked of tensors at once, which most of them are
+    # Tensors are asked without a call of this function: most arguments are tensors.
+    if isinstance(value, (list, tuple)):
         return tuple([one.shape if isinstance(one, torch.Tensor) else shapes_of(one) for one in value])
     if isinstance(value, Mapping):
         return tuple(value), shapes_of([*value.values()])

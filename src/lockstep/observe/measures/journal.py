@@ -60,9 +60,11 @@ class Journal:
     def flush(self) -> None:
         """Write what waits, now."""
         if os.getpid() != self._owner:
-            return  # a copy of the queue in a worker of a data loader
+            # This is a copy of the queue, as in a worker of a data loader.
+            return
         with self._lock:
             texts: dict[str, list[str]] = {}
+            # The lock is for those who write; whoever appends needs none.
             while self._waiting:
                 file, line = self._waiting.popleft()
                 texts.setdefault(file, []).append(text_of(line))

@@ -64,7 +64,8 @@ class MemoryOfSteps:
         self.is_due = False
         try:
             counted = count_state(self._models, self._optimizers())
-        except Exception as error:  # of tensors of another library, on which no run may depend
+        except Exception as error:
+            # No run may depend on tensors of another library.
             logger.debug("The memory of optimizer states cannot be counted: %s", error)
             self._may_look = False
             return
@@ -85,6 +86,7 @@ class MemoryOfSteps:
         if peak is None:
             return None
         has_grown = peak > self.latest.get("peak", 0) * (1 + CHANGE)
+        # The first step makes the optimizer's state: it is counted behind the next backward.
         if self._steps == 1:
             self.is_due = True
             return None
@@ -108,4 +110,5 @@ class MemoryOfSteps:
         if self._device.type != "cpu":
             return None
         most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        # Linux counts in KiB, macOS in bytes.
         return most if sys.platform == "darwin" else most * 1024

@@ -64,7 +64,8 @@ def look_on(clock: StepClock, onlooker: Onlooker, at_end: Callable[[], None] | N
     for listeners, one in registrations:
         listeners.append(one)
     end = weakref.finalize(onlooker, forget)
-    atexit.register(at_exit)  # after the line before: what is registered last is called first
+    # Registered after the finalizer, so called before it.
+    atexit.register(at_exit)
     return end
 
 

@@ -46,10 +46,12 @@ class OperatorCounter(dispatch.TorchDispatchMode):
     ) -> object:
         kwargs = kwargs or {}
         if any(hasattr(kind, "device_mesh") for kind in types):
-            return NotImplemented  # a DTensor, whose parts come as operators of their own
+            # Operators on the parts of a DTensor come by themselves.
+            return NotImplemented
         result = func(*args, **kwargs)
         if any(hasattr(kind, "fake_mode") or kind.__name__ == "FakeTensor" for kind in types):
-            return result  # of a stage that another rank computes
+            # It is of a stage that another rank computes.
+            return result
         packet = func.overloadpacket
         known = counter.OPERATORS.get(dispatch.schema_of(func).name)
         if known is not None:
@@ -57,7 +59,8 @@ class OperatorCounter(dispatch.TorchDispatchMode):
         elif packet in self._attention_backwards or packet in self._formulas:
             try:
                 self._applies(packet, args, kwargs, result)
-            except Exception:  # on arguments that the formula does not know, such as nested tensors
+            except Exception:
+                # The formula does not know the arguments, such as nested tensors.
                 self.counts.unknown.add(dispatch.schema_of(func).name)
         elif packet in self._without or (func.namespace not in flops.HARMLESS and _multiplies(args)):
             self.counts.unknown.add(dispatch.schema_of(func).name)
@@ -84,6 +87,7 @@ class OperatorCounter(dispatch.TorchDispatchMode):
         forward = flops.of_attention(query, key, value)
         width, width_of_values = query.shape[-1], value.shape[-1]
         self._computes(2 * forward)
+        # The kernel computes q k^T again: of the forward's two products the share d / (d + d_v).
         self.counts.again += forward * width // (width + width_of_values)
 
     def _sends(

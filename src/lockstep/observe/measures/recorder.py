@@ -91,6 +91,7 @@ class StepRecorder:
     @property
     def step(self) -> int:
         """Complete optimizer steps of this run, with those before a restart. Set it to go on from another number."""
+        # A step that the optimizer has made counts before its boundary is reached.
         return self._step + (self._clock.steps > self._steps_before)
 
     @step.setter
@@ -202,13 +203,15 @@ class StepRecorder:
         loader = None if progress is None else progress.loader
         size = self._waiting.use(loader)
         if size is None and self._stated_tokens is None:
-            return  # a second loss of the same batch
+            # It is a second loss of the same batch.
+            return
         tokens, samples = size or (None, None)
         if self._stated_tokens is not None:
             tokens, self._stated_tokens = self._stated_tokens, None
         self._open.trains_on(tokens, samples)
         self._training_on = progress
         following = getattr(loader, "epoch", None)
+        # The loader counts the epoch that comes next.
         self._epoch = following - 1 if isinstance(following, int) else None
 
     def backward_ends(self, is_complete: bool) -> None:
@@ -331,6 +334,7 @@ class StepRecorder:
         self._steps_here += 1
         self._steps_before = self._clock.steps
         told, self._open = self._open, OpenStep()
+        # Now: in the device's queue behind this step, and before the next one.
         if told.is_on_device:
             told.send_numbers()
         before, self._before = self._before, read

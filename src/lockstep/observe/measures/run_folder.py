@@ -51,7 +51,8 @@ class RunFolder:
             if not continues and _has_steps(self.path):
                 _move_aside(self.path)
             self.attempt = sum(line.get("event") == "start" for line in read_lines(self.path / EVENTS))
-        except OSError as error:  # said again, once, when something is to be written
+        except OSError as error:
+            # It is said again, once, when something is to be written.
             self._journal.note(error)
         for file, line in self._before:
             self._journal.append(file, {**line, "attempt": self.attempt})

@@ -20,7 +20,8 @@ def allocated_bytes(device: torch.device) -> Callable[[], int] | None:
         return lambda: torch.cuda.memory_allocated(device)
     if device.type != "cpu":
         return None
-    import psutil  # in a run that is written, and no other
+    # Here, as only a run that is written needs it.
+    import psutil
 
     process = psutil.Process(os.getpid())
     return lambda: int(process.memory_info().rss)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,63 +13,13 @@ from lockstep.comm.collectives import Communicator
 from lockstep.comm.tree import StateDict
 from lockstep.config.spikes import LARGEST_WINDOW, SpikePolicy
 from lockstep.errors import SpikeError, UsageError
+from lockstep.observe.spikes.bad_step import BadStep, GoesBack, KeepsSteps, Spike
 from lockstep.observe.spikes.history import RecentValues
 
 logger = logging.getLogger("lockstep.spikes")
 
 COUNTS = ("steps", "batches", "samples", "steps_skipped", "batches_skipped", "samples_skipped")
 VALUES = ("loss", "gradient_norm")
-
-
-class Spike(NamedTuple):
-    """``kind``: loss or gradient_norm. ``score``: infinite where ``value`` is not finite."""
-
-    kind: str
-    value: float
-    score: float
-
-
-@dataclass(frozen=True)
-class BadStep:
-    """A step that is a spike, as all ranks know it; ``losses``, (loss, weight) of each backward, are this rank's.
-
-    ``history``: (median, MAD) of the steps before, by kind. ``steps_since``: ``checkpoint``, the newest complete one.
-    """
-
-    step: int
-    kind: str
-    value: float
-    score: float
-    loss: float | None
-    gradient_norm: float | None
-    history: dict[str, tuple[float, float]]
-    samples: int | None
-    checkpoint: str
-    steps_since: int | None
-    losses: list[tuple[float, float]]
-
-
-class GoesBack(Protocol):
-    """Takes a run back to one of its checkpoints. Both are collective."""
-
-    def leave_out(self, batches: int) -> tuple[int, int | None]:
-        """Pass over the next micro-batches of each rank; how many they were, and all ranks' samples in them."""
-
-    def load(self, path: str) -> None:
-        """Be what the run was at this checkpoint, but for where its data stand."""
-
-
-class KeepsSteps(Protocol):
-    """Keeps what a rank trains on until its step is made."""
-
-    def backward(self) -> None:
-        """What loaders handed out is trained on."""
-
-    def forget(self) -> None:
-        """The step is made, or is none."""
-
-    def keep(self, bad: BadStep) -> str | None:
-        """Write down what it takes to make this step again; returns where, None: nowhere. Collective."""
 
 
 class SpikeWatch:
@@ -146,7 +94,8 @@ class SpikeWatch:
         if self._keeper is not None:
             self._keeper.backward()
         if type(loss) is not torch.Tensor or (weight is None and loss.dim()):
-            return  # to read others may be collective
+            # To read numbers of other kinds of tensors may be collective.
+            return
         with torch.no_grad():
             if weight is None:
                 self._losses.append((loss.detach(), 1.0))
@@ -174,6 +123,7 @@ class SpikeWatch:
         try:
             loss, gradient_norm = self._seen_by_all(norm)
             overflows = gradient_norm is not None and not math.isfinite(gradient_norm)
+            # Such a step the loss scaler skips itself, and lowers its scale.
             is_scalers = overflows and loss_scale is not None and loss_scale() >= 1
             seen = {"loss": loss, "gradient_norm": None if is_scalers else gradient_norm}
             spike = self._worst(seen)
@@ -181,6 +131,7 @@ class SpikeWatch:
                 self._refuse(spike, seen)
                 return False
             self._skips_in_a_row = 0
+            # Only steps that are made count: a spike must not change what is usual.
             for kind, value in seen.items() if not is_scalers else ():
                 if value is not None:
                     self._recent[kind].add(value)
@@ -215,7 +166,8 @@ class SpikeWatch:
         if not self._losses:
             return torch.zeros(2)
         device = self._losses[0][0].device
-        if device.type == "cpu":  # Python adds single numbers in a tenth of the time
+        # Python adds single numbers in a tenth of the time.
+        if device.type == "cpu":
             sums = [sum(map(float, parts)) for parts in zip(*self._losses, strict=True)]
             return torch.tensor(sums, dtype=torch.float64)
         dtype = torch.float32 if device.type == "mps" else torch.float64
@@ -261,6 +213,7 @@ class SpikeWatch:
     def _refuse(self, spike: Spike, seen: dict[str, float | None]) -> None:
         """Skip the step, go back, or stop."""
         samples = self._samples()
+        # First, as long as nothing of the step is undone.
         capsule = self._write_capsule(spike, seen, samples)
         said = f"{_sentence(spike)} in step {self.steps}"
         if self.policy.action == "rollback":
@@ -316,10 +269,12 @@ class SpikeWatch:
                 "reason": f"{said}, after going back to {path} {self.policy.max_skips} times. Load an older checkpoint "
                 "and lower the learning rate, or raise the thresholds.",
             }
+        # Before the load, which takes the counts back to the checkpoint's.
         left, samples = self.goes_back.leave_out(self.policy.skip_batches)
         steps, batches, all_samples = self.steps, self.batches + left, self.samples + (samples or 0)
         samples_before = self.samples_skipped
-        self.goes_back.load(path)  # with the counts and the history of that moment
+        # This brings the counts and the history of that moment.
+        self.goes_back.load(path)
         # What an earlier going back has left out is not told again.
         first = max(self.batches, until) + 1
         self.steps_skipped += steps - self.steps

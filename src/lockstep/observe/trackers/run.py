@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 from lockstep.config.enums import LoggerType
 from lockstep.config.values import suggestion
 from lockstep.errors import ConfigError, MissingExtraError, UsageError
-from lockstep.observe.trackers import hosted, local
+from lockstep.observe.trackers import hosted, local, repositories
 from lockstep.observe.trackers.base import BlankTracker, GeneralTracker, check_complete
-from lockstep.observe.trackers.hosted import ClearMLTracker
+from lockstep.observe.trackers.clearml import ClearMLTracker
 from lockstep.observe.trackers.mlflow import MLflowTracker
 from lockstep.runtime.available import is_available
 
@@ -40,9 +40,9 @@ TRACKERS: Mapping[str, TrackerEntry] = {
                 hosted.TrackioTracker,
                 hosted.CometMLTracker,
                 MLflowTracker,
-                hosted.AimTracker,
+                repositories.AimTracker,
                 ClearMLTracker,
-                hosted.DVCLiveTracker,
+                repositories.DVCLiveTracker,
                 hosted.SwanLabTracker,
             )
         ),
