@@ -160,7 +160,8 @@ def _settings(asked: Mapping[str, SettingValue], given: ValuesByName, ranks: int
         if name in asked and not isinstance(asked[name].value, dict):
             settings[name] = SETTINGS[name].kind.plain_data(asked[name].value)
     scaler = {name: asked[name].value for name in SCALER_FIELDS if name in asked}
-    if scaler and precision != "bf16":  # with which gradients are not scaled
+    # With bf16 gradients are not scaled.
+    if scaler and precision != "bf16":
         settings["grad_scaler"] = scaler
     return settings
 

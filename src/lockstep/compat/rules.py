@@ -166,7 +166,8 @@ def _apply(rule: KeyRule, path: str, value: object) -> Row:
 
 
 def _asks_for_something(value: object, default: tuple[object, ...]) -> bool:
-    if isinstance(value, Mapping) and "enabled" in value:  # a section with a switch
+    # A section with a switch.
+    if isinstance(value, Mapping) and "enabled" in value:
         value = value["enabled"]
     return not _is_one_of(value, default) if default else not is_off(value)
 
@@ -177,7 +178,8 @@ def _is_one_of(value: object, known: Iterable[object]) -> bool:
 
 
 def _short(value: object) -> str:
-    text = str(getattr(value, "type", value))  # of a described optimizer or schedule
+    # The type is that of a described optimizer or schedule.
+    text = str(getattr(value, "type", value))
     return text if len(text) <= 60 else text[:57] + "..."
 
 

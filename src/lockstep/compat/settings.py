@@ -9,10 +9,15 @@ from collections.abc import Mapping
 
 from lockstep.compat.accelerate.sections import LAYOUT_KEYS, from_layout
 from lockstep.compat.deepspeed.config import finish, from_deepspeed
-from lockstep.compat.deepspeed.of_trainer import is_of_trainer
-from lockstep.compat.deepspeed.plugin import DeepSpeedPlugin, from_deepspeed_plugin, named_plugins, stages_of
+from lockstep.compat.deepspeed.plugin import DeepSpeedPlugin
+from lockstep.compat.deepspeed.plugin_settings import (
+    from_deepspeed_plugin,
+    is_of_trainer,
+    named_plugins,
+    stages_of,
+)
 from lockstep.compat.deepspeed.yaml_section import DEEPSPEED_KEYS, DEFAULT_STAGE, FILE_KEY
-from lockstep.compat.fsdp.plugin import check_fsdp_plugin, from_fsdp_plugin
+from lockstep.compat.fsdp.plugin_settings import check_fsdp_plugin, from_fsdp_plugin
 from lockstep.compat.fsdp.section import KEYS as FSDP_KEYS
 from lockstep.compat.fsdp.section import from_fsdp
 from lockstep.compat.rules import Translation, translate
@@ -113,7 +118,8 @@ def check_named_file(environ: Environ | None = None) -> str | None:
     """
     path = named_config_file(environ)
     if path is not None:
-        from lockstep.compat.accelerate.config_file import load  # here, because it needs pydantic
+        # Here, because it needs pydantic.
+        from lockstep.compat.accelerate.config_file import load
 
         try:
             load(path)
@@ -194,7 +200,8 @@ def accelerate_sections(environ: Environ) -> dict[str, dict[str, tuple[str, str]
             if environ.get(variable)
         }
         if environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE") not in (None, "", "none"):
-            section.pop("ACCELERATE_DEEPSPEED_ZERO_STAGE", None)  # the file says it
+            # The file says it.
+            section.pop("ACCELERATE_DEEPSPEED_ZERO_STAGE", None)
         sections["deepspeed_config"] = section
     return sections
 

@@ -283,7 +283,8 @@ def _settings(
 
 def _check_kind(file: YamlFile, key: str, value: object) -> None:
     words = ComputeEnvironment.list() if key == "compute_environment" else DistributedType.list()
-    if key == "distributed_type" and value is False:  # YAML reads an unquoted NO as false
+    # YAML reads an unquoted NO as false.
+    if key == "distributed_type" and value is False:
         return
     if not isinstance(value, str) or value not in words:
         near = suggestion(value, words) if isinstance(value, str) else ""
@@ -326,7 +327,8 @@ def _validate(file: YamlFile, values: dict[str, object]) -> RunConfig:
         path = tuple(str(part) for part in first["loc"])[:1]
         cause = first.get("ctx", {}).get("error")
         reason = str(cause) if isinstance(cause, ConfigError) else first["msg"]
-        if not path:  # several keys together: the message begins with the one whose line is shown
+        # Several keys together: the message begins with the one whose line is shown.
+        if not path:
             line = file.lines.get((reason.split(" ", 1)[0],), 1)
             raise ConfigError(f"{file.name}:{line}: {_sentence(reason)}") from None
         reason = reason.removeprefix(path[0] + "=").strip()

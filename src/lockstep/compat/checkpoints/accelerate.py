@@ -75,6 +75,7 @@ def _read_models(reader: ForeignReader, state: ImportedState) -> set[str]:
             f"{reader.path(next(iter(by_rank.values())))} is one rank's shard, and no file says how the shards "
             "belong together. Save with SHARDED_STATE_DICT, or with FULL_STATE_DICT."
         )
+    # save_state writes one of these kinds for all models; safetensors go before pickles.
     files = source.numbered(r"model(_\d+)?\.safetensors") or source.numbered(r"pytorch_model(_\d+)?\.bin")
     files = files or source.numbered(r"pytorch_model_fsdp(_\d+)?\.bin")
     for name in files:
@@ -110,7 +111,8 @@ def _inside(source: CheckpointSource, folders: list[str]) -> set[str]:
 
 def _read_schedulers(reader: ForeignReader, state: ImportedState) -> set[str]:
     files = reader.source.numbered(r"scheduler(_\d+)?\.bin")
-    if files and state.schedulers:  # DeepSpeed's copy is of the same object
+    # DeepSpeed's file has a copy of the same object.
+    if files and state.schedulers:
         state.notes += [f"{name}: left out, because DeepSpeed's file has the scheduler too" for name in files]
         return set(files)
     for name, value in zip(files, reader.read_all(files), strict=True):

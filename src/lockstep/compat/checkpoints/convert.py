@@ -76,6 +76,7 @@ def read_foreign(src: str | os.PathLike[str], skip: Iterable[str] = ()) -> Impor
     reader = ForeignReader(source)
     if not source.is_folder:
         return read_single(reader, _pickled_file(source))
+    # First, as such a folder may have a checkpoint of DeepSpeed or of DCP within it.
     if is_accelerate(source):
         return read_accelerate(reader)
     tag = tag_folder(reader)

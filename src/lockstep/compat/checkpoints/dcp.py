@@ -19,7 +19,8 @@ from lockstep.compat.checkpoints.tensors import StoredTensor
 
 METADATA = ".metadata"
 MAX_DEPTH = 60
-MAX_CHUNKS = 2**14  # of one tensor: ranks that each have a part of it
+# Chunks of one tensor: as many as ranks that each have a part of it.
+MAX_CHUNKS = 2**14
 _CLASSES = "torch.distributed.checkpoint.metadata."
 _STORAGE_INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
 ChunkSizes = tuple[int, ...]
@@ -101,6 +102,7 @@ def _piece(info: Any, prefix: str) -> FilePart:
     if not _is(info, _STORAGE_INFO):
         raise ValueError("a place that is not in a file")
     file, start, length = info.get("relative_path"), info.get("offset"), info.get("length")
+    # No slash, and no dot at its beginning: nothing outside of the folder is named so.
     if not isinstance(file, str) or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*", file):
         raise ValueError(f"the file name {str(file)[:80]!r}, which is not a plain name in its folder")
     if info.get("transform_descriptors"):
@@ -128,6 +130,7 @@ def _entry(key: Any, about: Any, pieces: dict[Any, FilePart], paths: dict[str, A
         return DcpEntry(path, None, None, [DcpChunk((), (), pieces[key, None])])
     if not _is(about, _CLASSES + "TensorStorageMetadata"):
         raise ValueError(f"{key!r} is neither a tensor nor an object")
+    # TensorProperties is pickled as a tuple, of which the dtype is the first.
     dtype = about.get("properties").state[0]
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{key!r} has no dtype")
@@ -156,6 +159,7 @@ def _assemble(reader: ForeignReader, name: str, key: str, entry: DcpEntry, parts
             raise reader.broken(
                 chunk.piece[0], f"the chunk of {key!r} at {chunk.offsets} is not {chunk.sizes}"
             )
+    # Chunks inside that have as many elements as the tensor, none of them twice, fill it.
     covered, count = sum(_element_count(chunk.sizes) for chunk in entry.chunks), _element_count(entry.shape)
     if covered != count:
         raise reader.broken(name, f"the chunks of {key!r} have {covered} elements, but it has {count}")

@@ -135,6 +135,7 @@ def _read_zero(
 ) -> None:
     read = zip(optims, reader.read_all(optims), strict=True)
     saved = [_optimizer_state(reader, file, value) for file, value in read]
+    # One number, or a list with one for each group.
     counts = saved[0].get("partition_count", len(saved))
     world = max(counts) if isinstance(counts, list) and counts else counts
     if world != len(saved):
@@ -165,7 +166,8 @@ def _read_universal(
 ) -> None:
     weights, moments, common = read_universal(reader, folder, first.get("param_shapes"))
     require_plain(moments, f"{folder}/zero")
-    for key, value in first["module"].items():  # what ZeRO does not own; stage 3 leaves empty places there
+    # The module has what ZeRO does not own; stage 3 leaves empty places for the rest.
+    for key, value in first["module"].items():
         if isinstance(value, torch.Tensor) and value.numel():
             weights.setdefault(key, value)
     state.models.append(weights)
@@ -205,7 +207,8 @@ def _partitions(first: StateDict, saved: list[StateDict], reader: ForeignReader)
             3, vectors, inner, spans, lambda s, by_rank: join_stage_3(s, by_rank, reader.scratch)
         )
     spans = spans_of_stage_1_and_2(shapes, saved[0].get("param_alignment_paddings"))
-    stage = saved[0].get("zero_stage", 1)  # the optimizer for bf16 does not say, and is stage 1
+    # The optimizer for bf16 does not say, and is stage 1.
+    stage = saved[0].get("zero_stage", 1)
     return Partitions(
         int(stage), vectors, inner, spans, lambda s, by_rank: join_stage_1_and_2(s, by_rank, reader.scratch)
     )
@@ -218,6 +221,7 @@ def _weights(models: list[StateDict], partitions: Partitions) -> dict[str, torch
         span.name: partitions.join(span, [rank[span.group] for rank in partitions.vectors])
         for span in partitions.spans
     }
+    # Stage 3 cuts frozen parameters, too; otherwise the first rank has them whole.
     owners = models if partitions.stage == 3 else models[:1]
     for name, shape in (first.get("frozen_param_shapes") or {}).items():
         fragments = [model["frozen_param_fragments"][name].reshape(-1) for model in owners]
@@ -287,6 +291,7 @@ def _scaler(reader: ForeignReader, file: str, saved: object) -> dict[str, object
         return None
     try:
         window, factor = int(saved.get("scale_window")), float(saved.get("scale_factor"))
+        # Steps since the last overflow, which torch counts up to growth_interval.
         good_steps = int(saved.get("cur_iter")) - int(saved.get("last_overflow_iter")) - 1
         return {
             "scale": float(saved.get("cur_scale")),

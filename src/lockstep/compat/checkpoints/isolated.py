@@ -21,7 +21,8 @@ from lockstep.words import escape
 MEMORY_BYTES = 8 * 2**30
 CPU_S = 600
 WALL_S = 1200
-END_S = 10  # between its last word and its end
+# Seconds between its last word and its end.
+END_S = 10
 MAX_ANSWER_BYTES = 2**29 + 2**20
 MAX_MESSAGE = 400
 # The package ``restricted`` is imported by itself: the rest of lockstep, torch and site-packages stay outside.
@@ -53,6 +54,7 @@ def unpickle(
         CheckpointError: the process was ended because it did something else than read.
     """
     request = json.dumps({"memory": memory_bytes, "cpu_s": CPU_S, "parts": list(parts)})
+    # Nothing of ours reaches it: no site-packages, no variables, no folder, no terminal.
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", "-B", "-c", _CODE, str(Path(__file__).parent)],
         stdin=subprocess.PIPE,
@@ -78,7 +80,8 @@ def _converse(process: subprocess.Popen[bytes], request: bytes, wall_s: float) -
     assert process.stdin is not None
     assert process.stdout is not None
     assert process.stderr is not None
-    with contextlib.suppress(BrokenPipeError):  # it ended; its standard error says why
+    # The process has ended; its standard error says why.
+    with contextlib.suppress(BrokenPipeError):
         process.stdin.write(request)
         process.stdin.close()
     deadline = time.monotonic() + wall_s
@@ -109,6 +112,7 @@ def _converse(process: subprocess.Popen[bytes], request: bytes, wall_s: float) -
 
 
 def _values(answer: bytes, error: bytes, code: int, count: int) -> list[object]:
+    # What follows the last line break was cut off.
     lines = answer.split(b"\n")[:-1]
     try:
         answers = [json.loads(line) for line in lines]

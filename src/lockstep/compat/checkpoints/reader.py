@@ -16,7 +16,8 @@ from lockstep.compat.checkpoints.tensors import MalformedError, MappedFile, Scra
 from lockstep.errors import CheckpointError
 
 MAX_OPEN = 64
-FilePart = tuple[str, int, int]  # name, start, length
+# Name, start, length.
+FilePart = tuple[str, int, int]
 
 
 class ForeignReader:
@@ -38,6 +39,7 @@ class ForeignReader:
         """The values of parts of files; the length -1 reaches to the end."""
         names = list(dict.fromkeys(name for name, _, _ in pieces))
         values: dict[int, object] = {}
+        # In batches, as a process may have only so many files open.
         for at in range(0, len(names), MAX_OPEN):
             batch = set(names[at : at + MAX_OPEN])
             mine = {i: piece for i, piece in enumerate(pieces) if piece[0] in batch}
@@ -83,7 +85,8 @@ class ForeignReader:
 
     def read_safetensors(self, name: str) -> dict[str, torch.Tensor]:
         """The tensors of a safetensors file. Raises CheckpointError if it is none."""
-        os.close(self.source.open(name))  # no link, and a regular file
+        # This refuses a link, and what is no regular file.
+        os.close(self.source.open(name))
         try:
             with safe_open(str(self.path(name)), framework="pt") as file:
                 return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  (not a mapping)

@@ -50,7 +50,8 @@ def sort_entries(value: Any, where: str, state: ImportedState) -> None:
     if isinstance(value, dict) and len(value) == 1:
         (inner,) = value.values()
         if isinstance(inner, dict) and not is_weights(inner) and any(key in inner for key in MODEL_KEYS):
-            value = inner  # an application's state as a whole under one name
+            # An application's state as a whole under one name.
+            value = inner
     weights = [key for key in MODEL_KEYS if isinstance(value, dict) and is_weights(value.get(key))]
     if not weights:
         raise CheckpointError(f"{where} is not a checkpoint of a known form: {_seen(value)}. {_KNOWN}")
@@ -93,7 +94,8 @@ def optimizer(saved: Any, where: str) -> StateDict:
         given = group.get("param_names")
         new = given if isinstance(given, list) and len(given) == len(group["params"]) else group["params"]
         names.update(zip(group["params"], new, strict=True))
-    if any(type(name) is int for name in names):  # torch.distributed.checkpoint writes numbers as text
+    # torch.distributed.checkpoint writes numbers as text.
+    if any(type(name) is int for name in names):
         states = {int(k) if isinstance(k, str) and k.isdecimal() else k: v for k, v in states.items()}
     stray = [key for key in states if key not in names]
     if stray or any(not isinstance(entry, dict) for entry in states.values()):

@@ -21,7 +21,8 @@ class CheckpointSource:
 
     def __init__(self, path: str | os.PathLike[str], skip: Iterable[str] = ()) -> None:
         """Raises CheckpointError if there is nothing, UsageError for a ``skip`` that is not there."""
-        self.path = Path(os.path.expanduser(path))  # unlike Path.expanduser, keeps ~nobody
+        # Unlike Path.expanduser, this keeps ~nobody.
+        self.path = Path(os.path.expanduser(path))
         if not self.path.exists():
             raise CheckpointError(f"There is no file or folder {self.path}. Pass the checkpoint to import.")
         self.is_folder = self.path.is_dir()
@@ -43,6 +44,7 @@ class CheckpointSource:
     def _walk(self) -> list[str]:
         names: list[str] = []
         for folder, folders, files in os.walk(self.root):
+            # os.walk lists links to folders as folders, without following them; opening them is refused.
             linked = [name for name in folders if os.path.islink(os.path.join(folder, name))]
             base = os.path.relpath(folder, self.root)
             names += [name if base == "." else f"{base}/{name}" for name in files + linked]
@@ -112,8 +114,10 @@ class CheckpointSource:
 
     def _open_below(self, name: str) -> int:
         """Open folder by folder, so that none of them can be a link."""
+        # Without O_NONBLOCK a named pipe would wait for its writer.
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-        if not self.is_folder:  # named by the user, who may name a link; a folder's content was not
+        # The user has named this file, and may name a link; what is in a folder was not named.
+        if not self.is_folder:
             return os.open(self.path, flags)
         here = os.open(self.root, flags | os.O_DIRECTORY)
         try:

@@ -61,7 +61,8 @@ class Scratch:
             return torch.empty(shape, dtype=dtype)
         try:
             with tempfile.TemporaryFile() as file:
-                if hasattr(os, "posix_fallocate"):  # a full disk is to be found here, not while copying
+                # A full disk is to be found here, not while copying.
+                if hasattr(os, "posix_fallocate"):
                     os.posix_fallocate(file.fileno(), 0, nbytes)
                 else:
                     file.truncate(nbytes)
@@ -84,6 +85,7 @@ class MappedFile:
         self.label = label
         self.scratch = scratch
         self.size = os.fstat(descriptor).st_size
+        # What is written to a tensor stays in memory, and does not reach the file.
         self._map = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY) if self.size else None
         self._checked: set[tuple[int, int]] = set()
         self._storages: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
@@ -108,7 +110,8 @@ class MappedFile:
         assert self._map is not None
         raw = torch.frombuffer(self._map, dtype=torch.uint8, count=nbytes, offset=start)
         if dtype is torch.bool:
-            return raw != 0  # any other byte than 0 and 1 would be undefined
+            # Any other byte than 0 and 1 would be undefined.
+            return raw != 0
         if start % dtype.itemsize == 0:
             return raw.view(dtype)
         # Files of torch before 1.6 align nothing.
@@ -205,9 +208,11 @@ def _tensor(value: JsonObject, file: MappedFile) -> torch.Tensor:
     start, nbytes, crc32 = value["storage"]
     (offset,) = _counts([value["offset"]])
     _counts([start, nbytes])
+    # A storage may end within an element of this dtype: the checksum is then of more bytes than are read.
     rest = nbytes % dtype.itemsize
     row = file.storage(start, nbytes - rest, None if rest else crc32, dtype)
     count = math.prod(shape)
+    # Index of the last element: offset + sum of (length - 1) * stride.
     last = offset + sum((length - 1) * step for length, step in zip(shape, stride, strict=True))
     if count > len(row) or (count and last >= len(row)):
         raise MalformedError(f"a tensor of shape {shape} in {len(row)} elements")

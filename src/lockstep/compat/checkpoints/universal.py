@@ -13,7 +13,8 @@ from lockstep.compat.checkpoints.reader import ForeignReader
 
 _WEIGHT = "fp32"
 _GROUPS = "optimizer_state.pt"
-_PLAIN = {"param", "cat_dim"}  # others tell how tensor ranks cut or padded it
+# Other keys tell how tensor ranks cut or padded it.
+_PLAIN = {"param", "cat_dim"}
 
 
 def is_universal(reader: ForeignReader, folder: str) -> bool:
@@ -50,6 +51,7 @@ def read_universal(
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
         raise reader.broken(common_file, "it has no 'param_groups'")
     named = [list(group) for group in shapes] if isinstance(shapes, list) else []
+    # With one group of the optimizer, the model's file may still list several.
     if len(groups) == 1:
         named = [[name for group in named for name in group]]
     members = {name for group in named for name in group}

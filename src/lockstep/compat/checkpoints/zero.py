@@ -70,6 +70,7 @@ def join_stage_1_and_2(span: ZeroSpan, by_rank: Sequence[torch.Tensor], scratch:
     """
     parts, base = [], 0
     for vector in by_rank:
+        # What of the parameter lies in this rank's vector.
         first, last = max(span.start - base, 0), min(span.start + span.length - base, len(vector))
         if first < last:
             parts.append(vector[first:last])

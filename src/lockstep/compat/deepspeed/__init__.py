@@ -14,7 +14,7 @@ if not TYPE_CHECKING:
             "lr_schedule_params": ["parse_schedule"],
             "lr_schedules": ["ScheduledLR"],
             "optimizers": ["build_optimizer"],
-            "plugin": ["OWN_FIELDS"],
+            "plugin_settings": ["OWN_FIELDS"],
             "yaml_section": ["DEEPSPEED_KEYS", "FILE_KEY"],
         },
     )

@@ -52,7 +52,8 @@ def finish(found: Translation) -> dict[str, SettingValue]:
                 f"{settings['reduce'].source} needs ZeRO, which is off. Set zero_optimization.stage, or pass "
                 "DistributedDataParallelKwargs(comm_hook=...)."
             )
-        del settings["reduce"]  # DistributedDataParallel averages in the type of the parameters
+        # DistributedDataParallel averages in the type of the parameters.
+        del settings["reduce"]
     return settings
 
 
@@ -68,7 +69,8 @@ def _offload(settings: dict[str, SettingValue]) -> None:
     elif param[0] == optimizer[0]:
         _say_offload(settings, "all", param[0], f"{param[1]} and {optimizer[1]}")
     elif optimizer[0] == HOST:
-        _say_offload(settings, "params", *param)  # with parameters in a folder, the rest is in host memory
+        # With parameters in a folder, the rest is in host memory.
+        _say_offload(settings, "params", *param)
     else:
         raise ConfigError(
             f"{optimizer[1]} and {param[1]} name two places, but everything that is offloaded goes to one place. "
@@ -104,7 +106,8 @@ def _precision(settings: dict[str, SettingValue]) -> None:
                 f"{autocast.source} with dtype fp32 has no effect. Set bf16 or fp16, or remove it."
             )
         if name in settings and not settings[name].value:
-            del settings[name]  # DeepSpeed wants its own engine off beside autocast
+            # DeepSpeed wants its own engine off beside autocast.
+            del settings[name]
         settings.setdefault(name, SettingValue(True, autocast.source))
     fp16, bf16 = settings.get("fp16"), settings.get("bf16")
     if fp16 and bf16 and fp16.value and bf16.value:

@@ -127,7 +127,8 @@ def _from_config(
     absent = dict(dummy.kwargs)
     auto = {
         **dummy.kwargs,
-        "warmup_num_steps": max(1, warmup_steps),  # 0, the placeholder's default, is refused in a file
+        # The placeholder's default is 0, which is refused in a file.
+        "warmup_num_steps": max(1, warmup_steps),
         "warmup_min_lr": 0.0,
         "warmup_max_lr": [float(group["lr"]) for group in optimizer.param_groups],
     }

@@ -11,7 +11,8 @@ from lockstep.compat.deepspeed.lr_schedules import SCHEDULES, LRSchedule, Rate
 from lockstep.config.values import integer_between, parse_bool, repr_short, suggestion
 from lockstep.errors import ConfigError
 
-Parser = Callable[[object, str], Any]  # (value, where it stands) -> the value, or ConfigError
+# (value, where it stands) -> the value, or ConfigError.
+Parser = Callable[[object, str], Any]
 
 
 def parse_schedule(name: str, params: Mapping[str, object], groups: int) -> LRSchedule:

@@ -21,7 +21,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.comm.tree import StateDict
 
-Rate = float | tuple[float, ...]  # one for all parameter groups, or one for each
+# One for all parameter groups, or one for each.
+Rate = float | tuple[float, ...]
 
 LearningRate: TypeAlias = float | torch.Tensor
 
@@ -84,6 +85,7 @@ class WarmupLR(_LearningRateAlone):
     def lr(self, steps: int, group: int, own_lr: LearningRate) -> LearningRate:
         low = _rate_of_group(self.warmup_min_lr, group)
         high = own_lr if self.warmup_max_lr is None else _rate_of_group(self.warmup_max_lr, group)
+        # DeepSpeed's count begins at -1: after n steps it stands at n - 1.
         return low + (high - low) * self._progress(max(0, steps - 1))
 
     def _progress(self, iteration: int) -> float:
@@ -214,7 +216,8 @@ class LRRangeTest(_LearningRateAlone):
 
 
 def _warmup(iteration: int, num_steps: int, kind: str) -> float:
-    num_steps = max(2, num_steps)  # the logarithm of 1 cannot be divided by
+    # The logarithm of 1 cannot be divided by.
+    num_steps = max(2, num_steps)
     if iteration >= num_steps:
         return 1.0
     return iteration / num_steps if kind == "linear" else math.log(iteration + 1) / math.log(num_steps)

@@ -211,7 +211,8 @@ def _adam(config: OptimizerConfig) -> tuple[type[Optimizer], dict[str, object]]:
     for name, (same, instead) in _ADAM_SWITCHES.items():
         if name in params and parse_bool(params.pop(name), f"optimizer.params.{name}") != same:
             raise ConfigError(f"optimizer.params.{name}={config.params[name]} is not available. {instead}")
-    parse_bool(params.pop("torch_adam", True), "optimizer.params.torch_adam")  # it is always torch's
+    # torch_adam is only checked: the optimizer is always torch's.
+    parse_bool(params.pop("torch_adam", True), "optimizer.params.torch_adam")
     decoupled = parse_bool(params.pop("adam_w_mode", True), "optimizer.params.adam_w_mode")
     if config.type.lower() == "adamw" and not decoupled:
         raise ConfigError(

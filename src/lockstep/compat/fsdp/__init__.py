@@ -8,7 +8,7 @@ if not TYPE_CHECKING:
     __getattr__ = names_of_modules(
         __name__,
         {
-            "plugin": ["FIELD_NAMES", "from_fsdp_plugin", "POLICY_KEYS"],
+            "plugin_settings": ["FIELD_NAMES", "from_fsdp_plugin", "POLICY_KEYS"],
             "section": ["from_fsdp", "KEYS", "STRATEGIES"],
         },
     )

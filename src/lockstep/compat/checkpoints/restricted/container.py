@@ -20,7 +20,8 @@ from .symbols import ITEM_BYTES
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _MAGIC_BYTES = LEGACY_MAGIC.to_bytes(10, "little")
 LEGACY_PROTOCOL = 1001
-_LOCAL_HEADER = 30  # bytes, without name and extra field
+# Bytes of it, without name and extra field.
+_LOCAL_HEADER = 30
 MAX_PICKLE_BYTES = 2**31
 BUFFER_BYTES = 2**20
 
@@ -133,6 +134,7 @@ def _load_zip(part: FileSlice) -> tuple[object, int]:
                 raise Damaged(
                     f"storage {key[:40]!r} should have {nbytes} bytes, but the archive has {available}"
                 )
+            # The checksum is of the whole record, and says nothing of a part.
             whole = info.file_size == nbytes
             start = _data_start(part, info)
             storages[key] = Storage(dtype, nbytes, key, start, info.CRC if whole else None)
@@ -175,13 +177,15 @@ def _read(archive: zipfile.ZipFile, records: dict[str, zipfile.ZipInfo], name: s
         return None
     if records[name].file_size > MAX_PICKLE_BYTES:
         raise RefusedFile(f"its pickle has {records[name].file_size} bytes, more than any checkpoint needs")
-    return archive.read(records[name])  # checks the crc32
+    # This checks the crc32.
+    return archive.read(records[name])
 
 
 def _data_start(part: FileSlice, info: zipfile.ZipInfo) -> int:
     header = part.bytes_at(info.header_offset, _LOCAL_HEADER)
     if len(header) < _LOCAL_HEADER or header[:4] != b"PK\x03\x04":
         raise Damaged(f"its record {info.filename[:60]!r} has no header")
+    # Name and extra field may be longer here than in the archive's directory.
     lengths = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
     start = info.header_offset + _LOCAL_HEADER + lengths
     if start + info.file_size > part.length:
@@ -218,6 +222,7 @@ def _load_legacy(part: FileSlice) -> tuple[object, int]:
         raise Damaged("its list of storages is not the one that its tensors use")
     for key in keys:
         stored = storages[key]
+        # The number of elements in 8 bytes, then the elements.
         count = int.from_bytes(part.bytes_at(position, 8), "little")
         position += 8
         if count * ITEM_BYTES[stored.dtype] != stored.nbytes or position + stored.nbytes > part.length:

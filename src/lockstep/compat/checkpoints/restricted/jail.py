@@ -51,6 +51,7 @@ def _drop_rights() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_SET_PARENT_DEATH_SIGNAL, _SIGKILL, 0, 0, 0)
     libc.prctl(_SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
+    # Without privileges a process gets a network of its own only in a user namespace of its own.
     if libc.unshare(_NEW_USER | _NEW_NET | _NEW_IPC) != 0:
         libc.unshare(_NEW_NET)
     # Root could raise the limits again; without capabilities it cannot.
@@ -65,7 +66,8 @@ def _lower(kind: int, value: int) -> None:
     try:
         resource.setrlimit(kind, (value, value))
     except (ValueError, OSError):
-        if kind != resource.RLIMIT_AS:  # macOS knows no such limit
+        # macOS knows no such limit.
+        if kind != resource.RLIMIT_AS:
             raise
 
 

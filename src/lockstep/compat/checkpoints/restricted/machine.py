@@ -30,7 +30,8 @@ class Machine(_Reader):
     """Runs the pickle at which ``file`` stands; afterwards the file stands behind it."""
 
     def __init__(self, file: BinaryIO, persistent_load: PersistentLoad) -> None:
-        super().__init__(file, encoding="latin-1")  # strings of Python 2
+        # latin-1 is for strings of Python 2.
+        super().__init__(file, encoding="latin-1")
         self.file = file
         self.persistent_load = persistent_load
 
@@ -119,7 +120,8 @@ class Machine(_Reader):
         target.items.extend(items)
 
     def items_to_mark(self, kind: str) -> None:
-        items = self.pop_mark()  # after which ``append`` is another
+        # Before ``append`` is looked up: pop_mark puts another one in its place.
+        items = self.pop_mark()
         self.append(Items(kind, items))
 
     def tuple_of(self, count: int) -> None:
@@ -136,7 +138,8 @@ class Machine(_Reader):
     _REPLACED: dict[bytes, Operation] = {
         b"\x80": protocol,
         b"R": reduce,
-        b"\x81": reduce,  # NEWOBJ has the same operands: a class and a tuple
+        # NEWOBJ has the same operands: a class and a tuple.
+        b"\x81": reduce,
         b"\x92": new_object_with_keywords,
         b"b": build,
         b"}": lambda m: m.append(Mapping()),
@@ -153,6 +156,7 @@ class Machine(_Reader):
         b"\x8f": lambda m: m.append(Items("set", [])),
         b"\x90": add_items,
         b"\x91": lambda m: m.items_to_mark("frozenset"),
-        b"\x96": _Reader.load_binbytes8,  # a bytearray, which is bytes here
+        # A bytearray, which is bytes here.
+        b"\x96": _Reader.load_binbytes8,
     }
     dispatch |= {opcode[0]: operation for opcode, operation in _REPLACED.items()}

@@ -37,6 +37,7 @@ class Encoder:
         if value is None or isinstance(value, bool):
             return value
         if isinstance(value, str):
+            # Eight bytes of text or data cost as much as one value.
             self._spend(len(value) // 8)
             return value
         if isinstance(value, int):

@@ -26,7 +26,8 @@ class Mapping:
     """A dict as its pairs: keys of a hostile file are never hashed here."""
 
     pairs: list[tuple[object, object]] = field(default_factory=list)
-    counts: bool = False  # a collections.Counter
+    # A collections.Counter.
+    counts: bool = False
 
 
 @dataclass(eq=False)

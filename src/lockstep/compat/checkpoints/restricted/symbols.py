@@ -185,7 +185,8 @@ def _encoded(arguments: list[object]) -> bytes:
 
 def _bytes(arguments: PickledItems) -> bytes:
     needs("bytes", len(arguments) in (0, 1, 2))
-    if arguments and isinstance(arguments[0], str):  # bytearray(text, "latin-1") of protocol 2
+    # bytearray(text, "latin-1") of protocol 2.
+    if arguments and isinstance(arguments[0], str):
         return _encoded(arguments)
     needs("bytes", all(isinstance(a, bytes) for a in arguments) and len(arguments) < 2)
     return arguments[0] if arguments else b""
@@ -260,7 +261,8 @@ def _listed() -> dict[tuple[str, str], Symbol | TorchDtype]:
     builtins = ("builtins", "__builtin__")
     for kind in ("set", "frozenset", "list", "tuple"):
         add(builtins, kind, _items(kind))
-    for kind in ("int", "float"):  # as the factory of a defaultdict
+    # As the factory of a defaultdict.
+    for kind in ("int", "float"):
         add(builtins, kind, None)
     add(builtins, "dict", _mapping)
     add(builtins, "bytes", _bytes)
