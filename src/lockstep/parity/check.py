@@ -103,6 +103,7 @@ class ParityCheck:
             else self._make_reference()
         )
         verdict = self._compared(reference)
+        # Told of the candidate's processes, one process may make the same rates and batches as they do.
         if self._depends_on_ranks(reference, verdict):
             with_ranks = self._make_reference(tells_ranks=True)
             what = "learning rate" if _differs_in(verdict) is ItemKind.RATE else "batch size"
@@ -168,6 +169,7 @@ class ParityCheck:
         )
         failure: CouldNotRun | None = None
         try:
+            # A candidate that stopped has made steps before: what differs there is the better answer.
             [left] = all_of([self._start(spec)])
         except CouldNotRun as error:
             if error.left is None:
@@ -183,6 +185,7 @@ class ParityCheck:
         if failure is not None:
             facts = replace(facts, notes=(*facts.notes, _that_failed(left)))
         verdict = judge(reference.trace, reference.tolerance, left.measured(), facts, found, failure is None)
+        # Steps that agree say nothing about the one in which it failed.
         if failure is not None and verdict.agrees:
             raise failure
         return verdict
@@ -208,6 +211,7 @@ class ParityCheck:
         if not left.made:
             raise CouldNotRun(_without_steps(facts, request))
         again = {"trace": str(trace.path), "steps": left.made}
+        # The runs that follow need nothing of each other, only the trace: they go side by side.
         roles = [Role.REPEAT, Role.DISTURBED]
         if facts.mixed_precision != "no":
             roles.append(Role.HALF)
@@ -226,6 +230,7 @@ class ParityCheck:
 
     def _trace_of(self, left: Left) -> Trace:
         paths = [left.folder / f"trace-{one.rank}.safetensors" for one in left.facts]
+        # Each rank has recorded what it holds: joined, they are whole tensors.
         return Trace(paths[0]) if len(paths) == 1 else join_traces(paths, left.folder / "trace.safetensors")
 
     def _refuse_unrepeatable(self, trace: Trace, facts: ProcessFacts, repeat: Left) -> None:

@@ -126,6 +126,7 @@ class ProcessFacts:
         """Leave them in a run's folder."""
         path = folder / f"facts-{self.rank}.json"
         path.with_suffix(".partial").write_text(json.dumps(self.to_json()), "utf-8")
+        # A process that is killed meanwhile leaves no half file.
         os.replace(path.with_suffix(".partial"), path)
 
     @classmethod

@@ -61,8 +61,10 @@ class BatchPosition:
 
     def forward_begins(self, model: ParallelModel) -> None:
         """A prepared ``model`` is called, to be trained."""
+        # Two batches were handed out and none has had its backward: the script reads ahead of its training.
         if self._awaits_backward and self._handed - self._trained > 1:
             self._is_ahead = True
+        # Then generators are seeded at a batch's first forward: it was handed out before another's backward.
         if self._is_ahead and self._begun != self._all_trained:
             self._begun = self._all_trained
             self._begin_batch(self._trained, self._all_trained)
@@ -76,6 +78,7 @@ class BatchPosition:
 
     def stepped(self) -> None:
         """An optimizer has made a step: the next batch is the first of another."""
+        # What was read ahead belongs to the next step.
         self._handed = self._handed - self._trained if self._is_ahead else 0
         self._trained = 0
 
@@ -109,7 +112,8 @@ class BatchPosition:
             if self._is_trained_on():
                 self._hand_out(batch)
             yield batch
-        self._seed_for(self._all_handed, -1)  # an epoch may be drawn next, which all ranks draw alike
+        # An epoch may be drawn next, which all ranks draw alike.
+        self._seed_for(self._all_handed, -1)
 
     def _is_trained_on(self) -> bool:
         """Whether batches that come now are for training, as far as models and torch say."""
@@ -130,4 +134,5 @@ class BatchPosition:
         self._seed_for(of_all, self.data_rank)
 
     def _seed_for(self, number: int, rank: int) -> None:
+        # Unlike hash() of a string, the same in every process.
         set_seed(zlib.crc32(f"{self._seed} {number} {rank}".encode()))

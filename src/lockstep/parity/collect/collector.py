@@ -101,7 +101,8 @@ class RunCollector(RunObserver):
 
     def forward_comes(self, model: ParallelModel) -> None:
         """A prepared ``model`` is called, to be trained."""
-        self._outputs.factor = 1.0  # a pipeline differentiates the script's own loss inside of this call
+        # A pipeline differentiates the script's own loss inside of this call.
+        self._outputs.factor = 1.0
         self.place.forward_begins(model)
 
     def forward_ends(self) -> None:
@@ -111,13 +112,15 @@ class RunCollector(RunObserver):
     def backward_begins(self, loss: Tensor, factor: Tensor | float) -> None:
         self._is_expected = True
         divided = self.place.divided
+        # The loss that a rank would show; loss times factor stays what it is.
         self._backward_comes(
             loss if divided == 1 else loss * divided, factor if divided == 1 else factor / divided
         )
 
     def plain_backward(self, loss: Tensor) -> float | None:
         """``Tensor.backward`` is called, by a script or by what ``backward_begins`` told of; see ``BackwardSeer``."""
-        if self._is_expected or not self._has_forward:  # or one that only tries what torch does
+        # One behind backward_begins is the same backward; one without a forward only tries what torch does.
+        if self._is_expected or not self._has_forward:
             self._is_expected = False
             return None
         share = self.place.share
@@ -157,6 +160,7 @@ class RunCollector(RunObserver):
 
     def _step_begins(self, optimizer: Optimizer) -> None:
         self.before_clip()
+        # Without clipping these are the gradients that are in the trace already.
         if self._was_clipped:
             self._add_gradients(ItemKind.CLIPPED)
         for number, group in enumerate(optimizer.param_groups):
@@ -175,6 +179,7 @@ class RunCollector(RunObserver):
         for name, parameter in self._stepped(optimizer):
             before = self._before.pop(name, None)
             if before is not None:
+                # In the memory of the copy: there is no third tensor of the parameter's size.
                 update = before.neg_().add_(local(parameter).detach())
                 self._add_part(TraceItem(self.step, ItemKind.UPDATE, name), update, parameter)
         for number, model in enumerate(self._models):

@@ -27,6 +27,7 @@ def disturb_weights(model: nn.Module) -> None:
     for parameter in model.parameters():
         values = local(parameter).detach()
         if values.dtype in (torch.float32, torch.float64):
+            # An exact zero (padding, LoRA's second factor) has a meaning, and its next number is a denormal.
             values.copy_(torch.where(values == 0, values, disturbed(values, generator)))
 
 
@@ -40,5 +41,6 @@ class DisturbedInputs:
         return map_tensors(self._moved, args), map_tensors(self._moved, kwargs)
 
     def _moved(self, tensor: Tensor) -> Tensor:
+        # A rounding step of a half type is much more than one of fp32.
         wide = tensor.dtype in (torch.float32, torch.float64) and not tensor.requires_grad
         return disturbed(tensor, self._generator) if wide else tensor

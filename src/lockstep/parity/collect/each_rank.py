@@ -79,7 +79,7 @@ class RankBuffers:
         if self._rank == 0:
             is_taken = averages
             if broadcast is not BufferBroadcast.WITH_AVERAGE:
-                # DDP's first forward takes them, too.
+                # DDP broadcasts in the forward after one whose gradients it averages, and in the first.
                 is_taken = self._averaged.get(model, True)
             self._averaged[model] = self._averages[model] = averages
             now = _read(model, self._of_ranks[0][model])
@@ -92,7 +92,8 @@ class RankBuffers:
     def stepped(self) -> None:
         """An optimizer has made a step: the gradients of the forward before it were averaged."""
         self._averaged.clear()
-        self.turn(0)  # whose buffers an evaluation uses
+        # An evaluation uses rank 0's buffers.
+        self.turn(0)
 
     def of_ranks(self, model: ParallelModel) -> Mapping[int, Buffers]:
         """The buffers of each rank of which they are known."""
@@ -150,7 +151,8 @@ class CollateForRanks:
         self._ranks = ranks
 
     def __call__(self, rows: object) -> RankBatches:
-        if not isinstance(rows, list):  # of a dataset that makes whole batches in a form of its own
+        # The dataset makes whole batches, in a form of its own.
+        if not isinstance(rows, list):
             return RankBatches(self._collate(rows), ())
         each, left = divmod(len(rows), self._ranks)
         starts = range(0, 0 if left else len(rows), max(each, 1))
@@ -193,6 +195,7 @@ class RankGradients:
 
     def _add(self, name: str, gradient: Tensor) -> None:
         of_ranks, rank, more = self._found.setdefault(name, {}), self._whose(), row_sketch(gradient)
+        # Sketches are linear: those of accumulated gradients add up as the gradients do.
         of_ranks[rank] = of_ranks[rank] + more if rank in of_ranks else more
 
     def of_ranks(self, name: str, gradient: Tensor) -> Iterator[Tensor]:

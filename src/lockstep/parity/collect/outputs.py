@@ -73,7 +73,8 @@ class ModuleOutputs:
             if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or not _has_values(tensor):
                 continue
             if is_cut and not tensor.ndim:
-                continue  # of one micro-batch of a pipeline alone, such as its loss
+                # It is of one micro-batch of a pipeline alone, such as its loss.
+                continue
             item = item._replace(call=call, path=path)
             if (is_cut or self.axes.cp[0] > 1) and not self._is_of_rows(item):
                 continue
@@ -82,10 +83,12 @@ class ModuleOutputs:
             if cuts:
                 self._cut_in = batch
             if tensor in self._hooked:
-                continue  # passed on: elsewhere it may be another tensor, with a part of the gradient
+                # Where it is passed on it may be another tensor, with a part of the gradient.
+                continue
             self._hooked[tensor] = None
             if is_cut and tuple(tensor.shape) == self._sink.expected_shape(item):
-                continue  # of all rows, such as a bias of positions: a micro-batch has an addend of the gradient
+                # It is of all rows, such as a bias of positions: a micro-batch has an addend of its gradient.
+                continue
             # In front of what is cut along the sequence each rank has an addend of the gradient.
             if tensor.requires_grad and (cuts or self.axes.cp[0] == 1 or self._cut_in == batch):
                 tensor.register_hook(

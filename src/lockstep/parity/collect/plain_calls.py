@@ -80,10 +80,11 @@ def _repeated(times: Callable[[str], int], step: Callable[..., object]) -> Calla
     def repeated(scheduler: LRScheduler, *args: object, **kwargs: object) -> None:
         caller = str(sys._getframe(1).f_globals.get("__name__"))
         number = times(caller)
-        total = getattr(scheduler, "total_steps", None)  # of OneCycleLR, which refuses to go on after them
+        # OneCycleLR refuses to go on after its steps; Accelerate leaves out the rest, too.
+        total = getattr(scheduler, "total_steps", None)
         for _ in range(number):
             if number > 1 and total is not None and scheduler.last_epoch >= total:
-                return  # as Accelerate does
+                return
             step(scheduler, *args, **kwargs)
 
     return repeated

@@ -110,7 +110,8 @@ class PreparedRun(ProcessRun):
         if isinstance(place, VirtualRanks):
             self.restores.append(step_schedulers_when(place.schedules))
         self.attach(run, place, ShardAxes.of(meshes, self._cp_method))
-        self._facts.write(Path(self._spec.folder))  # for the case that it hangs, or dies
+        # Written now for the case that it hangs, or dies.
+        self._facts.write(Path(self._spec.folder))
 
     def loader_prepared(self, loader: PreparedLoader) -> None:
         super().loader_prepared(loader)
@@ -143,7 +144,7 @@ class PreparedRun(ProcessRun):
 
     def _share_buffers(self, model: ParallelModel, place: SequentialRanks) -> None:
         sharing, no_sync = Sharing(self._broadcast), model.no_sync
-        if isinstance(model.module, DistributedDataParallel):  # the script's own
+        if isinstance(model.module, DistributedDataParallel):
             sharing = Sharing(BufferBroadcast.UNKNOWN)
         elif self._broadcast is BufferBroadcast.WITH_AVERAGE:
             sharing = Sharing(self._broadcast, _is_synchronised(model))

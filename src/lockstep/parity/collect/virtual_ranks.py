@@ -69,7 +69,8 @@ class SequentialRanks(BatchPosition):
         self._state = turns.step
         self._turns = turns
         self._is_in_loop = False
-        self._left = 0  # the number of batches after which the script left its loop
+        # After how many batches the script left its loop.
+        self._left = 0
         self.buffers = RankBuffers(turns.ranks)
 
     @property
@@ -112,7 +113,8 @@ class SequentialRanks(BatchPosition):
                     self._hand_out(batch)
                 yield batch
         except GeneratorExit:
-            if self._all_trained > trained:  # it was no look at a first batch
+            # It was no look at a first batch.
+            if self._all_trained > trained:
                 self._left = self._all_handed - handed
             raise
         finally:
@@ -151,6 +153,7 @@ class SequentialRanks(BatchPosition):
             self._turns.data_ended(batches_for(number, self.ranks))
 
     def _begin_batch(self, number: int, of_all: int) -> None:
+        # Batch i is micro-batch i // ranks of rank i % ranks, with the numbers that the rank itself draws.
         self._turn_to(number % self.ranks)
         super()._begin_batch(number // self.ranks, of_all // self.ranks)
 
@@ -225,7 +228,8 @@ class VirtualRanks(SequentialRanks):
             )
         super().forward_begins(model)
         if self._state.is_in_window:
-            return  # accumulate() has said it
+            # accumulate() has said it.
+            return
         if self._has_loader:
             steps = self._batches_per_step
             number = self._trained + 1 if self._is_ahead else self._handed
@@ -238,7 +242,8 @@ class VirtualRanks(SequentialRanks):
         state = self._state
         if state.is_in_window:
             return state.sync_each_batch or self.micro_batch + 1 >= state.accumulation_steps
-        return bool(getattr(model.module, "require_backward_grad_sync", True))  # DDP's, in its no_sync
+        # DDP has this attribute; False inside of its no_sync.
+        return bool(getattr(model.module, "require_backward_grad_sync", True))
 
     def backward_begins(self) -> None:
         super().backward_begins()
@@ -255,11 +260,13 @@ class VirtualRanks(SequentialRanks):
     def schedules(self, caller: str) -> int:
         """How often a scheduler steps that each rank asks in its turn; ``caller``: the module that asks."""
         if not self._has_begun or (self._has_loader and not self._is_in_loop):
-            return 1  # when it is made, or once for each epoch
-        self.schedulers_asked += 1
-        if caller == "lockstep.train.scheduler":  # which has waited for the step
+            # It steps as it is made, or once for each epoch: that is one step, not one of each rank.
             return 1
-        if caller == "accelerate.scheduler":  # once for each process, at each of its steps
+        self.schedulers_asked += 1
+        # This one waits for the step by itself.
+        if caller == "lockstep.train.scheduler":
+            return 1
+        if caller == "accelerate.scheduler":
             return self.ranks if self._state.sync_gradients else 0
         return int(self.schedulers_asked % self.ranks == 0)
 

@@ -143,7 +143,8 @@ class SourceWatch:
 
         def kept(*args: object, **kwargs: object) -> object:
             generator = make(*args, **kwargs)
-            note(generator, f"numpy.random.{name}()", sys._getframe(2))  # behind what watches for seeds
+            # This goes behind what watches for seeds.
+            note(generator, f"numpy.random.{name}()", sys._getframe(2))
             return generator
 
         setattr(owner, name, kept)
@@ -155,7 +156,8 @@ class SourceWatch:
 
     def _wrap(self, owner: object, name: str, what: str, counts: Callable[..., bool]) -> None:
         function = getattr(owner, name)
-        if isinstance(function, type):  # stays a class, for isinstance
+        # It stays a class, for isinstance.
+        if isinstance(function, type):
             return
         note = self._note_source
 
@@ -177,7 +179,8 @@ class SourceWatch:
                 self._found.setdefault(what, f"{os.path.basename(path)}:{frame.f_lineno}")
                 return
             if what != "the network":
-                return  # a library's own use does no harm
+                # What a library uses for itself does no harm.
+                return
             frame = frame.f_back
 
     def _is_own(self, path: str) -> bool:

@@ -111,7 +111,8 @@ class WrappedRun(ProcessRun):
             if any(id(parameter) in parameters for parameter in module.parameters()):
                 model = ParallelModel(module)
                 self._prepared(model)
-                self.forward_comes(model)  # its own hooks are those that this call began with
+                # The hooks that it has got now see only later calls.
+                self.forward_comes(model)
 
     def _prepared(self, model: ParallelModel) -> None:
         if self.place.has_all_ranks:
@@ -178,7 +179,8 @@ class WrappedRun(ProcessRun):
 
         def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], *args: object, **kwargs: object) -> Tensor:
             parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-            if not self._state.sync_gradients:  # gradients of some ranks alone
+            # They are gradients of some ranks alone.
+            if not self._state.sync_gradients:
                 return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
             self.before_clip()
             norm = clip_norm(parameters, *args, **kwargs)
@@ -206,6 +208,7 @@ class WrappedRun(ProcessRun):
         @wraps(construct)
         def init(loader: DataLoader[object], *args: object, **kwargs: object) -> None:
             construct(loader, *args, **kwargs)
+            # A class's own __iter__ hides one that was wrapped further up, so that each of them is wrapped.
             for kind in type(loader).__mro__:
                 if issubclass(kind, DataLoader) and "__iter__" in vars(kind):
                     run._see_iterations(kind)
@@ -221,7 +224,8 @@ class WrappedRun(ProcessRun):
         self._kinds.add(kind)
 
         def batches(loader: DataLoader[object]) -> Iterator[object]:
-            if run._is_reading:  # what another loader reads from
+            # Another loader reads from this one.
+            if run._is_reading:
                 return iterate(loader)
             return run.place.batches(run._outermost(loader, iterate))
 
@@ -249,11 +253,13 @@ class WrappedRun(ProcessRun):
 
         def init(sampler: RandomSampler, *args: object, **kwargs: object) -> None:
             construct(sampler, *args, **kwargs)
-            if sampler.generator is None:  # Accelerate gives it one, on several processes
+            # Accelerate gives it one, on several processes.
+            if sampler.generator is None:
                 times[id(sampler)] = 1
 
         def order(sampler: RandomSampler) -> Iterator[int]:
             if id(sampler) in times:
+                # Each epoch draws another order, but the same one on all processes.
                 drawn = zlib.crc32(f"{seed} order {times[id(sampler)]}".encode())
                 times[id(sampler)] += 1
                 sampler.generator = torch.Generator().manual_seed(drawn)
@@ -277,6 +283,7 @@ class WrappedRun(ProcessRun):
             of_rank: DistributedSampler[int] = DistributedSampler(
                 sampler.dataset, ranks, rank, sampler.shuffle, sampler.seed, sampler.drop_last
             )
+            # The loader reads from the sampler that it has: that becomes each rank's, and lists its order.
             vars(sampler).update(vars(of_rank), epoch=sampler.epoch)
             iterators.append(iter(list(sampler)))
         yield from _in_turn(loader, iterators)

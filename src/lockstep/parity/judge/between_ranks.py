@@ -139,7 +139,8 @@ def _terms(case: Case, part: RankPart, sketches: Sequence[Tensor]) -> Terms | No
         # Ranks whose batches it has get equal weights, others none. Sketches may depend on each other: gelsd.
         weights = torch.linalg.lstsq(of_ranks.T, found[:, None], driver="gelsd").solution[:, 0].abs()
         tried = [tuple((weights > 0.5 * weights.max()).nonzero().reshape(-1).tolist())]
-    else:  # any numbers are then some sum of them
+    else:
+        # Any numbers are then some sum of them.
         tried = [(rank,) for rank in range(count)]
     for ranks in tried:
         total = of_ranks[list(ranks)].sum(0)

@@ -61,6 +61,7 @@ def judge(
         limit = kinks.widened(item, tolerance.get(item.key, Limit()))
         finding, ratio = _of_item(trace, item, by_item[item], limit)
         is_gradient = finding is not None and item.kind is ItemKind.OUTPUT_GRADIENT
+        # An element on the other side of a kink is no error, but what comes after it moves by more.
         if finding and is_gradient and are_switched(_parts_of(trace, by_item[item], found or {}), limit):
             kinks.add(item, finding.distance)
             continue
@@ -148,6 +149,7 @@ def _missing(
     """What no rank has: findings; and notes on kinds that the candidate shows nowhere, or need not show."""
     shown = {item.kind for item in by_item}
     lacking = [item for item in trace if item not in by_item and item.step not in apart_steps]
+    # A reference of one process knows the buffers of all ranks; a candidate may tell of its first alone.
     of_others = [item for item in lacking if _is_of_other_rank(item)]
     if of_others and not any(map(_is_of_other_rank, by_item)):
         lacking = [item for item in lacking if not _is_of_other_rank(item)]

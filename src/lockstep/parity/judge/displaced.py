@@ -71,6 +71,7 @@ def others_like(case: Case) -> Iterator[TraceItem]:
     for other in case.trace:
         is_like = other.step == item.step and other.kind is item.kind and other.name != item.name
         if is_like and other._replace(name=item.name) == item and case.trace.shape(other) == shape:
+            # A large model has thousands alike, and each is a read of the trace.
             seen += 1
             if seen > MOST_OTHERS:
                 return
@@ -123,6 +124,7 @@ def _order_of_slices(case: Case, found: Tensor, expected: Tensor, dim: int) -> l
 
 def _flat_rows(tensor: Tensor, dim: int) -> Tensor:
     rows = tensor.double().movedim(dim, 0).reshape(tensor.shape[dim], -1)
+    # Evenly spaced columns are enough to tell rows apart; what comes of it is checked on all of them.
     if rows.shape[1] > MOST_COLUMNS:
         rows = rows[:, torch.linspace(0, rows.shape[1] - 1, MOST_COLUMNS).long()]
     return rows.contiguous()

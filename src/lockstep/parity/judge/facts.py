@@ -66,6 +66,7 @@ class RunFacts:
         for one in self.ranks:
             for axis, index in one.coordinates.items():
                 of_batch.setdefault((axis, one.data_rank), set()).add(index)
+        # An axis of data has one index within a data rank: it has size 1 here, and drops out.
         sizes: dict[str, int] = {}
         for (axis, _), indices in of_batch.items():
             sizes[axis] = max(sizes.get(axis, 1), len(indices))

@@ -36,10 +36,12 @@ def _is_switched(part: RankPart, limit: Limit) -> bool:
     found, expected = part.found.reshape(-1), part.expected.reshape(-1)
     if not found.is_floating_point() or not bool(found.isfinite().all()):
         return False
+    # The gradient of what a ReLU or a maximum has cut off is exactly zero.
     switched = (found == 0) != (expected == 0)
     number = int(switched.sum())
     if number > min(max(MOST, MOST_OF_LARGE * len(found)), MOST_OF_SMALL * len(found)):
         return False
+    # But for those elements the two must agree.
     return limit.ratio(compare(torch.where(switched, expected, found), expected)) <= 1
 
 
@@ -53,12 +55,14 @@ class Kinks:
     def add(self, item: TraceItem, distance: float) -> None:
         """A gradient that is ``distance`` off by elements that were switched."""
         self.items.append(item)
+        # Elements at different kinks have nothing to do with each other: their squares add up.
         self._of_step[item.step] = math.hypot(self._of_step.get(item.step, 0.0), distance)
 
     def widened(self, item: TraceItem, limit: Limit) -> Limit:
         """What is allowed of an item that comes after them."""
         if not self._of_step or item.kind in (ItemKind.BATCH, ItemKind.RATE):
             return limit
+        # In its own step an item moves with the gradients, in later ones by the weights that they have moved.
         here = TIMES * self._of_step.get(item.step, 0.0)
         before = TIMES * math.hypot(*(far for step, far in self._of_step.items() if step < item.step))
         # Adam turns gradients that are that small relative to others around.

@@ -88,7 +88,8 @@ def _terms(case: Case) -> Iterator[tuple[TraceItem, str]]:
     """Tensors that may be added or missing."""
     item = case.item
     if item.kind in (ItemKind.GRADIENT, ItemKind.CLIPPED):
-        for kind in (ItemKind.GRADIENT, ItemKind.CLIPPED):  # the second is what clipping has left of it
+        # The second one is what clipping has left of it.
+        for kind in (ItemKind.GRADIENT, ItemKind.CLIPPED):
             yield (
                 item._replace(step=item.step - 1, kind=kind),
                 "the gradient of the step before (not set to zero in between)",
@@ -106,6 +107,7 @@ def rounded(case: Case) -> str:
         return ""
     distance = float((found - expected).norm() / expected.norm()) if bool(expected.any()) else math.inf
     for name, dtype in HALVES.items():
+        # Rounding to nearest moves an element by at most eps / 2 of its size: this is something else.
         if name == case.facts.dtype or distance > 2 * torch.finfo(dtype).eps:
             continue
         if torch.equal(_in(found, dtype), found) and not torch.equal(_in(expected, dtype), expected):
@@ -115,6 +117,7 @@ def rounded(case: Case) -> str:
     changed = float((found != expected).double().mean())
     for name, dtype in HALVES.items():
         eps = torch.finfo(dtype).eps
+        # What is wrong is off in some places; rounding is off in most, and by little.
         if 0.1 * eps <= distance <= eps and changed > 0.8 and _is_even(found - expected, expected, eps):
             return (
                 f"The difference is as large as that of sums in {name}{' or TF32' if name == 'fp16' else ''}."
@@ -136,6 +139,7 @@ def _is_even(apart: Tensor, expected: Tensor, eps: float) -> bool:
 
 def some_rows(case: Case) -> str:
     """Only some of the rows differ."""
+    # Row numbers mean the same on all ranks only if these hold the same rows.
     if len(case.parts) != 1 and len({one.boxes for one in case.parts}) != 1:
         return ""
     one = case.parts[0]

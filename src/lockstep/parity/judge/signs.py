@@ -66,6 +66,7 @@ class UnknownSigns:
         Weights that are off by more than one rounding step move an item by as many times more than the disturbance did
         in the first step.
         """
+        # In the first step nothing has come of an update yet.
         if item.step < 2 or item.kind is ItemKind.RATE:
             return 0.0
         moved = math.sqrt(sum(moved for step, moved in self._moved.items() if step < item.step))
@@ -87,6 +88,7 @@ class UnknownSigns:
             if gradient is None or trace.shape(gradient) != trace.shape(update):
                 continue
             sums = self._disturbed[gradient].sums
+            # What an element's gradient may be off by: the root mean square over all, times the multiple.
             rounding = multiple * math.sqrt(sums.apart / max(sums.elements, 1))
             sizes = trace.tensor(gradient).double().abs().reshape(-1)
             # Momentum keeps the sign that a larger gradient of an earlier step has given.

@@ -128,66 +128,96 @@ def tolerance_of(
         disturbed: The reference, off by one rounding step, compared with the trace.
         half: The reference in ``dtype``, likewise, if that has 16 bits.
     """
-    by_rounding = {one.item: one for one in disturbed}
-    in_half = {one.item: one for one in half}
-    both = (by_rounding, in_half)
-    is_half = dtype in (torch.float16, torch.bfloat16)
-    multiple = MULTIPLE_OF_HALF if is_half else MULTIPLE
-    least = LEAST_EPS_OF_HALF * torch.finfo(dtype).eps if is_half else LEAST_EPS * torch.finfo(dtype).eps
-    floors = _floors(by_rounding.values())
-    spreads = {
-        item: max(
-            (runs[item].sums.relative(floors.get((item.step, item.kind), 0.0), wrong=1.0))
-            for runs in both
-            if item in runs
-        )
-        for item in trace
-        if item in by_rounding or item in in_half
-    }
-    of_batches: dict[TraceItem, float] = {}
-    for item, spread in spreads.items():
-        of_batches[_of_all_batches(item)] = max(spread, of_batches.get(_of_all_batches(item), 0.0))
-    usual = _usual(spreads)
-    unknown = UnknownSigns(trace, by_rounding, floors, multiple)
-    rows = _row_counts(trace)
-    outputs = {(item.name, trace.shape(item)) for item in trace if item.kind is ItemKind.OUTPUT}
-    chooses = any(_is_chosen(shape, rows) for _, shape in outputs)
-    choices = _choices(outputs) if chooses else set()
-    limits = {}
-    for item in trace:
-        runs = [run[item] for run in both if item in run]
-        if any(one.shape is not None for one in runs):
-            limits[item.key] = UNLIMITED  # its shape depends on numbers that are rounded
-        elif is_half and item.kind in _OF_MODULES and _is_chosen(trace.shape(item), rows):
-            # Rounding sends some of its rows elsewhere, and moves all behind them.
-            limits[item.key] = UNLIMITED
-        elif is_half and (item.name, trace.shape(item)) in choices and item.kind is ItemKind.OUTPUT_GRADIENT:
-            limits[item.key] = UNLIMITED  # of the weights of what was chosen: in such a row another expert's
-        elif not trace.is_float(item):
-            limits[item.key] = _of_integers(item, [one.sums for one in runs])
-        else:
-            floor = floors.get((item.step, item.kind), 0.0)
-            usual_here = usual.get((item.step, item.kind), 0.0)
-            spread = _spread(item, of_batches.get(_of_all_batches(item)), usual_here, usual, least)
-            sums = runs[0].sums if runs else DistanceSums(elements=math.prod(trace.shape(item)))
-            own = math.sqrt(sums.expected / sums.elements) if sums.elements else 0.0
-            # It is the difference of two weights, and has the rounding of both.
-            if item.kind is ItemKind.UPDATE:
-                of_weight = [run[weight].sums.apart for run in both if (weight := _weight(item)) in run]
-                spread = max(spread, math.sqrt(max(of_weight, default=0.0)) / (sums.size(floor) or 1.0))
-            relative = _allowed(item.kind, spread, sums.elements, multiple)
-            if is_half and item.kind in _WITH_KINKS:
-                relative = max(relative, _of_switched(trace.shape(item), item.kind))
-                if chooses and item.kind in _OF_MODULES and len(trace.shape(item)) > 1:
-                    positions = math.prod(trace.shape(item)[:-1])
-                    # k of n positions that are wholly other ones move it by about the root of k / n.
-                    relative = max(relative, min(LARGE, math.sqrt(REROUTED / positions)))
-            relative += unknown.later(item)
-            relative = max(relative, unknown.of_update(item) / (sums.size(floor) or 1.0))
-            if sums.elements >= MANY:
-                relative = min(relative, max(LARGE, TIMES_LARGE * spread))
-            limits[item.key] = Limit(relative, max(floor, own), _wrong(runs, multiple), spread)
-    return Tolerance(limits, multiple)
+    limits = _Limits(trace, {one.item: one for one in disturbed}, {one.item: one for one in half}, dtype)
+    return Tolerance({item.key: limits.of(item) for item in trace}, limits.multiple)
+
+
+class _Limits:
+    """What is allowed of each item, by the runs that show what rounding does."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        by_rounding: Mapping[TraceItem, Measured],
+        in_half: Mapping[TraceItem, Measured],
+        dtype: torch.dtype,
+    ) -> None:
+        self._trace = trace
+        self._runs = (by_rounding, in_half)
+        self._is_half = dtype in (torch.float16, torch.bfloat16)
+        self.multiple = MULTIPLE_OF_HALF if self._is_half else MULTIPLE
+        self._least = (LEAST_EPS_OF_HALF if self._is_half else LEAST_EPS) * torch.finfo(dtype).eps
+        self._floors = _floors(by_rounding.values())
+        spreads = self._spreads()
+        self._usual = _usual(spreads)
+        # Each micro-batch is a sample of what rounding does: the largest spread counts for all.
+        self._of_batches: dict[TraceItem, float] = {}
+        for item, spread in spreads.items():
+            one = _of_all_batches(item)
+            self._of_batches[one] = max(spread, self._of_batches.get(one, 0.0))
+        self._unknown = UnknownSigns(trace, by_rounding, self._floors, self.multiple)
+        self._rows = _row_counts(trace)
+        outputs = {(item.name, trace.shape(item)) for item in trace if item.kind is ItemKind.OUTPUT}
+        self._has_experts = any(_is_chosen(shape, self._rows) for _, shape in outputs)
+        self._choices = _choices(outputs) if self._has_experts else set()
+
+    def of(self, item: TraceItem) -> Limit:
+        runs = [run[item] for run in self._runs if item in run]
+        # A shape that differs between runs depends on numbers that are rounded.
+        if any(one.shape is not None for one in runs) or (self._is_half and self._is_rerouted(item)):
+            return UNLIMITED
+        if not self._trace.is_float(item):
+            return _of_integers(item, [one.sums for one in runs])
+        return self._of_floats(item, runs)
+
+    def _is_rerouted(self, item: TraceItem) -> bool:
+        """Whether rounding to 16 bits can send some of its rows to another expert, which moves all behind them."""
+        shape = self._trace.shape(item)
+        if item.kind in _OF_MODULES and _is_chosen(shape, self._rows):
+            return True
+        # It is of the weights of what was chosen: in such a row, another expert's.
+        return item.kind is ItemKind.OUTPUT_GRADIENT and (item.name, shape) in self._choices
+
+    def _of_floats(self, item: TraceItem, runs: list[Measured]) -> Limit:
+        shape = self._trace.shape(item)
+        floor = self._floors.get((item.step, item.kind), 0.0)
+        sums = runs[0].sums if runs else DistanceSums(elements=math.prod(shape))
+        own = math.sqrt(sums.expected / sums.elements) if sums.elements else 0.0
+        size = sums.size(floor) or 1.0
+
+        spread = self._spread(item, size)
+        relative = _allowed(item.kind, spread, sums.elements, self.multiple)
+        if self._is_half and item.kind in _WITH_KINKS:
+            relative = max(relative, _of_switched(shape, item.kind))
+            if self._has_experts and item.kind in _OF_MODULES and len(shape) > 1:
+                # k of n positions that are wholly other ones move it by about the root of k / n.
+                relative = max(relative, min(LARGE, math.sqrt(REROUTED / math.prod(shape[:-1]))))
+        relative += self._unknown.later(item)
+        relative = max(relative, self._unknown.of_update(item) / size)
+        if sums.elements >= MANY:
+            relative = min(relative, max(LARGE, TIMES_LARGE * spread))
+        return Limit(relative, max(floor, own), _wrong(runs, self.multiple), spread)
+
+    def _spread(self, item: TraceItem, size: float) -> float:
+        """What rounding explains of an item of this ``size``."""
+        usual = self._usual.get((item.step, item.kind), 0.0)
+        own = self._of_batches.get(_of_all_batches(item))
+        spread = _explained(item, own, usual, self._usual, self._least)
+        if item.kind is not ItemKind.UPDATE:
+            return spread
+        # It is the difference of two weights, and has the rounding of both.
+        of_weight = [run[weight].sums.apart for run in self._runs if (weight := _weight(item)) in run]
+        return max(spread, math.sqrt(max(of_weight, default=0.0)) / size)
+
+    def _spreads(self) -> dict[TraceItem, float]:
+        """By item, how far it moved in the run that moved it most."""
+        found: dict[TraceItem, float] = {}
+        for item in self._trace:
+            floor = self._floors.get((item.step, item.kind), 0.0)
+            moved = [run[item].sums.relative(floor, wrong=1.0) for run in self._runs if item in run]
+            if moved:
+                found[item] = max(moved)
+        return found
 
 
 def _row_counts(trace: Trace) -> set[int]:
@@ -230,7 +260,7 @@ def _of_switched(shape: tuple[int, ...], kind: ItemKind) -> float:
     return min(most, math.sqrt(SWITCHED / max(elements, 1)))
 
 
-def _spread(
+def _explained(
     item: TraceItem,
     own: float | None,
     usual: float,

@@ -38,6 +38,7 @@ class TraceWriter:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        # The header comes first and has all offsets: until they are known, data is written beside.
         self._data = path.with_suffix(".data")
         self._file = self._data.open("wb")
         self._entries: dict[str, JsonObject] = {}
@@ -79,11 +80,13 @@ class Trace:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            with safe_open(path, framework="pt") as file:  # which checks that the header is right
+            # safe_open checks that the header is right.
+            with safe_open(path, framework="pt") as file:
                 about = file.metadata() or {}
             with path.open("rb") as file:
                 length = int.from_bytes(file.read(8), "little")
                 self._entries: dict[str, JsonObject] = json.loads(file.read(length))
+                # Copy on write: torch wants memory that it may write to, and the file must stay what it is.
                 self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except (OSError, SafetensorError) as error:
             raise ConfigError(
@@ -145,6 +148,7 @@ class Trace:
     def release(self, item: TraceItem) -> None:
         """Let go of the memory of an item, until it is read again."""
         begin, end = (self._begin + place for place in self._entries[item.key]["data_offsets"])
+        # The kernel takes whole pages. A neighbour on the first one is read from the file again.
         begin -= begin % mmap.PAGESIZE
         if end > begin and hasattr(mmap, "MADV_DONTNEED"):
             self._data.madvise(mmap.MADV_DONTNEED, begin, end - begin)
@@ -164,6 +168,7 @@ def _write(path: Path, header: Mapping[str, object], data: BinaryIO) -> None:
     content = json.dumps(header).encode()
     # Data begins at a multiple of 8, as in all safetensors files.
     content += b" " * (-len(content) % 8)
+    # Under its own name the file appears only when it is whole.
     partial = path.with_name(f"{path.name}.partial")
     with partial.open("wb") as file:
         file.write(len(content).to_bytes(8, "little") + content)

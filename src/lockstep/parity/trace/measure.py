@@ -109,6 +109,7 @@ class Limit(NamedTuple):
 
     def ratio(self, sums: DistanceSums) -> float:
         """The distance, by what is allowed; more than 1: it differs."""
+        # NaN and infinity are in no distance, and have a limit of their own.
         if sums.wrong > self.wrong * sums.elements:
             return math.inf
         distance = self.distance(sums)
@@ -135,6 +136,7 @@ def compare(found: torch.Tensor, expected: torch.Tensor) -> DistanceSums:
         )
     total = DistanceSums()
     mine, theirs = found.reshape(-1), expected.reshape(-1)
+    # Chunks, since double precision takes two to four times the memory of the tensors.
     for start in range(0, mine.numel(), _CHUNK):
         total += _sums(mine[start : start + _CHUNK].double(), theirs[start : start + _CHUNK].double())
     return total
@@ -142,8 +144,10 @@ def compare(found: torch.Tensor, expected: torch.Tensor) -> DistanceSums:
 
 def _sums(found: torch.Tensor, expected: torch.Tensor) -> DistanceSums:
     sums = _finite_sums(found, expected)
+    # The usual case costs no masks: one NaN or infinity makes a sum so, too.
     if math.isfinite(sums.apart + sums.found + sums.expected):
         return sums
+    # NaN in both is the same number here; one on one side alone is wrong, and neither is in the sums.
     same = (found == expected) | (found.isnan() & expected.isnan())
     finite = found.isfinite() & expected.isfinite()
     wrong = int((~same & ~finite).sum())

@@ -32,6 +32,7 @@ class ShardAxes:
         size = self.cp[0]
         if size == 1 or expected is None or len(shape) != len(expected):
             return False
+        # Each dimension but the last, which tensor parallelism cuts.
         pairs = list(zip(shape, expected, strict=True))
         return any(mine * size == whole for mine, whole in pairs[:-1] or pairs)
 
@@ -56,9 +57,11 @@ def region(
     if is_dtensor(tensor):
         try:
             return tuple(tensor.shape), boxes_of(tensor)
-        except UsageError:  # addends, which are no elements
+        except UsageError:
+            # Its values are addends, which are no elements.
             return None
     shape = tuple(tensor.shape)
+    # With other dimensions it is no part of the whole: the comparison tells of its shape.
     if expected is None or shape == expected or len(shape) != len(expected):
         return shape, [whole_box(shape)]
     cut = [
@@ -69,6 +72,7 @@ def region(
         ranges_here = _local_ranges(shape[dim], expected[dim], dim, len(shape), axes, part, rows)
         if ranges_here is None:
             return shape, [whole_box(shape)]
+        # A fused projection has a part of the query, of the key and of the value, one after another.
         is_packed = (
             pieces > 1 and dim == len(shape) - 1 and len(ranges_here) == 1 and shape[dim] % pieces == 0
         )
@@ -81,14 +85,18 @@ def _local_ranges(
 ) -> list[Range] | None:
     """Which ``mine`` of ``whole`` indices this rank has along a dimension, in its order; None: no axis cuts so."""
     is_first, is_last = dim == 0, dim == dims - 1
+    # All cuts are even: a part goes into the whole without a rest.
     if not mine or whole % mine:
         return None
     parts = whole // mine
-    if is_first and axes.pp > 1 and part < parts:  # a micro-batch of a pipeline, however many there are
+    # It is a micro-batch of a pipeline, however many there are.
+    if is_first and axes.pp > 1 and part < parts:
         return [(mine * part, mine)]
     size = axes.cp[0]
+    # With tp = cp a cut fits both: the last dimension is taken for features, others for positions.
     if size == parts and (not is_last or axes.tp[0] != parts):
         if is_first and mine % rows == 0:
+            # Rows and positions share this dimension: each row has its own ranges.
             length = whole // rows
             return [
                 (row * length + start, count)

@@ -93,14 +93,17 @@ class TraceComparison:
         self._seen.add(known)
         values = plain(part)
         if not boxes and not values.numel() and 0 not in shape:
-            return  # this rank has nothing of it
+            # This rank has nothing of it.
+            return
         measured = self._measured(item, values, tuple(shape), boxes)
         self._lines.write(measured.to_json() + "\n")
+        # The judge reads these lines even if this process is killed.
         self._lines.flush()
         if self._found is None or self._allowed is None:
             return
         limit = self._allowed.get(item.key, Limit())
         if measured.is_missing or measured.shape is not None or limit.ratio(measured.sums) > 1:
+            # The first ones are where to look; of a run in which all is wrong the rest would fill the disk.
             self._kept += values.nbytes
             if self._kept <= KEPT_BYTES:
                 self._found.add(item, values)
@@ -120,12 +123,14 @@ class TraceComparison:
         if item not in self._trace:
             return Measured(item, self._rank, DistanceSums(), pairs, digest(values), is_missing=True)
         expected = self._trace.shape(item)
-        if len(expected) == len(shape) + 1 and expected[-1] == 2:  # complex numbers are pairs
+        # Complex numbers are pairs.
+        if len(expected) == len(shape) + 1 and expected[-1] == 2:
             shape = expected
         if expected != shape:
             return Measured(item, self._rank, DistanceSums(), pairs, digest(values), shape=shape)
         total = DistanceSums()
         for box in boxes or [whole_box(shape)]:
+            # A complex tensor is compared as pairs, a dimension that its boxes do not have.
             if len(box.shape) < values.ndim:
                 box = ShardRegion((*box.offsets, 0), (*box.shape, 2), (*box.inside, 0))
             if math.prod(box.shape):

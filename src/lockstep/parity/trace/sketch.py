@@ -40,5 +40,6 @@ def row_sketch(tensor: Tensor) -> Tensor:
 @lru_cache(maxsize=64)
 def _signs(width: int) -> Tensor:
     """[width, COLUMNS] of 1 and -1, over the root of COLUMNS, which keeps norms."""
+    # Always the same signs: sketches of several runs are compared.
     generator = torch.Generator().manual_seed(SEED)
     return (2.0 * torch.randint(2, (width, COLUMNS), generator=generator) - 1) / COLUMNS**0.5
