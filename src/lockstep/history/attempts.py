@@ -64,6 +64,7 @@ def attempts_of(run: RunHistory) -> list[Attempt]:
     for number in sorted(every):
         rows = steps.attempt == number
         events = tuple(event for event in run.events if event.attempt == number)
+        # A line has the time of its step's end.
         begun = steps.time[rows] - np.nan_to_num(steps.total[rows])
         signs = [*begun[:1], *steps.time[rows][-1:], *(event.time for event in events)]
         known = [sign for sign in signs if math.isfinite(sign)]
@@ -87,6 +88,7 @@ def status_of(run: RunHistory, attempts: list[Attempt], now: float) -> tuple[Run
         return RunStatus.EMPTY, None
     last = attempts[-1]
     stepped = run.steps.time[last.rows][-1:]
+    # What came before the last step has not ended the run.
     after = [
         event
         for event in last.events
@@ -104,6 +106,7 @@ def status_of(run: RunHistory, attempts: list[Attempt], now: float) -> tuple[Run
     if "hang" in said and "end" in said and said["end"].text("reason") == "hang":
         return RunStatus.HUNG, said["hang"]
     for name in ("error", "stop", "end", "hang", "damage"):
+        # Some runs go on after damage: it ended those of which nothing more was heard.
         if name == "damage" and not is_silent(run, last, now):
             continue
         if name in said:
@@ -118,4 +121,5 @@ def is_silent(run: RunHistory, last: Attempt, now: float) -> bool:
     times = run.steps.total[run.steps.kept]
     times = times[np.isfinite(times)]
     usual = float(np.median(times)) if len(times) else 0.0
+    # A sign that is not known (NaN) is silence.
     return not now - last.last <= max(PATIENCE_S, PATIENT_STEPS * usual)

@@ -50,6 +50,7 @@ class SparseColumn:
     def filled_forward(self, count: int) -> FloatArray:
         """One value a row, the last that was written before or on it."""
         places = np.searchsorted(np.array(self.rows, dtype=np.int64), np.arange(count), side="right") - 1
+        # Rows before the first value have place -1: the NaN at the end.
         known = np.array([*self.values, math.nan])
         return known[places]
 
@@ -104,6 +105,7 @@ class StepColumns:
         """Rows whose step was not done again later: the run goes back to a checkpoint, and does it anew."""
         if not len(self.step):
             return np.zeros(0, dtype=bool)
+        # later[i]: the least step from row i on. Where it is no greater, the step before was done again.
         later = np.minimum.accumulate(self.step[::-1])[::-1]
         return np.append(self.step[:-1] < later[1:], True)
 
@@ -199,6 +201,7 @@ class ColumnReader:
 
 def numbers(values: Sequence[object]) -> FloatArray:
     """One number for each value; NaN for what is no number."""
+    # Most blocks are numbers only, which one call converts.
     try:
         found = np.array(values, dtype=np.float64)
         if found.shape == (len(values),):
@@ -269,6 +272,7 @@ def _totals(
         return total
     stacked = np.vstack(list(parts.values()))
     added = np.where(np.isfinite(stacked).any(0), np.nansum(stacked, 0), math.nan)
+    # Not across starts: no process ran between them.
     since = np.append(math.nan, np.where(attempt[1:] == attempt[:-1], np.diff(time), math.nan))
     since = np.where(since >= 0, since, math.nan)
     total = np.where(np.isnan(total), added, total)

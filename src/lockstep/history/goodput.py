@@ -56,6 +56,7 @@ def goodput_of(run: RunHistory, attempts: list[Attempt] | None = None) -> Goodpu
     if not known:
         return None
     lost = dict.fromkeys(LOST, 0.0)
+    # Time up to now has been given out: where starts overlap nothing counts twice.
     productive, now = 0.0, known[0].first
     for attempt in known:
         lost["down"] += max(attempt.first - now, 0.0)
@@ -71,6 +72,7 @@ def goodput_of(run: RunHistory, attempts: list[Attempt] | None = None) -> Goodpu
         lost["repeated"] += float(steps.took[~steps.kept].sum())
         left = steps.took[steps.kept]
         for part, cause in LOST_IN_STEPS.items():
+            # Of what is left of a step, so that all causes add up to its seconds.
             share = np.minimum(np.nan_to_num(steps.parts[part][steps.kept]).clip(0), left)
             lost[cause] += float(share.sum())
             left = left - share

@@ -26,6 +26,7 @@ def json_lines(path: Path, newest: int | None = None) -> Iterator[list[dict[str,
         return
     with open(path, "rb") as file:
         if newest is not None:
+            # The line in which this begins is no whole object, and left out.
             file.seek(max(0, os.fstat(file.fileno()).st_size - newest))
         rest: list[bytes] = []
         while block := file.read(BLOCK):
@@ -34,8 +35,9 @@ def json_lines(path: Path, newest: int | None = None) -> Iterator[list[dict[str,
                 yield _objects(b"".join([*rest, whole]))
                 rest = []
             rest.append(tail)
+            # A file of garbage may have no end of a line: it must not fill the memory.
             if len(rest) > LONGEST_LINE // BLOCK:
-                rest = [b"#"]  # no object, and so left out
+                rest = [b"#"]
         if any(rest):
             yield _objects(b"".join(rest))
 
@@ -49,7 +51,8 @@ def read_lines(path: Path) -> Iterator[dict[str, object]]:
 def _is_plain(path: Path) -> bool:
     try:
         return stat.S_ISREG(os.stat(path).st_mode) and os.access(path, os.R_OK)
-    except (OSError, ValueError):  # ValueError: a NUL in the name
+    except (OSError, ValueError):
+        # ValueError is of a NUL in the name.
         return False
 
 

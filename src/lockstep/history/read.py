@@ -89,12 +89,15 @@ def _on_disk(folder: Path, events: tuple[RunEvent, ...]) -> dict[str, bool]:
     found = {}
     for text in {event.text("path") for event in named(events, "checkpoint")} - {""}:
         named_path = Path(text)
+        # A project that was moved has them beside its run.
         beside = folder.parent / "checkpoints" / named_path.name
         try:
             if (named_path.is_absolute() and named_path.is_dir()) or beside.is_dir():
                 found[text] = True
+            # Gone is said only where the folder of checkpoints is to be seen; on another machine none is.
             elif beside.parent.is_dir() or (named_path.is_absolute() and named_path.parent.parent.is_dir()):
                 found[text] = False
-        except (OSError, ValueError):  # a name that is too long, or has a NUL
+        except (OSError, ValueError):
+            # The name is too long, or has a NUL.
             continue
     return found

@@ -133,7 +133,8 @@ def training_rows(
         raise ConfigError(
             f"{facts.name} has no parameters, so there is nothing to train or to place. Name another model."
         )
-    state_bytes(facts.count, 1, Parallel(), precisions[0], optimizer, facts.trainable)  # wrong for every row
+    # What is wrong is so for every row: say it before.
+    state_bytes(facts.count, 1, Parallel(), precisions[0], optimizer, facts.trainable)
     return [
         row
         for n in ranks
@@ -149,19 +150,24 @@ def _trained(
     plan = Parallel.parse(text)
     sizes = {"block": facts.block, "root": facts.root, "unit": facts.unit}
     if limits.on_cpu and plan.offload is not Offload.NONE and plan.offload_folder is None:
-        return  # the memory of a CPU is the host's
+        # The memory of a CPU is the host's.
+        return
     if plan.offload is Offload.OPTIMIZER and plan.shards and not limits.on_cpu:
-        return  # refused
+        # An Accelerator refuses this.
+        return
     try:
         state = state_bytes(facts.count, ranks, plan, precision, optimizer, facts.trainable, **sizes)
     except ConfigError as error:
         yield TrainingRow(text, text, ranks, precision, reason=str(error))
         return
     device, host, disk = state.peak + nbytes_of(facts.buffers), state.host_peak, state.disk
+    # Both are one memory, in which gradients for the host's step need no copy.
     if limits.on_cpu:
         device, host = device + host - state.fetched, 0
-        disk -= state.copies  # the CPU steps its own weights
+        # The CPU steps its own weights.
+        disk -= state.copies
     moved = state.sent.total + sum(carried_bytes(state, plan, limits.on_cpu))
+    # ZeRO gathers weights in 16 bits, of which autocast makes no further copies.
     gathered = precision != "no" and ranks > 1 and plan.shards
     activations = (facts.activations or {}).get(f"{precision} gathered" if gathered else precision)
     for mode in MODES if activations is not None else MODES[:1]:

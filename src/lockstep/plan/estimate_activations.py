@@ -52,7 +52,8 @@ def count_activations(
     for precision, (dtype, weights) in PRECISIONS.items():
         try:
             counted[precision] = _count_activations(model, blocks, (batch, sequence), dtype, weights, names)
-        except Exception as error:  # kernels of some models are for one type only
+        except Exception as error:
+            # Some models have kernels for one type only.
             failure = error
     if failure is not None and not counted:
         raise UsageError(
@@ -82,6 +83,7 @@ def _count_activations(
         given: dict[str, object] = {
             name: ids for name in ("input_ids", "labels", "decoder_input_ids") if name in names
         }
+        # Training has no cache of keys and values.
         given |= {"use_cache": False} if "use_cache" in names else {}
         half = torch.autocast(
             "cpu", None if dtype == "float32" else getattr(torch, dtype), enabled=dtype != "float32"
@@ -118,6 +120,7 @@ def _faked(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype) -> nn.Mod
     import torch
 
     with mode:
+        # deepcopy takes what its memo has: modules are copied, tensors are replaced.
         memo: dict[int, object] = {}
         for tensor in (*model.parameters(), *model.buffers()):
             kind = (
@@ -174,7 +177,8 @@ class _Counter:
         key = _key(tensor)
         if key not in self._own and key not in self._kept:
             storage = tensor.untyped_storage()
-            self._kept[key] = storage  # kept, so that no other has its key
+            # It is kept, so that no other gets its key.
+            self._kept[key] = storage
             if self._current is not None:
                 self.bytes_inside[self._current] += storage.nbytes()
         return tensor

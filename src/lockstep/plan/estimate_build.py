@@ -57,7 +57,8 @@ def _imported(place: str) -> ModuleType:
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
-        sys.modules.setdefault(path.stem, module)  # dataclasses look their module up
+        # Dataclasses look their module up.
+        sys.modules.setdefault(path.stem, module)
         with _first_on_path(path.resolve().parent):
             spec.loader.exec_module(module)
         return module
@@ -79,7 +80,8 @@ def _check_arguments(made: Callable[..., object], text: str, arguments: Mapping[
     try:
         signature = inspect.signature(made)
     except (TypeError, ValueError):
-        return  # of a built-in; calling it will tell
+        # It is a built-in; calling it will tell.
+        return
     try:
         signature.bind(**arguments)
     except TypeError as error:
@@ -129,9 +131,11 @@ def _hint(error: BaseException) -> str:
     return " Correct it, or try it in Python."
 
 
-MOST_MODULES = 100_000  # of layers, or of experts in one: each is an object here
+# Layers, or experts in one: each is an object here.
+MOST_MODULES = 100_000
 QUANTIZED = "Its weights are quantised, and the configuration does not show how. Name its files of weights."
-LARGEST = 2**40  # of any other number
+# For any other number.
+LARGEST = 2**40
 
 
 def configuration(path: Path) -> Path:

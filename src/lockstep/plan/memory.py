@@ -207,15 +207,7 @@ def state_bytes(
     parse_integer(ranks, "ranks", 1, MAX_PROCESSES)
     parse_integer(micro_batches, "micro_batches", 1, MAX_ACCUMULATION_STEPS)
     unit = parse_integer(unit, "unit", 0, parameters) or max(block, root)
-    if parallel.strategy is Strategy.DATA_PARALLEL and ranks > 1:
-        raise ConfigError(
-            f"parallel='dataparallel' is one process, but there are {ranks}. Use parallel='ddp' or a stage of "
-            "ZeRO."
-        )
-    if parallel.splits_model or parallel.ep > 1:
-        raise ConfigError(
-            f"parallel='{parallel}': the table counts data parallel and ZeRO only. Drop tp, pp, cp and ep here."
-        )
+    _refuse_uncounted(parallel, ranks)
     state = _optimizer_bytes(optimizer)
     parallel.check_offload(ranks)
     sharded = parallel.shards and ranks > 1
@@ -238,6 +230,18 @@ def state_bytes(
     if ranks > 1:
         return replace(row, buckets=FP32 * size.trainable)
     return _streamed(row, size, unit, parallel.offload_budget) if parallel.offloads_params else row
+
+
+def _refuse_uncounted(parallel: Parallel, ranks: int) -> None:
+    if parallel.strategy is Strategy.DATA_PARALLEL and ranks > 1:
+        raise ConfigError(
+            f"parallel='dataparallel' is one process, but there are {ranks}. Use parallel='ddp' or a stage of "
+            "ZeRO."
+        )
+    if parallel.splits_model or parallel.ep > 1:
+        raise ConfigError(
+            f"parallel='{parallel}': the table counts data parallel and ZeRO only. Drop tp, pp, cp and ep here."
+        )
 
 
 def textbook_bytes(
@@ -272,7 +276,8 @@ def _staging(row: MemoryRow, size: ModelSize, unit: int) -> int:
 def _streamed(row: MemoryRow, size: ModelSize, unit: int, budget: int) -> MemoryRow:
     """With what is on the device while the parameters of one process are offloaded."""
     weights = min(budget or FP32 * STREAMED_BLOCKS * unit, FP32 * size.parameters)
-    gradients = FP32 * min(2 * unit, size.trainable)  # of one block, and of the one on its way to the host
+    # Those of one block, and of the one on its way to the host.
+    gradients = FP32 * min(2 * unit, size.trainable)
     return replace(row, gathered_weights=weights, block_gradients=gradients)
 
 
@@ -284,6 +289,7 @@ def _within_step(
     )
     in_blocks = size.parameters - size.root
     weights = min(2 * size.block, in_blocks) + size.root if parallel.zero == 3 else size.parameters
+    # Added up until the end of the window: whole gradients, or shards that are not averaged over replicas.
     unreduced = Fraction(0)
     if parallel.zero == 1:
         unreduced = size.trainable * unsharded

@@ -146,8 +146,10 @@ def simulate(orders: Sequence[Sequence[Action]], times: Times = Times()) -> Time
     _check_unique(orders)
     owner = {action.stage: action.rank for order in orders for action in order}
     stages = 1 + max(owner, default=-1)
-    here: dict[ScheduleResult, float] = {}  # when its own rank has it
-    sent: dict[ScheduleResult, float] = {}  # when the others have it
+    # When its own rank has it.
+    here: dict[ScheduleResult, float] = {}
+    # When the others have it.
+    sent: dict[ScheduleResult, float] = {}
     ranks: list[list[Span]] = [[] for _ in orders]
     progress = True
     # Each rank goes as far as it can, in turn: in which order has no influence on the times.
@@ -164,6 +166,7 @@ def simulate(orders: Sequence[Sequence[Action]], times: Times = Times()) -> Time
                 start = max([spans[-1].end if spans else 0, *(time for time in ready if time is not None)])
                 spans.append(Span(action, start, start + times.of(action.kind)))
                 here.update(dict.fromkeys(results(action), spans[-1].end))
+                # The last action of a rank has none behind it to be sent with.
                 if not action.paired or len(spans) == len(order):
                     _publish_results(spans, sent)
                 progress = True

@@ -121,7 +121,8 @@ def parse_times(text: str) -> Times:
         ConfigError: the text is something else.
     """
     numbers = [decimal_number(part) for part in text[:200].split(",")]
-    if len(numbers) not in (2, 3) or not all(1e-3 <= number <= 1e3 for number in numbers):  # nor nan
+    # NaN is in no range, and refused, too.
+    if len(numbers) not in (2, 3) or not all(1e-3 <= number <= 1e3 for number in numbers):
         raise ConfigError(
             f"--times={repr_short(text)} is not two or three numbers from 0.001 to 1000. Give forward,backward such as "
             "1,2 or forward,input,weights such as 1,1,1."
@@ -182,7 +183,8 @@ class _RecordingStage:
     def __getattr__(self, name: str) -> Callable[..., list[object]]:
         if name.startswith("__"):
             raise AttributeError(name)
-        return lambda *_, **__: []  # preparations, and operations to send and to receive: none
+        # Preparations, and operations to send and to receive: there are none.
+        return lambda *_, **__: []
 
 
 def _no_loss(*_: object) -> None:
@@ -210,16 +212,19 @@ def _planned(torch_name: str, ranks: int, micro_batches: int, stages_per_rank: i
     from torch.distributed.pipelining.schedules import get_schedule_class
 
     count = ranks * stages_per_rank
+    # A schedule is made of one rank's stages, and plans for all ranks.
     own = [_RecordingStage(stage, 0, count, ranks) for stage in range(0, count, ranks)]
     schedule = get_schedule_class(torch_name)(own, micro_batches, loss_fn=_no_loss)
     orders: list[list[Action]] = [[] for _ in range(ranks)]
     for rank, order in schedule.pipeline_order.items():
         for planned in order:
-            if planned is None:  # a pause, for torch's own pictures
+            # None is a pause, for torch's own pictures.
+            if planned is None:
                 continue
             parts = planned.sub_actions or (planned,)
             for part in parts:
                 kind = str(part.computation_type.value)
+                # Of overlapped actions all but the last wait until that one is done.
                 paired = part is not parts[-1]
                 orders[rank].append(Action(rank, part.stage_index, kind, part.microbatch_index, paired))
     return orders

@@ -36,6 +36,7 @@ def text_rows(timeline: Timeline) -> list[list[tuple[str, str]]]:
     places = local_stages(timeline)
     several = max(places.values()) > 0
     width = 1 + max(len(_label(span.action, places, several)) for span in spans)
+    # The shortest action has room for the longest label.
     scale = width / min(span.end - span.start for span in spans)
     if timeline.makespan * scale > MOST_COLUMNS:
         return []
@@ -146,6 +147,7 @@ def shade(kind: str, place: int, last: int) -> tuple[int, int, int]:
 
 def _ink(colour: tuple[int, int, int]) -> str:
     red, green, blue = colour
+    # Luma (Rec. 601), 0 to 255: numbers on dark boxes are light.
     return INK if 0.299 * red + 0.587 * green + 0.114 * blue > 110 else PAPER
 
 

@@ -43,6 +43,7 @@ def _interleaved(ranks: int, micro_batches: int, times: Times) -> float | None:
 
 def _zero_bubble(ranks: int, micro_batches: int, times: Times) -> float | None:
     idle = (ranks - 1) * (times.forward + times.input - times.weight)
+    # W longer than F + I would make it negative: W fills more than the bubble, and the formula ends there.
     return idle if micro_batches >= ranks and idle >= 0 else None
 
 
@@ -134,6 +135,7 @@ def _check_micro_batches(schedule: Schedule, ranks: int, micro_batches: int) -> 
             f"and {needed} stages. Use {needed} micro-batches or more, or fewer ranks."
         )
     if schedule in (Schedule.INTERLEAVED, Schedule.ZERO_BUBBLE):
+        # As torch does it: max(1, m // p) rounds, of m / rounds micro-batches each.
         rounds = max(1, micro_batches // ranks)
         if micro_batches % rounds:
             below, above = micro_batches // ranks * ranks, -(-micro_batches // ranks) * ranks

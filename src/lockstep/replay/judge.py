@@ -31,6 +31,7 @@ def not_finite(traces: Iterable[MicroBatchTrace]) -> ReplayFinding | None:
 
 
 def _in_forward(trace: MicroBatchTrace) -> ReplayFinding | None:
+    # In the order of time: the first call that gets or gives what is bad is nearest to where it was made.
     for number, has_ended in trace.order:
         call = trace.calls[number]
         if not has_ended and call.inputs is Health.BAD:
@@ -38,6 +39,7 @@ def _in_forward(trace: MicroBatchTrace) -> ReplayFinding | None:
         if has_ended and call.outputs is Health.BAD:
             if call.inputs is not Health.LOW:
                 return _of_call(trace, call)
+            # -inf was passed down: it was made by whoever called the outermost module that got it.
             while call.parent is not None and trace.calls[call.parent].inputs is Health.LOW:
                 call = trace.calls[call.parent]
             return _of_caller(trace, call)
@@ -55,7 +57,8 @@ def _is_got_over(trace: MicroBatchTrace, number: int) -> bool:
         if not has_ended and call.inputs is Health.LOW:
             return call.outputs is Health.FINE
         if has_ended and call.outputs is not Health.FINE and _is_inside(trace, number, other):
-            continue  # it passes on what was made inside of it
+            # It passes on what was made inside of it.
+            continue
     is_spoilt = any(trace.calls[other].outputs is Health.BAD for other, has_ended in behind if has_ended)
     return not is_spoilt and all(map(math.isfinite, trace.losses))
 
@@ -101,12 +104,14 @@ def _in_backward(trace: MicroBatchTrace) -> ReplayFinding | None:
     fault = trace.fault
     if fault is None:
         return None
+    # Forward numbers the nodes that it makes, so that a call has a range of them: begin <= node < end.
     around = [call for call in trace.calls if call.begin <= fault.node < call.end]
     what = "the gradient that it passes on is not finite"
     if not around:
         return ReplayFinding(
             "script", "", "", trace.rank, trace.number, what, operation=fault.operation, line=fault.line
         )
+    # Calls are nested: the innermost has the smallest range.
     call = min(around, key=lambda one: one.end - one.begin)
     return ReplayFinding(
         "backward",
@@ -192,6 +197,7 @@ def _far_gradient(trace: MicroBatchTrace, scores: list[float]) -> ReplayFinding:
     of_tensor = [one for one in trace.gradients if one.tensor == first.tensor]
     users = [one.call for one in of_tensor if one.is_input]
     makers = [trace.calls[one.call].parent for one in of_tensor if not one.is_input]
+    # Calls are numbered as they begin: of nested ones the innermost has the greatest number.
     number = max(users) if users else next((parent for parent in makers if parent is not None), 0)
     call = trace.calls[number]
     what = f"the gradient that it passes on has {_said(first.rms, scores[at])}"

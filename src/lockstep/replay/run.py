@@ -82,7 +82,8 @@ class ReplayedRun(RunObserver):
         self.facts = CapsuleFacts.read(folder)
         firsts: dict[int, int] = {}
         for rank, data_rank in enumerate(self.facts.data_ranks):
-            firsts.setdefault(data_rank, rank)  # others of the same model had the same batches
+            # Other ranks of the same model had the same batches.
+            firsts.setdefault(data_rank, rank)
         self._ranks = [(rank, RankCapsule.read(folder, rank)) for rank in firsts.values()]
         for _, found in self._ranks:
             if not found.batches:
@@ -138,18 +139,21 @@ class ReplayedRun(RunObserver):
 
     def _batches_of(self, loader: PreparedLoader, batches: Iterator[object]) -> Iterator[object]:
         """The capsule's, and behind them the loader's own."""
+        # The loader's first batch is read before: the capsule's get the types of its containers.
         own = next(batches, _NOTHING)
         if own is _NOTHING:
             return
         progress = loader.gradient_state.active
         assert progress is not None
         found = progress.end_of_data, progress.counts
+        # A rank's turn ends in may_step, while this loop goes on with the next one's batches.
         while self._is_training() and (kept := self._next()) is not None:
             progress.end_of_data = kept.ends_data
             if kept.rows is not None and kept.real is not None:
                 progress.counts = BatchCounts(tuple(kept.rows), tuple(kept.real))
             batch = like(own, kept.batch)
             self._batch_comes(batch)
+            # Behind the loader, which has drawn numbers of its own.
             set_rng_state(kept.generators)
             yield batch if loader.device is None else send_to_device(batch, loader.device)
         progress.end_of_data, progress.counts = found
@@ -179,6 +183,7 @@ class ReplayedRun(RunObserver):
         if not self._is_loaded:
             self._is_loaded = True
             self._load()
+        # Ranks differ in their buffers, such as the statistics of batch normalisation.
         if not self._handed:
             self._put_buffers(found.buffers)
         self._handed += 1
@@ -268,6 +273,7 @@ class ReplayedRun(RunObserver):
                 own = loss if weight == 1 else loss * torch.tensor(weight)
                 self._compared.append(Compared("loss", rank, number, value, float(own)))
         self._turn, self._handed = self._turn + 1, 0
+        # Of several ranks the norm is that of their mean, which no rank's replay has.
         if len(self._ranks) == 1 and self.facts.gradient_norm is not None:
             if norm is None:
                 parameters = [p for group in optimizer.param_groups for p in group["params"]]

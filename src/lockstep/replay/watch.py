@@ -44,6 +44,7 @@ class ModuleWatch:
 
     def call_begins(self, name: str, module: nn.Module, inputs: object) -> None:
         trace = self._trace
+        # A block under activation checkpointing is called again in backward, which is no call of the model's.
         if trace is None or torch_autograd.is_in_backward():
             return
         number, parent = len(trace.calls), self._open[-1] if self._open else None
@@ -158,6 +159,7 @@ def rms(value: object) -> float | None:
     tensors = [tensor for tensor in _numbers(value) if tensor.numel()]
     if not tensors:
         return None
+    # In double precision: squares of large numbers overflow fp32, and half types before.
     total = sum(float(tensor.abs().double().square().sum()) for tensor in tensors)
     size = (total / sum(tensor.numel() for tensor in tensors)) ** 0.5
     return size if size - size == 0 else None

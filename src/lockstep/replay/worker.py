@@ -25,6 +25,7 @@ def run_replay(run: ReplayedRun, program: list[str], is_module: bool = False) ->
     torch.set_num_threads(run.facts.threads)
     RunObserver.registered.append(run)
     try:
+        # Anomaly mode notes the line of each node; its own check would raise at the first NaN.
         with torch.autograd.set_detect_anomaly(True, check_nan=False):
             run_script(program, is_module)
     except SystemExit as error:

@@ -96,6 +96,7 @@ def numbers_part(first: RunHistory, other: RunHistory) -> NumbersPart:
         equal &= ~differs
         if differs.any():
             place = int(np.argmax(differs))
+            # NaN at first, of which no comparison is true; of several at one step the first stays.
             if not steps[place] >= found[0]:
                 found = (float(steps[place]), words, (float(here[place]), float(there[place])))
     distances = relative(first.steps.loss[mine], other.steps.loss[theirs])

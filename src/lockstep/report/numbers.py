@@ -201,6 +201,7 @@ def _rate(amount: FloatArray, seconds: FloatArray, rows: BoolArray) -> float:
 def _share_of_peak(run: RunHistory, attempts: list[Attempt], flops: FloatArray) -> float:
     """Of the FLOPs that all devices could have done in the steps of which they are known."""
     rows = run.steps.kept & np.isfinite(flops) & np.isfinite(run.steps.total)
+    # FLOPs that were there: seconds of a start's steps, times FLOPs a second of all its devices.
     capacity = sum(
         float(run.steps.total[rows & attempt.rows].sum()) * attempt.peak_flops
         for attempt in attempts

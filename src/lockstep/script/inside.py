@@ -21,7 +21,8 @@ def run_script(program: Sequence[str], is_module: bool) -> None:
     if is_module:
         runpy.run_module(program[0], run_name="__main__", alter_sys=True)
         return
-    if not getattr(sys.flags, "safe_path", False):  # the interpreter would put it there
+    # The interpreter would put it there.
+    if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.path.dirname(os.path.realpath(program[0]))
     runpy.run_path(program[0], run_name="__main__")
 

@@ -58,6 +58,7 @@ class ScriptProcess:
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 env=environ | dict(environment),
+                # A group of its own, which end() kills with all that a launcher has started.
                 start_new_session=True,
             )
         self._end_at = time.monotonic() + timeout_s
@@ -97,6 +98,7 @@ class ScriptProcess:
     def says_out_of_memory(self, code: int) -> bool:
         """Whether what they have printed, or their exit ``code``, says that memory ran out."""
         text = self.output()
+        # Signal 9, as the kernel kills where memory runs out; 137 is how a shell tells of it.
         return code in (-9, 137) or any(sign in text for sign in OUT_OF_MEMORY)
 
     def how_it_failed(self, code: int) -> str:

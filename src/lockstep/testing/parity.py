@@ -62,7 +62,8 @@ class ParityWorkers:
     def __init__(self, *, timeout_s: float = 120.0, preload: Sequence[str] = ()) -> None:
         self.timeout_s = timeout_s
         self._pool = WorkerPool(MAX_PROCESSES, preload)
-        atexit.register(self._pool.close)  # multiprocessing would otherwise wait for them at exit
+        # Else multiprocessing would wait for them at exit.
+        atexit.register(self._pool.close)
 
     def __enter__(self) -> ParityWorkers:
         return self
@@ -101,7 +102,8 @@ class ParityWorkers:
         Raises:
             ParityError: a tensor differs. The message is the report.
         """
-        __tracebackhide__ = True  # pytest then shows the test's own line
+        # With it pytest shows the test's own line.
+        __tracebackhide__ = True
         report = self.compare_parity(make, **settings)
         report.raise_if_differs()
         return report

@@ -45,7 +45,8 @@ PRELOADED = [
     "torch.distributed",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
-    "torch._dynamo",  # DTensor imports it when it is first used
+    # DTensor imports it when it is first used.
+    "torch._dynamo",
     "numpy",
     "lockstep.accelerator",
     "lockstep.observe.hang.process",
@@ -98,6 +99,7 @@ class Worker:
         deadline, size = time.monotonic() + patience_s, 0
         while time.monotonic() < deadline:
             time.sleep(0.05)
+            # The stacks come in pieces: they are whole when the file has stopped growing.
             previous, size = size, self.stacks_path.stat().st_size
             if size and size == previous:
                 break
@@ -112,7 +114,8 @@ class Worker:
 
     def kill(self) -> None:
         """End it and its children."""
-        for kill in (os.killpg, os.kill):  # it has no group of its own in its first instant
+        # It has no group of its own in its first instant.
+        for kill in (os.killpg, os.kill):
             try:
                 kill(self.pid, signal.SIGKILL)
             except (ProcessLookupError, PermissionError):
@@ -230,6 +233,7 @@ def server_environment(preload: Sequence[str] = ()) -> Iterator[None]:
     """Have the forkserver, if it starts now, start with one thread and what takes seconds to import."""
     multiprocessing.get_context("forkserver").set_forkserver_preload([*PRELOADED, *preload])
     before = inherited_environment()
+    # A server that starts in a rank's process must not pass on its rank.
     restore_environment({name: value for name, value in before.items() if name not in RANK_VARIABLES})
     export_environment(SERVER_ENVIRONMENT)
     try:

@@ -52,7 +52,8 @@ class Report:
 
 def serve(connection: Connection, log_path: str, stacks_path: str) -> None:
     """Run tasks until the parent closes its end."""
-    os.setpgid(0, 0)  # so that the pool can kill this process together with its children
+    # The pool kills this process together with its children.
+    os.setpgid(0, 0)
     threading.Thread(target=die_with_parent, name="die_with_parent", daemon=True).start()
     log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
@@ -60,13 +61,14 @@ def serve(connection: Connection, log_path: str, stacks_path: str) -> None:
     stacks = open(stacks_path, "w")  # noqa: SIM115 - lives as long as the process
     # The handler is written in C: it also answers when the main thread is inside a collective.
     faulthandler.register(signal.SIGQUIT, file=stacks, all_threads=True)
-    multiprocessing.set_start_method("fork", force=True)  # for loaders, as in a script
+    # Loaders fork, as in a script.
+    multiprocessing.set_start_method("fork", force=True)
     import torch
 
     from lockstep.runtime import process
 
     torch.set_num_threads(1)
-    process.THREADS_LET_GO_S = 0.0  # see end_process_group
+    process.THREADS_LET_GO_S = 0.0
     gc.freeze()
     while True:
         try:
@@ -76,7 +78,8 @@ def serve(connection: Connection, log_path: str, stacks_path: str) -> None:
         restore = snapshot()
         report = run(task)
         if report.traceback is not None:
-            connection.send_bytes(pickle.dumps(report))  # first the cause, then the clean-up
+            # First the cause, then the clean-up.
+            connection.send_bytes(pickle.dumps(report))
         try:
             restore()
         except BaseException:
@@ -84,7 +87,8 @@ def serve(connection: Connection, log_path: str, stacks_path: str) -> None:
                 text = "while cleaning up after the test:\n" + traceback.format_exc()
                 report = Report(None, text, time.time())
                 connection.send_bytes(pickle.dumps(report))
-            os._exit(1)  # a process that could not be cleaned is not used again
+            # A process that could not be cleaned is not used again.
+            os._exit(1)
         if report.traceback is None:
             connection.send_bytes(pickle.dumps(report))
 
@@ -120,7 +124,8 @@ def import_module(name: str, file: str | None) -> None:
         importlib.import_module(name)
     except ModuleNotFoundError as error:
         if file is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # something that the module itself imports is missing
+            # What is missing is imported by the module itself.
+            raise
         spec = importlib.util.spec_from_file_location(name, file)
         assert spec is not None
         assert spec.loader is not None
@@ -131,7 +136,8 @@ def import_module(name: str, file: str | None) -> None:
 
 def describe(error: BaseException) -> str:
     """The traceback, below it the innermost frame's variables when an assertion failed."""
-    frames = error.__traceback__.tb_next if error.__traceback__ else None  # without `run` above
+    # Without the frame of `run`.
+    frames = error.__traceback__.tb_next if error.__traceback__ else None
     text = "".join(traceback.format_exception(type(error), error, frames))
     if isinstance(error, AssertionError) and frames is not None:
         while frames.tb_next is not None:
@@ -171,7 +177,8 @@ def snapshot() -> Callable[[], None]:
     def restore() -> None:
         end_process_group()
         accelerator = sys.modules.get("lockstep.accelerator")
-        if accelerator is not None:  # else no function needed one
+        # If it is not imported, no function needed one.
+        if accelerator is not None:
             accelerator.Accelerator.forget_all()
         restore_environment(environment)
         os.chdir(directory)
@@ -181,10 +188,12 @@ def snapshot() -> Callable[[], None]:
         torch.set_default_device(None)
         torch.set_grad_enabled(True)
         torch.set_num_threads(1)
-        if torch.are_deterministic_algorithms_enabled():  # the setter imports the compiler: a second
+        # The setter imports the compiler, which takes a second.
+        if torch.are_deterministic_algorithms_enabled():
             torch.use_deterministic_algorithms(False)
         gc.collect()
-        gc.freeze()  # what outlives a test are imports and caches: not to be visited after every one
+        # What outlives a test are imports and caches: not to be visited after every one.
+        gc.freeze()
         sys.stdout.flush()
         sys.stderr.flush()
 

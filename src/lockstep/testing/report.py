@@ -102,7 +102,8 @@ class ParityReport:
         Raises:
             ParityError: a tensor differs. The message is this report.
         """
-        __tracebackhide__ = True  # pytest then shows the test's own line
+        # With it pytest shows the test's own line.
+        __tracebackhide__ = True
         if not self.agrees:
             raise ParityError(self)
 

@@ -60,6 +60,7 @@ def run_case(case: ParityCase, spec: RunSpec) -> str | None:
         pass
     finally:
         no_longer_see()
+        # Backwards, as each puts back what it has found.
         for restore in reversed(run.restores):
             restore()
         RunObserver.registered.remove(run)
@@ -126,7 +127,8 @@ def _check_type(
 def _check_count(case: ParityCase, batches: DataLoader[object] | Sequence[object]) -> None:
     try:
         count = len(batches)
-    except TypeError:  # a stream: its end will show
+    except TypeError:
+        # It is a stream, whose end will show.
         return
     if count < case.batches_needed:
         windows = f" x {case.accumulation_steps} micro-batches" if case.accumulation_steps > 1 else ""

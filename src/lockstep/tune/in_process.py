@@ -129,6 +129,7 @@ def find_batch_size(
     assert loader.batch_size is not None
     own = loader.batch_size // (runtime.world_size if accelerator.split_batches else 1)
     start = max(size for size in sizes if size <= max(1, own))
+    # A size has to fit on every rank: the one with the least memory decides.
     limit = min(ranks.gather_object([limit_of_rank(asked, runtime.device, runtime.local_world_size)]))
     plain: nn.Module = accelerator.unwrap_model(model)
     attempt = _SizeOnRank(plain, _raw(optimizer), loader, loss_of, runtime.device, steps)
@@ -159,6 +160,7 @@ def _tried(
     accumulation = share // size
     peaks = {known: one.peak for known, one in trials.items() if one.fits and one.peak}
     model = MemoryModel.of(peaks)
+    # The line through the two largest sizes is trusted only beyond them.
     if model is not None and size > max(peaks) and model.peak(size) > limit:
         return replace(ruled_out(size, accumulation, model.peak(size)), why="it would be over the limit")
     seen: list[_Seen] = ranks.gather_object([attempt.seen(size)])
@@ -166,7 +168,8 @@ def _tried(
     if broken is not None and not trials:
         rank, one = broken
         raise UsageError(f"With a micro-batch of {size} rows loss_of failed on rank {rank}: {one.failed}")
-    if broken is not None:  # as of batch normalisation, which takes no single row
+    # Batch normalisation, for one, takes no single row.
+    if broken is not None:
         rank, one = broken
         return SizeTrial(size, accumulation, SizeVerdict.FAILED, why=f"rank {rank}: {one.failed}")
     trial = SizeTrial(size, accumulation, SizeVerdict.FITS, peak=max(one.peak for one in seen) or None)
@@ -177,6 +180,7 @@ def _tried(
         )
     if trial.peak is not None and trial.peak > limit:
         return replace(trial, verdict=SizeVerdict.OVER_LIMIT, why=f"{trial.peak} of {limit} bytes")
+    # The slowest rank sets the pace of a step: accumulation micro-batches, and one step of the optimizer.
     micro_s, step_s = max(one.micro_s for one in seen), max(one.step_s for one in seen)
     samples_per_s = len(seen) * share / (accumulation * micro_s + step_s)
     return replace(trial, samples_per_s=samples_per_s, steps=attempt.steps)
@@ -216,7 +220,8 @@ class _SizeOnRank:
         try:
             seen = self._computed(size)
         except Exception as error:
-            failure = error.with_traceback(None)  # its frames keep the tensors of the attempt
+            # Its frames keep the tensors of the attempt.
+            failure = error.with_traceback(None)
         peak = peak_of_rank(self._device) if is_known else 0
         saved.restore()
         clear_device_cache(garbage_collection=True)
@@ -224,7 +229,8 @@ class _SizeOnRank:
             said = (f"{type(failure).__name__}: {failure}".strip().splitlines() or [""])[0]
             return _Seen(short=said) if is_out_of_memory(failure) else _Seen(failed=said)
         if self._device.type != "cuda":
-            peak = max(0, peak - saved.nbytes)  # copies in host memory, which training has not
+            # The copies are in host memory, and training has none.
+            peak = max(0, peak - saved.nbytes)
         return replace(seen, peak=peak)
 
     def _computed(self, size: int) -> _Seen:
@@ -245,6 +251,7 @@ class _SizeOnRank:
             parameter.grad = gradient
         step = step_without_hooks(type(self._optimizer))
         step(self._optimizer)
+        # The least of the times: the first ones choose kernels and ask for memory.
         return _Seen(micro_s=min(seconds), step_s=self._synchronized_time() - began)
 
     def _synchronized_time(self) -> float:

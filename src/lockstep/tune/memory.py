@@ -58,6 +58,7 @@ def reset_peak(device: torch.device) -> bool:
         torch.cuda.reset_peak_memory_stats(device)
         return True
     try:
+        # Writing 5 resets VmHWM, the peak of the resident set (proc(5)).
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
         return False
@@ -78,6 +79,7 @@ class MemoryWatch(threading.Thread):
 
     def run(self) -> None:
         try:
+            # Kept open, so that a look costs one read.
             with open("/proc/self/statm", "rb", buffering=0) as file:
                 while not self._ended.wait(EVERY_S):
                     file.seek(0)
@@ -85,5 +87,6 @@ class MemoryWatch(threading.Thread):
                     if taken > self._limit:
                         self._over(taken)
                         return
-        except OSError:  # a system without it
+        except OSError:
+            # This system has no such file.
             return

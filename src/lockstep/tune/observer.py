@@ -115,13 +115,15 @@ class TrialObserver(RunObserver):
     def _batch_comes(self, batch: object) -> None:
         assert self._step is not None
         if not self._models or not any(model.module.training for model in self._models):
+            # There is an evaluation in this step: its seconds say nothing of training.
             self._is_disturbed = True
             return
         loader = self._step.active_dataloader
         if isinstance(loader, PreparedLoader):
             self._is_trained_on(loader)
         if self._spec.accumulation is not None and not self.facts.is_trainer:
-            self._step.accumulation_steps = self._spec.accumulation  # scripts may set their own
+            # Scripts may set their own.
+            self._step.accumulation_steps = self._spec.accumulation
         counts = self._step.counts
         self._rows += counts.total if counts is not None else 0
         self._batches += 1
@@ -158,6 +160,7 @@ class TrialObserver(RunObserver):
 
     def _step_ends(self) -> None:
         """The loop asks for the batch behind a step."""
+        # The host runs ahead: the step is over when its kernels are.
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         now, facts = time.perf_counter(), self.facts
@@ -204,6 +207,7 @@ class TrialObserver(RunObserver):
 
     def finish(self) -> None:
         """The script has come to its end."""
+        # The last step has no batch behind it that would end it.
         if self._optimizer_steps() > self._steps_seen and self._batches:
             self._step_ends()
         self._write()

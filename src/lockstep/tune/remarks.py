@@ -14,6 +14,7 @@ SHOWN = 3
 def refuse_sums(result: TuneResult) -> None:
     """Raise CouldNotTune where the loss grows with the rows of a micro-batch, as sums do."""
     for size, ratio, expected in _ratios(result):
+        # The loss of a sum grows as the rows do; sizes within a tenth of each other could not tell.
         if abs(expected - 1) > 0.1 and abs(ratio / expected - 1) < 0.02:
             raise CouldNotTune(
                 f"The loss is a sum over the rows of a micro-batch: with {size} rows the first step has "

@@ -27,6 +27,7 @@ class SavedState:
         self._snapshot = Snapshot(model)
         self._optimizer = optimizer
         own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        # A model may share a parameter, and an optimizer have some of another model: each once.
         parameters = {id(parameter): parameter for parameter in [*model.parameters(), *own]}
         self._parameters = [
             (parameter, _copied(parameter), parameter.grad) for parameter in parameters.values()
@@ -43,6 +44,7 @@ class SavedState:
         for parameter, number, gradient in self._parameters:
             parameter.copy_(number)
             parameter.grad = gradient
+        # State of the attempt goes; tensors from before are filled again, as the script may hold them.
         self._optimizer.state.clear()
         for key, state, saved in self._states:
             state.clear()

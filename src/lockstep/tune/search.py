@@ -35,6 +35,7 @@ def next_size(sizes: Sequence[int], start: int, fits: Mapping[int, bool]) -> int
     if between and high is None:
         return next((size for size in between if size >= 2 * low), between[-1])
     if between:
+        # Half of the divisors that are left, not half of the rows.
         return between[len(between) // 2]
     if len(good) == 1:
         half = next((size for size in reversed(sizes) if 2 * size <= low), None)

@@ -101,6 +101,7 @@ class RankReport:
     refused: str = ""
 
     def write(self, folder: Path) -> None:
+        # A rank that is killed meanwhile leaves no half file.
         path = folder / f"rank-{self.rank}.json"
         path.with_suffix(".partial").write_text(json.dumps(asdict(self)), "utf-8")
         os.replace(path.with_suffix(".partial"), path)

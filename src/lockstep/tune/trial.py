@@ -127,6 +127,7 @@ def ruled_out(micro_batch: int, accumulation: int, peak: int) -> SizeTrial:
 
 def _failure(ended: TrialEnd, timeout_s: float) -> tuple[SizeVerdict | None, str]:
     """The verdict and why, where the size does not fit; what one rank says holds for all."""
+    # What ranks say of themselves comes before what exit codes and output let guess.
     for one in ended.facts:
         if one.over is not None:
             return SizeVerdict.OVER_LIMIT, f"rank {one.rank} ended itself at {one.over} of {one.limit} bytes"
@@ -157,6 +158,7 @@ def _known_peak(ended: TrialEnd, verdict: SizeVerdict) -> int | None:
 def _speed(facts: Sequence[RankReport], global_batch: int) -> tuple[float | None, float | None, int]:
     """Samples and tokens a second over all ranks, and the number of steps that were timed."""
     first = facts[0]
+    # Whole steps behind the warm-up; the last one in any case, as there may be no others.
     whole = [
         (seconds, tokens)
         for number, (rows, seconds, tokens) in enumerate(
@@ -167,12 +169,14 @@ def _speed(facts: Sequence[RankReport], global_batch: int) -> tuple[float | None
     if not whole:
         return None, None, 0
     samples = median(global_batch / seconds for seconds, _ in whole)
+    # Counted are the tokens of one rank, taken for those of each.
     tokens = median(count * first.data_ranks / seconds for seconds, count in whole)
     return samples, tokens or None, len(whole)
 
 
 def _first_loss(facts: Sequence[RankReport]) -> float | None:
     """The mean over the ranks with batches of their own."""
+    # Ranks that compute one batch together have one loss.
     losses = {one.data_rank: one.first_loss for one in facts}
     known = [loss for loss in losses.values() if loss is not None]
     return sum(known) / len(known) if len(known) == len(losses) and known else None

@@ -108,6 +108,7 @@ class Tuner:
         rows = self._rows_of_rank(facts)
         sizes = divisors(rows)
         start = max(size for size in sizes if size <= micro)
+        # The script's own size divides its rows: the run from which they are known is a trial, too.
         if (start, rows // start) == (micro, accumulation):
             self._keep_trial(
                 judged(ended, micro, accumulation, rows * facts.data_ranks, self.request.timeout_s)
@@ -141,6 +142,7 @@ class Tuner:
         fitting = {number: trial for number, trial in self._trials.items() if trial.fits and trial.peak}
         model = MemoryModel.of({number: trial.peak or 0 for number, trial in fitting.items()})
         limits = [one.limit for trial in fitting.values() for one in trial.ranks if one.limit is not None]
+        # The line through the two largest sizes is trusted only beyond them.
         if model is None or not limits or size < max(fitting):
             return None
         peak = model.peak(size)
@@ -262,7 +264,8 @@ COUNT_BY_ACCUMULATE = (
 
 def _refuse_own_counting(facts: RankReport) -> None:
     """Raise CouldNotTune where a script decides itself how many batches make a step."""
-    if not facts.batches:  # it did not come so far
+    # It did not come as far as a batch.
+    if not facts.batches:
         return
     made, asked = max(facts.batches), facts.accumulation
     if made > asked or (made < asked and not facts.uses_accumulate):

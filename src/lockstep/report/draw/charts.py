@@ -22,6 +22,7 @@ def buckets(x: FloatArray, count: int) -> IndexArray:
     if not len(x):
         return np.zeros(1, dtype=np.int64)
     edges = np.linspace(x[0], x[-1], count + 1)[:-1]
+    # A part without points begins where the next one does, and drops out.
     starts = np.unique(np.searchsorted(x, edges, side="left"))
     return np.append(starts[starts < len(x)], len(x))
 
@@ -160,6 +161,7 @@ def stacked_chart(
     tops: list[tuple[str, FloatArray, int]] = []
     top: FloatArray | None = None
     for name, values, colour in bands:
+        # NaN counts as nothing, so that all bands have the same points.
         points, mean = means(x_values, np.nan_to_num(values), BANDS)
         top = mean if top is None else top + mean
         tops.append((name, top, colour))
@@ -178,7 +180,8 @@ def _figure(
 ) -> str:
     across, down = x.ticks(), y.ticks()
     inner = svg.grid([place for place, _ in across], [place for place, _ in down]) + drawn
-    if stacked:  # lines that areas would cover
+    # Areas would cover lines that are drawn before.
+    if stacked:
         inner = drawn + svg.grid([place for place, _ in across], [place for place, _ in down])
     label = safe(f"{title} by {x_title}", 200)
     data = f'data-x="{x.low!r} {x.high!r} {x.kind} 0" data-y="{y.low!r} {y.high!r} {y.kind} {int(y.log)}"'

@@ -86,6 +86,7 @@ class Scale:
                 step *= 2
         else:
             power = 10.0 ** math.floor(math.log10(span / count))
+            # 0.999, as a step that is just enough must not fail by rounding.
             step = next(nice * power for nice in NICE if nice * power * count >= span * 0.999)
         first = math.ceil(self.low / step - 1e-9)
         last = math.floor(self.high / step + 1e-9)
@@ -95,6 +96,7 @@ class Scale:
 def scale_of(values: FloatArray, kind: str, from_zero: bool = False, may_log: bool = False) -> Scale:
     """A scale on which all finite ``values`` lie, with a little room."""
     known = values[np.isfinite(values)]
+    # Differences of greater ones overflow.
     known = known[np.abs(known) < 1e300]
     if not len(known):
         return Scale(0.0, 1.0, kind)

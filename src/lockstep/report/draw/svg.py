@@ -18,6 +18,7 @@ def line(x: FloatArray, y: FloatArray) -> str:
     whole_x = np.rint(x * WIDTH).astype(int)
     known = np.isfinite(y)
     whole_y = np.rint((1 - np.where(known, y, 0.0)) * HEIGHT).astype(int)
+    # Where known turns, in pairs: begin and end of each run of numbers.
     edges = np.flatnonzero(np.diff(np.concatenate(([False], known, [False])).astype(int)))
     parts = []
     for start, end in zip(edges[::2], edges[1::2], strict=True):
@@ -37,6 +38,7 @@ def _piece(x: FloatArray, y: FloatArray) -> str:
     moved = np.stack((np.diff(x), np.diff(y)), axis=1).tolist()
     # a point alone is a line of no length, which round ends make a dot
     steps = " ".join(f"{across} {down}" for across, down in moved) or "0 0"
+    # A minus parts two numbers by itself.
     return f"M{x[0]} {y[0]}l{steps}".replace(" -", "-")
 
 

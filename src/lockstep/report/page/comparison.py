@@ -118,6 +118,7 @@ def _overlay(
         if by_time:
             rows &= np.isfinite(run.steps.time)
             at = run.steps.time[rows]
+            # A clock may be set back, but the axis has to ascend.
             at = np.maximum.accumulate(at - at[0]) if len(at) else at
         if rows.any():
             lines.append(PlotLine(name, at, values[rows], colour))
