@@ -15,7 +15,8 @@ from lockstep.launch.network import holder_of
 from lockstep.launch.plan import LaunchPlan
 from lockstep.launch.report import Restarts
 from lockstep.launch.viewers import RunViewers
-from lockstep.observe.hang.coordinator import Coordinator, WatchSettings
+from lockstep.observe.hang.coordinator import Coordinator
+from lockstep.observe.hang.hangs import WatchSettings
 
 # how long the others' launchers have to read why the launch ended, and to end their workers
 LEAVE_LIMIT_S = 3.0

@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 
-from lockstep.observe.hang import Coordinator, Evidence, PendingCollective, SourceLine, WatchSettings
+from lockstep.observe.hang import (
+    Coordinator,
+    Evidence,
+    HangJudge,
+    PendingCollective,
+    SourceLine,
+    WatchSettings,
+)
 from tests.patching import module_of
 
 
@@ -160,7 +167,7 @@ def test_a_mismatch_that_was_none_at_the_second_look_has_its_time() -> None:
 
 
 def test_a_rank_that_does_not_answer_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module_of(Coordinator), "state_of", lambda pid: "stopped")
+    monkeypatch.setattr(module_of(HangJudge), "state_of", lambda pid: "stopped")
     run = Run()
     run.answer = lambda rank: Evidence(  # type: ignore[method-assign]
         rank,

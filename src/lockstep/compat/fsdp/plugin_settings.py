@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lockstep.compat.fsdp.section import KEYS, WRAP_WORDS, from_fsdp
 from lockstep.compat.rules import NoEffect, Table, Translation, Used, translate
 from lockstep.config import readers as read
 from lockstep.config.values import SettingValue
 from lockstep.errors import ConfigError
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 def check_fsdp_plugin(plugin: object) -> Any:
@@ -100,10 +97,10 @@ def _plain(value: object) -> object:
     return name if isinstance(name, str) and hasattr(value, "value") else value
 
 
-def block_rule(policy: Callable[..., object]) -> Callable[[str, nn.Module], bool]:
+def block_rule(policy: Callable[..., object]) -> Callable[[str, Any], bool]:
     """A wrap policy of ``torch.distributed.fsdp.wrap`` as a rule (name, module) -> bool."""
 
-    def is_block(name: str, module: nn.Module) -> bool:
+    def is_block(name: str, module: Any) -> bool:
         size = sum(parameter.numel() for parameter in module.parameters())
         return bool(policy(module=module, recurse=False, nonwrapped_numel=size))
 

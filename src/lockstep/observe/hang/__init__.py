@@ -2,10 +2,10 @@
 
 In every process: ``process`` (the one watch of it), ``worker`` (its threads, and the gate that holds the main thread
 at a step boundary), ``signals``; what it says of itself: ``evidence`` (torch's flight recorder) and ``stacks`` (where
-the user's code is), as ``records``. For all of them: ``coordinator``, which asks and decides, from ``ranks`` (what is
-known of each, which are slow, and the boundary at which all stop); ``host`` runs it on rank 0 if there is no launcher
-of ours; ``diagnosis`` (who is to blame, in one sentence)
-from ``waits`` (who waits for whom).
+the user's code is), as ``records``. For all of them: ``coordinator``, to which they tell it; ``ranks`` (what is known
+of each, which are slow, and the boundary at which all stop); ``hangs``, which asks them, and decides by ``diagnosis``
+(who is to blame, in one sentence) from ``waits`` (who waits for whom). ``host`` runs it on rank 0 if there is no
+launcher of ours.
 """
 
 from typing import TYPE_CHECKING
@@ -20,10 +20,11 @@ else:
         __name__,
         {
             "common_save": ["ANSWER_LIMIT_S", "UNDER_WAY"],
-            "coordinator": ["Coordinator", "WatchSettings"],
+            "coordinator": ["Coordinator"],
             "diagnosis": ["diagnose", "Finding", "SILENCE", "Silent"],
             "evidence": ["gather_evidence"],
             "gate": ["StopGate"],
+            "hangs": ["HangJudge", "WatchSettings"],
             "process": ["ProcessWatch", "watch_process"],
             "ranks": [
                 "find_stragglers",

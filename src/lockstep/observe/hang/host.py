@@ -10,7 +10,8 @@ import torch.distributed as dist
 from lockstep.config.sources import process_environment
 from lockstep.control import Secret, Server, new_secret
 from lockstep.errors import ControlError
-from lockstep.observe.hang.coordinator import Coordinator, WatchSettings
+from lockstep.observe.hang.coordinator import Coordinator
+from lockstep.observe.hang.hangs import WatchSettings
 from lockstep.observe.hang.worker import nothing_to_save, say
 from lockstep.runtime import failure
 

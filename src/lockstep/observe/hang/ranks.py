@@ -13,6 +13,7 @@ from statistics import median
 from typing import Protocol
 
 from lockstep.config.files import JsonObject
+from lockstep.observe.hang.diagnosis import Ended
 from lockstep.observe.hang.records import Message
 
 
@@ -84,6 +85,49 @@ class WatchedRank:
         self.part = text_of(message, "part")
         self.latest = numbers_of(message.get("latest"))
         self.has_bar = message.get("bar") is True
+
+
+@dataclass
+class WatchedRound:
+    """What is known of one set of workers, by rank.
+
+    Attributes:
+        world_size: How many there are; 0: nobody has said it.
+        ranks: Those that have a connection.
+        ended: Those that have ended, or said that they do.
+        vanished: Those whose connection is gone without a word.
+    """
+
+    world_size: int
+    ranks: dict[int, WatchedRank] = field(default_factory=dict)
+    ended: dict[int, Ended] = field(default_factory=dict)
+    vanished: dict[int, WatchedRank] = field(default_factory=dict)
+
+    @property
+    def steps(self) -> int:
+        """Step boundaries that the foremost rank has passed."""
+        return max((state.boundaries for state in self.ranks.values()), default=0)
+
+    def not_ended(self) -> list[WatchedRank]:
+        return [state for rank, state in self.ranks.items() if rank not in self.ended]
+
+    def running(self) -> dict[int, WatchedRank]:
+        """Those in training."""
+        return {
+            rank: state for rank, state in self.ranks.items() if rank not in self.ended and not state.is_done
+        }
+
+    def tell_first(self, verb: str, **values: object) -> None:
+        """Tell rank 0, which writes down what the run does."""
+        state = self.ranks.get(0)
+        if state is not None and 0 not in self.ended:
+            state.peer.send({"kind": f"watch.{verb}", **values})
+
+    def tell_others(self, about: int, verb: str) -> None:
+        """Tell all but the rank that it is about."""
+        for rank, state in self.ranks.items():
+            if rank not in self.ended and rank != about:
+                state.peer.send({"kind": f"watch.{verb}", "rank": about})
 
 
 def integer_of(message: Message, name: str) -> int:
