@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from lockstep.launch.plan import LaunchPlan
 from lockstep.launch.rendezvous import CoordinatorLost, Over, Rendezvous, Round, over_of, verb_of
@@ -111,12 +111,8 @@ class Agent:
             self._signals.boundary = False
 
     def _watch(self, place: Round, workers: Workers) -> Over | None:
-        reported = stopping = False
-        left: set[int] = set()
+        ends = _WorkerEnds(self._plan, self._rendezvous, place, workers, self._tell_failure)
         next_states = 0.0
-        give_up: float | None = None
-        cause_limit: float | None = None
-        stop_code: int | None = None
         interval, next_look = self._plan.fault_policy.monitor_interval_s, 0.0
         while True:
             # The wait for a message is also the pause between two looks.
@@ -127,9 +123,8 @@ class Agent:
             if message is not None and verb == "end" and message["round"] == place.number:
                 return None
             if message is not None and verb == "stopping":
-                stopping = True
                 name = str(message["signal"])
-                stop_code = of_signal(signal.Signals[name]) if name else of_signal(signal.SIGTERM)
+                ends.stop_code = of_signal(signal.Signals[name]) if name else of_signal(signal.SIGTERM)
             self._upkeep()
             self._starter.keep_up()
             asked = self._signals.asked()
@@ -141,34 +136,10 @@ class Agent:
                 next_states = now + STATES_EVERY_S
                 self._rendezvous.show_states(states_of(workers.pids))
             # What happened here was told: from now on the coordinator's word counts.
-            if reported or now < next_look:
+            if ends.is_told or now < next_look:
                 continue
             next_look = now + interval if interval > MONITOR_INTERVAL_S else 0.0
-            codes = workers.exit_codes()
-            for local in sorted(codes.keys() - left):
-                left.add(local)
-                # Ranks that still run may wait for one that has left.
-                if codes[local] == 0 and len(codes) < self._plan.nproc * place.machines:
-                    self._rendezvous.tell("left", round=place.number, rank=place.base_rank + local)
-            # Ranks that stopped at a boundary, as they were asked to, have not failed.
-            polite = {0, PREEMPTED} | ({stop_code} if stopping and stop_code is not None else set())
-            if any(code not in polite for code in codes.values()):
-                cause_limit = cause_limit or now + CAUSE_WAIT_S
-                if len(codes) < self._plan.nproc and now < cause_limit and follows_another(workers):
-                    # The rank that is the cause is about to end, too.
-                    continue
-                reported = True
-                self._tell_failure(place, workers)
-            elif len(codes) == self._plan.nproc:
-                reported = True
-                self._rendezvous.tell("finished", round=place.number, code=max(codes.values()))
-            elif any(codes.values()):
-                # Some have stopped at the boundary, so the others are about to.
-                give_up = give_up or now + self._plan.fault_policy.grace_s
-                if now > give_up:
-                    workers.end(signal.SIGTERM, GRACE_S)
-                    reported = True
-                    self._rendezvous.tell("finished", round=place.number, code=max(codes.values()))
+            ends.look(now)
 
     def _tell_failure(self, place: Round, workers: Workers) -> None:
         failure = self._own = first_failure(workers.failures())
@@ -204,6 +175,70 @@ class Agent:
         if over.note:
             self._say(f"lockstep launch: {over.note}")
         return over.code
+
+
+class _WorkerEnds:
+    """How the workers of one round end here, told as far as the coordinator has to know it.
+
+    Args:
+        tell_failure: Tells the first failure.
+
+    Attributes:
+        stop_code: With which a rank ends that stops as all were asked to; None: nobody has asked.
+        is_told: Whether it was told what came of all of them.
+    """
+
+    def __init__(
+        self,
+        plan: LaunchPlan,
+        rendezvous: Rendezvous,
+        place: Round,
+        workers: Workers,
+        tell_failure: Callable[[Round, Workers], None],
+    ) -> None:
+        self._plan = plan
+        self._rendezvous = rendezvous
+        self._place = place
+        self._workers = workers
+        self._tell_failure = tell_failure
+        self._left: set[int] = set()
+        self._cause_limit: float | None = None
+        self._give_up: float | None = None
+        self.stop_code: int | None = None
+        self.is_told = False
+
+    def look(self, now: float) -> None:
+        """Look at the workers' exit codes."""
+        codes = self._workers.exit_codes()
+        self._tell_left(codes)
+        # Ranks that stopped at a boundary, as they were asked to, have not failed.
+        polite = {0, PREEMPTED, self.stop_code}
+        if any(code not in polite for code in codes.values()):
+            self._cause_limit = self._cause_limit or now + CAUSE_WAIT_S
+            some_run = len(codes) < self._plan.nproc
+            # The rank that is the cause is about to end, too.
+            if not (some_run and now < self._cause_limit and follows_another(self._workers)):
+                self.is_told = True
+                self._tell_failure(self._place, self._workers)
+        elif len(codes) == self._plan.nproc:
+            self._tell_finished(codes)
+        elif any(codes.values()):
+            # Some have stopped at the boundary, so the others are about to.
+            self._give_up = self._give_up or now + self._plan.fault_policy.grace_s
+            if now > self._give_up:
+                self._workers.end(signal.SIGTERM, GRACE_S)
+                self._tell_finished(codes)
+
+    def _tell_left(self, codes: Mapping[int, int]) -> None:
+        for local in sorted(codes.keys() - self._left):
+            self._left.add(local)
+            # Ranks that still run may wait for one that has left.
+            if codes[local] == 0 and len(codes) < self._plan.nproc * self._place.machines:
+                self._rendezvous.tell("left", round=self._place.number, rank=self._place.base_rank + local)
+
+    def _tell_finished(self, codes: Mapping[int, int]) -> None:
+        self.is_told = True
+        self._rendezvous.tell("finished", round=self._place.number, code=max(codes.values()))
 
 
 def follows_another(workers: Workers) -> bool:
