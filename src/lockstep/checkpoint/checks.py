@@ -185,37 +185,13 @@ def try_optimizer(optimizer: torch.optim.Optimizer, groups: list[CheckedGroup], 
     dtype = next((p.dtype for g in optimizer.param_groups for p in g["params"]), torch.float32)
     if not dtype.is_floating_point or dtype.itemsize < 4:
         dtype = torch.float32
-    tried: list[list[tuple[str, Mapping[str, object]]]] = []
-    for _, members in groups:
-        alike: dict[str, tuple[str, Mapping[str, object]]] = {}
-        for name, saved_state, shape in members:
-            small = {key: _small(value, shape) for key, value in saved_state.items()}
-            alike.setdefault(repr(sorted((str(k), _described(v)) for k, v in small.items())), (name, small))
-        tried.append(list(alike.values()))
-    names: list[str] = []
-    state: dict[int, dict[str, object]] = {}
-    saved_groups: list[dict[str, object]] = []
-    given: list[StateDict] = []
-    for (options, _), distinct in zip(groups, tried, strict=True):
-        numbers = range(len(names), len(names) + len(distinct))
-        names += [name for name, _ in distinct]
-        state.update({n: dict(values) for n, (_, values) in zip(numbers, distinct, strict=True) if values})
-        parameters = [torch.nn.Parameter(torch.ones(SMALL, dtype=dtype)) for _ in distinct]
-        given.append({"params": parameters})
-        # capturable wants tensors on an accelerator, but the probe's parameters are on the CPU.
-        plain = {key: False for key in ("foreach", "fused", "capturable", "differentiable") if key in options}
-        saved_groups.append({**options, **plain, "params": list(numbers)})
+    names, given, saved = _on_small_parameters(groups, dtype)
     try:
         with warnings.catch_warnings(), torch.enable_grad():
             warnings.simplefilter("ignore")
-            make = _class_of_torch(optimizer)
-            probe = make([group for group in given if group["params"]])
+            probe = _class_of_torch(optimizer)(given)
             # load_state_dict may keep the tensors that it gets, and the probe's steps would write to them.
-            probe.load_state_dict(
-                copy.deepcopy(
-                    {"state": state, "param_groups": [group for group in saved_groups if group["params"]]}
-                )
-            )
+            probe.load_state_dict(copy.deepcopy(saved))
             flat = [p for group in given for p in group["params"]]
             for parameter in flat:
                 parameter.grad = torch.full_like(parameter, 0.5)
@@ -234,6 +210,39 @@ def try_optimizer(optimizer: torch.optim.Optimizer, groups: list[CheckedGroup], 
                 f"{what}: a step with the saved state of {name} and the options of its group gives NaN or "
                 "infinity. Load another checkpoint."
             )
+
+
+def _on_small_parameters(
+    groups: list[CheckedGroup], dtype: torch.dtype
+) -> tuple[list[str], list[StateDict], StateDict]:
+    """Names, groups and state dict of small parameters, one for each kind of state; groups without any are left out."""
+    names: list[str] = []
+    state: dict[int, dict[str, object]] = {}
+    given: list[StateDict] = []
+    saved_groups: list[dict[str, object]] = []
+    for options, members in groups:
+        distinct = _distinct(members)
+        if not distinct:
+            continue
+        numbers = range(len(names), len(names) + len(distinct))
+        names += [name for name, _ in distinct]
+        state.update({n: dict(values) for n, (_, values) in zip(numbers, distinct, strict=True) if values})
+        given.append({"params": [torch.nn.Parameter(torch.ones(SMALL, dtype=dtype)) for _ in distinct]})
+        # capturable wants tensors on an accelerator, but the probe's parameters are on the CPU.
+        plain = {key: False for key in ("foreach", "fused", "capturable", "differentiable") if key in options}
+        saved_groups.append({**options, **plain, "params": list(numbers)})
+    return names, given, {"state": state, "param_groups": saved_groups}
+
+
+def _distinct(
+    members: list[tuple[str, Mapping[str, object], tuple[int, ...]]],
+) -> list[tuple[str, Mapping[str, object]]]:
+    """The first name of each kind of state, and that state, as of a small parameter."""
+    alike: dict[str, tuple[str, Mapping[str, object]]] = {}
+    for name, saved_state, shape in members:
+        small = {key: _small(value, shape) for key, value in saved_state.items()}
+        alike.setdefault(repr(sorted((str(k), _described(v)) for k, v in small.items())), (name, small))
+    return list(alike.values())
 
 
 def _class_of_torch(optimizer: torch.optim.Optimizer) -> type:

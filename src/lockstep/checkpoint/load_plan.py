@@ -116,13 +116,7 @@ def create_load_plan(
         document = _section(checkpoint, own, name)
         plan.objects.append((item, decoded(checkpoint, document, _sharded_in(item, name, world_size))))
     for name, item in contents.stateful("window"):
-        try:
-            plan.window = plan_window(checkpoint, item, name, sources, set(contents.whole))
-        except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
-            raise CheckpointError(
-                f"{checkpoint.root} has an accumulation window that is not valid ({type(error).__name__}: "
-                f"{error}). Load another checkpoint."
-            ) from error
+        plan.window = _plan_window(checkpoint, item, name, sources, set(contents.whole))
     # With other ranks no state is this rank's: generators stay as they are, and buffers are the first rank's.
     if sources.same_world and ("imported" not in state or "rng" in own):
         plan.rng = decoded(checkpoint, _section(checkpoint, own, "rng"))
@@ -132,6 +126,18 @@ def create_load_plan(
     # The headers of all files, before ``apply``: a failure after that leaves a run that is half loaded.
     checkpoint.check(plan.items)
     return plan
+
+
+def _plan_window(
+    checkpoint: Checkpoint, item: AccumulationWindow, name: str, sources: Sources, spread: set[int]
+) -> tuple[AccumulationWindow, list[Document], int] | None:
+    try:
+        return plan_window(checkpoint, item, name, sources, spread)
+    except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
+        raise CheckpointError(
+            f"{checkpoint.root} has an accumulation window that is not valid ({type(error).__name__}: "
+            f"{error}). Load another checkpoint."
+        ) from error
 
 
 def _section(checkpoint: Checkpoint, document: Document, name: str) -> Document:

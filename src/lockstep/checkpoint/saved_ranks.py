@@ -212,8 +212,15 @@ def _check_form(state: Document) -> None:
             "divisor": (torch.Tensor, type(None)),
         },
     )
+    _check_counts(state["window"])
+    if len(state["layouts"]) != len(state["models"]) or not all(isinstance(t, str) for t in state["layouts"]):
+        raise ValueError("layouts does not have one text for each model")
+    for i, model in enumerate(state["models"]):
+        _check_model(f"models.{i}", model)
+
+
+def _check_counts(window: Document) -> None:
     # The bounds keep a file that was made by hand from giving numbers with which a loop would never end.
-    window = state["window"]
     if not 0 <= window["micro_batch"] < 2**48 or not 1 <= window["accumulation_steps"] < 2**48:
         raise ValueError(f"micro-batch {window['micro_batch']} of {window['accumulation_steps']}")
     if (window["window_weight"] is None) != (window["divisor"] is None):
@@ -229,25 +236,25 @@ def _check_form(state: Document) -> None:
             raise ValueError(f"window.{key} is {float(number)}")
         if key == "divisor" and not number.is_meta and float(number) <= 0:
             raise ValueError(f"window.{key} is {float(number)}")
-    if len(state["layouts"]) != len(state["models"]) or not all(isinstance(t, str) for t in state["layouts"]):
-        raise ValueError("layouts does not have one text for each model")
-    for i, model in enumerate(state["models"]):
-        _has(
-            model,
-            f"models.{i}",
-            {"local": dict, "reduced": dict, "partial": dict, "spent": list, "takes_buffers": bool},
-        )
-        if not all(isinstance(name, str) for name in model["spent"]):
-            raise ValueError(f"models.{i}.spent holds something other than names")
-        for name, gradient in model["local"].items():
-            if isinstance(gradient, dict):
-                _check_sparse(f"models.{i}.local.{name}", gradient)
-            else:
-                _check_gradient(f"models.{i}.local.{name}", gradient)
-        for name, gradient in model["reduced"].items():
-            _check_gradient(f"models.{i}.reduced.{name}", gradient)
-        for name, group in model["partial"].items():
-            _check_partial(f"models.{i}.partial.{name}", group)
+
+
+def _check_model(what: str, model: Document) -> None:
+    _has(
+        model,
+        what,
+        {"local": dict, "reduced": dict, "partial": dict, "spent": list, "takes_buffers": bool},
+    )
+    if not all(isinstance(name, str) for name in model["spent"]):
+        raise ValueError(f"{what}.spent holds something other than names")
+    for name, gradient in model["local"].items():
+        if isinstance(gradient, dict):
+            _check_sparse(f"{what}.local.{name}", gradient)
+        else:
+            _check_gradient(f"{what}.local.{name}", gradient)
+    for name, gradient in model["reduced"].items():
+        _check_gradient(f"{what}.reduced.{name}", gradient)
+    for name, group in model["partial"].items():
+        _check_partial(f"{what}.partial.{name}", group)
 
 
 def _check_partial(what: str, group: Document) -> None:
