@@ -169,6 +169,7 @@ def in_parallel(work: Callable[[S], T], items: Iterable[S]) -> list[T]:
     goes on then.
     """
     items = list(items)
+    # Cores that this process may use, not those of the machine.
     threads = min(len(os.sched_getaffinity(0)), MOST_THREADS, len(items))
     pending = deque(enumerate(items))
     results: dict[int, T] = {}

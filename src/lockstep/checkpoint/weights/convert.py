@@ -102,6 +102,7 @@ def _of_checkpoint(directory: str, number: int | None, dtype: torch.dtype | None
 
 
 def _in_order(models: Iterable[str]) -> list[str]:
+    # Numbers as text: 10 comes behind 9.
     return sorted(models, key=lambda number: (len(number), number))
 
 
@@ -216,6 +217,7 @@ def _documents(folder: str, dtype: torch.dtype | None) -> dict[str, bytes]:
     if dtype is not None and CONFIGURATIONS[0] in found:
         config = parse_json(found[CONFIGURATIONS[0]], f"{folder}/{CONFIGURATIONS[0]}")
         if isinstance(config, dict):
+            # The key that is there: transformers has renamed it from torch_dtype to dtype.
             key = "torch_dtype" if "torch_dtype" in config else "dtype"
             config[key] = str(dtype).removeprefix("torch.")
             found[CONFIGURATIONS[0]] = json.dumps(config, indent=2, sort_keys=True).encode() + b"\n"
@@ -246,6 +248,7 @@ def write_file(weights: Weights, path: str, replace: bool, seen: Seen = lambda c
         remove_quietly(partial)
         write_tensor_file(partial, weights.tensors.described, _counting_chunks(weights, seen))
         os.rename(partial, path)
+        # A rename lasts once its folder is on the disk.
         sync(folder)
     except OSError as error:
         raise CheckpointError(
@@ -283,6 +286,7 @@ def write_weights_folder(
 
 def _refuse_checkpoint(folder: str) -> None:
     """Raise UsageError for a folder in or below a checkpoint, which is never changed."""
+    # By the real path, as a link may lead into a checkpoint.
     at = os.path.realpath(folder)
     while True:
         if os.path.isfile(os.path.join(at, MANIFEST)):

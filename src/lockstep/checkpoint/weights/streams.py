@@ -63,6 +63,7 @@ def write_tensor_file(
             for chunk in elements(current):
                 written += len(chunk)
                 yield chunk
+            # The header, which is written by now, counts on this length.
             if written != tensor.nbytes:
                 raise CheckpointError(
                     f"{path}: {current} gave {written} bytes instead of {tensor.nbytes}. Do not change weights "
@@ -214,6 +215,7 @@ class PiecedTensors:
 def _cast(slab: torch.Tensor, cast: torch.Tensor, name: str) -> None:
     """Copy numbers into another dtype. Raises CheckpointError where one becomes infinite."""
     cast.copy_(slab)
+    # From fp16 to bf16, say, the range grows, and no number can become infinite.
     narrower = torch.finfo(cast.dtype).max < torch.finfo(slab.dtype).max
     if narrower and (cast.isinf() & ~slab.isinf()).any():
         largest = slab[cast.isinf() & ~slab.isinf()][0].item()

@@ -83,6 +83,7 @@ def describe_state(state: ImportedState) -> list[StateRow]:
 
 def require_plain(value: object, where: str) -> None:
     """Raise CheckpointError, with the place, for what a checkpoint of tensors and plain values cannot hold."""
+    # Not by recursion: a file may nest as deep as it likes.
     waiting = [(value, where)]
     while waiting:
         item, place = waiting.pop()

@@ -114,6 +114,7 @@ class DamageWatch:
     def _refuse(self, optimizer: Optimizer, together: bool) -> None:
         rank = self._communicator.runtime.rank
         evidence = [self._trace.evidence(rank, self._models)]
+        # All ranks come here, as any_not_finite has asked all of them.
         if together:
             evidence = self._communicator.gather_object(evidence)
         said = explain(self._steps[optimizer] + 1, self._trace.micro_steps, evidence)

@@ -153,6 +153,7 @@ def _collective(value: Message) -> PendingCollective:
 
 
 def _integer(value: object, least: int = 0) -> int:
+    # By type and not by isinstance: True is an int.
     if type(value) is not int or not least <= value < 2**63:
         raise ValueError(f"{str(value)[:40]!r} is not a whole number of at least {least}")
     return value

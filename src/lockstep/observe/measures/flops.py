@@ -130,6 +130,7 @@ class FlopCounts:
         kinds, stated = step
         if stated is not None and stated.model:
             return stated
+        # Most steps are like the one before, whose sum is kept.
         if self._counts is None or kinds != self._kinds:
             self._kinds, self._counts = kinds, self._sum(kinds)
         return self._counts

@@ -48,6 +48,7 @@ class OpenStep:
             self._losses.append(number)
             self._weights.append(self._taken(weight) if isinstance(weight, torch.Tensor) else weight)
         elif weight is not None and type(loss) is torch.Tensor:
+            # Of an unreduced loss its weighted mean, which counts in the step with the sum of the weights.
             weights = torch.as_tensor(weight, device=loss.device).expand_as(loss)
             with torch.no_grad():
                 total = weights.sum()
@@ -145,6 +146,7 @@ class LateNumbers:
         module = None if self._copied is None else getattr(torch, self._copied, None)
         self._event: Any = None
         if module is not None:
+            # One event behind all copies tells of them all.
             self._event = module.Event()
             self._event.record()
 

@@ -142,6 +142,7 @@ class RunWriter:
         """Write the last events, and nothing after them. A run that failed before its first step is told of, too."""
         if self.is_closed:
             return
+        # Where another run's steps are, it is not known whether this one was to go on with it.
         if error and (self._is_restarted or not self.folder.has_steps):
             self.begin(continues=True)
         if self.folder.has_begun:

@@ -195,9 +195,11 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
     """
     there = getattr(module, "_hf_hook", None)
     if append and there is not None:
+        # The old hook is initialised again below, as a part of the new one.
         remove_hook_from_module(module)
         hook = SequentialHook(there, hook)
     around: Any = module
+    # Where one hook replaces another, this stays the module's own forward.
     if not hasattr(module, "_old_forward"):
         around._old_forward = module.forward
     module = hook.init_hook(module)
@@ -244,6 +246,7 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
     if hasattr(module, "_old_forward"):
         forward = around._old_forward
         del around._old_forward
+        # Python finds a method of the class again without an entry of the instance.
         if getattr(forward, "__func__", None) is type(module).forward:
             module.__dict__.pop("forward", None)
         else:

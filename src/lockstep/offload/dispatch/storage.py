@@ -50,6 +50,7 @@ def place_tensors(
             "no values (they are on the meta device). Load a checkpoint with load_checkpoint_and_dispatch."
         )
     data |= _written(placements, data, path, files)
+    # Only now, when all data is there, is anything of the model replaced.
     for placement in placements:
         new = data.get(placement.name)
         tensor = placement.ref.tensor if new is None else new

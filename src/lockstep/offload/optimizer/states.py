@@ -40,6 +40,7 @@ def region_to_move(tensor: torch.Tensor, changes: bool) -> StepRegion | None:
     if not tensor.numel() or (found := region_of(tensor)) is None:
         return None
     file, offset = found
+    # Direct I/O begins at multiples of ALIGNMENT, and only a dense tensor is one piece of the file.
     if offset % ALIGNMENT or not is_dense(tensor):
         return None
     return StepRegion(file, offset, aligned(tensor.numel() * tensor.element_size()), tensor, changes)
@@ -189,9 +190,11 @@ class StateFiles:
 
 def write_tensor(file: OffloadFile, offset: int, value: torch.Tensor) -> None:
     """Write a dense tensor from wherever it is, through a small buffer."""
+    # In the order of memory, whatever the strides are: the mapped tensor gets the same strides.
     flat = torch.as_strided(value, (value.numel(),), (1,)).view(torch.uint8)
     buffer = aligned_buffer(min(aligned(flat.numel()), _COPIED_AT_ONCE))
     for start in range(0, flat.numel(), _COPIED_AT_ONCE):
         part = flat[start : start + _COPIED_AT_ONCE]
         buffer[: part.numel()].copy_(part)
+        # Rounded up to ALIGNMENT, as the region is.
         file.write(offset + start, buffer[: aligned(part.numel())])

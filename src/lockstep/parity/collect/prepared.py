@@ -60,6 +60,7 @@ class PreparedRun(ProcessRun):
         spec = self._spec
         parallel = options.parallel if spec.parallel is None else Parallel.parse(spec.parallel)
         precision = spec.mixed_precision or str(options.mixed_precision)
+        # The reference and its disturbed run compute in fp32, whatever the script asks for.
         own_precision = precision if spec.role in (Role.HALF, Role.CANDIDATE) else "no"
         axes = axes_of(parallel, spec.ranks)
         self._facts = replace(
@@ -153,6 +154,7 @@ class PreparedRun(ProcessRun):
             return
 
         def noted(inside_window: bool = False) -> AbstractContextManager[object]:
+            # The script calls no_sync itself: from here on it is not known which forwards are averaged.
             if not inside_window:
                 place.buffers.share(model, Sharing(BufferBroadcast.UNKNOWN))
             return no_sync(inside_window)

@@ -71,6 +71,7 @@ def watched_generator_class(
     """A class for the place of ``torch.Generator``, which calls ``made`` with the frame that made it."""
     original = torch.Generator
 
+    # Generators that torch and libraries make are no instances of the subclass, but must seem to be.
     class OfAll(type(original)):  # type: ignore[misc]
         def __instancecheck__(cls, instance: object) -> bool:
             return isinstance(instance, original)
@@ -132,6 +133,7 @@ class SourceWatch:
         for name in ("time", "time_ns"):
             self._wrap(time, name, f"time.{name}()", lambda *_: True)
         self._wrap(os, "urandom", "os.urandom()", lambda *_: True)
+        # An audit hook also sees what libraries and C code look up.
         sys.addaudithook(self._audit)
         torch.Generator = watched_generator_class(  # type: ignore[misc]
             lambda generator, frame: self._note_generator(generator, "torch.Generator()", frame),

@@ -29,7 +29,9 @@ def not_averaged(case: Case) -> str:
     expected = copies[0].expected.double()
     data_ranks = {case.facts.data_rank(one.rank) for one in copies}
     is_mean, is_sum = case.is_close(values.mean(0), expected), case.is_close(values.sum(0), expected)
+    # Ranks of a group hold copies, which count once in a sum.
     of_groups = torch.stack([group[0].found.double() for group in groups]).sum(0)
+    # Squares of the norms of shards add up to that of the whole.
     if case.item.kind is ItemKind.NORM and case.is_close((values**2).sum(0).sqrt(), expected):
         return f"It looks as if each rank has the norm of its own shard: local norms of {count(len(copies), 'rank')}."
     if is_mean and (len(groups) == len(copies) or len(groups) == len(data_ranks)):

@@ -108,6 +108,7 @@ def _order_of_slices(case: Case, found: Tensor, expected: Tensor, dim: int) -> l
         return None
     mine, theirs = _flat_rows(found, dim), _flat_rows(expected, dim)
     near = case.near
+    # Single numbers are near others by chance: it takes several, and they must be closer.
     if mine.shape[1] == 1:
         if len(mine) < LEAST_OF_SINGLE:
             return None
