@@ -160,7 +160,7 @@ def environment_settings(
     )
 
 
-# what `accelerate launch` tells its workers, by the names of its file
+# What `accelerate launch` tells its workers, by the names of its file.
 DEEPSPEED_VARIABLES = {
     "ACCELERATE_DEEPSPEED_ZERO_STAGE": "zero_stage",
     "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "offload_optimizer_device",
@@ -185,7 +185,7 @@ def accelerate_sections(environ: Environ) -> dict[str, dict[str, tuple[str, str]
         environ["ACCELERATE_USE_FSDP"], "ACCELERATE_USE_FSDP"
     ):
         words = {name: value for name, value in environ.items() if name.startswith("FSDP_")}
-        # it always sets both, and the version says which one counts
+        # It always sets both, and the version says which one counts.
         unused = "SHARDING_STRATEGY" if words.get("FSDP_VERSION") == "2" else "RESHARD_AFTER_FORWARD"
         words.pop(f"FSDP_{unused}", None)
         keys = {name: name.removeprefix("FSDP_").lower() for name in words}

@@ -106,7 +106,7 @@ def read_secret(path: Path) -> Secret:
         ConfigError: the file is missing, unreadable, open to others, or holds no secret.
     """
     try:
-        # without O_NONBLOCK a named pipe would wait for its writer for ever
+        # Without O_NONBLOCK a named pipe would wait for its writer for ever.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except (OSError, ValueError) as error:
         raise _unusable(path, error) from None

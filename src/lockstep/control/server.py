@@ -272,7 +272,7 @@ class Server:
             self._post(function)
 
     def _post(self, function: Callable[[], None]) -> None:
-        # no lock: a signal handler of the thread that posts may post, too
+        # No lock: a signal handler of the thread that posts may post, too.
         self._posts.append(function)
         self._wake()
         # The thread may have run its last posts before: then nobody else would run this one.
@@ -309,7 +309,7 @@ class Server:
         self._closing = True
         self._ended.set()
         self._posts.clear()
-        # closed, not unregistered: parent and child share what the selector's descriptor stands for
+        # Closed, not unregistered: parent and child share what the selector's descriptor stands for.
         self._close_sockets()
 
 

@@ -94,7 +94,7 @@ def status_of(run: RunHistory, attempts: list[Attempt], now: float) -> tuple[Run
         for event in last.events
         if event.name not in BACKGROUND and not (len(stepped) and event.time < stepped[-1])
     ]
-    # what ended it says why, whatever else was noted on the way out
+    # What ended it says why, whatever else was noted on the way out.
     ends = {
         "error": RunStatus.FAILED,
         "damage": RunStatus.FAILED,

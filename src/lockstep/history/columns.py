@@ -173,7 +173,7 @@ class ColumnReader:
     def _append(self, name: str, values: list[object]) -> None:
         found = numbers(values)
         bound = BOUNDS.get(name)
-        # a loss may be infinite, which is worth saying; a step may not
+        # A loss may be infinite, which is worth saying; a step may not.
         wild = ~(np.abs(found) < bound) if bound else (np.abs(found) > BOUND) & np.isfinite(found)
         self._blocks.setdefault(name, []).append(np.where(wild, math.nan, found) if wild.any() else found)
 
@@ -260,7 +260,7 @@ def _with_rest(total: FloatArray, parts: Mapping[str, FloatArray]) -> FloatArray
         return total
     stacked = np.vstack(list(parts.values()))
     rest = np.where(np.isfinite(stacked).any(0), total - np.nansum(stacked, 0), 0.0)
-    # what is less than that comes from rounded numbers
+    # What is less than that comes from rounded numbers.
     return np.where(rest > 1e-3 * total, np.nan_to_num(parts["other"]) + rest, parts["other"])
 
 

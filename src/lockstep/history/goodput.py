@@ -114,7 +114,7 @@ class _Steps:
             parts=parts,
             began=first,
             ended=float(before[-1]),
-            # what a step that begins late leaves, unless it ends before the one before it
+            # What a step that begins late leaves, unless it ends before the one before it.
             between=float((np.minimum(start, before[1:]) - before[:-1]).sum()),
         )
 

@@ -7,7 +7,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-# reads a line in a third of the time of json.loads
+# Reads a line in a third of the time of json.loads.
 from pydantic_core import from_json
 
 MEASURES, EVENTS = "measures.jsonl", "events.jsonl"
@@ -66,7 +66,7 @@ def _parse(line: bytes) -> object:
     except ValueError:
         pass
     try:
-        # some byte of a text may not be UTF-8
+        # Some byte of a text may not be UTF-8.
         return from_json(line.decode("utf-8", "replace"))
     except ValueError:
         return None

@@ -14,12 +14,12 @@ from lockstep.launch.signals import Interrupted, Signals
 from lockstep.launch.workers import Starter, Workers
 from lockstep.runtime.failure import PREEMPTED, of_signal
 
-# messages and signals are looked at so often; workers too, unless the plan says less often
+# Messages and signals are looked at so often; workers too, unless the plan says less often.
 MONITOR_INTERVAL_S = 0.1
-# between the polite signal and SIGKILL; with it a launch is over within 2 s of its end being decided
+# Between the polite signal and SIGKILL; with it a launch is over within 2 s of its end being decided.
 GRACE_S = 1.5
 STATES_EVERY_S = 1.0
-# how long a rank that is not the cause waits for the one that is
+# How long a rank that is not the cause waits for the one that is.
 CAUSE_WAIT_S = 3.0
 
 

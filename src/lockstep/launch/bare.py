@@ -31,11 +31,11 @@ from contextlib import suppress
 
 # Those of config/sources.py, of which nothing can be imported here.
 ID_VARIABLE = "LOCKSTEP_LAUNCH_ID"
-# the folder in memory in which workers keep checkpoints, as long as the launch lasts
+# The folder in memory in which workers keep checkpoints, as long as the launch lasts.
 MEMORY_VARIABLE = "LOCKSTEP_MEMORY_FOLDER"
-# in the environment of the watches: they end by themselves
+# In the environment of the watches: they end by themselves.
 WATCH_VARIABLE = "LOCKSTEP_ORPHAN_WATCH"
-# in the environment of processes that wait for the next round, and of their watches: its own mark, and more
+# In the environment of processes that wait for the next round, and of their watches: its own mark, and more.
 SPARE_VARIABLE = "LOCKSTEP_SPARE"
 DONE = b"done"
 HEARTBEAT_S = 0.5

@@ -18,7 +18,7 @@ from lockstep.launch import membership as m
 from lockstep.launch.report import Restarts
 from lockstep.runtime.failure import HANG, PREEMPTED, of_signal
 
-# a rank that only lost contact is not the cause; how long the cause has to be told
+# A rank that only lost contact is not the cause; how long the cause has to be told.
 CAUSE_WAIT_S = 1.5
 JOINING = "a machine that joins"
 
@@ -145,7 +145,7 @@ class LaunchCoordinator:
             self._end(PREEMPTED, nothing_to_save(self._stop[1]))
         if self._stop is not None and now >= self._stop[0]:
             name = self._stop[1]
-            # before any rank has completed a step there is nothing to save
+            # Before any rank has completed a step there is nothing to save.
             code = signal_code(name) if self._watch is None or self._watch.steps else PREEMPTED
             self._end(code, f"{name}, but not all ranks stopped within {self._grace_s:g} s")
         # Workers that do not reach a step boundary in time are ended, so that the newcomer can start.

@@ -18,7 +18,7 @@ from lockstep.launch.viewers import RunViewers
 from lockstep.observe.hang.coordinator import Coordinator
 from lockstep.observe.hang.hangs import WatchSettings
 
-# how long the others' launchers have to read why the launch ended, and to end their workers
+# How long the others' launchers have to read why the launch ended, and to end their workers.
 LEAVE_LIMIT_S = 3.0
 MOST_NAMED = 16
 SPEAKER = "lockstep launch: "

@@ -12,7 +12,7 @@ from lockstep.launch.network import LOOPBACK, free_port
 from lockstep.launch.plan import available_cores
 
 USE_CPU = SETTINGS["use_cpu"].variable
-# what the rendezvous of torch's agent would take; a function is launched once and not restarted
+# What the rendezvous of torch's agent would take; a function is launched once and not restarted.
 UNUSED_BY_DEFAULT = {"rdzv_endpoint": "", "rdzv_conf": None, "max_restarts": 0}
 
 

@@ -23,7 +23,7 @@ FIRST_WORD_S = 20.0
 def run_guarded(run: Callable[[GuardProcess], int]) -> int:
     """What ``run`` returns. Unless that is 0, all that it started is ended after it, and whenever this process ends."""
     with ExitStack() as stack:
-        # what is started from here on inherits the variables
+        # What is started from here on inherits the variables.
         export_environment({bare.MEMORY_VARIABLE: _memory_folder(stack)})
         guard_process = GuardProcess()
         stack.callback(guard_process.close)

@@ -18,7 +18,7 @@ from lockstep.launch.backend import SECRET, Command
 from lockstep.launch.plan import LaunchPlan
 from lockstep.launch.programs import Programs
 
-# no questions, a bounded wait, and a connection whose other end is gone is noticed within 20 s
+# No questions, a bounded wait, and a connection whose other end is gone is noticed within 20 s.
 SSH = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15",
        "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=4")  # fmt: skip
 PORT = USUAL_PORT

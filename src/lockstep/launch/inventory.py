@@ -26,7 +26,7 @@ from lockstep.launch.backend import is_secret
 from lockstep.launch.plan import available_cores
 
 PACKAGES = ("torch", "numpy", "safetensors", "torchdata", "transformers", "datasets")
-# an allow-list: anything else may hold a secret
+# An allow-list: anything else may hold a secret.
 VARIABLE_PREFIXES = ("LOCKSTEP_", "NCCL_", "GLOO_", "OMP_", "TORCH_DISTRIBUTED_", "TORCH_NCCL_")
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK")
 

@@ -13,7 +13,7 @@ from enum import Enum
 LAST_CALL_S = 3.0
 DEAD_AFTER_S = 5.0
 JOIN_LIMIT_S = 900.0
-# two looks at the clock further apart than this: the judge itself stood still, not everybody else
+# Two looks at the clock further apart than this: the judge itself stood still, not everybody else.
 PAUSE_S = 2.0
 
 
@@ -349,7 +349,7 @@ class Membership:
             return []
         if self._enough_since is None:
             self._enough_since = self._now
-        # those of an earlier round are all back: who comes later makes the round re-form
+        # Those of an earlier round are all back: who comes later makes the round re-form.
         patient = self.rounds == 0 and len(waiting) < self._most
         if patient and self._now - self._enough_since < self._last_call_s:
             return []

@@ -19,7 +19,7 @@ from lockstep.runtime.failure import of_signal
 
 # ssh's own exit code.
 LOST = 255
-# after a program failed, for the others to end by themselves; then from the closed input to SIGKILL
+# After a program failed, for the others to end by themselves; then from the closed input to SIGKILL.
 END_WAIT_S = 20.0
 KILL_WAIT_S = 3.0
 NOT_FOUND = "{program} is not installed here, or not in PATH. Install it, or launch in another way."

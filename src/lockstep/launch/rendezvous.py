@@ -19,7 +19,7 @@ from lockstep.launch.membership import JOIN_LIMIT_S
 from lockstep.launch.network import listening_socket
 
 HEARTBEAT_S = 1.0
-# less than the coordinator waits before it forms a round without this machine, so that two never train at once
+# Less than the coordinator waits before it forms a round without this machine, so that two never train at once.
 LOST_COORDINATOR_S = 4.0
 CONNECT_S = 5.0
 RETRY_S = 0.25
@@ -97,7 +97,7 @@ class Rendezvous:
         self._client = self._connected(coordinator_limit_s)
         self._heard = time.monotonic()
         self._ended = threading.Event()
-        # heartbeats come from a thread of their own: ending workers may keep the main one busy for seconds
+        # Heartbeats come from a thread of their own: ending workers may keep the main one busy for seconds.
         threading.Thread(target=self._heartbeat, name="lockstep-heartbeat", daemon=True).start()
 
     # -- rounds --------------------------------------------------------------------------------------

@@ -70,7 +70,7 @@ def first_failure(failures: list[Failure]) -> Failure:
 
     def order(failure: Failure) -> tuple[bool, bool, int, int]:
         consequence = bool(failure.own.get("consequence"))
-        # a worker that was killed leaves no report, and is the cause of whatever the others report after it
+        # A worker that was killed leaves no report, and is the cause of whatever the others report after it.
         return failure.ended_by_us, consequence, int(str(failure.own.get("time_ns", 0))), failure.rank
 
     return min(failures, key=order)
@@ -165,7 +165,7 @@ class Restarts:
 
     def round_failed(self, cause: str, commits: int | None) -> Decision:
         """What follows a round that failed because of ``cause`` (a clause such as ``rank 1 failed (...)``)."""
-        # not known is not the same as none
+        # Not known is not the same as none.
         stalled = commits is not None and self._commits is not None and commits <= self._commits
         self._stalled = self._stalled + 1 if stalled else 0
         if self.done >= self._most:

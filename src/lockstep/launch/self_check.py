@@ -84,7 +84,7 @@ def check_gradient(accelerator: Accelerator) -> str:
         # With a learning rate of 1 the step that was made is the gradient.
         difference = (before[name] - after[name].cpu() - parameter.grad).norm() / parameter.grad.norm()
         worst = max(worst, difference.item())
-    # single precision; autocast and TF32 are coarser
+    # Single precision; autocast and TF32 are coarser.
     limit = 1e-5 if accelerator.mixed_precision == "no" and accelerator.device.type == "cpu" else 2e-2
     assert worst <= limit, f"relative difference {worst:.1e} is above {limit:.0e}"
     return f"relative difference to one process {worst:.1e} (limit {limit:.0e})"

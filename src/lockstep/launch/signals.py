@@ -9,7 +9,7 @@ from types import FrameType
 
 from lockstep.runtime.failure import PREEMPTED, STOP_SIGNALS, of_signal
 
-# those of STOP_SIGNALS ask the run to stop at a step boundary, the second one at once; the others at once
+# Those of STOP_SIGNALS ask the run to stop at a step boundary, the second one at once; the others at once.
 END_SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 

@@ -28,7 +28,7 @@ from lockstep.launch.plan import LaunchPlan
 from lockstep.launch.programs import NOT_FOUND, Programs
 from lockstep.runtime.failure import PREEMPTED
 
-# the machines and the environment are settings of the launch
+# The machines and the environment are settings of the launch.
 OWN_OPTIONS = frozenset(
     {"nodes", "ntasks", "ntasks-per-node", "export", "input", "label", "parsable", "wrap"}
 )
@@ -74,7 +74,7 @@ def srun(plan: LaunchPlan, secret: str, environ: Mapping[str, str], directory: s
     own = replace(plan, num_machines=nodes, min_machines=min(plan.min_machines, nodes), port=port)
     description = node.node_of(own, secret, environ, directory, node.SLURM)
     words = [f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--label"]
-    # every node needs the whole environment of a login, not of this process: only names, values are Slurm's to carry
+    # Every node needs the whole environment of a login, not of this process: only names, values are Slurm's to carry.
     words.append("--export=" + ",".join(ALWAYS_EXPORTED))
     # srun ends a step 30 s after the first task has ended; an elastic one goes on.
     words.append("--wait=0" if plan.elastic else "--wait=30")

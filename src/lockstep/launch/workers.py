@@ -62,7 +62,7 @@ class RankLogs(LogsSpecs):
         return destination
 
 
-# what torch's multiprocessing takes over, in a script that is a launcher itself
+# What torch's multiprocessing takes over, in a script that is a launcher itself.
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2"
 
 

@@ -80,7 +80,7 @@ COMPUTE = {
     PrecisionType.NO: "fp32",
     PrecisionType.BF16: "bf16",
     PrecisionType.FP16: "fp16",
-    # what is kept and sent is in bf16; 8 bits are inside of matrix products only
+    # What is kept and sent is in bf16; 8 bits are inside of matrix products only.
     PrecisionType.FP8: "bf16",
 }
 

@@ -307,7 +307,7 @@ def _slow(seconds: tuple[float, ...], times: StepTimes | None) -> dict[int, floa
     known = [one for one in seconds if math.isfinite(one) and one > 0]
     if len(known) < 2:
         return {}
-    # the lower median, so that of two ranks the slower one is slow
+    # The lower median, so that of two ranks the slower one is slow.
     usual = sorted(known)[(len(known) - 1) // 2]
     limit = max(SLOW_RANK * usual, usual + WORTH_WAITING * (times.median if times is not None else 0.0))
     return {rank: one / usual for rank, one in enumerate(seconds) if one > limit}

@@ -73,7 +73,7 @@ OTHER_KEYS: dict[str, Ignored | Later] = {
     "tpu_use_sudo": Later("training on TPU pods"),
 }
 
-# what Accelerate writes when nothing was asked
+# What Accelerate writes when nothing was asked.
 DEFAULTS: dict[str, object] = {"main_training_function": "main", "same_network": True}
 
 AVAILABLE_TYPES = (
@@ -85,7 +85,7 @@ AVAILABLE_TYPES = (
     DistributedType.DEEPSPEED,
 )
 
-# one process for each of a machine's devices; without one the script trains on the CPU
+# One process for each of a machine's devices; without one the script trains on the CPU.
 DEVICE_TYPES = (DistributedType.MULTI_GPU, DistributedType.MULTI_XPU)
 
 # sections that say how models are spread -> what they ask for, and the distributed_type that they belong to

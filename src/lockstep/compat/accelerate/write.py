@@ -91,7 +91,7 @@ def in_words_of_fsdp2(file: YamlFile) -> tuple[JsonObject, list[str]]:
             f"{file.at('fsdp_config')}: NO_SHARD replicates the model, which FSDP 2 does not. Set distributed_type: "
             "MULTI_GPU, and remove fsdp_config."
         )
-    # with the prefix, or without it as they are written
+    # With the prefix, or without it as they are written.
     names = {key: PREFIX + key for key in ("version", "reshard_after_forward", "state_dict_type")}
     names |= {key.removeprefix(PREFIX): key for key in section}
     new = {names[key]: value for key, value in old.items() if key not in _GONE}
@@ -111,7 +111,7 @@ def in_words_of_fsdp2(file: YamlFile) -> tuple[JsonObject, list[str]]:
     return data, notes
 
 
-# what `accelerate config` writes into each file, where nothing else was asked and another key cannot say it
+# What `accelerate config` writes into each file, where nothing else was asked and another key cannot say it.
 _EVERYWHERE: dict[str, object] = {
     "compute_environment": "LOCAL_MACHINE",
     "debug": False,

@@ -195,7 +195,7 @@ COMET_KEYS = (
 LAYERS = "the layers to split come from the model's own plan or its structure; tp_plan= says others"
 GROUPS = "a group of ranks made elsewhere"
 
-# the older way to say the same, one level deeper
+# The older way to say the same, one level deeper.
 TENSOR_GROUP: Table = {
     "tp_size": Used("tp", read.several),
     "tp_grain_size": NoEffect("every rank has an equal part of each layer", (1,)),

@@ -134,7 +134,7 @@ def _pytorch_template(
     plan: LaunchPlan, options: KubernetesOptions, machine: PodMachine, forwarded: dict[str, str]
 ) -> KubernetesObject:
     spec = pod.pod_spec(plan, options, machine, forwarded)
-    # the operator makes each pod's service for the port of this name
+    # The operator makes each pod's service for the port of this name.
     spec["containers"][0]["ports"] = [{"name": "pytorchjob-port", "containerPort": plan.port or pod.PORT}]
     return {"metadata": {"labels": pod.labels(options)}, "spec": spec}
 

@@ -41,7 +41,7 @@ SUBDOMAIN = TextRule(
 )
 RULES = {
     "image": TextRule(IMAGE, 500, "the name of an image, such as ghcr.io/me/train:1"),
-    # that of a service too (RFC 1035): no digit in front
+    # That of a service too (RFC 1035): no digit in front.
     "name": TextRule(
         r"[a-z]([-a-z0-9]*[a-z0-9])?",
         MAX_LABEL,

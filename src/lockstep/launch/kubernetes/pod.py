@@ -20,7 +20,7 @@ from lockstep.runtime.failure import PREEMPTED
 
 PORT = USUAL_PORT
 COMMAND = ("lockstep", "launch")
-# after the launcher's own limit, before the kubelet's SIGKILL: the launcher ends its workers and says why
+# After the launcher's own limit, before the kubelet's SIGKILL: the launcher ends its workers and says why.
 MARGIN_S = 10
 SHARED_MEMORY = "shared-memory"
 CHECKPOINTS = "claim"
@@ -131,7 +131,7 @@ def pod_spec(
     restart: str | None = None,
 ) -> KubernetesObject:
     """The pod of a machine. ``restart``: its restartPolicy, where the pod says it and not the job."""
-    # data-loader workers pass batches through /dev/shm, of which a container has 64 MB otherwise
+    # Data-loader workers pass batches through /dev/shm, of which a container has 64 MB otherwise.
     volumes: list[KubernetesObject] = [{"name": SHARED_MEMORY, "emptyDir": {"medium": "Memory"}}]
     mounts: list[KubernetesObject] = [{"name": SHARED_MEMORY, "mountPath": "/dev/shm"}]
     if options.claim is not None:
@@ -186,7 +186,7 @@ def indexed_job(
         "parallelism": plan.num_machines,
         "completions": plan.num_machines,
         "completionMode": "Indexed",
-        # a launcher that gives up takes those of the other machines with it
+        # A launcher that gives up takes those of the other machines with it.
         "backoffLimit": plan.fault_policy.max_restarts * plan.num_machines,
         "podFailurePolicy": {
             "rules": [

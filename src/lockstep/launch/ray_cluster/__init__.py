@@ -36,9 +36,9 @@ from lockstep.launch.signals import ReceivedSignals, received_by
 from lockstep.runtime.failure import PREEMPTED, of_signal
 
 POLL_S = 0.2
-# from the order to end all processes to the end of this one, whatever Ray still does
+# From the order to end all processes to the end of this one, whatever Ray still does.
 END_LIMIT_S = 5.0
-# each worker has its own; Ray gives it its GPUs
+# Each worker has its own; Ray gives it its GPUs.
 OF_A_MACHINE = frozenset({"CUDA_VISIBLE_DEVICES", "PATH", "VIRTUAL_ENV", SECRET_VARIABLE})
 
 
@@ -67,7 +67,7 @@ def launch(plan: LaunchPlan) -> int:
     """
     check(plan)
     with Console(plan.log_dir, plan.tee) as console:
-        # guarded, a cluster of our own is ended as a whole if this process is killed
+        # Guarded, a cluster of our own is ended as a whole if this process is killed.
         return run_guarded(lambda _: _connect_and_run(plan, console))
 
 

@@ -14,7 +14,7 @@ from lockstep.launch.network import LOOPBACK, loopback_interface
 from lockstep.launch.plan import LaunchPlan, available_cores
 
 LOCAL = "local"
-# how often Ray looks after its workers
+# How often Ray looks after its workers.
 HEALTH_CHECK_S = "0.5"
 SESSION_LOGS = "/tmp/ray/session_latest/logs"
 

@@ -120,7 +120,7 @@ class RunRecord:
 POLL_S = 0.2
 END_GRACE_S = 1.5
 CHUNK_BYTES = 64 * 1024
-# the key to the cluster is no business of the script
+# The key to the cluster is no business of the script.
 NOT_FOR_SCRIPTS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 
@@ -175,7 +175,7 @@ def train_loop(config: dict[str, Any]) -> None:
     number = ray.get(
         record.begin.remote(place.rank, ray.get_runtime_context().get_placement_group_id() or "")
     )
-    # the address by which the cluster knows this machine, and no other
+    # The address by which the cluster knows this machine, and no other.
     store = store_on(listening_socket(place.host), place.host) if place.rank == 0 else None
     if store is not None:
         ray.get(record.meet.remote(place.host, store.port))
@@ -254,7 +254,7 @@ def environment_of(
         "GROUP_RANK": str(place.node_rank),
         "MASTER_ADDR": meeting[0],
         "MASTER_PORT": str(meeting[1]),
-        # ranks are clients of the store that rank 0's worker has opened already
+        # Ranks are clients of the store that rank 0's worker has opened already.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": str(number),
         "TORCHELASTIC_ERROR_FILE": error_file,

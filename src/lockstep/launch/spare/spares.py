@@ -191,7 +191,7 @@ class Spares:
 
     def _start(self, local: int, arguments: tuple[str, ...], environment: dict[str, str]) -> None:
         try:
-            # its standard output has to be of the kind that it will be: Python looks when it starts
+            # Its standard output has to be of the kind that it will be: Python looks when it starts.
             with tempfile.TemporaryFile(dir=self._log_dir) if self._log_dir else nullcontext() as place:
                 self._spares[local] = SpareProcess(arguments, environment, place)
         except OSError as error:

@@ -151,7 +151,7 @@ class ProcessWatch:
         self._worker.stopped(sentence)
         if self._speaks:
             say(sentence)
-        # asked for before the first step was complete: there was nothing to save
+        # Asked for before the first step was complete: there was nothing to save.
         had_nothing = self.clock.boundaries <= 1
         raise SystemExit(PREEMPTED if places or had_nothing else of_signal(_signal_number(cause)))
 

@@ -297,7 +297,7 @@ class StopSignals:
         for number in self._taken:
             signal.signal(number, self._handle)
         if self._taken:
-            # written by the C handler: the Python one runs only when the main thread comes back from C
+            # Written by the C handler: the Python one runs only when the main thread comes back from C.
             self._previous_fd = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
         os.register_at_fork(after_in_child=self._give_back_in_child)
 

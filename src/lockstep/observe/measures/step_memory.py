@@ -55,7 +55,7 @@ class StepMemory:
         return self._points
 
     def _watch(self) -> None:
-        # a step that takes much longer than expected is not followed to its end
+        # A step that takes much longer than expected is not followed to its end.
         while len(self._points) < 2 * MOST_POINTS and not self._ended.wait(self._every):
             self._sample()
 

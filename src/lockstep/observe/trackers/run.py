@@ -260,7 +260,7 @@ class TrackerSet:
 
     def _check_name(self, name: str, where: str) -> None:
         names = [_name_of(choice) for choice in self.log_with]
-        # options of a tracker that is not in use, as scripts have them that choose theirs by a flag, do nothing
+        # Options of a tracker that is not in use, as scripts have them that choose theirs by a flag, do nothing.
         if name not in names and not (name in LOGGER_TYPE_TO_CLASS and where == "init_kwargs"):
             have = f"has only {', '.join(names)}" if names else "is empty"
             raise ConfigError(f"{where} has '{name}', but log_with {have}.{suggestion(name, names)}")

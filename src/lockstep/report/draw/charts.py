@@ -196,7 +196,7 @@ def _figure(
 
 
 def tick_labels(ticks: Sequence[tuple[float, str]], side: str) -> str:
-    # the last one ends where the chart does, so that it does not stand out of a narrow page
+    # The last one ends where the chart does, so that it does not stand out of a narrow page.
     ends = [' class="e"' if side == "left" and place > LAST else "" for place, _ in ticks]
     return "".join(
         f'<span{end} style="{side}:{place * 100:.2f}%">{safe(text)}</span>'

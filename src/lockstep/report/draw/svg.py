@@ -36,7 +36,7 @@ def area(x: FloatArray, y: FloatArray) -> str:
 def _piece(x: FloatArray, y: FloatArray) -> str:
     """One run of points: the first as it is, each other by how far it is from the one before."""
     moved = np.stack((np.diff(x), np.diff(y)), axis=1).tolist()
-    # a point alone is a line of no length, which round ends make a dot
+    # A point alone is a line of no length, which round ends make a dot.
     steps = " ".join(f"{across} {down}" for across, down in moved) or "0 0"
     # A minus parts two numbers by itself.
     return f"M{x[0]} {y[0]}l{steps}".replace(" -", "-")

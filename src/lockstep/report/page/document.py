@@ -36,7 +36,7 @@ def settings(run: RunHistory) -> str:
     rows = configuration(starts[-1]) if starts else []
     if not rows:
         return section(title, paragraph("No setting was written when the run started."))
-    # what somebody has said comes before what nobody did
+    # What somebody has said comes before what nobody did.
     rows.sort(key=lambda row: row[2] in ("default", ""))
     return section(title, long_table(("setting", "value", "from"), rows, "settings"))
 

@@ -64,7 +64,7 @@ def _lane(title: str, inner: str) -> str:
 
 
 def _marks(events: Sequence[RunEvent], scale: Scale, begin: float, colour: int) -> str:
-    # of many, those at places of their own
+    # Of many, those at places of their own.
     places = {round(scale.place(event.time - begin), 3): event for event in events}
     return "".join(
         f'<i class="dot f{colour}" style="left:{100 * place:.1f}%" title="{safe(said(event) or event.name, 120)}"></i>'

@@ -64,7 +64,7 @@ class Machine(_Reader):
         if version > 5:
             raise RefusedFile(f"it is pickled with protocol {version}, but the newest known is 5")
 
-    # what calls
+    # What calls.
 
     def call(self, target: object, arguments: object) -> None:
         if not isinstance(target, Symbol):
@@ -91,7 +91,7 @@ class Machine(_Reader):
         state = self.stack.pop()
         build(self.stack[-1], state)
 
-    # what fills: nothing of a file is hashed here
+    # What fills: nothing of a file is hashed here.
 
     def put_pairs(self, items: list[object]) -> None:
         if len(items) % 2:
