@@ -10,24 +10,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.config import kinds, readers
+from lockstep.config import kinds
 from lockstep.config.checks import ELASTIC_RESTARTS, LOCAL, ValuesByName, check_topology
-from lockstep.config.merge import (
-    joined_sources,
-    merge_settings,
-    parallel_of,
-    parallel_sources,
-    precision_of,
-    values_of_settings,
-)
 from lockstep.config.settings import OF_WORKERS, SETTINGS, THREADS_VARIABLE, Setting
 from lockstep.config.sources import said_by_environment
 from lockstep.config.values import SettingValue
-from lockstep.config.world import BatchSizes, fitted
 from lockstep.errors import ConfigError
 from lockstep.launch.machines import SettingValues as SettingValues
 from lockstep.launch.machines import Transport, check_counted, machines_of, transport_of
 from lockstep.launch.membership import JOIN_LIMIT_S, LAST_CALL_S
+from lockstep.launch.spread import check_spread, described_settings
 
 ALIAS = "lockstep.compat.accelerate"
 """The module that runs a script for which ``import accelerate`` means this library."""
@@ -335,64 +327,6 @@ def _as_text(name: str, value: Any) -> str:
     if name == "deepspeed_config_file":
         return str(Path(value).absolute())
     return json.dumps(value) if isinstance(value, dict) else str(value)
-
-
-def check_spread(
-    settings: Mapping[str, SettingValue], described: Mapping[str, SettingValue], sizes: Sequence[int]
-) -> dict[str, SettingValue]:
-    """Whether ``parallel``, batch sizes and a DeepSpeed configuration agree, and fit each number of processes.
-
-    Returns what they say together.
-
-    Raises:
-        ConfigError: they do not; the message has the values.
-    """
-    own = {name: (item.value, item.source) for name, item in settings.items()}
-    for name, setting in SETTINGS.items():
-        value, origin = own.get(name, (None, ""))
-        if value is not None and setting.kind.is_section:
-            own[name] = (setting.kind.for_worker(value, name), origin)
-    words = settings["parallel"].words
-    said = values_of_settings(own)
-    said |= {name: SettingValue(said[name].value, source) for name, source in words.items() if name in said}
-    asked = merge_settings(described, said)
-    spread, batch = parallel_of(asked), BatchSizes.of(asked)
-    for processes in sizes:
-        fitted(spread, batch, processes)
-    return asked
-
-
-def described_settings(asked: Mapping[str, SettingValue], processes: int) -> dict[str, SettingValue]:
-    """What a DeepSpeed configuration and the other settings add up to, each with where it is said."""
-    found: dict[str, SettingValue] = {}
-    words = parallel_sources(asked)
-    if words:
-        found["parallel"] = SettingValue(str(parallel_of(asked)), joined_sources(words), words)
-    precision = precision_of(asked)
-    said = asked.get(precision) or asked.get("fp16") or asked.get("bf16")
-    if said is not None:
-        found["mixed_precision"] = SettingValue(precision, said.source)
-    batch = BatchSizes.of(asked)
-    solved = fitted(parallel_of(asked), batch, processes)
-    follows = f"follows from {', '.join(batch.sources)} for {processes} processes"
-    for name, value in (
-        ("train_batch_size", solved.train),
-        ("micro_batch_size", solved.micro),
-        ("gradient_accumulation_steps", solved.accumulation),
-    ):
-        if value is not None:
-            found[name] = SettingValue(value, asked[name].source if name in asked else follows)
-    for name in ("gradient_clipping", "optimizer", "scheduler"):
-        if name in asked:
-            said = asked[name]
-            found[name] = SettingValue(SETTINGS[name].kind.plain_data(said.value), said.source)
-    scaler = {name: asked[name] for name in readers.SCALER_FIELDS if name in asked}
-    # With bf16 gradients are not scaled.
-    if scaler and precision != "bf16":
-        values = {name: item.value for name, item in scaler.items()}
-        sources = {name: item.source for name, item in scaler.items()}
-        found["grad_scaler"] = SettingValue(values, joined_sources(sources))
-    return found
 
 
 def available_cores() -> int:
