@@ -14,6 +14,7 @@ from lockstep.observe.hang.records import Evidence, Message
 SUSPICION_SHARE = 0.7
 # In multiples of the slowest usual step.
 USUAL_STEPS = 5
+# Answers are waited for SOON_S in any case, and up to ANSWER_LIMIT_S from ranks that were heard of lately.
 SOON_S = 0.4
 SILENT_AFTER_S = 2.8
 ANSWER_LIMIT_S = 5.0

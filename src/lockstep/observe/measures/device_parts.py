@@ -48,6 +48,7 @@ class DeviceParts:
             self._parts.at_enter = self._enter
         self._steps += 1
         found = None
+        # Events come in their order: with the last one of a step all before it are there.
         while self._on_their_way and self._on_their_way[0][-1][1].query():
             found = seconds_between(self._on_their_way.popleft())
         return found

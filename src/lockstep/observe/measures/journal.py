@@ -116,6 +116,7 @@ def _write_regularly(journal: weakref.ref[Journal], wake: threading.Event) -> No
         if alive is None:
             return
         alive.flush()
+        # While this thread waits, nothing of it may hold the journal.
         del alive
 
 

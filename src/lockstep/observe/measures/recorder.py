@@ -55,6 +55,7 @@ class StepRecorder:
         self._models: list[ParallelModel] = []
         self._optimizers: Sequence[Any] = ()
         self._writer: RunWriter | None = None
+        # A second Accelerator of this process does not write into the same folder.
         if runtime.is_main and options.run_dir is not None and not RunWriter.has_one(options.run_dir):
             described = partial(describe, runtime, options, self._models, lambda: self._optimizers)
             self._writer = RunWriter(options.run_dir, runtime.world_size, is_restarted, described)
@@ -288,6 +289,7 @@ class StepRecorder:
     def _end_writing(self, reason: str) -> None:
         if self._writer is None:
             return
+        # At the exit of the interpreter this is the error that has ended the script.
         error = getattr(sys, "last_value", None) if reason == "exit" else None
         if isinstance(error, BaseException):
             sentence = f"{type(error).__name__}: {first_line(error)}"
