@@ -18,12 +18,12 @@ from torch import nn
 from lockstep.config.enums import Activation, Strategy
 from lockstep.model.blocks import find_blocks
 from lockstep.parallel.autocast import autocast_forward
-from lockstep.parallel.changed import refuse_hooks
 from lockstep.parallel.ddp.apply import data_parallel, distributed_data_parallel, has_trained_parameters
 from lockstep.parallel.materialize import check_same_model, is_on_meta, materialize
 from lockstep.parallel.parallel_model import ParallelModel, ReplicatedModel, SplitModel
-from lockstep.parallel.regions import WHOLE, compile_regions, find_regions
-from lockstep.parallel.saves import refuse_parts
+from lockstep.parallel.parameter_hooks import refuse_hooks
+from lockstep.parallel.regional_compile import WHOLE, compile_regions, find_regions
+from lockstep.parallel.save_pretrained import refuse_parts
 from lockstep.parallel.steps import (
     ModelOptions,
     average_gradients,

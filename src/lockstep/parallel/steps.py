@@ -26,7 +26,7 @@ from lockstep.parallel.parallel_model import (
     ShardedModel,
 )
 from lockstep.parallel.recompute import apply_activation_checkpointing
-from lockstep.parallel.regions import compile_regions
+from lockstep.parallel.regional_compile import compile_regions
 from lockstep.parallel.sync_batchnorm import synchronize_batchnorm
 from lockstep.runtime.mesh import DeviceMeshes
 from lockstep.runtime.process import Runtime

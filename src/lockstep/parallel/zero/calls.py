@@ -29,7 +29,7 @@ from torch import nn
 
 from lockstep.comm.tree import Args, Kwargs, leaves, map_leaves, tensor_leaves
 from lockstep.errors import UsageError
-from lockstep.parallel.saves import saved
+from lockstep.parallel.save_pretrained import saved
 from lockstep.torch_internals import fsdp2
 from lockstep.torch_internals.autograd import FunctionContext
 from lockstep.torch_internals.autograd import current_backward as current_pass

@@ -14,7 +14,7 @@ from lockstep.comm.dtensor import local
 from lockstep.comm.tree import tensor_leaves
 from lockstep.errors import UsageError
 from lockstep.offload.files.direct import OffloadedParameters
-from lockstep.parallel.changed import SameParameters
+from lockstep.parallel.parameter_hooks import SameParameters
 from lockstep.parallel.zero.block_groups import BlockGroups
 from lockstep.parallel.zero.calls import OtherCalls, SkippedBlocks
 from lockstep.parallel.zero.unused import ChangesByHand, UnusedParameters
