@@ -1,8 +1,9 @@
 """Load the state of a run: what the ranks tell each other, step by step.
 
 As in ``save``, every collective of a load stands in this file, in its order, below a comment that says what travels
-from which ranks to which; what is called in between looks, reads or changes this rank's objects, and holds none. All
-ranks look at everything before anything is changed.
+from which ranks to which; what is called in between looks, reads or changes this rank's objects, and holds none. Those
+that bring checkpoints from the memory of other machines are in ``in_memory``. All ranks look at everything before
+anything is changed.
 """
 
 from __future__ import annotations

@@ -1,12 +1,15 @@
 """Save the state of a run: what the ranks tell each other, step by step.
 
 Every collective of a save stands in this file, in its order, below a comment that says what travels from which ranks
-to which. Everything that is called in between plans, names or touches files, and holds none. Three kinds are used:
+to which. Everything that is called in between plans, names or touches files, and holds none. These are used:
 
     raise_on_all_ranks   a block that may fail on one rank alone; at its end each rank tells all whether it has failed,
                          so that none goes on to a collective in which the others will not come
     gather_alike         each rank sends a value to all; where all send the same, a digest of it is all that travels
     gather_object        each rank sends a value to all, and has a list of what they sent, by rank
+    whole                the shards of tensors are sent to all, or to the coordinator, where a hook wants whole tensors
+
+The first save in the background also makes the process group of its thread.
 
 ``save`` is what is done at once, ``write_checkpoint`` what a thread may do while training goes on, in a process group
 of its own (for a save in memory it is ``write_in_memory``); where nothing speaks against it

@@ -11,9 +11,12 @@ from torch import nn
 
 from lockstep.comm.dtensor import local
 from lockstep.comm.tree import LossFunction
+from lockstep.config.parallel import Parallel
+from lockstep.config.world import ParallelDims
 from lockstep.parallel.autocast import remove_autocast
 from lockstep.torch_internals import compile as torch_compile
 from lockstep.torch_internals import modules as torch_modules
+from lockstep.torch_internals.c10d import ReducerTimes, reducer_times
 
 if TYPE_CHECKING:
     from lockstep.parallel.ddp.replica import DistributedDataParallel
@@ -130,6 +133,16 @@ class ParallelModel:
     def mark_used(self, parameters: Sequence[torch.Tensor]) -> None:
         """Gradients of these parameters will be loaded, and are to be averaged as if a backward had brought them."""
 
+    # -- what its communication costs --------------------------------------------------------------------
+
+    def communication_is_timed(self, parallel: Parallel, axes: ParallelDims, device: str) -> bool:
+        """Whether all waiting of the main thread for this model's messages is noted on the clock."""
+        return device == "cpu"
+
+    def reducer_times(self) -> ReducerTimes | None:
+        """How long averages of the latest measured backward took. None: torch measures none for this model."""
+        return None
+
     # -- a step ------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -194,6 +207,12 @@ class ReplicatedModel(ParallelModel):
     def mark_used(self, parameters: Sequence[torch.Tensor]) -> None:
         self.module.mark_used(parameters)
 
+    def communication_is_timed(self, parallel: Parallel, axes: ParallelDims, device: str) -> bool:
+        return True
+
+    def reducer_times(self) -> ReducerTimes | None:
+        return reducer_times(self.module)
+
     @property
     def takes_buffers(self) -> bool:
         return not self.module.modules_buffers or bool(self.module.will_sync_module_buffers())
@@ -254,6 +273,14 @@ class ShardedModel(SplitModel):
     def gradients(self) -> Iterator[torch.Tensor]:
         yield from self.sharding.gradients()
 
+    def communication_is_timed(self, parallel: Parallel, axes: ParallelDims, device: str) -> bool:
+        from lockstep.parallel.zero.exchange import MOST_RANKS
+
+        is_plain = not (parallel.quantized_weights or parallel.quantized_gradients)
+        # Other forms are FSDP2's own collectives, which the clock does not see.
+        is_ours = self.sharding.collectives and axes.replicate == 1 and axes.shard <= MOST_RANKS
+        return is_plain and bool(is_ours)
+
     def own_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self.sharding.own_gradients() if self.sharding.stage == 1 else ()
 
@@ -292,6 +319,9 @@ class PipelinedModel(ParallelModel):
     def micro_batch(self) -> int | None:
         number: int | None = self._pipeline.micro_batch
         return number
+
+    def communication_is_timed(self, parallel: Parallel, axes: ParallelDims, device: str) -> bool:
+        return False
 
     def counted_elsewhere(self) -> set[int]:
         owned = {id(parameter) for parameter in self._pipeline.owned().values()}

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 
 from lockstep.config.parallel import Parallel
 from lockstep.config.world import ParallelDims
-from lockstep.parallel.parallel_model import ParallelModel, ReplicatedModel, ShardedModel
-from lockstep.torch_internals.c10d import ReducerTimes, reducer_times
+from lockstep.parallel.parallel_model import ParallelModel
+from lockstep.torch_internals.c10d import ReducerTimes
 
 EVERY_S = 1.0
 """How often DDP's times are read, which takes 0.1 ms."""
@@ -28,18 +28,7 @@ def is_seen(
         return True
     if axes.pp > 1 or not models:
         return False
-    return all(_is_seen(model, axes, parallel, device) for model in models)
-
-
-def _is_seen(model: ParallelModel, axes: ParallelDims, parallel: Parallel, device: str) -> bool:
-    if isinstance(model, ShardedModel):
-        # Here, because it imports FSDP2, which a sharded model has imported already.
-        from lockstep.parallel.zero.exchange import MOST_RANKS
-
-        is_plain = not (parallel.quantized_weights or parallel.quantized_gradients)
-        is_ours = all(sharding.collectives for sharding in model.shardings)
-        return is_ours and is_plain and axes.replicate == 1 and axes.shard <= MOST_RANKS
-    return isinstance(model, ReplicatedModel) or device == "cpu"
+    return all(model.communication_is_timed(parallel, axes, device) for model in models)
 
 
 class HiddenCommunication:
@@ -58,10 +47,10 @@ class HiddenCommunication:
         now = time.monotonic()
         if now < self._next or not self._models:
             return None
-        if not all(isinstance(model, ReplicatedModel) for model in self._models):
+        found = [times for model in self._models if (times := model.reducer_times()) is not None]
+        if len(found) < len(self._models):
             self._next = now + EVERY_S
             return None
-        found = [reducer_times(model.module) for model in self._models if isinstance(model, ReplicatedModel)]
         if any(times.iteration == 0 for times in found):
             return None
         self._next = now + EVERY_S

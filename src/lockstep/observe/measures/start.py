@@ -11,7 +11,7 @@ import torch
 import lockstep
 from lockstep.config.options import Options
 from lockstep.config.sources import telling_variables
-from lockstep.parallel.parallel_model import ParallelModel, PipelinedModel
+from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.runtime.process import Runtime
 
 
@@ -53,7 +53,7 @@ def device_name(device: torch.device) -> str:
 
 def parameters_of(models: Sequence[ParallelModel], trainable: bool = False) -> int | None:
     """Parameters of the whole models, tied ones once; None where other ranks hold some of them."""
-    if not models or any(isinstance(model, PipelinedModel) for model in models):
+    if not models or not all(model.holds_all_parameters for model in models):
         return None
     parameters = (parameter for model in models for parameter in model.module.parameters())
     return sum(parameter.numel() for parameter in parameters if parameter.requires_grad or not trainable)

@@ -14,7 +14,7 @@ from lockstep.comm.tree import leaves
 from lockstep.model.changes import UncopiedHook
 from lockstep.model.contents import is_ours
 from lockstep.parallel.expert.layer import MixtureOfExperts
-from lockstep.parallel.parallel_model import ParallelModel, PipelinedModel
+from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parity.trace.items import ItemKind, TraceItem
 from lockstep.parity.trace.regions import ShardAxes
 from lockstep.parity.trace.sinks import Sink
@@ -61,7 +61,7 @@ class ModuleOutputs:
 
     def come(self, name: str, output: object, model: ParallelModel, pieces: int = 1) -> None:
         """A module of ``model`` has returned ``output``, whose features are so many ``pieces``."""
-        part, is_cut = model.micro_batch, isinstance(model, PipelinedModel)
+        part, is_cut = model.micro_batch, model.runs_micro_batches
         if part is None:
             return
         item = self._item(ItemKind.OUTPUT, name)
