@@ -10,8 +10,7 @@ buffers       memory for tensors that are made to be gathered or reduced
 hosts         the same for ranks on several hosts: gloo between their first ranks
 channel       messages between two ranks
 slots         two slots for each rank, counters, waiting, ranks that have ended
-layout        where things lie in the shared memory
-segment       anonymous memory that several processes map
+segment       anonymous memory that several processes map, and where things lie in it
 futex         sleep and wake on a word of shared memory
 call_code     a call as a number that ranks compare
 history       what was called, for who looks into a hang
@@ -28,8 +27,7 @@ if not TYPE_CHECKING:
         {
             "buffers": ["ADDRESS_BYTES", "GatheredBuffers"],
             "join": ["share"],
-            "layout": ["GroupLayout", "SLOT_BYTES"],
-            "segment": ["Segment"],
+            "segment": ["GroupLayout", "Segment", "SLOT_BYTES"],
             "slots": ["Peers", "RankSlots"],
         },
     )

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from lockstep.shared_memory.algorithms import HostCollectives, Memory, RankReduction, combine_in_order
 from lockstep.shared_memory.call_code import call_code
-from lockstep.shared_memory.layout import PAGE_BYTES, WORDS_A_LINE
-from lockstep.shared_memory.segment import TOKEN_BYTES, Segment, SegmentAddress
+from lockstep.shared_memory.segment import PAGE_BYTES, TOKEN_BYTES, WORDS_A_LINE, Segment, SegmentAddress
 from lockstep.shared_memory.slots import RankSlots, Steps
 from lockstep.torch_internals.dispatch import modes_are_active, unseen_by_modes
 

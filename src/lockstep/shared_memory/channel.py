@@ -13,8 +13,8 @@ from collections import deque
 
 from lockstep.errors import CollectiveMismatchError
 from lockstep.shared_memory.algorithms import Memory
-from lockstep.shared_memory.layout import PIECES, RING_HEAD_BYTES, WORDS_A_LINE
 from lockstep.shared_memory.pending import CallQueue
+from lockstep.shared_memory.segment import PIECES, RING_HEAD_BYTES, WORDS_A_LINE
 from lockstep.shared_memory.slots import Peers, Steps, Waitable
 
 # A rank that receives from any other looks this often.

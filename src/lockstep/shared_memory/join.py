@@ -19,8 +19,7 @@ from lockstep.shared_memory.call_code import read_code
 from lockstep.shared_memory.channel import Channels
 from lockstep.shared_memory.group import SharedMemoryGroup
 from lockstep.shared_memory.hosts import GlooMessages, HierarchicalCollectives
-from lockstep.shared_memory.layout import GroupLayout
-from lockstep.shared_memory.segment import Segment, SegmentAddress
+from lockstep.shared_memory.segment import GroupLayout, Segment, SegmentAddress
 from lockstep.shared_memory.slots import Peers, RankSlots
 from lockstep.torch_internals import c10d
 

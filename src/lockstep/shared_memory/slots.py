@@ -18,8 +18,7 @@ from torch import Tensor
 
 from lockstep.errors import CollectiveMismatchError
 from lockstep.shared_memory.futex import Futex
-from lockstep.shared_memory.layout import ABORTED, CALLS, SIZES, GroupLayout
-from lockstep.shared_memory.segment import TOKEN_BYTES, Segment
+from lockstep.shared_memory.segment import ABORTED, CALLS, SIZES, TOKEN_BYTES, GroupLayout, Segment
 
 # A rank that waits longer than this looks whether the others live.
 LOOK_AFTER_S = 0.1

@@ -189,7 +189,8 @@ class _PlainOperators:
                 *map(_full_tensor, args), **{name: _full_tensor(value) for name, value in kwargs.items()}
             )
         if op is aten.copy_.default and not _is_dtensor(others[0]) and others[0].shape == target.shape:
-            self.lost.changes(target)
+            if self.lost.parts:
+                self.lost.changes(target)
             target._local_tensor.copy_(self._shard_like(others[0], target)._local_tensor)
             return target
         # As an average that another library has sharded itself.
@@ -202,7 +203,8 @@ class _PlainOperators:
                     "Make the other tensor a shard too, as torch.zeros_like(p) and torch.randn_like(p) do, or "
                     "change the whole tensor on all ranks and assign it: p.data = p.full_tensor() + other."
                 )
-        self.lost.changes(target)
+        if self.lost.parts:
+            self.lost.changes(target)
         return self._as_torch(op, (target, *others), kwargs)
 
     def _laid_out_as(self, target: DTensor, other: object) -> object:

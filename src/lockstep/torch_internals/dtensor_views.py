@@ -20,10 +20,14 @@ VIEWS = ("select", "narrow", "diagonal", "unbind", "split", "chunk", "view")
 
 
 class LostChanges:
-    """Parts of DTensors that torch has copied, where plain torch gives views, and whether a script changes them."""
+    """Parts of DTensors that torch has copied, where plain torch gives views, and whether a script changes them.
+
+    Attributes:
+        parts: Those that a script still has: the memory of the part -> the shape of the whole tensor.
+    """
 
     def __init__(self) -> None:
-        self._parts: dict[int, torch.Size] = {}
+        self.parts: dict[int, torch.Size] = {}
         self._changed: dict[int, torch.Size] = {}
         # By identity: ``==`` of tensors compares their elements.
         self._noticed: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -43,16 +47,15 @@ class LostChanges:
         copy = getattr(part, "_local_tensor", None)
         # A part with memory of its own is a copy: what is written to it, torch would lose without a word.
         if copy is not None and storage_key(copy) != storage_key(tensor._local_tensor):
-            self._parts[storage_key(copy)] = tensor.shape
+            self.parts[storage_key(copy)] = tensor.shape
             # Another tensor may get the address once the part is gone.
-            weakref.finalize(part, self._parts.pop, storage_key(copy), None)
+            weakref.finalize(part, self.parts.pop, storage_key(copy), None)
 
     def changes(self, tensor: DTensor) -> None:
-        """``tensor`` is changed in place."""
-        if self._parts:
-            key = storage_key(tensor._local_tensor)
-            if key in self._parts:
-                self._changed[key] = self._parts[key]
+        """``tensor`` is changed in place. Call it only if there are ``parts``."""
+        key = storage_key(tensor._local_tensor)
+        if key in self.parts:
+            self._changed[key] = self.parts[key]
 
     def forgive(self, part: object) -> None:
         """It is written back: ``tensor[0] *= 2`` does so."""

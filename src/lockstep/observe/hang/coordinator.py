@@ -7,7 +7,7 @@ always by one thread.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
 from lockstep.errors import ControlError
@@ -24,7 +24,6 @@ from lockstep.observe.hang.ranks import (
     totals_of_ranks,
 )
 from lockstep.observe.hang.records import Evidence, Message
-from lockstep.observe.hang.view import ranks_of
 
 STRAGGLERS_EVERY_S = 5.0
 TELL_EVERY_S = 1.0
@@ -32,6 +31,7 @@ TELL_EVERY_S = 1.0
 FAILED_LEAVE_S = 15.0
 # The number of a question that is not the coordinator's own.
 FOR_PEOPLE = "for people"
+MOST_RANKS_SHOWN = 512
 
 
 class Coordinator:
@@ -292,3 +292,29 @@ class Coordinator:
                 self._say(sentence)
                 self._round.tell_first("news", event="slow", sentence=sentence, rank=straggler.rank)
         self._named_stragglers = {straggler.rank for straggler in found}
+
+
+def ranks_of(
+    ranks: Mapping[int, WatchedRank], ended: Mapping[int, Ended], slow: Collection[int], now: float
+) -> list[dict[str, object]]:
+    """Of each rank, stragglers first, then by number, at most 512: ``rank``, ``host``, ``pid``; ``steps``, of which the
+    loop has come to the end; ``part`` of a step that it is in; ``still_s`` since it got anything done, ``silent_s``
+    since it was heard of; ``own_s`` of a step without waits for others, ``step_s``; ``is_slow``; ``ended``, how, or "".
+    """
+    order = sorted(ranks, key=lambda rank: (rank not in slow, rank))[:MOST_RANKS_SHOWN]
+    return [
+        {
+            "rank": rank,
+            "host": state.host[:200],
+            "pid": state.pid,
+            "steps": state.boundaries,
+            "part": "end_training" if state.is_ending or state.is_done else state.part,
+            "still_s": max(now - state.progressed, 0.0),
+            "silent_s": max(now - state.heard, 0.0),
+            "own_s": state.local_s,
+            "step_s": state.step_s,
+            "is_slow": rank in slow,
+            "ended": ended[rank].how if rank in ended else "",
+        }
+        for rank, state in ((rank, ranks[rank]) for rank in order)
+    ]
