@@ -109,13 +109,13 @@ def count(hook: str) -> dict[str, Any]:
 
     for _ in range(WARM_UP):
         step()
-    with accelerator.communication() as ledger:
+    with accelerator.communication() as counter:
         for _ in range(STEPS):
             step()
     return {
-        "collectives": ledger.count() / STEPS,
-        "gradient_bytes_sent": ledger.wire_bytes("all_reduce") / STEPS,
-        "bytes_sent": ledger.wire_bytes() / STEPS,
+        "collectives": counter.count() / STEPS,
+        "gradient_bytes_sent": counter.wire_bytes("all_reduce") / STEPS,
+        "bytes_sent": counter.wire_bytes() / STEPS,
         "shapes": [list(parameter.shape) for parameter in model.parameters()],
         "buffer_bytes": sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
     }

@@ -104,12 +104,12 @@ def train(parallel: str, steps: int, batch_size: int, text: Tensor) -> tuple[Mea
 
     # Steps under instruments that slow them down, on data that lies ready.
     ready = list(islice(batches, MICRO_BATCHES))
-    with accelerator.communication() as ledger:
+    with accelerator.communication() as counter:
         step(ready)
     state = accelerator.state_bytes()
     optimizer.zero_grad()
     peak = peak_bytes(accelerator.device, lambda: (step(ready), optimizer.zero_grad()))
-    measured = Measured(loss.item(), state, peak, int(ledger.wire_bytes()))
+    measured = Measured(loss.item(), state, peak, int(counter.wire_bytes()))
     accelerator.free_memory()
     return measured, formula
 

@@ -99,9 +99,9 @@ def main() -> None:
                 optimizer.step()
                 optimizer.zero_grad()
             if accelerator.sync_gradients:
-                with accelerator.communication() as ledger:
+                with accelerator.communication() as counter:
                     update(average, model, args.decay)
-                sent_by_updates += ledger.wire_bytes()
+                sent_by_updates += counter.wire_bytes()
         accelerator.print(
             f"epoch {loader.epoch}: test loss {test_loss(model):.6f}, of the averaged weights {test_loss(average):.6f}"
         )

@@ -103,7 +103,7 @@ def main() -> None:
 
     while loader.epoch < args.epochs:
         steps, losses = 0, []
-        with accelerator.communication() as ledger:
+        with accelerator.communication() as counter:
             for real, noise in loader:
                 with accelerator.accumulate(generator, discriminator):
                     fake = generator(noise)
@@ -121,7 +121,7 @@ def main() -> None:
         means = accelerator.reduce(torch.stack(losses).mean(0), "mean").tolist()
         accelerator.print(
             f"epoch {loader.epoch}: discriminator's loss {means[0]:.5f}, generator's loss {means[1]:.5f}, "
-            f"{ledger.wire_bytes() / steps:.0f} bytes sent in a step"
+            f"{counter.wire_bytes() / steps:.0f} bytes sent in a step"
         )
         if args.out:
             accelerator.save_state()

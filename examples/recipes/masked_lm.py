@@ -42,9 +42,8 @@ class Masked(Dataset[tuple[Tensor, Tensor]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         window = self.windows[index]
-        number = (self.seed * 1000 + self.epoch) * len(
-            self
-        ) + index  # of this sample among those of all epochs
+        # Of this sample among those of all epochs.
+        number = (self.seed * 1000 + self.epoch) * len(self) + index
         generator = torch.Generator().manual_seed(number)
         hidden, how = torch.rand(2, len(window), generator=generator)
         random = torch.randint(256, window.shape, generator=generator)

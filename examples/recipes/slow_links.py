@@ -92,7 +92,7 @@ def train(mode: str, options: Options, training: Tensor, validation: Tensor) -> 
     }
     with blocks[mode]() as block:
         for step in range(0, options.steps, options.every):
-            with accelerator.communication() as ledger:
+            with accelerator.communication() as counter:
                 for i in range(options.every):
                     if options.slow_ms and (step + i + 2 * accelerator.process_index) % NAP_EVERY == 0:
                         time.sleep(options.slow_ms / 1000)
@@ -107,11 +107,11 @@ def train(mode: str, options: Options, training: Tensor, validation: Tensor) -> 
                     optimizer.zero_grad()
                 if mode == "stale":
                     block.synchronize()
-            result.bytes_sent += ledger.wire_bytes()
+            result.bytes_sent += counter.wire_bytes()
             loss = validate(accelerator, model, check)
             result.losses.append(((step + options.every) * options.batch_size, loss))
     if mode == "stale":
-        # The ledger does not see what the server's thread answers.
+        # The counter does not see what the server's thread answers.
         result.report, result.bytes_sent = block.report, block.report.bytes_sent
     accelerator.free_memory()
     return result

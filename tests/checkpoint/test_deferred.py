@@ -394,9 +394,8 @@ def refused_later(directory: str) -> tuple[str, str]:
     with pytest.raises(LockstepError) as found:
         run.accelerator.save_state(f"{directory}/foreign", blocking=False)
     errors.append(str(found.value))
-    run.sums.sums = torch.zeros(
-        3 + run.accelerator.process_index, WIDTH
-    )  # so that the thread makes another plan
+    # So that the thread makes another plan.
+    run.sums.sums = torch.zeros(3 + run.accelerator.process_index, WIDTH)
     with mock.patch.object(Writer, "check_room", side_effect=LockstepError("no room")):
         run.accelerator.save_state(f"{directory}/second", blocking=False)
         with pytest.raises(LockstepError) as found:

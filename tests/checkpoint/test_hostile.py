@@ -65,9 +65,8 @@ def check_that_nothing_is_changed_by_what_is_refused(results: list[dict[str, Any
     changed = [result for result in results if result["fate"] == "refused" and result["changed"]]
     assert described(changed, "changed", "error") == []
     late = [result["name"] for result in results if result["fate"] == "refused late"]
-    assert all(
-        name.startswith("rank object.0 ") for name in late
-    )  # what the user's own class alone can judge
+    # What the user's own class alone can judge.
+    assert all(name.startswith("rank object.0 ") for name in late)
 
 
 def check_that_no_code_is_run_and_nothing_outside_is_opened(results: list[dict[str, Any]]) -> None:

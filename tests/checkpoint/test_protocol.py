@@ -92,10 +92,10 @@ def calls(parallel: str, directory: str) -> dict[str, tuple[list[Call], int]]:
         return plan_files(*args)
 
     def note(kind: str, action: Any) -> None:
-        with Calls() as made, CommCounter() as ledger:
+        with Calls() as made, CommCounter() as counter:
             action()
             accelerator._checkpointer.wait()
-        found[kind] = made.seen, ledger.count()
+        found[kind] = made.seen, counter.count()
 
     note("first", lambda: accelerator.save_state(directory))
     note("replaces", lambda: accelerator.save_state(directory))
@@ -103,10 +103,10 @@ def calls(parallel: str, directory: str) -> dict[str, tuple[list[Call], int]]:
     with (
         mock.patch.object(module_of(save_checkpoint), "plan_files", plan_later),
         Calls() as made,
-        CommCounter() as ledger,
+        CommCounter() as counter,
     ):
         accelerator.save_state(directory, blocking=False)
-        found["returned"] = list(made.seen), ledger.count()
+        found["returned"] = list(made.seen), counter.count()
         release.set()
         accelerator._checkpointer.wait()
     note("load", lambda: accelerator.load_state(directory))

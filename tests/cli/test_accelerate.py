@@ -107,13 +107,10 @@ def test_the_file_that_accelerate_config_wrote_is_the_default_under_its_name_alo
     assert (code, f"settings from {theirs}" in err) == (0, True)
     assert out.startswith("4 processes on this machine")
     assert call(capsys, "launch", "--cpu", "--dry-run", script)[1].startswith("1 processes")
-    assert call(capsys, "accelerate", "launch", "--cpu", "--dry-run", script)[1].startswith(
-        "1 processes"
-    )  # as there
+    assert call(capsys, "accelerate", "launch", "--cpu", "--dry-run", script)[1].startswith("1 processes")
     assert call(capsys, "config", "--num-processes", 3, "--cpu")[0] == 0
-    assert call(capsys, "accelerate", "launch", "--dry-run", script)[1].startswith(
-        "3 processes"
-    )  # the user's own
+    # The user's own file comes before that of accelerate.
+    assert call(capsys, "accelerate", "launch", "--dry-run", script)[1].startswith("3 processes")
 
 
 # -- config --------------------------------------------------------------------------------------------------
@@ -248,10 +245,8 @@ def test_what_cannot_be_merged_is_refused(
 def test_memory_is_counted_by_dtype(capsys: pytest.CaptureFixture[str]) -> None:
     line = ["estimate_memory", "torch.nn:Bilinear", "--dtypes", "float32", "bfloat16", "int4"]
     code, _, err = call(capsys, *line)
-    assert (code, "in1_features" in err) == (
-        2,
-        True,
-    )  # it needs arguments, which only `lockstep estimate` takes
+    # It needs arguments, which only `lockstep estimate` takes.
+    assert (code, "in1_features" in err) == (2, True)
     line[1] = "tests.cli.test_accelerate:million"
     code, out, err = call(capsys, *line)
     assert code == 0, err

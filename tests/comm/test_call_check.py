@@ -217,10 +217,10 @@ def permitted() -> dict[str, Any]:
     for handle in reversed(handles) if rank else handles:
         handle.wait()
 
-    with CommCounter() as ledger:
+    with CommCounter() as counter:
         dist.all_reduce(torch.ones(4))
         dist.barrier()
-    results["ledger"] = [(one.operation, one.payload_bytes) for one in ledger.records]
+    results["counter"] = [(one.operation, one.payload_bytes) for one in counter.records]
     number = last_number()
     dist.all_reduce(torch.ones(4))
     results["numbers"] = last_number() - number
@@ -249,7 +249,7 @@ def test_calls_that_belong_together_give_what_torch_gives(run_distributed: Calla
         assert results["all_to_all"] == ([0, 1, 1] if rank else [0])
         assert results["objects"] == ["rank 0", "rank 1"]
         assert results["box"] == [1]
-        assert results["ledger"] == [("all_reduce", 16), ("barrier", 0)]
+        assert results["counter"] == [("all_reduce", 16), ("barrier", 0)]
         assert results["numbers"] == 1
         assert results["restored"]
 

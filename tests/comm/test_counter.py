@@ -1,4 +1,4 @@
-"""The ledger against the ring formulas and plainly counted parameters."""
+"""The counter against the ring formulas and plainly counted parameters."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def ddp_steps(hook: str | None, bucket_cap_mb: float = 0.1) -> tuple[float, int,
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
         ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     for _ in range(4):  # buckets are rebuilt after the first step; PowerSGD starts after its second
-        with CommCounter() as ledger:
+        with CommCounter() as counter:
             ddp(torch.randn(4, 64)).sum().backward()
-    return ledger.wire_bytes(), ledger.count("all_reduce"), {one.operation for one in ledger.records}
+    return counter.wire_bytes(), counter.count("all_reduce"), {one.operation for one in counter.records}
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -53,7 +53,7 @@ def test_power_sgd_sends_its_factors_and_the_biases(run_distributed):
 def every_operation() -> dict[str, tuple[int, int, float]]:
     start_runtime(cpu=True)
     rank, x = dist.get_rank(), torch.ones(4)
-    with CommCounter() as ledger:
+    with CommCounter() as counter:
         dist.all_reduce(x)
         dist.all_gather([torch.empty(4), torch.empty(4)], x)
         dist.all_gather_into_tensor(torch.empty(8), x)
@@ -66,9 +66,11 @@ def every_operation() -> dict[str, tuple[int, int, float]]:
         dist.scatter(torch.empty(4), [x, x] if rank == 0 else None)
         dist.barrier()
         dist.send(x, 1) if rank == 0 else dist.recv(torch.empty(4), 0)
-    names = {one.operation for one in ledger.records}
-    assert "all_reduce" in ledger.table()
-    return {name: (ledger.count(name), ledger.payload_bytes(name), ledger.wire_bytes(name)) for name in names}
+    names = {one.operation for one in counter.records}
+    assert "all_reduce" in counter.table()
+    return {
+        name: (counter.count(name), counter.payload_bytes(name), counter.wire_bytes(name)) for name in names
+    }
 
 
 def test_every_operation_is_counted_with_its_payload_and_wire_bytes(run_distributed):
@@ -92,10 +94,10 @@ def functional_collectives() -> tuple[float, float]:
     import torch.distributed._functional_collectives as functional
 
     start_runtime(cpu=True)
-    with CommCounter() as ledger:
+    with CommCounter() as counter:
         functional.all_reduce(torch.ones(4), "sum", dist.group.WORLD).sum()
         functional.all_gather_tensor(torch.ones(4), 0, dist.group.WORLD).sum()
-    return ledger.wire_bytes("all_reduce"), ledger.wire_bytes("all_gather")
+    return counter.wire_bytes("all_reduce"), counter.wire_bytes("all_gather")
 
 
 def test_the_collectives_of_tensor_parallelism_are_counted(run_distributed):
@@ -106,11 +108,11 @@ def sub_group() -> float:
     start_runtime(cpu=True)
     group = dist.new_group([0, 1])
     dist.new_group([2, 3])
-    with CommCounter() as ledger:
+    with CommCounter() as counter:
         if dist.get_rank() < 2:
             dist.all_reduce(torch.ones(4), group=group)
     dist.barrier()  # rank 0 has the store in which the others meet
-    return ledger.wire_bytes()
+    return counter.wire_bytes()
 
 
 def test_the_size_of_the_group_counts_not_that_of_the_world(run_distributed):

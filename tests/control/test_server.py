@@ -162,15 +162,13 @@ def test_silent_connections_are_dropped_after_five_seconds_and_meanwhile_block_n
         half.exactly(48)
         half.socket.sendall(b"lockstep link 1\n" + bytes(20))
         cut = PlainClient(server.address).shake_hands(RAW)
-        cut.socket.sendall(
-            cut.next_frame(b'{"kind":"echo.ask"}')[:-5]
-        )  # then killed in the middle of a frame
+        # Then killed in the middle of a frame.
+        cut.socket.sendall(cut.next_frame(b'{"kind":"echo.ask"}')[:-5])
         with Client(server.address, SECRET, 5) as client:
             assert ask(client, "first")["answered"] == 1
             assert time.monotonic() - began < 4.5  # before their time is over
-        cut.socket.setsockopt(
-            socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0"
-        )  # reset, as a killed one does
+        # Reset, as by a process that was killed.
+        cut.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
         cut.close()
         for one in [*silent, half]:
             assert one.was_dropped(15)

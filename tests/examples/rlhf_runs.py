@@ -105,12 +105,12 @@ def generates(count: int, ends_at_once: tuple[int, ...] = (), **changes: Any) ->
     )
     sampler, rollout.SampleByRow = rollout.SampleByRow, EndsAtOnce if ends_at_once else rollout.SampleByRow
     try:
-        with CommCounter() as ledger:
+        with CommCounter() as counter:
             answers = rollout.generate(models, ids, mask, task, given, iteration=0)
     finally:
         rollout.SampleByRow = sampler
         hook.remove()
-    weights = [record for record in ledger.records if record.payload_bytes > 2000]
+    weights = [record for record in counter.records if record.payload_bytes > 2000]
     plain, ranks = recipe("models").build(given, task)["policy"], models.accelerator.num_processes
 
     def padded_rows(rows: int) -> int:

@@ -59,7 +59,7 @@ def train_with_engine(parallel: str, micro_batches: int, optimizer: str) -> tupl
     model, stepping = accelerator.prepare(plain, getattr(world, optimizer)(plain.parameters()))
     for step in range(3):
         inputs, targets = (world.share(tensor, rank, size) for tensor in world.batch(step))
-        with CommCounter() as ledger:
+        with CommCounter() as counter:
             pairs = zip(inputs.chunk(micro_batches), targets.chunk(micro_batches), strict=True)
             for micro_inputs, micro_targets in pairs:
                 with accelerator.accumulate(model):
@@ -67,16 +67,16 @@ def train_with_engine(parallel: str, micro_batches: int, optimizer: str) -> tupl
                     stepping.step()
                     stepping.zero_grad()
     weights = accelerator.get_state_dict(model)
-    return [weights[name] for name in names], ledger.wire_bytes()
+    return [weights[name] for name in names], counter.wire_bytes()
 
 
 def train_from_scratch(name: str, *arguments: Any) -> tuple[list[Tensor], float]:
-    """The same from a lesson, with the bytes of a step as the engine's ledger counts them."""
+    """The same from a lesson, with the bytes of a step as the engine's counter counts them."""
     dist.init_process_group("gloo")
     module = lesson(name)
-    with CommCounter() as ledger:
+    with CommCounter() as counter:
         trained = module.train(3, *arguments)
-    sent = sum(record.wire_bytes for record in ledger.records if record.operation != "broadcast")
+    sent = sum(record.wire_bytes for record in counter.records if record.operation != "broadcast")
     if name == "zero3":
         return module.whole_parameters(trained[0]), float(sent) / 3
     return trained[0] if isinstance(trained, tuple) else trained, float(sent) / 3
@@ -125,12 +125,12 @@ def all_reduce_by_both() -> None:
     module, size = lesson("ring_all_reduce"), accelerator.num_processes
     tensor = torch.randn(size * 64, generator=torch.Generator().manual_seed(accelerator.process_index))
     sent = []
-    with CommCounter() as ledger:
+    with CommCounter() as counter:
         ours = module.all_reduce(tensor.clone())
-    sent.append(ledger.wire_bytes())
-    with CommCounter() as ledger:
+    sent.append(counter.wire_bytes())
+    with CommCounter() as counter:
         theirs = accelerator.reduce(tensor.clone(), reduction="sum")
-    sent.append(ledger.wire_bytes("all_reduce"))
+    sent.append(counter.wire_bytes("all_reduce"))
     assert_close([ours], [theirs])
     assert sent == [2 * (size - 1) / size * tensor.nbytes] * 2
 
@@ -187,11 +187,11 @@ def tensor_parallel_by_both() -> None:
     results = []
     for mlp in (scratch, engine):
         given = inputs.clone().requires_grad_()
-        with CommCounter() as ledger:
+        with CommCounter() as counter:
             outputs = mlp(given)
             outputs.square().sum().backward()
         results.append([outputs, given.grad])
-        sent.append(ledger.wire_bytes())
+        sent.append(counter.wire_bytes())
     assert_close(*results, within=1e-5)
     assert sent == [2 * 2 * (size - 1) / size * inputs.nbytes] * 2
 
@@ -237,15 +237,15 @@ def pipeline_by_engine(schedule: str) -> tuple[list[Tensor], float]:
     before = [parameter.detach().clone() for parameter in plain.parameters()]
     model, optimizer = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=1.0))
     inputs, _ = lesson("world").batch(0)
-    with CommCounter() as ledger:
+    with CommCounter() as counter:
         accelerator.backward(model(inputs, inputs.roll(1, dims=1)))
     optimizer.step()
     after = accelerator.get_state_dict(model)
     if not accelerator.is_main_process:
-        return [], ledger.wire_bytes("send")
+        return [], counter.wire_bytes("send")
     names = [name for name, _ in Deep().named_parameters()]
     gradients = [old - after[name] for old, name in zip(before, names, strict=True)]
-    return gradients, ledger.wire_bytes("send")
+    return gradients, counter.wire_bytes("send")
 
 
 def pipeline_from_scratch(name: str) -> list[Tensor]:
@@ -291,10 +291,10 @@ def ring_attention_by_both() -> None:
 
     def run(chunks: list[Tensor], attention: Any) -> tuple[list[Tensor], float]:
         chunks = [chunk.clone().requires_grad_() for chunk in chunks]
-        with CommCounter() as ledger:
+        with CommCounter() as counter:
             out = attention(*chunks)
             out.square().sum().backward()
-        return [out.detach(), *(chunk.grad for chunk in chunks)], ledger.wire_bytes()
+        return [out.detach(), *(chunk.grad for chunk in chunks)], counter.wire_bytes()
 
     # The lesson's processes have chunks in order, the engine's have one early and one late.
     ours, sent = run([tensor.chunk(size, dim=2)[rank] for tensor in whole], module.RingAttention.apply)
@@ -329,13 +329,13 @@ def experts_by_both() -> None:
     results = []
     for layer in (scratch, engine):
         given = tokens.clone().requires_grad_()
-        with CommCounter() as ledger:
+        with CommCounter() as counter:
             outputs = layer(given)
             outputs.square().sum().backward()
         results.append([outputs, given.grad])
-        sent.append(ledger)
+        sent.append(counter)
     assert_close(*results)
-    # All-to-alls count as even ones in the ledger: all rows, of which 1 / N stay. Two in forward, two in backward.
+    # All-to-alls count as even ones in the counter: all rows, of which 1 / N stay. Two in forward, two in backward.
     arriving = sum(record.payload_bytes for record in sent[1].records if record.operation == "all_to_all")
     counts = (size - 1) * module.EXPERTS * 8
     rows = (sent[0].wire_bytes() - counts) / 4 / module.WIDTH
@@ -399,23 +399,23 @@ def loss_scale_by_engine(
         with lesson("gradient_checkpointing").kept_bytes(model) as kept:
             loss = tiny * world.mean_loss(model, inputs, targets)
         scale = accelerator.scaler.get_scale()
-        with CommCounter() as ledger:
+        with CommCounter() as counter:
             accelerator.backward(loss)
             optimizer.step()
         scales.append((scale, accelerator.optimizer_step_was_skipped))
         optimizer.zero_grad()
     trained = [parameter.detach() for parameter in accelerator.unwrap_model(model).parameters()]
-    return trained, scales, sum(kept.values()), ledger.wire_bytes()
+    return trained, scales, sum(kept.values()), counter.wire_bytes()
 
 
 def loss_scale_from_scratch(steps: int) -> tuple[list[Tensor], list[tuple[float, bool]], int, float]:
     dist.init_process_group("gloo")
     module, world = lesson("loss_scaling"), lesson("world")
-    with CommCounter() as ledger:
+    with CommCounter() as counter:
         trained, scale = module.train(steps)
     with lesson("gradient_checkpointing").kept_bytes(model := world.small_model()) as kept:
         module.half_loss(model, *(world.share(tensor, 0, dist.get_world_size()) for tensor in world.batch(0)))
-    return trained, scale.steps, sum(kept.values()), ledger.wire_bytes() / steps
+    return trained, scale.steps, sum(kept.values()), counter.wire_bytes() / steps
 
 
 @pytest.mark.parametrize("processes", [2, again(4)])
@@ -442,12 +442,12 @@ def int8_by_both() -> None:
     module, size = lesson("int8_gradients"), dist.get_world_size()
     gradient = torch.randn(size * 1024, generator=torch.Generator().manual_seed(dist.get_rank()))
     engine, sent = torch.empty(1024), []
-    with CommCounter() as ledger:
+    with CommCounter() as counter:
         QuantizedReduceScatter(8)(engine, gradient, dist.group.WORLD, dist.ReduceOp.AVG)
-    sent.append(ledger.wire_bytes())
-    with CommCounter() as ledger:
+    sent.append(counter.wire_bytes())
+    with CommCounter() as counter:
         ours = module.quantized_reduce_scatter(gradient)
-    sent.append(ledger.wire_bytes())
+    sent.append(counter.wire_bytes())
     assert_close([ours], [engine], within=1e-7)
     assert sent == [(size - 1) * 1024 * (1 + 4 / 256)] * 2
 

@@ -112,9 +112,8 @@ time.sleep(60)
     assert launch(plan(tmp_path, body)) == 1
     assert time.monotonic() - started < 20
     err = capfd.readouterr().err
-    assert (
-        err.count("ValueError: on purpose") == 1
-    )  # the traceback; the script has no Accelerator to report it
+    # The traceback; the script has no Accelerator to report it.
+    assert err.count("ValueError: on purpose") == 1
     assert err.count("lockstep launch: rank 1 failed first (exit code 1)") == 1
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
@@ -151,9 +150,8 @@ os._exit(75)
     def stop_when_ready() -> None:
         while len(list(tmp_path.glob("ready-*"))) < 2:
             time.sleep(0.05)
-        if (
-            signal.getsignal(signal.SIGTERM) is not before
-        ):  # else the launcher is gone, and it would end the tests
+        # Else the launcher is gone, and the signal would end the tests.
+        if signal.getsignal(signal.SIGTERM) is not before:
             os.kill(os.getpid(), signal.SIGTERM)
 
     before = signal.getsignal(signal.SIGTERM)

@@ -64,9 +64,8 @@ def train(case: Case) -> problem.Result:
         gradient_accumulation_steps=case.accumulation,
         parallel=case.parallel,
         split_batches=True,
-        dynamo_backend="aot_eager"
-        if "compile" in case.parallel
-        else None,  # inductor takes ten times as long
+        # Inductor takes ten times as long.
+        dynamo_backend="aot_eager" if "compile" in case.parallel else None,
     )
     model = problem.MODELS[case.model](case.layers)
     optimizer = problem.make_optimizer(model, case.optimizer)

@@ -77,7 +77,7 @@ def count(text: str, precision: str, micro_batches: int) -> dict[str, Any]:
     step(model, plan, micro_batches)
     optimizer.step()
     optimizer.zero_grad()
-    with CommCounter() as ledger:
+    with CommCounter() as counter:
         step(model, plan, micro_batches)
     optimizer.step()
     weights = [local(parameter) for parameter in model.parameters()]
@@ -88,9 +88,9 @@ def count(text: str, precision: str, micro_batches: int) -> dict[str, Any]:
         "gradients": sum(t.nbytes for t in gradients),
         "optimizer": sum(t.nbytes for t in state),
         "stored": {t.dtype for t in [*weights, *gradients, *state]},
-        "reduced": {r.dtype for r in ledger.records if r.operation in ("reduce_scatter", "all_reduce")},
-        "gathered": {r.dtype for r in ledger.records if r.operation == "all_gather"},
-        "sent": {name: ledger.wire_bytes(name) for name in ("all_gather", "reduce_scatter", "all_reduce")},
+        "reduced": {r.dtype for r in counter.records if r.operation in ("reduce_scatter", "all_reduce")},
+        "gathered": {r.dtype for r in counter.records if r.operation == "all_gather"},
+        "sent": {name: counter.wire_bytes(name) for name in ("all_gather", "reduce_scatter", "all_reduce")},
     }
 
 

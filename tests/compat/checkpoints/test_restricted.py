@@ -286,6 +286,5 @@ def test_the_process_inherits_no_variables_and_no_other_files(
         ((environment, descriptors, folder, isolated_, no_site),) = unpickle([(file.fileno(), 0, 0)])
         assert set(environment) <= {"LC_CTYPE"} and (folder, isolated_, no_site) == ("/", 1, 1)
         extra = [int(d) for d in descriptors if int(d) > 2]
-        assert (
-            file.fileno() in extra and other.fileno() not in extra and len(extra) <= 2
-        )  # and the listing itself
+        # The file, and the listing itself.
+        assert file.fileno() in extra and other.fileno() not in extra and len(extra) <= 2

@@ -210,9 +210,8 @@ def test_a_dynamic_loss_scale_grows_when_deepspeeds_would_have(
     scaler = torch.amp.GradScaler("cpu")
     scaler.load_state_dict(read_foreign(tmp_path).scaler)
     expected = 1
-    while (
-        iterations + expected - 1 - last_overflow
-    ) % window:  # DeepSpeed's rule, in each step without overflow
+    # DeepSpeed's rule, in each step without overflow.
+    while (iterations + expected - 1 - last_overflow) % window:
         expected += 1
     weight = torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weight], lr=0.0)

@@ -30,9 +30,8 @@ class Still:
         kind = split_problem.make_gpt if "tp" in parallel else zero_problem.make_model
         model = kind()
         with torch.no_grad():
-            for (
-                parameter
-            ) in model.parameters():  # ones that are equal can change places and none would be the wiser
+            # Values that are equal could change places, and no check would see it.
+            for parameter in model.parameters():
                 parameter.view(-1).add_(torch.arange(parameter.numel()) / 4096)
         self.model, self.optimizer = self.accelerator.prepare(
             model, torch.optim.SGD(model.parameters(), lr=0.0)

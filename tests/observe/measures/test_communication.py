@@ -135,12 +135,12 @@ def collectives_of_steps(measured: bool) -> list[tuple[str, int]]:
         clock.at_batch.clear()
     found: list[tuple[str, int]] = []
     for batch in loader:
-        with accelerator.communication() as ledger:
+        with accelerator.communication() as counter:
             accelerator.backward(model(batch).square().mean())
             accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-        found += [(record.operation, record.payload_bytes) for record in ledger.records]
+        found += [(record.operation, record.payload_bytes) for record in counter.records]
     return found
 
 

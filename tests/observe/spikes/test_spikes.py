@@ -118,9 +118,9 @@ def collectives() -> tuple[int, int]:
     for policy in (None, POLICY):
         cell = Cell(data=2)
         run = Run(cell, policy, batches(cell, {}))
-        with CommCounter() as ledger:
+        with CommCounter() as counter:
             run.train()
-        counts.append(ledger.count())
+        counts.append(counter.count())
         run.accelerator.free_memory()
     return counts[0], counts[1]
 

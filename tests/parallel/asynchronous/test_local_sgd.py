@@ -20,7 +20,7 @@ def train(
     model = problem.make_model()
     model, optimizer = accelerator.prepare(model, problem.make_sgd(model))
     before_last: Tensors = {}
-    with accelerator.communication() as ledger, LocalSGD(accelerator, model, every, enabled) as local_sgd:
+    with accelerator.communication() as counter, LocalSGD(accelerator, model, every, enabled) as local_sgd:
         for number in range(steps * accumulation):
             with accelerator.accumulate(model):
                 loss = problem.loss_of(model, accelerator.process_index, number)
@@ -30,7 +30,7 @@ def train(
                 optimizer.zero_grad()
             if number == steps * accumulation - 2:
                 before_last = problem.tensors(model)
-    averaged = [record for record in ledger.records if record.operation == "all_reduce"]
+    averaged = [record for record in counter.records if record.operation == "all_reduce"]
     return {
         "end": problem.tensors(model),
         "before_last": before_last,

@@ -38,7 +38,7 @@ def train(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         block = BoundedStaleness(accelerator, model, optimizer, staleness, max_norm=max_norm, enabled=enabled)
-        with accelerator.communication() as ledger, block as stale:
+        with accelerator.communication() as counter, block as stale:
             for number in range(steps * accumulation):
                 time.sleep(naps_s[(number + 2 * rank) % len(naps_s)])
                 with accelerator.accumulate(model):
@@ -52,7 +52,7 @@ def train(
         "momentum": [state["momentum_buffer"] for state in optimizer.state.values()],
         "report": stale.report,
         "schedule": list(stale.recent),
-        "operations": {record.operation for record in ledger.records if record.payload_bytes > 64},
+        "operations": {record.operation for record in counter.records if record.payload_bytes > 64},
         "learning_rate": optimizer.param_groups[0]["lr"],
     }
 
@@ -193,9 +193,8 @@ class Branches(nn.Module):
         self.seen += 1 + rank
         x = self.frozen(self.always(x)) * self.wide.float()
         x = self.sometimes(x) if rank == 1 else x
-        return (
-            x.square().mean() + (1 + rank) * self.narrow.float().sum()
-        )  # gradients 1 and 2: exact in 16 bits
+        # Gradients 1 and 2 are exact in 16 bits.
+        return x.square().mean() + (1 + rank) * self.narrow.float().sum()
 
 
 def branches() -> Branches:

@@ -56,9 +56,8 @@ def split(method: str, names: list[str]) -> list[Any]:
     torch.set_num_threads(1)
     found: list[Any] = []
     for name in names:
-        unused = DistributedDataParallelKwargs(
-            find_unused_parameters=True
-        )  # masks that a vision model may draw
+        # Masks that a vision model may draw.
+        unused = DistributedDataParallelKwargs(find_unused_parameters=True)
         accelerator = Accelerator(
             cpu=True, parallel=f"cp=2 cp_method={method} verify=off", kwargs_handlers=[unused]
         )

@@ -152,7 +152,7 @@ def sent_by_attention(method: CPMethod, heads: tuple[int, int], dtype: torch.dty
     with CommCounter() as backward:
         out.backward(gradient)
     assert forward.count() == forward.count(operation) + forward.count("recv")
-    return [(ledger.count(operation), int(ledger.wire_bytes(operation))) for ledger in (forward, backward)]
+    return [(counter.count(operation), int(counter.wire_bytes(operation))) for counter in (forward, backward)]
 
 
 def test_the_ring_sends_keys_and_values_and_their_gradients_once_around(

@@ -179,8 +179,8 @@ def traffic(factor: float | None, bf16: bool) -> dict[str, Any]:
             loss = problem.task_loss(spread.model, inputs, labels)
     with CommCounter() as backward:
         (loss + BALANCE * load_balance_loss(spread.model)).backward()
-    for name, ledger in (("forward", forward), ("backward", backward)):
-        found[name] = [(one.operation, one.payload_bytes, one.dtype) for one in ledger.records]
+    for name, counter in (("forward", forward), ("backward", backward)):
+        found[name] = [(one.operation, one.payload_bytes, one.dtype) for one in counter.records]
     found["loss"] = loss.item()
     experts = [module.experts for module in spread.model.blocks]
     found["held"] = sum(local(p).nbytes for module in experts for p in module.parameters())
@@ -234,9 +234,9 @@ def recomputed() -> list[str]:
             block.router.weight.zero_()  # everything goes to expert 0
     apply_activation_checkpointing(spread.model, Activation.FULL, dict(spread.model.blocks.named_children()))
     loss = problem.task_loss(spread.model, *spread.mine(problem.batch(0)))
-    with CommCounter() as ledger:
+    with CommCounter() as counter:
         (loss + load_balance_loss(spread.model)).backward()
-    return [one.operation for one in ledger.records]
+    return [one.operation for one in counter.records]
 
 
 def test_recomputing_repeats_the_collectives_in_one_order_on_all_ranks(run_distributed: Any) -> None:
@@ -251,9 +251,9 @@ def evaluation() -> dict[str, list[str]]:
         spread = Spread(lambda: MixtureOfExperts(WIDTH, HIDDEN, EXPERTS), ep)
         for training in (True, False):
             spread.model.train(training)
-            with torch.no_grad(), CommCounter() as ledger:
+            with torch.no_grad(), CommCounter() as counter:
                 spread.model(torch.randn(3, WIDTH))
-            found[f"ep={ep} training={training}"] = [one.operation for one in ledger.records]
+            found[f"ep={ep} training={training}"] = [one.operation for one in counter.records]
     return found
 
 

@@ -151,10 +151,9 @@ def test_wrong_tokens_and_early_questions_are_refused() -> None:
     expect_refusal(UsageError, "Linear", router_z_loss, nn.Linear(2, 2))
 
 
-CHOICES = st.integers(
-    1, 4
-).flatmap(
-    lambda top_k: st.lists(  # ranks
+# Of each rank, of each token: the experts that it chooses.
+CHOICES = st.integers(1, 4).flatmap(
+    lambda top_k: st.lists(
         st.lists(st.permutations(range(4)).map(lambda order: order[:top_k]), max_size=9),
         min_size=1,
         max_size=4,

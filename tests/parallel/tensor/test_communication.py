@@ -24,9 +24,9 @@ def count(kind: str) -> dict[str, Any]:
     for sequence in (False, True):
         model = problem.make_model(kind)
         plan = tensor_parallel(model, mesh, TensorOptions(sequence_parallel=sequence, loss_parallel=True))
-        with CommCounter() as ledger:
+        with CommCounter() as counter:
             problem.loss_of(model, tokens, labels).backward()
-        found[f"sequence={sequence}"] = Counter((r.operation, r.payload_bytes) for r in ledger.records)
+        found[f"sequence={sequence}"] = Counter((r.operation, r.payload_bytes) for r in counter.records)
     parameters = list(model.parameters())
     split = [p for p in parameters if not p.placements[0].is_replicate()]
     found["share"] = sum(p.to_local().numel() for p in split) / sum(p.numel() for p in split)
@@ -36,18 +36,15 @@ def count(kind: str) -> dict[str, Any]:
 
 
 def test_a_block_sends_four_all_reduces_of_its_activations(run_distributed) -> None:
-    norms = (
-        problem.LAYERS * 4 + problem.LAYERS
-    )  # weight and bias of two norms, and of the second MLP layer the bias
+    # Weight and bias of two norms, and the bias of the second MLP layer.
+    norms = problem.LAYERS * 4 + problem.LAYERS
     losses = problem.BATCH * problem.LENGTH * 4
     for found in run_distributed(count, 2, "gpt"):
-        # Two more for the embedding's output and the output layer's input.
         assert found["sequence=False"] == {
+            # Two more for the embedding's output and the output layer's input.
             ("all_reduce", ACTIVATIONS): 4 * problem.LAYERS + 2,
-            (
-                "all_reduce",
-                losses,
-            ): 4,  # maximum, sum of exponentials, logit of the target; in backward the sum of gradients
+            # Maximum, sum of exponentials, logit of the target; in backward the sum of gradients.
+            ("all_reduce", losses): 4,
         }
         assert found["sequence=True"] == {
             ("all_gather", ACTIVATIONS): 4 * problem.LAYERS + 2,  # as the blocks are left, and entered

@@ -72,12 +72,12 @@ def on_parts() -> dict[str, Any]:
         loss.backward()
         found["loops"].append((type(loss) is Tensor, loss.detach(), logits.grad.full_tensor()))
     logits = split(torch.bfloat16)
-    with CommCounter() as ledger:
+    with CommCounter() as counter:
         # Of a leaf, torch 2.11 gathers the gradient to copy it.
         loss = vocab_parallel_cross_entropy(logits * 1, target)
         loss.backward()
     found["bf16"] = loss.detach(), logits.grad.full_tensor().float()
-    found["bytes"] = ledger.payload_bytes("all_reduce"), ledger.count()
+    found["bytes"] = counter.payload_bytes("all_reduce"), counter.count()
     expect_refusal(UsageError, "target of shape", vocab_parallel_cross_entropy, logits, target[:1])
     expect_refusal(
         UsageError, "classes", F.nll_loss, distribute_tensor(problem()[0][0], mesh, [Shard(0)]), target[0]

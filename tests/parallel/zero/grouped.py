@@ -327,22 +327,22 @@ def counted(parallel: str, limit: int) -> dict[str, Any]:
     rows = rows_of(0, accelerator.process_index)
     with torch.no_grad(), accelerator.communication() as evaluation:
         model(rows)
-    with accelerator.communication() as ledger:
+    with accelerator.communication() as counter:
         accelerator.backward(model(rows).square().mean())
     optimizer.step()
     return {
         "evaluation": counts(evaluation),
-        "step": counts(ledger),
+        "step": counts(counter),
         "peak": max(seen),
         "at rest": whole_bytes(model),
     }
 
 
-def counts(ledger: Any) -> dict[str, tuple[float, float]]:
+def counts(counter: Any) -> dict[str, tuple[float, float]]:
     """Of each collective: how many, and bytes that this rank sends. An all-gather may be n broadcasts."""
     names = {"broadcast": "all_gather", "all_to_all": "reduce_scatter"}
     found: dict[str, tuple[float, float]] = {}
-    for one in ledger.records:
+    for one in counter.records:
         name = names.get(one.operation, one.operation)
         count, sent = found.get(name, (0.0, 0.0))
         part = 1 / one.group_size if one.operation == "broadcast" else 1

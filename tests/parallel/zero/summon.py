@@ -65,14 +65,14 @@ def generates(parallel: str) -> dict[str, Any]:
         whole(input_ids=tokens, labels=tokens).loss.backward()
         alone.step()
         alone.zero_grad()
-        with CommCounter() as ledger, accelerator.summon_full_params(model) as unwrapped:
-            before = ledger.count()
+        with CommCounter() as counter, accelerator.summon_full_params(model) as unwrapped:
+            before = counter.count()
             for call in range(rank):  # rank 0 never
                 ids = prompts(rank, 2 + call)
                 ours = unwrapped.generate(ids, max_new_tokens=2 + 3 * rank, do_sample=False)
                 theirs = whole.generate(ids, max_new_tokens=2 + 3 * rank, do_sample=False)
                 right.append(torch.equal(ours, theirs))
-            inside = ledger.count() - before
+            inside = counter.count() - before
     shardings = accelerator._preparation.models.parallel_of(model).shardings
     records = [group for sharding in shardings for group in sharding.parameter_groups()]
     kept = sum(
@@ -81,7 +81,7 @@ def generates(parallel: str) -> dict[str, Any]:
         for param in params(group)
         for output in param.all_gather_outputs
     )
-    gathers = [record for record in ledger.records if record.payload_bytes > 1000]
+    gathers = [record for record in counter.records if record.payload_bytes > 1000]
     return {
         "right": all(right),
         "calls": len(right),
@@ -209,11 +209,11 @@ def wrapper_is_called() -> tuple[int, list[float]]:
     model = accelerator.prepare(WithBuffer())
     with torch.no_grad():
         accelerator.unwrap_model(model).shift.fill_(float(accelerator.process_index + 1))
-    with accelerator.summon_full_params(model), CommCounter() as ledger:
+    with accelerator.summon_full_params(model), CommCounter() as counter:
         for _ in range(accelerator.process_index):
             model(torch.ones(1, 4))
     accelerator.backward(model(torch.ones(1, 4)).sum())
-    return ledger.count(), accelerator.unwrap_model(model).shift.tolist()
+    return counter.count(), accelerator.unwrap_model(model).shift.tolist()
 
 
 def buffers_and_bf16() -> tuple[int, list[float], str]:
@@ -222,12 +222,12 @@ def buffers_and_bf16() -> tuple[int, list[float], str]:
     model = accelerator.prepare(WithBuffer())
     with torch.no_grad():
         model.shift.fill_(float(accelerator.process_index + 1))
-    with CommCounter() as ledger, accelerator.summon_full_params(model) as unwrapped:
-        before = ledger.count()
+    with CommCounter() as counter, accelerator.summon_full_params(model) as unwrapped:
+        before = counter.count()
         for _ in range(accelerator.process_index):
             unwrapped(torch.ones(1, 4))
         inside, shift, dtype = (
-            ledger.count() - before,
+            counter.count() - before,
             unwrapped.shift.tolist(),
             unwrapped.linear.weight.dtype,
         )

@@ -55,10 +55,10 @@ class Sent:
     bytes: dict[str, Fraction] = field(default_factory=dict)
 
 
-def sent_by(ledger: Any) -> Sent:
+def sent_by(counter: Any) -> Sent:
     """On the CPU n ranks gather by n broadcasts, one from each, and scatter by an all-to-all."""
     sent = Sent()
-    for one in ledger.records:
+    for one in counter.records:
         name = {"broadcast": "all_gather", "all_to_all": "reduce_scatter"}.get(one.operation, one.operation)
         part = Fraction(1, one.group_size if one.operation == "broadcast" else 1)
         sent.count[name] = sent.count.get(name, 0) + part
@@ -259,9 +259,9 @@ def nested(text: str) -> list[Sent]:
 
     def backward() -> Sent:
         loss = model(torch.ones(4, WIDTH)).mean()
-        with accelerator.communication() as ledger:
+        with accelerator.communication() as counter:
             accelerator.backward(loss)
-        return sent_by(ledger)
+        return sent_by(counter)
 
     with accelerator.no_sync(model):
         with accelerator.no_sync(model):
@@ -293,13 +293,13 @@ def evaluations(text: str) -> list[Sent]:
     for _ in range(2):
         model.eval()
         for _ in range(2):
-            with torch.no_grad(), accelerator.communication() as ledger:
+            with torch.no_grad(), accelerator.communication() as counter:
                 model(rows)
-            found.append(sent_by(ledger))
+            found.append(sent_by(counter))
         model.train()
-        with accelerator.communication() as ledger:
+        with accelerator.communication() as counter:
             loss = model(rows).sum()
-        found.append(sent_by(ledger))
+        found.append(sent_by(counter))
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()

@@ -34,19 +34,19 @@ def collectives(dtype: torch.dtype, backend: str) -> dict[str, Any]:
     group: Any = dist.group.WORLD
     mine = values(rank, ranks * LENGTH, dtype)
     results: dict[str, Any] = {}
-    with accelerator.communication() as ledger:
+    with accelerator.communication() as counter:
         gathered = torch.empty(ranks * LENGTH, dtype=dtype)
         BroadcastAllGather()(gathered, mine[:LENGTH], group)
-    results["gathered"], results["gather_bytes"] = gathered, ledger.wire_bytes()
+    results["gathered"], results["gather_bytes"] = gathered, counter.wire_bytes()
     in_place = torch.empty(ranks * LENGTH, dtype=dtype)
     part = in_place.chunk(ranks)[rank].copy_(mine[:LENGTH])
     BroadcastAllGather()(in_place, part, group)
     results["in_place"] = in_place
     for op in ("SUM", "AVG"):
         reduced = torch.empty(LENGTH, dtype=dtype)
-        with accelerator.communication() as ledger:
+        with accelerator.communication() as counter:
             ExchangeReduceScatter()(reduced, mine, group, getattr(dist.ReduceOp, op))
-        results[op], results["reduce_bytes"] = reduced, ledger.wire_bytes()
+        results[op], results["reduce_bytes"] = reduced, counter.wire_bytes()
     expect_refusal(UsageError, "MAX", ExchangeReduceScatter(), reduced, mine, group, dist.ReduceOp.MAX)
     return results
 
@@ -81,13 +81,13 @@ def with_fewer_ranks_allowed(backend: str) -> list[torch.Tensor]:
     for most in (exchange.MOST_RANKS, 1):
         exchange.MOST_RANKS = most
         gathered, reduced = torch.empty(ranks * LENGTH), torch.empty(LENGTH)
-        with accelerator.communication() as ledger:
+        with accelerator.communication() as counter:
             BroadcastAllGather()(gathered, mine[:LENGTH], group)
             ExchangeReduceScatter()(reduced, mine, group, dist.ReduceOp.AVG)
         results += [
             gathered,
             reduced,
-            torch.tensor([ledger.count("all_gather"), ledger.count("reduce_scatter")]),
+            torch.tensor([counter.count("all_gather"), counter.count("reduce_scatter")]),
         ]
     exchange.MOST_RANKS = 8
     return results

@@ -254,7 +254,7 @@ def observed_types(parallel: str, precision: str) -> dict[str, str]:
         module.weight.register_hook(note)
 
     model.layers[0].up.register_forward_hook(look)
-    with CommCounter() as ledger:
+    with CommCounter() as counter:
         for tokens, labels in problem.make_batches(2):
             with accelerator.accumulate(model):
                 accelerator.backward(problem.loss_of(model, tokens, labels))
@@ -272,7 +272,7 @@ def observed_types(parallel: str, precision: str) -> dict[str, str]:
         ("weights on the wire", {"all_gather", "broadcast"}),
         ("gradients on the wire", {"reduce_scatter", "all_to_all"}),
     ):
-        records = [r for r in ledger.records if r.operation in operations and r.payload_bytes > 4096]
+        records = [r for r in counter.records if r.operation in operations and r.payload_bytes > 4096]
         (seen[row],) = {record.dtype for record in records}
     return {row: NAMES[dtype] for row, dtype in seen.items()}
 

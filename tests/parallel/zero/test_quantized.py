@@ -287,9 +287,9 @@ def step_bytes(
     start_runtime(cpu=True)
     model = sharded_model(weights, gradients, mesh_shape, reshard_after_forward=hpz or True)
     for _ in range(2):
-        with CommCounter() as ledger:
+        with CommCounter() as counter:
             loss_of(model).backward()
-    return [(r.operation, r.group_size, r.payload_bytes, float(r.wire_bytes)) for r in ledger.records]
+    return [(r.operation, r.group_size, r.payload_bytes, float(r.wire_bytes)) for r in counter.records]
 
 
 def shard_sizes(size: int) -> list[int]:
