@@ -166,8 +166,8 @@ def run_workers(script: str, arguments: Sequence[str], world_size: int) -> None:
     }
     workers = []
     for rank in range(world_size):
-        told = {} if world_size == 1 else {**group, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        workers.append(subprocess.Popen([sys.executable, script, *arguments], env={**base, **told}))
+        identity = {} if world_size == 1 else {**group, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        workers.append(subprocess.Popen([sys.executable, script, *arguments], env={**base, **identity}))
     deadline = time.monotonic() + TIMEOUT_S
     try:
         while any(worker.poll() is None for worker in workers):

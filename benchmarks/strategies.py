@@ -123,7 +123,7 @@ class Contender:
 
     def __init__(self, name: str, chosen: argparse.Namespace) -> None:
         self.name = name
-        told = [f"--contender={name}", *common.arguments_of(chosen, "width", "layers", "steps")]
+        flags = [f"--contender={name}", *common.arguments_of(chosen, "width", "layers", "steps")]
         group = {
             **os.environ,
             "WORLD_SIZE": str(RANKS),
@@ -138,7 +138,7 @@ class Contender:
         }
         self.processes = [
             subprocess.Popen(
-                [sys.executable, __file__, *told],
+                [sys.executable, __file__, *flags],
                 env={**group, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

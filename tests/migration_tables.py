@@ -39,11 +39,11 @@ def modules() -> str:
         offered = [known for known in names.values() if isinstance(known, Offered)]
         left_out = [name for name, known in names.items() if isinstance(known, NotOffered)]
         if names and not (module == GATHERING and not offered):
-            homes = quoted({known.module for known in offered}, 3)
+            here = quoted({known.module for known in offered}, 3)
             if module == GATHERING:
-                homes = "`lockstep.utils`: the names of all modules below it"
+                here = "`lockstep.utils`: the names of all modules below it"
                 left_out = []
-            rows.append([f"`{module}`", homes or "none", f"{len(offered)}", quoted(left_out, 4)])
+            rows.append([f"`{module}`", here or "none", f"{len(offered)}", quoted(left_out, 4)])
     return table(["module", "here", "names", "left out"], rows)
 
 

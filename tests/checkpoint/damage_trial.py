@@ -88,8 +88,8 @@ class Bench:
         try:
             self._subject.accelerator.load_state(str(self._checkpoints / self._newest))
         except LockstepError as error:  # on another rank than that which found it, one that quotes it
-            told = isinstance(error, CheckpointError) or " failed with CheckpointError: " in str(error)
-            return told and self._state() == before, str(error)
+            refused = isinstance(error, CheckpointError) or " failed with CheckpointError: " in str(error)
+            return refused and self._state() == before, str(error)
         return False, "(loaded)"
 
     def _load_newest(self, seed: int) -> bool:
@@ -111,8 +111,8 @@ class Bench:
         finally:
             logger.removeHandler(listener)
             logger.propagate = propagate
-        told = [untouched for text, untouched in warnings if text.startswith("Skipped")]
-        as_it_should = told == [True] if self._is_first else not told
+        refused = [untouched for text, untouched in warnings if text.startswith("Skipped")]
+        as_it_should = refused == [True] if self._is_first else not refused
         return (
             as_it_should
             and loaded == str(self._checkpoints / self._older)

@@ -389,7 +389,7 @@ other = Client((sys.argv[1], int(sys.argv[2])), secret, 5)
 other.send({"kind": "echo.ask"})
 other.receive(5)
 inside = Client(server.address, secret, 5)
-ready, told = os.pipe()
+ready, answer = os.pipe()
 child = os.fork()
 if child == 0:
     inherited = [os.readlink(f"/proc/self/fd/{fd}") for fd in range(3, 64) if os.path.exists(f"/proc/self/fd/{fd}")]
@@ -400,7 +400,7 @@ if child == 0:
             sockets += 100
         except ControlError:
             pass
-    os.write(told, b"%d\\n" % sockets)
+    os.write(answer, b"%d\\n" % sockets)
     time.sleep(60)
     os._exit(0)
 print(server.address[1], child, os.read(ready, 100).decode().strip(), flush=True)

@@ -12,10 +12,12 @@ from torch.utils.data import BatchSampler, SequentialSampler
 
 from lockstep.data import CutSamples, Dealing, Drawing, DrawnOrder, Generators, ShardPlan
 
-Dealt = list[tuple[object, tuple[object, ...]]]
+ReadBatches = list[tuple[object, tuple[object, ...]]]
 
 
-def dealt(plan: ShardPlan, samples: int, behind: int, left_out: int, known: int | None, cut: bool) -> Dealt:
+def read_batches(
+    plan: ShardPlan, samples: int, behind: int, left_out: int, known: int | None, cut: bool
+) -> ReadBatches:
     """Each batch of all ranks with the round that was announced for it.
 
     ``known``: what the sampler says its length is. With ``cut``, samples are given instead of batches.
@@ -37,7 +39,7 @@ def dealt(plan: ShardPlan, samples: int, behind: int, left_out: int, known: int 
     dealing = Dealing(
         plan, ranks, order, False, announced, lambda *all_of_it: all_of_it, marked, behind, left_out
     )  # fmt: skip
-    found: Dealt = []
+    found: ReadBatches = []
     for batch in dealing.batches(later if cut else iter(later), first):
         found.append((batch, announced[-1]))
         assert len(announced) <= len(found)
@@ -60,7 +62,7 @@ def test_both_ways_of_dealing_agree(world, size, samples, behind, left_out, flag
     plan = ShardPlan(world, size, split, even, drop_last)
     known = None if said is None or world > 1 else max(0, samples + said)
     arguments = plan, samples, min(behind, samples), left_out, known
-    assert dealt(*arguments, cut=True) == dealt(*arguments, cut=False)
+    assert read_batches(*arguments, cut=True) == read_batches(*arguments, cut=False)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])

@@ -25,7 +25,9 @@ plans = st.fixed_dictionaries(
 )
 
 
-def deal(samples: int, batch: int, world: int, split: bool, even: bool, drop: bool) -> list[GlobalBatch[int]]:
+def global_batches_of(
+    samples: int, batch: int, world: int, split: bool, even: bool, drop: bool
+) -> list[GlobalBatch[int]]:
     """Rounds of ``range(samples)``; ``batch`` is per rank, whether or not batches are split."""
     size = batch * world if split else batch
     plan = ShardPlan(world, size, split, even, drop)
@@ -43,7 +45,7 @@ def real_rows(this: GlobalBatch[int]) -> list[int]:
 @settings(deadline=None)
 @given(plans)
 def test_every_sample_is_real_exactly_once_and_in_order(case):
-    seen = [row for this in deal(**case) for row in real_rows(this)]
+    seen = [row for this in global_batches_of(**case) for row in real_rows(this)]
     total = case["batch"] * case["world"]
     expected = case["samples"] // total * total if case["drop"] else case["samples"]
     assert seen == list(range(expected))
@@ -54,14 +56,14 @@ def test_every_sample_is_real_exactly_once_and_in_order(case):
 def test_even_batches_are_equally_large_on_all_ranks(case):
     if case["world"] == 1 or not case["even"]:
         return
-    for this in deal(**case):
+    for this in global_batches_of(**case):
         assert {len(part) for part in this.parts} == {case["batch"]}
 
 
 @settings(deadline=None)
 @given(plans)
 def test_counts_are_the_rows_held(case):
-    for this in deal(**case):
+    for this in global_batches_of(**case):
         assert this.counts.rows == tuple(len(part) for part in this.parts)
         assert all(0 <= real <= rows for real, rows in zip(this.counts.real, this.counts.rows, strict=True))
 
@@ -70,7 +72,7 @@ def test_counts_are_the_rows_held(case):
 @given(st.integers(1, 50), st.booleans(), st.booleans(), st.booleans())
 def test_order_does_not_depend_on_the_number_of_processes(samples, split, even, drop):
     def steps(world: int) -> list[list[int]]:
-        return [real_rows(this) for this in deal(samples, 12 // world, world, split, even, drop)]
+        return [real_rows(this) for this in global_batches_of(samples, 12 // world, world, split, even, drop)]
 
     assert steps(1) == steps(2) == steps(3) == steps(4)
 
@@ -79,7 +81,7 @@ def test_order_does_not_depend_on_the_number_of_processes(samples, split, even, 
 @given(st.integers(1, 50), st.booleans(), st.booleans())
 def test_padded_order_does_not_depend_on_the_number_of_processes(samples, split, drop):
     def steps(world: int) -> list[list[int]]:
-        return [union(this) for this in deal(samples, 12 // world, world, split, True, drop)]
+        return [union(this) for this in global_batches_of(samples, 12 // world, world, split, True, drop)]
 
     assert steps(2) == steps(3) == steps(4)
 
@@ -87,14 +89,14 @@ def test_padded_order_does_not_depend_on_the_number_of_processes(samples, split,
 @settings(deadline=None)
 @given(plans)
 def test_padding_is_the_order_from_its_beginning(case):
-    dealt = deal(**case)
-    if case["world"] == 1 or not case["even"] or not dealt:
+    global_batches = global_batches_of(**case)
+    if case["world"] == 1 or not case["even"] or not global_batches:
         return
     total = case["batch"] * case["world"]
-    tail = dealt[-1].counts.total
+    tail = global_batches[-1].counts.total
     start = min(case["samples"], total)
     expected = [row % start for row in range(total - tail)]
-    assert union(dealt[-1])[tail:] == expected
+    assert union(global_batches[-1])[tail:] == expected
 
 
 @settings(deadline=None)
@@ -103,9 +105,9 @@ def test_length_is_the_number_of_batches_yielded(case):
     size = case["batch"] * case["world"] if case["split"] else case["batch"]
     plan = ShardPlan(case["world"], size, case["split"], case["even"], case["drop"])
     batches = case["samples"] // size if case["drop"] else math.ceil(case["samples"] / size)
-    dealt = deal(**case)
+    global_batches = global_batches_of(**case)
     for rank in range(case["world"]):
-        yielded = sum(bool(this.parts[rank]) for this in dealt)
+        yielded = sum(bool(this.parts[rank]) for this in global_batches)
         if not (case["drop"] and case["split"] and not case["even"]):
             assert plan.length(batches, rank, case["samples"]) == yielded
 
@@ -115,23 +117,23 @@ def test_length_is_the_number_of_batches_yielded(case):
 def test_batches_of_varying_size_are_dealt_exactly(sizes, world, split, even):
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     batches = [list(range(s, s + n)) for s, n in zip(starts, sizes, strict=True)]
-    dealt = list(rounds(batches, ShardPlan(world, None, split, even)))
-    assert [row for this in dealt for row in real_rows(this)] == list(range(sum(sizes)))
+    global_batches = list(rounds(batches, ShardPlan(world, None, split, even)))
+    assert [row for this in global_batches for row in real_rows(this)] == list(range(sum(sizes)))
     if not split:
         for rank in range(world):
-            own = [this.parts[rank] for this in dealt if this.counts.real[rank]]
+            own = [this.parts[rank] for this in global_batches if this.counts.real[rank]]
             assert own == batches[rank::world]
         if even:
-            assert all(all(this.parts) for this in dealt)
+            assert all(all(this.parts) for this in global_batches)
     if even and split and world > 1:
-        assert all(len(set(this.counts.rows)) == 1 for this in dealt)
+        assert all(len(set(this.counts.rows)) == 1 for this in global_batches)
 
 
 def test_a_bucketed_sampler_is_filled_only_at_the_end():
     batches = [[0, 1], [2], [3, 4], [5]]
-    dealt = list(rounds(batches, ShardPlan(2, 2)))
-    assert [this.parts for this in dealt] == [([0, 1], [2]), ([3, 4], [5, 0])]
-    assert dealt[-1].counts.real == (2, 1)
+    global_batches = list(rounds(batches, ShardPlan(2, 2)))
+    assert [this.parts for this in global_batches] == [([0, 1], [2]), ([3, 4], [5, 0])]
+    assert global_batches[-1].counts.real == (2, 1)
 
 
 def test_split_batch_size_must_divide():
@@ -143,6 +145,8 @@ def test_ranks_get_what_accelerates_batch_sampler_shard_gave_them():
     assert len(recorded) == 128
     for case in recorded:
         expected = case.pop("ranks")
-        dealt = deal(**case)
-        own = [[this.parts[rank] for this in dealt if this.parts[rank]] for rank in range(case["world"])]
+        global_batches = global_batches_of(**case)
+        own = [
+            [this.parts[rank] for this in global_batches if this.parts[rank]] for rank in range(case["world"])
+        ]
         assert own == expected, case

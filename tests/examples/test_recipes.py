@@ -354,8 +354,8 @@ def test_a_recipe_in_bf16_has_the_losses_of_plain_autocast(
 def test_lockstep_check_says_that_a_recipe_agrees_or_why_it_cannot_tell(
     recipe: Recipe, tmp_path: Path
 ) -> None:
-    told = ["--parallel", recipe.parallel] if recipe.parallel else []
-    command = [*CHECK, *told, str((FOLDER / recipe.script).resolve()), *recipe.words(tmp_path)]
+    flags = ["--parallel", recipe.parallel] if recipe.parallel else []
+    command = [*CHECK, *flags, str((FOLDER / recipe.script).resolve()), *recipe.words(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert recipe.check is not None and recipe.check in done.stdout + done.stderr
     assert done.returncode == (0 if "agree" in done.stdout else 2)

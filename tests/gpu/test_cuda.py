@@ -201,9 +201,9 @@ def test_parts_on_the_device_sum_to_its_time() -> None:
         optimizer.zero_grad()
         torch.cuda.synchronize()
     accelerator.end_training()
-    told = [step for step in accelerator.measures.recent if step.device_seconds is not None]
-    assert len(told) == 1
-    device = told[0].device_seconds
+    timed = [step for step in accelerator.measures.recent if step.device_seconds is not None]
+    assert len(timed) == 1
+    device = timed[0].device_seconds
     assert device is not None
     assert device["backward"] > device["forward"] > 0
     assert device["total"] == pytest.approx(sum(v for name, v in device.items() if name != "total"))

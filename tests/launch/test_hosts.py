@@ -144,12 +144,12 @@ def test_arguments_and_environment_reach_the_far_end_byte_for_byte_and_never_a_s
     for rank, program in enumerate(started):
         assert program.arguments[-3:] == ("--", ("hosta", "hostb")[rank], REMOTE)
         assert program.arguments[:-3] == SSH
-        told = parse(program.stdin or "")
-        assert told.plan.command == ("python", *words)
-        assert told.environment == environment
-        assert (told.plan.machine_rank, told.plan.address, told.plan.port) == (rank, "hosta", 29500)
+        node = parse(program.stdin or "")
+        assert node.plan.command == ("python", *words)
+        assert node.environment == environment
+        assert (node.plan.machine_rank, node.plan.address, node.plan.port) == (rank, "hosta", 29500)
         assert CANARY not in (program.stdin or "") + " ".join(program.arguments)
-        assert SECRET not in " ".join(program.arguments) and told.secret == SECRET
+        assert SECRET not in " ".join(program.arguments) and node.secret == SECRET
 
 
 def test_several_machines_cannot_meet_at_a_name_that_each_has_for_itself() -> None:
@@ -165,12 +165,12 @@ def test_ssh_is_called_once_for_each_host_with_no_secret_in_its_arguments(fakes:
     secrets = set()
     for call in calls:
         assert call.argv[-1] == REMOTE.encode()
-        told = parse(call.stdin)
-        assert told.plan.command == ("echo", "a b", "$(x)", "\n;'")
-        assert told.directory == os.getcwd()
+        node = parse(call.stdin)
+        assert node.plan.command == ("echo", "a b", "$(x)", "\n;'")
+        assert node.directory == os.getcwd()
         assert CANARY.encode() not in b"".join(call.argv) + call.stdin
-        assert told.secret.encode() not in b"".join(call.argv) + call.environ
-        secrets.add(told.secret)
+        assert node.secret.encode() not in b"".join(call.argv) + call.environ
+        secrets.add(node.secret)
     assert len(secrets) == 1 and len(secrets.pop()) == 64
     assert CANARY not in done.stdout + done.stderr
     shown = run("--hosts", "hosta:2,me@hostb:2", "--dry-run", "--no-python", "echo", "a b", **canaries())

@@ -40,10 +40,10 @@ PLAN = LaunchPlan(command=("python", "t.py"), nproc=2, num_machines=2, min_machi
 def test_what_a_machine_is_told_is_one_line_from_which_everything_comes_back(
     words: list[str], environment: dict[str, str], directory: str
 ) -> None:
-    told = Node(replace(PLAN, command=("python", *words)), "ab" * 32, environment, directory, "slurm")
-    line = told.line()
+    node = Node(replace(PLAN, command=("python", *words)), "ab" * 32, environment, directory, "slurm")
+    line = node.line()
     assert line.isascii() and "\n" not in line and "\r" not in line
-    assert parse(line.encode()) == told
+    assert parse(line.encode()) == node
 
 
 def test_a_plan_comes_back_with_all_its_parts() -> None:
@@ -86,8 +86,8 @@ def test_lines_that_are_no_document_end_the_node_with_exit_code_2(line: bytes) -
 
 
 def test_the_node_says_what_it_cannot_start() -> None:
-    told = Node(PLAN, "ab" * 32, {}, "/nonexistent/folder").line()
-    for line, sentence in ((b"no plan\n", b"is not a plan"), (told.encode() + b"\n", b"/nonexistent/folder")):
+    text = Node(PLAN, "ab" * 32, {}, "/nonexistent/folder").line()
+    for line, sentence in ((b"no plan\n", b"is not a plan"), (text.encode() + b"\n", b"/nonexistent/folder")):
         done = subprocess.run(
             [sys.executable, "-m", "lockstep.launch.node"],
             input=line,
@@ -100,16 +100,16 @@ def test_the_node_says_what_it_cannot_start() -> None:
 
 
 def test_the_number_of_a_machine_under_slurm_is_that_of_its_node() -> None:
-    told = Node(PLAN, "ab" * 32, {}, "/", "slurm")
+    node = Node(PLAN, "ab" * 32, {}, "/", "slurm")
     environ = {"SLURM_NODEID": "1", "SLURM_STEP_NODELIST": "gpu[07-08]"}
-    plan = local_plan(told, environ, cores=8)
+    plan = local_plan(node, environ, cores=8)
     assert (plan.machine_rank, plan.address, plan.port) == (1, "gpu07", 29500)
     assert plan.environment["OMP_NUM_THREADS"] == "4"
-    said = replace(told, plan=replace(PLAN, address="10.0.0.1", environment={"OMP_NUM_THREADS": "3"}))
+    said = replace(node, plan=replace(PLAN, address="10.0.0.1", environment={"OMP_NUM_THREADS": "3"}))
     plan = local_plan(said, environ, cores=8)
     assert (plan.address, plan.environment["OMP_NUM_THREADS"]) == ("10.0.0.1", "3")
-    expect_refusal(ConfigError, "srun", local_plan, told, {}, cores=8)
-    expect_refusal(ConfigError, "SLURM_NODEID=2", local_plan, told, environ | {"SLURM_NODEID": "2"}, cores=8)
+    expect_refusal(ConfigError, "srun", local_plan, node, {}, cores=8)
+    expect_refusal(ConfigError, "SLURM_NODEID=2", local_plan, node, environ | {"SLURM_NODEID": "2"}, cores=8)
 
 
 @pytest.mark.parametrize(

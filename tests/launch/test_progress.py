@@ -136,9 +136,9 @@ class FakeRow:
 
 
 def test_it_goes_for_good_when_the_script_shows_a_bar() -> None:
-    told = iter([{}, {"step": 1}, None, {"step": 3}])
+    numbers = iter([{}, {"step": 1}, None, {"step": 3}])
     row, time_s = FakeRow(), [0.0]
-    progress = LaunchProgress(lambda: next(told), row, lambda: time_s[0])  # type: ignore[arg-type]
+    progress = LaunchProgress(lambda: next(numbers), row, lambda: time_s[0])  # type: ignore[arg-type]
     for _ in range(5):
         time_s[0] += 1.0
         progress.update()

@@ -278,7 +278,7 @@ def test_an_offer_that_makes_no_sense_is_refused(wrong: dict[str, Any]) -> None:
 # -- over sockets --------------------------------------------------------------------------------------
 
 
-class Told:
+class Messages:
     """Sentences, as they are said."""
 
     def __init__(self) -> None:
@@ -296,21 +296,21 @@ def nothing() -> None:
 def coordinator() -> Iterator[tuple[CoordinatorServer, Any]]:
     plan = LaunchPlan(command=("true",), nproc=2, num_machines=2, min_machines=2, address=LOOPBACK)
     secret = new_secret()
-    server = CoordinatorServer(plan, secret, LOOPBACK, 0, "first", "train.py", Told())
+    server = CoordinatorServer(plan, secret, LOOPBACK, 0, "first", "train.py", Messages())
     yield server, secret
     server.close()
 
 
 def test_two_launchers_meet_and_hear_of_one_another(coordinator: tuple[CoordinatorServer, Any]) -> None:
     server, secret = coordinator
-    told = Told()
+    messages = Messages()
     identity = [LauncherIdentity("train.py", 2, rank, LOOPBACK) for rank in (0, 1)]
-    first = Rendezvous(server.address, secret, identity[0], told, machine="first")
-    other = Rendezvous(server.address, secret, identity[1], told)
+    first = Rendezvous(server.address, secret, identity[0], messages, machine="first")
+    other = Rendezvous(server.address, secret, identity[1], messages)
     places: list[Round | Over] = []
     waiting = threading.Thread(target=lambda: places.append(first.join(nothing)))
     waiting.start()
-    while not told.lines:
+    while not messages.lines:
         time.sleep(0.01)
     places.append(other.join(nothing))
     waiting.join()
@@ -327,7 +327,7 @@ def test_two_launchers_meet_and_hear_of_one_another(coordinator: tuple[Coordinat
     assert (two.address, two.port) == one.listener.getsockname()
     one.listener.close()
     host, port = server.address
-    assert told.lines == [
+    assert messages.lines == [
         f"lockstep launch: machine 0 ({socket.gethostname()}) waits for machine 1 at {host}:{port}."
     ]
     first.tell("failed", round=0, rank=1, host="h", code=3, summary="exit code 3", consequence=False)
@@ -340,24 +340,26 @@ def test_two_launchers_meet_and_hear_of_one_another(coordinator: tuple[Coordinat
 
 def test_a_launcher_of_an_earlier_launch_is_refused(coordinator: tuple[CoordinatorServer, Any]) -> None:
     server, secret = coordinator
-    stale = Rendezvous(server.address, secret, LauncherIdentity("train.py", 1, None, LOOPBACK), Told())
+    stale = Rendezvous(server.address, secret, LauncherIdentity("train.py", 1, None, LOOPBACK), Messages())
     stale._epoch = "of yesterday"
     expect_refusal(ConfigError, "earlier launch", stale.join, nothing)
     stale.close()
 
 
 def test_the_host_says_once_whom_it_turns_away() -> None:
-    told = Told()
+    messages = Messages()
     plan = LaunchPlan(command=("true",), nproc=1, num_machines=2, address=LOOPBACK)
-    server = CoordinatorServer(plan, new_secret(), LOOPBACK, 0, "first", "train.py", told)
+    server = CoordinatorServer(plan, new_secret(), LOOPBACK, 0, "first", "train.py", messages)
     with socket.create_connection(server.address) as scanner:  # a client of something else is none
         scanner.sendall(b"GET / HTTP/1.1\r\n\r\n")
         scanner.recv(100)
     for _ in range(2):
         with pytest.raises(ConfigError):
-            Rendezvous(server.address, new_secret(), LauncherIdentity("train.py", 1, None, LOOPBACK), Told())
+            Rendezvous(
+                server.address, new_secret(), LauncherIdentity("train.py", 1, None, LOOPBACK), Messages()
+            )
     server.close()
-    assert told.lines == [
+    assert messages.lines == [
         "lockstep launch: 127.0.0.1 was refused: it has another secret. Give every machine the same --secret-file "
         "or LOCKSTEP_SECRET."
     ]
@@ -370,7 +372,7 @@ def test_a_wrong_secret_is_final_and_so_is_another_program(
     identity = LauncherIdentity("train.py", 1, None, LOOPBACK)
     for _ in range(2):
         with pytest.raises(ConfigError, match="--secret-file"):
-            Rendezvous(server.address, new_secret(), identity, Told())
+            Rendezvous(server.address, new_secret(), identity, Messages())
     with listening_socket(LOOPBACK) as other:
         other.settimeout(10.0)
         address = (LOOPBACK, other.getsockname()[1])
@@ -384,23 +386,23 @@ def test_a_wrong_secret_is_final_and_so_is_another_program(
         thread = threading.Thread(target=greet)
         thread.start()
         with pytest.raises(ConfigError, match="not a Lockstep launcher"):
-            Rendezvous(address, new_secret(), identity, Told())
+            Rendezvous(address, new_secret(), identity, Messages())
         thread.join()
 
 
 def test_nobody_who_answers_is_waited_for_as_long_as_was_said() -> None:
-    told = Told()
+    messages = Messages()
     with listening_socket(LOOPBACK) as taken:
         address = (LOOPBACK, taken.getsockname()[1])
     started = time.monotonic()
     with pytest.raises(ConfigError, match=r"127\.0\.0\.1:\d+ after 1 s"):
         Rendezvous(
-            address, new_secret(), LauncherIdentity("r", 1, 1, LOOPBACK), told, coordinator_limit_s=1.2
+            address, new_secret(), LauncherIdentity("r", 1, 1, LOOPBACK), messages, coordinator_limit_s=1.2
         )
     assert time.monotonic() - started < 5.0
-    assert len(told.lines) == 1
-    assert "machine 1" in told.lines[0]
-    assert "waits for the machine that hosts the launch" in told.lines[0]
+    assert len(messages.lines) == 1
+    assert "machine 1" in messages.lines[0]
+    assert "waits for the machine that hosts the launch" in messages.lines[0]
 
 
 class Mute:
@@ -421,7 +423,7 @@ def test_a_coordinator_that_is_gone_or_silent_is_lost(silent: bool, monkeypatch:
     monkeypatch.setattr(module_of(Rendezvous), "LOST_COORDINATOR_S", 0.5)
     secret = new_secret()
     with Server(secret, LOOPBACK, 0, {"rendezvous": Mute()}) as server:
-        one = Rendezvous(server.address, secret, LauncherIdentity("r", 1, 1, LOOPBACK), Told())
+        one = Rendezvous(server.address, secret, LauncherIdentity("r", 1, 1, LOOPBACK), Messages())
         if not silent:
             server.close()
         with pytest.raises(CoordinatorLost, match="was silent" if silent else "is gone"):

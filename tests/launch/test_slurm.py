@@ -55,8 +55,8 @@ def test_a_step_has_one_task_on_each_node_and_nothing_of_the_environment_but_nam
         assert word in step
     assert "--exclusive" in step and "--export=HOME,USER,LOGNAME,SHELL,TMPDIR" in step
     assert program.arguments[len(step) :] == (sys.executable, "-m", "lockstep.launch.node")
-    told = parse(program.stdin or "")
-    assert (told.numbered_by, told.plan.machine_rank, told.environment) == (
+    node = parse(program.stdin or "")
+    assert (node.numbered_by, node.plan.machine_rank, node.environment) == (
         "slurm",
         None,
         {"NCCL_DEBUG": "INFO"},
@@ -68,8 +68,8 @@ def test_a_step_has_one_task_on_each_node_and_nothing_of_the_environment_but_nam
 
 def test_an_allocation_that_is_smaller_than_the_most_gives_fewer_machines() -> None:
     elastic = replace(PLAN, num_machines=4, min_machines=1)
-    told = parse(launch.srun(elastic, "ab" * 32, INSIDE, "/").stdin or "").plan
-    assert (told.num_machines, told.min_machines) == (2, 1)
+    node = parse(launch.srun(elastic, "ab" * 32, INSIDE, "/").stdin or "").plan
+    assert (node.num_machines, node.min_machines) == (2, 1)
     assert "--nodes=1-4" in launch.sbatch_arguments(elastic, {})
 
 

@@ -25,44 +25,44 @@ SCRIPT = Path(__file__).parent / "looked_at.py"
 
 
 class Job:
-    """A launch of the script, with a link to it once it trains."""
+    """A launch of the script, with a connection to it once it trains."""
 
     def __init__(self, out: Path, nproc: int, place: str) -> None:
         self.out, self.nproc = out, nproc
         self.process = start(
             "--nproc", nproc, "--cpu", SCRIPT, out, place, OMP_NUM_THREADS="1", TMPDIR=str(out)
         )
-        self.link: JobConnection | None = None
+        self.connection: JobConnection | None = None
 
     def connect(self) -> JobConnection:
         wait_until(lambda: self.steps(0) > 2 or self.process.poll() is not None, START_LIMIT_S)
         assert self.process.poll() is None, self.process.communicate()
-        self.link = connect_here()
-        assert self.link is not None
+        self.connection = connect_here()
+        assert self.connection is not None
         # also the coordinator has heard of steps
         self.look_until(lambda now: len(now.ranks) == self.nproc and all(one.steps > 0 for one in now.ranks))
-        return self.link
+        return self.connection
 
     def steps(self, rank: int) -> int:
         path = self.out / f"rank-{rank}.txt"
         return len(path.read_text().splitlines()) if path.exists() else 0
 
     def look_until(self, condition: Callable[[JobNow], bool]) -> JobNow:
-        assert self.link is not None
+        assert self.connection is not None
         seen: list[JobNow] = []
 
         def holds() -> bool:
-            assert self.link is not None
-            seen.append(job_of(self.link.look()))
+            assert self.connection is not None
+            seen.append(job_of(self.connection.look()))
             return condition(seen[-1])
 
         wait_until(holds, START_LIMIT_S)
         return seen[-1]
 
     def said(self, pattern: str) -> re.Match[str]:
-        assert self.link is not None
+        assert self.connection is not None
         while True:
-            for message in self.link.news(START_LIMIT_S):
+            for message in self.connection.news(START_LIMIT_S):
                 sentence = str(message.get("sentence", ""))
                 assert not sentence.startswith("The request was refused"), sentence
                 if found := re.search(pattern, sentence):
@@ -85,8 +85,8 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
 
     yield begin
     for one in jobs:
-        if one.link is not None:
-            one.link.close()
+        if one.connection is not None:
+            one.connection.close()
         one.process.kill()
         one.process.communicate()
 
@@ -96,7 +96,7 @@ def test_a_save_that_is_asked_for_is_one_of_all_ranks_at_one_step_and_training_g
     nproc: int, job: Callable[..., Job]
 ) -> None:
     run = job(nproc, "project")
-    link = run.connect()
+    connection = run.connect()
     seen = run.look_until(lambda now: "loss" in now.latest)
     assert [one.rank for one in seen.ranks] == list(range(nproc))
     assert all(one.pid > 0 and not one.ended for one in seen.ranks)
@@ -108,11 +108,11 @@ def test_a_save_that_is_asked_for_is_one_of_all_ranks_at_one_step_and_training_g
         "optimizer",
         "other",
     }
-    link.ask("save")
+    connection.ask("save")
     saved = run.said(r"^After (\d+) steps, because of a request of lockstep top: the state is in (.*)\.$")
     before = run.steps(0)
     wait_until(lambda: run.steps(0) > before + 2, START_LIMIT_S)
-    link.ask("stop")
+    connection.ask("stop")
     code, stderr = run.ended()
     assert code == 75, stderr
     assert re.search(r"all ranks stopped after \d+ steps because of a request of lockstep top", stderr), (
@@ -147,25 +147,25 @@ def test_a_script_that_saves_by_its_hook_is_asked_for_that_and_one_without_a_pla
     assert sorted(path.name for path in run.out.glob("hook-*")) == [f"hook-0-{step}", f"hook-1-{step}"]
     run.process.kill()
     run.process.communicate()
-    run.link.close()  # type: ignore[union-attr]
+    run.connection.close()  # type: ignore[union-attr]
     wait_until(lambda: not running_launches(), START_LIMIT_S)
     for path in run.out.glob("rank-*.txt"):
         path.unlink()
     other = job(1, "nowhere")
-    link = other.connect()
-    link.ask("save")
+    connection = other.connect()
+    connection.ask("save")
     other.said("nothing was saved, because there is no project_dir with automatic naming")
     before = other.steps(0)
     wait_until(lambda: other.steps(0) > before, START_LIMIT_S)
-    link.ask("stop")
+    connection.ask("stop")
     assert other.ended()[0] == 143
 
 
 def test_in_a_terminal_its_keys_show_stacks_save_and_stop(job: Callable[..., Job]) -> None:
     run = job(2, "project")
-    link = run.connect()
+    connection = run.connect()
     top = InTerminal(
-        sys.executable, "-m", "lockstep.cli.main", "top", "--every", "0.2", name_of(link.address),
+        sys.executable, "-m", "lockstep.cli.main", "top", "--every", "0.2", name_of(connection.address),
         size=(40, 120), variables={"TMPDIR": str(run.out)},
     )  # fmt: skip
     try:
@@ -189,7 +189,7 @@ def test_in_a_terminal_its_keys_show_stacks_save_and_stop(job: Callable[..., Job
 
 def test_a_folder_of_a_job_that_runs_here_leads_to_its_ranks(job: Callable[..., Job]) -> None:
     run = job(2, "project")
-    link = run.connect()
+    connection = run.connect()
     run.look_until(lambda now: now.number("step") > 2)
     wait_until(lambda: (run.out / "run" / "measures.jsonl").exists(), START_LIMIT_S)
     top = InTerminal(
@@ -207,8 +207,8 @@ def test_a_folder_of_a_job_that_runs_here_leads_to_its_ranks(job: Callable[..., 
         assert top.process.wait(START_LIMIT_S) == 0
     finally:
         top.close()
-    link.ask("stacks")
-    stacks = [stack_of(message) for _ in range(2) for message in link.news(START_LIMIT_S)]
+    connection.ask("stacks")
+    stacks = [stack_of(message) for _ in range(2) for message in connection.news(START_LIMIT_S)]
     assert {one.rank for one in stacks} <= {0, 1} and all("looked_at.py" in one.stack for one in stacks)
 
 
@@ -223,8 +223,8 @@ def test_the_secret_stands_where_its_user_alone_can_read_it(job: Callable[..., J
     assert secret not in repr(launch) and secret not in (folder / "launch.json").read_text()
     for path in (run.out / "run").glob("*"):
         assert secret not in path.read_text()
-    link = connect_to(("localhost", launch.address[1]), None)  # another name of this address
-    assert job_of(link.look()).ranks
-    link.close()
+    connection = connect_to(("localhost", launch.address[1]), None)  # another name of this address
+    assert job_of(connection.look()).ranks
+    connection.close()
     folder.chmod(0o755)  # somebody else could have put it there
     assert running_launches() == []

@@ -1,4 +1,4 @@
-"""People who look on a launch over its link: who is let in, what they are told, what cannot harm it."""
+"""People who look on a launch over a connection: who is let in, what they are told, what cannot harm it."""
 
 from __future__ import annotations
 
@@ -82,17 +82,17 @@ def launch() -> Iterator[Launch]:
         yield found
 
 
-def sentences(link: JobConnection, count: int) -> list[str]:
+def sentences(connection: JobConnection, count: int) -> list[str]:
     found: list[str] = []
     while len(found) < count:
-        found += [message["sentence"] for message in link.news(10)]
+        found += [message["sentence"] for message in connection.news(10)]
     return found
 
 
 def test_a_viewer_is_told_how_the_launch_stands_and_all_hear_what_is_asked_for(launch: Launch) -> None:
     first, second = JobConnection(launch.server.address, SECRET), JobConnection(launch.server.address, SECRET)
-    for link in (first, second):
-        view = link.look()
+    for connection in (first, second):
+        view = connection.look()
         assert view["run"] == "train.py on 1 machine" and view["latest"] == {"step": 7, "loss": "nan"}
         assert [one["rank"] for one in view["ranks"]] == [0, 1] and view["sentences"] == []
     first.ask("save")
@@ -123,11 +123,11 @@ def test_stacks_go_to_those_who_asked_for_them(launch: Launch) -> None:
 
 
 def test_another_version_is_refused_with_both_named(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    link = JobConnection(launch.server.address, SECRET)
+    connection = JobConnection(launch.server.address, SECRET)
     monkeypatch.setattr(lockstep, "__version__", lockstep.__version__)  # as it was, after this test
     monkeypatch.setattr(module_of(connect_to), "lockstep", type("Other", (), {"__version__": "0.9"}))
     with pytest.raises(ConfigError, match=rf"{lockstep.__version__}.*0\.9"):
-        link.look()
+        connection.look()
 
 
 def test_one_that_knows_no_viewers_is_told_from_one_that_is_gone() -> None:
@@ -136,13 +136,13 @@ def test_one_that_knows_no_viewers_is_told_from_one_that_is_gone() -> None:
 
 
 def test_there_are_only_so_many_viewers_and_sentences(launch: Launch) -> None:
-    links = [JobConnection(launch.server.address, SECRET) for _ in range(MOST_VIEWERS + 1)]
-    for link in links[:-1]:
-        link.look()
-    expect_refusal(ConfigError, "connected", links[-1].look)
+    connections = [JobConnection(launch.server.address, SECRET) for _ in range(MOST_VIEWERS + 1)]
+    for connection in connections[:-1]:
+        connection.look()
+    expect_refusal(ConfigError, "connected", connections[-1].look)
     for number in range(3 * MOST_SENTENCES):
         launch.server.call(lambda number=number: launch.viewers.say(f"sentence {number}"))
-    assert len(links[0].look()["sentences"]) == MOST_SENTENCES
+    assert len(connections[0].look()["sentences"]) == MOST_SENTENCES
 
 
 def test_who_asks_before_looking_is_disconnected(launch: Launch) -> None:
@@ -197,9 +197,9 @@ def test_the_secret_comes_from_a_file_a_launch_here_a_variable_or_the_users_own(
     write_place(make_work_folder(), "id-1", address, "train.py", SECRET)
     connect_to(address, None).look()
     assert connect_here("id-2") is None
-    for link in (connect_here("id-1"), connect_here()):
-        assert link is not None
-        link.look()
+    for connection in (connect_here("id-1"), connect_here()):
+        assert connection is not None
+        connection.look()
     write_place(make_work_folder(), "id-2", ("127.0.0.1", 1), "other.py", SECRET)
     with pytest.raises(ConfigError, match=r"\.py.*\.py"):
         connect_here()
@@ -242,10 +242,10 @@ def test_a_watch_of_the_launch_has_no_harm_of_a_peer_that_is_gone() -> None:
     peer = FakePeer()
     viewers.received(peer, {"kind": "top.look", "version": lockstep.__version__})  # type: ignore[arg-type]
     viewers.received(peer, {"kind": "top.stacks"})  # type: ignore[arg-type]
-    told = len(peer.sent)
+    sent_before = len(peer.sent)
     viewers.lost(peer)  # type: ignore[arg-type]
     viewers.say("a sentence")
-    assert len(peer.sent) == told
+    assert len(peer.sent) == sent_before
 
 
 def test_a_launch_that_is_not_watched_is_refused(

@@ -26,7 +26,7 @@ class Setup:
     """How a run is set up.
 
     ``weighted``: some tokens are masked, and losses come with the number of the others. ``by_hand``: windows without
-    ``accumulate``; ``held_back``: in these, with ``no_sync``.
+    ``accumulate``; ``no_sync``: all but the last micro-batch of these within ``accelerator.no_sync``.
     """
 
     parallel: str = "auto"
@@ -34,13 +34,13 @@ class Setup:
     weighted: bool = False
     accumulation: int = ACCUMULATION
     by_hand: bool = False
-    held_back: bool = False
+    no_sync: bool = False
     each_batch: bool = False
     ddp: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
         words = [self.parallel, self.precision, *(name for name, _ in self.ddp)]
-        words += [name for name in ("weighted", "by_hand", "held_back", "each_batch") if getattr(self, name)]
+        words += [name for name in ("weighted", "by_hand", "no_sync", "each_batch") if getattr(self, name)]
         return "-".join(words).replace(" ", "-")
 
 
@@ -88,8 +88,8 @@ class Run:
                 self.optimizer.zero_grad()
             if self.setup.by_hand:
                 last = (number + 1) % ACCUMULATION == 0
-                hold_back = run.no_sync(self.model) if self.setup.held_back and not last else nullcontext()
-                with hold_back:
+                no_sync = self.setup.no_sync and not last
+                with run.no_sync(self.model) if no_sync else nullcontext():
                     loss, _ = self.loss_of(self, number)
                     run.backward(loss / ACCUMULATION)
                 if last:

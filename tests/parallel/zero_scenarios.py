@@ -334,7 +334,7 @@ class Scaled(Net):
         return super().forward(x, skip) * self.scale
 
 
-def one_of_two_held_back(run: Any) -> dict[str, Any]:
+def one_of_two_in_no_sync(run: Any) -> dict[str, Any]:
     """A backward through two models, only one of which waits with averaging."""
     waits, goes = seeded(Scaled), seeded(Scaled, seed=1)
     waits_step, goes_step = sgd(waits), sgd(goes)
@@ -589,7 +589,7 @@ SCENARIOS = {
         changed_by_hand,
         windows_by_hand,
         forgotten_gradients,
-        one_of_two_held_back,
+        one_of_two_in_no_sync,
         loaded_between_forward_and_backward,
         interrupted,
         clipping,

@@ -23,7 +23,7 @@ from lockstep.parity.trace import (
 Tensors = Mapping[TraceItem, Tensor]
 Shard = tuple[Tensor, tuple[int, ...], list[ShardRegion]]
 """A local part, the shape of the whole, and the boxes."""
-Held = Mapping[TraceItem, "Tensor | Shard"]
+LocalTensors = Mapping[TraceItem, "Tensor | Shard"]
 
 
 def record(path: Path, tensors: Tensors) -> Trace:
@@ -37,14 +37,14 @@ def record(path: Path, tensors: Tensors) -> Trace:
 
 
 def measure(
-    trace: Trace, folder: Path, ranks: Sequence[Held], allowed: Tolerance | None = None
+    trace: Trace, folder: Path, ranks: Sequence[LocalTensors], allowed: Tolerance | None = None
 ) -> tuple[list[Measured], dict[int, Trace]]:
     """What each rank measures, and the parts that it keeps."""
     folder.mkdir(parents=True, exist_ok=True)
     for rank, tensors in enumerate(ranks):
         sink = TraceComparison(trace, folder, rank, allowed)
-        for item, held in tensors.items():
-            part, shape, boxes = held if isinstance(held, tuple) else (held, tuple(held.shape), [])
+        for item, local in tensors.items():
+            part, shape, boxes = local if isinstance(local, tuple) else (local, tuple(local.shape), [])
             sink.add(item, part, shape, boxes)
         sink.close({})
     lines = list(read_measured(sorted(folder.glob("measured-*.jsonl"))))
@@ -57,7 +57,7 @@ def measure(
 def verdict_of(
     folder: Path,
     reference: Tensors,
-    ranks: Sequence[Held],
+    ranks: Sequence[LocalTensors],
     *,
     disturbed: Tensors | None = None,
     half: Tensors | None = None,

@@ -11,7 +11,7 @@ from lockstep.comm import ShardRegion
 from lockstep.parity.judge import Fault, RankFacts, RunFacts, Tolerance, judge, judge_repeat
 from lockstep.parity.report import sentence, sentence_of_repeat
 from lockstep.parity.trace import ItemKind, TraceItem, as_pairs, as_regions
-from tests.parity.runs import Held, measure, ranks_of, record, shaken, shard, synthetic, verdict_of
+from tests.parity.runs import LocalTensors, measure, ranks_of, record, shaken, shard, synthetic, verdict_of
 
 FOUR = RunFacts(candidate="ddp", nproc=4, data_ranks=4, steps_asked=2, steps_compared=2)
 GRADIENT = TraceItem(2, ItemKind.GRADIENT, "first.weight")
@@ -30,10 +30,10 @@ def test_equal_runs_agree(tmp_path: Path) -> None:
 @pytest.mark.parametrize("wrong", [None, 2])
 def test_shards_are_put_together(wrong: int | None, tmp_path: Path) -> None:
     tensors = synthetic(data_ranks=4)
-    ranks: list[Held] = []
-    for rank, held in enumerate(ranks_of(tensors, 4)):
-        part, shape, boxes = shard(held[GRADIENT], rank, 4)
-        ranks.append({**held, GRADIENT: (part * (2 if rank == wrong else 1), shape, boxes)})
+    ranks: list[LocalTensors] = []
+    for rank, local in enumerate(ranks_of(tensors, 4)):
+        part, shape, boxes = shard(local[GRADIENT], rank, 4)
+        ranks.append({**local, GRADIENT: (part * (2 if rank == wrong else 1), shape, boxes)})
     verdict = verdict_of(tmp_path, tensors, ranks, facts=FOUR)
     assert verdict.agrees == (wrong is None)
     if wrong is not None:
@@ -46,7 +46,7 @@ def test_shards_are_put_together(wrong: int | None, tmp_path: Path) -> None:
 
 def test_a_rank_without_elements_of_a_tensor_says_nothing(tmp_path: Path) -> None:
     tensors = synthetic()
-    ranks: list[Held] = [dict(held) for held in ranks_of(tensors, 2)]
+    ranks: list[LocalTensors] = [dict(local) for local in ranks_of(tensors, 2)]
     ranks[1] = {**ranks[1], GRADIENT: (torch.empty(0, 8), (8, 8), [])}
     assert verdict_of(tmp_path, tensors, ranks).agrees
 
@@ -82,10 +82,10 @@ def test_findings_are_in_the_order_of_a_step(tmp_path: Path) -> None:
         TraceItem(1, ItemKind.UPDATE, "first.weight"),
         TraceItem(2, ItemKind.BATCH, "", data_rank=3, path="x"),
     ]
-    for held in ranks:
+    for local in ranks:
         for item in wrong:
-            if item in held:
-                held[item] = held[item] * 3
+            if item in local:
+                local[item] = local[item] * 3
     verdict = verdict_of(tmp_path, tensors, ranks, facts=FOUR)
     found = [finding.item for finding in verdict.findings]
     assert {*found} == {*wrong} and found[-3:] == wrong[-3:]
@@ -106,7 +106,7 @@ def test_findings_are_in_the_order_of_a_step(tmp_path: Path) -> None:
 )
 def test_what_no_rank_has(lost, faults: set[Fault], tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     tensors = synthetic()
-    ranks = [{item: one for item, one in held.items() if not lost(item)} for held in ranks_of(tensors, 2)]
+    ranks = [{item: one for item, one in local.items() if not lost(item)} for local in ranks_of(tensors, 2)]
     verdict = verdict_of(tmp_path, tensors, ranks)
     assert {finding.fault for finding in verdict.findings} == faults
     assert len(verdict.findings) == len(faults)

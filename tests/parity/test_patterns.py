@@ -13,7 +13,7 @@ from torch import Tensor
 from lockstep.parity.judge import RankFacts, RunFacts
 from lockstep.parity.report import sentence
 from lockstep.parity.trace import ItemKind, TraceItem
-from tests.parity.runs import Held, ranks_of, shard, synthetic, verdict_of
+from tests.parity.runs import LocalTensors, ranks_of, shard, synthetic, verdict_of
 
 Ranks = list[dict[TraceItem, Tensor]]
 Plant = Callable[[Ranks, dict[TraceItem, Tensor]], None]
@@ -44,9 +44,9 @@ def facts(data_ranks: int, accumulation_steps: int = 1, **axes: int) -> RunFacts
 
 def times(factor: float, item: TraceItem = GRADIENT, on: tuple[int, ...] | None = None) -> Plant:
     def plant(ranks: Ranks, tensors: dict[TraceItem, Tensor]) -> None:
-        for rank, held in enumerate(ranks):
-            if item in held and (on is None or rank in on):
-                held[item] = held[item] * factor
+        for rank, local in enumerate(ranks):
+            if item in local and (on is None or rank in on):
+                local[item] = local[item] * factor
 
     return plant
 
@@ -56,9 +56,9 @@ def becomes(
 ) -> Plant:
     def plant(ranks: Ranks, tensors: dict[TraceItem, Tensor]) -> None:
         other = value(tensors)
-        for rank, held in enumerate(ranks):
-            if item in held and (on is None or rank in on):
-                held[item] = other
+        for rank, local in enumerate(ranks):
+            if item in local and (on is None or rank in on):
+                local[item] = other
 
     return plant
 
@@ -71,8 +71,8 @@ def own_parts(item: TraceItem, of: Callable[[Tensor, list[Tensor], int], Tensor]
         number = groups or len(ranks)
         parts = [whole.std().clamp(min=1) * torch.randn(whole.shape) for _ in range(number)]
         mean = torch.stack(parts).mean(0)
-        for rank, held in enumerate(ranks):
-            held[item] = of(whole, [one - mean for one in parts], rank * number // len(ranks))
+        for rank, local in enumerate(ranks):
+            local[item] = of(whole, [one - mean for one in parts], rank * number // len(ranks))
 
     return plant
 
@@ -87,8 +87,8 @@ def batch_of(change: Callable[[Tensor, Tensor], Tensor]) -> Plant:
 
 
 def local_norms(ranks: Ranks, tensors: dict[TraceItem, Tensor]) -> None:
-    for share, held in zip((0.3, 0.7), ranks, strict=True):
-        held[NORM] = tensors[NORM] * share**0.5
+    for share, local in zip((0.3, 0.7), ranks, strict=True):
+        local[NORM] = tensors[NORM] * share**0.5
 
 
 def noisy(eps: float) -> Callable[[Tensor], Tensor]:
@@ -299,10 +299,10 @@ def test_a_difference_is_named(name: str, tmp_path: Path) -> None:
 
 def test_shards_that_were_swapped_are_named(tmp_path: Path) -> None:
     tensors = synthetic()
-    ranks: list[Held] = []
-    for rank, held in enumerate(ranks_of(tensors, 2)):
-        other = shard(held[GRADIENT], 1 - rank, 2)[0]
-        ranks.append({**held, GRADIENT: (other, *shard(held[GRADIENT], rank, 2)[1:])})
+    ranks: list[LocalTensors] = []
+    for rank, local in enumerate(ranks_of(tensors, 2)):
+        other = shard(local[GRADIENT], 1 - rank, 2)[0]
+        ranks.append({**local, GRADIENT: (other, *shard(local[GRADIENT], rank, 2)[1:])})
     verdict = verdict_of(tmp_path, tensors, ranks)
     assert verdict.findings[0].item == GRADIENT
     assert (

@@ -207,8 +207,8 @@ class _Page(HTMLParser):
 def test_the_page_is_whole_and_loads_nothing(tmp_path: Path) -> None:
     tensors = synthetic()
     ranks = ranks_of(tensors, 2)
-    for held in ranks:
-        held[O_PROJ._replace(name="second.weight")] *= 2
+    for local in ranks:
+        local[O_PROJ._replace(name="second.weight")] *= 2
     found = verdict_of(tmp_path, tensors, ranks)
     text = to_html(found)
     page = _Page()

@@ -219,9 +219,9 @@ def mismatched() -> str:
 
 
 def test_gathers_of_other_sizes_are_refused_on_every_rank(run_distributed) -> None:
-    for told in run_distributed(mismatched, 2):
-        assert "rank 0: all_gather() of 100" in told
-        assert "rank 1: all_gather() of 200" in told
+    for message in run_distributed(mismatched, 2):
+        assert "rank 0: all_gather() of 100" in message
+        assert "rank 1: all_gather() of 200" in message
 
 
 def sharded_by_hand() -> list[bool]:

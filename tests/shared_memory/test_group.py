@@ -151,10 +151,10 @@ def mismatched(kind: str) -> tuple[str, str]:
 @pytest.mark.parametrize("kind", ["kind", "size", "dtype", "root", "operation"])
 def test_calls_that_do_not_belong_together_raise_on_every_rank(run_distributed, kind: str) -> None:
     names = {"kind": "broadcast", "size": "3", "dtype": "int32", "root": "rank 1", "operation": "MAX"}
-    for told, later in run_distributed(mismatched, 3, kind):
-        assert "rank 0: all_reduce" in told or kind == "root"
-        assert names[kind] in told
-        assert later == told  # nobody knows where the others are
+    for message, later in run_distributed(mismatched, 3, kind):
+        assert "rank 0: all_reduce" in message or kind == "root"
+        assert names[kind] in message
+        assert later == message  # nobody knows where the others are
 
 
 def late_and_alone() -> tuple[str, str, float]:
@@ -189,15 +189,15 @@ def refused_tensors() -> list[str]:
         lambda: dist.all_gather_into_tensor(torch.empty(9), x, group=group),
         lambda: dist.broadcast(torch.sparse_coo_tensor([[0]], [1.0], (4,)), 0, group=group),
     ]
-    told = [message_of(call, (UsageError, ValueError)) for call in calls]  # type: ignore[arg-type]
+    messages = [message_of(call, (UsageError, ValueError)) for call in calls]  # type: ignore[arg-type]
     dist.all_reduce(x, group=group)  # none of them was half done
     assert x.tolist() == [2.0] * 4
-    return told
+    return messages
 
 
 def test_what_it_cannot_carry_is_refused_before_anything_is_sent(run_distributed) -> None:
-    for told in run_distributed(refused_tensors, 2):
-        assert all(told), told
+    for messages in run_distributed(refused_tensors, 2):
+        assert all(messages), messages
 
 
 def sparse_sum() -> tuple[Tensor, Tensor]:

@@ -71,16 +71,16 @@ def kill_in_training(ranks: int) -> list[str]:
             one.start()
         for one in started:
             one.join(60)
-        told = {path.name: path.read_text() for path in sorted(Path(folder).glob("told*"))}
-        assert [one.exitcode for one in started] == [-signal.SIGKILL, *[3] * (ranks - 1)], told
-        return list(told.values())
+        messages = {path.name: path.read_text() for path in sorted(Path(folder).glob("told*"))}
+        assert [one.exitcode for one in started] == [-signal.SIGKILL, *[3] * (ranks - 1)], messages
+        return list(messages.values())
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_backward_of_ddp_raises_where_a_rank_was_killed(run_distributed, ranks: int) -> None:
-    (told,) = run_distributed(kill_in_training, 1, ranks)
-    assert all("has ended, while rank" in text and "all_reduce" in text for text in told), told
-    assert any("rank 0 has ended" in text for text in told), told
+    (messages,) = run_distributed(kill_in_training, 1, ranks)
+    assert all("has ended, while rank" in text and "all_reduce" in text for text in messages), messages
+    assert any("rank 0 has ended" in text for text in messages), messages
 
 
 def kill_some(times: int, ranks: int, seed: int) -> list[tuple[int, list[str]]]:
@@ -114,10 +114,10 @@ def others(rank: int, ranks: int) -> Sequence[int]:
 
 
 def check_kills(found: list[tuple[int, list[str]]]) -> None:
-    for killed, told in found:
+    for killed, messages in found:
         # Who waits for a rank that ended because of the killed one names that.
-        assert any(f"rank {killed} has ended" in text for text in told), (killed, told)
-        assert all("has ended, while rank" in text for text in told), (killed, told)
+        assert any(f"rank {killed} has ended" in text for text in messages), (killed, messages)
+        assert all("has ended, while rank" in text for text in messages), (killed, messages)
 
 
 def in_shared_memory() -> set[str]:

@@ -113,11 +113,11 @@ def raised_names(function: ast.AST) -> Iterator[str]:
 
 def unnamed_exceptions(value: Any) -> list[str]:
     """Exceptions that it raises itself, and of which the docstring names neither the class nor a base."""
-    told = set(re.findall(r"\w+", docstring(value)))
+    documented = set(re.findall(r"\w+", docstring(value)))
     return sorted(
         kind.__name__
         for kind in raised(value)
-        if not told
+        if not documented
         & {base.__name__ for base in kind.__mro__ if base not in (Exception, BaseException, object)}
     )
 

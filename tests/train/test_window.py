@@ -24,7 +24,7 @@ SETUPS = [
     (1, Setup(weighted=True)),
     (2, Setup(weighted=True)),
     (2, Setup(by_hand=True)),
-    (2, Setup(by_hand=True, held_back=True)),
+    (2, Setup(by_hand=True, no_sync=True)),
     (2, Setup(each_batch=True)),
     (2, Setup(precision="fp16")),
     (2, Setup(precision="bf16")),

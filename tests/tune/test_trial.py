@@ -27,7 +27,7 @@ def ended(*facts: RankReport, code: int | None = 0, killed: bool = False, short:
     return TrialEnd(code, facts, killed, short, "exit code 1.", "")
 
 
-def told(rank: int, **values: object) -> RankReport:
+def report_of(rank: int, **values: object) -> RankReport:
     steps = {"rows": [8] * 5, "batches": [2] * 5, "tokens": [0] * 5, "seconds": [9.0, 9.0, 0.5, 0.25, 0.5]}
     known = {"rank": rank, "data_rank": rank, "data_ranks": 2, "made": 5, "peak": 100, "limit": 200, **steps}
     return RankReport(**{**known, **values})
@@ -36,22 +36,22 @@ def told(rank: int, **values: object) -> RankReport:
 @pytest.mark.parametrize(
     ("end", "verdict", "why"),
     [
-        (ended(told(0), told(1)), SizeVerdict.FITS, ""),
-        (ended(told(0), told(1, peak=201)), SizeVerdict.OVER_LIMIT, "rank 1 took 201 of 200 bytes"),
+        (ended(report_of(0), report_of(1)), SizeVerdict.FITS, ""),
+        (ended(report_of(0), report_of(1, peak=201)), SizeVerdict.OVER_LIMIT, "rank 1 took 201 of 200 bytes"),
         (
-            ended(told(0), told(1, over=300), code=1),
+            ended(report_of(0), report_of(1, over=300), code=1),
             SizeVerdict.OVER_LIMIT,
             "rank 1 ended itself at 300 of 200",
         ),
         (
-            ended(told(0), told(1, failed="MemoryError", out_of_memory=True), code=1),
+            ended(report_of(0), report_of(1, failed="MemoryError", out_of_memory=True), code=1),
             SizeVerdict.OUT_OF_MEMORY,
             "rank 1: MemoryError",
         ),
-        (ended(told(0), told(1), code=137, killed=True), SizeVerdict.KILLED, "signal 9"),
-        (ended(told(0), told(1), code=1, short=True), SizeVerdict.OUT_OF_MEMORY, "exit code 1."),
-        (ended(told(0), code=None), SizeVerdict.TOO_SLOW, "ended after 7 s"),
-        (ended(told(0, failed="ValueError: no"), code=1), SizeVerdict.FAILED, "rank 0: ValueError: no"),
+        (ended(report_of(0), report_of(1), code=137, killed=True), SizeVerdict.KILLED, "signal 9"),
+        (ended(report_of(0), report_of(1), code=1, short=True), SizeVerdict.OUT_OF_MEMORY, "exit code 1."),
+        (ended(report_of(0), code=None), SizeVerdict.TOO_SLOW, "ended after 7 s"),
+        (ended(report_of(0, failed="ValueError: no"), code=1), SizeVerdict.FAILED, "rank 0: ValueError: no"),
     ],
     ids=lambda value: value.value if isinstance(value, SizeVerdict) else "",
 )
@@ -63,25 +63,29 @@ def test_what_one_rank_says_holds_for_all(end: TrialEnd, verdict: SizeVerdict, w
 
 
 def test_the_speed_is_the_median_behind_the_first_steps() -> None:
-    trial = judged(ended(told(0, tokens=[32] * 5), told(1)), 2, 2, 8, 7.0)
+    trial = judged(ended(report_of(0, tokens=[32] * 5), report_of(1)), 2, 2, 8, 7.0)
     assert (trial.samples_per_s, trial.tokens_per_s, trial.steps) == (16.0, 2 * 32 / 0.5, 3)
     # Steps with fewer rows, and such in which something else was done, are not timed.
-    trial = judged(ended(told(0, rows=[8, 8, 4, 8, 8], seconds=[1, 1, 1, 2.0, 0.0])), 2, 2, 8, 7.0)
+    trial = judged(ended(report_of(0, rows=[8, 8, 4, 8, 8], seconds=[1, 1, 1, 2.0, 0.0])), 2, 2, 8, 7.0)
     assert (trial.samples_per_s, trial.steps) == (4.0, 1)
 
 
 def test_the_first_loss_is_that_of_ranks_with_batches_of_their_own() -> None:
-    ranks = [told(0, first_loss=1.0), told(1, first_loss=3.0), told(2, data_rank=1, first_loss=3.0)]
+    ranks = [
+        report_of(0, first_loss=1.0),
+        report_of(1, first_loss=3.0),
+        report_of(2, data_rank=1, first_loss=3.0),
+    ]
     assert judged(ended(*ranks), 2, 2, 8, 7.0).first_loss == 2.0
-    assert judged(ended(told(0, first_loss=1.0), told(1)), 2, 2, 8, 7.0).first_loss is None
+    assert judged(ended(report_of(0, first_loss=1.0), report_of(1)), 2, 2, 8, 7.0).first_loss is None
 
 
 def test_files_hold_what_was_written(tmp_path: Path) -> None:
     spec = TrialSpec(str(tmp_path), 3, micro_batch=4, accumulation=2, loader=0, parallel="zero=1")
     assert TrialSpec.read(spec.write(tmp_path / "spec.json")) == spec
     for rank in (1, 0):
-        told(rank).write(tmp_path)
-    assert RankReport.read_all(tmp_path) == [told(0), told(1)]
+        report_of(rank).write(tmp_path)
+    assert RankReport.read_all(tmp_path) == [report_of(0), report_of(1)]
 
 
 def test_the_peak_is_that_of_this_process_and_begins_anew() -> None:

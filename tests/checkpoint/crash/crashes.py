@@ -105,14 +105,14 @@ def run_and_save(folder: Path, scenario: Scenario, saves: int, resume: bool, sto
 
 
 def _written(ended: Ended) -> Written:
-    told = [(*item, None)[:3] for item in ended.told]
+    reported = [(*item, None)[:3] for item in ended.reported]
     steps = dict.fromkeys(("loaded", "started", "returned"), 0)
-    steps.update({name: value for name, value, _ in told if name in steps})
+    steps.update({name: value for name, value, _ in reported if name in steps})
     steps["returned"] = steps["returned"] or steps["loaded"]
     steps["started"] = steps["started"] or steps["loaded"]
-    log: list[Operation] = next((value for name, value, _ in told if name == "log"), [])
+    log: list[Operation] = next((value for name, value, _ in reported if name == "log"), [])
     return Written(
-        log, [end for name, _, end in told if name == "returned"], **steps, killed=bool(ended.code)
+        log, [end for name, _, end in reported if name == "returned"], **steps, killed=bool(ended.code)
     )
 
 
@@ -127,7 +127,7 @@ def check(folder: Path, scenario: Scenario, allowed: Allowed, point: str) -> Out
         ended = run_ranks(work, scenario.ranks)
     except AssertionError as error:
         return Outcome(scenario.name, point, "stuck", str(error))
-    results = {one.told[0] for one in ended}
+    results = {one.reported[0] for one in ended}
     result, detail = results.pop() if len(results) == 1 else ("mixed", f"ranks differ: {results}")
     if result in ("N", "N-1", "none") and (left := leftovers(folder)):
         result, detail = "leftovers", ", ".join(left)
@@ -178,7 +178,7 @@ def crash(scenario: Scenario, point: Point, log: list[Operation]) -> Outcome:
     """Save again and again in an empty folder until ``point``; ``log`` is that of a run that was left alone."""
     with folder_for() as folder:
         written = write(folder, scenario, point)
-        return check(folder, scenario, _allowed(written), _told(point, log))
+        return check(folder, scenario, _allowed(written), _named(point, log))
 
 
 def _allowed(written: list[Written]) -> Allowed:
@@ -186,7 +186,7 @@ def _allowed(written: list[Written]) -> Allowed:
     return frozenset([max(one.returned for one in written), max(one.started for one in written)])
 
 
-def _told(point: Point, log: list[Operation]) -> str:
+def _named(point: Point, log: list[Operation]) -> str:
     operation = log[point.number] if point.number < len(log) else "the end"
     where = "in the middle of" if point.half else "before"
     return f"rank {point.rank}, {where} operation {point.number}: {operation}"
@@ -208,11 +208,13 @@ def crash_twice(scenario: Scenario, first: Point, log: list[Operation], every: i
         for point in points_of(again)[first.number % every :: every]:
             shutil.copytree(kept, copy, symlinks=True)
             second = write(copy, scenario, point, saves=1, resume=True)
-            told = f"{_told(first, log)}; then {_told(point, again)}"
+            description = f"{_named(first, log)}; then {_named(point, again)}"
             if (loaded := second[0].loaded) not in _allowed(written):
-                outcomes.append(Outcome(scenario.name, told, "wrong", f"{loaded} was loaded after {written}"))
+                outcomes.append(
+                    Outcome(scenario.name, description, "wrong", f"{loaded} was loaded after {written}")
+                )
             else:
-                outcomes.append(check(copy, scenario, _allowed(second), told))
+                outcomes.append(check(copy, scenario, _allowed(second), description))
             shutil.rmtree(copy)
     return outcomes
 

@@ -127,11 +127,11 @@ def _save(folder: Path, scenario: Scenario, rank: int, stop: Stop) -> list[Saved
         if this_rank == 0:
             shutil.copytree(run, left)
         subject.accelerator.wait_for_everyone()
-        told = "" if error is None else f"{type(error).__name__}: {error}"
+        message = "" if error is None else f"{type(error).__name__}: {error}"
         is_explained = error is None or _is_explained(error)
-        tell(Saved(told, is_explained, _go_on(subject, run), interposer.log))
+        tell(Saved(message, is_explained, _go_on(subject, run), interposer.log))
 
-    return [ended.told[0] for ended in run_ranks(work, scenario.ranks)]
+    return [ended.reported[0] for ended in run_ranks(work, scenario.ranks)]
 
 
 def _go_on(subject: Subject, run: Path) -> tuple[str, str] | None:

@@ -22,9 +22,9 @@ GRACE_S = 1.0
 
 @dataclass
 class Ended:
-    """What a process told, and how it ended: its exit code, or minus the signal that killed it."""
+    """What a process reported, and how it ended: its exit code, or minus the signal that killed it."""
 
-    told: list[Any] = field(default_factory=list)
+    reported: list[Any] = field(default_factory=list)
     code: int | None = None
     failure: str = ""
 
@@ -62,9 +62,9 @@ def run_ranks(work: Callable[[int, Tell], None], ranks: int, grace_s: float = GR
         for pipe in ready:
             rank = pipes[pipe]
             try:
-                failure, told = pipe.recv()
+                failure, reported = pipe.recv()
                 ended[rank].failure += failure
-                ended[rank].told += [] if failure else [told]
+                ended[rank].reported += [] if failure else [reported]
             except (EOFError, OSError):
                 del pipes[pipe]
                 ended[rank].code = os.waitstatus_to_exitcode(os.waitpid(pids[rank], 0)[1])
@@ -77,7 +77,7 @@ def run_ranks(work: Callable[[int, Tell], None], ranks: int, grace_s: float = GR
             deadline = time.monotonic() + LIMIT_S
     failures = [one.failure for one in ended if one.failure]
     assert not failures or any(one.was_killed for one in ended), "\n".join(failures)
-    assert not slow, f"a process took more than {LIMIT_S:.0f} s; told: {[one.told for one in ended]}"
+    assert not slow, f"a process took more than {LIMIT_S:.0f} s; reported: {[one.reported for one in ended]}"
     return ended
 
 
@@ -91,7 +91,7 @@ def _child(work: Callable[[Tell], None], pipe: Connection, rank: int, ranks: int
             os.environ.update(
                 {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
             )
-        work(lambda told: pipe.send(("", told)))
+        work(lambda reported: pipe.send(("", reported)))
         code = 0
     except BaseException:
         pipe.send((traceback.format_exc(), None))

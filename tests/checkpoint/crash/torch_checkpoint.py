@@ -71,8 +71,8 @@ def _save(folder: Path, in_place: bool, point: Point | None) -> tuple[list[Opera
             ends.append(len(interposer.log))
         tell((interposer.log, ends[0]))
 
-    told = run(work).told
-    return told[0] if told else ([], 0)
+    reported = run(work).reported
+    return reported[0] if reported else ([], 0)
 
 
 def _crash(in_place: bool, point: Point, log: list[Operation]) -> Outcome:
@@ -91,7 +91,7 @@ def _crash(in_place: bool, point: Point, log: list[Operation]) -> Outcome:
 
     with folder_for() as folder:
         _save(folder, in_place, point)
-        result, detail = run(work).told[0]
+        result, detail = run(work).reported[0]
     name = IN_PLACE.name if in_place else NEW_DIRECTORIES.name
     return Outcome(name, f"operation {point.number}: {log[point.number]}", result, detail)
 

@@ -36,7 +36,7 @@ def main(folder: Path, record: Path) -> None:
     interposer.install()
     failing: list[str] = []
     audited: list[str] = []
-    sys.addaudithook(lambda event, told: _audit(audited, folder, event, told) if interposer.armed else None)
+    sys.addaudithook(lambda event, args: _audit(audited, folder, event, args) if interposer.armed else None)
     interposer.armed = True
     for name, scenario in SCENARIOS.items():
         place = folder / name
@@ -60,13 +60,13 @@ def _fails(operation: Operation, failing: list[str]) -> OSError | None:
     return None
 
 
-def _audit(audited: list[str], folder: Path, event: str, told: tuple[Any, ...]) -> None:
-    if event not in AUDITED or not isinstance(told[0], str | bytes | os.PathLike):
+def _audit(audited: list[str], folder: Path, event: str, args: tuple[Any, ...]) -> None:
+    if event not in AUDITED or not isinstance(args[0], str | bytes | os.PathLike):
         return
-    if event == "open" and not (isinstance(told[2], int) and told[2] & FOR_WRITING):
+    if event == "open" and not (isinstance(args[2], int) and args[2] & FOR_WRITING):
         return
-    path = os.fsdecode(told[0])
-    directory = told[-1] if event in ("os.remove", "os.rmdir", "os.mkdir") else -1
+    path = os.fsdecode(args[0])
+    directory = args[-1] if event in ("os.remove", "os.rmdir", "os.mkdir") else -1
     if directory != -1:
         path = os.path.join(os.readlink(f"/proc/self/fd/{directory}"), path)
     path = os.path.abspath(path)

@@ -137,7 +137,7 @@ def warm_up() -> None:
             subject.load()
         tell(sorted(sys.modules))
 
-    for name in run(work).told[0]:
+    for name in run(work).reported[0]:
         if name != "__main__" and name not in sys.modules:
             with suppress(ImportError):  # a name that another module made up
                 importlib.import_module(name)

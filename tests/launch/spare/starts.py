@@ -66,8 +66,8 @@ def run_warm(
             os.close(saved)
         try:
             wait_for(spare, "ready")
-            told = spare.tell({"environment": dict(then)}, (file.fileno(), file.fileno()))
-            assert told, (spare.process.poll(), spare.state, spare.why)
+            begun = spare.tell({"environment": dict(then)}, (file.fileno(), file.fileno()))
+            assert begun, (spare.process.poll(), spare.state, spare.why)
             why = wait_for(spare, "warm", "cold")
             return spare.process.wait(LIMIT_S), spare.state, why
         finally:

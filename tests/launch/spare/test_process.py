@@ -31,7 +31,7 @@ def stream(file):
             file.write_through, file.mode, file.name, file.closefd if hasattr(file, "closefd") else None,
             type(file.buffer).__name__]
 
-def told(variable):
+def value(variable):
     return subprocess.run([sys.executable, "-S", "-c", f"import os; print(os.environ.get({variable!r}))"],
                           capture_output=True, text=True).stdout.strip()
 
@@ -49,7 +49,7 @@ if __name__ == "__main__":
     children = open(f"/proc/self/task/{os.getpid()}/children").read().split()
     status = dict(line.partition(":")[::2] for line in open("/proc/self/status"))
     seen = {
-        "environ": dict(os.environ), "getenv": {n: told(n) for n in ("RANK", "MINE", "PYTHONPATH", "LOCKSTEP_SPARE")},
+        "environ": dict(os.environ), "getenv": {n: value(n) for n in ("RANK", "MINE", "PYTHONPATH", "LOCKSTEP_SPARE")},
         "argv": sys.argv, "orig_argv": sys.orig_argv, "path": sys.path, "cwd": os.getcwd(), "flags": repr(sys.flags),
         "command line": open("/proc/self/cmdline").read(), "comm": open("/proc/self/comm").read(),
         "files": sorted(os.listdir("/proc/self/fd")), "inputs": os.readlink("/proc/self/fd/0"),

@@ -31,8 +31,8 @@ def answer(run: Run, *boundaries: int) -> None:
 @pytest.fixture
 def run() -> Run:
     found = Run()
-    found.told: list[str] = []  # type: ignore[attr-defined]
-    found.coordinator.at_save = found.told.append  # type: ignore[attr-defined]
+    found.sentences: list[str] = []  # type: ignore[attr-defined]
+    found.coordinator.at_save = found.sentences.append  # type: ignore[attr-defined]
     found.heartbeats(1, boundaries=3)
     return found
 
@@ -45,9 +45,9 @@ def test_all_save_at_the_first_boundary_that_none_has_passed_and_the_last_one_en
     assert [peer.sent[-1] for peer in run.peers] == 3 * [{"kind": "watch.save_at", "boundary": 7}]
     assert run.coordinator.request_save(CAUSE) == UNDER_WAY
     for peer in run.peers:
-        assert run.told == []  # type: ignore[attr-defined]
+        assert run.sentences == []  # type: ignore[attr-defined]
         run.tell(peer, "saved", sentence=f"told by rank {peer.data['rank']}")
-    assert run.told == ["told by rank 0"]  # type: ignore[attr-defined]
+    assert run.sentences == ["told by rank 0"]  # type: ignore[attr-defined]
     assert run.coordinator.request_save(CAUSE) == "" and len(asked(run)) == 2
 
 
@@ -67,7 +67,7 @@ def test_before_a_boundary_is_named_it_can_be_withdrawn(why: str, run: Run) -> N
         "stop": "the run is about to stop", "gone": "a rank has ended meanwhile", "ended": "a rank has ended meanwhile",
         "silence": "rank 2 does not answer",
     }[why]  # fmt: skip
-    assert run.told == [f"Nothing was saved: {reason}."]  # type: ignore[attr-defined]
+    assert run.sentences == [f"Nothing was saved: {reason}."]  # type: ignore[attr-defined]
     answer(run, 4, 4, 4)  # too late
     assert "save_at" not in run.peers[0].verbs()
 
@@ -80,7 +80,7 @@ def test_after_a_boundary_is_named_nothing_takes_it_back(run: Run) -> None:
     assert "no_save" not in run.peers[0].verbs()
     run.coordinator.lost(run.peers[1])  # type: ignore[arg-type]
     run.coordinator.tick(run.now + 2 * ANSWER_LIMIT_S)
-    assert run.told == ["A rank has ended before the save was complete."]  # type: ignore[attr-defined]
+    assert run.sentences == ["A rank has ended before the save was complete."]  # type: ignore[attr-defined]
 
 
 def test_it_is_refused_where_there_is_nothing_to_save_or_not_all_are_there() -> None:

@@ -62,15 +62,15 @@ def test_the_time_before_backward_is_counted_for_each_micro_batch(monkeypatch) -
 @pytest.mark.parametrize("name", ["at_step", "at_batch"])
 def test_whoever_looks_on_is_told_also_when_another_leaves_at_that_moment(name: str) -> None:
     clock = StepClock()
-    told = []
+    called = []
 
     def leaves(*_: object) -> None:
         getattr(clock, name).remove(leaves)
 
-    getattr(clock, name).extend([leaves, lambda *_: told.append(name)])
+    getattr(clock, name).extend([leaves, lambda *_: called.append(name)])
     clock.batch_comes(None)
     clock.boundary()
-    assert told == [name]
+    assert called == [name]
 
 
 def test_without_a_stop_every_boundary_is_passed() -> None:
@@ -94,12 +94,12 @@ class Barrier(threading.Barrier):
     """The all-reduce of a step: nobody leaves before all came."""
 
 
-def rank(clock: StepClock, meet: Callable[[], object], steps: int, stopped_at: list[int]) -> None:
+def rank(clock: StepClock, barrier: Callable[[], object], steps: int, stopped_at: list[int]) -> None:
     try:
         for _ in range(steps):
             clock.batch_wanted()
             clock.backward_begins()
-            meet()
+            barrier()
             clock.stepped()
     except Stopped:
         stopped_at.append(clock.boundaries)

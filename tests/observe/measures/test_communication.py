@@ -112,13 +112,13 @@ def hidden_of_ddp() -> tuple[list[float], list[float]]:
         optimizer.step()
         optimizer.zero_grad()
     accelerator.end_training()
-    told = [step.hidden_communication_seconds for step in accelerator.measures.recent]
-    return [seconds for seconds in told if seconds is not None], from_torch
+    hidden = [step.hidden_communication_seconds for step in accelerator.measures.recent]
+    return [seconds for seconds in hidden if seconds is not None], from_torch
 
 
 def test_what_ddp_hides_is_what_torch_measures(run_distributed: Any) -> None:
-    for told, from_torch in run_distributed(hidden_of_ddp, 2):
-        assert told and set(told) <= set(from_torch)
+    for hidden, from_torch in run_distributed(hidden_of_ddp, 2):
+        assert hidden and set(hidden) <= set(from_torch)
 
 
 def collectives_of_steps(measured: bool) -> list[tuple[str, int]]:

@@ -29,7 +29,7 @@ def loss_of(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return model(batch["input_ids"].float()).mean()
 
 
-def told(accelerator: Accelerator) -> list[tuple[int | None, float | None, float | None]]:
+def counts_of(accelerator: Accelerator) -> list[tuple[int | None, float | None, float | None]]:
     """Samples, tokens and loss of each step."""
     accelerator.end_training()
     return [(step.samples, step.tokens, step.loss) for step in accelerator.measures.recent]
@@ -50,7 +50,7 @@ def test_a_loop_that_takes_all_micro_batches_before_it_trains() -> None:
         optimizer.step()
         optimizer.zero_grad()
     means = [BATCH * 3 * step + (BATCH * 3 - 1) / 2 for step in range(4)]
-    assert told(accelerator) == [(6, 18, pytest.approx(mean)) for mean in means]
+    assert counts_of(accelerator) == [(6, 18, pytest.approx(mean)) for mean in means]
 
 
 def test_a_loop_that_is_a_batch_ahead() -> None:
@@ -62,7 +62,7 @@ def test_a_loop_that_is_a_batch_ahead() -> None:
         accelerator.backward(loss_of(model, batch))
         optimizer.step()
         optimizer.zero_grad()
-    found = told(accelerator)
+    found = counts_of(accelerator)
     assert len(found) == ROWS // BATCH
     assert found == [(2, 6, pytest.approx(2 * step + 0.5)) for step in range(len(found))]
 
@@ -77,7 +77,7 @@ def test_evaluation_between_steps_is_not_counted() -> None:
         for _ in other:
             with torch.no_grad():
                 model(batch["input_ids"].float())
-    assert [counted[:2] for counted in told(accelerator)] == [(2, 6)] * (ROWS // BATCH)
+    assert [counted[:2] for counted in counts_of(accelerator)] == [(2, 6)] * (ROWS // BATCH)
 
 
 def test_two_losses_of_a_batch_are_one_batch_and_are_added_up() -> None:
@@ -87,7 +87,7 @@ def test_two_losses_of_a_batch_are_one_batch_and_are_added_up() -> None:
         accelerator.backward(10 * loss_of(model, batch))
         optimizer.step()
         optimizer.zero_grad()
-    assert told(accelerator) == [
+    assert counts_of(accelerator) == [
         (2, 6, pytest.approx(11 * (2 * step + 0.5))) for step in range(ROWS // BATCH)
     ]
 
@@ -110,4 +110,4 @@ def test_the_loss_of_a_window_is_its_weighted_mean(kind: str) -> None:
             optimizer.zero_grad()
     firsts = [6 * step for step in range(4)]
     expected = [((first + 0.5) + 2 * (first + 2.5) + 3 * (first + 4.5)) / 6 for first in firsts]
-    assert told(accelerator) == [(6, 18, pytest.approx(mean)) for mean in expected]
+    assert counts_of(accelerator) == [(6, 18, pytest.approx(mean)) for mean in expected]

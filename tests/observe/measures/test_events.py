@@ -36,10 +36,10 @@ def test_rank_0_is_told_of_stragglers_and_of_what_all_ranks_do() -> None:
             )  # fmt: skip
         run.now += 0.5
         run.coordinator.tick(run.now)
-    told = [message for message in run.peers[0].sent if message["kind"] == "watch.ranks"]
-    assert told[-1]["local_s"] == [0.1, 0.1, 0.4]
-    assert told[-1]["sums"] == {"tokens": 11.0 + 12.0, "model": 200.0}
-    assert 5 <= len(told) <= 7  # once a second, of 6 s
+    summaries = [message for message in run.peers[0].sent if message["kind"] == "watch.ranks"]
+    assert summaries[-1]["local_s"] == [0.1, 0.1, 0.4]
+    assert summaries[-1]["sums"] == {"tokens": 11.0 + 12.0, "model": 200.0}
+    assert 5 <= len(summaries) <= 7  # once a second, of 6 s
     (news,) = [message for message in run.peers[0].sent if message["kind"] == "watch.news"]
     assert (news["event"], news["rank"], news["sentence"]) == ("slow", 2, run.said[0])
     assert not any(message["kind"] in ("watch.ranks", "watch.news") for message in run.peers[1].sent)

@@ -46,7 +46,7 @@ def test_what_is_left_of_the_epoch_is_counted_in_steps(accumulation: int) -> Non
     loader: Any = DataLoader(TensorDataset(torch.ones(14, 1)), batch_size=2)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     accelerator.measures.total_steps = 20
-    told = []
+    lines = []
     for epoch in range(2):
         steps = math.ceil(7 / accumulation)
         for (batch,) in loader:
@@ -56,14 +56,14 @@ def test_what_is_left_of_the_epoch_is_counted_in_steps(accumulation: int) -> Non
                 optimizer.zero_grad()
             if accelerator.sync_gradients:
                 steps -= 1
-                assert accelerator.measures.recent or not told  # another thread may be told a moment later
+                assert accelerator.measures.recent or not lines  # another thread may be told a moment later
                 numbers = accelerator.measures.for_people()
                 # of the step that is under way, and the latest complete one
-                told.append((numbers.get("step", 0) + 1, numbers.get("epoch_steps_left", steps)))
-                assert told[-1] == (len(told), steps), epoch
-                assert len(told) == 1 or "epoch_steps_left" in numbers
+                lines.append((numbers.get("step", 0) + 1, numbers.get("epoch_steps_left", steps)))
+                assert lines[-1] == (len(lines), steps), epoch
+                assert len(lines) == 1 or "epoch_steps_left" in numbers
                 assert numbers.get("total_steps", 20) == 20
-    assert len(told) == 2 * math.ceil(7 / accumulation)
+    assert len(lines) == 2 * math.ceil(7 / accumulation)
     accelerator.end_training()
 
 

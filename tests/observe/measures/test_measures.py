@@ -16,7 +16,7 @@ from lockstep.errors import UsageError
 from lockstep.observe.measures import tokens_in
 
 
-class Told:
+class LoopValues:
     """What a training loop knows of itself."""
 
     def __init__(self) -> None:
@@ -30,7 +30,9 @@ def data(rows: int) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": torch.arange(7), "x": torch.randn(4, generator=generator)} for _ in range(rows)]
 
 
-def train(accelerator: Accelerator, rows: int, accumulation: int = 1, load: str = "", save: str = "") -> Told:
+def train(
+    accelerator: Accelerator, rows: int, accumulation: int = 1, load: str = "", save: str = ""
+) -> LoopValues:
     torch.manual_seed(0)
     model: Any = torch.nn.Linear(4, 1)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -39,7 +41,7 @@ def train(accelerator: Accelerator, rows: int, accumulation: int = 1, load: str 
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     if load:
         accelerator.load_state(load)
-    told = Told()
+    expected = LoopValues()
     losses: list[float] = []
     for batch in loader:
         with accelerator.accumulate(model):
@@ -51,24 +53,24 @@ def train(accelerator: Accelerator, rows: int, accumulation: int = 1, load: str 
             scheduler.step()
             optimizer.zero_grad()
         if accelerator.sync_gradients:
-            told.losses.append(sum(losses) / len(losses))
-            told.norms.append(float(norm))
-            told.rates.append(scheduler.get_last_lr()[0])
+            expected.losses.append(sum(losses) / len(losses))
+            expected.norms.append(float(norm))
+            expected.rates.append(scheduler.get_last_lr()[0])
             losses = []
     if save:
         accelerator.save_state(save)
-    return told
+    return expected
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_measures_are_what_the_loop_knows(accumulation: int) -> None:
     accelerator = Accelerator(gradient_accumulation_steps=accumulation)
-    told = train(accelerator, 24, accumulation)
+    expected = train(accelerator, 24, accumulation)
     accelerator.end_training()
     steps = list(accelerator.measures.recent)
-    assert [step.loss for step in steps] == pytest.approx(told.losses)
-    assert [step.gradient_norm for step in steps] == pytest.approx(told.norms)
-    assert [step.learning_rate for step in steps] == [[rate] for rate in told.rates]
+    assert [step.loss for step in steps] == pytest.approx(expected.losses)
+    assert [step.gradient_norm for step in steps] == pytest.approx(expected.norms)
+    assert [step.learning_rate for step in steps] == [[rate] for rate in expected.rates]
     assert [step.samples for step in steps] == [2 * accumulation] * len(steps)
     assert [step.tokens for step in steps] == [14 * accumulation] * len(steps)
     seconds = sum(step.seconds["total"] for step in steps if step.seconds is not None)

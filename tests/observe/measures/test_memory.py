@@ -32,8 +32,8 @@ def test_state_is_counted_and_the_peak_is_the_process() -> None:
     assert memory["peak"] == sum(value for name, value in memory.items() if name != "peak")
     assert memory["peak"] <= resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     assert memory["peak"] >= 50 * 2**20
-    told = [step.memory for step in accelerator.measures.recent]
-    assert told[0] is None and told[1] == memory and told[2:] == [None, None]
+    memories = [step.memory for step in accelerator.measures.recent]
+    assert memories[0] is None and memories[1] == memory and memories[2:] == [None, None]
 
 
 def test_activations_are_told_from_what_was_there_before() -> None:

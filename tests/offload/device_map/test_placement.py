@@ -26,7 +26,7 @@ def two_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
 
 
-def seats_of(model: nn.Module, device_map: dict[str, Any], **options: Any) -> dict[str, TensorPlacement]:
+def placements_of(model: nn.Module, device_map: dict[str, Any], **options: Any) -> dict[str, TensorPlacement]:
     check_device_map(model, device_map)
     placements = assign_placements(model, device_map, main_device_of(device_map), **options)
     return {placement.name: placement for placement in placements}
@@ -45,7 +45,7 @@ SPREAD = {
 
 @pytest.mark.usefixtures("two_accelerators")
 def test_offloaded_weights_are_used_on_the_main_device() -> None:
-    placements = seats_of(made(), SPREAD)
+    placements = placements_of(made(), SPREAD)
     found = {
         name: (placement.device, placement.on_disk, placement.execution, placement.is_offloaded)
         for name, placement in placements.items()
@@ -64,16 +64,16 @@ def test_offloaded_weights_are_used_on_the_main_device() -> None:
 @pytest.mark.usefixtures("two_accelerators")
 def test_buffers_stay_where_they_are_used_unless_asked_otherwise() -> None:
     name = "layers.3.norm.running_mean"
-    assert seats_of(made(), SPREAD)[name].device == FIRST
-    offloaded = seats_of(made(), SPREAD, offload_buffers=True)[name]
+    assert placements_of(made(), SPREAD)[name].device == FIRST
+    offloaded = placements_of(made(), SPREAD, offload_buffers=True)[name]
     assert offloaded.on_disk and offloaded.execution == FIRST
 
 
 @pytest.mark.usefixtures("two_accelerators")
 def test_a_tied_weight_is_not_used_on_two_devices() -> None:
-    expect_refusal(ConfigError, "cuda:1", seats_of, made(), SPREAD | {"head": 1})
-    assert seats_of(made(), SPREAD | {"head": "disk"})["embed.weight"].device == FIRST
-    expect_refusal(ConfigError, "0, 1, 'cpu', 'disk'", seats_of, made(), SPREAD | {"head": 2})
+    expect_refusal(ConfigError, "cuda:1", placements_of, made(), SPREAD | {"head": 1})
+    assert placements_of(made(), SPREAD | {"head": "disk"})["embed.weight"].device == FIRST
+    expect_refusal(ConfigError, "0, 1, 'cpu', 'disk'", placements_of, made(), SPREAD | {"head": 2})
 
 
 def test_inputs_go_to_each_modules_device_and_outputs_back() -> None:
@@ -118,7 +118,7 @@ def test_inputs_go_to_each_modules_device_and_outputs_back() -> None:
 
 def test_the_main_device_is_the_cpu_without_accelerators() -> None:
     assert main_device_of({"": "disk"}) == CPU
-    placements = seats_of(Net(2), {"": "disk"})
+    placements = placements_of(Net(2), {"": "disk"})
     assert {placement.execution for placement in placements.values()} == {CPU}
     assert {name for name, placement in placements.items() if not placement.on_disk} == {
         name for name, _ in Net(2).named_buffers()

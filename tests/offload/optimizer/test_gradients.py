@@ -180,9 +180,9 @@ def test_a_model_of_which_everything_is_on_disk_trains_to_the_same_bits(tmp_path
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         clip: Any = nn.utils.clip_grad_norm_
         if offloaded:
-            home = OffloadFile(tmp_path, 60 * ALIGNMENT + sum(p.numel() * 4 for p in model.parameters()))
+            file = OffloadFile(tmp_path, 60 * ALIGNMENT + sum(p.numel() * 4 for p in model.parameters()))
             for p in model.parameters():
-                p.data = home.tensor(home.place(p.numel() * 4), p.shape, p.dtype).copy_(p.data)
+                p.data = file.tensor(file.place(p.numel() * 4), p.shape, p.dtype).copy_(p.data)
             groups = find_weight_groups(model, {f"blocks.{i}": block for i, block in enumerate(model.blocks)})
             GradientFile(model.parameters(), tmp_path)
             step = offload_step(optimizer, groups, tmp_path)
@@ -223,11 +223,11 @@ def anonymous():
 
 width, blocks, folder = 1024, 36, Path(sys.argv[1])
 one = width * width * 4  # bytes of a block's weight
-home = OffloadFile(folder, blocks * one)
+file = OffloadFile(folder, blocks * one)
 model = nn.Sequential()
 for i in range(blocks):
     layer = nn.Linear(width, width, bias=False)
-    layer.weight.data = home.tensor(home.place(one), (width, width), torch.float32).copy_(layer.weight.data)
+    layer.weight.data = file.tensor(file.place(one), (width, width), torch.float32).copy_(layer.weight.data)
     model.append(layer)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 groups = [WeightGroup(str(i), [layer], dict(layer.named_parameters()), one) for i, layer in enumerate(model)]

@@ -282,13 +282,13 @@ def test_parameters_in_a_file_are_read_and_written_with_their_state(pages: str, 
         files = []
         if offloaded:
             groups = groups_of(model)
-            home = OffloadFile(tmp_path, 100 * ALIGNMENT)
+            file = OffloadFile(tmp_path, 100 * ALIGNMENT)
             for parameter in model.parameters():
-                mapped = home.tensor(home.place(parameter.numel() * 4), parameter.shape, torch.float32)
+                mapped = file.tensor(file.place(parameter.numel() * 4), parameter.shape, torch.float32)
                 parameter.data = mapped.copy_(parameter.data)
             step = offload_step(optimizer, groups, tmp_path)
             announce(groups, step)
-            files = [home]
+            files = [file]
         for tokens in batches(3):
             loss_of(model, tokens).backward()
             for file in files:
@@ -785,15 +785,15 @@ def test_pages_that_are_brought_for_the_forward_are_stepped_where_they_are(
     plain, model = Model(width=64), Model(width=64)
     model.load_state_dict(plain.state_dict())
     groups = groups_of(model)
-    home = OffloadFile(tmp_path, 100 * ALIGNMENT)
+    file = OffloadFile(tmp_path, 100 * ALIGNMENT)
     for parameter in model.parameters():
-        mapped = home.tensor(home.place(parameter.numel() * 4), parameter.shape, torch.float32)
+        mapped = file.tensor(file.place(parameter.numel() * 4), parameter.shape, torch.float32)
         parameter.data = mapped.copy_(parameter.data)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (plain, model)]
     step = offload_step(optimizers[1], groups, tmp_path)
     for m in (plain, model):
         loss_of(m, next(batches())).backward()
-    home.drop(0, home.nbytes)
+    file.drop(0, file.nbytes)
     gate, reached = threading.Event(), threading.Event()
     compute = step._threads._compute
     monkeypatch.setattr(
@@ -809,5 +809,5 @@ def test_pages_that_are_brought_for_the_forward_are_stepped_where_they_are(
     optimizers[0].step()
     assert_same([p.detach() for p in plain.parameters()], [p.detach().clone() for p in model.parameters()])
     padded = [sum(-(-t.numel() // 1024) * 4096 for t in group.tensors.values()) for group in groups]
-    assert (home.bytes_read, home.bytes_written) == (sum(padded) - padded[3], sum(padded))
+    assert (file.bytes_read, file.bytes_written) == (sum(padded) - padded[3], sum(padded))
     step.close()

@@ -58,7 +58,9 @@ def whole(hidden: int) -> tuple[list[float], dict[str, torch.Tensor]]:
     return losses, model.state_dict()
 
 
-def dealt(hidden: int, shards: int, stage: int) -> tuple[list[float], dict[str, torch.Tensor], str, float]:
+def train_on_sharded_rows(
+    hidden: int, shards: int, stage: int
+) -> tuple[list[float], dict[str, torch.Tensor], str, float]:
     torch.set_num_threads(1)
     messages = Messages()
     logger = logging.getLogger("lockstep.check.verification")
@@ -101,7 +103,7 @@ def test_a_loop_over_chunks_trains_as_one_process_does(
     run_distributed: Any, hidden: int, shards: int, stage: int
 ) -> None:
     losses, weights = whole(hidden)
-    results = run_distributed(dealt, 2 * shards, hidden, shards, stage, timeout_s=120)
+    results = run_distributed(train_on_sharded_rows, 2 * shards, hidden, shards, stage, timeout_s=120)
     assert "was verified on the first batch: loss" in results[0][2]
     for found, state, _, evaluated in results:
         assert found == pytest.approx(losses, rel=1e-5)

@@ -274,9 +274,9 @@ def nested(text: str) -> list[Sent]:
 def test_leaving_a_nested_no_sync_does_not_end_the_outer_one(
     run_distributed: Any, ranks: int, text: str
 ) -> None:
-    for held_back in run_distributed(nested, ranks, text):
+    for backwards in run_distributed(nested, ranks, text):
         reduced = [
-            {name: count for name, count in sent.count.items() if name != "all_gather"} for sent in held_back
+            {name: count for name, count in sent.count.items() if name != "all_gather"} for sent in backwards
         ]
         assert reduced[:2] == [{}, {}]
         assert reduced[2]["reduce_scatter"] == GROUPS

@@ -163,5 +163,5 @@ def output_first() -> str:
 
 
 def test_memory_that_all_ranks_read_is_never_that_of_a_gradient(run_distributed) -> None:
-    for told in run_distributed(output_first, 2):
-        assert "in another order" in told and "--backend gloo" in told
+    for message in run_distributed(output_first, 2):
+        assert "in another order" in message and "--backend gloo" in message

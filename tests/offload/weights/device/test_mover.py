@@ -373,7 +373,7 @@ def test_two_forwards_before_backward_and_hooks_of_parameters() -> None:
         assert ours[0] and torch.equal(ours[1], plain[1])
 
 
-def test_homes_may_be_mapped_from_a_file(tmp_path: Any) -> None:
+def test_weights_may_be_mapped_from_a_file(tmp_path: Any) -> None:
     model = build()
     plain = train(copy.deepcopy(model))
     file = OffloadFile(tmp_path, sum(-(-p.nbytes // 4096) * 4096 for p in model.parameters()))
@@ -439,7 +439,7 @@ def test_the_memory_of_a_view_that_somebody_holds_is_not_used_for_another_block(
         assert mover.release(group) is True
 
 
-def test_what_a_forward_replaces_or_writes_gets_home() -> None:
+def test_what_a_forward_replaces_or_writes_is_written_back() -> None:
     class Writing(nn.Module):
         def __init__(self) -> None:
             super().__init__()
