@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,7 +45,7 @@ def _last_process(command: str, strategy: str, times: Path) -> tuple[float, floa
     """Median seconds of a step and peak bytes of rank 0 of the last run that ``command`` made."""
     steps = ["--steps", str(STEPS)]
     of_check, of_script = (steps, []) if command == "check" else ([], steps)
-    words = [sys.executable, "-m", "lockstep.cli.main", command, "--nproc", "2", "--cpu"]
+    words = [*common.LOCKSTEP, command, "--nproc", "2", "--cpu"]
     script = [str(SCRIPT), "llama", *SIZE, f"--times={times}"]
     subprocess.run(
         [*words, "--parallel", strategy, *of_check, *script, *of_script],

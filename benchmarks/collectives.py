@@ -5,7 +5,7 @@
 
 Both backends take turns in the same processes, a call each, on the same buffers. Shown is the time of a call on rank 0,
 and the ratio of the two in the same round. A size is what lies on one rank before the call, or after it for gathers.
-The last rows are the forms of ZeRO's collectives that ``lockstep.parallel.zero.exchange`` has for gloo.
+The last rows are the forms of ZeRO's collectives that ``lockstep.parallel.zero`` has for gloo.
 """
 
 from __future__ import annotations

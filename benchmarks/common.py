@@ -29,6 +29,8 @@ BENCHMARKS = Path(__file__).resolve().parent
 RESULTS = BENCHMARKS / "results"
 PACKAGES = ("torch", "accelerate", "lightning", "deepspeed")
 TIMEOUT_S = 1800.0
+LOCKSTEP = (sys.executable, "-m", "lockstep.cli.main")
+"""The command, from the source that is measured."""
 
 
 @dataclass(frozen=True)

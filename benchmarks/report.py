@@ -45,7 +45,7 @@ def seconds(folders: list[Path], page: Path) -> tuple[float, float]:
     Raises:
         SystemExit: it failed.
     """
-    words = [sys.executable, "-m", "lockstep.cli.main", "report", *map(str, folders), "-o", str(page)]
+    words = [*common.LOCKSTEP, "report", *map(str, folders), "-o", str(page)]
     known = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     start = time.perf_counter()
     process = subprocess.Popen(words, env=known | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)

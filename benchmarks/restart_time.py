@@ -14,13 +14,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from common import Report, Trials, parse_for_trials, summary
+from common import LOCKSTEP, Report, Trials, parse_for_trials, summary
 
 RANKS, KILLS, QUICK_KILLS, LIMIT_S = 2, 12, 2, 180.0
 SCRIPT = """
@@ -75,7 +74,7 @@ class Launch:
         self._folder, self._round = folder, 0
         flags = ["--nproc", str(RANKS), "--cpu", "--max-restarts", "1000"]
         flags += [] if warm else ["--no-warm-restarts"]
-        command = [sys.executable, "-m", "lockstep.cli.main", "launch", *flags, str(script), str(folder)]
+        command = [*LOCKSTEP, "launch", *flags, str(script), str(folder)]
         self._errors = (folder / "errors").open("w+")
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(command, stderr=self._errors, env=environment)

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from lockstep.cli import COMMANDS as OWN_COMMANDS
 from lockstep.cli import COMMANDS_OF_ACCELERATE
-from lockstep.cli.main import COMMANDS as OWN_COMMANDS
 from lockstep.compat.accelerate import (
     GATHERING,
     MODULES,

@@ -15,6 +15,7 @@ from packaging.version import Version
 import lockstep
 from lockstep.distribution import DISTRIBUTION, install_command
 from lockstep.errors import MissingExtraError
+from tests.command import LOCKSTEP
 
 try:
     import tomllib
@@ -125,9 +126,7 @@ def test_nothing_asks_for_the_metadata_of_the_distribution() -> None:
 
 
 def test_the_command_shows_the_version() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "lockstep.cli.main", "--version"], capture_output=True, text=True, timeout=60
-    )
+    done = subprocess.run([*LOCKSTEP, "--version"], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == f"lockstep, version {PROJECT['version']}"
 
 

@@ -16,7 +16,7 @@ import pytest
 import tomllib
 import yaml
 
-from lockstep.cli.main import cli
+from lockstep.cli import cli
 from lockstep.compat.accelerate import ONLY_IN_ACCELERATE, OTHER_KEYS, SECTIONS, Ignored, from_yaml
 from lockstep.config import parse_yaml
 from lockstep.observe.trackers import TRACKERS

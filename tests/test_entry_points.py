@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.command import LOCKSTEP
 from tests.marks import again_if
 
 SCRIPT = """
@@ -93,7 +94,7 @@ WAYS = {
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
         "",
     ),
-    "lockstep launch": (2, [sys.executable, "-m", "lockstep.cli.main", "launch", "--nproc", "2"], ""),
+    "lockstep launch": (2, [*LOCKSTEP, "launch", "--nproc", "2"], ""),
     "mp.spawn": (2, [sys.executable, "spawn.py"], ""),
     "notebook": (
         2,

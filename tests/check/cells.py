@@ -119,7 +119,7 @@ def said(parallel: str, mixed_precision: str = "no", **of_model: str) -> tuple[s
     model = LanguageModel(**of_model)
     torch.manual_seed(0)
     messages = Messages()
-    logging.getLogger("lockstep.check.verification").addHandler(messages)
+    logging.getLogger("lockstep.check").addHandler(messages)
     accelerator = Accelerator(cpu=True, parallel=parallel, mixed_precision=mixed_precision)
     prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
     before = {name: p.detach().clone() for name, p in prepared.named_parameters()}
@@ -175,7 +175,7 @@ def by_train_step(parallel: str, reduction: str) -> str:
     """What ``train_step`` of a pipeline says with a loss of this reduction outside of the model."""
     torch.manual_seed(0)
     messages = Messages()
-    logging.getLogger("lockstep.check.verification").addHandler(messages)
+    logging.getLogger("lockstep.check").addHandler(messages)
     accelerator = Accelerator(cpu=True, parallel=parallel)
     user = LanguageModel(loss="none")
     model, optimizer = accelerator.prepare(user, torch.optim.SGD(user.parameters(), 0.1))

@@ -62,7 +62,7 @@ def own(parallel: str, kind: str) -> list[str]:
     """What is said in two training calls of different lengths, or raised."""
     torch.set_num_threads(1)
     messages = Messages()
-    logger = logging.getLogger("lockstep.check.verification")
+    logger = logging.getLogger("lockstep.check")
     logger.addHandler(messages)
     logger.setLevel(logging.INFO)
     accelerator = Accelerator(cpu=True, parallel=parallel)
@@ -130,7 +130,7 @@ def test_the_first_batch_is_proved(run_distributed: Any, ranks: int, method: str
 def uneven(divides: bool) -> str:
     torch.set_num_threads(1)
     messages = Messages()
-    logging.getLogger("lockstep.check.verification").addHandler(messages)
+    logging.getLogger("lockstep.check").addHandler(messages)
     accelerator = Accelerator(cpu=True, parallel="cp=2")
     model = accelerator.prepare(make_llama(1))
     tokens = make_batches(1)[0]
@@ -154,7 +154,7 @@ def labels_twice(parallel: str) -> str:
     """As scripts for ``ParallelismConfig``: no mask, and one tensor as labels and as shifted labels."""
     torch.set_num_threads(1)
     messages = Messages()
-    logging.getLogger("lockstep.check.verification").addHandler(messages)
+    logging.getLogger("lockstep.check").addHandler(messages)
     accelerator = Accelerator(cpu=True, parallel=parallel, mixed_precision="bf16")
     model = accelerator.prepare(make_llama(1))
     tokens = make_batches(1)[0]

@@ -14,7 +14,7 @@ from torch import nn
 
 from checkpoint.test_store import Run
 from lockstep import Accelerator, ProjectConfiguration
-from lockstep.cli.main import main
+from lockstep.cli import run_lockstep
 from lockstep.errors import CheckpointError
 
 
@@ -42,7 +42,7 @@ def texts(directory: Path, names: Any) -> dict[str, str]:
 def verified(capsys: pytest.CaptureFixture[str], path: Path, *options: str) -> tuple[int, str]:
     """The exit code of ``lockstep checkpoint verify``, and what it printed."""
     with pytest.raises(SystemExit) as ended:
-        main(["checkpoint", "verify", *options, str(path)])
+        run_lockstep(["checkpoint", "verify", *options, str(path)])
     assert isinstance(ended.value.code, int)
     return ended.value.code, capsys.readouterr().out
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.cli.main import main
+from lockstep.cli import run_lockstep
 
 
 def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
     """Exit code, and what was printed to both streams."""
     with pytest.raises(SystemExit) as ended:
-        main([str(argument) for argument in arguments])
+        run_lockstep([str(argument) for argument in arguments])
     captured = capsys.readouterr()
     assert isinstance(ended.value.code, int)
     return ended.value.code, captured.out, captured.err

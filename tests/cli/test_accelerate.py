@@ -24,6 +24,7 @@ from lockstep.cli import COMMANDS_OF_ACCELERATE, launch_command, launch_command_
 from lockstep.compat.accelerate import load
 from lockstep.errors import ConfigError
 from lockstep.utils import Parallel
+from tests.command import LOCKSTEP
 from tests.compat.accelerate.their_config import ANSWERS, write
 from tests.refusals import expect_refusal
 
@@ -170,9 +171,7 @@ def test_the_self_check_runs_as_a_file_says(name: str, tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     write(path, {**ANSWERS[name], "mixed precision": "no"} if name == "FSDP 2" else ANSWERS[name])
     words = ["accelerate", "test", "--config_file", str(path), "--nproc", "2", "--cpu"]
-    done = subprocess.run(
-        [sys.executable, "-m", "lockstep.cli.main", *words], capture_output=True, text=True, timeout=170
-    )
+    done = subprocess.run([*LOCKSTEP, *words], capture_output=True, text=True, timeout=170)
     assert done.returncode == 0, done.stderr
     assert "All 5 checks passed." in done.stdout
     assert "2 processes on cpu" in done.stdout

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import types
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,8 @@ from torch import nn
 
 from cli import calling
 from lockstep import Accelerator, ProjectConfiguration
+from lockstep.compat.checkpoints import write_imported
+from tests.patching import module_of
 
 COMMANDS = ("verify", "show", "merge", "convert", "import-pickle")
 
@@ -83,8 +84,8 @@ def test_help_has_examples_that_start_with_the_command(capsys: pytest.CaptureFix
 @pytest.mark.parametrize("arguments", [[], *([name] for name in COMMANDS)])
 def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     code = (
-        "import sys\nfrom lockstep.cli.main import main\n"
-        "try: main(['checkpoint', *sys.argv[1:], '--help'])\n"
+        "import sys\nfrom lockstep.cli import run_lockstep\n"
+        "try: run_lockstep(['checkpoint', *sys.argv[1:], '--help'])\n"
         "finally: assert not {'torch', 'pydantic', 'rich', 'numpy'} & set(sys.modules), 'imported'"
     )
     done = subprocess.run(
@@ -293,9 +294,11 @@ def test_import_pickle_prints_what_each_part_became_and_writes_a_checkpoint(
     torch.save({"weight": torch.ones(2, 3)}, source / "pytorch_model.bin")
     (source / "notes.pt").write_bytes(b"no pickle")
     written: list[Any] = []
-    result = types.ModuleType("lockstep.compat.checkpoints.result")
-    result.write_imported = lambda state, out: written.append((state, os.fspath(out)))  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, result.__name__, result)
+    monkeypatch.setattr(
+        module_of(write_imported),
+        "write_imported",
+        lambda state, out: written.append((state, os.fspath(out))),
+    )
     code, out, _ = call(capsys, "import-pickle", source, tmp_path / "new", "--skip", "notes.pt")
     assert code == 0
     ((state, place),) = written

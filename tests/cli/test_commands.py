@@ -16,6 +16,7 @@ from cli.calling import call
 from lockstep.cli import COMMANDS, value_type
 from lockstep.compat.accelerate import load
 from lockstep.config import DECLARED
+from tests.command import LOCKSTEP
 from tests.compat.accelerate_examples import TWO_PROCESSES
 
 
@@ -40,8 +41,8 @@ def script(tmp_path: Path) -> Path:
 )
 def test_light_commands_import_nothing_that_takes_long(arguments: list[str], tmp_path: Path) -> None:
     code = (
-        "import sys\nfrom lockstep.cli.main import main\n"
-        "try: main(sys.argv[1:])\n"
+        "import sys\nfrom lockstep.cli import run_lockstep\n"
+        "try: run_lockstep(sys.argv[1:])\n"
         "finally: assert not {'torch', 'pydantic', 'numpy', 'transformers'} & set(sys.modules), 'imported'"
     )
     done = subprocess.run(
@@ -53,8 +54,8 @@ def test_light_commands_import_nothing_that_takes_long(arguments: list[str], tmp
 def test_config_writes_a_file_without_importing_torch(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     code = (
-        "import sys\nfrom lockstep.cli.main import main\n"
-        "try: main(sys.argv[1:])\n"
+        "import sys\nfrom lockstep.cli import run_lockstep\n"
+        "try: run_lockstep(sys.argv[1:])\n"
         "finally: assert 'torch' not in sys.modules"
     )
     arguments = ["config", "--num-processes", "2", "--cpu", "--config-file", str(path)]
@@ -239,7 +240,7 @@ def test_bad_input_is_exit_code_2_and_one_message(
 
 
 def test_the_self_check_passes_on_two_processes_and_says_what_it_verified() -> None:
-    command = [sys.executable, "-m", "lockstep.cli.main", "test", "--nproc", "2", "--cpu"]
+    command = [*LOCKSTEP, "test", "--nproc", "2", "--cpu"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
     assert done.returncode == 0, done.stderr
     assert "All 5 checks passed." in done.stdout

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import yaml
 
 from cli.calling import call
 from lockstep.compat.accelerate import load
+from tests.command import LOCKSTEP
 from tests.compat.accelerate_examples import TWO_PROCESSES
 from tests.compat.deepspeed_examples import STAGE2, STAGE3
 
@@ -278,15 +278,14 @@ def test_workers_get_what_the_file_says(converted: bool, folder: Path) -> None:
     }
     write("ds.json", config)
     write("train.py", SCRIPT)
-    lockstep = [sys.executable, "-m", "lockstep.cli.main"]
     source = ["--deepspeed-config-file", "ds.json"]
     if converted:
         subprocess.run(
-            [*lockstep, "config", "convert", "ds.json", "--ranks", "2", "-o", "r.yaml"], check=True
+            [*LOCKSTEP, "config", "convert", "ds.json", "--ranks", "2", "-o", "r.yaml"], check=True
         )
         source = ["--config-file", "r.yaml"]
     done = subprocess.run(
-        [*lockstep, "launch", "--nproc", "2", "--cpu", *source, "train.py"],
+        [*LOCKSTEP, "launch", "--nproc", "2", "--cpu", *source, "train.py"],
         capture_output=True, text=True, timeout=90, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

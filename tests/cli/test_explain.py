@@ -138,8 +138,8 @@ def test_bad_input_is_exit_code_2_and_one_message(
 
 def test_explaining_does_not_import_torch() -> None:
     code = (
-        "import sys\nfrom lockstep.cli.main import main\n"
-        "try: main(['env', '--explain', 'all'])\n"
+        "import sys\nfrom lockstep.cli import run_lockstep\n"
+        "try: run_lockstep(['env', '--explain', 'all'])\n"
         "finally: assert not {'torch', 'pydantic'} & set(sys.modules), 'imported'"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=30, capture_output=True)

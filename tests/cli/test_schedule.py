@@ -94,8 +94,8 @@ def test_bad_input_is_exit_code_2_and_one_message(
 
 def test_help_and_refusals_do_not_import_torch() -> None:
     code = (
-        "import sys\nfrom lockstep.cli.main import main\n"
-        "try: main(['schedule', *sys.argv[1:]])\n"
+        "import sys\nfrom lockstep.cli import run_lockstep\n"
+        "try: run_lockstep(['schedule', *sys.argv[1:]])\n"
         "finally: assert 'torch' not in sys.modules, 'imported'"
     )
     for arguments, returned in ((["--help"], 0), (["1f1b", "--micro-batches", "2"], 2)):

@@ -144,7 +144,7 @@ def test_the_users_file_follows_the_environment() -> None:
 
 def test_reading_the_environment_imports_neither_torch_nor_pydantic() -> None:
     code = (
-        "import sys, lockstep.config.sources as s; s.process_environment(); s.worker_settings();"
+        "import sys, lockstep.config as s; s.process_environment(); s.worker_settings();"
         "sys.exit(bool({'torch', 'pydantic', 'yaml'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 0

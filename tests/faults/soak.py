@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -14,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from tests.command import LOCKSTEP
 
 from .kinds import Fault
 
@@ -93,7 +94,7 @@ def soak(
 def _start(directory: Path, outcome: Outcome) -> str:
     """One start of the command until it ends; its error output."""
     outcome.starts += 1
-    command = [sys.executable, "-m", "lockstep.cli.main", "launch", "--nproc", str(RANKS), "--cpu"]
+    command = [*LOCKSTEP, "launch", "--nproc", str(RANKS), "--cpu"]
     command += ["--max-restarts", "1000", "--hang-timeout", "7", "--grace", "20", str(SCRIPT), str(directory)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with (directory / f"errors-{outcome.starts}").open("w+") as errors:

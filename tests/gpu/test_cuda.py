@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from lockstep import Accelerator, DataLoaderConfiguration
 from parallel import plain
+from tests.command import LOCKSTEP
 
 pytestmark = [
     pytest.mark.gpu,
@@ -158,7 +159,7 @@ assert loss.item() < first / 2, (first, loss.item())
 def test_every_stage_trains_over_nccl(parallel: str, precision: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SHARDED.format(parallel=parallel, precision=precision))
-    command = [sys.executable, "-m", "lockstep.cli.main", "launch", "--nproc", "2", str(script)]
+    command = [*LOCKSTEP, "launch", "--nproc", "2", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
 

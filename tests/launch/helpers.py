@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-COMMAND = [sys.executable, "-m", "lockstep.cli.main", "launch"]
+from tests.command import LOCKSTEP
+
+COMMAND = [*LOCKSTEP, "launch"]
 START_LIMIT_S = 180.0
 
 

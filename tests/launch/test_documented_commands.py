@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.cli.main import main
+from lockstep.cli import run_lockstep
 
 DOCS = Path(__file__).parents[2] / "docs"
 BASH = re.compile(r"^```bash\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
@@ -41,7 +41,7 @@ def test_every_launch_of_a_page_has_a_dry_run(
     (tmp_path / "run.secret").chmod(0o600)
     for words in commands(page):
         with pytest.raises(SystemExit) as ended:
-            main(["launch", "--dry-run", *words[1:]])
+            run_lockstep(["launch", "--dry-run", *words[1:]])
         shown = capsys.readouterr()
         assert ended.value.code == 0, f"{words}\n{shown.err}"
         assert "train.py" in shown.out, words

@@ -14,7 +14,16 @@ from hypothesis import strategies as st
 
 from lockstep.config import Host, chosen, parse_hosts, read_hostfile
 from lockstep.errors import ConfigError
-from lockstep.launch import SSH, LaunchPlan, Transport, meeting_point, parse, ssh_arguments, ssh_programs
+from lockstep.launch import (
+    SSH,
+    LaunchPlan,
+    Node,
+    Transport,
+    meeting_point,
+    parse,
+    ssh_arguments,
+    ssh_programs,
+)
 from tests.launch import training
 from tests.launch.fakes import CANARY, Fakes, canaries
 from tests.launch.helpers import WAITING, check_ends_with, run, start, wait_until
@@ -22,7 +31,8 @@ from tests.patching import module_of
 from tests.refusals import expect_refusal
 
 HOSTILE = st.text(st.sampled_from(list(";$()`\"'\n\\ -o*?~#&|<>%{}!\t\r=ProxyCommandé")), max_size=30)
-REMOTE = shlex.join([sys.executable, "-m", "lockstep.launch.node"])
+NODE = (sys.executable, "-m", module_of(Node).__name__)
+REMOTE = shlex.join(NODE)
 FUZZ = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 SECRET = "5e" * 32
 
@@ -126,7 +136,7 @@ def test_a_bad_hostfile_is_refused_with_its_line(content: str | bytes, message: 
 
 def test_a_host_that_is_this_machine_needs_no_ssh() -> None:
     for name in ("localhost", "127.0.0.1", "::1", socket.gethostname()):
-        assert ssh_arguments(Host(name)) == (sys.executable, "-m", "lockstep.launch.node")
+        assert ssh_arguments(Host(name)) == NODE
     for host in (Host("192.0.2.7"), Host("localhost", user="me"), Host("no-such-host.invalid")):
         assert ssh_arguments(host)[0] == "ssh"
         assert ssh_arguments(host)[-3:] == ("--", host.target, REMOTE)

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launch.kubernetes_api import KINDS, problems
-from lockstep.cli.main import cli
+from lockstep.cli import cli
 from lockstep.config import SettingValue
 from lockstep.errors import ConfigError
 from lockstep.launch import LaunchPlan, Program, end_process, get_backend, make_plan, merge

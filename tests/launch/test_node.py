@@ -25,6 +25,7 @@ from lockstep.launch import (
     plan_as_data,
     plan_from_data,
 )
+from tests.patching import module_of
 from tests.refusals import expect_refusal
 
 # anything that an argument vector or an environment can hold, bytes that are not UTF-8 included
@@ -89,7 +90,7 @@ def test_the_node_says_what_it_cannot_start() -> None:
     text = Node(PLAN, "ab" * 32, {}, "/nonexistent/folder").line()
     for line, sentence in ((b"no plan\n", b"is not a plan"), (text.encode() + b"\n", b"/nonexistent/folder")):
         done = subprocess.run(
-            [sys.executable, "-m", "lockstep.launch.node"],
+            [sys.executable, "-m", module_of(Node).__name__],
             input=line,
             capture_output=True,
             timeout=60,

@@ -21,7 +21,7 @@ import pytest
 from click.testing import CliRunner
 
 from launch.fake_ray import Asked, install
-from lockstep.cli.main import cli
+from lockstep.cli import cli
 from lockstep.config import SettingValue
 from lockstep.errors import ConfigError, MissingExtraError
 from lockstep.launch import LaunchPlan, Program, make_plan, merge

@@ -17,6 +17,7 @@ from lockstep.errors import ConfigError
 from lockstep.launch import LaunchPlan, Transport, from_line, parse, plan_from_data
 from tests.launch.fakes import CANARY, Fakes, canaries
 from tests.launch.helpers import run, start, wait_until
+from tests.patching import module_of
 from tests.refusals import expect_refusal
 
 HOSTILE = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=20) | st.text(
@@ -54,7 +55,7 @@ def test_a_step_has_one_task_on_each_node_and_nothing_of_the_environment_but_nam
     ):
         assert word in step
     assert "--exclusive" in step and "--export=HOME,USER,LOGNAME,SHELL,TMPDIR" in step
-    assert program.arguments[len(step) :] == (sys.executable, "-m", "lockstep.launch.node")
+    assert program.arguments[len(step) :] == (sys.executable, "-m", module_of(launch.Node).__name__)
     node = parse(program.stdin or "")
     assert (node.numbered_by, node.plan.machine_rank, node.environment) == (
         "slurm",
@@ -83,7 +84,8 @@ def test_the_plan_in_a_batch_script_is_one_word_for_the_shell_and_no_option_for_
     assert (first, end) == ("#!/bin/sh", "")
     assert "\r" not in second
     program, *arguments = shlex.split(second.removeprefix("exec "))
-    assert (program, arguments[:2], len(arguments)) == (sys.executable, ["-m", "lockstep.launch.slurm"], 3)
+    own = module_of(launch.batch_script).__name__
+    assert (program, arguments[:2], len(arguments)) == (sys.executable, ["-m", own], 3)
     assert plan_from_data(from_line(arguments[2])).command == plan.command
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from lockstep import Accelerator
 from lockstep.control import name_of
 from lockstep.launch import JobConnection, connect_here, connect_to, running_launches
 from lockstep.report import JobNow, job_of, stack_of
+from tests.command import LOCKSTEP
 from tests.launch.helpers import START_LIMIT_S, start, wait_until
 from tests.launch.looked_at import Steps
 from tests.launch.screen import InTerminal
@@ -165,7 +165,7 @@ def test_in_a_terminal_its_keys_show_stacks_save_and_stop(job: Callable[..., Job
     run = job(2, "project")
     connection = run.connect()
     top = InTerminal(
-        sys.executable, "-m", "lockstep.cli.main", "top", "--every", "0.2", name_of(connection.address),
+        *LOCKSTEP, "top", "--every", "0.2", name_of(connection.address),
         size=(40, 120), variables={"TMPDIR": str(run.out)},
     )  # fmt: skip
     try:
@@ -193,9 +193,7 @@ def test_a_folder_of_a_job_that_runs_here_leads_to_its_ranks(job: Callable[..., 
     run.look_until(lambda now: now.number("step") > 2)
     wait_until(lambda: (run.out / "run" / "measures.jsonl").exists(), START_LIMIT_S)
     top = InTerminal(
-        sys.executable,
-        "-m",
-        "lockstep.cli.main",
+        *LOCKSTEP,
         "top",
         run.out,
         size=(40, 120),

@@ -13,13 +13,14 @@ from unittest import mock
 import pytest
 from click.testing import CliRunner
 
-from lockstep.cli.main import cli
+from lockstep.cli import cli
 from lockstep.parity import ParityCheck, RunSpec
+from tests.command import LOCKSTEP
 from tests.parity.forks import ForkedRun, ForkServer
 
 HERE = Path(__file__).parent
 Check = Callable[..., tuple[int, str, str]]
-COMMAND = [sys.executable, "-m", "lockstep.cli.main", "check"]
+COMMAND = [*LOCKSTEP, "check"]
 
 
 def check(*arguments: str) -> tuple[int, str, str]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from lockstep.cli.main import cli
+from lockstep.cli import cli
 from lockstep.errors import UsageError
 from tests.replay.replays import SCRIPT, capsule_in, replay_here, run_script
 

@@ -104,8 +104,8 @@ def test_the_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
 def test_it_imports_no_torch(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", SMALL)
     code = (
-        "import sys; from lockstep.cli.main import main\n"
-        f"try: main(['report', {str(folder)!r}, {str(folder)!r}])\n"
+        "import sys; from lockstep.cli import run_lockstep\n"
+        f"try: run_lockstep(['report', {str(folder)!r}, {str(folder)!r}])\n"
         "except SystemExit as end: assert not end.code\n"
         "print([name for name in ('torch', 'pydantic') if name in sys.modules])"
     )

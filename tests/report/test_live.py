@@ -10,7 +10,6 @@ import pty
 import select
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from rich.console import Console
 from cli.calling import call, check_refused
 from lockstep.history import MEASURES, read_run
 from lockstep.report import NEWEST_BYTES, bar, screen, sparkline
+from tests.command import LOCKSTEP
 from tests.report.runs import BEGIN, CRASHED, RUNNING, RUNS, Synthetic, write_run
 
 
@@ -99,7 +99,7 @@ def test_in_a_terminal_it_follows_the_run_until_it_is_interrupted(tmp_path: Path
     folder = write_run(tmp_path / "run", RUNNING)
     last = last_line(folder)
     main, other = pty.openpty()
-    command = [sys.executable, "-m", "lockstep.cli.main", "top", "--every", "0.1", str(folder)]
+    command = [*LOCKSTEP, "top", "--every", "0.1", str(folder)]
     process = subprocess.Popen(
         command,
         stdin=other,

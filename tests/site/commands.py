@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import click
 
-from lockstep.cli.main import cli
+from lockstep.cli import cli
 from tests.site.pages import cell, table
 
 ELSEWHERE = {

@@ -66,6 +66,6 @@ def test_the_shell_completes(words: str, found: str) -> None:
         "COMP_WORDS": words,
         "COMP_CWORD": str(words.count(" ")),
     }
-    command = [sys.executable, "-c", "from lockstep.cli.main import main; main()"]
+    command = [sys.executable, "-c", "from lockstep.cli import run_lockstep; run_lockstep()"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert done.stdout.splitlines() == [f"plain,{found}"]

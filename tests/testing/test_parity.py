@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import partial
 
@@ -12,6 +11,7 @@ import torch
 from lockstep.errors import ConfigError, LockstepError, UsageError
 from lockstep.nn import load_balance_loss, router_z_loss
 from lockstep.parity.trace import ItemKind
+from lockstep.preparation import RunObserver
 from lockstep.testing import (
     CouldNotRun,
     ParityError,
@@ -216,8 +216,7 @@ def test_nothing_is_left_in_a_process(parity_workers: ParityWorkers) -> None:
 
 
 def what_is_changed() -> tuple[int, str, bool]:
-    observers = sys.modules["lockstep.preparation.observers"].RunObserver.registered
-    return len(observers), torch.Tensor.backward.__module__, torch.distributed.is_initialized()
+    return len(RunObserver.registered), torch.Tensor.backward.__module__, torch.distributed.is_initialized()
 
 
 def test_a_partial_gives_arguments(parity_workers: ParityWorkers) -> None:

@@ -197,7 +197,7 @@ def test_a_name_of_our_own_is_not(known) -> None:
 
 def test_importing_the_package_and_reading_settings_imports_neither_torch_nor_its_internals() -> None:
     code = (
-        "import sys, lockstep, lockstep.config.options\n"
+        "import sys\nfrom lockstep.config import Options\n"
         "print([name for name in sys.modules if name == 'torch' or name.startswith('lockstep.torch_internals')])"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"

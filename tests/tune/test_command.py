@@ -7,10 +7,11 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.command import LOCKSTEP
 
 SCRIPT = Path(__file__).parent / "script.py"
 PAGE = (Path(__file__).parents[2] / "docs" / "tune.md").read_text("utf-8")
@@ -19,7 +20,7 @@ COMMANDS = re.findall(r"^lockstep tune .*$", PAGE, flags=re.MULTILINE)
 
 def tune(*arguments: object, folder: Path | None = None) -> tuple[int, str, str]:
     """Exit code, output and messages."""
-    command = [sys.executable, "-m", "lockstep.cli.main", "tune", *map(str, arguments)]
+    command = [*LOCKSTEP, "tune", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=270, check=False, cwd=folder)
     return done.returncode, done.stdout, done.stderr
 

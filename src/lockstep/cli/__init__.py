@@ -8,8 +8,15 @@ if not TYPE_CHECKING:
         {
             "accelerate": ["COMMANDS_OF_ACCELERATE"],
             "accelerate_commands": ["launch_command", "launch_command_parser", "load_config_from_file"],
-            "main": ["COMMANDS"],
+            "main": ["cli", "COMMANDS"],
             "top_screen": ["TopScreen"],
             "values": ["value_type"],
         },
     )
+
+
+def run_lockstep(arguments: list[str] | None = None) -> None:
+    """The command ``lockstep`` with these arguments, or those of this process. Ends in ``SystemExit``."""
+    from lockstep.cli.main import main
+
+    main(arguments)

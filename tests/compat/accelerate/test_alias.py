@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.command import LOCKSTEP
+
 KNOWN = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
 
 
@@ -138,7 +140,7 @@ sys.stdout.write(line + "\\n")  # in one piece, whatever another rank writes
 def test_scripts_and_modules_run_as_by_the_interpreter(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "beside.py").write_text("HERE = 1\n")
-    lockstep = ("-m", "lockstep.cli.main", "launch", "--cpu", "--nproc", "2", "--as-accelerate")
+    lockstep = (*LOCKSTEP[1:], "launch", "--cpu", "--nproc", "2", "--as-accelerate")
     assert results(run("-m", "lockstep.compat.accelerate", "train.py", "--a", folder=tmp_path)) == [
         ["__main__", True, "DistributedType.NO", ["--a"], 1]
     ]

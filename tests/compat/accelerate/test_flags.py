@@ -17,6 +17,7 @@ from accelerate.utils import TorchDynamoPlugin as TheirPlugin
 from cli.calling import call, check_refused
 from lockstep import Accelerator
 from lockstep.compat.accelerate import REFUSED
+from tests.command import LOCKSTEP
 
 VERSION = "1.15"
 """Of Accelerate, whose options these are; a switch has no value, and ``=`` parts several that work."""
@@ -214,7 +215,7 @@ def run_launch(tmp_path: Path) -> Any:
     import subprocess
 
     def run(arguments: list[Any]) -> str:
-        command = [sys.executable, "-m", "lockstep.cli.main", "launch", *map(str, arguments)]
+        command = [*LOCKSTEP, "launch", *map(str, arguments)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
         return done.stdout

@@ -132,7 +132,7 @@ def calls(marker: Path, port: int) -> dict[str, bytes]:
             ("torch.serialization", "load", text(str(marker))),
             ("torch.distributed.checkpoint.filesystem", "FileSystem", b""),
             ("deepspeed.runtime.config", "DeepSpeedConfig", text(str(marker))),
-            ("lockstep.compat.checkpoints.convert", "read_foreign", text(str(marker))),
+            ("lockstep.compat.checkpoints", "read_foreign", text(str(marker))),
         ]
     }
     for opcode in ("STACK_GLOBAL", "INST", "OBJ", "NEWOBJ"):

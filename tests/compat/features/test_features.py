@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 
+from tests.command import LOCKSTEP
+
 SCRIPT = Path(__file__).with_name("by_feature.py")
 GUIDES = Path(__file__).with_name("guides.py")
 SOURCE = str(Path(__file__).parents[3] / "src")
-LAUNCH = ("-m", "lockstep.cli.main", "launch", "--cpu", "--nproc", "2", "--num-cpu-threads", "1")
+LAUNCH = (*LOCKSTEP[1:], "launch", "--cpu", "--nproc", "2", "--num-cpu-threads", "1")
 
 
 def start(*words: str, path: str) -> subprocess.Popen[str]:

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.command import LOCKSTEP
 from tests.compat.friends.compare import difference
 
 HERE = Path(__file__).parent
 SOURCE = str(HERE.parents[2] / "src")
 LAUNCH = (
-    "-m",
-    "lockstep.cli.main",
+    *LOCKSTEP[1:],
     "launch",
     "--cpu",
     "--num-cpu-threads",

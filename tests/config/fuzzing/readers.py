@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import yaml
 
-from lockstep.cli.main import main
+from lockstep.cli import run_lockstep
 from lockstep.compat import external_settings
 from lockstep.compat.accelerate import load
 from lockstep.compat.deepspeed import from_deepspeed
@@ -188,7 +188,7 @@ def run(argv: list[str]) -> tuple[Any, str, str]:
     code: Any = 0
     with redirect_stdout(out), redirect_stderr(err):
         try:
-            main(argv)
+            run_lockstep(argv)
         except SystemExit as end:
             code = end.code
     return code, out.getvalue(), err.getvalue()

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from lockstep.testing import free_port
+from tests.command import LOCKSTEP
 
 SCRIPT = Path(__file__).parent / "ending.py"
-LAUNCH = [sys.executable, "-m", "lockstep.cli.main", "launch", "--nproc", "2", "--cpu", "--hang-timeout", "1"]
+LAUNCH = [*LOCKSTEP, "launch", "--nproc", "2", "--cpu", "--hang-timeout", "1"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port"]
 LIMIT_S = 300
 

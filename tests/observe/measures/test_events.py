@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from lockstep import Accelerator, DamageChecks
 from lockstep.history import EVENTS, MEASURES, read_lines
 from lockstep.observe.hang import WatchedRank, totals_of_ranks
+from tests.command import LOCKSTEP
 from tests.observe.hang import test_stop_signals as stopping
 from tests.observe.hang.test_coordinator import FakePeer, Run
 
@@ -137,7 +137,7 @@ accelerator.end_training()
 def test_a_restart_by_the_launcher_goes_on_in_the_same_folder(tmp_path: Path, nproc: int) -> None:
     script = tmp_path / "train.py"
     script.write_text(FAILS_ONCE)
-    command = [sys.executable, "-m", "lockstep.cli.main", "launch", "--cpu", "--nproc", str(nproc)]
+    command = [*LOCKSTEP, "launch", "--cpu", "--nproc", str(nproc)]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("LOCKSTEP_")}
     done = subprocess.run(
         [*command, "--max-restarts", "1", str(script), str(tmp_path)],

@@ -63,7 +63,7 @@ def train_on_sharded_rows(
 ) -> tuple[list[float], dict[str, torch.Tensor], str, float]:
     torch.set_num_threads(1)
     messages = Messages()
-    logger = logging.getLogger("lockstep.check.verification")
+    logger = logging.getLogger("lockstep.check")
     logger.addHandler(messages)
     logger.setLevel(logging.INFO)
     config = ParallelismConfig(sp_size=2, sp_backend="deepspeed", dp_shard_size=shards)

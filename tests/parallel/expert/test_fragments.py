@@ -36,7 +36,7 @@ FAST = (
 def run(names: list[str], verify: str) -> list[tuple[Result | str, str]]:
     """Of each cell the result or refusal, and what was said of the first batch."""
     messages = Messages()
-    logger = logging.getLogger("lockstep.check.verification")
+    logger = logging.getLogger("lockstep.check")
     logger.addHandler(messages)
     found = []
     for name in names:
