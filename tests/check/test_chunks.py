@@ -164,10 +164,7 @@ def labels_twice(parallel: str) -> str:
         assert labels.shape[1] == LENGTH // 2
         output = model(input_ids=tokens, position_ids=positions, labels=labels, shift_labels=labels)
         accelerator.backward(output.loss)
-    with pytest.raises(
-        UsageError,
-        match=r"buffers\[1\] is the same tensor as buffers\[0\]",
-    ):
+    with pytest.raises(UsageError, match=r"buffers\[1\].*buffers\[0\]"):
         with accelerator.maybe_context_parallel([tokens, tokens], [1, 0]):
             pass
     return " ".join(messages.texts)

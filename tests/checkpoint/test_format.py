@@ -108,7 +108,7 @@ def with_saved(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("document", "words"),
     [
-        (body(version=2), "of format version 2, but this is version 1"),
+        (body(version=2), "format version 2"),
         (body(version="1"), "format version 1"),
         (body(format="other"), "format"),
         (body(more=1), "more"),
@@ -264,7 +264,7 @@ def test_an_index_survives() -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"[]", "its tensors are not a dict of names"),
+        (b"[]", "not a dict"),
         (index_of(piece(offsets=(1, 0))), "lies outside"),
         (index_of(piece(shape=(2, 4))), "lies outside"),
         (index_of(piece(offsets=(0,), shape=(6,))), "lies outside"),
@@ -272,7 +272,7 @@ def test_an_index_survives() -> None:
         (index_of(piece(offsets=(0,))), "lies outside"),
         (index_of(piece(offsets=(2**59, 0), shape=(2**59, 0))), "lies outside"),
         (index_of(), "hold 0 elements"),
-        (index_of(piece(shape=(2, 2))), "hold 4 elements, but its shape (2, 3) has 6"),
+        (index_of(piece(shape=(2, 2))), "hold 4 elements"),
         (index_of(piece(), piece()), "hold 12 elements"),
         (index_of(piece(shape=()), shape=()), "lies outside"),
         (index_of(piece(file="b.safetensors")), "'b.safetensors', which has no bytes"),

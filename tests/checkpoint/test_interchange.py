@@ -347,11 +347,11 @@ def test_what_is_no_folder_of_weights_is_refused_with_what_is_there(tmp_path: Pa
 @pytest.mark.parametrize(
     ("index", "message"),
     [
-        ({"weight_map": {"a": "../outside.safetensors"}}, "which is not a plain relative name"),
-        ({"weight_map": {"a": "/etc/passwd"}}, "which is not a plain relative name"),
-        ({"weight_map": {"a": "none.safetensors"}}, "none.safetensors is named in .* but cannot be read"),
-        ({"weight_map": {"a": "one.safetensors"}}, "lacks nothing, and has b in addition"),
-        ({"weight_map": dict.fromkeys("abc", "one.safetensors")}, "lacks c, and has nothing in addition"),
+        ({"weight_map": {"a": "../outside.safetensors"}}, "not a plain relative name"),
+        ({"weight_map": {"a": "/etc/passwd"}}, "not a plain relative name"),
+        ({"weight_map": {"a": "none.safetensors"}}, "none.safetensors"),
+        ({"weight_map": {"a": "one.safetensors"}}, "has b in addition"),
+        ({"weight_map": dict.fromkeys("abc", "one.safetensors")}, "lacks c"),
         ({"weight_map": {"a": 1}}, "has no 'weight_map'"),
         ([], "has no 'weight_map'"),
         ("{", "is no readable JSON"),
@@ -361,5 +361,4 @@ def test_an_index_that_does_not_fit_its_files_is_refused(tmp_path: Path, index: 
     save_file({"a": torch.ones(1), "b": torch.ones(1)}, tmp_path / "one.safetensors")
     text = index if isinstance(index, str) else json.dumps(index)
     (tmp_path / "model.safetensors.index.json").write_text(text)
-    with pytest.raises(CheckpointError, match=message):
-        open_weights(str(tmp_path))
+    expect_refusal(CheckpointError, message, open_weights, str(tmp_path))

@@ -436,14 +436,13 @@ class Stateful(nn.Module):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (Stateful({"a": 1}), "_extra_state is a dict, but files of weights hold tensors only"),
+        (Stateful({"a": 1}), "_extra_state is a dict"),
         (nn.Linear(2, 2, device="meta"), "weight is on the meta device"),
-        (Stateful(torch.ones(2, dtype=torch.complex128)), "_extra_state is a tensor of torch.complex128"),
+        (Stateful(torch.ones(2, dtype=torch.complex128)), "torch.complex128"),
     ],
 )
 def test_what_safetensors_cannot_hold_is_named(tmp_path: Path, model: nn.Module, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        Accelerator(cpu=True).save_model(model, tmp_path / "folder")
+    expect_refusal(UsageError, message, Accelerator(cpu=True).save_model, model, tmp_path / "folder")
     assert not (tmp_path / "folder").exists()
 
 

@@ -213,7 +213,7 @@ def test_what_is_not_there_or_has_another_shape_cannot_be_read() -> None:
     expect_refusal(CheckpointError, "no tensor b", create_read_items, {"b": numbered(1)}, index)
     expect_refusal(
         CheckpointError,
-        "(2, 3) in the checkpoint, but (3, 2)",
+        "(2, 3) in the checkpoint",
         create_read_items,
         {"a": numbered(3, 2)},
         index,

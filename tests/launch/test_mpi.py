@@ -16,6 +16,7 @@ from lockstep.errors import ConfigError
 from lockstep.launch import FaultPolicy, LaunchPlan, Transport
 from tests.launch.fakes import CANARY, Fakes, canaries
 from tests.launch.helpers import run, start, wait_until
+from tests.refusals import expect_refusal
 
 HOSTILE = st.text(st.sampled_from(list(";$()`\"'\n\\ -x=MCA:,é")), max_size=30)
 PLAN = LaunchPlan(("python", "t.py"), 2, transport=Transport("mpi"))
@@ -62,15 +63,14 @@ def test_hosts_take_the_processes_of_a_machine_each_and_meet_at_the_first() -> N
 @pytest.mark.parametrize(
     ("plan", "sentence"),
     [
-        (replace(TWO, min_machines=1), "min_machines asks for restarts"),
-        (replace(PLAN, fault_policy=FaultPolicy(max_restarts=2)), "max_restarts 2 asks for restarts"),
-        (replace(TWO, transport=Transport("mpi")), "mpirun does not know which machines to use. Set --hosts"),
-        (replace(PLAN, log_dir="logs"), "--log-dir is not available with --mpi"),
+        (replace(TWO, min_machines=1), "min_machines"),
+        (replace(PLAN, fault_policy=FaultPolicy(max_restarts=2)), "max_restarts 2"),
+        (replace(TWO, transport=Transport("mpi")), "Set --hosts"),
+        (replace(PLAN, log_dir="logs"), "--log-dir"),
     ],
 )
 def test_what_mpirun_cannot_do_is_refused(plan: LaunchPlan, sentence: str) -> None:
-    with pytest.raises(ConfigError, match=sentence):
-        launch.mpirun(plan, {}, 0)
+    expect_refusal(ConfigError, sentence, launch.mpirun, plan, {}, 0)
 
 
 @pytest.mark.parametrize(

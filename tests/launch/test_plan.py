@@ -118,31 +118,30 @@ def test_settings_of_failures_and_of_the_network_reach_the_plan() -> None:
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        ({"slurm": True, "hosts": "a"}, "slurm and hosts are two ways to launch"),
-        ({"ray": True, "mpi": True}, "mpi and ray are two ways to launch"),
-        ({"hosts": "a", "hostfile": "f"}, "hosts and hostfile both name the machines"),
-        ({"slurm_options": {"a": "b"}}, "slurm_options has a meaning only with --slurm"),
-        ({"include_hosts": "a"}, "include_hosts has a meaning only with --hosts or --hostfile"),
-        ({"forward_env": ("A",)}, "forward_env has a meaning only with"),
+        ({"slurm": True, "hosts": "a"}, "slurm and hosts"),
+        ({"ray": True, "mpi": True}, "mpi and ray"),
+        ({"hosts": "a", "hostfile": "f"}, "hosts and hostfile"),
+        ({"slurm_options": {"a": "b"}}, "only with --slurm"),
+        ({"include_hosts": "a"}, "only with --hosts or --hostfile"),
+        ({"forward_env": ("A",)}, "forward_env"),
         ({"hosts": "a:2,b:2", "num_machines": 3}, "num_machines is 3, but hosts names 2"),
         ({"hosts": "a:2,b:3"}, "different numbers of slots"),
         ({"hosts": "a:2,b:3", "nproc": 3}, "has a host with 2 slots"),
         ({"hosts": "a,b"}, "num_processes is not set"),
-        ({"hosts": "a,b", "nproc": 1, "machine_rank": 1}, "one launch starts all machines here"),
+        ({"hosts": "a,b", "nproc": 1, "machine_rank": 1}, "starts all machines"),
         ({"hostfile": "/nonexistent/hosts"}, "hostfile /nonexistent/hosts: cannot be read"),
-        ({"num_machines": 2, "min_machines": 3, "nproc": 1}, "min_machines is 3 with num_machines 2"),
+        ({"num_machines": 2, "min_machines": 3, "nproc": 1}, "min_machines is 3"),
         ({"num_machines": 2, "nproc": 1}, "main_process_ip is not set"),
-        ({"machine_rank": 1}, r"machine_rank is 1 .* \(machine_rank is from flag --machine_rank\)"),
+        ({"machine_rank": 1}, "(machine_rank is from flag --machine_rank)"),
         ({"nproc": 3, "gpu_ids": "0,1"}, "names 2 GPUs"),
         (
             {"num_processes": 3, "num_machines": 2, "main_process_ip": "a", "main_process_port": 1},
-            "num_processes is 3 in total, which does not divide over num_machines 2",
+            "num_processes is 3",
         ),
     ],
 )
 def test_contradictions_are_refused(flags: dict[str, object], sentence: str) -> None:
-    with pytest.raises(ConfigError, match=sentence):
-        plan(flags)
+    expect_refusal(ConfigError, sentence, plan, flags)
 
 
 def test_commands_are_argument_vectors(tmp_path: Path) -> None:

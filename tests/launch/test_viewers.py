@@ -223,7 +223,7 @@ def test_folders_that_others_could_have_made_are_passed_over(folders: Path) -> N
 def test_what_cannot_be_reached_is_refused_in_a_sentence(
     launch: Launch, folders: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_refused(capsys, ["top"], "No launch of yours runs on this machine")
+    check_refused(capsys, ["top"], "No launch of yours")
     monkeypatch.setenv("LOCKSTEP_SECRET", "00" * 32)
     check_refused(capsys, ["top", name_of(launch.server.address)], "another secret")
     with socket.socket() as unused:

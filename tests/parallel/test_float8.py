@@ -270,19 +270,18 @@ def test_other_packages_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("words", "emulate", "message"),
     [
-        ("tp=2", True, r"not available with tp=2 .*Drop these options"),
-        ("zero=1 pp=2", True, r"not available with pp=2 "),
-        ("cp=2", True, r"not available with cp=2 "),
-        ("ep=2", True, r"not available with ep=2 "),
-        ("zero=3 quantized_weights", True, "not available with quantized_weights "),
-        ("dataparallel", True, "not available with dataparallel "),
-        ("zero=3", False, "needs a GPU of compute capability 8.9 or above, and this process has cpu"),
+        ("tp=2", True, "Drop these options"),
+        ("zero=1 pp=2", True, "pp=2"),
+        ("cp=2", True, "cp=2"),
+        ("ep=2", True, "ep=2"),
+        ("zero=3 quantized_weights", True, "quantized_weights"),
+        ("dataparallel", True, "dataparallel"),
+        ("zero=3", False, "compute capability 8.9"),
     ],
 )
 def test_what_cannot_be_right_is_refused(words: str, emulate: bool, message: str) -> None:
     recipe: Any = SimpleNamespace(config=SimpleNamespace(emulate=emulate))
-    with pytest.raises(ConfigError, match=message):
-        check_float8(recipe, Parallel.parse(words), torch.device("cpu"))
+    expect_refusal(ConfigError, message, check_float8, recipe, Parallel.parse(words), torch.device("cpu"))
     check_float8(None, Parallel.parse(words), torch.device("cpu"))
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from lockstep.errors import ConfigError, UsageError
 from lockstep.plan import Action, Timeline, Times, action_lists, by_rank, checked, parse_times, simulate
 from tests.marks import examples
+from tests.refusals import expect_refusal
 
 NAMES = ["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "dualpipev"]
 
@@ -78,18 +79,17 @@ def test_a_record_of_another_form_is_refused(record: tuple[int | str, ...]) -> N
 @pytest.mark.parametrize(
     ("orders", "message"),
     [
-        ([order(0, "0F0 0F0")], r"micro-batch 0 on stage 0 \(rank 0\) is done twice"),
-        ([order(0, "0F0 0B0 0W0")], "Backward of the weights .* is done twice"),
+        ([order(0, "0F0 0F0")], "micro-batch 0 on stage 0 (rank 0)"),
+        ([order(0, "0F0 0B0 0W0")], "Backward of the weights"),
         ([order(0, "0F0"), order(1, "0B0")], "stage 0 belongs to rank 0"),
-        ([order(1, "0F0")], r"\(rank 1\) is in the list of rank 0"),
+        ([order(1, "0F0")], "in the list of rank 0"),
         ([order(0, "0B0 0F0")], "waits for forward on stage 0"),
-        ([order(0, "0F0 0B0"), order(1, "1F0")], "waits for backward of the input on stage 1"),
-        ([order(0, "0F0"), order(1, "1F1")], "micro-batch 1 on stage 1 .* waits for forward on stage 0"),
+        ([order(0, "0F0 0B0"), order(1, "1F0")], "backward of the input on stage 1"),
+        ([order(0, "0F0"), order(1, "1F1")], "micro-batch 1 on stage 1"),
     ],
 )
 def test_orders_that_cannot_run_are_refused(orders: list[list[Action]], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        simulate(orders)
+    expect_refusal(UsageError, message, simulate, orders)
 
 
 def test_times_of_forward_and_backward_or_of_its_parts() -> None:

@@ -143,23 +143,19 @@ def test_processes_do_what_the_lists_say(run_distributed) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("1f1", 4, 8), "no schedule '1f1'. Did you mean '1f1b'"),
-        (
-            ("1f1b", 4, 3),
-            "at least as many micro-batches as stages, but there are 3 micro-batches and 4 stages",
-        ),
-        (("dualpipev", 4, 7), "7 micro-batches and 8 stages. Use 8 micro-batches"),
-        (("interleaved", 4, 9), "9 / 2 is not whole. Use 8 or 12 micro-batches"),
-        (("zero_bubble", 2, 5), "5 / 2 is not whole. Use 4 or 6 micro-batches"),
-        (("1f1b", 4, 8, 2), "1f1b has exactly 1 stage.s. on a rank, not 2. .* or use interleaved"),
-        (("zbv", 4, 8, 3), "zbv has exactly 2 stage.s. on a rank, not 3"),
+        (("1f1", 4, 8), "Did you mean '1f1b'"),
+        (("1f1b", 4, 3), "3 micro-batches and 4 stages"),
+        (("dualpipev", 4, 7), "Use 8 micro-batches"),
+        (("interleaved", 4, 9), "Use 8 or 12 micro-batches"),
+        (("zero_bubble", 2, 5), "Use 4 or 6 micro-batches"),
+        (("1f1b", 4, 8, 2), "or use interleaved"),
+        (("zbv", 4, 8, 3), "zbv has exactly 2 stage"),
         (("gpipe", 65, 1), "at most 64 ranks"),
         (("interleaved", 4, 1000, 9), "10,000 for the product"),
     ],
 )
 def test_what_a_schedule_cannot_do_is_refused(arguments: tuple[Any, ...], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        action_lists(*arguments)
+    expect_refusal(ConfigError, message, action_lists, *arguments)
 
 
 @pytest.mark.parametrize("name", Schedule.list())

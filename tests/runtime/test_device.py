@@ -8,6 +8,7 @@ import torch
 from lockstep.config import named_device
 from lockstep.errors import ConfigError
 from lockstep.runtime import device_named
+from tests.refusals import expect_refusal
 
 
 @pytest.fixture
@@ -34,15 +35,14 @@ def test_it_is_taken(two_gpus: None, name: str, local_rank: int, processes: int,
 @pytest.mark.parametrize(
     ("name", "processes", "message"),
     [
-        ("cuda:2", 1, r"asks for cuda:2, but this machine shows 2 cuda device\(s\)"),
-        ("xpu", 1, r"asks for xpu:0, but this machine shows 0 xpu device\(s\)"),
-        ("cuda:0", 2, r"is one device for the 2 processes of this machine. Write cuda"),
-        ("gpu", 1, r"ACCELERATE_TORCH_DEVICE=gpu is no device"),
+        ("cuda:2", 1, "shows 2 cuda device(s)"),
+        ("xpu", 1, "shows 0 xpu device(s)"),
+        ("cuda:0", 2, "Write cuda"),
+        ("gpu", 1, "ACCELERATE_TORCH_DEVICE=gpu"),
     ],
 )
 def test_what_is_not_here_is_refused(two_gpus: None, name: str, processes: int, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        device_named(name, 0, processes)
+    expect_refusal(ConfigError, message, device_named, name, 0, processes)
 
 
 def test_an_empty_variable_says_nothing() -> None:

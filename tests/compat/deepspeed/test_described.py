@@ -121,26 +121,26 @@ def test_parameters_can_come_once_and_with_names(style: str) -> None:
 @pytest.mark.parametrize(
     ("name", "params", "options", "message"),
     [
-        ("Lamb", {}, {}, "Lamb is not available: torch has no LAMB. Use AdamW"),
-        ("Lion", {}, {}, "Lion is not available.*Use AdamW"),
-        ("OneBitAdam", {}, {}, "OneBitAdam is not available: it compresses communication. Use AdamW"),
+        ("Lamb", {}, {}, "Lamb is not available"),
+        ("Lion", {}, {}, "Lion is not available"),
+        ("OneBitAdam", {}, {}, "OneBitAdam is not available"),
         ("ZeroOneAdam", {}, {}, "ZeroOneAdam is not available"),
         ("OneBitLamb", {}, {}, "OneBitLamb is not available"),
-        ("Muon", {}, {}, "Muon is not available: .*torch.optim.Muon and torch.optim.AdamW"),
+        ("Muon", {}, {}, "torch.optim.Muon and torch.optim.AdamW"),
         ("MuAdam", {}, {}, "belongs to the package 'mup'"),
-        ("AdmaW", {}, {}, "'AdmaW' is not known. Did you mean 'AdamW'"),
+        ("AdmaW", {}, {}, "Did you mean 'AdamW'"),
         ("Optimizer", {}, {}, "'Optimizer' is not known"),
         ("lr_scheduler", {}, {}, "is not known"),
-        ("AdamW", {"beta": [0.9, 0.9]}, {}, "no parameter 'beta'. Did you mean 'betas'"),
+        ("AdamW", {"beta": [0.9, 0.9]}, {}, "Did you mean 'betas'"),
         ("AdamW", {}, {"momentum": 0.9}, "no parameter 'momentum'"),
         ("SGD", {"adam_w_mode": True}, {}, "no parameter 'adam_w_mode'"),
         ("Rprop", {}, {"weight_decay": 0.1}, "no parameter 'weight_decay'"),
-        ("AdamW", {"betas": "auto"}, {}, "betas is 'auto', but DummyOptim gives no betas"),
-        ("AdamW", {"betas": [0.9]}, {}, r"betas is \[0.9\], but must be 2 numbers"),
-        ("AdamW", {"lr": "1e-3"}, {}, "lr is '1e-3', which is not a finite number"),
+        ("AdamW", {"betas": "auto"}, {}, "betas is 'auto'"),
+        ("AdamW", {"betas": [0.9]}, {}, "betas is [0.9]"),
+        ("AdamW", {"lr": "1e-3"}, {}, "lr is '1e-3'"),
         ("AdamW", {"lr": float("nan")}, {}, "lr is nan"),
         ("AdamW", {"lr": None}, {}, "lr is None"),
-        ("AdamW", {"lr": -1.0}, {}, "torch refuses .*Invalid learning rate: -1.0"),
+        ("AdamW", {"lr": -1.0}, {}, "Invalid learning rate: -1.0"),
         ("AdamW", {"amsgrad": "perhaps"}, {}, "amsgrad=perhaps is not a truth value"),
         ("AdamW", {"adam_w_mode": False}, {}, "adam_w_mode=false, which contradicts its name"),
         ("Adam", {"bias_correction": False}, {}, "bias_correction=False is not available"),
@@ -151,8 +151,8 @@ def test_parameters_can_come_once_and_with_names(style: str) -> None:
 def test_what_cannot_be_built_is_refused_by_name(
     name: str, params: dict[str, Any], options: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=message):
-        build_optimizer(OptimizerConfig(name, params), DummyOptim(any_parameters(), **options))
+    dummy = DummyOptim(any_parameters(), **options)
+    expect_refusal(ConfigError, message, build_optimizer, OptimizerConfig(name, params), dummy)
 
 
 def test_a_placeholder_without_a_section_is_refused() -> None:
@@ -223,7 +223,7 @@ def test_values_in_the_file_win_over_the_placeholder() -> None:
 def test_a_warmup_longer_than_the_training_is_warned_of() -> None:
     dummy, optimizer = optimizer_of()
     config = SchedulerConfig("WarmupDecayLR", {"warmup_num_steps": 8, "total_num_steps": 5})
-    with pytest.warns(UserWarning, match="5 optimizer steps long, and its warm-up 8"):
+    with pytest.warns(UserWarning, match="5 optimizer steps.* 8"):
         build_scheduler(config, DummyScheduler(dummy), optimizer)
 
 
@@ -282,7 +282,7 @@ def test_one_cycle_changes_learning_rates_alone_where_there_are_no_betas() -> No
         ),
         ("WarmupLR", {"warmup_type": "auto"}, {}, "warmup_type is 'auto'"),
         ("WarmupLR", {}, {"cycle_min_lr": 1}, "no parameter 'cycle_min_lr'"),
-        ("WarmupLr", {}, {}, "'WarmupLr' is not available from a file. Did you mean 'WarmupLR'"),
+        ("WarmupLr", {}, {}, "Did you mean 'WarmupLR'"),
         ("LambdaLR", {}, {}, "'LambdaLR' is not available from a file"),
         ("ReduceLROnPlateau", {}, {}, "not available from a file"),
         ("StepLR", {"step": 1}, {}, "no parameter 'step'"),
@@ -294,8 +294,8 @@ def test_a_schedule_that_cannot_be_built_is_refused_by_name(
     name: str, params: dict[str, Any], options: dict[str, Any], message: str
 ) -> None:
     dummy, optimizer = optimizer_of()
-    with pytest.raises(ConfigError, match=message):
-        build_scheduler(SchedulerConfig(name, params), DummyScheduler(dummy, **options), optimizer)
+    scheduler = DummyScheduler(dummy, **options)
+    expect_refusal(ConfigError, message, build_scheduler, SchedulerConfig(name, params), scheduler, optimizer)
 
 
 def test_a_placeholder_with_nothing_behind_it_is_refused() -> None:

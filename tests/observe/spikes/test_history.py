@@ -10,6 +10,7 @@ import pytest
 from lockstep import SpikePolicy
 from lockstep.errors import ConfigError
 from lockstep.observe.spikes import RecentValues, check_form
+from tests.refusals import expect_refusal
 
 
 def test_the_score_is_that_of_the_formula() -> None:
@@ -41,19 +42,18 @@ def test_numbers_that_do_not_differ_have_a_spread(constant: float, value: float,
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"action": "retry"}, "action is 'retry', which is not one of skip, stop, rollback"),
+        ({"action": "retry"}, "action is 'retry'"),
         ({"action": "skpi"}, "skip"),
-        ({"loss_threshold": 0}, "loss_threshold is 0, but must be a number above 0"),
+        ({"loss_threshold": 0}, "loss_threshold is 0"),
         ({"gradient_norm_threshold": float("nan")}, "gradient_norm_threshold is nan"),
         ({"loss_threshold": True}, "loss_threshold is True"),
-        ({"window": 3}, "window is 3, but must be an integer from 4 to 10000"),
-        ({"window": 8, "warmup": 9}, "warmup is 9, but must be an integer from 4 to 8"),
+        ({"window": 3}, "from 4 to 10000"),
+        ({"window": 8, "warmup": 9}, "from 4 to 8"),
         ({"max_skips": -1}, "max_skips is -1"),
     ],
 )
 def test_options_have_bounds(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        SpikePolicy(**options)
+    expect_refusal(ConfigError, message, SpikePolicy, **options)
 
 
 GOOD: dict[str, Any] = {

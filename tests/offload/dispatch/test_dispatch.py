@@ -179,8 +179,8 @@ def _parameters(model: nn.Module, name: str) -> list[torch.Tensor]:
 def test_a_budget_that_is_too_small_changes_nothing(tmp_path: Path) -> None:
     save(weights(made()), tmp_path / "weights", "safetensors")
     for budget, message in [
-        (BLOCK // 2, r"budget"),
-        (100, r"The budget of 100 bytes on cpu is less than the \d+ bytes of weights that stay there"),
+        (BLOCK // 2, "budget"),
+        (100, "budget of 100 bytes on cpu"),
     ]:
         model = empty()
         with pytest.raises(OffloadError, match=message):

@@ -120,7 +120,7 @@ def test_a_disk_that_fails_under_backward_is_told_of_by_backward(
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "pwritev", fails)
-        with pytest.raises(OffloadError, match="Could not write .* bytes .*Input/output error"):
+        with pytest.raises(OffloadError, match="bytes .*Input/output error"):
             loss_of(ours, next(batches())).backward()
     ours.zero_grad()
     for model in (plain, ours):

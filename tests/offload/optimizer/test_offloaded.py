@@ -23,6 +23,7 @@ from lockstep.offload import Copies
 from lockstep.offload.files import ALIGNMENT, OffloadFile, region_of
 from lockstep.offload.optimizer import HOOK_READS_NOTHING, GradientFile, OffloadedStep, offload_step
 from lockstep.offload.weights import WeightGroup
+from tests.refusals import expect_refusal
 
 Make = Callable[[list[Any]], Optimizer]
 
@@ -376,15 +377,13 @@ def test_an_optimizer_that_looks_at_all_parameters_steps_at_once(tmp_path: Path)
 
     assert_same(run(False), run(True))
     optimizer = torch.optim.LBFGS(Model().parameters())
-    with pytest.raises(UsageError, match="Cannot keep its state on disk: LBFGS is not known to update"):
-        offload_step(optimizer, [], tmp_path)
+    expect_refusal(UsageError, "LBFGS", offload_step, optimizer, [], tmp_path)
     assert type(optimizer) is torch.optim.LBFGS
 
     class Mine(torch.optim.AdamW):
         pass
 
-    with pytest.raises(UsageError, match="Cannot delay its step: Mine is not known"):
-        offload_step(Mine(Model().parameters()), [], delayed=True)
+    expect_refusal(UsageError, "Mine", offload_step, Mine(Model().parameters()), [], delayed=True)
 
 
 def test_hooks_run_once_and_see_the_finished_step() -> None:
@@ -522,18 +521,13 @@ def test_sparse_gradients_and_copies_are_refused() -> None:
     optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
     offload_step(optimizer, [])
     table(torch.tensor([1])).sum().backward()
-    with pytest.raises(UsageError, match=r"shape \(4, 3\) has a sparse gradient"):
-        optimizer.step()
-    with pytest.raises(UsageError, match="cannot be copied or pickled"):
-        copy.deepcopy(optimizer)
-    with pytest.raises(UsageError, match="cannot be copied or pickled"):
-        pickle.dumps(optimizer)
-    with pytest.raises(UsageError, match="is offloaded already"):
-        offload_step(optimizer, [])
+    expect_refusal(UsageError, "sparse gradient", optimizer.step)
+    expect_refusal(UsageError, "copied or pickled", copy.deepcopy, optimizer)
+    expect_refusal(UsageError, "copied or pickled", pickle.dumps, optimizer)
+    expect_refusal(UsageError, "offloaded already", offload_step, optimizer, [])
     replaced = torch.optim.SGD(table.parameters(), lr=1.0)
     replaced.step = lambda: None  # type: ignore[method-assign,assignment,misc]
-    with pytest.raises(UsageError, match="was replaced by"):
-        offload_step(replaced, [])
+    expect_refusal(UsageError, "was replaced by", offload_step, replaced, [])
 
 
 def test_a_step_between_forward_and_backward_is_noticed_as_without_offload() -> None:
@@ -542,8 +536,7 @@ def test_a_step_between_forward_and_backward_is_noticed_as_without_offload() -> 
     loss_of(model, next(batches())).backward()
     late = loss_of(model, next(batches()))
     optimizer.step()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        late.backward()
+    expect_refusal(RuntimeError, "inplace operation", late.backward)
 
 
 @pytest.mark.parametrize("call", ["preadv", "pwritev"])
@@ -570,7 +563,7 @@ def test_a_disk_that_fails_in_the_middle_is_told_of_once_and_then_nothing_is_ste
     monkeypatch.setattr(os, call, third_fails)
     optimizer.step()
     step.forward_begins(groups[0])  # was stepped
-    with pytest.raises(OffloadError, match=r"half done: \d of 5 parts .*Input/output error.*last checkpoint"):
+    with pytest.raises(OffloadError, match="half done.* of 5 .*Input/output error"):
         for group in groups:
             step.forward_begins(group)
         step.wait()  # state is written after new parameters are shown
@@ -580,13 +573,12 @@ def test_a_disk_that_fails_in_the_middle_is_told_of_once_and_then_nothing_is_ste
     if call == "preadv":  # which comes before what follows is computed
         assert_same(last, [p.detach() for p in model.blocks[2].parameters()])
     for use in (optimizer.step, optimizer.state_dict):
-        with pytest.raises(OffloadError, match="half done"):
-            use()
+        expect_refusal(OffloadError, "half done", use)
     model.load_state_dict(saved[0])
-    with pytest.raises(ValueError, match="different number of parameter groups"):
-        optimizer.load_state_dict({**saved[1], "param_groups": []})
-    with pytest.raises(OffloadError, match="half done"):
-        optimizer.step()
+    expect_refusal(
+        ValueError, "parameter groups", optimizer.load_state_dict, {**saved[1], "param_groups": []}
+    )
+    expect_refusal(OffloadError, "half done", optimizer.step)
     optimizer.load_state_dict(saved[1])
     assert_same(saved, copy.deepcopy((model.state_dict(), optimizer.state_dict())))
     optimizer.step()
@@ -601,8 +593,7 @@ def test_too_small_a_disk_is_found_before_anything_changes(
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1000))])
-    with pytest.raises(OffloadError, match=r"Offloading needs 8192 bytes in .*, where \d+ are free"):
-        offload_step(optimizer, [], tmp_path)
+    expect_refusal(OffloadError, "needs 8192 bytes", offload_step, optimizer, [], tmp_path)
     assert type(optimizer) is torch.optim.AdamW
 
 
@@ -617,8 +608,7 @@ def test_gradients_that_change_under_the_step_are_noticed(monkeypatch: pytest.Mo
     optimizer.step()
     model.zero_grad(set_to_none=False)
     gate.set()
-    with pytest.raises(OffloadError, match=r"was written to while the step"):
-        step.wait()
+    expect_refusal(OffloadError, "was written to", step.wait)
 
 
 def test_a_delayed_step_shows_one_step_later(tmp_path: Path) -> None:

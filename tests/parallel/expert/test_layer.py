@@ -130,9 +130,9 @@ def test_reentrant_checkpointing_warns_that_the_balance_loss_has_no_gradient() -
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"num_experts": 0}, "num_experts is 0, but must be at least 1"),
+        ({"num_experts": 0}, "num_experts is 0"),
         ({"width": -1}, "width is -1"),
-        ({"top_k": 5}, "top_k is 5, but a token can choose 1 to 4 of 4 experts"),
+        ({"top_k": 5}, "top_k is 5"),
         ({"top_k": 0}, "top_k is 0"),
         ({"capacity_factor": 0.0}, "capacity_factor is 0.0"),
         ({"capacity_factor": float("nan")}, "capacity_factor is nan"),

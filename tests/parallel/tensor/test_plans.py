@@ -249,38 +249,38 @@ def test_features_that_do_not_divide_stay_whole() -> None:
 @pytest.mark.parametrize(
     ("make_model", "options", "ranks", "message"),
     [
-        (problem.GPT, {"plan": {"block.*.mlp.0": "colwise"}}, 2, "matches no module .* Did you mean 'blocks"),
-        (problem.GPT, {"plan": {"blocks.*.mlp.0": "colwize"}}, 2, "'colwize' .* Did you mean 'colwise'"),
+        (problem.GPT, {"plan": {"block.*.mlp.0": "colwise"}}, 2, "Did you mean 'blocks"),
+        (problem.GPT, {"plan": {"blocks.*.mlp.0": "colwize"}}, 2, "Did you mean 'colwise'"),
         (problem.GPT, {"plan": {"blocks.*.norm.weight": "colwise"}}, 2, "matches no module"),
         (problem.GPT, {"plan": {"token.weight": "colwise"}}, 2, "names a parameter"),
         (problem.GPT, {"plan": {"norm": "colwise"}}, 2, "'norm' is a LayerNorm, but 'colwise'"),
         (problem.GPT, {"plan": {}}, 2, "tp_plan is empty"),
-        (problem.GPT, {"plan": "inferr"}, 2, "not a plan. Did you mean 'infer'"),
-        (problem.GPT, {"plan": "transformers"}, 2, "has no tensor-parallel plan of its own"),
-        (problem.GPT, {}, 8, "The 4 attention heads .* tp=8 .* Use tp=1 or 2 or 4"),
-        (lambda: problem.GPT(vocabulary=5), {}, 4, "The 5 rows of 'token' are too few for tp=4"),
+        (problem.GPT, {"plan": "inferr"}, 2, "Did you mean 'infer'"),
+        (problem.GPT, {"plan": "transformers"}, 2, "no tensor-parallel plan of its own"),
+        (problem.GPT, {}, 8, "Use tp=1 or 2 or 4"),
+        (lambda: problem.GPT(vocabulary=5), {}, 4, "The 5 rows of 'token'"),
         (
             lambda: problem.make_model("llama"),
             {},
             8,
-            "The 4 key-value heads of 'model.layers.0.self_attn' cannot be divided among tp=8",
+            "4 key-value heads of 'model.layers.0.self_attn'",
         ),
         (
             lambda: problem.make_model("llama"),
             {"plan": {"model.layers.*.self_attn.q_proj": "colwise"}},
             2,
-            "splits 'model.layers.0.self_attn.q_proj' but not 'model.layers.0.self_attn.k_proj'",
+            "but not 'model.layers.0.self_attn.k_proj'",
         ),
         (Mixed, {"plan": {"torch_attention": "colwise"}}, 2, "'torch_attention' is an nn.MultiheadAttention"),
         (Mixed, {"plan": {"classifier": "colwise"}}, 2, "The 3 output features of 'classifier'"),
         (Mixed, {"loss_parallel": True}, 2, "loss_parallel needs an output layer"),
         (Mixed, {"sequence_parallel": True}, 2, "sequence_parallel"),
-        (lambda: nn.Linear(4, 4), {}, 2, "Nothing in Linear could be split over tp="),
+        (lambda: nn.Linear(4, 4), {}, 2, "Nothing in Linear"),
         (
             lambda: Gates(),
             {"sequence_parallel": True},
             2,
-            "the output of 'blocks.0.up' is combined with other tensors, which would be chunks",
+            "the output of 'blocks.0.up'",
         ),
         (
             lambda: nn.Sequential(Separate(), Separate()),
@@ -292,7 +292,7 @@ def test_features_that_do_not_divide_stay_whole() -> None:
             lambda: nn.Sequential(nn.Sequential(*(Mixed() for _ in range(2)))),
             {"sequence_parallel": True},
             2,
-            "chunk of the sequence, but '0.0.normed.0' is a Linear",
+            "'0.0.normed.0' is a Linear",
         ),
     ],
 )
@@ -301,8 +301,7 @@ def test_plans_that_cannot_work_are_refused_before_anything_changes(
 ) -> None:
     model = make_model()
     before = dict(model.named_parameters())
-    with pytest.raises(UsageError, match=message):
-        make_plan(model, ranks, TensorOptions(**options))
+    expect_refusal(UsageError, message, make_plan, model, ranks, TensorOptions(**options))
     assert all(parameter is before[name] for name, parameter in model.named_parameters())
 
 
@@ -325,9 +324,8 @@ def test_a_given_plan_is_rehearsed() -> None:
     found = make_plan(fragments.make_model("gate of one"), 2, TensorOptions(plan=plan))
     assert [entry.meets for entry in found.entries] == [True, True, False, False]
     assert "gradients of whole tensors that meet its output are added" in str(found)
-    message = "'inner.0' cannot be split as tp_plan says, because its features depend on each other"
-    with pytest.raises(UsageError, match=message):
-        make_plan(fragments.make_model("softmax of hidden"), 2, TensorOptions(plan=plan))
+    model = fragments.make_model("softmax of hidden")
+    expect_refusal(UsageError, "'inner.0' cannot be split", make_plan, model, 2, TensorOptions(plan=plan))
 
 
 def test_a_plan_leaves_all_generators_as_they_were() -> None:
