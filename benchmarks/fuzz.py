@@ -3,8 +3,9 @@
     python benchmarks/fuzz.py              # 20,000 inputs, 1 process
     python benchmarks/fuzz.py --quick
 
-Inputs are made by grammar, so that it is known what each says and whether it may be accepted; by damaging bytes of
-whole ones; and from lists of hostile ones. Seeds make them repeatable.
+First come all texts of the tables by themselves, and all hostile files. Then come random inputs: made by grammar, so
+that it is known what each says and whether it may be accepted, and by damaging bytes of whole ones. Seeds make them
+repeatable.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from common import Report, Trials, parse_for_trials
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from tests.config.fuzzing import each
 from tests.config.fuzzing.trial import MAKERS, Outcome, sandbox, trial, warm_up
 
 INPUTS, QUICK_INPUTS = 20_000, 1_000
@@ -30,11 +32,12 @@ def main() -> None:
     report = Report("fuzz", "Random configurations, environments and command lines")
     with tempfile.TemporaryDirectory() as folder, sandbox(Path(folder)):
         warm_up()
-        outcomes = [outcome_of(seed) for seed in tqdm(range(arguments.inputs), unit="input")]
+        outcomes = [trial(given) for given in each.inputs()]
+        outcomes += [outcome_of(seed) for seed in tqdm(range(arguments.inputs), unit="input")]
     kinds = list(dict.fromkeys(outcome.kind for outcome in outcomes))
     rows = [row_of(kind, [outcome for outcome in outcomes if outcome.kind == kind]) for kind in kinds]
     rows.append(row_of("all", outcomes))
-    failures = [{"seed": seed, **vars(outcome)} for seed, outcome in enumerate(outcomes) if outcome.failure]
+    failures = [vars(outcome) for outcome in outcomes if outcome.failure]
     report.finish(
         ["input", "count", "accepted", "refused", "failures", "slowest (ms)"],
         [[str(value) for value in row.values()] for row in rows],

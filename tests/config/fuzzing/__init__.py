@@ -1,11 +1,13 @@
-"""Random configurations and command lines, each with what the documentation says of it.
+"""Configurations and command lines, each with what the documentation says of it.
 
 - ``pools``: raw texts for each setting, and what each means; ``WRONG`` ones must be refused.
-- ``files``: YAML, DeepSpeed JSON and hostfiles made from them, damaged bytes, hostile files.
-- ``lines``, ``commands``: ``parallel`` lines, environments, command lines.
+- ``each``: each of these texts by itself, and hostile files: none is left to chance.
+- ``files``: random YAML, DeepSpeed JSON and hostfiles made from them, and damaged bytes.
+- ``lines``, ``commands``: random ``parallel`` lines, environments, command lines.
 - ``judge``: what must hold of whatever is accepted, written from the documentation alone.
 - ``readers``: what reads each kind.
 - ``trial``: one input, run and judged.
 
-What makes an input draws from a ``random.Random``. That of hypothesis makes a failing input smaller.
+What makes a random input draws from a ``random.Random``. That of hypothesis makes a failing input smaller; that of
+``benchmarks/fuzz.py`` has a seed.
 """

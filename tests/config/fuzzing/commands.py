@@ -8,15 +8,15 @@ from typing import Any
 import yaml
 
 from tests.config.fuzzing.files import (
+    damaged_json,
     damaged_yaml,
     deepspeed_json,
-    hostile_json,
     misspelt,
     our_yaml,
     some_word,
 )
 from tests.config.fuzzing.lines import parallel_line
-from tests.config.fuzzing.pools import ANY, RUN, Input, Pool, Raw, chance, integers, words
+from tests.config.fuzzing.pools import ANY, RUN, Input, Pool, Raw, chance, integers, split, words
 
 
 def value_of(raw: Raw) -> str:
@@ -59,14 +59,8 @@ def flags(
 CONFIG_FLAGS = {
     name: RUN[name]
     for name in (
-        "num_processes",
-        "num_machines",
-        "machine_rank",
-        "main_process_ip",
-        "main_process_port",
-        "mixed_precision",
-        "gradient_accumulation_steps",
-        "parallel",
+        *("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port"),
+        *("mixed_precision", "gradient_accumulation_steps", "parallel"),
     )
 } | {"cpu": RUN["use_cpu"]}
 
@@ -84,10 +78,10 @@ def config_command(source: random.Random) -> Input:
 
 
 def convert_command(source: random.Random) -> Input:
-    make = source.choice((our_yaml, damaged_yaml, deepspeed_json, hostile_json))
+    make = source.choice((our_yaml, damaged_yaml, deepspeed_json, damaged_json))
     file = make(source)
     given = Input("lockstep config convert", file.content, wrong=file.wrong)
-    name = "in.json" if make in (deepspeed_json, hostile_json) else "in.yaml"
+    name = "in.json" if make in (deepspeed_json, damaged_json) else "in.yaml"
     given.argv = ["config", "convert", name]
     if chance(source, 0.5):
         given.argv += ["--ranks", source.choice(("1", "2", "4", "8"))]
@@ -102,33 +96,25 @@ def convert_command(source: random.Random) -> Input:
     return given
 
 
+SCHEDULE_FLAGS = {
+    "ranks": integers(2, 4, 8, more="1000000000"),
+    "micro_batches": integers(8, 16, 24),
+    "stages_per_rank": integers(1, 2, low=0),
+    "times": words(
+        {"'1,2'": ANY, "'1,1,1'": ANY, "'0.5,1.5'": ANY},
+        "1 | '1,x' | '1,2,3,4' | '0,1' | '-1,2' | 'nan,1' | 'inf,1' | '1,1e9' | ',' | '' | 1,,2",
+    ),
+}
+
+
 def schedule_command(source: random.Random) -> Input:
     given = Input("lockstep schedule")
-    pools = {
-        "ranks": integers(2, 4, 8, more=("1000000000",)),
-        "micro_batches": integers(8, 16, 24),
-        "stages_per_rank": integers(1, 2, low=0),
-        "times": words(
-            {"'1,2'": ANY, "'1,1,1'": ANY, "'0.5,1.5'": ANY},
-            "1",
-            "'1,x'",
-            "'1,2,3,4'",
-            "'0,1'",
-            "'-1,2'",
-            "'nan,1'",
-            "'inf,1'",
-            "'1,1e9'",
-            "','",
-            "''",
-            "1,,2",
-        ),
-    }
     name = source.choice(("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "dualpipev"))
     if chance(source, 0.1):
         name = source.choice(("pipedream", "", "1F1B", "\x1b[31m", "x" * 5000, "٣"))
         given.wrong = True
     given.means["name"] = name
-    given.argv = ["schedule", *flags(source, given, pools, 3, ()), name]
+    given.argv = ["schedule", *flags(source, given, SCHEDULE_FLAGS, 3, ()), name]
     if chance(source, 0.8):
         given.argv.append("--json")
     if chance(source, 0.05):
@@ -136,31 +122,25 @@ def schedule_command(source: random.Random) -> Input:
     return given
 
 
+ENV_FLAGS = {
+    "params": words(
+        {"1.3B": 1_300_000_000, "350M": 350_000_000, "7e9": 7_000_000_000, "1000": 1000},
+        "-1 | nan | inf | 1e999 | B | '' | 0 | 1.3X | 1.5",
+        "9" * 5000,
+    ),
+    "ranks": words(
+        {"'1,2'": [1, 2], "4": [4], "'1,2,4,8'": [1, 2, 4, 8]}, "0 | -1 | x | '1,,2' | 1.5", "9" * 400
+    ),
+    "precision": words({"bf16": ANY, "fp16": ANY, "fp8": ANY, "'no'": ANY}, "x | '' | 32"),
+    "optimizer": words({"adamw": ANY, "sgd": ANY, "adam": ANY}, "magic_q | '' | 1"),
+    "blocks": integers(1, 8),
+    "gradient_accumulation_steps": integers(1, 4),
+}
+
+
 def env_command(source: random.Random) -> Input:
     given = Input("lockstep env")
-    pools = {
-        "params": words(
-            {"1.3B": 1_300_000_000, "350M": 350_000_000, "7e9": 7_000_000_000, "1000": 1000},
-            "-1",
-            "nan",
-            "inf",
-            "1e999",
-            "B",
-            "''",
-            "0",
-            "1.3X",
-            "9" * 5000,
-            "1.5",
-        ),
-        "ranks": words(
-            {"'1,2'": [1, 2], "4": [4], "'1,2,4,8'": [1, 2, 4, 8]}, "0", "-1", "x", "'1,,2'", "1.5", "9" * 400
-        ),
-        "precision": words({"bf16": ANY, "fp16": ANY, "fp8": ANY, "'no'": ANY}, "x", "''", "32"),
-        "optimizer": words({"adamw": ANY, "sgd": ANY, "adam": ANY}, "magic_q", "''", "1"),
-        "blocks": integers(1, 8),
-        "gradient_accumulation_steps": integers(1, 4),
-    }
-    arguments = flags(source, given, pools, 4, ())
+    arguments = flags(source, given, ENV_FLAGS, 4, ())
     line = parallel_line(source) if chance(source, 0.5) else Input("", argv=["all"])
     given.wrong |= line.wrong
     given.argv = ["env", "--explain", line.argv[0], *arguments]
@@ -169,61 +149,32 @@ def env_command(source: random.Random) -> Input:
     return given
 
 
+NO_CHECKPOINTS = split(
+    "missing | folder | folder/file | nul\0 | - | -- | \x1b[31m | a\nb | . | s3:// | s3:///x | nope://bucket/x | file://x",
+    "~nobody_q/x | folder/file/below | é",
+    "",
+    "x" * 300,
+)
+CHECKPOINT_OPTIONS: dict[str, tuple[str, ...]] = {
+    "--model": split("0 | 1 | -1 | x", "9" * 400),
+    "--dtype": split("bf16 | fp8", ""),
+    "--max-shard-size": split("1GB | -1 | x | 0 | nan | 1e999GB | ٣GB | 1.5.5GB", " GB", "9" * 5000 + "GB"),
+    "--skip": split("x | ../x", ""),
+    **dict.fromkeys(("--all", "--json", "--tensors", "--force", "--burn"), ()),
+}
+
+
 def checkpoint_command(source: random.Random) -> Input:
     """On what is no checkpoint; nothing of it may succeed."""
     given = Input("lockstep checkpoint", wrong=True)
     given.content = bytes(source.randrange(256) for _ in range(source.randint(0, 200)))
-    place = source.choice(
-        (
-            "missing",
-            "folder",
-            "folder/file",
-            "nul\0",
-            "",
-            "-",
-            "--",
-            "x" * 300,
-            "\x1b[31m",
-            "a\nb",
-            ".",
-            "s3://",
-            "s3:///x",
-            "nope://bucket/x",
-            "file://x",
-            "~nobody_q/x",
-            "folder/file/below",
-            "é",
-        )
-    )
     verb = source.choice(("verify", "show", "merge", "convert", "import-pickle", "burn", ""))
-    given.argv = ["checkpoint", verb, place]
+    given.argv = ["checkpoint", verb, source.choice(NO_CHECKPOINTS)]
     if verb in ("merge", "convert", "import-pickle") and chance(source, 0.9):
         given.argv.append(source.choice(("out", "out.safetensors", "folder/file/x", "nul\0", "")))
-    options: dict[str, tuple[Any, ...]] = {
-        "--model": ("0", "1", "-1", "x", "9" * 400),
-        "--dtype": ("bf16", "fp8", ""),
-        "--max-shard-size": (
-            "1GB",
-            "-1",
-            "x",
-            "0",
-            "nan",
-            "1e999GB",
-            "9" * 5000 + "GB",
-            "٣GB",
-            "1.5.5GB",
-            " GB",
-        ),
-        "--skip": ("x", "", "../x"),
-        "--all": (None,),
-        "--json": (None,),
-        "--tensors": (None,),
-        "--force": (None,),
-        "--burn": (None,),
-    }
-    for name in source.sample(list(options), source.randint(0, 2)):
-        value = source.choice(options[name])
-        given.argv += [name] if value is None else [name, value]
+    for name in source.sample(list(CHECKPOINT_OPTIONS), source.randint(0, 2)):
+        values = CHECKPOINT_OPTIONS[name]
+        given.argv += [name, source.choice(values)] if values else [name]
     return given
 
 
@@ -234,34 +185,21 @@ LAUNCH_FLAGS: dict[str, Pool] = {
         if name not in ("optimizer", "scheduler", "grad_scaler", "micro_batch_size", "rdzv_conf")
     },
     "rdzv_conf": words(
-        {"join_timeout=60": ANY, "'timeout=9,last_call_timeout=0'": ANY}, "x", "a=1", "timeout=x"
+        {"join_timeout=60": ANY, "'timeout=9,last_call_timeout=0'": ANY}, "x | a=1 | timeout=x"
     ),
     "nproc": integers(1, 2, 8),
     "rdzv": words(
         {"10.0.0.1:29500": ANY, "'[::1]:29500'": ANY},
-        "10.0.0.1",
-        "'10.0.0.1:0'",
-        "':1'",
-        "'a b:1'",
-        "x:y",
-        "1.2.3.4:70000",
+        "10.0.0.1 | '10.0.0.1:0' | ':1' | 'a b:1' | x:y | 1.2.3.4:70000",
     ),
     "hosts": words(
         {"'a,b'": ANY, "'a:2,me@b:2'": ANY},
-        "'a,a'",
-        "''",
-        "','",
-        "'-oX=y'",
-        "'a;id'",
-        "'a:0'",
-        "'a:x'",
-        "'a:1:2'",
-        "'$(id)'",
+        "'a,a' | '' | ',' | '-oX=y' | 'a;id' | 'a:0' | 'a:x' | 'a:1:2' | '$(id)'",
     ),
-    "slurm_option": words({"partition=gpu": ANY}, "partition", "'=x'", "'-x=1'", '"a=b\\nc"', "'a b=c'"),
-    "k8s": words({"jobset": ANY, "trainjob": ANY, "pytorchjob": ANY}, "pod", "''", "1"),
-    "k8s_option": words({"image=registry/x:1": ANY}, "image", "'=x'", "'nonsense_q=1'", '"image=a\\nb"'),
-    "forward_env": words({"MY_VALUE": ANY}, "'A B'", "'A=B'", "'1A'", "''", "'A;B'"),
+    "slurm_option": words({"partition=gpu": ANY}, "partition | '=x' | '-x=1' | \"a=b\\nc\" | 'a b=c'"),
+    "k8s": words({"jobset": ANY, "trainjob": ANY, "pytorchjob": ANY}, "pod | '' | 1"),
+    "k8s_option": words({"image=registry/x:1": ANY}, "image | '=x' | 'nonsense_q=1' | \"image=a\\nb\""),
+    "forward_env": words({"MY_VALUE": ANY}, "'A B' | 'A=B' | '1A' | '' | 'A;B'"),
     "slurm": RUN["use_cpu"],
     "mpi": RUN["use_cpu"],
     "cpu": RUN["use_cpu"],
@@ -271,6 +209,13 @@ SWITCHES = (
     "slurm", "mpi", "cpu", "watch", "debug", "enable_cpu_affinity", "dynamo_use_fullgraph", "dynamo_use_dynamic",
     "dynamo_use_regional_compilation",
 )  # fmt: skip
+
+TOPOLOGY = set(
+    split(
+        "--nnodes | --num-machines | --num-processes | --nproc | --rdzv | --main-process-ip | --node-rank",
+        "--main-process-port | --machine-rank | --hosts | --slurm | --mpi | --k8s | --gpu-ids",
+    )
+)
 
 # a command line that is right -> what it says
 LAUNCHES: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -283,13 +228,8 @@ LAUNCHES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--nnodes 2:4 --nproc 1 --rdzv 10.0.0.1:29500", {"num_machines": 4, "min_machines": 2, "nproc": 1}),
     (
         "--nnodes 2 --node-rank 1 --num-processes 8 --main-process-ip host-0 --main-process-port 1234",
-        {
-            "num_machines": 2,
-            "machine_rank": 1,
-            "num_processes": 8,
-            "main_process_ip": "host-0",
-            "main_process_port": 1234,
-        },
+        {"num_machines": 2, "machine_rank": 1, "num_processes": 8}
+        | {"main_process_ip": "host-0", "main_process_port": 1234},
     ),
     ("--hosts a:2,b:2", {"num_machines": 2, "num_processes": 4, "hosts": "a:2,b:2"}),
     ("--hosts a,me@b --nproc 8", {"num_machines": 2, "num_processes": 16, "hosts": "a,me@b"}),
@@ -306,23 +246,7 @@ def launch_command(source: random.Random) -> Input:
     given = Input("lockstep launch")
     start, means = source.choice(LAUNCHES) if chance(source, 0.8) else ("", {})
     said = {word.split("=")[0] for word in start.split()} | {"--" + name.replace("_", "-") for name in means}
-    topology = {
-        "--nnodes",
-        "--num-machines",
-        "--num-processes",
-        "--nproc",
-        "--rdzv",
-        "--main-process-ip",
-        "--node-rank",
-        "--main-process-port",
-        "--machine-rank",
-        "--hosts",
-        "--slurm",
-        "--mpi",
-        "--k8s",
-        "--gpu-ids",
-    }
-    taken = said | (topology if said and chance(source, 0.8) else set())
+    taken = said | (TOPOLOGY if said and chance(source, 0.8) else set())
     pools = {name: pool for name, pool in LAUNCH_FLAGS.items() if "--" + name.replace("_", "-") not in taken}
     given.argv = ["launch", "--dry-run", *start.split(), *flags(source, given, pools, 4, SWITCHES)]
     for name, meaning in means.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import string
-from typing import Any
+from itertools import pairwise
 
 from tests.compat import accelerate_examples, deepspeed_examples
 from tests.config.fuzzing.pools import (
@@ -17,11 +17,12 @@ from tests.config.fuzzing.pools import (
     FSDP_SAYS,
     NOTHING,
     RUN,
-    WRONG,
     Input,
     Pool,
     Raw,
     chance,
+    split,
+    words,
 )
 
 EXAMPLES = (accelerate_examples.TWO_PROCESSES, accelerate_examples.TWO_MACHINES)
@@ -120,6 +121,15 @@ def accelerate_yaml(source: random.Random) -> Input:
     return finish_yaml(source, given, texts)
 
 
+SPECIAL = (
+    *(bytes([code]) for code in b"\0\xff:\t{!-%|>'\"\n\r#"),
+    b"&a ",
+    b"*a",
+    b"\xef\xbb\xbf",
+    b"\xc2\x85",
+)
+
+
 def damage(source: random.Random, content: bytes) -> bytes:
     """A few bytes changed, left out, doubled or moved."""
     changed = bytearray(content)
@@ -131,29 +141,7 @@ def damage(source: random.Random, content: bytes) -> bytes:
             case 1:
                 del changed[place : place + source.randint(1, 20)]
             case 2:
-                changed[place:place] = source.choice(
-                    (
-                        b"\0",
-                        b"\xff",
-                        b":",
-                        b"\t",
-                        b"{",
-                        b"&a ",
-                        b"*a",
-                        b"!",
-                        b"-",
-                        b"%",
-                        b"|",
-                        b">",
-                        b"'",
-                        b'"',
-                        b"\n",
-                        b"\r",
-                        b"\xef\xbb\xbf",
-                        b"\xc2\x85",
-                        b"#",
-                    )
-                )
+                changed[place:place] = source.choice(SPECIAL)
             case 3:
                 changed[place:place] = changed[place : place + source.randint(1, 60)]
             case 4:
@@ -174,191 +162,171 @@ def damaged_yaml(source: random.Random) -> Input:
     return Input("damaged YAML", content=damage(source, whole))
 
 
-def hostile_yaml(source: random.Random) -> Input:
-    n = source.randint(2, 10)
-    tag = source.choice(
-        (
-            "!!python/object/apply:os.system ['true']",
-            "!!python/name:os.system",
-            "!!binary aGk=",
-            "!x 2",
-            "!!set {a, b}",
-            "!!omap [a: 1]",
-            "!!python/tuple [1]",
-            "!!int two",
-            "!!float '٣'",
-            "!!bool x",
-            "!!null 3x",
-            "!!timestamp x",
-            "!<tag:yaml.org,2002:python/none> x",
-        )
-    )
-    bomb = "a: &a [x, x, x]\n" + "".join(
-        f"{chr(98 + i)}: &{chr(98 + i)} [{', '.join(['*' + chr(97 + i)] * 9)}]\n" for i in range(n)
-    )
-    texts: list[str | bytes] = [
-        f"num_processes: {tag}\n",
-        bomb,
-        "num_processes: &a 2\nnum_machines: *a\n",
-        "num_processes: " + "[" * 10 ** source.randint(1, 4) + "\n",
-        "num_processes: " + "[" * 1000 + "]" * 1000 + "\n",
-        "num_processes: " + "{a: " * 200 + "1" + "}" * 200 + "\n",
-        "".join(f"{'  ' * i}k:\n" for i in range(500)),
-        "num_processes: 2\nnum_processes: 3\n",
-        "fsdp_config:\n  fsdp_version: 1\n  fsdp_version: 1\ndistributed_type: FSDP\n",
-        "num_processes: 2\0\n",
-        "num_processes: " + "9" * source.choice((100, 4301, 60_000)) + "\n",
-        "num_processes: 0x" + "f" * 5000 + "\n",
-        "num_processes: 1e" + "9" * 300 + "\n",
-        "x" * 2**20,
-        "# " + "x" * 2**20 + "\nnum_processes: 2\n",
-        "num_processes: 2\n" * 60_000,
-        "".join(f"k{i}: 1\n" for i in range(5000)),
-        "[" * 30_000,
-        "- num_processes: 2\n",
-        "2\n",
-        "",
-        "---\n",
-        "--- {num_processes: 2}\n--- {num_processes: 3}\n",
-        "? [a, b]\n: 2\n",
-        "? {a: b}\n: 2\n",
-        "? \n: 2\n",
-        "<<: {num_processes: 2}\n",
-        "num_processes: 2".encode("utf-16"),
-        "num_processes: 2".encode("utf-32"),
-        b"\xff\xfe\x00",
-        b"num_processes: \x1b[31m2\n",
-        "%YAML 9.9\n---\nnum_processes: 2\n",
-        "%TAG ! tag:x,1:\n---\nnum_processes: !y 2\n",
-        'num_processes: "\\U00110000"\n',
-        "num_processes: 2\n...\n}\n",
-        "num_processes: |\n  2\n  3\n",
-        "num_processes:\n\t2\n",
-        f'"{chr(27)}[2J": 2\n',
-        "é" * 20_000 + ": 2\n",
-        "num_machines: 1:4\n",
-        "num_processes: 1:30\n",
-        "main_process_port: 1:30\n",
-        "micro_batch_size: 190:20:30\n",
-    ]
-    content = source.choice(texts)
-    given = Input("hostile YAML", content if isinstance(content, bytes) else content.encode())
-    given.wrong = content != "num_machines: 1:4\n"
-    if not given.wrong:  # YAML 1.1 would make 64 of it
-        given.means["num_machines"] = 4
-    return given
+TAGS = split(
+    "!!python/object/apply:os.system ['true'] | !!python/name:os.system | !!binary aGk= | !x 2 | !!set {a, b}",
+    "!!omap [a: 1] | !!python/tuple [1] | !!int two | !!float '٣' | !!bool x | !!null 3x | !!timestamp x",
+    "!<tag:yaml.org,2002:python/none> x",
+)
 
 
-# a leaf of a DeepSpeed configuration -> (values and their meaning, values that must be refused)
-JSON_LEAVES: dict[tuple[str, ...], tuple[str, dict[str, Any], tuple[str, ...]]] = {
-    ("train_batch_size",): (
+def bomb(depth: int) -> str:
+    """A list of aliases of lists of aliases: 9 to the power of ``depth`` items."""
+    names = string.ascii_lowercase[: depth + 1]
+    lists = (f"{name}: &{name} [{', '.join(['*' + of] * 9)}]\n" for of, name in pairwise(names))
+    return "a: &a [x, x, x]\n" + "".join(lists)
+
+
+HOSTILE_YAML: tuple[str | bytes, ...] = (
+    *(f"num_processes: {tag}\n" for tag in TAGS),
+    *(bomb(depth) for depth in (2, 10)),
+    "num_processes: &a 2\nnum_machines: *a\n",
+    "num_processes: " + "[" * 10_000 + "\n",
+    "num_processes: " + "[" * 1000 + "]" * 1000 + "\n",
+    "num_processes: " + "{a: " * 200 + "1" + "}" * 200 + "\n",
+    "".join(f"{'  ' * i}k:\n" for i in range(500)),
+    "num_processes: 2\nnum_processes: 3\n",
+    "fsdp_config:\n  fsdp_version: 1\n  fsdp_version: 1\ndistributed_type: FSDP\n",
+    "num_processes: 2\0\n",
+    *("num_processes: " + "9" * digits + "\n" for digits in (100, 4301, 60_000)),
+    "num_processes: 0x" + "f" * 5000 + "\n",
+    "num_processes: 1e" + "9" * 300 + "\n",
+    "x" * 2**20,
+    "# " + "x" * 2**20 + "\nnum_processes: 2\n",
+    "num_processes: 2\n" * 60_000,
+    "".join(f"k{i}: 1\n" for i in range(5000)),
+    "[" * 30_000,
+    "- num_processes: 2\n",
+    "2\n",
+    "",
+    "---\n",
+    "--- {num_processes: 2}\n--- {num_processes: 3}\n",
+    "? [a, b]\n: 2\n",
+    "? {a: b}\n: 2\n",
+    "? \n: 2\n",
+    "<<: {num_processes: 2}\n",
+    "num_processes: 2".encode("utf-16"),
+    "num_processes: 2".encode("utf-32"),
+    b"\xff\xfe\x00",
+    b"num_processes: \x1b[31m2\n",
+    "%YAML 9.9\n---\nnum_processes: 2\n",
+    "%TAG ! tag:x,1:\n---\nnum_processes: !y 2\n",
+    'num_processes: "\\U00110000"\n',
+    "num_processes: 2\n...\n}\n",
+    "num_processes: |\n  2\n  3\n",
+    "num_processes:\n\t2\n",
+    f'"{chr(27)}[2J": 2\n',
+    "é" * 20_000 + ": 2\n",
+    "num_processes: 1:30\n",
+    "main_process_port: 1:30\n",
+    "micro_batch_size: 190:20:30\n",
+)
+
+
+# a leaf of a DeepSpeed configuration -> our name for it, and its values
+JSON_LEAVES: dict[str, tuple[str, Pool]] = {
+    "train_batch_size": (
         "train_batch_size",
-        {"64": 64, '"auto"': ANY},
-        ("0", "-4", "1.5", '"x"', "[8]", "true", "NaN"),
+        words({"64": 64, '"auto"': ANY}, '0 | -4 | 1.5 | "x" | [8] | true | NaN'),
     ),
-    ("train_micro_batch_size_per_gpu",): (
+    "train_micro_batch_size_per_gpu": (
         "micro_batch_size",
-        {"4": 4, '"auto"': ANY},
-        ("0", "{}x", "1e400", '"4 4"'),
+        words({"4": 4, '"auto"': ANY}, '0 | {}x | 1e400 | "4 4"'),
     ),
-    ("gradient_accumulation_steps",): (
+    "gradient_accumulation_steps": (
         "gradient_accumulation_steps",
-        {"2": 2, '"auto"': ANY},
-        ("0", "-1", "2.5"),
+        words({"2": 2, '"auto"': ANY}, "0 | -1 | 2.5"),
     ),
-    ("gradient_clipping",): (
+    "gradient_clipping": (
         "gradient_clipping",
-        {"1.0": 1.0, "2": 2.0},
-        ("-1", "Infinity", '"much"', "[1]", "1e999"),
+        words({"1.0": 1.0, "2": 2.0}, '-1 | Infinity | "much" | [1] | 1e999'),
     ),
-    ("zero_optimization", "stage"): (
-        "zero",
-        {"1": 1, "2": 2, "3": 3},
-        ("4", "-1", '"x"', "1.5", "true", "[3]"),
-    ),
-    ("zero_optimization", "overlap_comm"): ("", {"true": ANY}, ()),
-    ("zero_optimization", "offload_optimizer"): (
+    "zero_optimization.stage": ("zero", words({"1": 1, "2": 2, "3": 3}, '4 | -1 | "x" | 1.5 | true | [3]')),
+    "zero_optimization.overlap_comm": ("", words({"true": ANY})),
+    "zero_optimization.offload_optimizer": (
         "offload",
-        {
-            '{"device": "cpu"}': "optimizer",
-            '{"device": "nvme", "nvme_path": "/scratch"}': "optimizer",
-            '{"device": "none"}': ANY,
-        },
-        ('{"device": "nvme"}', '{"device": "moon"}', '{"devise": "cpu"}', '"cpu"', "7"),
+        words(
+            {
+                '{"device": "cpu"}': "optimizer",
+                '{"device": "nvme", "nvme_path": "/scratch"}': "optimizer",
+                '{"device": "none"}': ANY,
+            },
+            '{"device": "nvme"} | {"device": "moon"} | {"devise": "cpu"} | "cpu" | 7',
+        ),
     ),
-    ("zero_optimization", "zero_hpz_partition_size"): ("hpz", {"1": ANY}, ("-1", '"x"', "1.5")),
-    ("zero_optimization", "mics_shard_size"): ("", {"-1": ANY}, ("2", "8")),
-    ("bf16", "enabled"): ("bf16", {"true": True, "false": False}, ("2", '"maybe"', "[true]", "{}x")),
-    ("fp16", "enabled"): ("fp16", {"false": False}, ("3", '"ja"')),
-    ("fp16", "initial_scale_power"): (
-        "init_scale",
-        {"16": 65536.0, "12": 4096.0},
-        ("-1", "99", "1.5", '"x"'),
-    ),
-    ("optimizer",): (
+    "zero_optimization.zero_hpz_partition_size": ("hpz", words({"1": ANY}, '-1 | "x" | 1.5')),
+    "zero_optimization.mics_shard_size": ("", words({"-1": ANY}, "2 | 8")),
+    "bf16.enabled": ("bf16", words({"true": True, "false": False}, '2 | "maybe" | [true] | {}x')),
+    "fp16.enabled": ("fp16", words({"false": False}, '3 | "ja"')),
+    "fp16.initial_scale_power": ("init_scale", words({"16": 65536.0, "12": 4096.0}, '-1 | 99 | 1.5 | "x"')),
+    "optimizer": (
         "optimizer",
-        {'{"type": "AdamW", "params": {"lr": 0.1}}': ANY},
-        ('"AdamW"', "[1]", '{"type": 3}'),
+        words({'{"type": "AdamW", "params": {"lr": 0.1}}': ANY}, '"AdamW" | [1] | {"type": 3}'),
     ),
-    ("amp",): ("", {'{"enabled": false}': ANY}, ('{"enabled": true}',)),
-    ("elasticity",): ("", {'{"enabled": false}': ANY}, ('{"enabled": true}',)),
-    ("steps_per_print",): ("", {"10": ANY}, ()),
-    ("sparse_gradients",): ("", {"false": ANY}, ("true",)),
+    "amp": ("", words({'{"enabled": false}': ANY}, '{"enabled": true}')),
+    "elasticity": ("", words({'{"enabled": false}': ANY}, '{"enabled": true}')),
+    "steps_per_print": ("", words({"10": ANY})),
+    "sparse_gradients": ("", words({"false": ANY}, "true")),
 }
 
 
+def in_json(texts: dict[str, list[str]]) -> bytes:
+    """Leaves of each section put together as text, so that values may be what no JSON library writes."""
+    sections = [f'"{name}": {{{", ".join(inner)}}}' for name, inner in texts.items() if name]
+    return ("{" + ", ".join(texts.get("", []) + sections) + "}").encode()
+
+
 def deepspeed_json(source: random.Random) -> Input:
-    """Leaves put together as text, so that values may be what no JSON library writes."""
     given = Input("DeepSpeed JSON")
     sections: dict[str, list[str]] = {"": []}
     paths = source.sample(list(JSON_LEAVES), source.randint(1, 6))
     faulty = source.choice(paths) if chance(source, 0.45) else None
     for path in paths:
-        name, good, bad = JSON_LEAVES[path]
-        raw = (
-            Raw(source.choice(bad), WRONG)
-            if path == faulty and bad
-            else Raw(*source.choice(list(good.items())))
-        )
-        section = path[0] if len(path) > 1 else ""
-        sections.setdefault(section, []).append(f'"{path[-1]}": {given.settings(name, raw)}')
+        name, pool = JSON_LEAVES[path]
+        raw = pool.draw(source, path == faulty and bool(pool.bad))
+        section, _, leaf = path.rpartition(".")
+        sections.setdefault(section, []).append(f'"{leaf}": {given.settings(name, raw)}')
     if chance(source, 0.12):
-        section = source.choice(list(sections))
-        sections[section].append(
-            f'"{misspelt(source, source.choice(("stage", "train_batch_size", "enabled", "overlap_comm")))}": 1'
-        )
+        key = misspelt(source, source.choice(("stage", "train_batch_size", "enabled", "overlap_comm")))
+        sections[source.choice(list(sections))].append(f'"{key}": 1')
         given.wrong = True
-    top = sections.pop("") + [f'"{name}": {{{", ".join(inner)}}}' for name, inner in sections.items()]
-    given.content = ("{" + ", ".join(top) + "}").encode()
+    given.content = in_json(sections)
     return given
 
 
-def hostile_json(source: random.Random) -> Input:
+def damaged_json(source: random.Random) -> Input:
     whole = json.dumps(source.choice((deepspeed_examples.STAGE2, deepspeed_examples.STAGE3))).encode()
-    if chance(source, 0.6):
-        return Input("damaged JSON", content=damage(source, whole))
-    texts = (
-        b'{"train_batch_size": 8, "train_batch_size": 16}',
-        b'{"zero_optimization": {"stage": 1, "stage": 2}}',
-        b'{"gradient_clipping": NaN}',
-        b'{"train_batch_size": ' + b"9" * 5000 + b"}",
-        b'{"a":' * 2000 + b"1" + b"}" * 2000,
-        b"[" * 100_000,
-        b'{"zero_optimization": ' + b"[" * 200 + b"]" * 200 + b"}",
-        b"[]",
-        b'"x"',
-        b"",
-        b"null",
-        b"{} {}",
-        b'{"a": 1,}',
-        b"// comment\n{}",
-        b'{"\\ud800": 1}',
-        b'{"\x1b[31m": 1}',
-        b'{"steps_per_print": 10' + b" " * 2**20 + b"}",
-        b"\xff\xfe{\x00}\x00",
-        b'{"train_batch_size": "' + b"x" * 100_000 + b'"}',
-    )
-    return Input("damaged JSON", content=source.choice(texts), wrong=True)
+    return Input("damaged JSON", content=damage(source, whole))
+
+
+HOSTILE_JSON = (
+    b'{"train_batch_size": 8, "train_batch_size": 16}',
+    b'{"zero_optimization": {"stage": 1, "stage": 2}}',
+    b'{"gradient_clipping": NaN}',
+    b'{"train_batch_size": ' + b"9" * 5000 + b"}",
+    b'{"a":' * 2000 + b"1" + b"}" * 2000,
+    b"[" * 100_000,
+    b'{"zero_optimization": ' + b"[" * 200 + b"]" * 200 + b"}",
+    b"[]",
+    b'"x"',
+    b"",
+    b"null",
+    b"{} {}",
+    b'{"a": 1,}',
+    b"// comment\n{}",
+    b'{"\\ud800": 1}',
+    b'{"\x1b[31m": 1}',
+    b'{"steps_per_print": 10' + b" " * 2**20 + b"}",
+    b"\xff\xfe{\x00}\x00",
+    b'{"train_batch_size": "' + b"x" * 100_000 + b'"}',
+)
+
+
+WRONG_LINES = split(
+    "w slots=0 | w slots=-1 | w slots=x | w slots= | w slots=1.5 | w slots=99999999999 | w slots=4 slots=4",
+    "w cpus=4 | -oProxyCommand=id slots=1 | a;id slots=2 | $(id) slots=2 | w slots = 4 | w slots=٣ | w,x slots=2",
+    "256.0.0.1 slots=2 | w\0 slots=2 | \x1b[31mw slots=1 | u@ slots=2 | @h | h/../x | w 4 | \\ | * | w:x | w:0",
+    "a" * 500,
+)
 
 
 def hostfile(source: random.Random) -> Input:
@@ -380,38 +348,7 @@ def hostfile(source: random.Random) -> Input:
         first = next(iter(hosts))
         lines.insert(
             source.randint(0, len(lines)),
-            source.choice(
-                (
-                    "w slots=0",
-                    "w slots=-1",
-                    "w slots=x",
-                    "w slots=",
-                    "w slots=1.5",
-                    "w slots=99999999999",
-                    "w slots=4 slots=4",
-                    "w cpus=4",
-                    "-oProxyCommand=id slots=1",
-                    "a;id slots=2",
-                    "$(id) slots=2",
-                    "w slots = 4",
-                    "w slots=٣",
-                    first,
-                    f"{first} slots=2",
-                    "256.0.0.1 slots=2",
-                    "w,x slots=2",
-                    "w\0 slots=2",
-                    "\x1b[31mw slots=1",
-                    "a" * 500,
-                    "u@ slots=2",
-                    "@h",
-                    "h/../x",
-                    "w 4",
-                    "\\",
-                    "*",
-                    "w:x",
-                    "w:0",
-                )
-            ),
+            source.choice((*WRONG_LINES, first, f"{first} slots=2")),
         )
         given.wrong = True
     given.content = (source.choice(("\n", "\n", "\r\n")).join(lines) + "\n").encode()

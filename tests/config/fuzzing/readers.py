@@ -34,7 +34,7 @@ from tests.config.fuzzing.judge import (
     nonsense_in_settings,
 )
 from tests.config.fuzzing.lines import WORDS
-from tests.config.fuzzing.pools import Input
+from tests.config.fuzzing.pools import Input, split
 
 SECRET = "5ec7e7" * 12
 NAMES = {"cpu": "use_cpu"}
@@ -52,12 +52,12 @@ def _yaml(given: Input) -> Verdict:
 def _lost(given: Input, loaded: Any, settings: dict[str, Any]) -> str | None:
     """A key of the file that neither became a setting nor is named in a warning, though it asks for something."""
     raw = yaml.safe_load(given.content.decode("utf-8-sig"))
-    told = " ".join(loaded.warnings)
+    warned = " ".join(loaded.warnings)
     line = settings.get("parallel") or ""
     for name, meaning in given.means.items():
         key, _, section = name.partition(" in ")
         if meaning == "warned":
-            if key not in told:
+            if key not in warned:
                 return f"{key} has no effect, and nobody said so"
         elif section and key in ("zero", "activation") and f"{key}={meaning}" not in line.split():
             return f"{key}={meaning} is not in {line!r}"
@@ -78,30 +78,14 @@ def _lost(given: Input, loaded: Any, settings: dict[str, Any]) -> str | None:
 
 
 # of Accelerate's file, from its documentation
-KNOWN = {
-    "compute_environment",
-    "distributed_type",
-    "downcast_bf16",
-    "main_training_function",
-    "same_network",
-    "tpu_env",
-    "tpu_name",
-    "tpu_zone",
-    "tpu_vm",
-    "tpu_use_cluster",
-    "tpu_use_sudo",
-    "commands",
-    "command_file",
-    "use_mps_device",
-    "ipex_config",
-    "megatron_lm_config",
-    "fp8_config",
-    "dynamo_config",
-    "fsdp_config",
-    "deepspeed_config",
-    "parallelism_config",
-    "mpirun_config",
-}
+KNOWN = set(
+    split(
+        "compute_environment | distributed_type | downcast_bf16 | main_training_function | same_network",
+        "tpu_env | tpu_name | tpu_zone | tpu_vm | tpu_use_cluster | tpu_use_sudo | commands | command_file",
+        "use_mps_device | ipex_config | megatron_lm_config | fp8_config | dynamo_config | fsdp_config",
+        "deepspeed_config | parallelism_config | mpirun_config",
+    )
+)
 
 
 def _deepspeed(given: Input) -> Verdict:
@@ -130,11 +114,11 @@ def _environment(given: Input) -> Verdict:
     kept = dict(os.environ)
     try:
         os.environ.update(given.environ)
-        link, place = control_endpoint(), process_environment()
-        if link is not None and not (
-            link.host and 0 < link.port < 65536 and Secret.from_hex(link.secret_hex)
+        endpoint, place = control_endpoint(), process_environment()
+        if endpoint is not None and not (
+            endpoint.host and 0 < endpoint.port < 65536 and Secret.from_hex(endpoint.secret_hex)
         ):
-            return True, f"{link} was accepted"
+            return True, f"{endpoint} was accepted"
         user_config_file()
         external_settings(None, None, None, None)
     finally:
@@ -164,17 +148,7 @@ def nothing_started() -> Iterator[None]:
     def refuse(*arguments: Any, **_options: Any) -> Any:
         raise AssertionError(f"a process was started: {arguments!r:.200}")
 
-    names = (
-        "fork",
-        "forkpty",
-        "posix_spawn",
-        "posix_spawnp",
-        "execv",
-        "execve",
-        "execvp",
-        "execvpe",
-        "system",
-    )
+    names = split("fork | forkpty | posix_spawn | posix_spawnp | execv | execve | execvp | execvpe | system")
     with ExitStack() as stack:
         stack.enter_context(patch("subprocess.Popen", refuse))
         for name in names:
@@ -250,23 +224,11 @@ def _launched(given: Input, out: str) -> str | None:
     return None
 
 
-ALWAYS_SHOWN = (
-    "num_processes",
-    "num_machines",
-    "min_machines",
-    "main_process_ip",
-    "main_process_port",
-    "hosts",
-    "k8s",
-    "max_restarts",
-    "hang_timeout",
-    "grace",
-    "rdzv_backend",
-    "interface",
-    "gradient_accumulation_steps",
+ALWAYS_SHOWN = split(
+    "num_processes | num_machines | min_machines | main_process_ip | main_process_port | hosts | k8s",
+    "max_restarts | hang_timeout | grace | rdzv_backend | interface | gradient_accumulation_steps",
     "gradient_clipping",
 )
-
 
 READERS: dict[str, Callable[[Input], Verdict]] = {
     "YAML": _yaml,
