@@ -1,11 +1,8 @@
 from __future__ import annotations
 
-import random
-import time
 from pathlib import Path
 
 import pytest
-import yaml
 
 from lockstep.compat.accelerate import OTHER_KEYS, SECTIONS, from_yaml, load, write_config
 from lockstep.config import IN_FILES, MAX_YAML_BYTES, RunConfig, parse_yaml
@@ -179,11 +176,9 @@ def test_every_key_of_accelerate_is_known() -> None:
     ],
 )
 def test_bad_files_give_one_message_with_file_line_and_key(old: str, new: str, message: str) -> None:
-    started = time.monotonic()
     said = refusal(TWO_PROCESSES.replace(old, new))
     assert message in said
     assert "\n" not in said
-    assert time.monotonic() - started < 1
 
 
 def test_sections_that_are_switched_off_are_tolerated() -> None:
@@ -245,63 +240,3 @@ def test_a_written_file_reads_back_the_same(tmp_path: Path) -> None:
     write_config(path, {"num_processes": 4, "mixed_precision": "no", "use_cpu": True})
     config = load(path).config
     assert (config.num_processes, config.mixed_precision, config.use_cpu) == (4, PrecisionType.NO, True)
-
-
-JUNK = ["abc", "-4", "0", "1e9", "[]", "{}", "''", "null", "true", "0x10", "1:30", "*a", "&a", "!!set", "no"]
-JUNK += ["'", '"\\x"', "é", "\\", "2001-01-01", ".inf", "[["]
-JUNK += ["{fsdp_version: 2}", "{zero_stage: 2}", "{dp_shard_size: 2}", "zero=3", "{zero: 3}", "{type: SGD}"]
-JUNK += ["? ", "<<", "|", ">", "%", "@", "`", "\u2028", "٣", "1_0", "9" * 400]
-
-
-def mutated(text: str, dice: random.Random) -> str:
-    lines = text.splitlines()
-    for _ in range(dice.randint(1, 3)):
-        spot = dice.randrange(len(lines))
-        key, _, value = lines[spot].partition(": ")
-        kind = dice.randrange(6)
-        if kind == 0:
-            lines[spot] = f"{key}: {dice.choice(JUNK)}"
-        elif kind == 1:
-            cut = dice.randrange(len(lines[spot]) + 1)
-            lines[spot] = lines[spot][:cut] + dice.choice(JUNK) + lines[spot][cut:]
-        elif kind == 2:
-            lines.insert(dice.randrange(len(lines)), lines[spot])
-        elif kind == 3:
-            lines[spot] = " " * dice.randint(1, 3) + lines[spot]
-        elif kind == 4:
-            lines[spot] = f"{dice.choice(lines).partition(': ')[0]}: {value}"
-        else:
-            lines[spot] = f"{dice.choice([*OTHER_KEYS, *SECTIONS, *IN_FILES])}: {dice.choice(JUNK)}"
-    return "\n".join(lines)
-
-
-def outcome(text: str) -> tuple[RunConfig | None, str]:
-    try:
-        return read(text), ""
-    except ConfigError as error:
-        return None, str(error)
-
-
-@pytest.mark.parametrize("example", [TWO_PROCESSES, TWO_MACHINES])
-def test_mutated_files_are_refused_in_one_line_or_mean_what_they_say(example: str) -> None:
-    accepted = 0
-    for seed in range(300):
-        text = mutated(example, random.Random(seed))
-        started = time.monotonic()
-        config, message = outcome(text)
-        if config is None:
-            assert message.startswith("run.yaml"), text
-            assert len(message.splitlines()) == 1, text
-            assert len(message) < 500, text
-        else:
-            accepted += 1
-            plain = yaml.safe_load(text)  # what another reader sees in the file
-            for name in ("num_processes", "num_machines", "machine_rank", "main_process_port"):
-                value = getattr(config, name)
-                if value is not None and plain.get(name) is not None:
-                    assert isinstance(value, int), text
-                    assert value == int(plain[name]), text
-            assert (config.machine_rank or 0) < config.num_machines, text
-            assert (config.num_processes or 1) >= 1, text
-        assert time.monotonic() - started < 1, text
-    assert 5 < accepted < 250  # the mutations neither all miss nor all break

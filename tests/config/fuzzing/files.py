@@ -7,6 +7,8 @@ import random
 import string
 from itertools import pairwise
 
+from lockstep.compat.accelerate import OTHER_KEYS, SECTIONS
+from lockstep.config import IN_FILES
 from tests.compat import accelerate_examples, deepspeed_examples
 from tests.config.fuzzing.pools import (
     ACCELERATE,
@@ -112,8 +114,8 @@ def accelerate_yaml(source: random.Random) -> Input:
         if chance(source, 0.1):
             drawn[misspelt(source, source.choice(list(pools)))] = "1"
             inner.wrong = True
-        given.wrong |= inner.wrong
         if kind != "NO":  # which switches the section off, with a warning
+            given.wrong |= inner.wrong
             given.means |= {
                 f"{settings.get(name, name)} in {section}": value for name, value in inner.means.items()
             }
@@ -157,9 +159,47 @@ def damage(source: random.Random, content: bytes) -> bytes:
     return bytes(changed)
 
 
+JUNK = (
+    *split(
+        "abc | -4 | 0 | 1e9 | [] | {} | '' | null | true | 0x10 | 1:30 | *a | &a | !!set | no | ' | \"\\x\" | é | \\"
+    ),
+    *split(
+        "2001-01-01 | .inf | [[ | {fsdp_version: 2} | {zero_stage: 2} | {dp_shard_size: 2} | zero=3 | {zero: 3}"
+    ),
+    *("{type: SGD}", "? ", "<<", "|", ">", "%", "@", "`", "\u2028", "٣", "1_0", "9" * 400),
+)
+
+
+def change_lines(source: random.Random, text: str) -> str:
+    """A few lines with another value or key, said twice, indented, or with junk in the middle."""
+    lines = text.splitlines()
+    for _ in range(source.randint(1, 3)):
+        number = source.randrange(len(lines))
+        key, _, value = lines[number].partition(": ")
+        match source.randrange(6):
+            case 0:
+                lines[number] = f"{key}: {source.choice(JUNK)}"
+            case 1:
+                cut = source.randrange(len(lines[number]) + 1)
+                lines[number] = lines[number][:cut] + source.choice(JUNK) + lines[number][cut:]
+            case 2:
+                lines.insert(source.randrange(len(lines)), lines[number])
+            case 3:
+                lines[number] = " " * source.randint(1, 3) + lines[number]
+            case 4:
+                lines[number] = f"{source.choice(lines).partition(': ')[0]}: {value}"
+            case _:
+                lines[number] = f"{source.choice([*OTHER_KEYS, *SECTIONS, *IN_FILES])}: {source.choice(JUNK)}"
+    return "\n".join(lines)
+
+
 def damaged_yaml(source: random.Random) -> Input:
     whole = source.choice(EXAMPLES).encode() if chance(source, 0.5) else our_yaml(source).content
     return Input("damaged YAML", content=damage(source, whole))
+
+
+def changed_yaml(source: random.Random) -> Input:
+    return Input("damaged YAML", content=change_lines(source, source.choice(EXAMPLES)).encode())
 
 
 TAGS = split(

@@ -21,6 +21,7 @@ from tests.config.fuzzing.readers import READERS, SECRET, read_command, run
 LIMIT_S = 1.0  # of processor time, which other processes do not lengthen
 WAITING_S = 5.0
 HUNG_S = 20
+FILES = {"YAML": "in.yaml", "JSON": "in.json", "hostfile": "hosts"}
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ MAKERS: tuple[Callable[[random.Random], Input], ...] = (
     files.our_yaml,
     files.accelerate_yaml,
     files.damaged_yaml,
+    files.changed_yaml,
     files.deepspeed_json,
     files.damaged_json,
     files.hostfile,
@@ -112,7 +114,7 @@ def trial(given: Input) -> Outcome:
     try:
         accepted, failure = READERS.get(given.kind, read_command)(given)
     except ConfigError as error:
-        failure = _complaint_about_message(str(error))
+        failure = _complaint_about_message(str(error), given.kind)
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt):
             raise
@@ -136,9 +138,11 @@ def _hung(*_: Any) -> None:
     raise Hung(f"no end after {HUNG_S} s")
 
 
-def _complaint_about_message(text: str) -> str | None:
-    if not text or len(text) > 20_000:
+def _complaint_about_message(text: str, kind: str) -> str | None:
+    """Of what is raised: one short line, which names the file, if there is one."""
+    if not text or len(text) > 500:
         return f"a message of {len(text)} characters"
     if not text.isprintable():
         return f"control characters in the message {text[:300]!r}"
-    return None
+    file = next((name for end, name in FILES.items() if kind.endswith(end)), "")
+    return None if file in text else f"{file} is not named in the message {text[:300]!r}"
