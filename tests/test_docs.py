@@ -192,29 +192,26 @@ def in_order(parts: list[str], text: str) -> bool:
 def test_the_tree_in_the_architecture_page_names_every_folder_and_module() -> None:
     (tree,) = [text for _, text in blocks("architecture.md", "text") if text.startswith("src/lockstep/")]
     source = ROOT / "src/lockstep"
-    named: set[str] = set()
+    modules_named: list[str] = []
+    packages_named: list[str] = []
     folders: list[str] = []  # those that the line stands in
     for line in tree.splitlines()[1:]:
         indent, text = line.split("── ", 1)
         entry = re.split(r"  +", text.strip())[0]
         folders = folders[: len(indent) // 4]
-        named |= {"/".join([*folders, name]) for name in re.findall(r"\w+\.py", entry)}
+        modules_named += ["/".join([*folders, name]) for name in re.findall(r"\w+\.py", entry)]
         if entry.endswith("/"):
             folders.append(entry.strip("/"))
-            named.add("/".join(folders) + "/")
-    listed = {path.rpartition("/")[0] for path in named if path.endswith(".py")} - {""}
-    modules = {
+            packages_named.append("/".join(folders))
+    # What a package's own __init__.py does is said on the line of its folder.
+    modules = [
         path.relative_to(source).as_posix()
-        for folder in listed
-        for path in (source / folder).glob("*.py")
-        if path.name != "__init__.py"
-    }
-    assert {path for path in named if "/" in path and path.endswith(".py")} == modules
-    packages = {f"{path.parent.relative_to(source).as_posix()}/" for path in source.rglob("__init__.py")} - {
-        "./"
-    }
-    assert {path for path in named if path.endswith("/")} == packages
-    assert all((source / path).exists() for path in named)
+        for path in source.rglob("*.py")
+        if path.name != "__init__.py" or path.parent == source
+    ]
+    assert sorted(modules_named) == sorted(modules)
+    packages = [path.parent.relative_to(source).as_posix() for path in source.glob("*/**/__init__.py")]
+    assert sorted(packages_named) == sorted(packages)
 
 
 def test_the_layers_in_the_architecture_page_are_those_that_are_checked() -> None:
