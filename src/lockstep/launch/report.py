@@ -1,4 +1,7 @@
-"""What failures mean: which rank is to blame, what to say, and whether another round follows. Pure."""
+"""What failures mean: which rank is to blame, what to say, and whether another round follows.
+
+It reads the error files that ranks have left, and nothing else.
+"""
 
 from __future__ import annotations
 
