@@ -26,10 +26,10 @@ from lockstep.launch import (
     Rendezvous,
     Restarts,
     Round,
-    find_meeting,
+    find_rendezvous_address,
     holder_of,
+    join_request_of,
     listening_socket,
-    offer_of,
     over_of,
 )
 from tests.patching import module_of
@@ -270,9 +270,9 @@ def test_what_machines_elsewhere_say_of_their_processes_reaches_the_watch_togeth
 )
 def test_an_offer_that_makes_no_sense_is_refused(wrong: dict[str, Any]) -> None:
     good = {"machine": "a", "name": "a", "run": "r", "nproc": 1, "address": "h", "port": 1, "epoch": ""}
-    offer_of(good)
+    join_request_of(good)
     with pytest.raises(ControlError):
-        offer_of(good | wrong)
+        join_request_of(good | wrong)
 
 
 # -- over sockets --------------------------------------------------------------------------------------
@@ -432,10 +432,10 @@ def test_a_coordinator_that_is_gone_or_silent_is_lost(silent: bool, monkeypatch:
 
 
 def test_addresses_are_resolved_once_and_belong_to_an_interface() -> None:
-    meeting = find_meeting("localhost", 29500, None)
+    meeting = find_rendezvous_address("localhost", 29500, None)
     assert meeting == (LOOPBACK, LOOPBACK, "lo", True)
-    assert find_meeting(LOOPBACK, 29500, "lo") == meeting
-    elsewhere = find_meeting("192.0.2.7", 29500, "lo")
+    assert find_rendezvous_address(LOOPBACK, 29500, "lo") == meeting
+    elsewhere = find_rendezvous_address("192.0.2.7", 29500, "lo")
     assert (elsewhere.master, elsewhere.own, elsewhere.here) == ("192.0.2.7", LOOPBACK, False)
     with listening_socket(LOOPBACK) as taken:
         assert holder_of(taken.getsockname()[1]).startswith("pid ")

@@ -77,13 +77,13 @@ class TopScreen:
             self._connection = connect_here(launch_id)
         except ConfigError as error:
             self.notice = str(error)
-        self._look_at_job()
+        self._read_job()
 
     def look(self) -> None:
         """Read what is new."""
         if self._path is not None:
             self._run = read_run(self._path, NEWEST_BYTES)
-        self._look_at_job()
+        self._read_job()
 
     def take_key(self, key: str) -> bool:
         """A key was pressed; returns whether there is something to show."""
@@ -146,7 +146,7 @@ class TopScreen:
         if self._connection is not None:
             self._connection.close()
 
-    def _look_at_job(self) -> None:
+    def _read_job(self) -> None:
         if self._connection is None:
             return
         try:

@@ -65,7 +65,9 @@ class CallCheck:
         self._originals: dict[str, Callable[..., object]] = {}
         self._checked: dict[str, Callable[..., object]] = {}
         self._unequal_lines: set[str] = set()
-        self._meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, Meetings] = weakref.WeakKeyDictionary()
+        self._record_stores: weakref.WeakKeyDictionary[dist.ProcessGroup, CallRecordStore] = (
+            weakref.WeakKeyDictionary()
+        )
         self._stores: weakref.WeakKeyDictionary[object, c10d.Store] = weakref.WeakKeyDictionary()
 
     @property
@@ -107,47 +109,47 @@ class CallCheck:
             if group is None:
                 return original(*args, **kwargs)
             mine = checked_call(signature, signature.name or name, given, group, caller)
-            meetings = self._meetings_of(group)
-            number = meetings.begin(mine)
-            if mine.is_async and not self._comes_soon(mine, meetings, number):
+            record_store = self._record_store_of(group)
+            number = record_store.begin(mine)
+            if mine.is_async and not self._comes_soon(mine, record_store, number):
                 work = original(*args, **kwargs)
                 late = replace(mine, is_issued=True)
-                return CheckedWork(work, lambda: self._compare(late, meetings, number))
-            self._compare(mine, meetings, number)
+                return CheckedWork(work, lambda: self._compare(late, record_store, number))
+            self._compare(mine, record_store, number)
             return original(*args, **kwargs)
 
         return call
 
-    def _comes_soon(self, call: CheckedCall, meetings: Meetings, number: int) -> bool:
+    def _comes_soon(self, call: CheckedCall, record_store: CallRecordStore, number: int) -> bool:
         """Whether all ranks issue this asynchronous call at about the same time, as they mostly do.
 
         Where they have more to do before, perhaps with each other, nobody may wait for them here: the call is then
         compared when its handle is waited for, and from now on that is so for all calls of this line.
         """
         if call.line in self._unequal_lines:
-            return meetings.is_complete(number)
-        is_here = meetings.comes_within(number, ASYNC_LIMIT_S)
+            return record_store.is_complete(number)
+        is_here = record_store.comes_within(number, ASYNC_LIMIT_S)
         if not is_here:
             self._unequal_lines.add(call.line)
         return is_here
 
-    def _compare(self, call: CheckedCall, meetings: Meetings, number: int) -> None:
+    def _compare(self, call: CheckedCall, record_store: CallRecordStore, number: int) -> None:
         thread = threading.get_ident()
         _compared_by[thread] = call
         try:
-            records = meetings.records(number)
+            records = record_store.records(number)
         finally:
             del _compared_by[thread]
         if len({record.digest for record in records.values()}) > 1 or not splits_fit(list(records.values())):
             raise mismatch(records)
 
-    def _meetings_of(self, group: dist.ProcessGroup) -> Meetings:
-        if group not in self._meetings:
+    def _record_store_of(self, group: dist.ProcessGroup) -> CallRecordStore:
+        if group not in self._record_stores:
             world = dist.group.WORLD
             if world not in self._stores:
                 self._stores[world] = store_of_its_own()
-            self._meetings[group] = Meetings(self._stores[world], group)
-        return self._meetings[group]
+            self._record_stores[group] = CallRecordStore(self._stores[world], group)
+        return self._record_stores[group]
 
     def _compared_group(self, given: Mapping[str, object]) -> dist.ProcessGroup | None:
         """The process group of the call; None where the call is not to be compared."""
@@ -213,11 +215,11 @@ class CheckedWork(dist.Work):
         self._work.block_current_stream()
 
 
-class Meetings:
+class CallRecordStore:
     """The calls of one process group, and the store in which its ranks lay down their records of them.
 
-    Call ``n`` of every rank is one meeting. Each record says how many meetings its rank has read, in order; what all
-    have read is deleted.
+    Call ``n`` of every rank gives one set of records. Each record says how many sets its rank has read, in order;
+    what all ranks have read is deleted.
     """
 
     def __init__(self, store: c10d.Store, group: dist.ProcessGroup) -> None:
@@ -234,7 +236,7 @@ class Meetings:
         self._deleted = 0
 
     def begin(self, call: CheckedCall) -> int:
-        """Lay down this rank's record; the number of the meeting."""
+        """Lay down this rank's record; returns the number of the call."""
         self._begun += 1
         self._store.set(self._key(self._begun, self._me), struct.pack(">q", self._read) + call.record())
         return self._begun

@@ -1,4 +1,4 @@
-"""The end of a link that connects."""
+"""The end of a control channel that connects."""
 
 from __future__ import annotations
 

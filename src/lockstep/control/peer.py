@@ -77,7 +77,7 @@ class Connection:
         self.address = address
         self.ended = False
         self.deadline = time.monotonic() + HANDSHAKE_S
-        self.heard_by: dict[str, None] = {}
+        self.handler_names: dict[str, None] = {}
         self._changed = changed
         self._secret = secret
         self._session: session.Session | None = None

@@ -1,4 +1,4 @@
-"""The end of a link that others connect to: one thread, which reads, writes and calls the handlers."""
+"""The end of a control channel that others connect to: one thread, which reads, writes and calls the handlers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lockstep.errors import ControlError
 TICK_S = 0.2
 FLUSH_AT_CLOSE_S = 1.0
 # Connections that are not authenticated yet.
-MAX_STRANGERS = 256
+MAX_PENDING_CONNECTIONS = 256
 ACCEPTED_AT_ONCE = 64
 CLOSE_S = 5.0
 
@@ -67,7 +67,7 @@ class Server:
         self.address: tuple[str, int] = (bound[0], bound[1])
         self._connections: dict[Connection, ControlConnection] = {}
         # Not authenticated yet, oldest first.
-        self._strangers: dict[Connection, None] = {}
+        self._pending_connections: dict[Connection, None] = {}
         self._changed: dict[Connection, None] = {}
         self._posts: deque[Callable[[], None]] = deque()
         self._wake_reader, self._wake_writer = socket.socketpair()
@@ -79,7 +79,7 @@ class Server:
         self._accepting = True
         self._closing = False
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._serve, name="lockstep-link", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="lockstep-control", daemon=True)
         close_after_fork(self)
 
     def start(self) -> None:
@@ -158,9 +158,9 @@ class Server:
         if not self._accepting:
             self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
             self._accepting = True
-        for stranger in self._strangers:
-            if now >= stranger.deadline:
-                stranger.end()
+        for pending in self._pending_connections:
+            if now >= pending.deadline:
+                pending.end()
         for handler in self._handlers.values():
             _guarded(handler.tick, now)
 
@@ -187,7 +187,7 @@ class Server:
         if handler is None or not verb:
             connection.end()
             return
-        connection.heard_by[name] = None
+        connection.handler_names[name] = None
         if not _guarded(handler.received, self._connections[connection], message):
             connection.end()
 
@@ -198,7 +198,7 @@ class Server:
             if connection not in self._connections:
                 continue
             if connection.ended or connection.authenticated:
-                self._strangers.pop(connection, None)
+                self._pending_connections.pop(connection, None)
             if connection.ended:
                 self._drop(connection)
                 continue
@@ -212,7 +212,7 @@ class Server:
         peer = self._connections.pop(connection)
         self._selector.unregister(connection.socket)
         connection.socket.close()
-        for name in connection.heard_by:
+        for name in connection.handler_names:
             _guarded(self._handlers[name].lost, peer)
 
     def _accept(self) -> None:
@@ -227,7 +227,7 @@ class Server:
                 continue
             except OSError:
                 # No descriptor is left: accept again at the next tick.
-                self._end_oldest_stranger()
+                self._end_oldest_pending()
                 self._selector.unregister(self._listener)
                 self._accepting = False
                 return
@@ -239,15 +239,15 @@ class Server:
                 continue
             connection = Connection(accepted, (address[0], address[1]), self._secret, self._mark_changed)
             self._connections[connection] = ControlConnection(connection, self._in_dispatcher)
-            self._strangers[connection] = None
+            self._pending_connections[connection] = None
             self._selector.register(accepted, selectors.EVENT_READ, connection)
-            if len(self._strangers) > MAX_STRANGERS:
-                self._end_oldest_stranger()
+            if len(self._pending_connections) > MAX_PENDING_CONNECTIONS:
+                self._end_oldest_pending()
 
-    def _end_oldest_stranger(self) -> None:
-        for stranger in self._strangers:
-            if not stranger.ended:
-                stranger.end()
+    def _end_oldest_pending(self) -> None:
+        for pending in self._pending_connections:
+            if not pending.ended:
+                pending.end()
                 return
 
     def _mark_changed(self, connection: Connection) -> None:

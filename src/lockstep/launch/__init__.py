@@ -15,7 +15,7 @@ if not TYPE_CHECKING:
                 "worker_arguments",
             ],
             "bare": ["DONE", "ID_VARIABLE", "members"],
-            "coordinator": ["CAUSE_WAIT_S", "LaunchCoordinator", "offer_of"],
+            "coordinator": ["CAUSE_WAIT_S", "LaunchCoordinator", "join_request_of"],
             "coordinator_server": ["CoordinatorServer"],
             "hosts": ["meeting_point", "SSH", "ssh_arguments", "ssh_programs"],
             "inventory": ["gather_inventory", "problems_of_environment"],
@@ -39,7 +39,7 @@ if not TYPE_CHECKING:
                 "RoundStarted",
             ],
             "mpi": ["mpirun", "tagged"],
-            "network": ["find_meeting", "holder_of", "listening_socket", "LOOPBACK"],
+            "network": ["find_rendezvous_address", "holder_of", "listening_socket", "LOOPBACK"],
             "node": [
                 "as_line",
                 "first_host",

@@ -136,7 +136,7 @@ class Agent:
                 next_states = now + STATES_EVERY_S
                 self._rendezvous.show_states(states_of(workers.pids))
             # What happened here was told: from now on the coordinator's word counts.
-            if ends.is_told or now < next_look:
+            if ends.is_reported or now < next_look:
                 continue
             next_look = now + interval if interval > MONITOR_INTERVAL_S else 0.0
             ends.look(now)
@@ -205,7 +205,7 @@ class _WorkerEnds:
         self._cause_limit: float | None = None
         self._give_up: float | None = None
         self.stop_code: int | None = None
-        self.is_told = False
+        self.is_reported = False
 
     def look(self, now: float) -> None:
         """Look at the workers' exit codes."""
@@ -218,7 +218,7 @@ class _WorkerEnds:
             some_run = len(codes) < self._plan.nproc
             # The rank that is the cause is about to end, too.
             if not (some_run and now < self._cause_limit and follows_another(self._workers)):
-                self.is_told = True
+                self.is_reported = True
                 self._tell_failure(self._place, self._workers)
         elif len(codes) == self._plan.nproc:
             self._tell_finished(codes)
@@ -237,7 +237,7 @@ class _WorkerEnds:
                 self._rendezvous.tell("left", round=self._place.number, rank=self._place.base_rank + local)
 
     def _tell_finished(self, codes: Mapping[int, int]) -> None:
-        self.is_told = True
+        self.is_reported = True
         self._rendezvous.tell("finished", round=self._place.number, code=max(codes.values()))
 
 

@@ -60,7 +60,7 @@ class Console:
         self._is_shown = tee or log_dir is None
         self._files: dict[tuple[int, str], IO[bytes]] = {}
         self._lock = threading.Lock()
-        self._said: dict[bytes, tuple[str, float]] = {}
+        self._failed_lines: dict[bytes, tuple[str, float]] = {}
 
     def __enter__(self) -> Console:
         return self
@@ -111,5 +111,7 @@ class Console:
         # Machines say it in different words.
         failed = FAILED.match(text, start)
         with self._lock:
-            first, when = self._said.setdefault(failed.group() if failed else text[start:], (where, now))
+            first, when = self._failed_lines.setdefault(
+                failed.group() if failed else text[start:], (where, now)
+            )
         return first != where and now - when < SAME_S

@@ -104,7 +104,7 @@ class LaunchCoordinator:
         """Take in what a launcher tells."""
         verb = str(message.get("kind", "")).partition(".")[2]
         if verb == "join":
-            self._join(peer, offer_of(message))
+            self._join(peer, join_request_of(message))
             return
         machine = peer.data.get("machine")
         # A launcher that connected anew has another connection: what still comes through the old one is out of date.
@@ -370,8 +370,8 @@ class LaunchCoordinator:
                 self._peers[machine].send(message)
 
 
-def offer_of(message: Mapping[str, object]) -> m.JoinRequest:
-    """The offer in a message. Raises ControlError when it does not have the form of one."""
+def join_request_of(message: Mapping[str, object]) -> m.JoinRequest:
+    """The join request in a message. Raises ControlError when it does not have the form of one."""
     rank = message.get("rank")
     request = m.JoinRequest(
         machine=_text(message, "machine"),

@@ -59,7 +59,7 @@ class CoordinatorServer:
         watched = plan.fault_policy.watch
         limits = WatchSettings(hang_timeout_s=plan.fault_policy.hang_timeout_s)
         self._watch = coordinator = Coordinator(limits, self._say_of_run)
-        self._say, self._strangers = say, set[str]()
+        self._say, self._refused_addresses = say, set[str]()
         self._coordinator = LaunchCoordinator(
             members,
             Restarts(plan.fault_policy.max_restarts),
@@ -92,8 +92,8 @@ class CoordinatorServer:
         self._viewers.say(text.removeprefix(SPEAKER))
 
     def _turned_away(self, address: str) -> None:
-        if address not in self._strangers and len(self._strangers) < MOST_NAMED:
-            self._strangers.add(address)
+        if address not in self._refused_addresses and len(self._refused_addresses) < MOST_NAMED:
+            self._refused_addresses.add(address)
             self._say(
                 f"lockstep launch: {address} was refused: it has another secret. Give every machine the same "
                 "--secret-file or LOCKSTEP_SECRET."

@@ -30,7 +30,7 @@ from lockstep.errors import ConfigError
 from lockstep.launch.backend import Command
 from lockstep.launch.console import make_log_folder, say
 from lockstep.launch.guard_process import GuardProcess, run_guarded
-from lockstep.launch.network import LOOPBACK, Meeting, find_meeting, loopback_interface
+from lockstep.launch.network import LOOPBACK, RendezvousAddress, find_rendezvous_address, loopback_interface
 from lockstep.launch.plan import ALIAS, LaunchPlan
 from lockstep.launch.running import make_work_folder, write_place
 from lockstep.launch.signals import Interrupted, Signals
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from lockstep.launch.coordinator_server import CoordinatorServer
     from lockstep.launch.progress import LaunchProgress
 
-ALONE = Meeting(LOOPBACK, LOOPBACK, None, True)
+ALONE = RendezvousAddress(LOOPBACK, LOOPBACK, None, True)
 
 
 def commands(plan: LaunchPlan) -> list[Command]:
@@ -60,9 +60,9 @@ def launch(plan: LaunchPlan) -> int:
     work_dir = make_work_folder()
     try:
         make_log_folder(plan.log_dir)
-        meeting = ALONE if plan.num_machines == 1 else _meeting(plan)
+        rendezvous_address = ALONE if plan.num_machines == 1 else _rendezvous_address(plan)
         secret = _secret(plan)
-        return run_guarded(lambda guarded: _run(plan, meeting, secret, work_dir, guarded, signals))
+        return run_guarded(lambda guarded: _run(plan, rendezvous_address, secret, work_dir, guarded, signals))
     except Interrupted as error:
         # Before there was anything to end.
         say(f"lockstep launch: ended by {error.signal.name}; nothing was started.")
@@ -79,23 +79,28 @@ def end_process(code: int) -> None:
 
 
 def _run(
-    plan: LaunchPlan, meeting: Meeting, secret: Secret, work_dir: str, guarded: GuardProcess, signals: Signals
+    plan: LaunchPlan,
+    rendezvous_address: RendezvousAddress,
+    secret: Secret,
+    work_dir: str,
+    guarded: GuardProcess,
+    signals: Signals,
 ) -> int:
     from lockstep.launch.rendezvous import LauncherIdentity, Rendezvous
 
-    _export(plan, meeting)
+    _export(plan, rendezvous_address)
     machine = uuid.uuid4().hex
     run = f"{Path(_script(plan.command)).name} on {_range(plan)}"
     with ExitStack() as stack:
-        server = _host(plan, meeting, secret, machine, run)
+        server = _host(plan, rendezvous_address, secret, machine, run)
         if server is not None:
             stack.callback(server.close)
-        address = server.address if server is not None else (meeting.master, plan.port or 0)
+        address = server.address if server is not None else (rendezvous_address.master, plan.port or 0)
         identity = LauncherIdentity(
             run=run,
             nproc=plan.nproc,
             rank=plan.machine_rank if plan.num_machines > 1 else None,
-            own_address=meeting.own,
+            own_address=rendezvous_address.own,
             store_port=plan.port or 0 if plan.num_machines == 1 else 0,
         )
         limit_s = plan.fault_policy.join_timeout_s
@@ -133,10 +138,10 @@ def _run(
 
 
 def _host(
-    plan: LaunchPlan, meeting: Meeting, secret: Secret, machine: str, run: str
+    plan: LaunchPlan, rendezvous_address: RendezvousAddress, secret: Secret, machine: str, run: str
 ) -> CoordinatorServer | None:
     """The coordinator, if it is for this machine to host; among machines without numbers, the first one does."""
-    if not meeting.here or plan.machine_rank:
+    if not rendezvous_address.here or plan.machine_rank:
         if plan.machine_rank == 0 and plan.num_machines > 1:
             raise ConfigError(
                 f"main_process_ip {plan.address} is not an address of this machine, which has machine_rank 0. On "
@@ -148,7 +153,7 @@ def _host(
     # On one machine the port is that of the store.
     port = (plan.port or 0) if plan.num_machines > 1 else 0
     try:
-        return CoordinatorServer(plan, secret, meeting.master, port, machine, run, say)
+        return CoordinatorServer(plan, secret, rendezvous_address.master, port, machine, run, say)
     except ConfigError:
         if plan.num_machines > 1 and plan.machine_rank is None:
             # Another launcher here was first, or what listens there will be refused.
@@ -167,10 +172,10 @@ def _progress(plan: LaunchPlan, server: CoordinatorServer | None) -> LaunchProgr
     return LaunchProgress(server.progress, StatusRow(STDERR))
 
 
-def _meeting(plan: LaunchPlan) -> Meeting:
+def _rendezvous_address(plan: LaunchPlan) -> RendezvousAddress:
     assert plan.address is not None, "checked with the settings"
     assert plan.port is not None
-    return find_meeting(plan.address, plan.port, plan.interface)
+    return find_rendezvous_address(plan.address, plan.port, plan.interface)
 
 
 def _secret(plan: LaunchPlan) -> Secret:
@@ -200,14 +205,14 @@ def _control(
     return {CONTROL_VARIABLE: name_of(address), CONTROL_FILE_VARIABLE: path}
 
 
-def _export(plan: LaunchPlan, meeting: Meeting) -> None:
+def _export(plan: LaunchPlan, rendezvous_address: RendezvousAddress) -> None:
     """What the workers inherit: the plan's settings, and the interface to use.
 
     torch's multiprocessing takes no signals over: one that arrived meanwhile would end this process.
     """
     values = {**plan.environment, "TORCHELASTIC_SIGNALS_TO_HANDLE": ""}
     values[SHARED_CONSOLE_VARIABLE] = "0" if plan.log_dir is not None else "1"
-    interface = loopback_interface() if plan.num_machines == 1 else meeting.interface
+    interface = loopback_interface() if plan.num_machines == 1 else rendezvous_address.interface
     for name in (
         ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if plan.num_machines > 1 else ("GLOO_SOCKET_IFNAME",)
     ):

@@ -52,7 +52,7 @@ def mpirun(plan: LaunchPlan, environ: Mapping[str, str], free: int) -> Command:
         **forwarded(environ, plan.transport.forward_env),
         THREADS_VARIABLE: str(max(1, available_cores() // plan.nproc)),
         **plan.environment,
-        **_meeting(plan, free),
+        **_rendezvous_variables(plan, free),
     }
     words = [
         "-np",
@@ -89,7 +89,7 @@ def tagged(line: bytes) -> bytes:
     return text
 
 
-def _meeting(plan: LaunchPlan, free: int) -> dict[str, str]:
+def _rendezvous_variables(plan: LaunchPlan, free: int) -> dict[str, str]:
     if plan.num_machines == 1:
         return {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(plan.port or free or "<a free port>")}
     address, port = meeting_point(plan)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 LOOPBACK = "127.0.0.1"
 
 
-class Meeting(NamedTuple):
+class RendezvousAddress(NamedTuple):
     """Where machines meet. ``master`` is the address of the machine that hosts; ``own`` and ``interface`` are this
     machine's way to it; ``here``: ``master`` is an address of this machine."""
 
@@ -24,7 +24,7 @@ class Meeting(NamedTuple):
     here: bool
 
 
-def find_meeting(host: str, port: int, interface: str | None) -> Meeting:
+def find_rendezvous_address(host: str, port: int, interface: str | None) -> RendezvousAddress:
     """Resolve ``main_process_ip`` and choose the interface that reaches it, or check the one that was named.
 
     Raises:
@@ -44,7 +44,7 @@ def find_meeting(host: str, port: int, interface: str | None) -> Meeting:
     if interface is None:
         own = master if here else _source_address(family, master, port, host)
         names = [name for name, address in addresses.items() if address == own]
-        return Meeting(master, own, names[0][0] if names else None, here)
+        return RendezvousAddress(master, own, names[0][0] if names else None, here)
     known = sorted({name for name, _ in own_addresses(socket.AF_INET)})
     mine = [address for (name, _), address in addresses.items() if name == interface]
     if not mine:
@@ -57,7 +57,7 @@ def find_meeting(host: str, port: int, interface: str | None) -> Meeting:
             f"main_process_ip {host} is an address of this machine, but not one of interface {interface} "
             f"({', '.join(mine)}). Correct one of the two."
         )
-    return Meeting(master, master if master in mine else mine[0], interface, here)
+    return RendezvousAddress(master, master if master in mine else mine[0], interface, here)
 
 
 def own_addresses(family: socket.AddressFamily) -> dict[tuple[str, int], str]:

@@ -91,11 +91,11 @@ class Rendezvous:
         self._say = say
         self._machine = machine or uuid.uuid4().hex
         self._epoch = ""
-        self._said_whom = False
-        self._offered: socket.socket | None = None
+        self._has_reported_wait = False
+        self._listener: socket.socket | None = None
         self._states: Mapping[int, str] = {}
         self._client = self._connected(coordinator_limit_s)
-        self._heard = time.monotonic()
+        self._last_message = time.monotonic()
         self._ended = threading.Event()
         # Heartbeats come from a thread of their own: ending workers may keep the main one busy for seconds.
         threading.Thread(target=self._heartbeat, name="lockstep-heartbeat", daemon=True).start()
@@ -110,7 +110,7 @@ class Rendezvous:
             CoordinatorLost: the coordinator is gone.
         """
         patience = time.monotonic() + REFUSED_LIMIT_S
-        self._offer()
+        self._send_join_request()
         while True:
             check()
             message = self.receive(RETRY_S)
@@ -120,14 +120,14 @@ class Rendezvous:
             if verb == "admitted":
                 self._epoch = str(message["epoch"])
             elif verb == "waiting":
-                self._say_whom(f"waits for {message['whom']}")
+                self._report_wait(f"waits for {message['whom']}")
             elif verb == "refused":
                 if not message["later"] or time.monotonic() > patience:
                     raise ConfigError(
                         f"{name_of(self._address)} does not let this machine in: {message['sentence']}"
                     )
                 self._pause(check)
-                self._offer()
+                self._send_join_request()
             elif verb == "round":
                 return self._round(message)
             elif verb == "over":
@@ -148,7 +148,7 @@ class Rendezvous:
                     ) from None
                 self._pause(check)
                 continue
-            self._heard = time.monotonic()
+            self._last_message = time.monotonic()
             return
 
     def receive(self, timeout_s: float) -> dict[str, object] | None:
@@ -163,11 +163,11 @@ class Rendezvous:
                 ) from None
             now = time.monotonic()
             if message is not None:
-                self._heard = now
+                self._last_message = now
                 if verb_of(message) != "heartbeat":
                     return message
             # Each of our heartbeats is answered, so that a coordinator which says nothing is gone or out of reach.
-            elif now - self._heard > LOST_COORDINATOR_S:
+            elif now - self._last_message > LOST_COORDINATOR_S:
                 self._client.close()
                 host, limit_s = name_of(self._address), LOST_COORDINATOR_S
                 raise CoordinatorLost(
@@ -189,7 +189,7 @@ class Rendezvous:
     def close(self) -> None:
         """Leave."""
         self._ended.set()
-        self._drop_offer()
+        self._close_listener()
         self._client.close()
 
     # -- connecting ----------------------------------------------------------------------------------
@@ -215,23 +215,23 @@ class Rendezvous:
                     f"that hosts the launch (machine_rank 0), or correct main_process_ip and main_process_port."
                 )
             if waited_s > SAY_WAITING_AFTER_S:
-                self._say_whom("waits for the machine that hosts the launch")
+                self._report_wait("waits for the machine that hosts the launch")
             time.sleep(RETRY_S)
 
-    def _say_whom(self, what: str) -> None:
-        if not self._said_whom:
-            self._said_whom = True
+    def _report_wait(self, what: str) -> None:
+        if not self._has_reported_wait:
+            self._has_reported_wait = True
             rank = "" if self._identity.rank is None else f" {self._identity.rank}"
             self._say(
                 f"lockstep launch: machine{rank} ({platform.node()}) {what} at {name_of(self._address)}."
             )
 
-    def _offer(self) -> None:
-        self._drop_offer()
+    def _send_join_request(self) -> None:
+        self._close_listener()
         identity = self._identity
         # Bound before it is offered: where this machine comes to host the round, its store gets this very socket.
-        self._offered = listening_socket(identity.own_address, identity.store_port)
-        self._heard = time.monotonic()
+        self._listener = listening_socket(identity.own_address, identity.store_port)
+        self._last_message = time.monotonic()
         self.tell(
             "join",
             machine=self._machine,
@@ -240,21 +240,21 @@ class Rendezvous:
             nproc=identity.nproc,
             rank=identity.rank,
             address=identity.own_address,
-            port=self._offered.getsockname()[1],
+            port=self._listener.getsockname()[1],
             epoch=self._epoch,
         )
 
-    def _drop_offer(self) -> None:
-        if self._offered is not None:
-            self._offered.close()
-            self._offered = None
+    def _close_listener(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
 
     def _round(self, message: JsonObject) -> Round:
-        listener = self._offered if message["group_rank"] == 0 else None
+        listener = self._listener if message["group_rank"] == 0 else None
         # The first machine alone hosts the store: the others free the port that they have offered.
         if listener is None:
-            self._drop_offer()
-        self._offered = None
+            self._close_listener()
+        self._listener = None
         names = ("number", "group_rank", "base_rank", "machines", "world_size", "address", "port")
         return Round(**{name: message[name] for name in names}, listener=listener)
 

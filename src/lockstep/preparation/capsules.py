@@ -87,7 +87,7 @@ class StepKeeper:
         if self._models and not any(model.module.training for model in self._models):
             return  # an evaluation
         if not self._batches and not self._handed:
-            self._look_at_buffers()
+            self._copy_changed_buffers()
         progress, counts = self._step.active, self._step.counts
         kept = map_tensors(torch.Tensor.clone if self._copies_batches else _as_it_is, batch)
         tensors = [tensor for tensor in tensor_leaves(kept).values() if not tensor.is_inference()]
@@ -121,7 +121,7 @@ class StepKeeper:
     def _were_changed(self) -> bool:
         return any(torch_tensors.version(tensor) != before for tensor, before in self._versions)
 
-    def _look_at_buffers(self) -> None:
+    def _copy_changed_buffers(self) -> None:
         """Copy those that have changed since they were copied."""
         for number, model in enumerate(self._models):
             for name, buffer in model.plain.named_buffers():

@@ -41,9 +41,9 @@ def spare_of(command: list[str], environ: Mapping[str, str], place: Any = None) 
 def wait_for(spare: SpareProcess, *states: str) -> str:
     """Until it says that it is in one of these states; returns why."""
     while spare.state not in states:
-        spare.hear(1.0)
+        spare.receive(1.0)
         ended = spare.state == "unfit" or spare.process.poll() is not None
-        spare.hear()
+        spare.receive()
         assert spare.state in states or not ended, (spare.process.returncode, spare.state, spare.why)
     return spare.why
 
@@ -66,7 +66,7 @@ def run_warm(
             os.close(saved)
         try:
             wait_for(spare, "ready")
-            begun = spare.tell({"environment": dict(then)}, (file.fileno(), file.fileno()))
+            begun = spare.send({"environment": dict(then)}, (file.fileno(), file.fileno()))
             assert begun, (spare.process.poll(), spare.state, spare.why)
             why = wait_for(spare, "warm", "cold")
             return spare.process.wait(LIMIT_S), spare.state, why

@@ -193,7 +193,7 @@ def test_what_has_changed_meanwhile_is_started_cold(change: str, tmp_path: Path)
         else:
             (tmp_path / "os.py").write_text("")  # is imported before any script
             (tmp_path / "timeit.py").write_text("default_timer = 'mine'")
-        assert spare.tell({"environment": then})
+        assert spare.send({"environment": then})
         why = wait_for(spare, "warm", "cold")
         assert spare.process.wait(LIMIT_S) == 0
     finally:
@@ -255,8 +255,8 @@ def test_a_signal_ends_one_as_it_ends_any_process(tmp_path: Path) -> None:
     spare = spare_of([str(tmp_path / "train.py")], environment(tmp_path))
     os.kill(spare.process.pid, signal.SIGKILL)
     assert spare.process.wait(LIMIT_S) == -signal.SIGKILL
-    spare.hear(1.0)
-    assert not spare.tell({"environment": {}}) and spare.state != "taken"
+    spare.receive(1.0)
+    assert not spare.send({"environment": {}}) and spare.state != "taken"
     spare.end()
     wait_until(lambda: not alive(spare.process.pid), 2.0)
     assert sys.executable

@@ -45,11 +45,14 @@ class RayEnded(NamedTuple):
 
 
 class Orders(NamedTuple):
-    """What a worker is to do. ``stop``: ask its process to stop; ``end``: end it. ``meeting``: where ranks meet."""
+    """What a worker is to do. ``stop``: ask its process to stop; ``end``: end it.
+
+    ``master``: the address and the port at which the ranks meet.
+    """
 
     stop: bool
     end: bool
-    meeting: tuple[str, int] | None
+    master: tuple[str, int] | None
 
 
 class RunRecord:
@@ -61,7 +64,7 @@ class RunRecord:
         self._begun: set[int] = set()
         self._ended: dict[int, RayEnded] = {}
         self._output: list[RayOutput] = []
-        self._meeting: tuple[str, int] | None = None
+        self._master: tuple[str, int] | None = None
         self._stop = False
         self._end = False
 
@@ -72,19 +75,19 @@ class RunRecord:
         """
         if self._group not in (None, group) or rank in self._begun:
             self._round += 1
-            self._begun, self._ended, self._meeting = set(), {}, None
+            self._begun, self._ended, self._master = set(), {}, None
         self._group = group
         self._begun.add(rank)
         return self._round
 
     def meet(self, host: str, port: int) -> None:
         """Where the ranks of this round meet."""
-        self._meeting = host, port
+        self._master = host, port
 
     def orders(self, rank: int) -> Orders:
         """What the worker of a rank is to do. One rank is asked to stop: it agrees with the others on where."""
         failed = any(self._is_failure(ended) for ended in self._ended.values())
-        return Orders(self._stop and rank == 0, self._end or failed, self._meeting)
+        return Orders(self._stop and rank == 0, self._end or failed, self._master)
 
     def _is_failure(self, ended: RayEnded) -> bool:
         stopped = {0, PREEMPTED, *([of_signal(signal.SIGTERM)] if self._stop else [])}
@@ -203,15 +206,15 @@ def run(
     write: Callable[[RayOutput], object],
 ) -> RayEnded:
     """Run the command as one rank, pass its output on, and obey; returns how it ended."""
-    meeting = _wait_for(orders)
-    if meeting is None:
+    master = _wait_for(orders)
+    if master is None:
         return RayEnded(place.rank, -signal.SIGTERM, {}, ended_by_us=True)
     with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
         error_file = Path(folder) / "error.json"
         process = subprocess.Popen(
             worker_command(job),
             cwd=job.directory,
-            env=environment_of(job, place, number, meeting, str(error_file)),
+            env=environment_of(job, place, number, master, str(error_file)),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -236,7 +239,7 @@ def worker_command(job: Job) -> list[str]:
 
 
 def environment_of(
-    job: Job, place: RayPlacement, number: int, meeting: tuple[str, int], error_file: str
+    job: Job, place: RayPlacement, number: int, master: tuple[str, int], error_file: str
 ) -> dict[str, str]:
     """All variables of a rank: those of this machine, those that were said, and its place."""
     inherited = inherited_environment()
@@ -252,8 +255,8 @@ def environment_of(
         "LOCAL_RANK": str(place.local_rank),
         "LOCAL_WORLD_SIZE": str(place.local_world_size),
         "GROUP_RANK": str(place.node_rank),
-        "MASTER_ADDR": meeting[0],
-        "MASTER_PORT": str(meeting[1]),
+        "MASTER_ADDR": master[0],
+        "MASTER_PORT": str(master[1]),
         # Ranks are clients of the store that rank 0's worker has opened already.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": str(number),
@@ -268,8 +271,8 @@ def _wait_for(orders: Callable[[], Orders]) -> tuple[str, int] | None:
         now = orders()
         if now.end:
             return None
-        if now.meeting is not None:
-            return now.meeting
+        if now.master is not None:
+            return now.master
         time.sleep(POLL_S)
 
 

@@ -47,7 +47,7 @@ class Spare:
     prologue: Prologue = field(default_factory=Prologue)
     files: dict[str, tuple[int, int]] = field(default_factory=dict)
 
-    def tell(self, **facts: object) -> None:
+    def send(self, **facts: object) -> None:
         """One line to the launcher; without a launcher there is nobody to wait for."""
         try:
             self.channel.sendall(json.dumps(facts).encode() + b"\n")
@@ -57,7 +57,7 @@ class Spare:
     def is_ready(self) -> None:
         """Say so to the launcher, and to people who look at processes."""
         self.command_line.show(READY)
-        self.tell(state="ready")
+        self.send(state="ready")
 
 
 def wait_for_round(place: str, baseline: Collection[str]) -> bool:
@@ -88,14 +88,14 @@ def wait_for_round(place: str, baseline: Collection[str]) -> bool:
         # What the last process imported later may be at fault: once more without that.
         if spare.target is not None and not spare.only_top and _has_top(spare):
             spare.output.restore(())
-            spare.tell(state="")
+            spare.send(state="")
             _again_without_late(raw, token, channel)
-        spare.tell(state="unfit", why=str(error))
+        spare.send(state="unfit", why=str(error))
         os._exit(0)
     spare.output.restore(descriptors)
     why = _stale(spare, environment)
     spare.command_line.restore()
-    spare.tell(state="cold" if why else "warm", why=why)
+    spare.send(state="cold" if why else "warm", why=why)
     if why:
         # What was imported is of no use: the interpreter begins anew, as a new process would.
         os.execvpe(sys.orig_argv[0], sys.orig_argv, environment)
@@ -113,8 +113,8 @@ def wait_for_round(place: str, baseline: Collection[str]) -> bool:
 def _leave_out(place: str) -> None:
     """Environment and path as Python would have made them without this folder."""
     del os.environ[VARIABLE]
-    said = os.environ["PYTHONPATH"]
-    first, separator, others = said.partition(os.pathsep)
+    python_path = os.environ["PYTHONPATH"]
+    first, separator, others = python_path.partition(os.pathsep)
     if separator:
         os.environ["PYTHONPATH"] = others
     else:
@@ -229,7 +229,7 @@ def _wait(spare: Spare) -> tuple[dict[str, str], list[int]]:
             line, _, received = received.partition(b"\n")
             message = json.loads(line)
             if "environment" in message:
-                spare.tell(state="taken")
+                spare.send(state="taken")
                 return message["environment"], descriptors
             _preload_late(spare)
             spare.is_ready()
@@ -263,16 +263,16 @@ class CommandLine:
         # Fields 48 and 49 are where the arguments begin and end; behind the name comes field 3.
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         self._start, end = int(fields[45]), int(fields[46])
-        self._said = ctypes.string_at(self._start, end - self._start)
+        self._original = ctypes.string_at(self._start, end - self._start)
 
     def show(self, text: bytes) -> None:
         """Something else, in the same room."""
-        room = len(self._said)
+        room = len(self._original)
         ctypes.memmove(self._start, text[: room - 1].ljust(room, b"\0"), room)
 
     def restore(self) -> None:
         """What it was."""
-        ctypes.memmove(self._start, self._said, len(self._said))
+        ctypes.memmove(self._start, self._original, len(self._original))
 
 
 class PrintedEarly:

@@ -67,7 +67,7 @@ class SpareProcess:
                 start_new_session=True,
             )
 
-    def hear(self, limit_s: float = 0.0) -> None:
+    def receive(self, limit_s: float = 0.0) -> None:
         """Take in what it has said; waits for it to say something."""
         while self._channel.fileno() >= 0 and select.select([self._channel], [], [], limit_s)[0]:
             limit_s = 0.0
@@ -84,13 +84,13 @@ class SpareProcess:
                 self.state = str(message["state"])
                 self.why = str(message.get("why", ""))
 
-    def hear_answer(self) -> None:
+    def receive_answer(self) -> None:
         """Until it says something after it was told to begin; it may be importing what was new a moment ago."""
         deadline = time.monotonic() + ANSWER_S
         while self.state in ("ready", "") and self._channel.fileno() >= 0 and time.monotonic() < deadline:
-            self.hear(max(0.0, deadline - time.monotonic()))
+            self.receive(max(0.0, deadline - time.monotonic()))
 
-    def tell(self, message: Mapping[str, object], files: tuple[int, ...] = ()) -> bool:
+    def send(self, message: Mapping[str, object], files: tuple[int, ...] = ()) -> bool:
         """Whether it could be told."""
         data = json.dumps(message).encode() + b"\n"
         try:
@@ -127,7 +127,7 @@ class Spares:
         self._taken: list[SpareProcess] = []
         self._wanted: dict[int, tuple[tuple[str, ...], dict[str, str]]] = {}
         self._records: dict[int, int] = {}
-        self._said: set[str] = set()
+        self._reported: set[str] = set()
         self._works: bool | None = None
 
     @property
@@ -166,7 +166,7 @@ class Spares:
     def keep_up(self) -> None:
         """Start those whose rank has made its first step, tell others of new modules, and hear what they say."""
         for taken in self._taken[:]:
-            taken.hear()
+            taken.receive()
             if taken.state != "taken" or taken.process.poll() is not None:
                 self._taken.remove(taken)
                 taken.close()
@@ -175,7 +175,7 @@ class Spares:
         for local, (arguments, environment) in self._wanted.items():
             spare = self._spares.get(local)
             if spare is not None:
-                spare.hear()
+                spare.receive()
             try:
                 written = os.stat(self._record(local)).st_mtime_ns
             except OSError:
@@ -185,7 +185,7 @@ class Spares:
                 continue
             self._records[local] = written
             if spare is not None:
-                spare.tell({})
+                spare.send({})
             elif self._can_start(environment):
                 self._start(local, arguments, environment)
 
@@ -225,11 +225,11 @@ class Spares:
         spare = self._spares.pop(local, None)
         if spare is None:
             return None
-        spare.hear()
+        spare.receive()
         if spare.state == "ready" and spare.process.poll() is None:
             files = tuple(file.fileno() for file in (stdout, stderr) if file is not None)
-            if spare.tell({"environment": dict(environment)}, files):
-                spare.hear_answer()
+            if spare.send({"environment": dict(environment)}, files):
+                spare.receive_answer()
             if spare.state in ("taken", "warm", "cold"):
                 self._taken.append(spare)
                 return spare.process
@@ -250,6 +250,6 @@ class Spares:
             self._spares.popitem()[1].end()
 
     def _cold(self, why: str) -> None:
-        if why not in self._said:
-            self._said.add(why)
+        if why not in self._reported:
+            self._reported.add(why)
             self._say(f"lockstep launch: workers start without libraries that were imported before: {why}.")

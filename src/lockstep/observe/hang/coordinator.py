@@ -89,7 +89,7 @@ class Coordinator:
         if state is None or state.peer is not peer:
             # It is of a round that is over.
             return
-        state.heard = self._now
+        state.last_message_at = self._now
         if verb == "heartbeat":
             state.take_heartbeat(message, self._now)
         elif verb == "evidence":
@@ -144,7 +144,9 @@ class Coordinator:
         # Without our launcher the first worker tells how many there are.
         self._round.world_size = self._round.world_size or integer_of(message, "world_size")
         host, pid = str(message.get("host", "")), integer_of(message, "pid")
-        state = self._round.ranks[rank] = WatchedRank(peer, host, pid, heard=self._now, progressed=self._now)
+        state = self._round.ranks[rank] = WatchedRank(
+            peer, host, pid, last_message_at=self._now, progressed=self._now
+        )
         # The same process, which has made another Accelerator.
         if self._round.ended.pop(rank, None) is not None:
             self._round.tell_others(rank, "back")
@@ -310,7 +312,7 @@ def ranks_of(
             "steps": state.boundaries,
             "part": "end_training" if state.is_ending or state.is_done else state.part,
             "still_s": max(now - state.progressed, 0.0),
-            "silent_s": max(now - state.heard, 0.0),
+            "silent_s": max(now - state.last_message_at, 0.0),
             "own_s": state.local_s,
             "step_s": state.step_s,
             "is_slow": rank in slow,

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from lockstep.comm.call_record import CheckedCall
 from lockstep.observe.hang.records import MOST_PENDING, Evidence, PendingCollective, SourceLine
-from lockstep.observe.hang.stacks import StackSummary, look_at
+from lockstep.observe.hang.stacks import StackSummary, summarize_stack
 from lockstep.shared_memory.history import CallHistory
 from lockstep.torch_internals import c10d
 
@@ -32,7 +32,7 @@ def gather_evidence(rank: int, host: str, step: int, idle_s: float, main_thread:
     Never raises and never touches a device: what cannot be found out is left empty.
     """
     try:
-        seen = look_at(main_thread)
+        seen = summarize_stack(main_thread)
     except Exception:
         # Frames change while they are read, and torch's private functions may do anything.
         seen = StackSummary()

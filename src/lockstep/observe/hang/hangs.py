@@ -127,7 +127,7 @@ class HangJudge:
     ) -> None:
         if now - question.asked < ANSWER_LIMIT_S and any(
             # One that was heard of lately may only be slow to answer: on a busy machine, many are.
-            now - question.asked < SOON_S or now - state.heard < SILENT_AFTER_S
+            now - question.asked < SOON_S or now - state.last_message_at < SILENT_AFTER_S
             for rank, state in running.items()
             if rank not in question.answers
         ):
@@ -180,7 +180,7 @@ class HangJudge:
     def _silent(self, rank: int, state: WatchedRank, now: float) -> Silent:
         here = state.host == platform.node()
         known = state_of(state.pid) if here else self._state_of_pid(state.pid)
-        return Silent(rank, state.host, state.pid, now - state.heard, known)
+        return Silent(rank, state.host, state.pid, now - state.last_message_at, known)
 
     def _follow(self, hang: _Hang, running: Mapping[int, WatchedRank], progressed: float, now: float) -> None:
         if progressed > hang.since:

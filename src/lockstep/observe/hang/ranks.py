@@ -47,7 +47,7 @@ class WatchedRank:
     peer: WorkerConnection
     host: str
     pid: int
-    heard: float
+    last_message_at: float
     progressed: float
     ticks: int = 0
     steps: int = 0

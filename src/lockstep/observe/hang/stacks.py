@@ -60,7 +60,7 @@ class StackSummary:
     checked: CheckedCall | None = None
 
 
-def look_at(thread: int) -> StackSummary:
+def summarize_stack(thread: int) -> StackSummary:
     """What the thread with this identifier does. Never raises."""
     frame = sys._current_frames().get(thread)
     if frame is None:

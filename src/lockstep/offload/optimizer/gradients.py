@@ -20,7 +20,7 @@ from lockstep.comm.dtensor import is_dtensor, local
 from lockstep.offload.files.direct import FreedMemory, aligned, aligned_buffer, region_of
 from lockstep.offload.optimizer.clipping import KnownNorm, OffloadedGradients
 from lockstep.offload.optimizer.states import like_parameter
-from lockstep.offload.optimizer.unscaled import look_at
+from lockstep.offload.optimizer.unscaled import ensure_scaled
 from lockstep.torch_internals import autograd as torch_autograd
 from lockstep.torch_internals import tensors as torch_tensors
 
@@ -99,7 +99,7 @@ class GradientFile:
             ):
                 self._put_aside(here)
             elif here is not None and here.grad is not None:
-                look_at(local(here.grad))
+                ensure_scaled(local(here.grad))
 
         def accumulated(here: torch.Tensor) -> None:
             self._accumulated(here, offset, self._earlier.pop(here, None))

@@ -70,7 +70,7 @@ def is_read_until(gradient: torch.Tensor, read: threading.Event) -> None:
         vars(gradient)[_PENDING].reads.append(read)
 
 
-def look_at(gradient: torch.Tensor) -> None:
+def ensure_scaled(gradient: torch.Tensor) -> None:
     """Scale it now, if that is still to be done: somebody looks at it of whom torch does not tell."""
     if type(gradient) is _Unscaled:
         _scale_now(gradient)

@@ -58,7 +58,7 @@ class TrainingBlock:
         self._entered: ExitStack | None = None
         with raise_on_all_ranks(self._communicator):
             self._check()
-        self._meet(f"{self._name}({settings}, enabled={enabled})", 0)
+        self._check_ranks_match(f"{self._name}({settings}, enabled={enabled})", 0)
 
     def __enter__(self: Entered) -> Entered:
         if self._entered is not None:
@@ -140,11 +140,11 @@ class TrainingBlock:
 
     # Between ranks ----------------------------------------------------------------------------------
 
-    def _meet(self, what: str, step: int, failure: BaseException | None = None) -> None:
+    def _check_ranks_match(self, what: str, step: int, failure: BaseException | None = None) -> None:
         """Wait until all ranks are here.
 
         Args:
-            what: Names the meeting; equal on all ranks that belong together.
+            what: Names the check; equal on all ranks that belong together.
             step: Optimizer steps that this rank has made.
             failure: Why this rank can take no further part.
 

@@ -85,7 +85,7 @@ class LocalRounds(TrainingBlock):
     def _synchronize(self, where: str, merge: bool) -> None:
         # Whatever is raised from here on is raised on all ranks.
         self._others_know = True
-        self._meet(f"{self._name} {where}", self.num_steps)
+        self._check_ranks_match(f"{self._name} {where}", self.num_steps)
         if merge:
             self._combine()
             self._average(self._floating_buffers())
@@ -113,7 +113,7 @@ class LocalRounds(TrainingBlock):
             return
         # The error that counts is the one on its way.
         with suppress(Exception):
-            self._meet(self._name, self.num_steps, error)
+            self._check_ranks_match(self._name, self.num_steps, error)
 
     # State ------------------------------------------------------------------------------------------
 

@@ -82,7 +82,7 @@ class StalenessReport:
 SCHEDULED = frozenset({"lr", "momentum", "betas", "weight_decay"})
 """What schedules change in an optimizer's groups. An update is applied with the values of its own step."""
 
-FAREWELL_S = 5.0
+FAILURE_NOTICE_S = 5.0
 """How long a rank that failed waits for the others to hear of it."""
 
 
@@ -359,4 +359,4 @@ class BoundedStaleness(TrainingBlock):
             # Of another rank's failure all others have heard.
             if not is_consequence(error):
                 rounds.post(self._form.pack(MessageWord.FAILED))
-            rounds.close(FAREWELL_S if isinstance(error, Exception) else 0)
+            rounds.close(FAILURE_NOTICE_S if isinstance(error, Exception) else 0)

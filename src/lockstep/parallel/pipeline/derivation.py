@@ -141,7 +141,7 @@ class Derivation:
         """Raise UsageError if a module normalises by statistics of the batch."""
         if not self.is_on:
             return
-        from_ranks = self._stages.tell(batch_norm(self._stages.layout.own_modules()))
+        from_ranks = self._stages.gather_from_ranks(batch_norm(self._stages.layout.own_modules()))
         name = next((one for one in from_ranks if one is not None), None)
         if name is not None:
             raise sees_micro_batches(self._title, name)
@@ -171,7 +171,7 @@ class Derivation:
         if why == "settings":
             mine = self._settings.digest()
             # A setting may change on one rank alone; the reduction is kept by what all ranks have.
-            from_ranks = self._stages.tell((mine, mine == self._first_setting))
+            from_ranks = self._stages.gather_from_ranks((mine, mine == self._first_setting))
             is_first = all(same for _, same in from_ranks)
             self._setting = () if is_first else tuple(digest for digest, _ in from_ranks)
             self.refuse_batch_norm()
@@ -218,7 +218,9 @@ class Derivation:
             stages.state.forget_batch()
             failures = self._failures(rehearsal, plan)
         is_watched = bool(undecided.places or undecided.edges)
-        from_ranks = stages.tell((rehearsal.word, mine, rehearsal.refusal, changed, failures, is_watched))
+        from_ranks = stages.gather_from_ranks(
+            (rehearsal.word, mine, rehearsal.refusal, changed, failures, is_watched)
+        )
         # Only the rank of the last stage knows, but all must take part in asking whether it has moved.
         undecided.is_watched = any(one[-1] for one in from_ranks)
         self._refuse(rehearsal, batch, from_ranks)
@@ -262,12 +264,12 @@ class Derivation:
     def _failures(self, rehearsal: Rehearsal, plan: PipelinePlan) -> list[tuple[int, str, bool]]:
         """This rank, what its forwards raised first, and whether they raise it of micro-batches alone."""
         own = rehearsal.failures[:1]
-        from_ranks = self._stages.tell([isinstance(error, LockstepError) for error in own])
+        from_ranks = self._stages.gather_from_ranks([isinstance(error, LockstepError) for error in own])
         is_by_cut = False
         # Refusals of our own say themselves what is wrong; any other error may come from the cut.
         if plan.micro_batches > 1 and any(from_ranks) and not any(map(any, from_ranks)):
             raises = rehearsal.raises_on_whole(self._whole_plan(plan))
-            is_by_cut = not any(self._stages.tell(raises))
+            is_by_cut = not any(self._stages.gather_from_ranks(raises))
         return [(dist.get_rank(), text_of(error), is_by_cut) for error in own]
 
     def _still_undecided(self, rehearsal: Rehearsal) -> Undecided:

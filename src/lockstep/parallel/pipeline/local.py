@@ -21,7 +21,7 @@ from lockstep.parallel.pipeline.stage_forward import Pass
 from lockstep.parallel.pipeline.state import ForwardState
 from lockstep.parallel.pipeline.traced import Kind
 
-Told = TypeVar("Told")
+RankValue = TypeVar("RankValue")
 
 
 class LocalStages:
@@ -43,7 +43,7 @@ class LocalStages:
         # Whether gradients of tied parameters are summed over the ranks that hold them, in each backward.
         self.sums = True
         self.executed: list[Executed] = []
-        self.state = ForwardState(self.tell)
+        self.state = ForwardState(self.gather_from_ranks)
         self.named_modules: Callable[[], list[tuple[str, nn.Module]]] = list
         self._last_rank = dist.get_global_rank(group, self.rank_of(self.count - 1))
 
@@ -132,7 +132,7 @@ class LocalStages:
         found = (inner for module in self.modules.values() for inner in module.modules())
         return [module for module in found if isinstance(module, FSDPModule)]
 
-    def tell(self, mine: Told) -> list[Told]:
+    def gather_from_ranks(self, mine: RankValue) -> list[RankValue]:
         """What each rank says, in the order of the last stages that they hold. Collective."""
         gathered = [mine] * self.ranks
         dist.all_gather_object(gathered, mine, group=self.group)

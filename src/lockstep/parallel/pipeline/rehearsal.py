@@ -59,7 +59,7 @@ class Rehearsal:
             once = self._pass([self.batch.whole], nothing, self._note_whole)
             fill_only(self.stages, whole_plan, once, find=True)
             self.stages.state.forget_batch()
-            if not needs_whole and any(self.stages.tell(bool(self.failures))):
+            if not needs_whole and any(self.stages.gather_from_ranks(bool(self.failures))):
                 # Most likely of memory; anything else is raised again by the micro-batches.
                 self.failures.clear()
                 self.whole = {}

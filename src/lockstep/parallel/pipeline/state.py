@@ -131,9 +131,9 @@ class ForwardState:
     """
 
     def __init__(
-        self, tell: Callable[[dict[str, object]], list[dict[str, object]]] = lambda mine: [mine]
+        self, gather_from_ranks: Callable[[dict[str, object]], list[dict[str, object]]] = lambda mine: [mine]
     ) -> None:
-        self._tell = tell
+        self._tell = gather_from_ranks
         self._names: set[tuple[int, str]] = set()
         self._shared: set[str] = set()
         self._frozen: dict[str, tuple[nn.Parameter, int]] = {}
