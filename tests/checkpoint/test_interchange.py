@@ -22,7 +22,7 @@ from torch import nn
 
 from lockstep import Accelerator
 from lockstep.checkpoint.format import ChunkMetadata, TensorEntry
-from lockstep.checkpoint.weights import PiecedTensors, open_weights, slabs, write_file, write_weights_folder
+from lockstep.checkpoint.weights import ChunkedTensors, open_weights, slabs, write_file, write_weights_folder
 from lockstep.errors import CheckpointError, UsageError
 from tests.marks import examples
 from tests.patching import module_of
@@ -75,7 +75,7 @@ def test_pieces_of_any_layout_are_read_as_one_tensor(tmp_path_factory: Any, data
     entry = TensorEntry(dtype=names[dtype], shape=shape, pieces=pieces)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module_of(slabs), "SLAB_BYTES", data.draw(st.sampled_from([8, 40, 1 << 20])))
-        read = b"".join(bytes(slab) for slab in PiecedTensors(str(folder), {"t": entry}).elements("t"))
+        read = b"".join(bytes(slab) for slab in ChunkedTensors(str(folder), {"t": entry}).elements("t"))
     assert read == whole.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 

@@ -18,7 +18,7 @@ SaveHook = Callable[[list[nn.Module], list[StateDict], str], None]
 LoadHook = Callable[[list[nn.Module], str], None]
 
 
-Hook = TypeVar("Hook")
+HookFunction = TypeVar("HookFunction")
 
 
 class Stateful(Protocol):
@@ -56,7 +56,7 @@ class Hooks:
     load: OrderedDict[int, LoadHook] = field(default_factory=OrderedDict)
 
     @staticmethod
-    def add(hooks: OrderedDict[int, Hook], hook: Hook) -> RemovableHandle:
+    def add(hooks: OrderedDict[int, HookFunction], hook: HookFunction) -> RemovableHandle:
         handle = RemovableHandle(hooks)
         hooks[handle.id] = hook
         return handle

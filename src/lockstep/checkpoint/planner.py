@@ -34,7 +34,7 @@ from lockstep.errors import CheckpointError
 SMALLEST_PART_BYTES, LARGEST_PART_BYTES, PARTS = 64 << 20, 4 << 30, 4
 
 Tensors = Mapping[str, torch.Tensor]
-Files = dict[str, dict[str, str]]
+KeysByFile = dict[str, dict[str, str]]
 """For each file of this rank the names of tensors, a piece of which is in it, by their keys there."""
 
 
@@ -64,7 +64,7 @@ class SavePlan:
     """``index`` tells of all tensors of all ranks, ``mine`` which files this rank writes, ``boxes`` what is in them."""
 
     index: Index
-    mine: Files
+    mine: KeysByFile
     boxes: dict[tuple[str, str], ShardRegion] = field(default_factory=dict)
 
     @cached_property
@@ -164,7 +164,7 @@ def _local_shards(name: str, tensor: torch.Tensor, is_own: bool) -> LocalShards:
 def _global_plan(local_plans: list[list[LocalShards]], rank: int, ranks: list[int]) -> SavePlan:
     _refuse_different(local_plans, ranks)
     index: Index = {}
-    mine: Files = {}
+    mine: KeysByFile = {}
     boxes: dict[tuple[str, str], ShardRegion] = {}
     # Every rank makes the whole plan from the same local plans, so nothing of it has to be sent.
     for writer, items in zip(ranks, _deduplicated(local_plans), strict=True):

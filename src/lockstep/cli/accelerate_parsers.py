@@ -94,10 +94,10 @@ class CustomArgumentParser(argparse.ArgumentParser):
 
 
 # The class that argparse gives its groups has a private name.
-_Group: Any = type(argparse.ArgumentParser(add_help=False).add_argument_group())
+_ArgumentGroup: Any = type(argparse.ArgumentParser(add_help=False).add_argument_group())
 
 
-class CustomArgumentGroup(_Group):
+class CustomArgumentGroup(_ArgumentGroup):
     """A group of options of a ``CustomArgumentParser``."""
 
     def add_argument(self, *args: Any, **kwargs: Any) -> argparse.Action:

@@ -16,7 +16,7 @@ MAX_YAML_BYTES = 64 * 1024
 MAX_DEPTH = 16
 MAX_NODES = 1024  # PyYAML reads some thousand in a second
 
-Path_ = tuple[str, ...]
+KeyPath = tuple[str, ...]
 
 
 def _tags(*names: str) -> frozenset[str]:
@@ -38,7 +38,7 @@ class YamlFile:
 
     name: str
     data: JsonObject
-    lines: dict[Path_, int] = field(default_factory=dict)
+    lines: dict[KeyPath, int] = field(default_factory=dict)
 
     def at(self, *path: str) -> str:
         """``file:line: key`` for a message."""
@@ -84,7 +84,7 @@ def parse_yaml(text: str, name: str) -> YamlFile:
         raise ConfigError(
             f"{name}:1: the top level must be `key: value` lines. Write one with `lockstep config`."
         )
-    lines: dict[Path_, int] = {}
+    lines: dict[KeyPath, int] = {}
     return YamlFile(name, _mapping(root, (), name, lines), lines)
 
 
@@ -121,7 +121,7 @@ class _BoundedLoader(yaml.SafeLoader):
         return node
 
 
-def _mapping(node: MappingNode, path: Path_, name: str, lines: dict[Path_, int]) -> dict[str, object]:
+def _mapping(node: MappingNode, path: KeyPath, name: str, lines: dict[KeyPath, int]) -> dict[str, object]:
     data: dict[str, object] = {}
     _check_tag(node, name)
     for key_node, value_node in node.value:
@@ -140,7 +140,7 @@ def _mapping(node: MappingNode, path: Path_, name: str, lines: dict[Path_, int])
     return data
 
 
-def _value(node: Node, path: Path_, name: str, lines: dict[Path_, int]) -> object:
+def _value(node: Node, path: KeyPath, name: str, lines: dict[KeyPath, int]) -> object:
     if isinstance(node, MappingNode):
         return _mapping(node, path, name, lines)
     _check_tag(node, name)

@@ -51,7 +51,7 @@ class Client:
             self._write(answered, deadline)
             proof = self._read_exactly(session.PROOF_BYTES, deadline)
             self._session = session.finish(secret, greeted, answered, proof)
-        except (_Ended, ConnectionError):
+        except (_ConnectionEnded, ConnectionError):
             self.close()
             raise ControlError(
                 f"{name_of(address)} ended the connection before it was authenticated: it has another secret, or "
@@ -134,7 +134,7 @@ class Client:
         except BlockingIOError:
             return b""
         if not received:
-            raise _Ended
+            raise _ConnectionEnded
         return received
 
     def _read_exactly(self, size: int, deadline: float) -> bytes:
@@ -156,7 +156,7 @@ class Client:
         """Whether the socket became ready in time; ``select.select`` could not take descriptors above 1023."""
         descriptor = self._socket.fileno()
         if descriptor < 0:
-            raise _Ended
+            raise _ConnectionEnded
         poll = select.poll()
         poll.register(descriptor, event)
         left_ms = None if deadline is None else max(deadline - time.monotonic(), 0) * 1000
@@ -188,7 +188,7 @@ class Client:
         self._socket.close()
 
 
-class _Ended(ControlError):
+class _ConnectionEnded(ControlError):
     """The other end closed the connection."""
 
     def __init__(self) -> None:

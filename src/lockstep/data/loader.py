@@ -27,7 +27,7 @@ from lockstep.data.position import (
     size_of,
     state_of,
 )
-from lockstep.data.readers import Begin, GlobalBatches, ReadRound
+from lockstep.data.readers import GlobalBatches, ReadRound, ReadStart
 from lockstep.data.rng import PrivateDraws
 from lockstep.data.skip import check_skip
 from lockstep.errors import UsageError
@@ -424,7 +424,7 @@ class PreparedLoader(DataLoader[Any]):
             parts.seedable.seed, parts.seedable.epoch = seed, begin.epoch
         # A position counts in the whole epoch, also for a copy that skips its beginning.
         left_out = 0 if begin.is_midway else self._skip
-        source = parts.reader.read(Begin(seed, begin.epoch, begin.behind, begin.inner, left_out, drawing))
+        source = parts.reader.read(ReadStart(seed, begin.epoch, begin.behind, begin.inner, left_out, drawing))
         return parts.dispatch(source) if parts.dispatch is not None else source
 
     def _drawing(self, begin: Position) -> Drawing | None:

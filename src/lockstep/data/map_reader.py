@@ -16,7 +16,7 @@ from lockstep.data.dealing import ALWAYS, Dealing, at_first_item
 from lockstep.data.drawn import Drawing, DrawnOrder
 from lockstep.data.order import GlobalOrder
 from lockstep.data.position import nothing
-from lockstep.data.readers import Begin, GlobalBatches, ReadRound, measured, seed_workers
+from lockstep.data.readers import GlobalBatches, ReadRound, ReadStart, measured, seed_workers
 from lockstep.data.rng import States
 from lockstep.data.worker_states import FromWorker, SeededIndex, TellingCollate, WorkerStates
 
@@ -35,7 +35,7 @@ class ShardedBatches(Sampler[object]):
         self.plan = plan
         self.ranks = tuple(ranks)
         self.workers = workers
-        self.begin = Begin(order.seed, 0, nothing(1))
+        self.begin = ReadStart(order.seed, 0, nothing(1))
         self.announced: deque[ReadRound] = deque()
         self.latest: DrawnBatches | None = None
         self.torch_seeds = False
@@ -75,7 +75,7 @@ class ShardedBatches(Sampler[object]):
         self.latest = DrawnBatches(partial(self._drawn, self._dealing(begin, plan, samples, order), order))
         return at_first_item(self.latest.come)
 
-    def _dealing(self, begin: Begin, plan: ShardPlan, samples: int, order: DrawnOrder | None) -> Dealing:
+    def _dealing(self, begin: ReadStart, plan: ShardPlan, samples: int, order: DrawnOrder | None) -> Dealing:
         mark, marked = partial(self._for_worker, begin), 0
         if self.workers:
             # Later ones go to workers as they are, where nothing is to be seeded.
@@ -84,7 +84,7 @@ class ShardedBatches(Sampler[object]):
             plan, self.ranks, order, self.order.opaque, self.announced, mark, marked, samples, begin.left_out
         )
 
-    def _seeded(self, begin: Begin, dealing: Dealing) -> Iterator[object]:
+    def _seeded(self, begin: ReadStart, dealing: Dealing) -> Iterator[object]:
         order = replace(self.order, seed=begin.seed)
         first, later = order.batches(begin.epoch, dealing.samples, dealing.plan.beginning)
         return dealing.batches(later, first)
@@ -115,7 +115,7 @@ class ShardedBatches(Sampler[object]):
                 index = SeededIndex(index, None, None, states)
             yield index
 
-    def _for_worker(self, begin: Begin, index: object, place: int, number: int) -> object:
+    def _for_worker(self, begin: ReadStart, index: object, place: int, number: int) -> object:
         """``index``, or what arrives in a worker as such, of the batch that begins at ``place`` in the order."""
         # The first batches of an iteration go to the workers one by one.
         epoch = begin.epoch if number <= self.workers and self.announces_epoch else None
@@ -177,7 +177,7 @@ class MapReader:
         self._are_made = False
         self._made_at: States | None = None
 
-    def read(self, begin: Begin) -> GlobalBatches:
+    def read(self, begin: ReadStart) -> GlobalBatches:
         seed_workers(self.inner, begin, self.own)
         self.batches.begin = begin
         loaded = 0
@@ -234,7 +234,7 @@ class MapReader:
         fits = states is not None and self.tells and len(states.states) == self.inner.num_workers
         self._loaded = states if fits else None
 
-    def _begun(self, begin: Begin, drawing: Drawing) -> Iterator[object]:
+    def _begun(self, begin: ReadStart, drawing: Drawing) -> Iterator[object]:
         persist = self.inner.persistent_workers
         loaded, self._loaded = self._loaded, None
         if not (drawing.is_replay or persist):

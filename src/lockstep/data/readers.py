@@ -23,7 +23,7 @@ from lockstep.runtime.step import BatchCounts
 
 
 @dataclass(frozen=True)
-class Begin:
+class ReadStart:
     """Where reading begins: ``left_out`` rounds after what is ``behind``.
 
     ``inner`` is the state of torchdata's loader for that place, where one is kept. ``drawing``: the loader's own
@@ -73,7 +73,7 @@ class Reader(Protocol):
     def has_position(self) -> bool:
         """Whether the position in the middle of an epoch is known."""
 
-    def read(self, begin: Begin) -> GlobalBatches: ...
+    def read(self, begin: ReadStart) -> GlobalBatches: ...
 
     def worker_states(self, is_midway: bool) -> WorkerStates | None:
         """What a run that continues here must know of workers that torch has seeded."""
@@ -82,7 +82,7 @@ class Reader(Protocol):
         """Let the next iteration go on with workers in these states."""
 
 
-def seed_workers(inner: DataLoader[object], begin: Begin, own: torch.Generator | None) -> None:
+def seed_workers(inner: DataLoader[object], begin: ReadStart, own: torch.Generator | None) -> None:
     """Let ``inner`` draw the seed of its workers as torch does for the user's loader, whose generator is ``own``.
 
     Where the order is a function of seed and epoch that seed is one too, and no global generator is drawn from.

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterDataPipe
 
 from lockstep.data.drawn import Drawing
 from lockstep.data.position import nothing
-from lockstep.data.readers import Begin, GlobalBatches, ReadRound, new_round, seed_workers
+from lockstep.data.readers import GlobalBatches, ReadRound, ReadStart, new_round, seed_workers
 from lockstep.data.rng import PrivateDraws, States, draw_privately, mixed_seed
 from lockstep.data.stream import ShardedStream, WorkerMessage
 from lockstep.data.worker_states import SentStates, WorkerStates
@@ -47,7 +47,7 @@ class StreamReader:
         # Batches of this epoch that were handed over; None: all of them, or nobody knows.
         self._handed_over: int | None = None
 
-    def read(self, begin: Begin) -> GlobalBatches:
+    def read(self, begin: ReadStart) -> GlobalBatches:
         seed_workers(self.inner, begin, self.own)
         start = self.stream._stream_start
         if begin.inner is not None:
@@ -75,7 +75,9 @@ class StreamReader:
 
     # -- what torch's loader would draw --------------------------------------------------------------
 
-    def _begun(self, begin: Begin, drawing: Drawing) -> tuple[Iterator[WorkerMessage], PrivateDraws | None]:
+    def _begun(
+        self, begin: ReadStart, drawing: Drawing
+    ) -> tuple[Iterator[WorkerMessage], PrivateDraws | None]:
         """The messages, and the draws that read them in this process."""
         loaded, self._loaded = self._loaded, None
         if not self._are_made:
@@ -162,7 +164,9 @@ class StreamReader:
     # -- rounds ---------------------------------------------------------------------------------------
 
     def _one_behind(
-        self, messages: Iterator[tuple[WorkerMessage, dict[str, object] | None, States | None]], begin: Begin
+        self,
+        messages: Iterator[tuple[WorkerMessage, dict[str, object] | None, States | None]],
+        begin: ReadStart,
     ) -> GlobalBatches:
         """One round behind ``messages``, because only the end of a stream says which one is the last."""
         behind = begin.behind

@@ -61,7 +61,7 @@ def goodput_of(run: RunHistory, attempts: list[Attempt] | None = None) -> Goodpu
     for attempt in known:
         lost["down"] += max(attempt.first - now, 0.0)
         now = max(now, attempt.first)
-        steps = _Steps.of(run, attempt, now)
+        steps = _AttemptSteps.of(run, attempt, now)
         if len(steps.took):
             startup = max(steps.began - now, 0.0)
             loading = min(_loading(attempt), startup)
@@ -85,7 +85,7 @@ def goodput_of(run: RunHistory, attempts: list[Attempt] | None = None) -> Goodpu
 
 
 @dataclass(frozen=True)
-class _Steps:
+class _AttemptSteps:
     """Of one start: ``took``, the seconds of each step that belong to no step before it; when the first began and the
     last ended; seconds ``between`` them."""
 
@@ -97,7 +97,7 @@ class _Steps:
     between: float
 
     @classmethod
-    def of(cls, run: RunHistory, attempt: Attempt, now: float) -> _Steps:
+    def of(cls, run: RunHistory, attempt: Attempt, now: float) -> _AttemptSteps:
         rows = attempt.rows & np.isfinite(run.steps.time)
         ended = run.steps.time[rows]
         began = ended - np.nan_to_num(run.steps.total[rows]).clip(0)

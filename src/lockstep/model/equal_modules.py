@@ -59,7 +59,7 @@ class Unlike:
 
 def describe(module: nn.Module, foreign: Callable[[Tensor], bool] = lambda _: False) -> Description:
     """``foreign``: tensors that make a module like no other."""
-    reader = _Reader(foreign)
+    reader = _StructureKeys(foreign)
     values: dict[tuple[type, str, str], object] = {}
     parts: list[Hashable] = []
     for path, inner in module.named_modules(remove_duplicate=False):
@@ -91,10 +91,10 @@ def describe(module: nn.Module, foreign: Callable[[Tensor], bool] = lambda _: Fa
 
 def described(value: object, foreign: Callable[[Tensor], bool] = lambda _: False) -> Hashable:
     """Equal for values that hold the same; what is not understood is equal to nothing."""
-    return _Reader(foreign).of(value)
+    return _StructureKeys(foreign).of(value)
 
 
-class _Reader:
+class _StructureKeys:
     def __init__(self, foreign: Callable[[Tensor], bool]) -> None:
         self.seen: dict[int, int] = {}
         self._alive: list[object] = []

@@ -36,12 +36,12 @@ class HostActivations(saved_tensors_hooks):
         self._copies_of = copies
         self._devices: dict[torch.device, tuple[Copies, HostPool] | None] = {}
         # Entered and not left.
-        self._calls: list[_Call] = []
-        self._last: Callable[[], _Call | None] = _none
+        self._calls: list[_OffloadedCall] = []
+        self._last: Callable[[], _OffloadedCall | None] = _none
 
     def __enter__(self) -> None:
         super().__enter__()
-        self._calls.append(_Call(self._last))
+        self._calls.append(_OffloadedCall(self._last))
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
@@ -75,10 +75,10 @@ def _none() -> None:
     return None
 
 
-class _Call:
+class _OffloadedCall:
     """What one call keeps; alive as long as any of that is."""
 
-    def __init__(self, previous: Callable[[], _Call | None]) -> None:
+    def __init__(self, previous: Callable[[], _OffloadedCall | None]) -> None:
         self.previous = previous
         self._offloaded: list[weakref.ref[_OffloadedInput]] = []
 
@@ -92,7 +92,7 @@ class _Call:
 class _OffloadedInput:
     """A tensor in host memory: being copied there, there, or being brought back."""
 
-    def __init__(self, call: _Call, copies: Copies, pool: HostPool, tensor: torch.Tensor) -> None:
+    def __init__(self, call: _OffloadedCall, copies: Copies, pool: HostPool, tensor: torch.Tensor) -> None:
         self._call = call
         self._copies = copies
         self._pool = pool

@@ -151,16 +151,16 @@ def _function_of_tensors(
     """
     tensors: list[torch.Tensor] = []
 
-    def take(tensor: torch.Tensor) -> _Place:
+    def take(tensor: torch.Tensor) -> _TensorIndex:
         tensors.append(tensor)
-        return _Place(len(tensors) - 1)
+        return _TensorIndex(len(tensors) - 1)
 
     stored = map_tensors(take, (args, kwargs))
     given = [(args, kwargs)]
 
     def run(*values: torch.Tensor) -> object:
         def put_back(_: str, leaf: object) -> object:
-            return values[leaf.index] if isinstance(leaf, _Place) else leaf
+            return values[leaf.index] if isinstance(leaf, _TensorIndex) else leaf
 
         # The first call takes the caller's own containers, each later one copies.
         positional, named = given.pop() if given else map_leaves(put_back, stored)
@@ -169,7 +169,7 @@ def _function_of_tensors(
     return run, tensors
 
 
-class _Place:
+class _TensorIndex:
     """Stands where a tensor was."""
 
     def __init__(self, index: int) -> None:

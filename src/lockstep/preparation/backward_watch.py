@@ -64,7 +64,7 @@ class BackwardWatch:
 
     def add(self, model: nn.Module) -> None:
         """Notice each backward through what this model returns."""
-        model.register_forward_hook(_AfterForward(self))
+        model.register_forward_hook(_OutputGradientHook(self))
 
     def backward(self, call: Callable[[], None]) -> None:
         """Run a backward of the ``Accelerator``."""
@@ -183,7 +183,7 @@ def _dense(optimizer: Optimizer) -> Iterator[torch.Tensor]:
                 yield gradient
 
 
-class _AfterForward(UncopiedHook):
+class _OutputGradientHook(UncopiedHook):
     """A forward hook."""
 
     def __init__(self, watch: BackwardWatch) -> None:

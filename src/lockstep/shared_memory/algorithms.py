@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.errors import UsageError
-from lockstep.shared_memory.slots import RankSlots, Steps
+from lockstep.shared_memory.slots import CollectiveSteps, RankSlots
 
 Combine = Callable[..., Tensor]
 
@@ -125,13 +125,13 @@ class HostCollectives:
     def __init__(self, slots: RankSlots) -> None:
         self.slots = slots
 
-    def barrier(self, call: int) -> Steps:
+    def barrier(self, call: int) -> CollectiveSteps:
         slots = self.slots
         slots.begin_chunk(call)
         yield slots.arrive()
         slots.check_calls()
 
-    def broadcast(self, call: int, block: Memory, root: int) -> Steps:
+    def broadcast(self, call: int, block: Memory, root: int) -> CollectiveSteps:
         slots = self.slots
         start, size, most = 0, block.size, slots.slot_bytes
         # One chunk at least, also for an empty block: every rank must arrive as often, and be compared.
@@ -148,7 +148,7 @@ class HostCollectives:
             if start >= size:
                 return
 
-    def all_reduce(self, call: int, block: Memory, reduction: RankReduction) -> Steps:
+    def all_reduce(self, call: int, block: Memory, reduction: RankReduction) -> CollectiveSteps:
         """(n,) on every rank becomes the combination of all, on every rank."""
         slots = self.slots
         reduction.before(block)
@@ -158,7 +158,7 @@ class HostCollectives:
         else:
             yield from self._sum_parts(call, block, reduction)
 
-    def _sum_everything(self, call: int, block: Memory, reduction: RankReduction) -> Steps:
+    def _sum_everything(self, call: int, block: Memory, reduction: RankReduction) -> CollectiveSteps:
         """Each rank combines all that lies in the slots."""
         slots = self.slots
         flat, dtype, combine = block.flat, block.flat.dtype, reduction.combine
@@ -178,7 +178,7 @@ class HostCollectives:
             combine_in_order(parts, combine, piece)
             reduction.after(piece, slots.ranks)
 
-    def _sum_parts(self, call: int, block: Memory, reduction: RankReduction) -> Steps:
+    def _sum_parts(self, call: int, block: Memory, reduction: RankReduction) -> CollectiveSteps:
         """Each rank combines one part of each chunk, and lays it down for the others."""
         slots = self.slots
         flat, dtype, combine = block.flat, block.flat.dtype, reduction.combine
@@ -207,7 +207,7 @@ class HostCollectives:
                     first, last = bounds[rank], bounds[rank + 1]
                     slots.take(rank, address + first * item, (last - first) * item, first * item)
 
-    def reduce(self, call: int, block: Memory, reduction: RankReduction, root: int) -> Steps:
+    def reduce(self, call: int, block: Memory, reduction: RankReduction, root: int) -> CollectiveSteps:
         """(n,) on every rank becomes the combination of all on ``root``; the others keep theirs."""
         slots = self.slots
         flat, dtype, combine = block.flat, block.flat.dtype, reduction.combine
@@ -228,7 +228,7 @@ class HostCollectives:
                 )
                 reduction.after(piece, slots.ranks)
 
-    def all_gather(self, call: int, mine: Memory, gathered: Sequence[int]) -> Steps:
+    def all_gather(self, call: int, mine: Memory, gathered: Sequence[int]) -> CollectiveSteps:
         """(n,) of each rank to the addresses of this rank's ``gathered``, one for each rank."""
         slots = self.slots
         size, most = mine.size, slots.slot_bytes
@@ -245,7 +245,7 @@ class HostCollectives:
                 if rank != slots.rank:
                     slots.take(rank, gathered[rank] + start, count)
 
-    def gather(self, call: int, mine: Memory, gathered: Sequence[int], root: int) -> Steps:
+    def gather(self, call: int, mine: Memory, gathered: Sequence[int], root: int) -> CollectiveSteps:
         """(n,) of each rank to the addresses of ``root``'s ``gathered``."""
         slots = self.slots
         size, most = mine.size, slots.slot_bytes
@@ -265,7 +265,7 @@ class HostCollectives:
 
     def reduce_scatter(
         self, call: int, parts: Sequence[Memory], out: Memory, reduction: RankReduction
-    ) -> Steps:
+    ) -> CollectiveSteps:
         """Part r of every rank, each (n,), combined to ``out`` of rank r."""
         slots = self.slots
         dtype, combine, me = out.flat.dtype, reduction.combine, slots.rank
@@ -295,7 +295,7 @@ class HostCollectives:
             combine_in_order(found, combine, piece)
             reduction.after(piece, slots.ranks)
 
-    def all_to_all(self, call: int, sent: Sequence[Memory], taken: Sequence[Memory]) -> Steps:
+    def all_to_all(self, call: int, sent: Sequence[Memory], taken: Sequence[Memory]) -> CollectiveSteps:
         """``sent[r]`` of each rank to ``taken[s]`` of rank r. Sizes may differ, also be none."""
         slots = self.slots
         me = slots.rank
@@ -320,7 +320,7 @@ class HostCollectives:
             if start >= max(slots.sizes()):
                 return
 
-    def scatter(self, call: int, sent: Sequence[Memory], taken: Memory, root: int) -> Steps:
+    def scatter(self, call: int, sent: Sequence[Memory], taken: Memory, root: int) -> CollectiveSteps:
         """``sent[r]`` of ``root`` to ``taken`` of rank r; all of one size."""
         slots = self.slots
         me, size = slots.rank, taken.size

@@ -23,7 +23,7 @@ from torch import Tensor
 from lockstep.shared_memory.algorithms import HostCollectives, Memory, RankReduction, combine_in_order
 from lockstep.shared_memory.call_code import call_code
 from lockstep.shared_memory.segment import PAGE_BYTES, TOKEN_BYTES, WORDS_A_LINE, Segment, SegmentAddress
-from lockstep.shared_memory.slots import RankSlots, Steps
+from lockstep.shared_memory.slots import CollectiveSteps, RankSlots
 from lockstep.torch_internals.dispatch import modes_are_active, unseen_by_modes
 
 LARGEST_BYTES = 256 * 1024 * 1024
@@ -77,7 +77,7 @@ class Regions:
         (address, use), self._given = self._given, NOT_GIVEN
         return use if address and address == tensor.data_ptr() else None
 
-    def grow(self, call: int, size: int) -> Steps:
+    def grow(self, call: int, size: int) -> CollectiveSteps:
         """Map regions of so many bytes on all ranks, if they are wanted and there is memory for them."""
         # All ranks decide alike: they grew together so far, and the size is part of a call that was compared.
         if not (self.can_grow and self.capacity < size <= LARGEST_BYTES):
@@ -159,7 +159,7 @@ class GatheredBuffers(Regions):
 
     def all_gather(
         self, collectives: HostCollectives, mine: Memory, gathered: Sequence[int], use: int
-    ) -> Steps:
+    ) -> CollectiveSteps:
         """(n,) of each rank, which lies at its place in the output already."""
         # Counted when the call is made, not when its turn comes: the next output may be allocated before.
         self._calls += 1
@@ -167,7 +167,7 @@ class GatheredBuffers(Regions):
 
     def _all_gather(
         self, collectives: HostCollectives, mine: Memory, gathered: Sequence[int], use: int
-    ) -> Steps:
+    ) -> CollectiveSteps:
         slots = self.slots
         call = call_code("all_gather", mine.flat.numel(), mine.flat.dtype, root=IN_BUFFERS)
         slots.begin_chunk(call, use)
@@ -207,7 +207,7 @@ class ReducedBuffers(Regions):
         out: Memory,
         reduction: RankReduction,
         use: int,
-    ) -> Steps:
+    ) -> CollectiveSteps:
         """Part r of every rank's input, each (n,), combined to ``out`` of rank r."""
         # From when the call is made, not when its turn comes: until it is done the region may be read.
         self._is_busy = True
@@ -220,7 +220,7 @@ class ReducedBuffers(Regions):
         out: Memory,
         reduction: RankReduction,
         use: int,
-    ) -> Steps:
+    ) -> CollectiveSteps:
         slots, count = self.slots, out.flat.numel()
         call = call_code("reduce_scatter", count, out.flat.dtype, reduction.kind, IN_BUFFERS)
         slots.begin_chunk(call, use)

@@ -18,7 +18,7 @@ from lockstep.shared_memory.history import CallHistory
 from lockstep.shared_memory.hosts import GlooMessages, HierarchicalCollectives
 from lockstep.shared_memory.pending import CallQueue, PendingCall
 from lockstep.shared_memory.segment import Segment
-from lockstep.shared_memory.slots import Steps
+from lockstep.shared_memory.slots import CollectiveSteps
 from lockstep.shared_memory.tensors import CallTensors
 from lockstep.torch_internals import c10d
 from lockstep.torch_internals.dispatch import unseen_by_modes
@@ -169,7 +169,7 @@ class GroupCalls:
                 rows.append(self._gather_flat(output, mine, places))
         return self._submit("all_gather", rows, inputs, result, staging, opts)
 
-    def _gather_flat(self, output: Tensor, mine: Memory, places: Sequence[int]) -> Steps:
+    def _gather_flat(self, output: Tensor, mine: Memory, places: Sequence[int]) -> CollectiveSteps:
         gathered, collectives = self.gathered, self._collectives
         use = None if gathered is None else gathered.use_of(output)
         if gathered is not None and use is not None:
@@ -251,7 +251,7 @@ class GroupCalls:
 
     def _reduce_parts(
         self, parts: list[Memory], out: Memory, reduction: RankReduction, staging: CallTensors
-    ) -> Steps:
+    ) -> CollectiveSteps:
         # Two values are added in one step, whose output may be one of them. With more ranks it would
         # overwrite what is still to be added.
         if self._ranks > 2 or reduction.factor is not None:
@@ -286,7 +286,7 @@ class GroupCalls:
             steps = self._exchange(sent, taken)
         return self._submit("all_to_all", [steps], [input], [output], staging, opts)
 
-    def _exchange(self, sent: Sequence[Memory], taken: Sequence[Memory]) -> Steps:
+    def _exchange(self, sent: Sequence[Memory], taken: Sequence[Memory]) -> CollectiveSteps:
         # Without a number of elements, which may differ between ranks.
         call = call_code("all_to_all", 0, sent[0].flat.dtype)
         return self._collectives.all_to_all(call, sent, taken)
@@ -344,7 +344,7 @@ class GroupCalls:
     def _submit(
         self,
         kind: str,
-        rows: Sequence[Steps],
+        rows: Sequence[CollectiveSteps],
         shown: Sequence[Tensor],
         result: object,
         staging: CallTensors,

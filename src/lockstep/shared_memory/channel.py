@@ -15,7 +15,7 @@ from lockstep.errors import CollectiveMismatchError
 from lockstep.shared_memory.algorithms import Memory
 from lockstep.shared_memory.pending import CallQueue
 from lockstep.shared_memory.segment import PIECES, RING_HEAD_BYTES, WORDS_A_LINE
-from lockstep.shared_memory.slots import Peers, Steps, Waitable
+from lockstep.shared_memory.slots import CollectiveSteps, Peers, Waitable
 
 # A rank that receives from any other looks this often.
 POLL_S = 50e-6
@@ -92,7 +92,7 @@ class Channels:
             self._rings[sends, other] = Ring(self.peers, sends, other)
         return self._rings[sends, other]
 
-    def send(self, block: Memory, to: int, tag: int) -> Steps:
+    def send(self, block: Memory, to: int, tag: int) -> CollectiveSteps:
         ring = self._ring(True, to)
         start, size = 0, block.size
         while True:
@@ -110,7 +110,7 @@ class Channels:
             if start >= size:
                 return
 
-    def receive(self, block: Memory, source: int, tag: int) -> Steps:
+    def receive(self, block: Memory, source: int, tag: int) -> CollectiveSteps:
         ring = self._ring(False, source)
         while True:
             # Kept messages came earlier than those in the ring.
@@ -132,7 +132,7 @@ class Channels:
             yield from self._take(ring, ctypes.addressof(memory), size)
             self._kept.setdefault((source, found), deque()).append(memory.raw)
 
-    def _take(self, ring: Ring, address: int, size: int) -> Steps:
+    def _take(self, ring: Ring, address: int, size: int) -> CollectiveSteps:
         start = 0
         while True:
             if ring.words[WRITTEN] <= ring.done:

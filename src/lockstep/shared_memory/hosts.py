@@ -25,7 +25,7 @@ from lockstep.shared_memory.algorithms import (
     own_memory,
 )
 from lockstep.shared_memory.pending import CallQueue
-from lockstep.shared_memory.slots import Steps, Waitable
+from lockstep.shared_memory.slots import CollectiveSteps, Waitable
 
 # torch takes a timeout of 0 for none.
 LEAST_WAIT_S = 0.001
@@ -48,7 +48,7 @@ class GlooWork(Waitable):
             self.work.wait()
 
 
-def finished(work: dist.Work) -> Steps:
+def finished(work: dist.Work) -> CollectiveSteps:
     """Wait for a call of gloo, and raise what it raises."""
     call = GlooWork(work)
     yield call
@@ -89,7 +89,7 @@ class HierarchicalCollectives:
         self._here = next(index for index, ranks in enumerate(hosts) if rank in ranks)
         self._size = sum(len(ranks) for ranks in hosts)
 
-    def barrier(self, call: int) -> Steps:
+    def barrier(self, call: int) -> CollectiveSteps:
         if self._host is not None:
             yield from self._host.barrier(call)
         if self._leaders is not None:
@@ -98,7 +98,7 @@ class HierarchicalCollectives:
         if self._host is not None:
             yield from self._host.barrier(call)
 
-    def broadcast(self, call: int, block: Memory, root: int) -> Steps:
+    def broadcast(self, call: int, block: Memory, root: int) -> CollectiveSteps:
         source = next(index for index, ranks in enumerate(self._hosts) if root in ranks)
         # In the root's host first, so that its leader has the values; between leaders; in other hosts.
         if self._host is not None and self._here == source:
@@ -107,7 +107,7 @@ class HierarchicalCollectives:
         if self._host is not None and self._here != source:
             yield from self._host.broadcast(call, block, 0)
 
-    def all_reduce(self, call: int, block: Memory, reduction: RankReduction) -> Steps:
+    def all_reduce(self, call: int, block: Memory, reduction: RankReduction) -> CollectiveSteps:
         """(n,) on every rank becomes the combination of all, on every rank."""
         reduction.before(block)
         # Factor and mean are applied once, to what the whole group combines; inside there are plain sums.
@@ -121,7 +121,7 @@ class HierarchicalCollectives:
             yield from self._host.broadcast(call, block, 0)
         reduction.after(block.flat, self._size)
 
-    def reduce(self, call: int, block: Memory, reduction: RankReduction, root: int) -> Steps:
+    def reduce(self, call: int, block: Memory, reduction: RankReduction, root: int) -> CollectiveSteps:
         # On a copy, because ``all_reduce`` overwrites, and the ranks other than ``root`` keep theirs.
         total = own_memory(block.flat.clone())
         yield from self.all_reduce(call, total, reduction)
@@ -130,13 +130,13 @@ class HierarchicalCollectives:
 
     def reduce_scatter(
         self, call: int, parts: Sequence[Memory], out: Memory, reduction: RankReduction
-    ) -> Steps:
+    ) -> CollectiveSteps:
         """Part r of every rank, each (n,), combined to ``out`` of rank r."""
         whole = torch.cat([part.flat for part in parts])
         yield from self.all_reduce(call, own_memory(whole), reduction)
         out.flat.copy_(whole.view(self._size, -1)[self._rank] if out.size else whole)
 
-    def all_gather(self, call: int, mine: Memory, gathered: Sequence[int]) -> Steps:
+    def all_gather(self, call: int, mine: Memory, gathered: Sequence[int]) -> CollectiveSteps:
         """(n,) of each rank to the addresses of this rank's ``gathered``, one for each rank."""
         # In the order of the hosts, so that what a host has gathered is one piece, which its leader can send.
         ranks = [rank for host in self._hosts for rank in host]
@@ -153,7 +153,7 @@ class HierarchicalCollectives:
         for rank in ranks:
             ctypes.memmove(gathered[rank], address[rank], mine.size)
 
-    def gather(self, call: int, mine: Memory, gathered: Sequence[int], root: int) -> Steps:
+    def gather(self, call: int, mine: Memory, gathered: Sequence[int], root: int) -> CollectiveSteps:
         """(n,) of each rank to the addresses of ``root``'s ``gathered``."""
         # An all-to-all in which nobody but ``root`` receives.
         sizes = [mine.size if rank == root else 0 for rank in range(self._size)]
@@ -165,7 +165,7 @@ class HierarchicalCollectives:
             for rank, address in enumerate(gathered):
                 ctypes.memmove(address, taken.data_ptr() + rank * mine.size, mine.size)
 
-    def scatter(self, call: int, sent: Sequence[Memory], taken: Memory, root: int) -> Steps:
+    def scatter(self, call: int, sent: Sequence[Memory], taken: Memory, root: int) -> CollectiveSteps:
         """``sent[r]`` of ``root`` to ``taken`` of rank r; all of one size."""
         given = torch.cat([as_bytes(part.flat) for part in sent]) if self._rank == root else empty_bytes(0)
         # An all-to-all in which nobody but ``root`` sends.
@@ -173,7 +173,7 @@ class HierarchicalCollectives:
         received = [taken.size if rank == root else 0 for rank in range(self._size)]
         yield from self._exchange(given, sizes, as_bytes(taken.flat), received)
 
-    def all_to_all(self, call: int, sent: Sequence[Memory], taken: Sequence[Memory]) -> Steps:
+    def all_to_all(self, call: int, sent: Sequence[Memory], taken: Sequence[Memory]) -> CollectiveSteps:
         """``sent[r]`` of each rank to ``taken[s]`` of rank r. Sizes may differ, also be none."""
         given = torch.cat([as_bytes(part.flat) for part in sent])
         received = [part.size for part in taken]
@@ -182,12 +182,14 @@ class HierarchicalCollectives:
         for part, piece in zip(taken, whole.split(received), strict=True):
             ctypes.memmove(part.address, piece.data_ptr(), part.size)
 
-    def _exchange(self, sent: Tensor, sizes: list[int], taken: Tensor, received: list[int]) -> Steps:
+    def _exchange(
+        self, sent: Tensor, sizes: list[int], taken: Tensor, received: list[int]
+    ) -> CollectiveSteps:
         yield from finished(
             self._everyone.alltoall_base(taken, sent, received, sizes, dist.AllToAllOptions())
         )
 
-    def _between_leaders(self, pieces: Sequence[Tensor], sources: Sequence[int]) -> Steps:
+    def _between_leaders(self, pieces: Sequence[Tensor], sources: Sequence[int]) -> CollectiveSteps:
         """Each piece from one leader to the others, all at once."""
         if self._leaders is None:
             return
@@ -200,7 +202,7 @@ class HierarchicalCollectives:
         for work in works:
             yield from finished(work)
 
-    def _combine(self, flat: Tensor, reduction: RankReduction) -> Steps:
+    def _combine(self, flat: Tensor, reduction: RankReduction) -> CollectiveSteps:
         """The combination of the leaders' tensors (n,), in place: each leader combines one part of it."""
         hosts, count = len(self._hosts), flat.numel()
         # Host h combines elements count * h // hosts to count * (h + 1) // hosts.
@@ -234,10 +236,10 @@ class GlooMessages:
             self._queues[key] = CallQueue(f"lockstep {self._name} {'to' if sends else 'from'} {other}")
         return self._queues[key]
 
-    def send(self, block: Memory, to: int, tag: int) -> Steps:
+    def send(self, block: Memory, to: int, tag: int) -> CollectiveSteps:
         yield from finished(self._gloo.send([as_bytes(block.flat)], to, tag))
 
-    def receive(self, block: Memory, source: int, tag: int) -> Steps:
+    def receive(self, block: Memory, source: int, tag: int) -> CollectiveSteps:
         yield from finished(self._gloo.recv([as_bytes(block.flat)], source, tag))
 
     def source_with(self, tag: int) -> int:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep.shared_memory.slots import Steps, Waitable
+from lockstep.shared_memory.slots import CollectiveSteps, Waitable
 from lockstep.shared_memory.tensors import CallTensors
 from lockstep.torch_internals.dispatch import unseen_by_modes
 
@@ -40,14 +40,14 @@ class PendingCall(dist.Work):
     def __init__(
         self,
         queue: CallQueue,
-        rows: Iterable[Steps],
+        rows: Iterable[CollectiveSteps],
         result: object,
         staging: CallTensors | None,
         source: int = -1,
     ) -> None:
         super().__init__()
         self.queue, self.value, self.staging, self.source = queue, result, staging, source
-        self.steps: Steps = chain.from_iterable(rows)
+        self.steps: CollectiveSteps = chain.from_iterable(rows)
         self.awaits: Waitable | None = None
         self.done = False
         self.error: BaseException | None = None

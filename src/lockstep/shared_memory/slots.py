@@ -24,7 +24,7 @@ from lockstep.shared_memory.segment import ABORTED, CALLS, SIZES, TOKEN_BYTES, G
 LOOK_AFTER_S = 0.1
 SPIN_S = 50e-6
 
-Steps = Iterator["Waitable"]
+CollectiveSteps = Iterator["Waitable"]
 """A collective as a row of steps: it gives what it waits for, and is continued when that is there."""
 
 

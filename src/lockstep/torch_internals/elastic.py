@@ -17,7 +17,7 @@ Start = Callable[[int, tuple[str, ...], dict[str, str], OutputFile, OutputFile],
 """(local rank, arguments, environment, files for standard output and error) -> a process, or None: start one."""
 
 
-class _Handler(SubprocessHandler):
+class _OwnProcessHandler(SubprocessHandler):
     """Relies on: ``_popen`` makes the process at the end of ``__init__``, ``_stdout`` and ``_stderr`` are its files."""
 
     start: Start
@@ -35,7 +35,7 @@ class OwnProcesses(SubprocessContext):
 
     def __init__(self, start: Start, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
-        self._handler = type("Handler", (_Handler,), {"start": staticmethod(start)})
+        self._handler = type("Handler", (_OwnProcessHandler,), {"start": staticmethod(start)})
 
     def _start(self) -> None:
         self.subprocess_handlers = {

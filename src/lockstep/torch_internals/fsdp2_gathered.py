@@ -42,7 +42,7 @@ class GatheredParameter(nn.Parameter):
     ``grad`` is the shard's, where that has been reduced already: of a window's earlier micro-batches.
     """
 
-    _watched: Watched | None = None
+    _watched: WatchedParameter | None = None
 
     @property
     def data(self) -> torch.Tensor:
@@ -153,7 +153,7 @@ class WatchedGroup:
         self, group: FSDPParamGroup, is_exact: bool, changed: Changed, cleared: Callable[[object], None]
     ) -> None:
         self._group = group
-        self._params = [Watched(group, param, is_exact, cleared) for param in group.fsdp_params]
+        self._params = [WatchedParameter(group, param, is_exact, cleared) for param in group.fsdp_params]
         self._changed = changed
 
     def gathered(self) -> None:
@@ -169,7 +169,7 @@ class WatchedGroup:
                     self._keep(one)
 
     @torch.no_grad()
-    def _keep(self, one: Watched) -> None:
+    def _keep(self, one: WatchedParameter) -> None:
         is_kept = one.keep()
         if is_kept is not None:
             self._changed(one.param, DATA.__get__(one.param._unsharded_param), not is_kept)
@@ -184,7 +184,7 @@ class WatchedGroup:
         return bool(self._group.is_unsharded) and any(one.shard_changed() for one in self._params)
 
 
-class Watched:
+class WatchedParameter:
     """One parameter of a group."""
 
     def __init__(
@@ -330,7 +330,7 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 class _Asked:
-    """Stands for a ``Watched`` in the probe."""
+    """Stands for a ``WatchedParameter`` in the probe."""
 
     def __init__(self) -> None:
         self.count = 0

@@ -217,10 +217,10 @@ def _names_in(module: ModuleType) -> set[str]:
 
 # Stages -----------------------------------------------------------------------------------------------
 
-_Stage: Any = PipelineStage
+_TorchStage: Any = PipelineStage
 
 
-class _StageUpTo212(_Stage):
+class _StageUpTo212(_TorchStage):
     """A stage that sends zeros where an input has no gradient but the stage before waits for one, as from 2.13 on.
 
     Relies on: ``bwd_cache`` has the gradients of the inputs of a micro-batch after its backward;

@@ -163,7 +163,7 @@ def _tried(
     # The line through the two largest sizes is trusted only beyond them.
     if model is not None and size > max(peaks) and model.peak(size) > limit:
         return replace(ruled_out(size, accumulation, model.peak(size)), why="it would be over the limit")
-    seen: list[_Seen] = ranks.gather_object([attempt.seen(size)])
+    seen: list[_SizeMeasured] = ranks.gather_object([attempt.seen(size)])
     broken = next(((rank, one) for rank, one in enumerate(seen) if one.failed), None)
     if broken is not None and not trials:
         rank, one = broken
@@ -187,7 +187,7 @@ def _tried(
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _SizeMeasured:
     """Of one size on one rank: seconds, bytes (0: not known), what it lacked memory for, another error."""
 
     micro_s: float = 0.0
@@ -212,11 +212,11 @@ class _SizeOnRank:
         self._model, self._optimizer, self._loader = model, optimizer, loader
         self._loss_of, self._device, self.steps = loss_of, device, steps
 
-    def seen(self, size: int) -> _Seen:
+    def seen(self, size: int) -> _SizeMeasured:
         saved = SavedState(self._model, self._optimizer)
         is_known = reset_peak(self._device)
         failure: Exception | None = None
-        seen = _Seen()
+        seen = _SizeMeasured()
         try:
             seen = self._computed(size)
         except Exception as error:
@@ -227,13 +227,13 @@ class _SizeOnRank:
         clear_device_cache(garbage_collection=True)
         if failure is not None:
             said = (f"{type(failure).__name__}: {failure}".strip().splitlines() or [""])[0]
-            return _Seen(short=said) if is_out_of_memory(failure) else _Seen(failed=said)
+            return _SizeMeasured(short=said) if is_out_of_memory(failure) else _SizeMeasured(failed=said)
         if self._device.type != "cuda":
             # The copies are in host memory, and training has none.
             peak = max(0, peak - saved.nbytes)
         return replace(seen, peak=peak)
 
-    def _computed(self, size: int) -> _Seen:
+    def _computed(self, size: int) -> _SizeMeasured:
         data, collate = self._loader.dataset, self._loader.collate_fn
         count = len(data)  # type: ignore[arg-type]
         rows = [data[number % count] for number in range(size)]
@@ -252,7 +252,7 @@ class _SizeOnRank:
         step = step_without_hooks(type(self._optimizer))
         step(self._optimizer)
         # The least of the times: the first ones choose kernels and ask for memory.
-        return _Seen(micro_s=min(seconds), step_s=self._synchronized_time() - began)
+        return _SizeMeasured(micro_s=min(seconds), step_s=self._synchronized_time() - began)
 
     def _synchronized_time(self) -> float:
         if self._device.type == "cuda":

@@ -76,14 +76,14 @@ def map_pytorch_optim_to_deepspeed(optimizer: torch.optim.Optimizer) -> torch.op
     name = type(optimizer).__name__.removesuffix("32bit")
     bits = getattr(optimizer, "optim_bits", getattr(getattr(optimizer, "args", None), "optim_bits", 32))
     if name == "Adagrad" and bits == 32:
-        from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad as Kind
+        from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad as CPUOptimizer
     elif name == "Lion" and bits == 32:
-        from deepspeed.ops.lion import DeepSpeedCPULion as Kind
+        from deepspeed.ops.lion import DeepSpeedCPULion as CPUOptimizer
     else:
-        from deepspeed.ops.adam import DeepSpeedCPUAdam as Kind
+        from deepspeed.ops.adam import DeepSpeedCPUAdam as CPUOptimizer
 
         options["adamw_mode"] = name == "AdamW" and bits == 32
-    return Kind(optimizer.param_groups, **options)
+    return CPUOptimizer(optimizer.param_groups, **options)
 
 
 class _OfDeepSpeedsEngine:

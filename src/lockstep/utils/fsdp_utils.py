@@ -141,7 +141,7 @@ def save_fsdp_model(
     """
     whole = _is_whole(fsdp_plugin)
     state = _model_state(model, whole, adapter_only)
-    _Files(accelerator, output_dir, "model", FSDP_MODEL_NAME, model_index).save(state, whole)
+    _StatePaths(accelerator, output_dir, "model", FSDP_MODEL_NAME, model_index).save(state, whole)
 
 
 def load_fsdp_model(
@@ -187,7 +187,7 @@ def load_fsdp_model(
     """
     plain = unwrap(model, keep_compile=False)
     adapters = adapter_only and is_peft_model(plain)
-    files = _Files(accelerator, input_dir, "model", FSDP_MODEL_NAME, model_index)
+    files = _StatePaths(accelerator, input_dir, "model", FSDP_MODEL_NAME, model_index)
     whole = _is_whole(fsdp_plugin)
     state = files.load(None if whole else _model_state(model, False, adapter_only))
     if adapters:
@@ -241,7 +241,7 @@ def save_fsdp_optimizer(
     plain, inner = unwrap(model, keep_compile=False), getattr(optimizer, "optimizer", optimizer)
     options = StateDictOptions(full_state_dict=whole, cpu_offload=whole)
     state = get_optimizer_state_dict(plain, inner, options=options)
-    _Files(accelerator, output_dir, "optimizer", OPTIMIZER_NAME, optimizer_index).save(state, whole)
+    _StatePaths(accelerator, output_dir, "optimizer", OPTIMIZER_NAME, optimizer_index).save(state, whole)
 
 
 def load_fsdp_optimizer(
@@ -285,14 +285,14 @@ def load_fsdp_optimizer(
         ```
     """
     plain, inner = unwrap(model, keep_compile=False), getattr(optimizer, "optimizer", optimizer)
-    files = _Files(accelerator, input_dir, "optimizer", OPTIMIZER_NAME, optimizer_index)
+    files = _StatePaths(accelerator, input_dir, "optimizer", OPTIMIZER_NAME, optimizer_index)
     whole = _is_whole(fsdp_plugin)
     state = files.load(None if whole else get_optimizer_state_dict(plain, inner))
     set_optimizer_state_dict(plain, inner, state, options=StateDictOptions(full_state_dict=whole))
 
 
 @dataclass
-class _Files:
+class _StatePaths:
     """Where one state is: ``<name>.bin`` if it is whole, ``<name>_0/`` if it is sharded."""
 
     accelerator: Any

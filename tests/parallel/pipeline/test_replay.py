@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lockstep.comm import leaves
 from lockstep.model import find_blocks
-from lockstep.parallel.pipeline import Call, Layout, Traced, Tracer, trace_every_block, trace_model
+from lockstep.parallel.pipeline import Layout, ModelCall, ModelTrace, Tracer, trace_every_block, trace_model
 
 LAYERS = 24
 NOTED: list[Tensor] = []
@@ -80,15 +80,15 @@ def traced_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def traced(model: Model, replays: bool = True) -> Traced:
+def traced(model: Model, replays: bool = True) -> ModelTrace:
     layout = Layout(model, find_blocks(model), [0, LAYERS // 2], torch.device("cpu"))
-    call = Call((torch.zeros(2, 3, dtype=torch.long),), {})
+    call = ModelCall((torch.zeros(2, 3, dtype=torch.long),), {})
     if replays:
         return trace_model(model, layout, call, None)
     return trace_every_block(model, layout, call, None)
 
 
-def shown(found: Traced) -> Any:
+def shown(found: ModelTrace) -> Any:
     results = {name: list(map(str, leaves(one).values())) for name, one in found.results.items()}
     return found.cuts, found.stages, found.uses, found.shapes, found.early, results
 
@@ -158,7 +158,7 @@ def test_transformers(traced_calls: list[int], name: str) -> None:
     model = getattr(transformers, name)(config)
     layout = Layout(model, find_blocks(model), [0, LAYERS // 2], torch.device("cpu"))
     ids = torch.zeros(2, 3, dtype=torch.long)
-    call = Call((ids,), {"labels": ids})
+    call = ModelCall((ids,), {"labels": ids})
     found = trace_model(model, layout, call, None)
     assert len(traced_calls) == 1
     every = trace_every_block(model, layout, call, None)
@@ -178,9 +178,9 @@ def test_blocks_that_filled_a_cache_alike_are_traced_once_for_other_rows(
     model = getattr(transformers, name)(config)
     layout = Layout(model, find_blocks(model), [0, LAYERS // 2], torch.device("cpu"))
 
-    def call(rows: int) -> Call:
+    def call(rows: int) -> ModelCall:
         ids = torch.zeros(rows, 3, dtype=torch.long)
-        return Call((ids,), {"labels": ids})
+        return ModelCall((ids,), {"labels": ids})
 
     part = trace_model(model, layout, call(2), None)
     assert len(traced_calls) == LAYERS
@@ -236,8 +236,8 @@ def test_only_blocks_that_do_the_same_on_their_own_are_taken_to_be_alike(
     model = CachingModel(reads)
     stages = [0, 2] if reads != "neighbour" else [0]
     layout = Layout(model, find_blocks(model), stages, torch.device("cpu"))
-    part = trace_model(model, layout, Call((torch.zeros(2, 3, dtype=torch.long),), {}), None)
-    call = Call((torch.zeros(6, 3, dtype=torch.long),), {})
+    part = trace_model(model, layout, ModelCall((torch.zeros(2, 3, dtype=torch.long),), {}), None)
+    call = ModelCall((torch.zeros(6, 3, dtype=torch.long),), {})
     assert len(traced_calls) == 4
     whole = trace_model(model, layout, call, None, part)
     assert len(traced_calls) == 4 + again

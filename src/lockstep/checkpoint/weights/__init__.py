@@ -27,6 +27,6 @@ if not TYPE_CHECKING:
             "export": ["collect_stages"],
             "folder": ["WeightsFolder", "write_folder"],
             "model": ["write_weights"],
-            "streams": ["PiecedTensors", "slabs"],
+            "streams": ["ChunkedTensors", "slabs"],
         },
     )

@@ -29,14 +29,14 @@ from lockstep.checkpoint.weights.folder import (
     remove_quietly,
     write_folder,
 )
-from lockstep.checkpoint.weights.streams import PiecedTensors, check_room, write_tensor_file
+from lockstep.checkpoint.weights.streams import ChunkedTensors, check_room, write_tensor_file
 from lockstep.config.files import check_plain_file, check_shard, read_plain_file
 from lockstep.config.values import join_names
 from lockstep.errors import CheckpointError, UsageError
 
 LARGEST_CONFIGURATION_BYTES = 64 << 20
 MOST_SHOWN = 20
-Seen = Callable[[int], object]
+ByteProgress = Callable[[int], object]
 """Is told of bytes that were read or written."""
 
 
@@ -44,7 +44,7 @@ Seen = Callable[[int], object]
 class Weights:
     """One model's weights in files: checked, and not read yet."""
 
-    tensors: PiecedTensors
+    tensors: ChunkedTensors
     documents: dict[str, bytes] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -55,7 +55,10 @@ class Weights:
 
 
 def open_weights(
-    source: str, model: int | None = None, dtype: torch.dtype | None = None, seen: Seen = lambda count: None
+    source: str,
+    model: int | None = None,
+    dtype: torch.dtype | None = None,
+    seen: ByteProgress = lambda count: None,
 ) -> Weights:
     """The weights in ``source``: those of a folder as transformers reads it, or of one file, or of a checkpoint, which
     is verified as a whole. Of several models in it ``model`` is the number of the one.
@@ -74,11 +77,13 @@ def open_weights(
     if model is not None:
         raise UsageError(f"{path} is no checkpoint, so it has no model {model}. Leave --model out.")
     if os.path.isfile(path):
-        return Weights(PiecedTensors(os.path.dirname(path) or ".", _of_files(path), dtype))
+        return Weights(ChunkedTensors(os.path.dirname(path) or ".", _of_files(path), dtype))
     return _of_folder(path, dtype)
 
 
-def _of_checkpoint(directory: str, number: int | None, dtype: torch.dtype | None, seen: Seen) -> Weights:
+def _of_checkpoint(
+    directory: str, number: int | None, dtype: torch.dtype | None, seen: ByteProgress
+) -> Weights:
     checkpoint = Checkpoint(directory, verify_checkpoint(LocalStore(), directory, seen=seen))
     models = checkpoint.state().get("models", {})
     if number is None:
@@ -98,7 +103,7 @@ def _of_checkpoint(directory: str, number: int | None, dtype: torch.dtype | None
         f"{name} is left out, as it is tied to {first}" for name, first in models[str(number)]["ties"].items()
     ]
     notes += [f"{name} is left out, as it is no tensor" for name in models[str(number)]["extra"]]
-    return Weights(PiecedTensors(checkpoint.root, index, dtype), notes=notes)
+    return Weights(ChunkedTensors(checkpoint.root, index, dtype), notes=notes)
 
 
 def _in_order(models: Iterable[str]) -> list[str]:
@@ -152,7 +157,7 @@ def _of_folder(folder: str, dtype: torch.dtype | None) -> Weights:
             f"{folder} has neither {MANIFEST} nor {WEIGHTS} nor {INDEX}, but "
             f"{', '.join(names[:5]) or 'nothing'}. Name a checkpoint, a folder of weights or a safetensors file."
         )
-    return Weights(PiecedTensors(folder, index, dtype), _documents(folder, dtype))
+    return Weights(ChunkedTensors(folder, index, dtype), _documents(folder, dtype))
 
 
 def _of_index(folder: str, name: str) -> Index:
@@ -224,7 +229,7 @@ def _documents(folder: str, dtype: torch.dtype | None) -> dict[str, bytes]:
     return found
 
 
-def write_file(weights: Weights, path: str, replace: bool, seen: Seen = lambda count: None) -> str:
+def write_file(weights: Weights, path: str, replace: bool, seen: ByteProgress = lambda count: None) -> str:
     """Write weights as one safetensors file; ``path`` is its name, or a folder for ``model.safetensors``.
 
     It appears when it is complete. Returns where it is.
@@ -260,7 +265,11 @@ def write_file(weights: Weights, path: str, replace: bool, seen: Seen = lambda c
 
 
 def write_weights_folder(
-    weights: Weights, directory: str, limit: int | None, replace: bool, seen: Seen = lambda count: None
+    weights: Weights,
+    directory: str,
+    limit: int | None,
+    replace: bool,
+    seen: ByteProgress = lambda count: None,
 ) -> list[str]:
     """Write weights as ``save_model`` does, in files of at most ``limit`` bytes. Returns the names of files.
 
@@ -298,7 +307,7 @@ def _refuse_checkpoint(folder: str) -> None:
         at = os.path.dirname(at)
 
 
-def _counting_chunks(weights: Weights, seen: Seen) -> Callable[[str], Iterable[Chunk]]:
+def _counting_chunks(weights: Weights, seen: ByteProgress) -> Callable[[str], Iterable[Chunk]]:
     def elements(name: str) -> Iterable[Chunk]:
         for chunk in weights.tensors.elements(name):
             yield chunk

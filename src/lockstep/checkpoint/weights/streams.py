@@ -96,11 +96,11 @@ SLAB_BYTES = 8 << 20
 CASTABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """Dtypes that a conversion changes. Eight bits and fewer come with scales of their own, and stay."""
 
-TensorBox = tuple[tuple[int, ...], tuple[int, ...]]
+TensorRegion = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and lengths, by dimension."""
 
 
-def slabs(shape: tuple[int, ...], limit: int) -> Iterator[TensorBox]:
+def slabs(shape: tuple[int, ...], limit: int) -> Iterator[TensorRegion]:
     """Boxes of at most ``limit`` elements that together are a tensor of this shape, in the order of its elements."""
     if not math.prod(shape):
         return
@@ -119,7 +119,7 @@ def slabs(shape: tuple[int, ...], limit: int) -> Iterator[TensorBox]:
             yield offsets, (*(1 for _ in before), min(step, shape[dim] - start), *rest)
 
 
-def overlap(box: TensorBox, piece: ChunkMetadata) -> TensorBox | None:
+def overlap(box: TensorRegion, piece: ChunkMetadata) -> TensorRegion | None:
     """What of a tensor is both in the box and in the piece."""
     starts = tuple(map(max, box[0], piece.offsets))
     ends = [
@@ -130,7 +130,7 @@ def overlap(box: TensorBox, piece: ChunkMetadata) -> TensorBox | None:
     return (starts, lengths) if all(length > 0 for length in lengths) else None
 
 
-class PiecedTensors:
+class ChunkedTensors:
     """Tensors by name, of which the files in ``root`` hold the pieces.
 
     ``dtype`` is that in which tensors of the dtypes ``CASTABLE`` are given. Whatever the size of a tensor or a piece,
@@ -174,7 +174,7 @@ class PiecedTensors:
                 _cast(slab[:count], cast[:count], name)
             yield elements_of(cast[:count])
 
-    def _fill(self, slab: torch.Tensor, name: str, box: TensorBox) -> None:
+    def _fill(self, slab: torch.Tensor, name: str, box: TensorRegion) -> None:
         """Read what of a tensor is in the box."""
         filled = 0
         for piece in self.index[name].pieces:

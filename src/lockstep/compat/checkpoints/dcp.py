@@ -56,7 +56,7 @@ def read_dcp(reader: ForeignReader, folder: str) -> dict[str, object]:
     entries = _entries(reader, name, prefix)
     pieces = [chunk.piece for entry in entries.values() for chunk in entry.chunks]
     values = iter(reader.read_pieces(pieces))
-    nested = _Node()
+    nested = _NestedContainer()
     for key, entry in entries.items():
         parts = [next(values) for _ in entry.chunks]
         value = parts[0] if entry.shape is None else _assemble(reader, name, key, entry, parts)
@@ -208,8 +208,8 @@ def _set_nested(nested: dict[object, Any], path: tuple[object, ...], value: obje
     *outer, last = path
     here = nested
     for step in outer:
-        here = here.setdefault(step, _Node())
-        if not isinstance(here, _Node):
+        here = here.setdefault(step, _NestedContainer())
+        if not isinstance(here, _NestedContainer):
             return False
     if last in here:
         return False
@@ -217,13 +217,13 @@ def _set_nested(nested: dict[object, Any], path: tuple[object, ...], value: obje
     return True
 
 
-class _Node(dict[object, object]):
+class _NestedContainer(dict[object, object]):
     """A dict or list that is being filled."""
 
 
 def _lists(value: object) -> Any:
     """Nodes as dicts, those with positions for keys as lists. Raises ValueError for a list with gaps."""
-    if not isinstance(value, _Node):
+    if not isinstance(value, _NestedContainer):
         return value
     inner = {key: _lists(item) for key, item in value.items()}
     if not any(type(key) is int for key in inner):

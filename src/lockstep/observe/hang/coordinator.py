@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from lockstep.errors import ControlError
 from lockstep.observe.hang.common_save import CommonSave
-from lockstep.observe.hang.diagnosis import Ended, Finding
+from lockstep.observe.hang.diagnosis import EndedRank, Finding
 from lockstep.observe.hang.hangs import HangJudge, WatchSettings
 from lockstep.observe.hang.ranks import (
     CommonStop,
@@ -130,7 +130,7 @@ class Coordinator:
     def left(self, rank: int) -> None:
         """A launcher has seen that this rank's process ended with exit code 0."""
         last = self._round.ended[rank].last if rank in self._round.ended else None
-        self._note_end(Ended(rank, "has ended with exit code 0", last))
+        self._note_end(EndedRank(rank, "has ended with exit code 0", last))
 
     def process_states(self, states: Mapping[int, str]) -> None:
         """By pid, of workers on other machines, as their launchers see them."""
@@ -176,9 +176,9 @@ class Coordinator:
         how = "has failed" if message.get("failed") is True else "has ended"
         if message.get("failed") is True:
             self._failed_at = self._now
-        self._note_end(Ended(rank, how, last))
+        self._note_end(EndedRank(rank, how, last))
 
-    def _note_end(self, ended: Ended) -> None:
+    def _note_end(self, ended: EndedRank) -> None:
         is_news = ended.rank not in self._round.ended and ended.how != "has failed"
         self._round.ended[ended.rank] = ended
         if is_news:
@@ -297,7 +297,7 @@ class Coordinator:
 
 
 def ranks_of(
-    ranks: Mapping[int, WatchedRank], ended: Mapping[int, Ended], slow: Collection[int], now: float
+    ranks: Mapping[int, WatchedRank], ended: Mapping[int, EndedRank], slow: Collection[int], now: float
 ) -> list[dict[str, object]]:
     """Of each rank, stragglers first, then by number, at most 512: ``rank``, ``host``, ``pid``; ``steps``, of which the
     loop has come to the end; ``part`` of a step that it is in; ``still_s`` since it got anything done, ``silent_s``

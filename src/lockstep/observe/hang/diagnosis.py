@@ -61,7 +61,7 @@ class Silent:
 
 
 @dataclass(frozen=True)
-class Ended:
+class EndedRank:
     """A rank that has come to its end, so that nobody may blame it for being still.
 
     ``how`` says that in words ("has ended with exit code 0"); ``last`` is what it had entered by then, if it said so.
@@ -125,7 +125,7 @@ SILENCE = {
 
 
 def diagnose(
-    facts: Sequence[Evidence | Silent], world_size: int, ended: Mapping[int, Ended] | None = None
+    facts: Sequence[Evidence | Silent], world_size: int, ended: Mapping[int, EndedRank] | None = None
 ) -> Finding:
     """The reason for which the run stands still, in one sentence and one of advice.
 
@@ -162,7 +162,7 @@ def waiting_for(found: Finding, waits: Waits) -> tuple[int, ...]:
     return tuple(one.rank for one in waits.all() if one.awaited)
 
 
-def of_ended(ended: Mapping[int, Ended], waits: Waits, seen: dict[int, Evidence]) -> Finding | None:
+def of_ended(ended: Mapping[int, EndedRank], waits: Waits, seen: dict[int, Evidence]) -> Finding | None:
     """Ranks wait for one that has ended without entering their collective: it never will."""
     # Only those that wait for an ended rank themselves: the others wait behind them.
     direct = [wait for wait in waits.all() if wait.awaited & set(ended)]

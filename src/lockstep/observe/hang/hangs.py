@@ -6,7 +6,7 @@ import platform
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from lockstep.observe.hang.diagnosis import Ended, Finding, Silent, diagnose
+from lockstep.observe.hang.diagnosis import EndedRank, Finding, Silent, diagnose
 from lockstep.observe.hang.ranks import WatchedRank, WatchedRound, state_of
 from lockstep.observe.hang.records import Evidence, Message
 
@@ -161,7 +161,7 @@ class HangJudge:
         out = dict(self._round.ended)
         for rank, state in self._round.ranks.items():
             if state.is_done and rank not in out:
-                out[rank] = Ended(rank, "has called end_training", question.answers.get(rank))
+                out[rank] = EndedRank(rank, "has called end_training", question.answers.get(rank))
         for rank, state in self._round.vanished.items():
             if rank not in out and rank not in self._round.ranks:
                 facts.append(self._silent(rank, state, now))

@@ -13,7 +13,7 @@ from statistics import median
 from typing import Protocol
 
 from lockstep.config.files import JsonObject
-from lockstep.observe.hang.diagnosis import Ended
+from lockstep.observe.hang.diagnosis import EndedRank
 from lockstep.observe.hang.records import Message
 
 
@@ -100,7 +100,7 @@ class WatchedRound:
 
     world_size: int
     ranks: dict[int, WatchedRank] = field(default_factory=dict)
-    ended: dict[int, Ended] = field(default_factory=dict)
+    ended: dict[int, EndedRank] = field(default_factory=dict)
     vanished: dict[int, WatchedRank] = field(default_factory=dict)
 
     @property

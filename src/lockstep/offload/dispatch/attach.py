@@ -76,21 +76,23 @@ def cross_devices(
         main_device: Where the model's own inputs go.
         skip_keys: Names of keyword arguments, and of entries of outputs, that stay where they are.
     """
-    crossing = _Model(main_device, skip_keys)
+    crossing = _ModelMover(main_device, skip_keys)
     # Also after an error, or a call around one that failed would take that one's device.
     handles = [model.register_forward_hook(crossing.after, with_kwargs=True, always_call=True)]
     for name, device in devices.items():
         if name:
             module = model.get_submodule(name)
             handles.append(
-                module.register_forward_pre_hook(_Inputs(device, skip_keys), prepend=True, with_kwargs=True)
+                module.register_forward_pre_hook(
+                    _InputMover(device, skip_keys), prepend=True, with_kwargs=True
+                )
             )
     # Prepended last, so it is the first to run.
     handles.append(model.register_forward_pre_hook(crossing.before, prepend=True, with_kwargs=True))
     return handles
 
 
-class _Inputs:
+class _InputMover:
     """Moves the inputs of one module."""
 
     def __init__(self, device: torch.device, skip_keys: str | Iterable[str] | None) -> None:
@@ -107,11 +109,11 @@ class _Inputs:
         )
 
 
-class _Model:
+class _ModelMover:
     """Moves the inputs and outputs of the model."""
 
     def __init__(self, device: torch.device, skip_keys: str | Iterable[str] | None) -> None:
-        self._inputs = _Inputs(device, skip_keys)
+        self._inputs = _InputMover(device, skip_keys)
         self._skip_keys = skip_keys if isinstance(skip_keys, str) else list(skip_keys or ())
         # One for each call that is under way.
         self._from: list[torch.device | None] = []

@@ -19,7 +19,7 @@ from lockstep.offload.device_map.placement import (
     undone_on_error,
 )
 from lockstep.offload.dispatch.attach import attach, detach, is_dispatched
-from lockstep.offload.dispatch.loading import Path, load_checkpoint_in_model
+from lockstep.offload.dispatch.loading import StrPath, load_checkpoint_in_model
 from lockstep.offload.dispatch.module_hooks import remove_hook_from_module
 from lockstep.offload.dispatch.storage import place_tensors
 from lockstep.offload.files.pages import read_ahead
@@ -62,7 +62,7 @@ def dispatch_model(
     device_map: str | Mapping[str, object],
     main_device: torch.device | str | int | None = None,
     state_dict: Mapping[str, torch.Tensor] | None = None,
-    offload_dir: Path | None = None,
+    offload_dir: StrPath | None = None,
     offload_index: Mapping[str, Mapping[str, object]] | None = None,
     offload_buffers: bool = False,
     skip_keys: str | Iterable[str] | None = None,
@@ -145,11 +145,11 @@ def dispatch_model(
 
 def load_checkpoint_and_dispatch(
     model: nn.Module,
-    checkpoint: Path,
+    checkpoint: StrPath,
     device_map: str | Mapping[str, object] | None = None,
     max_memory: MaxMemory | None = None,
     no_split_module_classes: str | Iterable[str] | None = None,
-    offload_folder: Path | None = None,
+    offload_folder: StrPath | None = None,
     offload_buffers: bool = False,
     dtype: torch.dtype | str | None = None,
     offload_state_dict: bool | None = None,
@@ -302,7 +302,7 @@ def cpu_offload(
 
 def disk_offload(
     model: nn.Module,
-    offload_dir: Path,
+    offload_dir: StrPath,
     execution_device: torch.device | str | int | None = None,
     offload_buffers: bool = False,
     preload_module_classes: Iterable[str] | None = None,

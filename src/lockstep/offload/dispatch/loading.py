@@ -125,14 +125,14 @@ def _quoted_names(names: Iterable[str], limit: int = 5) -> str:
     return join_names((repr_short(name, 80) for name in names), limit)
 
 
-Path = str | os.PathLike[str]
+StrPath = str | os.PathLike[str]
 
 
 def load_checkpoint_in_model(
     model: nn.Module,
-    checkpoint: Path,
+    checkpoint: StrPath,
     device_map: Mapping[str, object] | None = None,
-    offload_folder: Path | None = None,
+    offload_folder: StrPath | None = None,
     dtype: torch.dtype | str | None = None,
     offload_state_dict: bool = False,
     offload_buffers: bool = False,
@@ -200,7 +200,7 @@ def load_checkpoint_in_model(
         os.fspath(checkpoint),
     )
     loads = [
-        _Load(
+        _TensorLoad(
             placement,
             stored[placement.name],
             loaded_dtype(placement.ref, stored[placement.name], wanted, keep_in_fp32_modules or ()),
@@ -213,7 +213,7 @@ def load_checkpoint_in_model(
 
 
 @dataclass(frozen=True)
-class _Load:
+class _TensorLoad:
     """A tensor of the checkpoint, and where it goes."""
 
     placement: TensorPlacement
@@ -224,7 +224,9 @@ class _Load:
         return converted(self.stored.pieces(files), self.dtype)
 
 
-def _prepared(loads: list[_Load], folder: Path | None, in_place: bool) -> list[tuple[_Load, torch.Tensor]]:
+def _prepared(
+    loads: list[_TensorLoad], folder: StrPath | None, in_place: bool
+) -> list[tuple[_TensorLoad, torch.Tensor]]:
     """The data of each tensor; nothing of the model changes, except that with ``in_place`` what has values there."""
     files = MappedFiles()
     mapped: dict[int, torch.Tensor] = {}
@@ -249,14 +251,16 @@ def _prepared(loads: list[_Load], folder: Path | None, in_place: bool) -> list[t
     return prepared
 
 
-def _is_mappable(load: _Load) -> bool:
+def _is_mappable(load: _TensorLoad) -> bool:
     if load.placement.device != CPU or load.stored.dtype != load.dtype:
         return False
     # Buffers are written to in training, and are small.
     return load.placement.ref.is_parameter or load.placement.on_disk
 
 
-def _rewritten(loads: list[_Load], folder: Path | None, files: MappedFiles) -> dict[int, torch.Tensor]:
+def _rewritten(
+    loads: list[_TensorLoad], folder: StrPath | None, files: MappedFiles
+) -> dict[int, torch.Tensor]:
     if folder is None:
         load = loads[0]
         why = (

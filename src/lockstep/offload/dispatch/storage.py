@@ -15,7 +15,7 @@ from lockstep.errors import ConfigError, OffloadError, UsageError
 from lockstep.offload.device_map.placement import TensorPlacement, like
 from lockstep.offload.dispatch.align_hooks import AlignDevicesHook
 from lockstep.offload.dispatch.attach import OFFLOADED
-from lockstep.offload.dispatch.loading import Path
+from lockstep.offload.dispatch.loading import StrPath
 from lockstep.offload.files.offload_folder import TensorToWrite, index_of, regions_of, write_to_folder
 from lockstep.offload.files.stored import FileBacked, FileRegion, MappedFiles, pieces_on_cpu, read
 from lockstep.torch_internals import modules as torch_modules
@@ -26,7 +26,7 @@ def place_tensors(
     model: nn.Module,
     placements: list[TensorPlacement],
     state_dict: Mapping[str, torch.Tensor] | None,
-    folder: Path | None,
+    folder: StrPath | None,
     index: Mapping[str, Mapping[str, object]] | None,
 ) -> None:
     """Put every tensor where its placement says.
@@ -152,7 +152,7 @@ def _written(
     }
 
 
-def offload_state_dict(save_dir: Path, state_dict: Mapping[str, torch.Tensor]) -> None:
+def offload_state_dict(save_dir: StrPath, state_dict: Mapping[str, torch.Tensor]) -> None:
     """Write tensors to an offload folder. ``dispatch_model`` and ``disk_offload`` read them from there.
 
     Args:

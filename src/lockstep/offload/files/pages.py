@@ -125,7 +125,7 @@ class Pages:
 
 
 @dataclass(frozen=True)
-class _Span:
+class _AddressRange:
     """Addresses in one mapping, all of them of a group's tensors."""
 
     start: int
@@ -161,8 +161,8 @@ def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield tensor.detach()
 
 
-def _spans(tensors: Sequence[torch.Tensor], mappings: Sequence[FileMapping]) -> list[_Span]:
-    spans: list[_Span] = []
+def _spans(tensors: Sequence[torch.Tensor], mappings: Sequence[FileMapping]) -> list[_AddressRange]:
+    spans: list[_AddressRange] = []
     starts = [mapping.start for mapping in mappings]
     for start, end in sorted(map(_extent, tensors)):
         # A tensor may lie in several mappings: the kernel divides one whose parts were advised differently.
@@ -175,9 +175,9 @@ def _spans(tensors: Sequence[torch.Tensor], mappings: Sequence[FileMapping]) -> 
             last = spans[-1] if spans else None
             # Neighbours are one span, as the page in which they meet lies wholly in none of the two.
             if last is not None and last.mapping is mapping and last.end >= start:
-                spans[-1] = _Span(last.start, max(last.end, min(end, mapping.end)), mapping)
+                spans[-1] = _AddressRange(last.start, max(last.end, min(end, mapping.end)), mapping)
             else:
-                spans.append(_Span(start, min(end, mapping.end), mapping))
+                spans.append(_AddressRange(start, min(end, mapping.end), mapping))
             start = mapping.end
     return spans
 

@@ -67,7 +67,7 @@ def listen(
     """
     handles = []
     for group in groups:
-        begin, end = _Begin(group, tuple(listeners)), _End(group, tuple(listeners))
+        begin, end = _BeginHook(group, tuple(listeners)), _EndHook(group, tuple(listeners))
         for module in group.modules:
             handles.append(module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True))
             handles.append(module.register_forward_hook(end, with_kwargs=True, always_call=True))
@@ -103,13 +103,13 @@ class _GroupHook(StreamingHook):
         self._listeners = listeners
 
 
-class _Begin(_GroupHook):
+class _BeginHook(_GroupHook):
     def run(self, *args: object) -> None:
         for listener in self._listeners:
             listener.forward_begins(self._group)
 
 
-class _End(_GroupHook):
+class _EndHook(_GroupHook):
     def run(self, *args: object) -> None:
         for listener in self._listeners:
             listener.forward_ended(self._group)
@@ -130,8 +130,8 @@ class Edits:
 
     def __init__(self, model: nn.Module, groups: Sequence[WeightGroup]) -> None:
         # Not the modules that hold them, among which is the model: nothing here shall keep it.
-        self._modules: list[_Place] = []
-        self._parameters: list[_Place] = []
+        self._modules: list[_StreamedEntry] = []
+        self._parameters: list[_StreamedEntry] = []
         streamed = {id(tensor) for group in groups for tensor in group.tensors.values()}
         for name, module in model.named_modules():
             prefix = f"{name}." if name else ""
@@ -157,7 +157,7 @@ class Edits:
 
 
 # What holds it, under which key, itself, and its full name.
-_Place = tuple[dict[str, object], str, object, str]
+_StreamedEntry = tuple[dict[str, object], str, object, str]
 
 
 def stream_weights(

@@ -66,7 +66,7 @@ SCORES = frozenset({"matmul", "__matmul__", "bmm", "baddbmm", "einsum", "softmax
 def rehearse(module: nn.Module, call: BlockCall, suspecting: Callable[[int], InBlock]) -> Verdict:
     """Whether the block mixes positions outside of attention; ``suspecting``: a mode for so many positions."""
 
-    def run(start: int, count: int) -> _Run:
+    def run(start: int, count: int) -> _BlockRun:
         return _run(call, hidden, start, count, suspecting(count))
 
     count = min(call.hidden.shape[1], POSITIONS) // 2 * 2
@@ -94,13 +94,13 @@ def rehearse(module: nn.Module, call: BlockCall, suspecting: Callable[[int], InB
 
 
 @dataclass
-class _Run:
+class _BlockRun:
     output: object = None
     operations: list[tuple[str, Tensor]] = field(default_factory=list)
     suspected: frozenset[str] = frozenset()
 
 
-def _run(call: BlockCall, hidden: Tensor, start: int, count: int, suspecting: InBlock) -> _Run:
+def _run(call: BlockCall, hidden: Tensor, start: int, count: int, suspecting: InBlock) -> _BlockRun:
     """The block on ``count`` positions of ``hidden`` [b, positions, width] from ``start``; arguments are cut alike."""
     batch, length = call.hidden.shape[:2]
 
@@ -115,7 +115,7 @@ def _run(call: BlockCall, hidden: Tensor, start: int, count: int, suspecting: In
     def of(name: str, value: object) -> object:
         return map_leaves(lambda _, leaf: cut(name, leaf), value)
 
-    noted = _Run()
+    noted = _BlockRun()
     with suspecting, _Noting(noted.operations):
         noted.output = call.forward(
             *(of(name, value) for name, value in call.args),
@@ -194,7 +194,7 @@ def _close(expected: Tensor, found: Tensor) -> bool:
     return not bool(apart > tolerance * expected.double().norm() + 1e-6)
 
 
-def _first_difference(whole: _Run, halves: list[_Run], half: int) -> str:
+def _first_difference(whole: _BlockRun, halves: list[_BlockRun], half: int) -> str:
     """The operation after which a half is not the half of all."""
     for number, (name, expected) in enumerate(whole.operations):
         for start, run in zip((0, half), halves, strict=True):

@@ -11,7 +11,7 @@ from torch import nn
 from lockstep.comm.dtensor import is_dtensor
 from lockstep.errors import CollectiveMismatchError, ConfigError, LockstepError, UsageError
 from lockstep.model.blocks import joined_name
-from lockstep.parallel.expert.collectives import AfterForward, Calls, Ranks
+from lockstep.parallel.expert.collectives import Calls, ForwardEndHook, Ranks
 from lockstep.parallel.expert.layer import Experts, MixtureOfExperts, layers
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def expert_parallel(
         layer.ranks = ranks if data.size() > 1 else None
     # A layer by itself has no forward around it that could end.
     if calls is not None and not isinstance(model, MixtureOfExperts):
-        model.register_forward_hook(AfterForward(calls))
+        model.register_forward_hook(ForwardEndHook(calls))
     return parameters
 
 

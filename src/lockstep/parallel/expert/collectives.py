@@ -68,7 +68,7 @@ class Calls:
         )
 
 
-class AfterForward(UncopiedHook):
+class ForwardEndHook(UncopiedHook):
     """A forward hook of the model around the layers: says that this rank's forward is over."""
 
     def __init__(self, calls: Calls) -> None:

@@ -16,11 +16,11 @@ if not TYPE_CHECKING:
             "derivation": ["Derivation"],
             "gradients": ["Deposit"],
             "layout": ["Layout"],
-            "micro_batch": ["Call", "count_for_evaluation", "count_for_training"],
+            "micro_batch": ["ModelCall", "count_for_evaluation", "count_for_training"],
             "options": ["balanced", "rank_of_stage"],
             "passes": ["TrainingCall"],
             "trace": ["Tracer"],
             "whole_trace": ["trace_every_block", "trace_model"],
-            "traced": ["Traced"],
+            "traced": ["ModelTrace"],
         },
     )

@@ -38,7 +38,7 @@ _ABOUT_TENSORS = {
 
 
 @dataclass(eq=False)
-class Value:
+class CarriedTensor:
     """A tensor that an earlier stage than the present one made, in the trace."""
 
     segment: int
@@ -100,7 +100,7 @@ class Values(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self._now, self._birth, self._new, self._attribute = now, birth, new, attribute
-        self._of: dict[int, Value] = {}
+        self._of: dict[int, CarriedTensor] = {}
         # id -> the tensor, and what stands for it now
         self._instead: dict[int, tuple[Tensor, Tensor]] = {}
         self._alive: list[object] = []
@@ -112,8 +112,8 @@ class Values(TorchFunctionMode):
         self.first_change = sys.maxsize
         # Real tensors that have become another stage's.
         self._changed: dict[int, Tensor] = {}
-        self._used: list[Value] = []
-        self._order: dict[int, list[tuple[Value, str, Tensor]]] = {}
+        self._used: list[CarriedTensor] = []
+        self._order: dict[int, list[tuple[CarriedTensor, str, Tensor]]] = {}
         # It is told what blocks make.
         self.replays: Replays | None = None
         # Segments that use something within a block.
@@ -183,7 +183,7 @@ class Values(TorchFunctionMode):
 
     def _note_source(self, tensor: Tensor, source: Source) -> None:
         if id(tensor) not in self._of:
-            self._of[id(tensor)] = Value(self._now(), source, tensor)
+            self._of[id(tensor)] = CarriedTensor(self._now(), source, tensor)
             self._alive.append(tensor)
 
     def within_a_block(self) -> AbstractContextManager[None]:
@@ -206,7 +206,7 @@ class Values(TorchFunctionMode):
             self._of[id(new)] = value
             self._alive.append(new)
 
-    def _value_of(self, leaf: Tensor) -> Value | None:
+    def _value_of(self, leaf: Tensor) -> CarriedTensor | None:
         for tensor in (self._instead.get(id(leaf), (leaf, leaf))[1], carried(leaf), leaf):
             if id(tensor) in self._of:
                 return self._of[id(tensor)]
@@ -215,7 +215,7 @@ class Values(TorchFunctionMode):
         birth = self._birth(leaf)
         if place is None or birth is None:
             return None
-        self._of[id(leaf)] = Value(birth, Source("attribute", *place), leaf)
+        self._of[id(leaf)] = CarriedTensor(birth, Source("attribute", *place), leaf)
         self._alive.append(leaf)
         return self._of[id(leaf)]
 
@@ -249,7 +249,7 @@ class Values(TorchFunctionMode):
         self._order.setdefault(now, []).append((value, by, leaf))
         return new
 
-    def messages(self, segment: int) -> list[Value]:
+    def messages(self, segment: int) -> list[CarriedTensor]:
         """What comes into a segment beside the arguments of its first block."""
         return [
             value
@@ -262,7 +262,7 @@ class Values(TorchFunctionMode):
         """Where the segment before finds ``messages(segment)``; ``paths``: of the arguments that it received itself."""
         before = self.messages(segment - 1)
 
-        def source(value: Value) -> Source:
+        def source(value: CarriedTensor) -> Source:
             if value.segment == segment - 1:
                 return value.source
             return Source("received", number=_message_index(value, segment - 1, before, paths))
@@ -278,7 +278,9 @@ class Values(TorchFunctionMode):
         )
 
 
-def _message_index(value: Value, segment: int, messages: Sequence[Value], paths: Sequence[str]) -> int:
+def _message_index(
+    value: CarriedTensor, segment: int, messages: Sequence[CarriedTensor], paths: Sequence[str]
+) -> int:
     if segment in value.arrives:
         return list(paths).index(value.arrives[segment])
     return len(paths) + list(messages).index(value)

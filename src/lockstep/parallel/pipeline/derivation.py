@@ -25,7 +25,7 @@ from lockstep.parallel.pipeline.errors import (
     text_of,
 )
 from lockstep.parallel.pipeline.local import LocalStages
-from lockstep.parallel.pipeline.micro_batch import BatchDims, Call, batch_size
+from lockstep.parallel.pipeline.micro_batch import BatchDims, ModelCall, batch_size
 from lockstep.parallel.pipeline.options import PipelineOptions
 from lockstep.parallel.pipeline.passes import Batch, FoundReduction, WhyNot
 from lockstep.parallel.pipeline.plan import PipelinePlan
@@ -82,7 +82,7 @@ class Derivation:
 
     # -- arguments ---------------------------------------------------------------------------------------
 
-    def arguments(self, call: Call, loss_fn: LossFunction | None) -> Arguments:
+    def arguments(self, call: ModelCall, loss_fn: LossFunction | None) -> Arguments:
         """Which of a call's arguments are cut."""
         names = argument_names(self._module, call)
         options = self._options
@@ -132,7 +132,7 @@ class Derivation:
             logger.warning("%s: each micro-batch gets its rows of %s.", self._title, described(found, names))
         return found
 
-    def _used_arguments(self, call: Call, loss_fn: LossFunction | None) -> set[str] | None:
+    def _used_arguments(self, call: ModelCall, loss_fn: LossFunction | None) -> set[str] | None:
         return used_arguments(self._module, self._stages.layout, call, loss_fn)
 
     # -- state and loss ----------------------------------------------------------------------------------
@@ -308,7 +308,7 @@ class Arguments:
     """Those of one call. ``names``: of its tensors by path; ``given``: what the options say of them."""
 
     derivation: Derivation
-    call: Call
+    call: ModelCall
     loss_fn: LossFunction | None
     names: dict[str, str]
     given: dict[str, int | None]

@@ -101,7 +101,7 @@ def _accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
         _local(parameter.grad).add_(_local(gradient))
 
 
-class _Value(torch.autograd.Function):
+class _ValueWithGradient(torch.autograd.Function):
     """``value`` again; its backward hands on its gradient, of the same shape, once. ``anchor`` makes it require one."""
 
     @staticmethod
@@ -122,7 +122,7 @@ class _Value(torch.autograd.Function):
         return None, None, None
 
 
-class _Outputs(torch.autograd.Function):
+class _OutputsWithBackward(torch.autograd.Function):
     """``values`` again; the backward of all of them is ``backward(their gradients)``, of which some may be missing."""
 
     @staticmethod
@@ -155,12 +155,12 @@ class _Pull(torch.autograd.Function):
 
 def attach(value: Tensor, add: Callable[[Tensor], None]) -> Tensor:
     """``value`` as a number whose backward calls ``add(gradient of it)``, once."""
-    return _Value.apply(_anchor(value), value, add)
+    return _ValueWithGradient.apply(_anchor(value), value, add)
 
 
 def attach_outputs(values: list[Tensor], backward: Callable[[OutputGradients], None]) -> list[Tensor]:
     """``values`` as tensors whose backward calls ``backward(their gradients)``; None where there is none."""
-    return list(_Outputs.apply(_anchor(values[0]), backward, *values))
+    return list(_OutputsWithBackward.apply(_anchor(values[0]), backward, *values))
 
 
 def pull(tensors: list[Tensor], gradients: list[Tensor | None]) -> Tensor:

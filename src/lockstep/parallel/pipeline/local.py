@@ -19,7 +19,7 @@ from lockstep.parallel.pipeline.plan import PipelinePlan
 from lockstep.parallel.pipeline.stage import Executed, Stage, StageModule
 from lockstep.parallel.pipeline.stage_forward import Pass
 from lockstep.parallel.pipeline.state import ForwardState
-from lockstep.parallel.pipeline.traced import Kind
+from lockstep.parallel.pipeline.traced import TensorMeta
 
 RankValue = TypeVar("RankValue")
 
@@ -146,7 +146,7 @@ class LocalStages:
         dist.all_reduce(gathered, dist.ReduceOp.MAX, group=self.group)
         return [bool(flag) for flag in gathered.tolist()]
 
-    def from_last(self, value: Tensor | None, like: Joined | Kind) -> Tensor:
+    def from_last(self, value: Tensor | None, like: Joined | TensorMeta) -> Tensor:
         """The tensor of the rank with the last stage, of the shape of ``like``, on all ranks."""
         if value is None:
             value = torch.empty(like.shape, dtype=like.dtype, device=self.device)

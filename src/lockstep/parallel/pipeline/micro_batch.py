@@ -18,7 +18,7 @@ BatchDims = Mapping[str, "int | None"]
 
 
 @dataclass(frozen=True)
-class Call:
+class ModelCall:
     """Arguments of the model, and targets of the loss where that is computed outside of the model."""
 
     args: tuple[object, ...]
@@ -30,7 +30,7 @@ class Call:
         return (self.args, self.kwargs, self.targets)
 
 
-def batch_size(call: Call, given: BatchDims | None = None) -> int:
+def batch_size(call: ModelCall, given: BatchDims | None = None) -> int:
     """Size of the first dimension that ``given`` says is the batch; else dim 0 of the first tensor that has one.
 
     Raises:
@@ -99,10 +99,10 @@ def count_for_evaluation(asked: int, batch: int, ranks: int) -> int:
     return next(count for count in range(min(asked or 4 * ranks, max(batch, 1)), 0, -1) if batch % count == 0)
 
 
-def cut(call: Call, count: int, dims: BatchDims) -> list[Call]:
+def cut(call: ModelCall, count: int, dims: BatchDims) -> list[ModelCall]:
     """``count`` calls with equal parts of every tensor that ``dims`` gives a dimension; the rest goes into each."""
 
-    def part(index: int) -> Call:
+    def part(index: int) -> ModelCall:
         def slice_leaf(path: str, leaf: object) -> object:
             dim = dims.get(path)
             if not isinstance(leaf, Tensor) or dim is None:
@@ -110,7 +110,7 @@ def cut(call: Call, count: int, dims: BatchDims) -> list[Call]:
             rows = leaf.shape[dim] // count
             return leaf.narrow(dim, index * rows, rows)
 
-        return Call(*map_leaves(slice_leaf, call.tree))
+        return ModelCall(*map_leaves(slice_leaf, call.tree))
 
     return [part(index) for index in range(count)]
 

@@ -23,7 +23,7 @@ from lockstep.parallel.pipeline.layout import Layout
 from lockstep.parallel.pipeline.local import LocalStages
 from lockstep.parallel.pipeline.micro_batch import (
     BatchDims,
-    Call,
+    ModelCall,
     count_for_evaluation,
     count_for_training,
     cut,
@@ -45,7 +45,7 @@ from lockstep.parallel.pipeline.plan import (
 )
 from lockstep.parallel.pipeline.stage import Executed, StageModule
 from lockstep.parallel.pipeline.state import untouched
-from lockstep.parallel.pipeline.traced import Traced
+from lockstep.parallel.pipeline.traced import ModelTrace
 from lockstep.parallel.pipeline.whole_trace import trace_model
 from lockstep.torch_internals import modules as torch_modules
 
@@ -205,7 +205,7 @@ class PipelineModel(ModuleAround):
         Raises:
             UsageError: the batch cannot be cut, or the model not split.
         """
-        return self._run(Call(args, kwargs), None)
+        return self._run(ModelCall(args, kwargs), None)
 
     def train_step(
         self,
@@ -219,9 +219,9 @@ class PipelineModel(ModuleAround):
         Returns:
             The mean (or sum) over micro-batches, on all ranks; its ``backward`` adds the gradients to ``.grad``.
         """
-        return self._run(Call(tuple(args), kwargs or {}, tuple(targets)), loss_fn)[0]
+        return self._run(ModelCall(tuple(args), kwargs or {}, tuple(targets)), loss_fn)[0]
 
-    def _run(self, call: Call, loss_fn: LossFunction | None) -> Any:
+    def _run(self, call: ModelCall, loss_fn: LossFunction | None) -> Any:
         autocast = Autocast(self._local.device.type)
         self._local.executed.clear()
         self._calls += 1
@@ -261,7 +261,7 @@ class PipelineModel(ModuleAround):
                 self._prove(batch.whole.args, batch.whole.kwargs, batch.loss_fn, batch.whole.targets)
         self._derivation.is_new = False
 
-    def _plan(self, call: Call, loss_fn: LossFunction | None, autocast: Autocast) -> PipelinePlan:
+    def _plan(self, call: ModelCall, loss_fn: LossFunction | None, autocast: Autocast) -> PipelinePlan:
         local, options = self._local, self._options
         training = torch.is_grad_enabled()
         key = signature(call, loss_fn, training, self.module.training, autocast.state)
@@ -298,13 +298,13 @@ class PipelineModel(ModuleAround):
 
     def _traced(
         self,
-        call: Call,
+        call: ModelCall,
         loss_fn: LossFunction | None,
         autocast: Autocast,
         arguments: Arguments,
         size: int,
         counts: Sequence[int],
-    ) -> tuple[Traced, Traced, int, BatchDims]:
+    ) -> tuple[ModelTrace, ModelTrace, int, BatchDims]:
         """Traces of a micro-batch and of all ``size`` rows, with the first of ``counts`` that the forward takes."""
         for count in counts:
             try:

@@ -14,7 +14,7 @@ from lockstep.config.parallel_words import LOOPED, V_SHAPED
 from lockstep.config.values import suggestion
 from lockstep.errors import UsageError
 
-Outputs = Literal["auto", "all", "last"]
+OutputsMode = Literal["auto", "all", "last"]
 LossReduction = Literal["auto", "mean", "sum", "whole"]
 
 
@@ -50,7 +50,7 @@ class PipelineOptions:
     whole: tuple[str, ...] = ()
     batch_dims: tuple[str, ...] = ()
     loss_reduction: LossReduction = "auto"
-    outputs: Outputs = "auto"
+    outputs: OutputsMode = "auto"
     loss_scale: Callable[[], float] | None = None
     forward_dtype: torch.dtype | None = None
 

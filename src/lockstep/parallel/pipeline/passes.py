@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from lockstep.comm.tree import LossFunction, map_leaves, tensor_leaves
 from lockstep.parallel.pipeline.gradients import ParameterGradients, attach, attach_outputs, kept_apart, pull
 from lockstep.parallel.pipeline.local import LocalStages
-from lockstep.parallel.pipeline.micro_batch import Call, Joined
-from lockstep.parallel.pipeline.options import Outputs, PipelineOptions
+from lockstep.parallel.pipeline.micro_batch import Joined, ModelCall
+from lockstep.parallel.pipeline.options import OutputsMode, PipelineOptions
 from lockstep.parallel.pipeline.plan import PipelinePlan
 from lockstep.parallel.pipeline.reduction import Undecided, denominators, equal
 from lockstep.parallel.pipeline.settings import Settings
 from lockstep.parallel.pipeline.stage import FillDrain, run, torch_schedule
 from lockstep.parallel.pipeline.stage_forward import Pass
-from lockstep.parallel.pipeline.traced import Kind
+from lockstep.parallel.pipeline.traced import TensorMeta
 
 
 @dataclass
@@ -73,8 +73,8 @@ class Batch:
     ``loss_fn``: of the output and the targets of the call; None: the model itself returns the loss, or none is wanted.
     """
 
-    whole: Call
-    parts: list[Call]
+    whole: ModelCall
+    parts: list[ModelCall]
     plan: PipelinePlan
     loss_fn: LossFunction | None
     autocast: Autocast
@@ -183,7 +183,7 @@ def _train(call: TrainingCall, path: str, scale: float) -> tuple[object, WhyNot 
     with kept_apart(stages.parameters()) as gradients:
         run(plan.schedule, plan.micro_batches)
     once.ends.clear()
-    like = Kind.of(tensor_leaves(plan.template)[path])
+    like = TensorMeta.of(tensor_leaves(plan.template)[path])
     if reduction.was_found:
         why_not = _why_not(stages, has_changed, undecided, not counted or equal(counted))
         # The batch runs once more in the other way, so nothing of this one may be left in modules.
@@ -243,7 +243,9 @@ def _train_whole(call: TrainingCall, path: str, scale: float) -> tuple[object, W
         stages.state.forget_batch()
         return None, why_not
     stages.state.end_batch()
-    value = stages.from_last(kept[0][path] if kept else None, Kind.of(tensor_leaves(plan.template)[path]))
+    value = stages.from_last(
+        kept[0][path] if kept else None, TensorMeta.of(tensor_leaves(plan.template)[path])
+    )
     return call.result(path, value, gradients, scale, lambda key, _: kept[0][key] if kept else None), None
 
 
@@ -348,7 +350,7 @@ def forward_now(
     return _fill(plan.template, results), None
 
 
-def evaluate(stages: LocalStages, batch: Batch, outputs_to: Outputs) -> object:
+def evaluate(stages: LocalStages, batch: Batch, outputs_to: OutputsMode) -> object:
     """All forwards, and no backward."""
     plan, outputs = batch.plan, batch.plan.outputs
     kept: list[dict[str, Tensor]] = []

@@ -24,14 +24,14 @@ from lockstep.parallel.pipeline.absent import (
 )
 from lockstep.parallel.pipeline.exchange import Exchange, Given, LocalBlock, for_itself
 from lockstep.parallel.pipeline.layout import Layout
-from lockstep.parallel.pipeline.micro_batch import BatchDims, Call, Joined, find_loss, joined
+from lockstep.parallel.pipeline.micro_batch import BatchDims, Joined, ModelCall, find_loss, joined
 from lockstep.parallel.pipeline.stage_forward import StageForward
-from lockstep.parallel.pipeline.traced import RECEIVED, Traced
+from lockstep.parallel.pipeline.traced import RECEIVED, ModelTrace
 
 CallSignature = tuple[object, ...]
 
 
-def signature(call: Call, *others: object) -> CallSignature:
+def signature(call: ModelCall, *others: object) -> CallSignature:
     """Equal for calls that a plan serves alike. Tensors count by shape and dtype, plain values by value."""
     described: list[object] = []
     for path, leaf in leaves(call.tree).items():
@@ -44,7 +44,7 @@ def signature(call: Call, *others: object) -> CallSignature:
     return (*described, *others)
 
 
-def check_same_batch(call: Call, group: dist.ProcessGroup, device: torch.device) -> None:
+def check_same_batch(call: ModelCall, group: dist.ProcessGroup, device: torch.device) -> None:
     """All ranks of the pipeline must have been called with the same batch.
 
     Raises:
@@ -72,9 +72,9 @@ def check_same_batch(call: Call, group: dist.ProcessGroup, device: torch.device)
 class PipelinePlan:
     """How a batch of one signature goes through the pipeline."""
 
-    traced: Traced
+    traced: ModelTrace
     # Of the whole batch as one.
-    whole: Traced
+    whole: ModelTrace
     micro_batches: int
     # Of the arguments.
     dims: BatchDims
@@ -89,7 +89,7 @@ class PipelinePlan:
     segments: dict[int, StageForward] = field(default_factory=dict)
 
     @staticmethod
-    def of(traced: Traced, whole: Traced, micro_batches: int, dims: BatchDims) -> PipelinePlan:
+    def of(traced: ModelTrace, whole: ModelTrace, micro_batches: int, dims: BatchDims) -> PipelinePlan:
         return PipelinePlan(traced, whole, micro_batches, dims, find_loss(traced.output))
 
     @cached_property
@@ -202,7 +202,7 @@ class Tail:
             return f"the argument at {cut.paths[number]} of the block '{cut.block}'"
         return str(cut.sources[number])
 
-    def run(self, call: Call, outputs: dict[str, Any], whole: bool) -> object:
+    def run(self, call: ModelCall, outputs: dict[str, Any], whole: bool) -> object:
         """The model's output for ``call``, the whole batch or a micro-batch."""
         traced = self._plan.whole if whole else self._plan.traced
         changes = list(self._changes[id(traced)])
@@ -233,14 +233,14 @@ def row_dim(part: torch.Size | None, whole: torch.Size | None) -> int | None:
     return next((dim for dim, (a, b) in enumerate(zip(part, whole, strict=True)) if a != b), None)
 
 
-def exchanges(traced: Traced, stage: int) -> bool:
+def exchanges(traced: ModelTrace, stage: int) -> bool:
     """Whether a stage uses or sends more than arguments of first blocks."""
     use = traced.stages[stage]
     sources = traced.cuts[stage + 1].sources if stage + 1 < len(traced.cuts) else ()
     return bool(sources or use.fetches or use.between)
 
 
-def exchange_of(model: nn.Module, layout: Layout, traced: Traced, stage: int) -> Exchange | None:
+def exchange_of(model: nn.Module, layout: Layout, traced: ModelTrace, stage: int) -> Exchange | None:
     """What ``stage`` uses and sends beside arguments of first blocks; None: nothing."""
     if not exchanges(traced, stage):
         return None
@@ -251,7 +251,7 @@ def exchange_of(model: nn.Module, layout: Layout, traced: Traced, stage: int) ->
 
 
 def stage_changes(
-    layout: Layout, traced: Traced, stage: int, local: set[int], exchange: Exchange | None = None
+    layout: Layout, traced: ModelTrace, stage: int, local: set[int], exchange: Exchange | None = None
 ) -> tuple[list[Change], dict[str, LocalBlock]]:
     """What modules the model has while ``stage`` runs, and the stage's own blocks among them."""
     changes: list[Change] = []

@@ -15,7 +15,7 @@ from lockstep.errors import UsageError
 from lockstep.parallel.determinism import WithoutChance, without_dropout
 from lockstep.parallel.pipeline.errors import mixes_rows, neither_mean_nor_sum
 from lockstep.parallel.pipeline.local import LocalStages
-from lockstep.parallel.pipeline.micro_batch import Call
+from lockstep.parallel.pipeline.micro_batch import ModelCall
 from lockstep.parallel.pipeline.passes import Batch, fill_only, nothing
 from lockstep.parallel.pipeline.plan import PipelinePlan, Tail
 from lockstep.parallel.pipeline.reduction import (
@@ -82,7 +82,7 @@ class Rehearsal:
 
     def _pass(
         self,
-        calls: list[Call],
+        calls: list[ModelCall],
         finish: Callable[[int, object], object],
         whole: Callable[[BlockOutputs], object] | None,
     ) -> Pass:

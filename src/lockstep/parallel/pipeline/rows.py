@@ -19,15 +19,15 @@ from torch import Tensor, nn
 from lockstep.comm.tree import map_leaves, tensor_leaves
 from lockstep.config.values import suggestion
 from lockstep.errors import UsageError
-from lockstep.parallel.pipeline.micro_batch import BatchDims, Call, batch_size
+from lockstep.parallel.pipeline.micro_batch import BatchDims, ModelCall, batch_size
 
 MOST_TRIALS = 64
 FEW_ROWS = 2
-Trial = Callable[[Call], set[str] | None]
+Trial = Callable[[ModelCall], set[str] | None]
 """The paths of arguments that a forward with this call uses; None: its shapes do not fit."""
 
 
-def argument_names(model: nn.Module, call: Call) -> dict[str, str]:
+def argument_names(model: nn.Module, call: ModelCall) -> dict[str, str]:
     """Path of each tensor -> the name by which people know it: ``ids``, ``batch.mask``, ``target0``."""
     plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     positional = [p.name for p in _parameters(model) if p.kind in plain]
@@ -45,7 +45,7 @@ def argument_names(model: nn.Module, call: Call) -> dict[str, str]:
     return found
 
 
-def said(given: tuple[str, ...], names: Mapping[str, str], call: Call) -> BatchDims:
+def said(given: tuple[str, ...], names: Mapping[str, str], call: ModelCall) -> BatchDims:
     """What ``batch_dims`` says: path -> dimension, None for whole.
 
     Raises:
@@ -95,7 +95,13 @@ def _parameters(model: nn.Module) -> list[inspect.Parameter]:
 
 
 def find(
-    call: Call, batch: int, given: BatchDims, names: Mapping[str, str], rows: int, trial: Trial, title: str
+    call: ModelCall,
+    batch: int,
+    given: BatchDims,
+    names: Mapping[str, str],
+    rows: int,
+    trial: Trial,
+    title: str,
 ) -> dict[str, int | None]:
     """The dimension of each tensor that is cut; ``given``: what was said; ``rows``: of a micro-batch.
 
@@ -142,7 +148,7 @@ def find(
     return everything
 
 
-def batch_of(call: Call, given: BatchDims, trial: Trial) -> int:
+def batch_of(call: ModelCall, given: BatchDims, trial: Trial) -> int:
     """How many samples a call has: as many as its first tensor has rows, unless the model does not run with more of
     these, but does with more rows of others.
 
@@ -205,7 +211,7 @@ def _subsets(items: list[str]) -> Iterator[set[str]]:
     )
 
 
-def with_rows(call: Call, dims: BatchDims, batch: int, rows: int) -> Call:
+def with_rows(call: ModelCall, dims: BatchDims, batch: int, rows: int) -> ModelCall:
     """The call with ``rows`` rows: those that there are, again and again."""
 
     def chosen(path: str, leaf: object) -> object:
@@ -215,7 +221,7 @@ def with_rows(call: Call, dims: BatchDims, batch: int, rows: int) -> Call:
         places = torch.arange(rows, device=leaf.device) % batch
         return leaf.detach().index_select(dim, places).requires_grad_(leaf.requires_grad)
 
-    return Call(*map_leaves(chosen, call.tree))
+    return ModelCall(*map_leaves(chosen, call.tree))
 
 
 def _ambiguous(

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from lockstep.comm.tree import leaves
-from lockstep.parallel.pipeline.micro_batch import Call
+from lockstep.parallel.pipeline.micro_batch import ModelCall
 from lockstep.torch_internals import modules as torch_modules
 
 MOST_CHANGES = 3
@@ -24,7 +24,7 @@ _PLAIN = (bool, int, float, str, type(None))
 _WITHOUT_CHANCE = (torch_modules.Dropout, nn.MultiheadAttention)
 
 
-def settings_of_call(call: Call) -> object:
+def settings_of_call(call: ModelCall) -> object:
     """Equal for calls that compute the same of tensors: numbers count by whether they are zero, others by value."""
     found: list[object] = []
     for path, leaf in leaves(call.tree).items():
@@ -37,7 +37,7 @@ def settings_of_call(call: Call) -> object:
     return tuple(found)
 
 
-class _Watched(NamedTuple):
+class _ModuleSettings(NamedTuple):
     """The settings of one module: ``get(attributes)`` are the values of ``keys`` now, one alone if there is one."""
 
     prefix: str
@@ -46,16 +46,16 @@ class _Watched(NamedTuple):
     get: Callable[[dict[str, object]], object]
 
     @staticmethod
-    def of(prefix: str, attributes: dict[str, object], keys: Iterable[str]) -> _Watched:
+    def of(prefix: str, attributes: dict[str, object], keys: Iterable[str]) -> _ModuleSettings:
         keys = tuple(keys)
-        return _Watched(prefix, attributes, keys, operator.itemgetter(*keys))
+        return _ModuleSettings(prefix, attributes, keys, operator.itemgetter(*keys))
 
 
 class Settings:
     """Of all modules of a model on this rank, as they are now. ``have_changed`` costs 0.1 ms for 1000 modules."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._modules: list[_Watched] = []
+        self._modules: list[_ModuleSettings] = []
         for name, module in model.named_modules():
             # Our own placeholders change with the stage that runs.
             if type(module).__module__.startswith("lockstep."):
@@ -68,13 +68,13 @@ class Settings:
                 # Rehearsals set these to zero for a while.
                 and not (isinstance(module, _WITHOUT_CHANCE) and key in ("p", "dropout"))
             ]
-            self._modules.append(_Watched.of(f"{name}." if name else "", vars(module), keys))
+            self._modules.append(_ModuleSettings.of(f"{name}." if name else "", vars(module), keys))
         self._changes: Counter[str] = Counter()
         self._values = self._read_values()
 
-    def _restrict_to(self, wanted: Callable[[_Watched, str], bool]) -> None:
+    def _restrict_to(self, wanted: Callable[[_ModuleSettings, str], bool]) -> None:
         self._modules = [
-            _Watched.of(one.prefix, one.attributes, (key for key in one.keys if wanted(one, key)))
+            _ModuleSettings.of(one.prefix, one.attributes, (key for key in one.keys if wanted(one, key)))
             for one in self._modules
         ]
 

@@ -13,7 +13,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from lockstep.config.enums import Schedule
 from lockstep.errors import LockstepError
 from lockstep.parallel.pipeline.stage_forward import StageForward
-from lockstep.parallel.pipeline.traced import Cut, Kind
+from lockstep.parallel.pipeline.traced import Cut, TensorMeta
 from lockstep.torch_internals import modules as torch_modules
 from lockstep.torch_internals import pipelining
 from lockstep.torch_internals.pipelining import StageBase
@@ -71,7 +71,7 @@ class Stage(StageBase):
         """``cuts[s]``: what stage s receives; ``results``: how many tensors the last stage's forward returns."""
         # torch wants an example of everything that is sent or returned, to allocate receive buffers once.
         # Nobody looks at what the last stage returns.
-        number = Kind(torch.Size(), torch.float32, False)
+        number = TensorMeta(torch.Size(), torch.float32, False)
         following = cuts[index + 1].kinds if index + 1 < len(cuts) else (number,) * results
         super().__init__(
             module,
@@ -112,7 +112,7 @@ class Stage(StageBase):
         super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
 
-def _example(kind: Kind) -> torch.Tensor:
+def _example(kind: TensorMeta) -> torch.Tensor:
     return torch.empty(kind.shape, dtype=kind.dtype, device="meta", requires_grad=kind.requires_grad)
 
 

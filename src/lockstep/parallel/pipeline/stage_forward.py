@@ -14,10 +14,10 @@ from lockstep.comm.tree import leaves, tensor_leaves
 from lockstep.errors import UsageError
 from lockstep.parallel.pipeline.absent import Change, StageLeft, carried, changed, is_placeholder
 from lockstep.parallel.pipeline.exchange import Exchange, LocalBlock
-from lockstep.parallel.pipeline.micro_batch import Call
+from lockstep.parallel.pipeline.micro_batch import ModelCall
 from lockstep.parallel.pipeline.reduction import Undecided
 from lockstep.parallel.pipeline.state import ForwardState
-from lockstep.parallel.pipeline.traced import RECEIVED, Cut, Kind
+from lockstep.parallel.pipeline.traced import RECEIVED, Cut, TensorMeta
 from lockstep.runtime.failure import is_consequence
 from lockstep.torch_internals import tensors as torch_tensors
 from lockstep.torch_internals.autograd import FunctionContext
@@ -36,7 +36,7 @@ class Pass:
     noted, and it goes on with zeros on ``device``, so that no rank waits for it.
     """
 
-    calls: list[Call]
+    calls: list[ModelCall]
     finish: Callable[[int, object], object]
     autocast: Callable[[], AbstractContextManager[object]]
     state: ForwardState = field(default_factory=ForwardState)
@@ -164,7 +164,7 @@ class StageForward:
         for block in self._own.values():
             block.keep = note if wanted else None
 
-    def _without_tail(self, micro_batch: int, call: Call, received: tuple[Tensor, ...]) -> object:
+    def _without_tail(self, micro_batch: int, call: ModelCall, received: tuple[Tensor, ...]) -> object:
         """The blocks of the last stage; behind those of the last micro-batch, the rest for all of them."""
         assert self.now.whole is not None
         if micro_batch == 0:
@@ -249,7 +249,7 @@ class StageForward:
         )
 
 
-def _sent(value: object, kind: Kind, block: str) -> Tensor:
+def _sent(value: object, kind: TensorMeta, block: str) -> Tensor:
     """What goes to the stage that begins with ``block``: a plain tensor of this kind.
 
     Raises:

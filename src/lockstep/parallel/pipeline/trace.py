@@ -18,9 +18,9 @@ from lockstep.parallel.pipeline.replay import Replays
 from lockstep.parallel.pipeline.traced import (
     RECEIVED,
     Cut,
-    Kind,
+    ModelTrace,
     StageUse,
-    Traced,
+    TensorMeta,
     marked,
     repeated,
     storage_of,
@@ -48,7 +48,7 @@ class Tracer(TorchDispatchMode):
         """``starts``: first block -> stage. ``outer``: placeholders of parameters. ``names``: id -> module's name;
         ``title``: that of the model."""
         super().__init__()
-        self.traced = Traced([Cut("")] * len(starts), uses={name: set() for name in outer})
+        self.traced = ModelTrace([Cut("")] * len(starts), uses={name: set() for name in outer})
         self._starts = starts
         self._order = order
         self._called = 0
@@ -189,7 +189,7 @@ class Tracer(TorchDispatchMode):
             self._empty[id(tensor)] = tensor, empty
         return empty
 
-    def run(self, forward: Callable[[], object]) -> Traced:
+    def run(self, forward: Callable[[], object]) -> ModelTrace:
         """What ``forward()`` shows, with the blocks in it replaced by ``block``.
 
         Raises:
@@ -233,7 +233,7 @@ class Tracer(TorchDispatchMode):
         # in which the trace saw it. The stage before it sends the same list, so no names travel.
         for stage, cut in enumerate(cuts):
             if stage:
-                kinds = [Kind.of(value.before(stage)) for value in values.messages(stage)]
+                kinds = [TensorMeta.of(value.before(stage)) for value in values.messages(stage)]
                 sources = values.sources(stage, paths[stage - 1])
                 cuts[stage] = Cut(cut.block, cut.paths, (*cut.kinds, *kinds), sources)
             fetches = values.fetches(stage, paths[stage])
@@ -340,7 +340,7 @@ class Tracer(TorchDispatchMode):
         kinds = []
         for path, leaf in sent.items():
             value = values[path]
-            kinds.append(Kind.of(value))
+            kinds.append(TensorMeta.of(value))
             new = self._new(value)
             self._values.arrived(leaf, new, path)
             carry(leaf, new)

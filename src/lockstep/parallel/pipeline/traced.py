@@ -21,7 +21,7 @@ RECEIVED = ""
 
 
 @dataclass(frozen=True)
-class Kind:
+class TensorMeta:
     """What is known of a tensor before it is there."""
 
     shape: torch.Size
@@ -29,8 +29,8 @@ class Kind:
     requires_grad: bool
 
     @staticmethod
-    def of(tensor: Tensor) -> Kind:
-        return Kind(tensor.shape, tensor.dtype, tensor.requires_grad)
+    def of(tensor: Tensor) -> TensorMeta:
+        return TensorMeta(tensor.shape, tensor.dtype, tensor.requires_grad)
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Cut:
 
     block: str
     paths: tuple[str, ...] = ()
-    kinds: tuple[Kind, ...] = ()
+    kinds: tuple[TensorMeta, ...] = ()
     sources: tuple[Source, ...] = ()
 
 
@@ -92,7 +92,7 @@ class StageUse:
 
 
 @dataclass
-class Traced:
+class ModelTrace:
     """What a run showed.
 
     Attributes:

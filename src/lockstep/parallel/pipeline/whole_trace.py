@@ -9,15 +9,15 @@ from lockstep.comm.tree import LossFunction, tensor_leaves
 from lockstep.model.blocks import joined_name
 from lockstep.parallel.pipeline.absent import Instead, changed
 from lockstep.parallel.pipeline.layout import Layout
-from lockstep.parallel.pipeline.micro_batch import Call
+from lockstep.parallel.pipeline.micro_batch import ModelCall
 from lockstep.parallel.pipeline.state import restored
 from lockstep.parallel.pipeline.trace import Tracer
-from lockstep.parallel.pipeline.traced import Traced, storage_of
+from lockstep.parallel.pipeline.traced import ModelTrace, storage_of
 from lockstep.runtime.seed import generators_kept
 from lockstep.torch_internals.fake import quiet
 
 
-class _Traced(Instead):
+class _TracedBlock(Instead):
     """Takes the place of a block while the model is traced."""
 
     def __init__(self, tracer: Tracer, name: str, block: nn.Module) -> None:
@@ -32,10 +32,10 @@ class _Traced(Instead):
 def trace_model(
     model: nn.Module,
     layout: Layout,
-    call: Call,
+    call: ModelCall,
     loss_fn: LossFunction | None,
-    like: Traced | None = None,
-) -> Traced:
+    like: ModelTrace | None = None,
+) -> ModelTrace:
     """Runs ``model`` on a micro-batch without values of parameters. Random numbers are as before afterwards.
 
     ``like``: a run on other rows. Blocks that computed the same in it are taken to return equal shapes in this one.
@@ -59,13 +59,15 @@ def trace_model(
     return trace_every_block(model, layout, call, loss_fn)
 
 
-def trace_every_block(model: nn.Module, layout: Layout, call: Call, loss_fn: LossFunction | None) -> Traced:
+def trace_every_block(
+    model: nn.Module, layout: Layout, call: ModelCall, loss_fn: LossFunction | None
+) -> ModelTrace:
     """The same, whether blocks are equal or not."""
     return _run(_tracer(model, layout), model, layout, call, loss_fn)
 
 
 def used_arguments(
-    model: nn.Module, layout: Layout, call: Call, loss_fn: LossFunction | None
+    model: nn.Module, layout: Layout, call: ModelCall, loss_fn: LossFunction | None
 ) -> set[str] | None:
     """Paths of the arguments that a forward without values uses; None: it raises, as where shapes do not fit."""
     tracer = _tracer(model, layout)
@@ -98,8 +100,8 @@ def _tracer(model: nn.Module, layout: Layout) -> Tracer:
 
 
 def _run(
-    tracer: Tracer, model: nn.Module, layout: Layout, call: Call, loss_fn: LossFunction | None
-) -> Traced:
+    tracer: Tracer, model: nn.Module, layout: Layout, call: ModelCall, loss_fn: LossFunction | None
+) -> ModelTrace:
     """The forward with blocks traced and no values anywhere; modules and generators are left as they were."""
     # Placeholders stand for all parameters, so one that still appears was kept outside of the modules.
     tracer.real = {storage_of(parameter): name for name, parameter in model.named_parameters()}
@@ -109,7 +111,7 @@ def _run(
         for name, block in layout.blocks.items()
         for path, inner in block.copy.named_modules()
     ]
-    blocks = {name: _Traced(tracer, name, block.copy) for name, block in layout.blocks.items()}
+    blocks = {name: _TracedBlock(tracer, name, block.copy) for name, block in layout.blocks.items()}
     for module in [*(part.copy for part in layout.parts.values()), *blocks.values()]:
         module.train(model.training)
 

@@ -31,7 +31,12 @@ from lockstep.parallel.tensor.hooks import (
 from lockstep.parallel.tensor.infer import INFERRED, infer_plan
 from lockstep.parallel.tensor.layers import ParallelLayer
 from lockstep.parallel.tensor.loss import handle_split_logits
-from lockstep.parallel.tensor.modules import Group, ParallelModuleSpec, TensorParallelForward, attach_spec
+from lockstep.parallel.tensor.modules import (
+    ParallelModuleSpec,
+    TensorParallelForward,
+    TensorParallelGroup,
+    attach_spec,
+)
 from lockstep.parallel.tensor.parameters import replace_parameters
 from lockstep.parallel.tensor.plan import (
     COLUMN_STYLES,
@@ -213,7 +218,7 @@ def _split(
     Column and row layers of one parent share a region: its input is sent once, and what lies between them works on a
     rank's features.
     """
-    group = Group(mesh, options.sequence_parallel, options.loss_parallel)
+    group = TensorParallelGroup(mesh, options.sequence_parallel, options.loss_parallel)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     modules = dict(model.named_modules())
     specs = {
@@ -294,7 +299,7 @@ def _reductions(
 
 
 def _linear_part(
-    name: str, module: nn.Module, style: str, group: Group, region: ColumnRowRegion
+    name: str, module: nn.Module, style: str, group: TensorParallelGroup, region: ColumnRowRegion
 ) -> ColwiseParallel | RowwiseParallel:
     if style in ROW_STYLES:
         wide = features(module)[0]

@@ -21,7 +21,13 @@ from lockstep.comm.tree import Args, Kwargs
 from lockstep.errors import UsageError
 from lockstep.parallel.tensor import communication
 from lockstep.parallel.tensor.communication import part_of
-from lockstep.parallel.tensor.modules import Group, ParallelHook, first_tensor, spec_of, with_argument
+from lockstep.parallel.tensor.modules import (
+    ParallelHook,
+    TensorParallelGroup,
+    first_tensor,
+    spec_of,
+    with_argument,
+)
 from lockstep.parallel.tensor.randomness import HasDropout, Stream, stream_of_group, stream_of_rank
 from lockstep.parallel.tensor.tensor_likes import (
     RankFeatures,
@@ -43,7 +49,7 @@ class ColumnRowRegion(ParallelHook):
     different random numbers.
     """
 
-    def __init__(self, group: Group, drops: HasDropout, device: torch.device) -> None:
+    def __init__(self, group: TensorParallelGroup, drops: HasDropout, device: torch.device) -> None:
         self.group = group
         self.widths: set[int] = set()
         self.reported: dict[int, int] = {}
@@ -151,7 +157,7 @@ class HeadArguments(ParallelHook):
 class SplitLayer(ParallelHook):
     """A layer with split parameters: ``names`` of them."""
 
-    def __init__(self, name: str, group: Group, names: tuple[str, ...]) -> None:
+    def __init__(self, name: str, group: TensorParallelGroup, names: tuple[str, ...]) -> None:
         self.name, self.group, self.names = name, group, names
         self.in_sequence = False
         self._is_inside = False
@@ -188,7 +194,9 @@ class SplitLayer(ParallelHook):
 class ColwiseParallel(SplitLayer):
     """``y_r = x W_r^T + b_r``, [..., in] to [..., out / N]; with ``size``, gathered, or left as split logits."""
 
-    def __init__(self, name: str, group: Group, names: tuple[str, ...], region: ColumnRowRegion) -> None:
+    def __init__(
+        self, name: str, group: TensorParallelGroup, names: tuple[str, ...], region: ColumnRowRegion
+    ) -> None:
         super().__init__(name, group, names)
         self.region = region
         self.size = 0
@@ -222,7 +230,7 @@ class RowwiseParallel(SplitLayer):
     def __init__(
         self,
         name: str,
-        group: Group,
+        group: TensorParallelGroup,
         names: tuple[str, ...],
         region: ColumnRowRegion,
         features: int,
@@ -269,7 +277,7 @@ class RowwiseParallel(SplitLayer):
 class VocabularyParallel(SplitLayer):
     """An embedding whose rows are split, integers [...] to [..., width]: a rank looks up its own, others are zero."""
 
-    def __init__(self, name: str, group: Group, rows: int) -> None:
+    def __init__(self, name: str, group: TensorParallelGroup, rows: int) -> None:
         super().__init__(name, group, ("weight",))
         self._start, self._length = part_of(rows, group.mesh)
         self._elsewhere: Tensor | None = None
@@ -300,7 +308,7 @@ class VocabularyParallel(SplitLayer):
 class ColwiseEmbedding(SplitLayer):
     """An embedding whose columns are split, integers [...] to [..., width]: each rank looks up a part of each row."""
 
-    def __init__(self, name: str, group: Group, width: int) -> None:
+    def __init__(self, name: str, group: TensorParallelGroup, width: int) -> None:
         super().__init__(name, group, ("weight",))
         self._width = width
 
@@ -314,7 +322,7 @@ class ColwiseEmbedding(SplitLayer):
 class Root(ParallelHook):
     """Of the model: all ranks draw the same random numbers."""
 
-    def __init__(self, group: Group, drops: HasDropout, device: torch.device) -> None:
+    def __init__(self, group: TensorParallelGroup, drops: HasDropout, device: torch.device) -> None:
         self.group, self._drops, self._device = group, drops, device
         self._stream: Stream | None = None
 

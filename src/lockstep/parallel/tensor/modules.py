@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-class Group:
+class TensorParallelGroup:
     """What the modules of one model share.
 
     Attributes:
@@ -51,7 +51,7 @@ class Group:
         if self._depth == 0:
             self.is_split = self.sequence
 
-    def __deepcopy__(self, memo: object) -> Group:
+    def __deepcopy__(self, memo: object) -> TensorParallelGroup:
         return self
 
 
@@ -77,7 +77,7 @@ class ParallelModuleSpec:
     a sum over the ranks, "always" or where the "sequence" is split.
     """
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: TensorParallelGroup) -> None:
         self.group = group
         self.parts: list[ParallelHook] = []
         self.layer: Any = None

@@ -61,7 +61,7 @@ class Example:
 
 
 @dataclass
-class Run:
+class RehearsalRun:
     """What was noted.
 
     Attributes:
@@ -141,10 +141,10 @@ def example_of(
     return Example(x, outputs, keywords, rank, width, argument, trains)
 
 
-def forward_of_part(rehearsal: TensorRehearsal, example: Example) -> Run:
+def forward_of_part(rehearsal: TensorRehearsal, example: Example) -> RehearsalRun:
     """Forward, with gradients."""
     module = without_weights(rehearsal, example.trains)
-    noted = Run(example.argument, example.trains)
+    noted = RehearsalRun(example.argument, example.trains)
     noted.pieces = {name: PACKED.get(style, 1) for name, style in rehearsal.columns.items()}
     holder = module.get_submodule(rehearsal.holder)
     for name, value in rehearsal.attributes.items() if example.rank is not None else ():
@@ -190,7 +190,7 @@ def forward_of_part(rehearsal: TensorRehearsal, example: Example) -> Run:
 def _replace_layers(
     rehearsal: TensorRehearsal,
     module: nn.Module,
-    noted: Run,
+    noted: RehearsalRun,
     columns: Mapping[str, Tensor],
     whole: Callable[[str, Tensor], Tensor],
 ) -> None:
@@ -221,7 +221,9 @@ def _reporting(rehearsal: TensorRehearsal, holder: nn.Module, x: Tensor, width: 
     return x
 
 
-def _row_forward(noted: Run, width: int, whole: Callable[[str, Tensor], Tensor]) -> Callable[..., Tensor]:
+def _row_forward(
+    noted: RehearsalRun, width: int, whole: Callable[[str, Tensor], Tensor]
+) -> Callable[..., Tensor]:
     def forward(given: Tensor, *_: object, **__: object) -> Tensor:
         number = len(noted.given)
         noted.given.append(unmarked(given))
@@ -232,7 +234,7 @@ def _row_forward(noted: Run, width: int, whole: Callable[[str, Tensor], Tensor])
     return forward
 
 
-def _note_call(noted: Run, name: str) -> Callable[..., None]:
+def _note_call(noted: RehearsalRun, name: str) -> Callable[..., None]:
     def note(_: nn.Module, args: Args, kwargs: Kwargs) -> None:
         is_on_part = any(isinstance(value, RankFeatures) for value in (*args, *kwargs.values()))
         noted.on_parts[name] = noted.on_parts.get(name, True) and is_on_part
@@ -274,7 +276,7 @@ class GradientsDifferError(Exception):
     """They are not."""
 
 
-def meetings(whole: Run, parts: Sequence[Run]) -> tuple[tuple[str, ...], bool]:
+def meetings(whole: RehearsalRun, parts: Sequence[RehearsalRun]) -> tuple[tuple[str, ...], bool]:
     """(modules that work on a rank's features alone and whose gradients are partial sums, whether others meet them).
 
     Raises:
@@ -309,7 +311,7 @@ def meetings(whole: Run, parts: Sequence[Run]) -> tuple[tuple[str, ...], bool]:
 
 
 def _check_part(
-    name: str, gradient: Tensor | None, expected: Tensor | None, whole: Run, rank: int, ranks: int
+    name: str, gradient: Tensor | None, expected: Tensor | None, whole: RehearsalRun, rank: int, ranks: int
 ) -> None:
     """``gradient`` [..., features / N] must be this rank's part of ``expected`` [..., features]."""
     if expected is None:
@@ -325,7 +327,7 @@ def _check_part(
 
 
 def _check_sources(
-    parts: Sequence[Run],
+    parts: Sequence[RehearsalRun],
     direct: Sequence[dict[str, Tensor | None]],
     sums: Sequence[Tensor],
     expected: dict[str, Tensor | None],
@@ -355,7 +357,7 @@ def _check_sources(
     return tuple(sorted(partial)), meets
 
 
-def _owners(operand: Tensor, run: Run) -> set[str]:
+def _owners(operand: Tensor, run: RehearsalRun) -> set[str]:
     """Of what it was computed from."""
     found = _gradients([operand], list(run.sources.values()), [torch.ones_like(operand)])
     return {

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lockstep.parallel.tensor.rehearsal_run import (
     Example,
     GradientsDifferError,
-    Run,
+    RehearsalRun,
     TensorRehearsal,
     example_of,
     forward_of_part,
@@ -111,8 +111,8 @@ def _required(module: nn.Module) -> list[str]:
     ]
 
 
-_Call = Callable[[nn.Module, Tensor], dict[str, object]]
-_CALLS: tuple[_Call, ...] = (_alone, _with_rotary, _with_masks_absent, _with_others_absent)
+_CallForm = Callable[[nn.Module, Tensor], dict[str, object]]
+_CALLS: tuple[_CallForm, ...] = (_alone, _with_rotary, _with_masks_absent, _with_others_absent)
 
 
 class _DifferentError(Exception):
@@ -122,7 +122,7 @@ class _DifferentError(Exception):
 # -- whole and parts ---------------------------------------------------------------------------------------
 
 
-def _compare(rehearsal: TensorRehearsal, call: _Call) -> Passed:
+def _compare(rehearsal: TensorRehearsal, call: _CallForm) -> Passed:
     # The whole run first: each rank's run must reproduce its own part of it.
     example = example_of(rehearsal, call)
     whole = forward_of_part(rehearsal, example)
@@ -142,7 +142,7 @@ def _compare(rehearsal: TensorRehearsal, call: _Call) -> Passed:
     return Passed(partial, meets, {name: dims for name, dims in shapes.items() if dims})
 
 
-def _in_training(rehearsal: TensorRehearsal, example: Example) -> Run | None:
+def _in_training(rehearsal: TensorRehearsal, example: Example) -> RehearsalRun | None:
     """The whole run in training mode, where that is the same each time."""
     example = replace(example, trains=True)
     try:
@@ -154,7 +154,7 @@ def _in_training(rehearsal: TensorRehearsal, example: Example) -> Run | None:
     return first if is_same and first.given else None
 
 
-def _ranks(rehearsal: TensorRehearsal, call: _Call, whole: Run) -> list[Run]:
+def _ranks(rehearsal: TensorRehearsal, call: _CallForm, whole: RehearsalRun) -> list[RehearsalRun]:
     """Each rank's run, with the values of its part of the whole one."""
     ranks = rehearsal.ranks
     parts = []
@@ -172,7 +172,7 @@ def _ranks(rehearsal: TensorRehearsal, call: _Call, whole: Run) -> list[Run]:
     return parts
 
 
-def _check_values(whole: Run, part: Run, rank: int, ranks: int) -> None:
+def _check_values(whole: RehearsalRun, part: RehearsalRun, rank: int, ranks: int) -> None:
     if len(part.given) != len(whole.given):
         raise _DifferentError("its layers are called in another way with a rank's part of the features")
     # What a row layer is given [..., features / N] must be this rank's features of the whole [..., features].
@@ -205,7 +205,9 @@ def _may_be_none(module: nn.Module) -> list[str]:
     return [*_required(module), *optional]
 
 
-def _of_heads(rehearsal: TensorRehearsal, call: _Call, name: str, without: Run) -> tuple[int, ...]:
+def _of_heads(
+    rehearsal: TensorRehearsal, call: _CallForm, name: str, without: RehearsalRun
+) -> tuple[int, ...]:
     """How many dimensions a bias of each head may have that is given as this argument, and can be split by heads."""
     found = []
     # [batch, heads, queries, keys], or without the batch.

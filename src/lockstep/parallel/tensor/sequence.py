@@ -16,7 +16,7 @@ from lockstep.comm.tree import Args, Kwargs
 from lockstep.errors import UsageError
 from lockstep.model.blocks import joined_name
 from lockstep.parallel.tensor import communication
-from lockstep.parallel.tensor.modules import Group, ParallelHook, first_tensor, with_argument
+from lockstep.parallel.tensor.modules import ParallelHook, TensorParallelGroup, first_tensor, with_argument
 from lockstep.parallel.tensor.plan import TensorPlan
 from lockstep.parallel.tensor.randomness import HasDropout, Stream, stream_of_rank
 
@@ -26,7 +26,9 @@ _OF_SINGLE_POSITIONS = (nn.LayerNorm, nn.RMSNorm, nn.PReLU)
 class SequenceBlock(ParallelHook):
     """Of a block: the first splits its input, the last gathers its output."""
 
-    def __init__(self, name: str, group: Group, drops: HasDropout, device: torch.device) -> None:
+    def __init__(
+        self, name: str, group: TensorParallelGroup, drops: HasDropout, device: torch.device
+    ) -> None:
         self.name, self.group = name, group
         self.is_first = self.is_last = False
         self._drops, self._device = drops, device

@@ -21,7 +21,7 @@ from lockstep.comm.tree import Args, Kwargs
 from lockstep.errors import UsageError
 from lockstep.parallel.tensor import communication
 from lockstep.parallel.tensor.communication import part_of
-from lockstep.parallel.tensor.modules import Group
+from lockstep.parallel.tensor.modules import TensorParallelGroup
 from lockstep.torch_internals.dispatch import TorchFunction
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def _marked(value: object, summing: Callable[[Tensor], Tensor]) -> object:
     return value
 
 
-def leave_logits(local: Tensor, group: Group, size: int, stays_split: bool) -> object:
+def leave_logits(local: Tensor, group: TensorParallelGroup, size: int, stays_split: bool) -> object:
     """The ranks' features [..., size / N] as one [..., size]: gathered, or a DTensor where the loss works on parts."""
     if not (stays_split and group.loss and torch.is_grad_enabled()):
         return communication.gather(local, group.mesh, -1, size)
@@ -158,7 +158,7 @@ class WeightElsewhere:
     """
 
     def __init__(
-        self, group: Group, parameter: DTensor, owner: nn.Module, is_transposed: bool = False
+        self, group: TensorParallelGroup, parameter: DTensor, owner: nn.Module, is_transposed: bool = False
     ) -> None:
         self._group, self._parameter, self._owner = group, parameter, owner
         self._is_transposed = is_transposed

@@ -128,11 +128,11 @@ def tolerance_of(
         disturbed: The reference, off by one rounding step, compared with the trace.
         half: The reference in ``dtype``, likewise, if that has 16 bits.
     """
-    limits = _Limits(trace, {one.item: one for one in disturbed}, {one.item: one for one in half}, dtype)
+    limits = _ItemLimits(trace, {one.item: one for one in disturbed}, {one.item: one for one in half}, dtype)
     return Tolerance({item.key: limits.of(item) for item in trace}, limits.multiple)
 
 
-class _Limits:
+class _ItemLimits:
     """What is allowed of each item, by the runs that show what rounding does."""
 
     def __init__(

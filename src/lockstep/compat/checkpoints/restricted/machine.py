@@ -23,10 +23,10 @@ from .symbols import build, symbol
 PersistentLoad = Callable[[object], Any]
 Operation = Callable[[Any], None]
 
-_Reader: Any = pickle._Unpickler
+_PythonUnpickler: Any = pickle._Unpickler
 
 
-class Machine(_Reader):
+class Machine(_PythonUnpickler):
     """Runs the pickle at which ``file`` stands; afterwards the file stands behind it."""
 
     def __init__(self, file: BinaryIO, persistent_load: PersistentLoad) -> None:
@@ -132,7 +132,7 @@ class Machine(_Reader):
         self.append(Items("tuple", items))
 
     dispatch: dict[int, Operation] = {
-        opcode: _Reader.dispatch[opcode]
+        opcode: _PythonUnpickler.dispatch[opcode]
         for opcode in b"\x95\x8c\x8d\x8e\x8a\x8b\x88\x89\x93\x94.(012NILFJKMGVXUTCB]lQcioghjpqr"
     }
     _REPLACED: dict[bytes, Operation] = {
@@ -157,6 +157,6 @@ class Machine(_Reader):
         b"\x90": add_items,
         b"\x91": lambda m: m.items_to_mark("frozenset"),
         # A bytearray, which is bytes here.
-        b"\x96": _Reader.load_binbytes8,
+        b"\x96": _PythonUnpickler.load_binbytes8,
     }
     dispatch |= {opcode[0]: operation for opcode, operation in _REPLACED.items()}
