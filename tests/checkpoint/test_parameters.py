@@ -49,7 +49,7 @@ def test_names_are_those_of_the_models_and_count_what_no_model_has() -> None:
     second.tied = first.a.weight  # known by the first name it has
     alone = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([{"params": [second.x.bias, alone]}, {"params": [first.a.weight]}], lr=1)
-    assert ParameterNames([first, second]).of(optimizer) == [["1.x.bias", "#1"], ["0.a.weight"]]
+    assert ParameterNames([first, second]).by_group(optimizer) == [["1.x.bias", "#1"], ["0.a.weight"]]
 
 
 def test_the_file_names_moments_by_parameter(tmp_path: Path) -> None:

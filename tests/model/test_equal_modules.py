@@ -148,8 +148,8 @@ def test_reading_a_dictionary_reads_all_of_it() -> None:
 
     found = Found()
     first, second = All(0), All(1)
-    assert found.of(first, "", lambda: vars(first)["number"]) == 0
-    assert found.of(second, "", lambda: vars(second)["number"]) == 1
+    assert found.find_once(first, "", lambda: vars(first)["number"]) == 0
+    assert found.find_once(second, "", lambda: vars(second)["number"]) == 1
     assert "__getattribute__" not in vars(All)
 
 

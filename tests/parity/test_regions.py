@@ -27,5 +27,5 @@ def test_parts_of_a_sequence_make_the_whole(is_ring: bool, is_flat: bool) -> Non
         shape, boxes = placed
         assert shape == tuple(expected.shape)
         for box in boxes:
-            box.within(found).copy_(box.of(part))
+            box.whole_view(found).copy_(box.local_view(part))
     assert torch.equal(found, expected)

@@ -197,7 +197,7 @@ def test_offloaded_weights_are_on_the_device_four_blocks_at_a_time() -> None:
     assert (one.device, one.gathered_weights, one.block_gradients) == (0, 4 * 4 * 96, 4 * 2 * 96)
     assert one.peak == 4 * 6 * 96
     assert row("offload", 1, psi=1000, block=40, root=96).peak == 4 * 6 * 96  # the root group may be larger
-    assert row("offload", 1, psi=1000, block=96, unit=50).peak == 4 * 6 * 50
+    assert row("offload", 1, psi=1000, block=96, largest_group=50).peak == 4 * 6 * 50
     assert row("offload offload_budget=3000", 1, psi=1000, block=96).gathered_weights == 3000
     assert row("offload", 1, psi=1000, block=900).peak == 4 * 1000 + 4 * 1000  # and never more than there is
 

@@ -96,7 +96,7 @@ def test_times_of_forward_and_backward_or_of_its_parts() -> None:
     assert parse_times("1,2") == Times(1, 1, 1)
     assert parse_times(" 2, 3 ") == Times(2, 1.5, 1.5)
     assert parse_times("1,1.2,0.8") == Times(1, 1.2, 0.8)
-    assert parse_times("1,1.5,0.5").of("B") == 2
+    assert parse_times("1,1.5,0.5").duration("B") == 2
     for text in ("1", "1,2,3,4", "a,b", "1,-2", "0,1", "nan,1", "inf,1", "1e9,1", "", "1,,2"):
         with pytest.raises(ConfigError):
             parse_times(text)

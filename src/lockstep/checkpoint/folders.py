@@ -240,7 +240,7 @@ def remove_older(store: Store, directory: str, older: Collection[str], rank: int
     """Remove what ``directory`` has replaced, and ``older`` checkpoints."""
     what = f"Rank {rank} has saved {directory}, but could not remove what is older"
     with explained(what, "Mend the permissions there: the next save removes it."):
-        settle(store, directory)
+        remove_replaced(store, directory)
         if older:
             prune(older, os.path.dirname(directory), store)
 
@@ -331,12 +331,12 @@ def remove(store: Store, directory: str) -> None:
         )
 
 
-def settle(store: Store, directory: str) -> None:
+def remove_replaced(store: Store, directory: str) -> None:
     """Remove what a checkpoint has replaced; files that were added to that go on in its successor."""
     for older in store.candidates(directory):
         if older != directory:
             store.carry(older, directory, added_files(store, older))
-    store.settle(directory)
+    store.remove_replaced(directory)
 
 
 def withdraw(store: Store, directory: str) -> None:
@@ -357,4 +357,4 @@ def _keep_newest_whole(store: Store, directory: str) -> None:
     except CheckpointError:
         withdraw(store, directory)
     else:
-        settle(store, directory)
+        remove_replaced(store, directory)

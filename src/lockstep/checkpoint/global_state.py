@@ -132,7 +132,7 @@ def local_names(contents: CheckpointContents) -> Document:
     names = ParameterNames(contents.models, {i: whole.ties for i, whole in contents.whole.items()})
     return {
         "models": {str(i): list(model.state_dict()) for i, model in enumerate(contents.models)},
-        "optimizers": {name: names.of(optimizer) for name, optimizer in contents.stateful("optimizer")},
+        "optimizers": {name: names.by_group(optimizer) for name, optimizer in contents.stateful("optimizer")},
     }
 
 

@@ -96,7 +96,7 @@ def create_load_plan(
             _plan_model(plan, model, number, state["models"], contents, everywhere.models[str(number)])
     names = ParameterNames(contents.models, {number: whole.ties for number, whole in contents.whole.items()})
     for name, optimizer in contents.stateful("optimizer"):
-        document, groups = _section(checkpoint, state, name), names.of(optimizer)
+        document, groups = _section(checkpoint, state, name), names.by_group(optimizer)
         wanted = everywhere.optimizers[name]
         places = OptimizerPlaces(document, optimizer, groups, checkpoint.index, name, wanted)
         plan.items += create_read_items(places.tensors, checkpoint.index)

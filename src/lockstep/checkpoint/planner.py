@@ -87,7 +87,7 @@ class SavePlan:
         for key, name in self.mine[file].items():
             box, part = self.boxes[file, key], part_of(name, tensors[name])
             # A tensor without elements is one whole box, which this rank's empty part need not look like.
-            found[key] = box.of(part) if math.prod(box.shape) else part.new_empty(box.shape)
+            found[key] = box.local_view(part) if math.prod(box.shape) else part.new_empty(box.shape)
         return found
 
 

@@ -128,7 +128,7 @@ def _read_of(piece: ChunkMetadata, box: ShardRegion, part: torch.Tensor, name: s
         start - offset + place for start, offset, place in zip(starts, box.offsets, box.inside, strict=True)
     )
     return ReadItem(
-        piece.file, piece.key, from_, lengths, ShardRegion(starts, lengths, inside).of(part), name
+        piece.file, piece.key, from_, lengths, ShardRegion(starts, lengths, inside).local_view(part), name
     )
 
 

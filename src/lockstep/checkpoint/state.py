@@ -73,7 +73,7 @@ def collect(contents: CheckpointContents, rank: int) -> RankState:
         found.common["models"][str(i)] = collect_weights(model.state_dict(), parameters, i, found)
     names = ParameterNames(contents.models, found.ties)
     for name, optimizer in contents.stateful("optimizer"):
-        found.common[name] = encode_optimizer(optimizer, names.of(optimizer), found.tensors, name)
+        found.common[name] = encode_optimizer(optimizer, names.by_group(optimizer), found.tensors, name)
         if contents.whole and not found.common[name]["by_name"]:
             raise UsageError(
                 f"{name} is a {type(optimizer).__name__}, whose state does not name its parameters, so the "
@@ -192,7 +192,7 @@ class ParameterNames:
                 self._names.setdefault(id(parameter), f"{i}.{first.get(name, name)}")
                 self._kept_alive.append(parameter)
 
-    def of(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+    def by_group(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:
         """The names of an optimizer's parameters, group by group; ``#n`` for the n-th if no model has it."""
         names: list[list[str]] = []
         number = 0

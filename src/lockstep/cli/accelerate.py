@@ -165,7 +165,7 @@ def estimate_memory(
         )
     facts = _facts(model_name, library_name)
     elements = facts.count + sum(facts.buffers.values())
-    largest = max((sum(unit.values()) for unit in facts.units.values()), default=0)
+    largest = max((sum(group.values()) for group in facts.groups.values()), default=0)
     rows = []
     for dtype in dtypes:
         sizes = [memory_text(count * BITS[dtype] // 8) for count in (largest, elements)]

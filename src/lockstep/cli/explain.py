@@ -128,9 +128,9 @@ def _facts(case: ExplainedRow) -> dict[str, object]:
     if case.row is None:
         return facts | {"reason": case.reason}
     totals = {name: getattr(case.row, name) for name in TOTALS}
-    return (
-        facts | asdict(case.row) | totals | {"sent": asdict(case.row.sent) | {"total": case.row.sent.total}}
-    )
+    # The printed key is older than the field's name.
+    row = {"homes" if name == "locations" else name: value for name, value in asdict(case.row).items()}
+    return facts | row | totals | {"sent": asdict(case.row.sent) | {"total": case.row.sent.total}}
 
 
 def _print_memory(

@@ -260,7 +260,7 @@ class CallRecordStore:
         values = [bytes(one) for one in self._store.multi_get(self._keys(number))]
         self._has_read(number)
         self._delete_until(min(struct.unpack(">q", one[:8])[0] for one in values))
-        return {rank: CallRecord.of(one[8:]) for rank, one in zip(self.ranks, values, strict=True)}
+        return {rank: CallRecord.from_bytes(one[8:]) for rank, one in zip(self.ranks, values, strict=True)}
 
     def _has_read(self, number: int) -> None:
         # Handles may be waited for in another order than they were made: what is read may not have gaps.

@@ -159,7 +159,7 @@ class CallRecord:
     text: str
 
     @staticmethod
-    def of(data: bytes) -> CallRecord:
+    def from_bytes(data: bytes) -> CallRecord:
         count = data[DIGEST_BYTES]
         end = DIGEST_BYTES + 1 + 8 * count
         splits = struct.unpack(f">{count}q", data[DIGEST_BYTES + 1 : end])

@@ -110,7 +110,7 @@ def _gathered(
     for coordinate, of_rank, row in zip(coordinates, shapes, parts, strict=True):
         other = row[: math.prod(of_rank)].view(of_rank)
         for box in boxes(shape, mesh.shape, placements, coordinate):
-            box.within(full).copy_(box.of(other))
+            box.whole_view(full).copy_(box.local_view(other))
     return full
 
 
@@ -194,7 +194,7 @@ def shard_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         return tensor
     part = torch.empty(local(like).shape, dtype=tensor.dtype, device=local(like).device)
     for box in boxes_of(like):
-        box.of(part).copy_(box.within(tensor))
+        box.local_view(part).copy_(box.whole_view(tensor))
     return with_part(part, like)
 
 

@@ -31,12 +31,12 @@ class ShardRegion(NamedTuple):
     shape: tuple[int, ...]
     inside: tuple[int, ...]
 
-    def of(self, part: torch.Tensor) -> torch.Tensor:
-        """This box of a rank's local part (of any shape), as a view."""
+    def local_view(self, part: torch.Tensor) -> torch.Tensor:
+        """This region of a rank's local part (of any shape), as a view."""
         return _narrowed(part, self.inside, self.shape)
 
-    def within(self, whole: torch.Tensor) -> torch.Tensor:
-        """This box of the whole tensor, as a view of ``shape``."""
+    def whole_view(self, whole: torch.Tensor) -> torch.Tensor:
+        """This region of the whole tensor, as a view of ``shape``."""
         return _narrowed(whole, self.offsets, self.shape)
 
 

@@ -73,7 +73,9 @@ def describe(module: nn.Module, foreign: Callable[[Tensor], bool] = lambda _: Fa
             description.append(
                 (name, None if parameter is None else reader.tensor(parameter, has_values=False))
             )
-        description += [(name, reader.of(buffer)) for name, buffer in torch_modules.buffers_of(inner).items()]
+        description += [
+            (name, reader.key_of(buffer)) for name, buffer in torch_modules.buffers_of(inner).items()
+        ]
         for name, value in vars(inner).items():
             if name in torch_modules.REGISTRIES:
                 continue
@@ -84,14 +86,14 @@ def describe(module: nn.Module, foreign: Callable[[Tensor], bool] = lambda _: Fa
                 values[type(inner), path, name] = (type(value), repr(value))
                 description.append(name)
             else:
-                description.append((name, reader.of(value)))
+                description.append((name, reader.key_of(value)))
         parts.append(tuple(description))
     return Description(tuple(parts), values)
 
 
 def described(value: object, foreign: Callable[[Tensor], bool] = lambda _: False) -> Hashable:
     """Equal for values that hold the same; what is not understood is equal to nothing."""
-    return _StructureKeys(foreign).of(value)
+    return _StructureKeys(foreign).key_of(value)
 
 
 class _StructureKeys:
@@ -105,7 +107,7 @@ class _StructureKeys:
         # Alive, so that no other object gets its id.
         self._alive.append(value)
 
-    def of(self, value: Any) -> Hashable:
+    def key_of(self, value: Any) -> Hashable:
         cls = type(value)
         if cls in _NUMBERS:
             # By its text: NaN is like NaN, and 0.0 is not like -0.0.
@@ -121,11 +123,11 @@ class _StructureKeys:
         if isinstance(value, Tensor):
             return self.tensor(value, has_values=not isinstance(value, nn.Parameter))
         if cls in (set, frozenset):
-            return cls, frozenset(map(self.of, value))
+            return cls, frozenset(map(self.key_of, value))
         if cls in (dict, OrderedDict):
-            return cls, tuple((self.of(key), self.of(one)) for key, one in value.items())
+            return cls, tuple((self.key_of(key), self.key_of(one)) for key, one in value.items())
         if cls in _CONTAINERS:
-            return cls, tuple(map(self.of, value))
+            return cls, tuple(map(self.key_of, value))
         attributes = getattr(value, "__dict__", None)
         if (
             isinstance(value, nn.Module)
@@ -134,7 +136,7 @@ class _StructureKeys:
             or not _is_plain(cls)
         ):
             return Unlike()
-        return cls, tuple((key, self.of(one)) for key, one in attributes.items())
+        return cls, tuple((key, self.key_of(one)) for key, one in attributes.items())
 
     def tensor(self, tensor: Tensor, has_values: bool) -> Hashable:
         # The number tells which tensors are one and the same.
@@ -203,7 +205,7 @@ class Found:
     attributes: tuple[str, ...] = ()
     """Names of attributes that always count."""
 
-    def of(self, module: nn.Module, among: Hashable, find: Callable[[], T]) -> T:
+    def find_once(self, module: nn.Module, among: Hashable, find: Callable[[], T]) -> T:
         """What ``find()`` gives for this module, or gave for one like it. ``among``: what else must be equal."""
         description = describe(module)
         known = self.results.setdefault((among, description.structure), [])

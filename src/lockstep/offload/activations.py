@@ -57,10 +57,10 @@ class HostActivations(saved_tensors_hooks):
             return tensor
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
             return tensor
-        found = self._of(tensor.device)
+        found = self._pool_for(tensor.device)
         return tensor if found is None else _OffloadedInput(self._calls[-1], *found, tensor.detach())
 
-    def _of(self, device: torch.device) -> tuple[Copies, HostPool] | None:
+    def _pool_for(self, device: torch.device) -> tuple[Copies, HostPool] | None:
         if device not in self._devices:
             copies = self._copies_of(device)
             self._devices[device] = None if copies is None else (copies, HostPool(copies))

@@ -39,8 +39,8 @@ class WithoutChance(TorchFunctionMode):
         elif func in _RECURRENT:
             args = _without_recurrent_dropout(args)
         result = func(*args, **kwargs)
-        settle = _DRAWS.get(func)
-        return result if settle is None else settle(result, args, kwargs)
+        replace_draw = _DRAWS.get(func)
+        return result if replace_draw is None else replace_draw(result, args, kwargs)
 
 
 class WithoutDropout(TorchFunctionMode):
@@ -168,10 +168,10 @@ def _softmax_without_noise(
 
 def _constant(value: float) -> Callable[..., object]:
     @torch.no_grad()
-    def settle(result: Tensor, args: object, kwargs: object) -> Tensor:
+    def replace_draw(result: Tensor, args: object, kwargs: object) -> Tensor:
         return result.fill_(value)
 
-    return settle
+    return replace_draw
 
 
 @torch.no_grad()

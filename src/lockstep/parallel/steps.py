@@ -221,7 +221,7 @@ def split_into_stages(
     prepared = PipelinedModel(pipeline)
 
     # Only the first forward tells which tensors, and so which parameters, each stage has.
-    def settle() -> None:
+    def finish_stages() -> None:
         if shards:
             _refuse_shared(pipeline.shared_between_stages(), parallel)
             prepared.stages = [
@@ -231,7 +231,7 @@ def split_into_stages(
         elif not evaluation_mode:
             prepared.mean = average_gradients(pipeline, [], options)
 
-    pipeline.on_settled(settle)
+    pipeline.on_settled(finish_stages)
     autocast_forward(pipeline, options.mixed_precision, runtime.device, options.autocast)
     return prepared
 

@@ -148,7 +148,7 @@ def _trained(
     facts: ModelFacts, text: str, ranks: int, precision: str, optimizer: str, limits: Limits
 ) -> Iterable[TrainingRow]:
     plan = Parallel.parse(text)
-    sizes = {"block": facts.block, "root": facts.root, "unit": facts.unit}
+    sizes = {"block": facts.block, "root": facts.root, "largest_group": facts.largest_group}
     if limits.on_cpu and plan.offload is not Offload.NONE and plan.offload_folder is None:
         # The memory of a CPU is the host's.
         return
@@ -172,7 +172,7 @@ def _trained(
     activations = (facts.activations or {}).get(f"{precision} gathered" if gathered else precision)
     for mode in MODES if activations is not None else MODES[:1]:
         words = plan if mode == "none" else plan.merged(activation=mode)
-        kept = activations.of(mode) if activations is not None else None
+        kept = activations.nbytes(mode) if activations is not None else None
         # Inputs of blocks go to the host and come back.
         moved_too = 2 * activations.inputs if activations is not None and mode == "offload" else 0
         if mode == "offload" and limits.on_cpu:
@@ -205,10 +205,10 @@ def carried_bytes(state: MemoryRow, plan: Parallel, on_cpu: bool = False) -> tup
     # Of trained weights there are as many bytes as of their gradients: both are fp32.
     link = state.gradients + (passes * state.weights if plan.offloads_params else state.gradients)
     disk = 0
-    if state.homes.weights is StateLocation.DISK:
+    if state.locations.weights is StateLocation.DISK:
         # Backward writes gradients, and the step reads them; weights are read for each pass, and stepped.
         disk += passes * state.weights + 2 * state.gradients + 2 * state.weights
-    if state.homes.optimizer is StateLocation.DISK:
+    if state.locations.optimizer is StateLocation.DISK:
         disk += 2 * (state.optimizer + (0 if on_cpu else state.copies))
     return (0 if on_cpu else link), disk
 

@@ -37,11 +37,11 @@ def facts_of_files(path: Path) -> ModelFacts:
     """
     from lockstep.offload.files.checkpoint_files import stored_tensors
 
-    units: dict[str, list[ElementCounts]] = {}
+    groups: dict[str, list[ElementCounts]] = {}
     for name, tensor in stored_tensors(path).items():
         dtype = str(tensor.dtype).removeprefix("torch.")
-        units.setdefault(_unit(name), []).append({dtype: math.prod(tensor.shape)})
-    sizes = {name: added(parts) for name, parts in units.items()}
+        groups.setdefault(_group_name(name), []).append({dtype: math.prod(tensor.shape)})
+    sizes = {name: added(parts) for name, parts in groups.items()}
     blocks = {name: sum(elements.values()) for name, elements in sizes.items() if _is_block(name)}
     elements = added(sizes.values())
     return ModelFacts(
@@ -53,12 +53,12 @@ def facts_of_files(path: Path) -> ModelFacts:
         blocks=len(blocks),
         block=max(blocks.values(), default=0),
         root=sum(elements.values()) - sum(blocks.values()),
-        units=sizes,
+        groups=sizes,
         notes=(BUFFERS, INTEGERS) if any(dtype not in FLOATS for dtype in elements) else (BUFFERS,),
     )
 
 
-def _unit(name: str) -> str:
+def _group_name(name: str) -> str:
     """The block that a tensor is in, which is its name up to the first number, or else its module."""
     parts = name.split(".")
     number = next((i for i, part in enumerate(parts[:-1]) if NUMBER.fullmatch(part)), None)
@@ -163,9 +163,9 @@ def _facts(model: nn.Module, name: str, kind: str, batch: int, sequence: int) ->
         blocks=len(blocks),
         block=max(sizes.values(), default=0),
         root=sum(parameters.values()) - sum(sizes.values()),
-        units={
-            unit.name or "the model": added(map(_elements, unit.tensors.values()))
-            for unit in find_weight_groups(model, blocks)
+        groups={
+            group.name or "the model": added(map(_elements, group.tensors.values()))
+            for group in find_weight_groups(model, blocks)
         },
         notes=() if blocks else (NO_BLOCKS,),
         activations=activations,

@@ -70,7 +70,7 @@ class Activations:
     offload: int
     inputs: int
 
-    def of(self, mode: str) -> int:
+    def nbytes(self, mode: str) -> int:
         size: int = getattr(self, mode)
         return size
 
@@ -83,7 +83,7 @@ class ModelFacts:
     - ``parameters``, ``buffers``: each tensor once, also where it is tied. ``trainable``: those that get gradients.
     - ``blocks``: how many; ``block``: parameters of the largest; ``root``: parameters in no block, or in one that
       shares them with the rest of the model.
-    - ``units``: what is moved at once when the model is streamed, by name.
+    - ``groups``: what is moved at once when the model is streamed, by name.
     - ``notes``: what a reader should know of how it was counted.
     """
 
@@ -95,7 +95,7 @@ class ModelFacts:
     blocks: int
     block: int
     root: int
-    units: Mapping[str, ElementCounts]
+    groups: Mapping[str, ElementCounts]
     notes: tuple[str, ...] = ()
     activations: Mapping[str, Activations] | None = None
     """By the precision of the computation; with `` gathered`` after it under ZeRO, where weights are in 16 bits."""
@@ -110,15 +110,15 @@ class ModelFacts:
         return nbytes_of(self.parameters, dtype) + nbytes_of(self.buffers, dtype)
 
     def largest(self, dtype: str | None = None) -> tuple[str, int]:
-        """Name and bytes of the largest unit."""
-        sizes = {name: nbytes_of(elements, dtype) for name, elements in self.units.items()}
+        """Name and bytes of the largest group."""
+        sizes = {name: nbytes_of(elements, dtype) for name, elements in self.groups.items()}
         name = max(sizes, key=lambda name: sizes[name], default="")
         return name, sizes.get(name, 0)
 
     @property
-    def unit(self) -> int:
-        """Parameters of the largest unit; buffers are counted as such."""
-        return min(max((sum(elements.values()) for elements in self.units.values()), default=0), self.count)
+    def largest_group(self) -> int:
+        """Parameters of the largest group; buffers are counted as such."""
+        return min(max((sum(elements.values()) for elements in self.groups.values()), default=0), self.count)
 
     @property
     def stored(self) -> tuple[str, ...]:

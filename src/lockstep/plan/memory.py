@@ -86,7 +86,7 @@ class MemoryRow:
     """Bytes of state on one of ``ranks`` ranks, and what it sends in a step.
 
     From one step to the next: ``weights``, ``gradients`` (until ``zero_grad``), ``optimizer``, DDP's
-    ``buckets``, and ``copies`` (with ``offload=optimizer``: the weights that the host steps). ``homes`` says where
+    ``buckets``, and ``copies`` (with ``offload=optimizer``: the weights that the host steps). ``locations`` says where
     they lie. Within a step, on the device: ``gathered_weights`` (offloaded without ZeRO: those that are streamed),
     ``kept_weights`` (hpz), ``unreduced_gradients`` (stage 1: whole ones; ``replicate``: shards without the other
     replicas' part), ``block_gradients`` and ``averaged_gradients`` (``replicate``: what was averaged over the
@@ -108,7 +108,7 @@ class MemoryRow:
     averaged_gradients: int = 0
     staging: int = 0
     fetched: int = 0
-    homes: StateLocations = field(default_factory=StateLocations)
+    locations: StateLocations = field(default_factory=StateLocations)
     textbook: int = 0
     sent: Traffic = field(default_factory=Traffic)
 
@@ -140,11 +140,11 @@ class MemoryRow:
     def on_device(self, part: str) -> int:
         """Bytes of ``weights``, ``gradients`` or ``optimizer`` that rest on the device."""
         size: int = getattr(self, part)
-        return size if getattr(self.homes, part) is StateLocation.DEVICE else 0
+        return size if getattr(self.locations, part) is StateLocation.DEVICE else 0
 
     def _bytes_at(self, place: StateLocation) -> int:
         parts = ("weights", "gradients", "optimizer", "copies")
-        return sum(getattr(self, part) for part in parts if getattr(self.homes, part) is place)
+        return sum(getattr(self, part) for part in parts if getattr(self.locations, part) is place)
 
     @property
     def peak(self) -> int:
@@ -169,7 +169,7 @@ def state_bytes(
     *,
     block: int = 0,
     root: int = 0,
-    unit: int = 0,
+    largest_group: int = 0,
     micro_batches: int = 1,
 ) -> MemoryRow:
     """The state of a model with ``parameters`` parameters on one of ``ranks`` ranks.
@@ -188,15 +188,15 @@ def state_bytes(
     ``offload`` moves what is at rest to host memory or to a disk (``state_locations``). The device is taken to be an
     accelerator. Where it is a CPU, its memory is the host's, without ``fetched``, and with ``copies`` only where there
     is ``delayed_update``.
-    Parameters offloaded in one process are on the device for ``STREAMED_BLOCKS`` units at a time, or as many as
+    Parameters offloaded in one process are on the device for ``STREAMED_BLOCKS`` weight groups at a time, or as many as
     ``offload_budget`` has room for.
 
     Args:
         trainable: how many of the parameters get gradients; None: all.
         block: parameters of the largest block; 0: blocks are not counted.
         root: parameters in no block, which stay gathered from forward to backward.
-        unit: the most parameters that are streamed at once: a block, or a module in none. 0: the larger of block and
-            root.
+        largest_group: the most parameters that are streamed at once: a block, or a module in none. 0: the larger of
+            block and root.
         micro_batches: batches in a window of accumulation.
 
     Raises:
@@ -206,7 +206,7 @@ def state_bytes(
     size = ModelSize(parameters, parameters if trainable is None else trainable, block, root)
     parse_integer(ranks, "ranks", 1, MAX_PROCESSES)
     parse_integer(micro_batches, "micro_batches", 1, MAX_ACCUMULATION_STEPS)
-    unit = parse_integer(unit, "unit", 0, parameters) or max(block, root)
+    largest_group = parse_integer(largest_group, "largest_group", 0, parameters) or max(block, root)
     _refuse_uncounted(parallel, ranks)
     state = _optimizer_bytes(optimizer)
     parallel.check_offload(ranks)
@@ -220,16 +220,16 @@ def state_bytes(
         optimizer=state * trained,
         copies=FP32 * trained if parallel.offload is Offload.OPTIMIZER else 0,
         fetched=FP32 * trained if parallel.offload is Offload.OPTIMIZER else 0,
-        homes=state_locations(parallel),
+        locations=state_locations(parallel),
         textbook=_textbook(size, shard, parallel, mixed_precision, state),
         sent=sent_bytes(size, ranks, parallel, mixed_precision, micro_batches),
     )
-    row = replace(row, staging=_staging(row, size, unit))
+    row = replace(row, staging=_staging(row, size, largest_group))
     if sharded:
         return _within_step(row, size, shard, parallel, dtypes(parallel, mixed_precision), micro_batches)
     if ranks > 1:
         return replace(row, buckets=FP32 * size.trainable)
-    return _streamed(row, size, unit, parallel.offload_budget) if parallel.offloads_params else row
+    return _streamed(row, size, largest_group, parallel.offload_budget) if parallel.offloads_params else row
 
 
 def _refuse_uncounted(parallel: Parallel, ranks: int) -> None:
@@ -267,17 +267,17 @@ def _textbook(size: ModelSize, shard: int, parallel: Parallel, mixed_precision: 
     )
 
 
-def _staging(row: MemoryRow, size: ModelSize, unit: int) -> int:
+def _staging(row: MemoryRow, size: ModelSize, largest_group: int) -> int:
     """Host memory for blocks on their way to a disk and back: all of a block's parts that rest there."""
-    share = Fraction(min(STAGED_BLOCKS * unit, size.parameters), size.parameters)
+    share = Fraction(min(STAGED_BLOCKS * largest_group, size.parameters), size.parameters)
     return math.ceil(share * row.disk)
 
 
-def _streamed(row: MemoryRow, size: ModelSize, unit: int, budget: int) -> MemoryRow:
+def _streamed(row: MemoryRow, size: ModelSize, largest_group: int, budget: int) -> MemoryRow:
     """With what is on the device while the parameters of one process are offloaded."""
-    weights = min(budget or FP32 * STREAMED_BLOCKS * unit, FP32 * size.parameters)
+    weights = min(budget or FP32 * STREAMED_BLOCKS * largest_group, FP32 * size.parameters)
     # Those of one block, and of the one on its way to the host.
-    gradients = FP32 * min(2 * unit, size.trainable)
+    gradients = FP32 * min(2 * largest_group, size.trainable)
     return replace(row, gathered_weights=weights, block_gradients=gradients)
 
 

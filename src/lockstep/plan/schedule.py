@@ -49,7 +49,7 @@ class Times:
     input: float = 1
     weight: float = 1
 
-    def of(self, kind: str) -> float:
+    def duration(self, kind: str) -> float:
         parts = {"F": self.forward, "I": self.input, "W": self.weight, "B": self.input + self.weight}
         return parts[kind]
 
@@ -164,7 +164,7 @@ def simulate(orders: Sequence[Sequence[Action]], times: Times = Times()) -> Time
                 if None in ready:
                     break
                 start = max([spans[-1].end if spans else 0, *(time for time in ready if time is not None)])
-                spans.append(Span(action, start, start + times.of(action.kind)))
+                spans.append(Span(action, start, start + times.duration(action.kind)))
                 here.update(dict.fromkeys(results(action), spans[-1].end))
                 # The last action of a rank has none behind it to be sent with.
                 if not action.paired or len(spans) == len(order):

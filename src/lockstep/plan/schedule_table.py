@@ -34,7 +34,7 @@ class Rule:
 
 
 def _one_direction(ranks: int, micro_batches: int, times: Times) -> float:
-    return (ranks - 1) * (times.forward + times.of("B"))
+    return (ranks - 1) * (times.forward + times.duration("B"))
 
 
 def _interleaved(ranks: int, micro_batches: int, times: Times) -> float | None:
@@ -53,8 +53,8 @@ def _zbv(ranks: int, micro_batches: int, times: Times) -> float | None:
 
 
 def _dualpipev(ranks: int, micro_batches: int, times: Times) -> float | None:
-    pair = times.forward + times.of("B")
-    idle = (ranks - 1) * (pair + times.of("B") - 3 * times.weight)
+    pair = times.forward + times.duration("B")
+    idle = (ranks - 1) * (pair + times.duration("B") - 3 * times.weight)
     return idle if idle >= 0 else None
 
 
@@ -150,5 +150,5 @@ def formula_bubble(
 ) -> float | None:
     """Idle / (idle + useful) by the formula of the schedule's paper; None where it does not hold."""
     idle = RULES[schedule].idle(ranks, micro_batches, times)
-    useful = stages_per_rank * micro_batches * (times.forward + times.of("B"))
+    useful = stages_per_rank * micro_batches * (times.forward + times.duration("B"))
     return None if idle is None else idle / (idle + useful)

@@ -117,7 +117,7 @@ def _created(size: int) -> Segment | None:
 
 def _opened(address: str) -> Segment | None:
     try:
-        return Segment.open(SegmentAddress.of(address))
+        return Segment.open(SegmentAddress.from_text(address))
     except (OSError, ValueError):
         return None
 

@@ -139,7 +139,7 @@ def share(
             segment = Segment.create(layout.size)
             store.set("segment", segment.address.text())
         else:
-            segment = Segment.open(SegmentAddress.of(bytes(store.get("segment")).decode()))
+            segment = Segment.open(SegmentAddress.from_text(bytes(store.get("segment")).decode()))
     except (OSError, ValueError) as error:
         # The others wait for this key, and would wait until the timeout.
         if place == 0:

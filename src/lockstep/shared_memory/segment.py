@@ -49,7 +49,7 @@ class SegmentAddress:
         return f"{self.pid}:{self.descriptor}:{self.size}:{self.token}"
 
     @staticmethod
-    def of(text: str) -> SegmentAddress:
+    def from_text(text: str) -> SegmentAddress:
         pid, descriptor, size, token = text.split(":")
         return SegmentAddress(int(pid), int(descriptor), int(size), token)
 

@@ -76,8 +76,8 @@ def test_boxes_are_what_torch_cuts(drawn: tuple[torch.Tensor, list[Spread], list
         part = torch.full_like(one.to_local(), -1)
         for box in boxes_of(one):  # type: ignore[arg-type]
             assert math.prod(box.shape) > 0
-            assert bool((box.of(part) == -1).all())  # none overlap
-            box.of(part).copy_(box.within(values))
+            assert bool((box.local_view(part) == -1).all())  # none overlap
+            box.local_view(part).copy_(box.whole_view(values))
         assert torch.equal(part, one.to_local()), one.placements
 
 

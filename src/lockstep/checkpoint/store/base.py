@@ -2,7 +2,7 @@
 
 A checkpoint is written to a staging area, and published as a whole:
 
-    begin -> write, write, ... -> publish -> settle (once what was published has been verified)
+    begin -> write, write, ... -> publish -> remove_replaced (once what was published has been verified)
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Store(Protocol):
     def publish(self, directory: str, staging: str, manifest: bytes) -> None:
         """Make the staged files the checkpoint ``directory``; ``manifest`` comes last."""
 
-    def settle(self, directory: str) -> None:
+    def remove_replaced(self, directory: str) -> None:
         """Remove what ``publish`` moved aside."""
 
     def abandon(self, staging: str) -> None:

@@ -76,7 +76,7 @@ class LocalStore:
         os.rename(staging, directory)
         sync(os.path.dirname(directory) or ".")
 
-    def settle(self, directory: str) -> None:
+    def remove_replaced(self, directory: str) -> None:
         if os.path.lexists(directory + REPLACED):
             # The process that published may have been killed before it had.
             sync(os.path.dirname(directory) or ".")

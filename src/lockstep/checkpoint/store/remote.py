@@ -4,7 +4,7 @@ A checkpoint is a folder of files, which is never renamed, and a manifest beside
 
     <directory>/manifest.json              the commit record: what it names is the checkpoint
     <directory>/files-000002-9b1c02d4/     its files
-    <directory>/files-000001-5f00aa17/     the one that it replaced, with a manifest of its own, until settled
+    <directory>/files-000001-5f00aa17/     the one that it replaced, with a manifest of its own, until it is removed
     <directory>/.owner.json                the run that writes there
 
 Publishing is one put of ``manifest.json``. A process that is killed at any point leaves the old manifest or the new
@@ -72,7 +72,7 @@ class RemoteStore:
                 "damaged on the way. End the other run, or save again."
             )
 
-    def settle(self, directory: str) -> None:
+    def remove_replaced(self, directory: str) -> None:
         self._sweep(directory)
 
     def abandon(self, staging: str) -> None:

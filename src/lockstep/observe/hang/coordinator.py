@@ -101,7 +101,7 @@ class Coordinator:
         elif verb == "passed":
             self._note_progress(state, message)
             state.passed = integer_of(message, "boundary")
-            self._stop.settle()
+            self._stop.choose_target()
         elif verb == "may_save":
             self._note_progress(state, message)
             self._save.passed(rank, message.get("number"), integer_of(message, "boundary"))
@@ -125,7 +125,7 @@ class Coordinator:
         if rank in self._round.ranks and self._round.ranks[rank].peer is peer:
             # Its process may go on, so it is judged like one that does not answer.
             self._round.vanished[rank] = self._round.ranks.pop(rank)
-            self._stop.settle()
+            self._stop.choose_target()
 
     def left(self, rank: int) -> None:
         """A launcher has seen that this rank's process ended with exit code 0."""
@@ -184,7 +184,7 @@ class Coordinator:
         if is_news:
             self._hangs.forget_answers()
             self._round.tell_others(ended.rank, "left")
-        self._stop.settle()
+        self._stop.choose_target()
 
     @property
     def steps(self) -> int:

@@ -21,7 +21,7 @@ class CommonBoundary:
         self.target: int | None = None
         self.known = threading.Event()
 
-    def settle(self, target: int | None) -> None:
+    def set_target(self, target: int | None) -> None:
         """It is this one; None: they do not agree on any."""
         self.target = target
         self.known.set()
@@ -68,7 +68,7 @@ class StopGate:
     def aim(self, boundary: int) -> None:
         """Stop at this boundary."""
         if self._stopping is not None:
-            self._stopping.settle(boundary)
+            self._stopping.set_target(boundary)
 
     def close_to_save(self, cause: str) -> int:
         """Want a save; returns the boundary passed last, as ``close`` does."""
@@ -79,7 +79,7 @@ class StopGate:
     def save_at(self, boundary: int | None) -> None:
         """Save at this boundary; None: not at all."""
         if self._saving is not None:
-            self._saving.settle(boundary)
+            self._saving.set_target(boundary)
 
     def arrive(self, boundary: int) -> None:
         """The main thread is at a boundary; returns when it may go on."""

@@ -276,7 +276,7 @@ class CommonStop:
         self.cause = cause
         for state in self._running():
             self.tell(state)
-        self.settle()
+        self.choose_target()
 
     def tell(self, state: WatchedRank) -> None:
         """Tell a rank, if a stop is wanted; one that comes later hears of it then."""
@@ -285,7 +285,7 @@ class CommonStop:
         elif self.cause is not None:
             state.peer.send({"kind": "watch.stop", "cause": self.cause})
 
-    def settle(self) -> None:
+    def choose_target(self) -> None:
         """Once every rank holds before its next boundary, name the one at which all stop."""
         if self.cause is None or self._target is not None or self.nothing_begun:
             return

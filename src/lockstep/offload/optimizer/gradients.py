@@ -81,7 +81,7 @@ class GradientFile:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._settle()
+        self._finish_writes()
         self._thread.shutdown()
 
     def _watch(self, parameter: torch.Tensor, offset: int) -> None:
@@ -139,13 +139,13 @@ class GradientFile:
         if earlier is not None:
             here.add_(self._in_memory(earlier, offset))
         # One fewer, as another one comes below.
-        self._settle(_UNDER_WAY - 1)
+        self._finish_writes(_UNDER_WAY - 1)
         self._writes.append(self._begin_to_write(parameter, gradient, here, offset))
         if torch_tensors.has_hook(parameter, torch_tensors.POST_ACCUMULATE):
             # The hook may change it.
-            self._settle()
+            self._finish_writes()
         else:
-            self._settle_at_end_of_backward()
+            self._finish_writes_after_backward()
 
     def _in_memory(self, earlier: torch.Tensor, offset: int) -> torch.Tensor:
         """What came before for the same parameter; it is good until the next call."""
@@ -180,9 +180,9 @@ class GradientFile:
         self._freed.add(buffer.numel())
         return norm
 
-    def _settle_at_end_of_backward(self) -> None:
+    def _finish_writes_after_backward(self) -> None:
         if not torch_autograd.is_in_backward():
-            self._settle()
+            self._finish_writes()
         elif self._backward != (backward := torch_autograd.current_backward()):
             self._backward = backward
             torch_autograd.at_end_of_backward(self._end_backward)
@@ -190,10 +190,10 @@ class GradientFile:
     def _end_backward(self) -> None:
         # Other callbacks at the end may bring more gradients.
         self._backward = torch_autograd.NO_BACKWARD
-        self._settle()
+        self._finish_writes()
 
     @torch.no_grad()
-    def _settle(self, left: int = 0) -> None:
+    def _finish_writes(self, left: int = 0) -> None:
         """Wait until at most so many gradients are in memory; map the others from the file, where they are written."""
         while len(self._writes) > left:
             write = self._writes.popleft()

@@ -119,7 +119,7 @@ class _Buffer:
     def nbytes(self) -> int:
         return self._bytes.numel()
 
-    def of(self, nbytes: int) -> torch.Tensor:
+    def reserve(self, nbytes: int) -> torch.Tensor:
         if self.nbytes < nbytes:
             # The old one goes before the new one comes.
             self._bytes = torch.empty(0, dtype=torch.uint8)
@@ -284,7 +284,7 @@ class StepThreads:
         buffer = self._free.get()
         try:
             nbytes = arrange(early.regions)
-            read_all(early.regions, buffer.of(nbytes + early.item.nbytes_besides_states))
+            read_all(early.regions, buffer.reserve(nbytes + early.item.nbytes_besides_states))
         except BaseException:
             self._free.put(buffer)
             raise
@@ -309,7 +309,7 @@ class StepThreads:
             states = []
         try:
             buffer = buffer or self._free.get()
-            data = buffer.of(nbytes)
+            data = buffer.reserve(nbytes)
             read_all(states, data)
             read_all(others, data)
         except BaseException:

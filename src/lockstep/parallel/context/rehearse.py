@@ -112,14 +112,14 @@ def _run(call: BlockCall, hidden: Tensor, start: int, count: int, suspecting: In
         dim = sequence_dim(call.block, name, leaf, batch, length)
         return leaf if dim is None else leaf.narrow(dim, start, count)
 
-    def of(name: str, value: object) -> object:
+    def cut_leaves(name: str, value: object) -> object:
         return map_leaves(lambda _, leaf: cut(name, leaf), value)
 
     noted = _BlockRun()
     with suspecting, _Noting(noted.operations):
         noted.output = call.forward(
-            *(of(name, value) for name, value in call.args),
-            **{name: of(name, value) for name, value in call.kwargs.items()},
+            *(cut_leaves(name, value) for name, value in call.args),
+            **{name: cut_leaves(name, value) for name, value in call.kwargs.items()},
         )
     noted.suspected = frozenset(one.function for one in suspecting.suspicions)
     return noted

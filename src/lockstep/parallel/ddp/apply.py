@@ -54,16 +54,16 @@ def distributed_data_parallel(
         group = arguments["process_group"] = gloo.group_with_one_thread()
     hook = gradient_hook(options, group)
 
-    def settle(replica: TorchDDP) -> None:
+    def configure(replica: TorchDDP) -> None:
         if hook is None:
-            _settle_buckets(replica, runtime)
+            _form_buckets_now(replica, runtime)
         else:
             replica.register_comm_hook(*hook)
 
-    return DistributedDataParallel(model, {"device_ids": device_ids, **arguments}, settle)
+    return DistributedDataParallel(model, {"device_ids": device_ids, **arguments}, configure)
 
 
-def _settle_buckets(replica: TorchDDP, runtime: Runtime) -> None:
+def _form_buckets_now(replica: TorchDDP, runtime: Runtime) -> None:
     """Let DDP form its buckets now, in the order in which it expects gradients, and not after the first backward.
 
     Above two ranks the order in which an element's gradients are added up depends on its place in a bucket. A run

@@ -53,15 +53,15 @@ class DistributedDataParallel(TorchDDP):
 
     Args:
         options: Of ``TorchDDP``.
-        settle: Called with each new DDP of this module, before it is used. Collective.
+        configure: Called with each new DDP of this module, before it is used. Collective.
     """
 
     def __init__(
-        self, module: nn.Module, options: Kwargs, settle: Callable[[TorchDDP], None] = lambda _: None
+        self, module: nn.Module, options: Kwargs, configure: Callable[[TorchDDP], None] = lambda _: None
     ) -> None:
         super().__init__(module, **options)
         self._options = options
-        self._settle = settle
+        self._configure = configure
         self._trained = trained_parameters(module)
         average_before_hooks(self, self._trained, self.device)
         self._averaged = {_key(self._trained): _Averaged(self.reducer, self.logger, self._trained)}
@@ -69,7 +69,7 @@ class DistributedDataParallel(TorchDDP):
         self._has_own = False
         self._pass = -1
         self._alike = CopiesAlike(module, self.process_group)
-        settle(self)
+        configure(self)
 
     def __getattr__(self, name: str) -> Tensor | nn.Module:
         try:
@@ -214,7 +214,7 @@ class DistributedDataParallel(TorchDDP):
         has_new = any(id(p) not in known for p in self.module.parameters())
         # Added parameters must take rank 0's values; all others are equal already.
         other = TorchDDP(self.module, **self._options, init_sync=has_new)
-        self._settle(other)
+        self._configure(other)
         return _Averaged(other.reducer, other.logger, trained)
 
     def _average_again_if_spent(self, output: object) -> None:

@@ -37,7 +37,7 @@ class PlaceholderTensors:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._device = device
 
-    def of(self, tensor: Tensor) -> Tensor:
+    def without_values(self, tensor: Tensor) -> Tensor:
         """``tensor`` without its values."""
         return emptied(self._mode, tensor)
 

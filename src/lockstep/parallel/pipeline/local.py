@@ -56,7 +56,7 @@ class LocalStages:
         """The rank, within the group, that holds ``stage``."""
         return rank_of_stage(self.schedule, stage, self.ranks)
 
-    def settle(self, uses: Mapping[str, set[int]], callbacks: list[Callable[[], None]]) -> None:
+    def place_parameters(self, uses: Mapping[str, set[int]], callbacks: list[Callable[[], None]]) -> None:
         """Each rank keeps of the parameters outside of blocks those that its stages use; at the first forward.
 
         Raises:

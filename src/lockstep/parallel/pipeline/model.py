@@ -288,7 +288,7 @@ class PipelineModel(ModuleAround):
         if not training and plan.has_tensors_without_rows(local.layout):
             # Such tensors are right only if they are made of one part.
             plan = PipelinePlan.of(whole, whole, 1, dims)
-        local.settle(plan.traced.uses, self._callbacks)
+        local.place_parameters(plan.traced.uses, self._callbacks)
         local.named_modules = self._named_modules
         plan.build_segments(self.module, local.layout, local.indices)
         self._plans[key] = plan

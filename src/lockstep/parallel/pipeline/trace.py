@@ -178,14 +178,16 @@ class Tracer(TorchDispatchMode):
         return func, (args[0], places)
 
     def _some_places(self, mask: Tensor) -> Tensor:
-        return self._placeholders.of(torch.zeros(SOME, mask.ndim, dtype=torch.int64, device=mask.device))
+        return self._placeholders.without_values(
+            torch.zeros(SOME, mask.ndim, dtype=torch.int64, device=mask.device)
+        )
 
     def _emptied(self, tensor: Tensor) -> Tensor:
         """A real tensor without its values, once: torch remembers the shapes that come of it."""
         # The real tensor is kept beside it, because an id may be given to another object.
         known, empty = self._empty.get(id(tensor), (None, tensor))
         if known is None or empty.shape != tensor.shape or empty.stride() != tensor.stride():
-            empty = self._placeholders.of(tensor)
+            empty = self._placeholders.without_values(tensor)
             self._empty[id(tensor)] = tensor, empty
         return empty
 

@@ -245,7 +245,9 @@ def with_meetings(model: nn.Module, plan: TensorPlan, ranks: int) -> TensorPlan:
                 plan = without(plan, parent, list(rows), "no layer before it is split by columns")
             continue
         rehearsal = TensorRehearsal(modules[parent], columns, rows, ranks)
-        result = known.of(rehearsal.module, (tuple(columns.items()), rows), partial(run_rehearsal, rehearsal))
+        result = known.find_once(
+            rehearsal.module, (tuple(columns.items()), rows), partial(run_rehearsal, rehearsal)
+        )
         if isinstance(result, Different):
             plan = without(plan, parent, [entry.name for entry in group], result)
         else:

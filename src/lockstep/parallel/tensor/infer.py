@@ -154,7 +154,9 @@ def rehearsed_region(
 ) -> RehearsedRegion | str:
     """As ``region_with_styles``; modules that are alike are rehearsed once."""
     among = (rehearsal.holder, heads, tuple(rehearsal.columns.items()), rehearsal.rows, rehearsal.ranks)
-    return known.of(rehearsal.module, among, lambda: region_with_styles(rehearsal, name, holder, heads))
+    return known.find_once(
+        rehearsal.module, among, lambda: region_with_styles(rehearsal, name, holder, heads)
+    )
 
 
 def region_with_styles(
@@ -277,7 +279,7 @@ def _rehearsed_pair(
         return f"{hidden} features do not divide by {findings.ranks} ranks"
     rehearsal = TensorRehearsal(module, columns, rows, findings.ranks)
     among = (tuple(columns.items()), rows)
-    return findings.rehearsed.of(module, among, lambda: run_rehearsal(rehearsal))
+    return findings.rehearsed.find_once(module, among, lambda: run_rehearsal(rehearsal))
 
 
 def _pairs(layers: dict[str, nn.Module], in_order: bool) -> Iterator[Pair]:

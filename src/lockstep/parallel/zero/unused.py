@@ -186,7 +186,7 @@ class UnusedParameters:
             engine.before_reduction(group, self._before_reduction_of(group))
         engine.keep_for_another_backward(groups)
         for module in one_of_each_group(modules):
-            engine.after_reductions(module, self.settle)
+            engine.after_reductions(module, self.remove_gradients)
 
     def backward_begins(self) -> None:
         """Until ``backward_ends`` every group is reduced, whether it was used on this rank or not."""
@@ -195,7 +195,7 @@ class UnusedParameters:
     def backward_ends(self) -> None:
         """Take back what is left, where torch has reduced outside of its own callback. Collective."""
         self._is_backward = False
-        self.settle()
+        self.remove_gradients()
 
     def forget(self, shards: Collection[int] | None = None) -> None:
         """What was accumulated is gone; ``shards``: by ``id``, those whose gradients are; None: all."""
@@ -244,7 +244,7 @@ class UnusedParameters:
         return fill
 
     @torch.no_grad()
-    def settle(self) -> None:
+    def remove_gradients(self) -> None:
         """Remove gradients that no rank has computed. Collective once they have reached the shards."""
         if not self._reached_shards:
             return

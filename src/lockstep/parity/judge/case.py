@@ -107,7 +107,7 @@ def part(trace: Trace, item: TraceItem, boxes: Sequence[tuple[Sequence[int], Seq
     first = trace.part(item, regions[0])
     whole = first.new_empty((*shape, *first.shape[len(shape) :]))
     for region in regions:
-        region.of(whole).copy_(trace.part(item, region))
+        region.local_view(whole).copy_(trace.part(item, region))
     return whole
 
 

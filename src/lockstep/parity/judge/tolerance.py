@@ -129,7 +129,7 @@ def tolerance_of(
         half: The reference in ``dtype``, likewise, if that has 16 bits.
     """
     limits = _ItemLimits(trace, {one.item: one for one in disturbed}, {one.item: one for one in half}, dtype)
-    return Tolerance({item.key: limits.of(item) for item in trace}, limits.multiple)
+    return Tolerance({item.key: limits.limit_of(item) for item in trace}, limits.multiple)
 
 
 class _ItemLimits:
@@ -161,7 +161,7 @@ class _ItemLimits:
         self._has_experts = any(_is_chosen(shape, self._rows) for _, shape in outputs)
         self._choices = _choices(outputs) if self._has_experts else set()
 
-    def of(self, item: TraceItem) -> Limit:
+    def limit_of(self, item: TraceItem) -> Limit:
         runs = [run[item] for run in self._runs if item in run]
         # A shape that differs between runs depends on numbers that are rounded.
         if any(one.shape is not None for one in runs) or (self._is_half and self._is_rerouted(item)):

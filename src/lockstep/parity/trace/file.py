@@ -104,7 +104,9 @@ class Trace:
     def _items(self) -> list[TraceItem]:
         # A script may end between the batches of two ranks: what it began of another step, no other run makes.
         made = self.facts.get("made", math.inf)
-        return [item for item in map(TraceItem.of, self._places) if item.is_compared and item.step <= made]
+        return [
+            item for item in map(TraceItem.from_key, self._places) if item.is_compared and item.step <= made
+        ]
 
     def __contains__(self, item: TraceItem) -> bool:
         return item.key in self._places
@@ -216,6 +218,6 @@ def _assemble(item: TraceItem, traces: Sequence[Trace]) -> torch.Tensor | None:
     for trace in traces:
         part = trace.tensor(item)
         for box in as_regions(trace.facts["parts"][item.key][1]):
-            box.within(whole).copy_(box.of(part))
-            box.within(is_there).fill_(True)
+            box.whole_view(whole).copy_(box.local_view(part))
+            box.whole_view(is_there).fill_(True)
     return whole if bool(is_there.all()) else None

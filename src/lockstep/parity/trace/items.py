@@ -84,7 +84,7 @@ class TraceItem(NamedTuple):
         return json.dumps([self.step, self.kind.value, *self[2:]])
 
     @classmethod
-    def of(cls, key: str) -> TraceItem:
+    def from_key(cls, key: str) -> TraceItem:
         """The item of a ``key``."""
         step, kind, *others = json.loads(key)
         return cls(step, ItemKind(kind), *others)

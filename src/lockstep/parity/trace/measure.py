@@ -84,7 +84,7 @@ class Measured:
         fields = json.loads(line)
         boxes = tuple((tuple(offsets), tuple(shape)) for offsets, shape in fields.pop("boxes"))
         shape = None if fields["shape"] is None else tuple(fields["shape"])
-        sums, item = DistanceSums(**fields.pop("sums")), TraceItem.of(fields.pop("item"))
+        sums, item = DistanceSums(**fields.pop("sums")), TraceItem.from_key(fields.pop("item"))
         return replace(cls(item, fields["rank"], sums), **{**fields, "boxes": boxes, "shape": shape})
 
 

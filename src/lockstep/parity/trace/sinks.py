@@ -134,6 +134,6 @@ class TraceComparison:
             if len(box.shape) < values.ndim:
                 box = ShardRegion((*box.offsets, 0), (*box.shape, 2), (*box.inside, 0))
             if math.prod(box.shape):
-                total += compare(box.of(values), self._trace.part(item, box))
+                total += compare(box.local_view(values), self._trace.part(item, box))
         self._trace.release(item)
         return Measured(item, self._rank, total, pairs, digest(values))

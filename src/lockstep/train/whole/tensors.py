@@ -173,7 +173,7 @@ def gathered(sharded: torch.Tensor) -> torch.Tensor:
 def _copy_part(whole: torch.Tensor, sharded: torch.Tensor) -> None:
     part = local(sharded)
     for box in boxes_of(sharded):
-        box.of(part).copy_(box.within(whole))
+        box.local_view(part).copy_(box.whole_view(whole))
 
 
 class WholeState:

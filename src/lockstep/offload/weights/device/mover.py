@@ -68,13 +68,13 @@ class DeviceMover:
         }
         self._by_host_tensor = {id(w.host_tensor): w for copy in self._copies.values() for w in copy.working}
         self._forward = Forwards()
-        # To settle after backward.
+        # To write back after backward.
         self._later: list[_GroupCopy] = []
-        # The number of the graph task at whose end to settle.
+        # The number of the graph task at whose end to write back.
         self._backward = -1
         self._closed = False
         largest = max((copy.nbytes for copy in self._copies.values()), default=0)
-        self._gradients = HostGradients(self._back, 2 * largest, self._settle_after_backward)
+        self._gradients = HostGradients(self._back, 2 * largest, self._write_back_after_backward)
         self._watched: set[Working] = set()
         self._steps = register_optimizer_step_post_hook(_Stepped(self))
         weakref.finalize(self, self._steps.remove)
@@ -112,10 +112,10 @@ class DeviceMover:
             copy.places.put_working()
             copy.is_in_place = True
             # Bound outside of a forward, as by backward: nobody says when it ends.
-            if not copy.depth and not copy.settles_later:
-                copy.settles_later = True
+            if not copy.depth and not copy.write_back_later:
+                copy.write_back_later = True
                 self._later.append(copy)
-                self._settle_after_backward()
+                self._write_back_after_backward()
 
     def release(self, group: WeightGroup) -> bool:
         copy = self._copies[group]
@@ -124,8 +124,8 @@ class DeviceMover:
                 return True
             if copy.depth or copy.slot.is_held(len(copy.working) if copy.is_used else 0):
                 return False
-            copy.settles_later = False
-            self._go_home(copy)
+            copy.write_back_later = False
+            self._restore_host_tensors(copy)
             self._empty(copy)
             return True
 
@@ -135,7 +135,7 @@ class DeviceMover:
         self._steps.remove()
         for copy in self._copies.values():
             with copy.lock, own_mode():
-                self._go_home(copy)
+                self._restore_host_tensors(copy)
                 if copy.slot is not None:
                     self._empty(copy)
         self.slots.clear()
@@ -143,7 +143,7 @@ class DeviceMover:
     # -- as a listener -----------------------------------------------------------------------------------
 
     def forward_begins(self, group: WeightGroup) -> None:
-        self._settle_what_failed()
+        self._flush_what_failed()
         hooks = saved_tensors_hooks_of(self) if torch.is_grad_enabled() else None
         if hooks is not None:
             hooks.__enter__()
@@ -165,11 +165,11 @@ class DeviceMover:
         copy = self._copies[group]
         with copy.lock, own_mode():
             copy.depth -= 1
-            if not copy.depth and not copy.settles_later:
-                self._go_home(copy)
+            if not copy.depth and not copy.write_back_later:
+                self._restore_host_tensors(copy)
 
     def backward_begins(self, group: WeightGroup) -> None:
-        self._settle_after_backward()
+        self._write_back_after_backward()
 
     # -- of its own --------------------------------------------------------------------------------------
 
@@ -187,9 +187,9 @@ class DeviceMover:
         with own_mode():
             for copy in later:
                 with copy.lock:
-                    copy.settles_later = False
+                    copy.write_back_later = False
                     if not copy.depth:
-                        self._go_home(copy)
+                        self._restore_host_tensors(copy)
             self._gradients.deliver_all()
 
     # -- for what autograd saved -------------------------------------------------------------------------
@@ -267,7 +267,7 @@ class DeviceMover:
         self.slots.give_back(copy.slot, last_use)
         copy.slot, copy.is_used = None, False
 
-    def _go_home(self, copy: _GroupCopy) -> None:
+    def _restore_host_tensors(self, copy: _GroupCopy) -> None:
         """Give the modules their own tensors, with what was written to the working ones."""
         if not copy.is_in_place:
             return
@@ -302,12 +302,12 @@ class DeviceMover:
                 self._watched.add(working)
                 self._gradients.watch(working)
 
-    def _settle_what_failed(self) -> None:
+    def _flush_what_failed(self) -> None:
         """What is left of a backward that ended in an exception, or of a use outside of both passes."""
         if (self._later or self._backward != -1) and not torch_autograd.is_in_backward():
             self.flush()
 
-    def _settle_after_backward(self) -> None:
+    def _write_back_after_backward(self) -> None:
         task = torch_autograd.current_backward()
         if task not in (-1, self._backward):
             self._backward = task
@@ -332,17 +332,17 @@ class _GroupCopy:
         self.is_used = False
         # The modules have the working tensors.
         self.is_in_place = False
-        self.settles_later = False
+        self.write_back_later = False
         # Forwards that it is in.
         self.depth = 0
-        self._homes: list[tuple[int, ...]] = []
+        self._host_states: list[tuple[int, ...]] = []
 
     def take_note(self) -> None:
-        self._homes = [working.state_of_home() for working in self.working]
+        self._host_states = [working.host_state() for working in self.working]
 
     @property
     def is_stale(self) -> bool:
-        return self._homes != [working.state_of_home() for working in self.working]
+        return self._host_states != [working.host_state() for working in self.working]
 
 
 class _Stepped:

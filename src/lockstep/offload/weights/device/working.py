@@ -148,7 +148,7 @@ class Working:
     def nbytes(self) -> int:
         return self.host_tensor.numel() * self.host_tensor.element_size()
 
-    def state_of_home(self) -> tuple[int, ...]:
+    def host_state(self) -> tuple[int, ...]:
         """Changes whenever the host tensor is written to or gets other memory."""
         return self.host_tensor.data_ptr(), torch_tensors.version(self.host_tensor), self.edits
 
