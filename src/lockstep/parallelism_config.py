@@ -80,9 +80,9 @@ class ParallelismConfig:
         for axis in AXES:
             name = f"{axis}_size"
             variable = f"PARALLELISM_CONFIG_{name.upper()}"
-            said = getattr(self, name)
-            value = environ.get(variable) or 1 if said is None else said
-            origin = name if said is not None else variable
+            given = getattr(self, name)
+            value = environ.get(variable) or 1 if given is None else given
+            origin = name if given is not None else variable
             setattr(self, name, parse_integer(value, origin, at_least=1))
         self.cp_backend = self.cp_backend or environ.get("PARALLELISM_CONFIG_CP_BACKEND") or "torch"
         self.sp_backend = self.sp_backend or environ.get("PARALLELISM_CONFIG_SP_BACKEND") or "deepspeed"

@@ -117,10 +117,10 @@ def of_ranks(ranks: Sequence[int]) -> str:
 
 def indices(numbers: Sequence[int]) -> str:
     """2 and 3; 0 to 5; 0 to 3 and 7."""
-    said = runs_of(numbers, " to ")
-    if len(said) > 8:
-        said = [*said[:7], f"{len(said) - 7} more"]
-    return listed(said)
+    runs = runs_of(numbers, " to ")
+    if len(runs) > 8:
+        runs = [*runs[:7], f"{len(runs) - 7} more"]
+    return listed(runs)
 
 
 def runs_of(numbers: Iterable[int], to: str) -> list[str]:
@@ -131,10 +131,10 @@ def runs_of(numbers: Iterable[int], to: str) -> list[str]:
             runs[-1].append(number)
         else:
             runs.append([number])
-    said: list[str] = []
+    texts: list[str] = []
     for run in runs:
-        said += [f"{run[0]}{to}{run[-1]}"] if len(run) > 2 else [str(number) for number in run]
-    return said
+        texts += [f"{run[0]}{to}{run[-1]}"] if len(run) > 2 else [str(number) for number in run]
+    return texts
 
 
 def two_digits(number: float) -> str:

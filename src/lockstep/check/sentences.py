@@ -99,7 +99,7 @@ def cannot_run(
 ) -> str:
     """Why the run stops where the whole model takes a batch and the split one raises, in the forward of ``module``."""
     text = (str(error).strip().splitlines() or [""])[0].rstrip(".")
-    text = next((said for piece, said in EXPLAINED.items() if piece in text), text)
+    text = next((explanation for piece, explanation in EXPLAINED.items() if piece in text), text)
     where = f" in {module}" if module else ""
     return (
         f"{model} runs on the first batch, but with parallel='{parallel}' it raises {type(error).__name__}{where}"

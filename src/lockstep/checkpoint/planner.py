@@ -231,8 +231,8 @@ def _refuse_incomplete(index: Index) -> None:
 def _add_piece(index: Index, item: WriteItem, piece: ChunkMetadata) -> None:
     name, dtype, shape, *_ = item.source
     if name not in index:
-        said = dtype_name(torch.empty(0, dtype=dtype), name)
-        index[name] = TensorEntry(dtype=said, shape=shape, pieces=[])
+        dtype_text = dtype_name(torch.empty(0, dtype=dtype), name)
+        index[name] = TensorEntry(dtype=dtype_text, shape=shape, pieces=[])
     index[name].pieces.append(piece)
 
 

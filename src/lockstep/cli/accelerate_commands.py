@@ -54,10 +54,10 @@ def load_config_from_file(config_file: str | None) -> ClusterConfig | FileSettin
     Raises:
         ConfigError: it cannot be read, or is no configuration.
     """
-    said = settings_of(config_file)
-    if ClusterConfig.unknown(said):
-        return FileSettings(said)
-    return ClusterConfig.of(said)
+    settings = settings_of(config_file)
+    if ClusterConfig.unknown(settings):
+        return FileSettings(settings)
+    return ClusterConfig.of(settings)
 
 
 def write_basic_config(mixed_precision: str = "no", save_location: str = default_config_file) -> Path | bool:
@@ -131,10 +131,10 @@ def _attributes(words: Sequence[str]) -> dict[str, object]:
     """What the words say, by Accelerate's names; what they do not say is None, and False of switches."""
     from lockstep.cli.launch import command
 
-    said = command.make_context("launch", list(words), resilient_parsing=True).params
+    given = command.make_context("launch", list(words), resilient_parsing=True).params
     switches = {one.name for one in command.params if getattr(one, "is_flag", False)}
     found: JsonObject = {
-        one.name: said.get(one.name) or (False if one.name in switches else said.get(one.name))
+        one.name: given.get(one.name) or (False if one.name in switches else given.get(one.name))
         for one in command.params
         if one.name is not None and one.expose_value
     }

@@ -33,9 +33,9 @@ def settings_of(path: ConfigPath | None) -> JsonObject:
     """
     path = user_config_file() if path is None else Path(path)
     load(path)
-    said: dict[str, object] = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    settings: dict[str, object] = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     # YAML reads an unquoted NO as false.
-    return {**said, "distributed_type": "NO"} if said.get("distributed_type") is False else said
+    return {**settings, "distributed_type": "NO"} if settings.get("distributed_type") is False else settings
 
 
 @dataclass
@@ -83,12 +83,12 @@ class BaseConfig:
         return cls._read(json_file)
 
     @classmethod
-    def unknown(cls, said: Mapping[str, object]) -> list[str]:
+    def unknown(cls, settings: Mapping[str, object]) -> list[str]:
         """Keys for which there is no field."""
-        return sorted(said.keys() - {known.name for known in fields(cls)})
+        return sorted(settings.keys() - {known.name for known in fields(cls)})
 
     @classmethod
-    def of(cls: type[Config], said: Mapping[str, object]) -> Config:
+    def of(cls: type[Config], settings: Mapping[str, object]) -> Config:
         """What a file says, and what each such file must say where it does not."""
         standard: JsonObject = {
             "compute_environment": "LOCAL_MACHINE",
@@ -97,18 +97,18 @@ class BaseConfig:
             "use_cpu": False,
             "debug": False,
         }
-        return cls(**{**standard, **said})
+        return cls(**{**standard, **settings})
 
     @classmethod
     def _read(cls: type[Config], path: ConfigPath | None) -> Config:
-        said = settings_of(path)
-        unknown = cls.unknown(said)
+        settings = settings_of(path)
+        unknown = cls.unknown(settings)
         if unknown:
             raise ConfigError(
                 f"{path} has {', '.join(unknown)}, but {cls.__name__} has no such field. Read the file with "
                 "load_config_from_file."
             )
-        return cls.of(said)
+        return cls.of(settings)
 
 
 SECTIONS = (

@@ -99,7 +99,7 @@ def explain_parallel(
 
     state(Parallel(), 1)  # what is wrong for every row is an error, not a row's reason
     cases = [_case(plan, n, state) for n in process_counts(ranks, "--ranks", MAX_ROWS) for plan in plans]
-    said = {
+    facts = {
         "parameters": parameters,
         "blocks": count,
         "gradient_accumulation_steps": steps,
@@ -108,11 +108,11 @@ def explain_parallel(
     }
     if as_json:
         types = {str(plan): dtypes(plan, mixed_precision) for plan in plans}
-        click.echo(json.dumps(said | {"rows": [_facts(case) for case in cases], "dtypes": types}, indent=2))
+        click.echo(json.dumps(facts | {"rows": [_facts(case) for case in cases], "dtypes": types}, indent=2))
         return
     console = Console(highlight=False)
     console.width = max(console.width, 110)
-    _print_memory(console, cases, said, compared=len(plans) > 1)
+    _print_memory(console, cases, facts, compared=len(plans) > 1)
     _print_dtypes(console, plans, mixed_precision)
 
 
@@ -134,7 +134,7 @@ def _facts(case: ExplainedRow) -> dict[str, object]:
 
 
 def _print_memory(
-    console: Console, cases: Sequence[ExplainedRow], said: dict[str, object], compared: bool
+    console: Console, cases: Sequence[ExplainedRow], facts: dict[str, object], compared: bool
 ) -> None:
     rows = [case.row for case in cases if case.row is not None]
     columns = {
@@ -147,7 +147,7 @@ def _print_memory(
     name = "ddp and ZeRO" if compared else str(cases[0].parallel)
     console.print(
         Text(
-            f"{name}: {said['parameters']:,} parameters, {said['optimizer']}, precision {said['mixed_precision']}"
+            f"{name}: {facts['parameters']:,} parameters, {facts['optimizer']}, precision {facts['mixed_precision']}"
         ),
         style="bold",
     )
@@ -176,8 +176,8 @@ def _print_memory(
     console.print(
         Text(
             f"\nat rest: after a step, until zero_grad. peak: an upper bound of state on the device within a step, "
-            f"with {said['blocks']} equal blocks. sent: bytes that a rank sends in a step of "
-            f"{said['gradient_accumulation_steps']} micro-batch(es). textbook: the formula of the ZeRO paper.\n"
+            f"with {facts['blocks']} equal blocks. sent: bytes that a rank sends in a step of "
+            f"{facts['gradient_accumulation_steps']} micro-batch(es). textbook: the formula of the ZeRO paper.\n"
             "Not counted: activations, buffers, the optimizer's temporaries, fragmentation, what the allocator and "
             "the communication backend keep."
         )

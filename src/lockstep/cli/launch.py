@@ -110,8 +110,8 @@ def _planned(
     environ = inherited_environment()
     also = accelerate_config_file(environ) if is_accelerates and not options["use_cpu"] else None
     sentences: list[str] = []
-    said_by_file, loaded = _file(options["config_file"], sentences, also)
-    settings = merge(_flags(ctx, options, sentences), said_by_file, environ)
+    given_by_file, loaded = _file(options["config_file"], sentences, also)
+    settings = merge(_flags(ctx, options, sentences), given_by_file, environ)
     sentences += unknown_variables(environ)
     asked = environment_settings(environ, settings["num_machines"].value)
     if asked.settings:
@@ -207,7 +207,9 @@ def _of_several_machines(given: dict[str, SettingValue]) -> dict[str, SettingVal
 def _with_words(setting: SettingValue, asked: Mapping[str, SettingValue]) -> SettingValue:
     """The setting ``parallel`` with what else says words of it."""
     own = values_of_settings({"parallel": (setting.value, setting.source)})
-    own = {name: SettingValue(said.value, setting.words.get(name, said.source)) for name, said in own.items()}
+    own = {
+        name: SettingValue(given.value, setting.words.get(name, given.source)) for name, given in own.items()
+    }
     together = merge_settings(asked, own)
     words = parallel_sources(together)
     return SettingValue(str(parallel_of(together)), joined_sources(words), words)
@@ -232,14 +234,14 @@ def _without_effect(
             f"{flag} comes after {target}, so it is passed to the script. If it is meant for the launch, write "
             f"it before {target}."
         )
-    said = "--multi-gpu" if options["multi_gpu"] else loaded.gpus if loaded is not None else ""
-    if said and plan.transport.backend == LOCAL and not plan.settings["use_cpu"].value:
+    asked = "--multi-gpu" if options["multi_gpu"] else loaded.gpus if loaded is not None else ""
+    if asked and plan.transport.backend == LOCAL and not plan.settings["use_cpu"].value:
         import torch
 
         if not torch.accelerator.is_available():
             yield (
-                f"{said} asks for GPUs, but torch {torch.__version__} finds none on this machine: the script trains on "
-                "the CPU."
+                f"{asked} asks for GPUs, but torch {torch.__version__} finds none on this machine: the script trains "
+                "on the CPU."
             )
 
 
@@ -267,13 +269,13 @@ def _file(
             raise ConfigError(f"{CONFIG_VARIABLE}: {error}" if named else str(error)) from None
         sentences.append(f"settings from {default}")
     sentences += loaded.warnings
-    said = {
+    given = {
         name: SettingValue(
             value, loaded.origins.get(name, str(path)), loaded.words if name == "parallel" else {}
         )
         for name, value in loaded.config.given().items()
     }
-    return said, loaded
+    return given, loaded
 
 
 def _device_count(settings: dict[str, SettingValue]) -> int:

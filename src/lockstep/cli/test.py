@@ -42,9 +42,9 @@ def command(config_file: str | None, nproc: int | None, use_cpu: bool) -> None:
     from lockstep.launch.local import end_process, launch
     from lockstep.launch.plan import Program, available_cores, make_plan, merge
 
-    flags_said = {"nproc": SettingValue(nproc or 2, "flag --nproc" if nproc else "default")}
+    given_flags = {"nproc": SettingValue(nproc or 2, "flag --nproc" if nproc else "default")}
     if use_cpu:
-        flags_said["use_cpu"] = SettingValue(True, "flag --cpu")
-    settings = merge(flags_said, {}, inherited_environment())
+        given_flags["use_cpu"] = SettingValue(True, "flag --cpu")
+    settings = merge(given_flags, {}, inherited_environment())
     program = Program(self_check.__name__, module=True)
     end_process(launch(make_plan(program, settings, device_count=0, cores=available_cores())))

@@ -199,7 +199,7 @@ def translate(table: Table, data: object, where: str, prefix: str = "") -> Trans
         for row in rows
         if row.outcome is Outcome.NO_EFFECT
     )
-    return Translation(said_by(rows, where), warnings, rows)
+    return Translation(settings_of_rows(rows, where), warnings, rows)
 
 
 def joined(row: Row) -> str:
@@ -207,7 +207,7 @@ def joined(row: Row) -> str:
     return row.path + (row.text if row.text[:1] in "=:. " else f": {row.text}")
 
 
-def said_by(rows: Iterable[Row], where: str) -> dict[str, SettingValue]:
+def settings_of_rows(rows: Iterable[Row], where: str) -> dict[str, SettingValue]:
     """The settings that rows say, each with its source."""
     return merge_settings(
         *(

@@ -93,14 +93,14 @@ class AcceleratorArguments:
     @property
     def asks_for_sharding(self) -> bool:
         """Whether anything says how models are spread."""
-        said = (
+        asked = (
             self.parallel,
             self.parallelism_config,
             self.fsdp_plugin,
             self.deepspeed_plugin,
             self.deepspeed_plugins,
         )
-        return any(one is not None for one in said)
+        return any(one is not None for one in asked)
 
     def as_settings(self) -> dict[str, object]:
         """Those that flags, environment and files may set, too; None: the code does not say."""

@@ -402,7 +402,7 @@ class TorchDynamoPlugin(KwargsHandler):
 
     def __post_init__(self) -> None:
         from lockstep.config.settings import OF_WORKERS  # they know these handlers
-        from lockstep.config.sources import inherited_environment, said_by_environment
+        from lockstep.config.sources import given_by_environment, inherited_environment
 
         environ = inherited_environment()
         for name, setting in (
@@ -413,9 +413,9 @@ class TorchDynamoPlugin(KwargsHandler):
             ("use_regional_compilation", "dynamo_use_regional_compilation"),
         ):
             is_open = getattr(self, name) is None
-            said = said_by_environment(OF_WORKERS[setting], environ) if is_open else None
-            if said is not None:
-                setattr(self, name, said.value)
+            given = given_by_environment(OF_WORKERS[setting], environ) if is_open else None
+            if given is not None:
+                setattr(self, name, given.value)
 
     def to_kwargs(self) -> dict[str, object]:
         """Return the options that differ from ``torch.compile``'s own defaults.

@@ -190,10 +190,10 @@ def _backend(value: object, origin: str) -> object:
     registered = {point.name for point in entry_points(group="torch_dynamo_backends")}
     if not origin.startswith("Accelerator(") and word not in registered:
         known = [name.lower() for name in DynamoBackend.list()]
-        said = f"{origin}={plain(word)}" if origin else repr_short(word)
+        quoted = f"{origin}={plain(word)}" if origin else repr_short(word)
         raise ConfigError(
             (
-                f"{said} is no backend of torch.compile.{suggestion(word, known)} Use one of "
+                f"{quoted} is no backend of torch.compile.{suggestion(word, known)} Use one of "
                 f"{', '.join(sorted({*known, *registered}))}"
             )
             + ("." if origin else "")

@@ -95,10 +95,10 @@ def merge_settings(*parts: Mapping[str, SettingValue]) -> dict[str, SettingValue
     """
     together: dict[str, SettingValue] = {}
     for part in parts:
-        for name, said in part.items():
-            first = together.setdefault(name, said)
-            if first.value != said.value:
+        for name, value in part.items():
+            first = together.setdefault(name, value)
+            if first.value != value.value:
                 raise ConfigError(
-                    f"{first.source} contradicts {said.source}. Give both the same value, or remove one of them."
+                    f"{first.source} contradicts {value.source}. Give both the same value, or remove one of them."
                 )
     return together

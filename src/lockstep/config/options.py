@@ -115,7 +115,7 @@ def resolve_options(arguments: AcceleratorArguments, external: Callable[..., Ext
     settings = worker_settings(arguments.as_settings())
     handlers = handlers_by_type(arguments.kwargs_handlers or ())
     others = _others(arguments, settings, external)
-    asked = merge_settings(others.settings, _said_by_code(arguments, settings, handlers))
+    asked = merge_settings(others.settings, _given_by_code(arguments, settings, handlers))
     value = {name: said.value for name, said in asked.items()}
     parallel, precision = parallel_of(asked), precision_of(asked)
     project = arguments.project()
@@ -192,13 +192,13 @@ def _has_foreign_words(plugins: Sequence[object]) -> bool:
     return has_unread_file or speaks_accelerate() or any(one is not None for one in plugins)
 
 
-def _run_dir(said: str | None, project_dir: str | os.PathLike[str] | None) -> Path | None:
+def _run_dir(given: str | None, project_dir: str | os.PathLike[str] | None) -> Path | None:
     """The folder that was said, else ``run`` in the project's; None: "no", or a place that is not in a file system."""
-    if said is None and project_dir is not None:
-        said = os.path.join(os.fspath(project_dir), "run")
-    if said is None or said == "no" or "://" in said:
+    if given is None and project_dir is not None:
+        given = os.path.join(os.fspath(project_dir), "run")
+    if given is None or given == "no" or "://" in given:
         return None
-    return Path(os.path.abspath(os.path.expanduser(said)))
+    return Path(os.path.abspath(os.path.expanduser(given)))
 
 
 def fit_to_world(options: Options, world_size: int) -> Options:
@@ -229,19 +229,19 @@ def _compiling(
         return None, False
     names = {"mode": "dynamo_mode", "fullgraph": "dynamo_use_fullgraph", "dynamic": "dynamo_use_dynamic"}
     found = {name: settings[setting].value for name, setting in names.items()}
-    said = {name: value for name, value in found.items() if value is not None}
+    given = {name: value for name, value in found.items() if value is not None}
     own = plugin.compile_options() if plugin is not None else {}
     # Modes are inductor's words; another backend may have its own.
     if own.get("mode") is not None and str(backend).upper() in DynamoBackend.list():
         COMPILE_MODE.for_worker(own["mode"], "TorchDynamoPlugin(mode=...)")
     # torch.compile takes options only without a mode.
     if "options" in own:
-        said.pop("mode", None)
+        given.pop("mode", None)
     regional = bool(settings["dynamo_use_regional_compilation"].value)
-    return {"backend": backend, **said, **own}, by_blocks or regional
+    return {"backend": backend, **given, **own}, by_blocks or regional
 
 
-def _said_by_code(
+def _given_by_code(
     arguments: AcceleratorArguments,
     settings: Mapping[str, SettingValue],
     handlers: Mapping[type, KwargsHandler],
@@ -275,7 +275,7 @@ def _parallel_values(
         return {}
     line, origin = settings["parallel"].value or Parallel(), settings["parallel"].source
     merged = line.merged(**given) if origin == "code" else replace(line, **given)
-    said = values_of_parallel(merged, f"parallel='{line}' ({origin})")
-    return said | {
+    values = values_of_parallel(merged, f"parallel='{line}' ({origin})")
+    return values | {
         name: SettingValue(getattr(merged, name), f"{name}={value} (code)") for name, value in given.items()
     }

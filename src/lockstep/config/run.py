@@ -43,16 +43,16 @@ class RunConfig(_Fields):
     @classmethod
     def _range_of_machines(cls, data: Any) -> object:
         """``num_machines: "1:4"`` says both ends."""
-        said = data.get("num_machines") if isinstance(data, dict) else None
-        if not isinstance(said, str) or ":" not in said:
+        given = data.get("num_machines") if isinstance(data, dict) else None
+        if not isinstance(given, str) or ":" not in given:
             return data
         try:
-            least, most = parse_machines(said)
+            least, most = parse_machines(given)
         except ConfigError as error:
             raise ConfigError(f"num_machines: {error}") from None
         if data.get("min_machines") not in (None, least, str(least)):
             raise ConfigError(
-                f"num_machines is {said} but min_machines is {repr_short(data['min_machines'])}. Say it once."
+                f"num_machines is {given} but min_machines is {repr_short(data['min_machines'])}. Say it once."
             )
         return {**data, "num_machines": most, "min_machines": least}
 

@@ -134,11 +134,13 @@ def worker_settings(
             value = setting.kind.for_worker(code[name], f"Accelerator({name}=...)")
             settings[name] = SettingValue(value, "code")
         else:
-            settings[name] = said_by_environment(setting, environ) or SettingValue(setting.default, "default")
+            settings[name] = given_by_environment(setting, environ) or SettingValue(
+                setting.default, "default"
+            )
     return settings
 
 
-def said_by_environment(setting: Setting, environ: Environ) -> SettingValue | None:
+def given_by_environment(setting: Setting, environ: Environ) -> SettingValue | None:
     """What the environment says of a setting; None: nothing, as an empty variable does.
 
     Raises:
@@ -213,8 +215,8 @@ def named_backend(environ: Environ | None = None) -> str | None:
     Raises:
         ConfigError: it is none of those that there are.
     """
-    said = said_by_environment(OF_WORKERS["backend"], os.environ if environ is None else environ)
-    return None if said is None else str(said.value)
+    given = given_by_environment(OF_WORKERS["backend"], os.environ if environ is None else environ)
+    return None if given is None else str(given.value)
 
 
 def error_file(environ: Environ | None = None) -> str | None:

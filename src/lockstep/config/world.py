@@ -92,11 +92,11 @@ class BatchSizes:
     @classmethod
     def of(cls, settings: Mapping[str, SettingValue]) -> BatchSizes:
         """From the settings that were said."""
-        said = [settings[name] for name in BATCH_SETTINGS if name in settings]
+        given = [settings[name] for name in BATCH_SETTINGS if name in settings]
         train, micro, accumulation = (
             settings[name].value if name in settings else None for name in BATCH_SETTINGS
         )
-        return cls(train, micro, accumulation, tuple(item.source for item in said))
+        return cls(train, micro, accumulation, tuple(item.source for item in given))
 
     def solved(self, world_size: int, ranks: str = "processes") -> BatchSizes:
         """With what follows for so many processes, which messages call ``ranks``; what does not follow stays None.

@@ -102,15 +102,15 @@ def status_of(run: RunHistory, attempts: list[Attempt], now: float) -> tuple[Run
         "hang": RunStatus.HANGS,
         "end": RunStatus.FINISHED,
     }
-    said = {event.name: event for event in reversed(after) if event.name in ends}
-    if "hang" in said and "end" in said and said["end"].text("reason") == "hang":
-        return RunStatus.HUNG, said["hang"]
+    endings = {event.name: event for event in reversed(after) if event.name in ends}
+    if "hang" in endings and "end" in endings and endings["end"].text("reason") == "hang":
+        return RunStatus.HUNG, endings["hang"]
     for name in ("error", "stop", "end", "hang", "damage"):
         # Some runs go on after damage: it ended those of which nothing more was heard.
         if name == "damage" and not is_silent(run, last, now):
             continue
-        if name in said:
-            return ends[name], said[name]
+        if name in endings:
+            return ends[name], endings[name]
     if not is_silent(run, last, now):
         return (RunStatus.RUNNING if run.has_steps else RunStatus.EMPTY), None
     return RunStatus.SILENT, None

@@ -99,8 +99,8 @@ def secret_for_machines(plan: LaunchPlan) -> Secret:
     """
     if plan.secret_file is not None:
         return read_secret(Path(plan.secret_file).expanduser())
-    said = inherited_environment().get(SECRET_VARIABLE)
-    return Secret.from_hex(said) if said else new_secret()
+    given = inherited_environment().get(SECRET_VARIABLE)
+    return Secret.from_hex(given) if given else new_secret()
 
 
 PREFIXES = ("LOCKSTEP_", "NCCL_", "GLOO_", "TORCH_")

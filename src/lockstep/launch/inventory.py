@@ -14,9 +14,9 @@ from lockstep.config.place import Environ
 from lockstep.config.settings import OF_WORKERS
 from lockstep.config.sources import (
     control_endpoint,
+    given_by_environment,
     inherited_environment,
     process_environment,
-    said_by_environment,
     unknown_variables,
     user_config_file,
 )
@@ -94,7 +94,7 @@ def problems_of_environment(environ: Environ | None = None) -> list[str]:
     environ = inherited_environment() if environ is None else environ
 
     checks: list[Callable[[], object]] = [
-        *(lambda one=one: said_by_environment(one, environ) for one in OF_WORKERS.values()),
+        *(lambda one=one: given_by_environment(one, environ) for one in OF_WORKERS.values()),
         lambda: check_named_file(environ),
         lambda: process_environment(environ),
         lambda: control_endpoint(environ),

@@ -99,9 +99,9 @@ def connect_to(address: tuple[str, int], secret_file: str | None) -> JobConnecti
     here = with_address(address)
     if here is not None:
         return JobConnection(address, here.secret)
-    said = inherited_environment().get(SECRET_VARIABLE)
-    if said:
-        return JobConnection(address, derived(Secret.from_hex(said), "launch"))
+    given = inherited_environment().get(SECRET_VARIABLE)
+    if given:
+        return JobConnection(address, derived(Secret.from_hex(given), "launch"))
     own = user_config_folder() / "secret"
     if not os.path.exists(own):
         raise ConfigError(

@@ -180,9 +180,9 @@ def _rendezvous_address(plan: LaunchPlan) -> RendezvousAddress:
 
 def _secret(plan: LaunchPlan) -> Secret:
     """What this launch's machines and workers know. The user's own secret is only what it is made of."""
-    said = inherited_environment().get(SECRET_VARIABLE)
+    given = inherited_environment().get(SECRET_VARIABLE)
     # The workers have no use for it.
-    if said:
+    if given:
         rest = inherited_environment()
         del rest[SECRET_VARIABLE]
         restore_environment(rest)
@@ -191,7 +191,7 @@ def _secret(plan: LaunchPlan) -> Secret:
     if plan.secret_file is not None:
         secret = read_secret(Path(plan.secret_file).expanduser())
     else:
-        secret = Secret.from_hex(said) if said else user_secret()
+        secret = Secret.from_hex(given) if given else user_secret()
     return derived(secret, "launch")
 
 

@@ -84,17 +84,18 @@ def machines_of(
 
 def allocated_nodes(environ: Mapping[str, str]) -> int | None:
     """The number of nodes of Slurm's allocation, if it says one. Raises ConfigError if that is no number."""
-    said = environ.get(ALLOCATED_NODES)
-    return parse_integer(said, ALLOCATED_NODES, at_least=1) if said else None
+    given = environ.get(ALLOCATED_NODES)
+    return parse_integer(given, ALLOCATED_NODES, at_least=1) if given else None
 
 
 def _listed(
     settings: SettingValues, hosts: tuple[Host, ...], where: SettingValue, nproc: SettingValue | None
 ) -> SettingValues:
-    said = settings["num_machines"]
-    if said.source != "default" and said.value != len(hosts):
+    given = settings["num_machines"]
+    if given.source != "default" and given.value != len(hosts):
         raise ConfigError(
-            f"num_machines is {said.value}, but {where.value} names {len(hosts)} ({where.source}). Correct one of them."
+            f"num_machines is {given.value}, but {where.value} names {len(hosts)} ({where.source}). "
+            "Correct one of them."
         )
     found = {"num_machines": SettingValue(len(hosts), where.source)}
     slots = {host.slots for host in hosts if host.slots is not None}

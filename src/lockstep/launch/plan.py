@@ -13,7 +13,7 @@ from typing import Any
 from lockstep.config import kinds
 from lockstep.config.checks import ELASTIC_RESTARTS, LOCAL, ValuesByName, check_topology
 from lockstep.config.settings import OF_WORKERS, SETTINGS, THREADS_VARIABLE, Setting
-from lockstep.config.sources import said_by_environment
+from lockstep.config.sources import given_by_environment
 from lockstep.config.values import SettingValue
 from lockstep.errors import ConfigError
 from lockstep.launch.machines import SettingValues as SettingValues
@@ -147,9 +147,9 @@ def merge(
     """
     merged: SettingValues = {}
     for name, setting in SETTINGS.items():
-        said = flags.get(name) or _from_environment(setting, environ) or file.get(name)
+        given = flags.get(name) or _from_environment(setting, environ) or file.get(name)
         default = setting.default if setting.is_for_launcher else None
-        merged[name] = said or SettingValue(default, "default")
+        merged[name] = given or SettingValue(default, "default")
     # --nnodes says the least and the most.
     if "num_machines" in flags and "min_machines" not in flags:
         merged["min_machines"] = SettingValue(None, flags["num_machines"].source)
@@ -172,11 +172,11 @@ def merge(
 
 
 def _from_environment(setting: Setting, environ: Mapping[str, str]) -> SettingValue | None:
-    said = said_by_environment(setting, environ)
-    if said is not None and setting.kind in TEXTS and said.value is not None:
-        variable = said.source.rpartition(" ")[2]
-        return said._replace(value=environ[variable])
-    return said
+    given = given_by_environment(setting, environ)
+    if given is not None and setting.kind in TEXTS and given.value is not None:
+        variable = given.source.rpartition(" ")[2]
+        return given._replace(value=environ[variable])
+    return given
 
 
 def make_plan(

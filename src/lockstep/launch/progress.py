@@ -51,12 +51,12 @@ def progress_line(numbers: Numbers, elapsed_s: float) -> str:
 def _times(known: Callable[[str], float], elapsed_s: float) -> str:
     of_all = (known("total_steps") - known("step")) * known("step_seconds")
     of_epoch = known("epoch_steps_left") * known("step_seconds")
-    said = duration(elapsed_s)
+    text = duration(elapsed_s)
     if of_all >= 0:
-        return f"{said}, {duration(of_all)} left"
+        return f"{text}, {duration(of_all)} left"
     if of_epoch >= 0 and known("epoch") >= 0:
-        return f"{said}, {duration(of_epoch)} left of epoch {whole(known('epoch'))}"
-    return said
+        return f"{text}, {duration(of_epoch)} left of epoch {whole(known('epoch'))}"
+    return text
 
 
 class StatusRow:

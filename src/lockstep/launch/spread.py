@@ -34,9 +34,11 @@ def check_spread(
         if value is not None and setting.kind.is_section:
             own[name] = (setting.kind.for_worker(value, name), origin)
     words = settings["parallel"].words
-    said = values_of_settings(own)
-    said |= {name: SettingValue(said[name].value, source) for name, source in words.items() if name in said}
-    asked = merge_settings(described, said)
+    given = values_of_settings(own)
+    given |= {
+        name: SettingValue(given[name].value, source) for name, source in words.items() if name in given
+    }
+    asked = merge_settings(described, given)
     spread, batch = parallel_of(asked), BatchSizes.of(asked)
     for processes in sizes:
         fitted(spread, batch, processes)
@@ -50,9 +52,9 @@ def described_settings(asked: Mapping[str, SettingValue], processes: int) -> dic
     if words:
         found["parallel"] = SettingValue(str(parallel_of(asked)), joined_sources(words), words)
     precision = precision_of(asked)
-    said = asked.get(precision) or asked.get("fp16") or asked.get("bf16")
-    if said is not None:
-        found["mixed_precision"] = SettingValue(precision, said.source)
+    setting = asked.get(precision) or asked.get("fp16") or asked.get("bf16")
+    if setting is not None:
+        found["mixed_precision"] = SettingValue(precision, setting.source)
     batch = BatchSizes.of(asked)
     solved = fitted(parallel_of(asked), batch, processes)
     follows = f"follows from {', '.join(batch.sources)} for {processes} processes"
@@ -65,8 +67,8 @@ def described_settings(asked: Mapping[str, SettingValue], processes: int) -> dic
             found[name] = SettingValue(value, asked[name].source if name in asked else follows)
     for name in ("gradient_clipping", "optimizer", "scheduler"):
         if name in asked:
-            said = asked[name]
-            found[name] = SettingValue(SETTINGS[name].kind.plain_data(said.value), said.source)
+            setting = asked[name]
+            found[name] = SettingValue(SETTINGS[name].kind.plain_data(setting.value), setting.source)
     scaler = {name: asked[name] for name in readers.SCALER_FIELDS if name in asked}
     # With bf16 gradients are not scaled.
     if scaler and precision != "bf16":

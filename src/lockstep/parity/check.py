@@ -237,11 +237,11 @@ class ParityCheck:
         verdict = judge_repeat(trace, repeat.measured(), RunFacts(data_ranks=facts.data_ranks))
         if verdict.agrees:
             return
-        said = sentence_of_repeat(verdict)
+        sentence = sentence_of_repeat(verdict)
         sources = {what: where for one in (facts, *repeat.facts) for what, where in one.unrepeatable}
         if sources and verdict.findings[0].item.kind in DRAWN:
-            said += " It uses " + ", ".join(f"{what} ({where})" for what, where in sources.items()) + "."
-        raise CouldNotRun(said)
+            sentence += " It uses " + ", ".join(f"{what} ({where})" for what, where in sources.items()) + "."
+        raise CouldNotRun(sentence)
 
     # Runs -------------------------------------------------------------------------------------------------
 

@@ -112,13 +112,13 @@ def _box(span: Span, top: float, unit: float, places: dict[int, int]) -> str:
     action, width = span.action, (span.end - span.start) * unit
     x = LEFT + span.start * unit
     colour = shade(action.kind, places[action.stage], max(places.values()))
-    said = (
+    title = (
         f"rank {action.rank}, stage {action.stage}: {KINDS[action.kind]} of micro-batch {action.micro_batch}, "
         f"{span.start:g} to {span.end:g}"
     )
     box = (
         f'<rect class="action" x="{_n(x)}" y="{top}" width="{_n(width)}" height="{ROW}" fill="{_hex(colour)}" '
-        f'stroke="{PAPER}" stroke-width="0.8"><title>{said}</title></rect>'
+        f'stroke="{PAPER}" stroke-width="0.8"><title>{title}</title></rect>'
     )
     if len(str(action.micro_batch)) * DIGIT + 2 > width:
         return box

@@ -72,7 +72,7 @@ def _is_inside(trace: MicroBatchTrace, inner: int, outer: int) -> bool:
 
 def _of_call(trace: MicroBatchTrace, call: ModuleCall) -> ReplayFinding:
     return ReplayFinding(
-        "forward", call.name, call.kind, trace.rank, trace.number, f"its output has {call.said}"
+        "forward", call.name, call.kind, trace.rank, trace.number, f"its output has {call.health_text}"
     )
 
 
@@ -95,8 +95,8 @@ def _in_loss(trace: MicroBatchTrace) -> ReplayFinding | None:
     bad = next((loss for loss in trace.losses if not math.isfinite(loss)), None)
     if bad is None:
         return None
-    said = "NaN" if math.isnan(bad) else "infinite"
-    what = f"it is {said}, computed by the script from finite outputs of its models"
+    kind = "NaN" if math.isnan(bad) else "infinite"
+    what = f"it is {kind}, computed by the script from finite outputs of its models"
     return ReplayFinding("loss", "", "", trace.rank, trace.number, what, line=trace.loss_line)
 
 
@@ -177,10 +177,10 @@ def _far_value(trace: MicroBatchTrace, scores: list[float]) -> ReplayFinding:
     number, has_ended, size = _sizes(trace)[at]
     call = trace.calls[number]
     found = ReplayFinding("forward", call.name, call.kind, trace.rank, trace.number, score=scores[at])
-    said = _said(size, scores[at])
+    described = _said(size, scores[at])
     if has_ended:
-        return replace(found, what=f"its output has {said}")
-    what = f"{_named(call)} gets what has {said}"
+        return replace(found, what=f"its output has {described}")
+    what = f"{_named(call)} gets what has {described}"
     if call.parent is None:
         return replace(found, where="batch", module="", kind="", what=what)
     caller = trace.calls[call.parent]

@@ -299,10 +299,10 @@ class ReplayedRun(RunObserver):
         notes = list(self._notes)
         if facts.torch != torch.__version__:
             notes.append(f"The run had torch {facts.torch}, this is {torch.__version__}.")
-        said = f"{facts.kind.replace('_', ' ')} {facts.value:.6g}"
+        bad_value = f"{facts.kind.replace('_', ' ')} {facts.value:.6g}"
         compared = tuple(self._compared)
         ordinary = len(self._ordinary) if compares else 0
-        return ReplayVerdict(facts.step, said, finding, compared, ordinary, tuple(notes))
+        return ReplayVerdict(facts.step, bad_value, finding, compared, ordinary, tuple(notes))
 
     def finish(self) -> None:
         """Leave the verdict."""

@@ -29,7 +29,7 @@ class ModuleCall:
         parent: Number of the call inside of which this one is; None: the script's.
         begin, end: The numbers of nodes in the graph that were made inside: from, and up to.
         inputs_rms, rms: Root mean square of what it gets, and returns; None: that is not finite, or no numbers.
-        said: How many elements of its output are not finite, in words.
+        health_text: How many elements of its output are not finite, in words.
     """
 
     name: str
@@ -41,7 +41,7 @@ class ModuleCall:
     outputs: Health = Health.FINE
     inputs_rms: float | None = None
     rms: float | None = None
-    said: str = ""
+    health_text: str = ""
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ class ModuleWatch:
         number = self._open.pop()
         call = trace.calls[number]
         call.end = torch_autograd.next_sequence_number()
-        call.outputs, call.said = health(output)
+        call.outputs, call.health_text = health(output)
         call.rms = rms(output)
         trace.order.append((number, True))
         _watch_gradients(trace, number, output, is_input=False)

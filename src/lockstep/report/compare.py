@@ -143,14 +143,14 @@ def comparison_sentences(runs: Sequence[RunHistory], names: Sequence[str]) -> li
             f"{plain_text(value, 60) or 'not set'} in {name}"
             for (value, _), name in zip(one.values, names, strict=True)
         )
-        said = [f"The first setting that differs is {plain_text(one.name, 60)}: {values}."]
+        sentences = [f"The first setting that differs is {plain_text(one.name, 60)}: {values}."]
         if len(differing) > 1:
-            said[0] += f" {count(len(differing) - 1, 'more entry differs', 'more entries differ')}."
+            sentences[0] += f" {count(len(differing) - 1, 'more entry differs', 'more entries differ')}."
     elif all(_last_start(run) for run in runs):
-        said = ["All settings that were written are the same."]
+        sentences = ["All settings that were written are the same."]
     else:
-        said = ["How the runs were set up was not written for all of them."]
-    return said + [
+        sentences = ["How the runs were set up was not written for all of them."]
+    return sentences + [
         _numbers_sentence(numbers_part(runs[0], run), names[0], name)
         for run, name in zip(runs[1:], names[1:], strict=True)
     ]
@@ -164,14 +164,16 @@ def _numbers_sentence(part: NumbersPart, first: str, other: str) -> str:
         return f"{both} have the same numbers in {count(part.common, 'common step')}."
     here, there = part.values
     apart = float(relative(np.array([here]), np.array([there]))[0])
-    said = (
+    sentence = (
         f"{both} part at step {whole(part.step)}: {part.quantity} is {digits(here, 6)} and {digits(there, 6)} "
         f"(apart by {_apart(apart)})"
     )
-    said += f"; {count(part.equal, 'step')} before that are the same." if part.equal else "."
+    sentence += f"; {count(part.equal, 'step')} before that are the same." if part.equal else "."
     if math.isfinite(part.distance) and part.distance > 0:
-        said += f" The losses are farthest apart at step {whole(part.farthest)}: by {_apart(part.distance)}."
-    return said
+        sentence += (
+            f" The losses are farthest apart at step {whole(part.farthest)}: by {_apart(part.distance)}."
+        )
+    return sentence
 
 
 def _apart(distance: float) -> str:

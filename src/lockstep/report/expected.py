@@ -18,13 +18,17 @@ from lockstep.words import plain_text
 def expected_bytes(start: RunEvent | None) -> float:
     """Bytes that a rank sends in an optimizer step; NaN where no formula is at hand: of models that are split by
     ``tp``, ``pp``, ``cp`` or ``ep``, and where the start does not say how large the model is."""
-    said = _Started.of(start)
-    if said is None:
+    started = _Started.of(start)
+    if started is None:
         return math.nan
     try:
-        as_a_whole = said.is_float32 and is_one_group(said.parallel, int(BYTES["fp32"] * said.parameters))
-        size = ModelSize(said.parameters, said.trainable, root=said.parameters if as_a_whole else 0)
-        return float(sent_bytes(size, said.ranks, said.parallel, said.precision, said.micro_batches).total)
+        as_a_whole = started.is_float32 and is_one_group(
+            started.parallel, int(BYTES["fp32"] * started.parameters)
+        )
+        size = ModelSize(started.parameters, started.trainable, root=started.parameters if as_a_whole else 0)
+        return float(
+            sent_bytes(size, started.ranks, started.parallel, started.precision, started.micro_batches).total
+        )
     except (ConfigError, KeyError):
         return math.nan
 
@@ -32,20 +36,20 @@ def expected_bytes(start: RunEvent | None) -> float:
 def expected_memory(start: RunEvent | None) -> Mapping[str, float]:
     """Bytes of weights, gradients and optimizer state on a rank; empty where no formula is at hand: as above, and of
     parameters that are not float32, and of optimizers that ``lockstep estimate`` does not know."""
-    said = _Started.of(start)
-    if said is None or start is None or not said.is_float32:
+    started = _Started.of(start)
+    if started is None or start is None or not started.is_float32:
         return {}
     optimizers = {plain_text(name, 40) for name in start.items("optimizers")}
     if len(optimizers) != 1:
         return {}
     try:
         row = state_bytes(
-            said.parameters,
-            said.ranks,
-            said.parallel,
-            said.precision,
+            started.parameters,
+            started.ranks,
+            started.parallel,
+            started.precision,
             optimizers.pop(),
-            said.trainable,
+            started.trainable,
         )
     except (ConfigError, KeyError):
         return {}
@@ -71,8 +75,8 @@ class _Started:
         if not (math.isfinite(parameters) and math.isfinite(ranks) and parameters >= 1 and ranks >= 1):
             return None
         trainable = start.number("trainable_parameters")
-        said = {name: value for name, value, _ in configuration(start)}
-        accumulated = said.get("gradient_accumulation_steps", "1")
+        settings = {name: value for name, value, _ in configuration(start)}
+        accumulated = settings.get("gradient_accumulation_steps", "1")
         micro_batches = int(accumulated) if accumulated.isdecimal() and len(accumulated) < 8 else 1
         try:
             parallel = Parallel.parse(start.text("parallel") or None)
@@ -86,6 +90,6 @@ class _Started:
             trainable=int(trainable) if 0 <= trainable <= parameters else int(parameters),
             ranks=int(ranks),
             parallel=parallel,
-            precision=start.text("mixed_precision") or said.get("mixed_precision", "no"),
+            precision=start.text("mixed_precision") or settings.get("mixed_precision", "no"),
             micro_batches=max(micro_batches, 1),
         )

@@ -76,19 +76,19 @@ def bar(share: float, width: int = BAR) -> str:
 
 def _title(run: RunHistory, numbers: RunNumbers, now: float) -> Text:
     status, started = numbers.status, numbers.started
-    said = Text.assemble((run.name, "bold"), "  ", (status.value, COLOURS.get(status, "red")))
+    text = Text.assemble((run.name, "bold"), "  ", (status.value, COLOURS.get(status, "red")))
     if started is not None:
         device, parallel = started.text("device"), started.text("parallel")
         ranks = f"{whole(started.number('world_size'))} ranks" if numbers.world_sizes else ""
-        said.append("".join(f"  {word}" for word in (ranks, parallel, device) if word))
+        text.append("".join(f"  {word}" for word in (ranks, parallel, device) if word))
     if math.isfinite(numbers.first_time):
         end = now if status is RunStatus.RUNNING else numbers.last_time
-        said.append(f"  {duration(end - numbers.first_time)}")
+        text.append(f"  {duration(end - numbers.first_time)}")
     if len(numbers.attempts) > 1:
-        said.append(f"  start {len(numbers.attempts)}")
+        text.append(f"  start {len(numbers.attempts)}")
     if numbers.ended_by is not None and numbers.ended_by.sentence:
-        said.append(f"\n{plain_text(numbers.ended_by.sentence, 300)}", COLOURS.get(status, "red"))
-    return said
+        text.append(f"\n{plain_text(numbers.ended_by.sentence, 300)}", COLOURS.get(status, "red"))
+    return text
 
 
 def _steps(run: RunHistory, numbers: RunNumbers) -> Table:
@@ -147,12 +147,12 @@ def _ranks(numbers: RunNumbers) -> Table:
     for rank in slowest_first[:MOST_RANKS]:
         is_slow = rank in numbers.slow_ranks
         length = bar(seconds[rank] / longest) if longest > 0 else ""
-        said = f"slow: {digits(numbers.slow_ranks[rank])} times the median" if is_slow else ""
+        remark = f"slow: {digits(numbers.slow_ranks[rank])} times the median" if is_slow else ""
         table.add_row(
             f"rank {rank}",
             duration(seconds[rank]),
             Text(length, "red" if is_slow else "green"),
-            Text(said, "red"),
+            Text(remark, "red"),
         )
     if len(seconds) > MOST_RANKS:
         table.add_row(f"{len(seconds) - MOST_RANKS} more")
@@ -161,15 +161,15 @@ def _ranks(numbers: RunNumbers) -> Table:
 
 def _events(run: RunHistory, now: float) -> list[str]:
     news = [event for event in run.events if event.name not in IN_PLAIN_VIEW]
-    said = []
+    lines = []
     for event in news[-MOST_EVENTS:]:
         ago = f"{duration(now - event.time)} ago" if math.isfinite(event.time) else "?"
         step = f", step {whole(event.step)}" if math.isfinite(event.step) else ""
         what = event.sentence or event.text("path").removeprefix(f"{run.path.resolve().parent}/")
-        said.append(
+        lines.append(
             f"{ago}{step}: {plain_text(event.name, 40)}{f': {plain_text(what, 200)}' if what else ''}"
         )
-    return said
+    return lines
 
 
 KEYS = (("d", "dump all ranks' stacks"), ("s", "save"), ("x", "stop"), ("q", "leave"))
@@ -189,8 +189,8 @@ def job_screen(job: JobNow, losses: Sequence[float], now: float) -> RenderableTy
         parts.append(Text("No step is complete yet."))
     parts.append(ranks_panel(job))
     if job.sentences:
-        said = [f"{duration(now - when)} ago: {what}" for when, what in job.sentences[-MOST_SENTENCES:]]
-        parts.append(Panel(Text("\n".join(said)), title="what was said", title_align="left"))
+        lines = [f"{duration(now - when)} ago: {what}" for when, what in job.sentences[-MOST_SENTENCES:]]
+        parts.append(Panel(Text("\n".join(lines)), title="what was said", title_align="left"))
     return Group(*parts)
 
 
@@ -200,14 +200,14 @@ def ranks_panel(job: JobNow) -> RenderableType:
     longest = max((one.own for one in job.ranks if math.isfinite(one.own)), default=math.nan)
     several_hosts = len({one.host for one in job.ranks}) > 1
     for one in job.ranks[:MOST_RANKS]:
-        said, colour = _remark(one)
+        remark, colour = _remark(one)
         table.add_row(
             Text(f"rank {one.rank}{f' on {one.host}' if several_hosts else ''}"),
             Text(f"step {whole(one.steps)}"),
             Text(one.ended or one.part or "?"),
             duration(one.own) if one.own > 0 else "",
             Text(bar(one.own / longest, 20) if longest > 0 else "", colour),
-            Text(said, colour),
+            Text(remark, colour),
         )
     if len(job.ranks) > MOST_RANKS:
         table.add_row(f"{len(job.ranks) - MOST_RANKS} more")

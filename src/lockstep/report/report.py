@@ -43,10 +43,10 @@ class RunReport:
     def text(self) -> list[tuple[str, list[str]]]:
         """(title, sentences): of one run what it did, of several what differs and each run's own."""
         if len(self.runs) == 1:
-            said = [
+            comparisons = [
                 ("At this rate", self._rate(one)) for one in self.numbers if self.language_model is not None
             ]
-            return [*chapters(self.numbers[0]), *said]
+            return [*chapters(self.numbers[0]), *comparisons]
         own = [
             (name, [*sentences(one), *self._rate(one)])
             for name, one in zip(self.names, self.numbers, strict=True)
@@ -104,8 +104,8 @@ class RunReport:
                 self.names[1:], (numbers_part(self.runs[0], run) for run in self.runs[1:]), strict=True
             )
         ]
-        said = comparison_sentences(self.runs, self.names)
-        return {"sentences": said, "settings": settings, "numbers": parts}
+        sentences = comparison_sentences(self.runs, self.names)
+        return {"sentences": sentences, "settings": settings, "numbers": parts}
 
 
 def report_of(

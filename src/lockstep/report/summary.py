@@ -55,25 +55,25 @@ def chapters(numbers: RunNumbers) -> list[tuple[str, list[str]]]:
 
 def sentences(numbers: RunNumbers) -> list[str]:
     """All of them, in that order."""
-    return [sentence for _, said in chapters(numbers) for sentence in said]
+    return [sentence for _, chapter in chapters(numbers) for sentence in chapter]
 
 
 def what_it_did(numbers: RunNumbers) -> str:
     if not numbers.steps:
         return "No optimizer step was written."
-    said = f"{count(numbers.steps, 'optimizer step')}"
+    sentence = f"{count(numbers.steps, 'optimizer step')}"
     seen = [f"{short(numbers.samples)} samples"] if numbers.samples else []
     if numbers.tokens:
         seen.append(f"{'at least ' if numbers.tokens_missing else ''}{short(numbers.tokens)} tokens")
     if seen:
-        said += f", {listed(seen)}"
+        sentence += f", {listed(seen)}"
     if numbers.goodput is not None:
-        said += f" in {duration(numbers.goodput.total)}"
+        sentence += f" in {duration(numbers.goodput.total)}"
     if ranks := numbers.world_sizes:
-        said += f" on {_ranks(ranks)}"
+        sentence += f" on {_ranks(ranks)}"
     if math.isfinite(numbers.epoch):
-        said += f"; in epoch {whole(numbers.epoch)} at the end, counted from 0"
-    return f"{said}."
+        sentence += f"; in epoch {whole(numbers.epoch)} at the end, counted from 0"
+    return f"{sentence}."
 
 
 def _ranks(sizes: list[int]) -> str:
@@ -117,20 +117,20 @@ def why_it_was_slow(numbers: RunNumbers) -> list[str]:
 
 
 def _speed(numbers: RunNumbers, times: StepTimes) -> str:
-    said = f"A step takes {duration(times.median)}"
+    sentence = f"A step takes {duration(times.median)}"
     rates = [
         f"{short(rate)} {name}/s"
         for name, rate in (("samples", numbers.samples_per_second), ("tokens", numbers.tokens_per_second))
         if math.isfinite(rate)
     ]
     if rates:
-        said += f": {listed(rates)}"
+        sentence += f": {listed(rates)}"
     if 0 < numbers.peak_share <= 1:
-        said += f", {percent(numbers.peak_share)} of the devices' peak (MFU)"
+        sentence += f", {percent(numbers.peak_share)} of the devices' peak (MFU)"
     computing = sum(times.shares.get(part, 0.0) for part in COMPUTE)
     if computing:
-        said += f". Forward and backward are {percent(computing)} of it"
-    return f"{said}."
+        sentence += f". Forward and backward are {percent(computing)} of it"
+    return f"{sentence}."
 
 
 def _largest_part(times: StepTimes) -> str:
@@ -174,42 +174,43 @@ def _lost(numbers: RunNumbers) -> str:
         return ""
     worst = sorted(wall.lost.items(), key=lambda one: -one[1])[:3]
     worst = [(name, seconds) for name, seconds in worst if seconds > 0.005 * wall.total]
-    said = f"{percent(wall.share)} of the time on the clock went into steps that count (goodput)"
+    sentence = f"{percent(wall.share)} of the time on the clock went into steps that count (goodput)"
     if worst:
-        said += f"; the rest mostly to {listed([f'{LOST[name]} ({duration(seconds)})' for name, seconds in worst])}"
+        sentence += f"; the rest mostly to {listed([f'{LOST[name]} ({duration(seconds)})' for name, seconds in worst])}"
     again = f" {count(numbers.again, 'step')} were done twice." if numbers.again else ""
-    return f"{said}.{again}"
+    return f"{sentence}.{again}"
 
 
 def why_it_stopped(numbers: RunNumbers) -> str:
     """One sentence that is always there."""
-    event, said = numbers.ended_by, ""
+    event, sentence = numbers.ended_by, ""
     reason = event.sentence.rstrip(".") if event is not None else ""
     reason = ENDS.get(reason, reason)
     at = f" after step {whole(numbers.last_step)}" if math.isfinite(numbers.last_step) else ""
     if numbers.status is RunStatus.FINISHED:
-        said = f"It ended{at}{f': {reason}' if reason else ''}."
+        sentence = f"It ended{at}{f': {reason}' if reason else ''}."
     elif numbers.status is RunStatus.STOPPED:
-        said = f"It was stopped{at}{f': {reason}' if reason else ''}."
+        sentence = f"It was stopped{at}{f': {reason}' if reason else ''}."
     elif numbers.status is RunStatus.FAILED and event is not None:
         rank = event.number("rank")
         who = f"Rank {whole(rank)}" if math.isfinite(rank) else "The run"
         what = "found damage" if event.name == "damage" else "failed"
-        said = f"{who} {what}{at}{f': {reason}' if reason else ''}.{_hung_before(numbers)}"
+        sentence = f"{who} {what}{at}{f': {reason}' if reason else ''}.{_hung_before(numbers)}"
     elif numbers.status is RunStatus.HUNG:
-        said = f"It stood still{at}, and was ended{f': {reason}' if reason else ''}."
+        sentence = f"It stood still{at}, and was ended{f': {reason}' if reason else ''}."
     elif numbers.status is RunStatus.HANGS:
-        said = f"It stands still{at}{f': {reason}' if reason else ''}."
+        sentence = f"It stands still{at}{f': {reason}' if reason else ''}."
     elif numbers.status is RunStatus.RUNNING:
-        said = f"It runs; the last step was {whole(numbers.last_step)}{_to_do(numbers)}, on {date(numbers.last_time)}."
+        last_time = date(numbers.last_time)
+        sentence = f"It runs; the last step was {whole(numbers.last_step)}{_to_do(numbers)}, on {last_time}."
     elif numbers.status is RunStatus.SILENT:
-        said = (
+        sentence = (
             f"It ended without a word{at}: the last sign of it is of {date(numbers.last_time)}. The process was killed"
             ", or its machine is gone."
         )
     else:
-        said = "It has not made a step yet."
-    return said
+        sentence = "It has not made a step yet."
+    return sentence
 
 
 def _to_do(numbers: RunNumbers) -> str:

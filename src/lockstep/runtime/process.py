@@ -56,24 +56,24 @@ def device_named(name: str, local_rank: int, local_world_size: int) -> torch.dev
     Raises:
         ConfigError: it is no device, is not here, or is one for several processes.
     """
-    said = f"{DEVICE_VARIABLE}={plain(name)}"
+    named = f"{DEVICE_VARIABLE}={plain(name)}"
     try:
         asked = torch.device(name)
     except RuntimeError as error:
-        raise ConfigError(f"{said} is no device. Write cpu, cuda or cuda:0, or unset it.") from error
+        raise ConfigError(f"{named} is no device. Write cpu, cuda or cuda:0, or unset it.") from error
     if asked.type == "cpu":
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     count = 0 if accelerator is None or accelerator.type != asked.type else torch.accelerator.device_count()
     if asked.index is not None and local_world_size > 1:
         raise ConfigError(
-            f"{said} is one device for the {local_world_size} processes of this machine. Write {asked.type}, or "
+            f"{named} is one device for the {local_world_size} processes of this machine. Write {asked.type}, or "
             "unset it."
         )
     index = local_rank if asked.index is None else asked.index
     if index >= count:
         raise ConfigError(
-            f"{said} asks for {asked.type}:{index}, but this machine shows {count} {asked.type} device(s). Name "
+            f"{named} asks for {asked.type}:{index}, but this machine shows {count} {asked.type} device(s). Name "
             "a device of this machine, or unset it."
         )
     return torch.device(asked.type) if asked.type == "mps" else torch.device(asked.type, index)

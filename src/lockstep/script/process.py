@@ -103,5 +103,5 @@ class ScriptProcess:
 
     def how_it_failed(self, code: int) -> str:
         """A short sentence: what this library said, or else the exit ``code``."""
-        said = OWN_ERROR.findall(self.output())
-        return said[-1] if said else f"exit code {code}." if code >= 0 else f"signal {-code}."
+        errors = OWN_ERROR.findall(self.output())
+        return errors[-1] if errors else f"exit code {code}." if code >= 0 else f"signal {-code}."

@@ -60,10 +60,10 @@ def read_code(code: int) -> str:
     root, code = code % (1 << ROOT_BITS), code >> ROOT_BITS
     reduction, code = REDUCTIONS[code % (1 << REDUCTION_BITS)], code >> REDUCTION_BITS
     dtype, kind = DTYPES[code % (1 << DTYPE_BITS)], KINDS[code >> DTYPE_BITS]
-    said = []
+    arguments = []
     if reduction is not None:
-        said.append(f"op={getattr(reduction, 'name', reduction)}")
+        arguments.append(f"op={getattr(reduction, 'name', reduction)}")
     if kind in ("broadcast", "reduce", "gather", "scatter"):
-        said.append(f"group rank {root} as root")
+        arguments.append(f"group rank {root} as root")
     of = "" if dtype is None else f" of {size} {str(dtype).removeprefix('torch.')} elements"
-    return f"{kind}({', '.join(said)}){of}"
+    return f"{kind}({', '.join(arguments)}){of}"

@@ -233,8 +233,10 @@ class _PoolRun:
         last = {of_rank[-1].rank: (of_rank[-1].item, len(of_rank)) for of_rank in measured if of_rank}
         if not last:
             return ""
-        said = [f"rank {rank}: {place(item)}, {named(item, RunFacts())}" for rank, (item, _) in last.items()]
+        places = [
+            f"rank {rank}: {place(item)}, {named(item, RunFacts())}" for rank, (item, _) in last.items()
+        ]
         counts = [count for _, count in last.values()]
         behind = [rank for rank, (_, count) in last.items() if count == min(counts) < max(counts)]
         begins = f"Behind the others: {of_ranks(behind)}. " if behind else ""
-        return f"\n{begins}Compared last by {'; '.join(said)}."
+        return f"\n{begins}Compared last by {'; '.join(places)}."

@@ -226,8 +226,12 @@ class _SizeOnRank:
         saved.restore()
         clear_device_cache(garbage_collection=True)
         if failure is not None:
-            said = (f"{type(failure).__name__}: {failure}".strip().splitlines() or [""])[0]
-            return _SizeMeasured(short=said) if is_out_of_memory(failure) else _SizeMeasured(failed=said)
+            first_line = (f"{type(failure).__name__}: {failure}".strip().splitlines() or [""])[0]
+            return (
+                _SizeMeasured(short=first_line)
+                if is_out_of_memory(failure)
+                else _SizeMeasured(failed=first_line)
+            )
         if self._device.type != "cuda":
             # The copies are in host memory, and training has none.
             peak = max(0, peak - saved.nbytes)

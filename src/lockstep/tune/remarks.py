@@ -26,47 +26,47 @@ def refuse_sums(result: TuneResult) -> None:
 
 def remarks_on(result: TuneResult) -> list[str]:
     """Sentences on what changes with the micro-batch, or that nothing does."""
-    said: list[str] = []
+    remarks: list[str] = []
     facts, rows = result.script, result.global_batch
     ratios = _ratios(result)
     if facts.norms:
         names = join_names((f"`{name}`" for name in facts.norms), SHOWN)
-        said.append(
+        remarks.append(
             f"{names} take the statistics of one micro-batch: with another size the model trains "
             "differently, although the global batch is the same. Keep the script's own size to keep its "
             "numbers, or use GroupNorm or LayerNorm."
         )
     furthest = max((abs(ratio - 1) for _, ratio, _ in ratios), default=0.0)
     if furthest > SAME:
-        said.append(
+        remarks.append(
             f"The loss of the first step, on the same rows, differs by up to {furthest:.2%} between the sizes. "
             "Dropout causes this, and so do statistics of a micro-batch, and a mean over tokens if rows have "
             "different numbers of tokens. For such a mean, call backward(loss, weight=number_of_tokens)."
         )
     elif ratios:
-        said.append(
+        remarks.append(
             f"The loss of the first step, on the same rows, is the same for all sizes (to {furthest:.1g} of it)."
         )
     if facts.samples is not None and facts.samples % rows:
         left = facts.samples % rows
         if facts.drop_last:
-            said.append(
+            remarks.append(
                 f"An epoch of {facts.samples} samples is {facts.samples // rows} steps of {rows} and {left} "
                 "more. With drop_last=True the micro-batch determines how many of these are left out."
             )
         elif not facts.weighted:
-            said.append(
+            remarks.append(
                 f"The last step of an epoch has {left} of {rows} rows, and losses have no weights, so how much "
                 "these micro-batches count depends on their size. For an exact mean over the rows, pass "
                 "unreduced losses and backward(loss, weight=accelerator.sample_weights())."
             )
     best = result.quickest or result.largest
     if not facts.uses_accumulate and best is not None and best.accumulation > 1:
-        said.append(
+        remarks.append(
             "The script does not mark its micro-batches. Put the body of the training loop into `with "
             "accelerator.accumulate(model):`."
         )
-    return said
+    return remarks
 
 
 def _ratios(result: TuneResult) -> list[tuple[int, float, float]]:

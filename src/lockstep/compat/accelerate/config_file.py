@@ -177,9 +177,9 @@ def from_yaml(file: YamlFile) -> LoadedConfig:
         origins["parallel"] = joined_sources(words)
     names = {"num_processes": "processes"}
     for key in added:
-        said = spread.settings.get(names.get(key, key))
-        if said is not None:
-            origins.setdefault(key, said.source)
+        given = spread.settings.get(names.get(key, key))
+        if given is not None:
+            origins.setdefault(key, given.source)
     return LoadedConfig(_validate(file, values | added), origins, [*warnings, *spread.warnings], words, gpus)
 
 
@@ -273,7 +273,7 @@ def _settings(
         parallel = parallel_of(together)
     except ConfigError as error:
         raise ConfigError(f"{next(iter(asked.values())).source}: {error}") from None
-    settings = {name: said.value for name, said in together.items() if name in IN_FILES}
+    settings = {name: setting.value for name, setting in together.items() if name in IN_FILES}
     if any(name in together for name in PARALLEL_FIELDS):
         settings["parallel"] = str(parallel)
     if "processes" in together:

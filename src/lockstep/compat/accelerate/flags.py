@@ -105,12 +105,12 @@ def spread_settings(
         parts.append(sections.from_fp8(section, "flags --fp8-*"))
     if not parts:
         return {}, ()
-    asked = merge_settings(*(part.settings for part in parts), _said_by_flags(given, machines))
+    asked = merge_settings(*(part.settings for part in parts), _given_by_flags(given, machines))
     names = {"num_processes": "processes"} | {name: name for name in asked if name in SETTINGS}
     settings = {
-        name: SettingValue(asked[said].value, asked[said].source)
-        for name, said in names.items()
-        if said in asked and name not in given and not (name == "num_processes" and "nproc" in given)
+        name: SettingValue(asked[own].value, asked[own].source)
+        for name, own in names.items()
+        if own in asked and name not in given and not (name == "num_processes" and "nproc" in given)
     }
     words = parallel_sources(asked)
     if words:
@@ -118,7 +118,7 @@ def spread_settings(
     return settings, tuple(text for part in parts for text in part.warnings)
 
 
-def _said_by_flags(given: dict[str, SettingValue], machines: int) -> dict[str, SettingValue]:
+def _given_by_flags(given: dict[str, SettingValue], machines: int) -> dict[str, SettingValue]:
     asked = values_of_settings({name: (setting.value, setting.source) for name, setting in given.items()})
     for name, factor in (("num_processes", 1), ("nproc", machines)):
         if name in given:

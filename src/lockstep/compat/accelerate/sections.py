@@ -131,8 +131,10 @@ def from_layout(section: Mapping[str, object], where: str, alone: bool = True) -
             settings["zero"] = SettingValue(3, shards.source)
         if copies is not None and copies.value > 1:
             settings["replicate"] = copies
-    sizes = [said for said in (copies, shards, settings.get("cp"), settings.get("tp")) if said is not None]
-    size = math.prod(said.value for said in sizes)
+    sizes = [
+        degree for degree in (copies, shards, settings.get("cp"), settings.get("tp")) if degree is not None
+    ]
+    size = math.prod(degree.value for degree in sizes)
     if size > 1:
-        settings["processes"] = SettingValue(size, " x ".join(said.source for said in sizes))
+        settings["processes"] = SettingValue(size, " x ".join(degree.source for degree in sizes))
     return Translation(settings, found.warnings, found.rows)

@@ -136,9 +136,9 @@ def updated(file: YamlFile) -> tuple[str, list[str]]:
         data["dynamo_config"] = section | (data.get("dynamo_config") or {})
         changes.append("dynamo_backend is in dynamo_config now")
     if any(key in data for key in ONLY_IN_ACCELERATE):
-        said = from_yaml(file).config.given()
+        given = from_yaml(file).config.given()
         missing = {key: value for key, value in _EVERYWHERE.items() if key not in data}
-        missing |= {key: said[key] for key in missing if key in said}
+        missing |= {key: given[key] for key in missing if key in given}
         data |= missing
         changes += [f"{key} was added" for key in missing]
     before, after = from_yaml(file).config, from_yaml(YamlFile(file.name, data)).config

@@ -124,11 +124,11 @@ def _values(answer: bytes, error: bytes, code: int, count: int) -> list[object]:
     if answers and isinstance(answers[-1], dict) and "refused" in answers[-1]:
         damaged = answers[-1].get("damaged") is True
         raise RefusedError(len(answers) - 1, _shortened(str(answers[-1]["refused"])), damaged)
-    said = _shortened(
+    output = _shortened(
         error.decode("utf-8", "replace").strip().splitlines()[-1] if error.strip() else "nothing"
     )
     how = f"signal {-code}" if code < 0 else f"exit code {code}"
-    raise RefusedError(len(values), f"the process that read it ended ({how}; it said: {said})")
+    raise RefusedError(len(values), f"the process that read it ended ({how}; it said: {output})")
 
 
 def _shortened(text: str) -> str:

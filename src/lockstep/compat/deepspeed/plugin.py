@@ -134,8 +134,8 @@ class DeepSpeedPlugin:
         section, key = self.hf_ds_config.find_config_node(ds_key_long)
         if section is None:
             return
-        said = section.get(key)
-        if said == "auto":
+        configured = section.get(key)
+        if configured == "auto":
             if ds_key_long not in kwargs:
                 raise ConfigError(
                     f"{ds_key_long} is 'auto', but no argument gives its value. Pass the value, or write it into "
@@ -144,12 +144,12 @@ class DeepSpeedPlugin:
             section[key] = kwargs[ds_key_long]
         elif (
             must_match
-            and said is not None
-            and kwargs.get(ds_key_long, said) != said
+            and configured is not None
+            and kwargs.get(ds_key_long, configured) != configured
             and mismatches is not None
         ):
             mismatches.append(
-                f"{ds_key_long} is {said} in the configuration, but {kwargs[ds_key_long]} was passed"
+                f"{ds_key_long} is {configured} in the configuration, but {kwargs[ds_key_long]} was passed"
             )
 
     def deepspeed_config_process(
@@ -214,8 +214,8 @@ class DeepSpeedPlugin:
             config.setdefault("fp16", {"enabled": True, "auto_cast": True})
         for name in ("fp16", "bf16"):
             config.setdefault(name, {"enabled": name == mixed_precision})
-            said: dict[str, object] = {f"{name}.enabled": name == mixed_precision}
-            self.fill_match(f"{name}.enabled", None, False, **said)
+            enabled: dict[str, object] = {f"{name}.enabled": name == mixed_precision}
+            self.fill_match(f"{name}.enabled", None, False, **enabled)
 
     # -- what belongs to DeepSpeed's engine ----------------------------------------------------------------
 

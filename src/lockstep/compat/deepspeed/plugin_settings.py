@@ -87,14 +87,14 @@ def stages_of(plugins: Mapping[str, object]) -> dict[str, tuple[Any, int]]:
     settings = {name: from_deepspeed_plugin(one).settings for name, one in plugins.items()}
     first, *others = settings
     found = {
-        name: (plugins[name], said["zero"].value if "zero" in said else 0) for name, said in settings.items()
+        name: (plugins[name], own["zero"].value if "zero" in own else 0) for name, own in settings.items()
     }
     for name in others:
-        for key, said in settings[name].items():
+        for key, value in settings[name].items():
             known = settings[first].get(key)
-            if key != "zero" and (known is None or known.value != said.value):
+            if key != "zero" and (known is None or known.value != value.value):
                 raise ConfigError(
-                    f"deepspeed_plugins['{name}'] says {said.source}, but '{first}' "
+                    f"deepspeed_plugins['{name}'] says {value.source}, but '{first}' "
                     f"{'does not' if known is None else f'says {known.source}'}. Give all plugins of one run the "
                     "same settings, apart from their stage."
                 )
@@ -146,7 +146,7 @@ def left_by_trainer(known: Any) -> dict[str, object]:
 
 def in_place_of_trainers(settings: Mapping[str, SettingValue]) -> dict[str, SettingValue]:
     """The settings, whose optimizer takes the place of the one that Trainer makes."""
-    said = settings.get("optimizer")
-    if said is None or said.value is None:
+    optimizer = settings.get("optimizer")
+    if optimizer is None or optimizer.value is None:
         return dict(settings)
-    return {**settings, "optimizer": said._replace(value=replace(said.value, replaces=True))}
+    return {**settings, "optimizer": optimizer._replace(value=replace(optimizer.value, replaces=True))}

@@ -111,12 +111,12 @@ class FullyShardedDataParallelPlugin:
         """
         from torch.distributed import fsdp
 
-        said = self.state_dict_type if state_dict_type is None else state_dict_type
-        word = str(getattr(said, "name", said or "SHARDED_STATE_DICT")).upper()
+        given = self.state_dict_type if state_dict_type is None else state_dict_type
+        word = str(getattr(given, "name", given or "SHARDED_STATE_DICT")).upper()
         word = fsdp.StateDictType(int(word)).name if word.isdigit() else word
         if word not in STATES:
             raise ConfigError(
-                f"state_dict_type is {said!r}, but must be one of {', '.join(STATES)}. Use one of them."
+                f"state_dict_type is {given!r}, but must be one of {', '.join(STATES)}. Use one of them."
             )
         kinds = STATES[word]
         options = {"offload_to_cpu": True, **({"rank0_only": True} if word == "FULL_STATE_DICT" else {})}
@@ -205,17 +205,17 @@ class FullyShardedDataParallelPlugin:
             )
         kind, last = _policy_kind(self.fsdp_version)
         fields = ("param_dtype", "reduce_dtype", last)
-        said = self.mixed_precision_policy
-        if override or said is None:
+        policy = self.mixed_precision_policy
+        if override or policy is None:
             values = [dtype, dtype, torch.float32 if buffer_autocast and last == "buffer_dtype" else dtype]
             self.mixed_precision_policy = kind(**dict(zip(fields, values, strict=True)))
-        elif isinstance(said, Mapping):
-            if set(said) < set(fields) or any(value not in types.values() for value in said.values()):
+        elif isinstance(policy, Mapping):
+            if set(policy) < set(fields) or any(value not in types.values() for value in policy.values()):
                 raise ConfigError(
-                    f"mixed_precision_policy is {dict(said)}, but must have {', '.join(fields)}, each a "
+                    f"mixed_precision_policy is {dict(policy)}, but must have {', '.join(fields)}, each a "
                     f"torch.dtype of {', '.join(types)}. Pass these keys."
                 )
-            self.mixed_precision_policy = kind(**said)
+            self.mixed_precision_policy = kind(**policy)
 
     def validate_mixed_precision_policy(self) -> None:
         """Check that ``mixed_precision_policy`` is torch's object for it.
@@ -307,7 +307,7 @@ def resolved_plugin(plugin: object, parallel: Parallel) -> Any:
     """
     known = FullyShardedDataParallelPlugin() if plugin is None else plugin
     is_whole = parallel.zero == 3
-    said = {
+    given = {
         "fsdp_version": 2,
         "sharding_strategy": "FULL_SHARD" if is_whole else "SHARD_GRAD_OP",
         "reshard_after_forward": is_whole,
@@ -316,7 +316,7 @@ def resolved_plugin(plugin: object, parallel: Parallel) -> Any:
         "activation_checkpointing": parallel.activation is not Activation.NONE,
         "cpu_ram_efficient_loading": False,
     }
-    for name, value in said.items():
+    for name, value in given.items():
         if getattr(known, name, None) is None or name == "fsdp_version":
             setattr(known, name, value)
     return known

@@ -101,23 +101,23 @@ class KubernetesOptions:
         return self.secret or f"{self.name}-secret"
 
 
-def parse_options(said: Mapping[str, str], script: str) -> KubernetesOptions:
+def parse_options(given: Mapping[str, str], script: str) -> KubernetesOptions:
     """The options of a launch; the name is by default that of the script.
 
     Raises:
         ConfigError: an option is unknown, the image is missing, or a value breaks a rule of Kubernetes.
     """
     known = [field.name for field in fields(KubernetesOptions)]
-    for key in said:
+    for key in given:
         if key not in known:
             raise ConfigError(
                 f"--k8s-option {key}: there is no such option.{suggestion(key, known)} Known: {', '.join(known)}."
             )
-    if "image" not in said:
+    if "image" not in given:
         raise ConfigError(
             "--k8s needs the container image with your script and Lockstep. Add --k8s-option image=REGISTRY/NAME:TAG."
         )
-    complete = {"name": job_name_of(script), **said}
+    complete = {"name": job_name_of(script), **given}
     plain = {key: RULES[key].checked(key, value) for key, value in complete.items() if key in RULES}
     claim = _claim(complete["claim"]) if "claim" in complete else None
     gpus = int(plain.pop("gpus")) if "gpus" in plain else None

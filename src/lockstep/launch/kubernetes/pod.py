@@ -119,8 +119,8 @@ def resources(plan: LaunchPlan, options: KubernetesOptions) -> KubernetesObject:
         "memory": options.memory,
         options.gpu_resource: str(gpus) if gpus else None,
     }
-    said = {name: amount for name, amount in amounts.items() if amount is not None}
-    return {"requests": said, "limits": dict(said)} if said else {}
+    given = {name: amount for name, amount in amounts.items() if amount is not None}
+    return {"requests": given, "limits": dict(given)} if given else {}
 
 
 def pod_spec(

@@ -21,8 +21,8 @@ SESSION_LOGS = "/tmp/ray/session_latest/logs"
 
 def address(plan: LaunchPlan, environ: Mapping[str, str]) -> str:
     """``local`` for a cluster of our own, else where there is one: RAY_ADDRESS, or ``auto``, Ray's own search."""
-    said = environ.get("RAY_ADDRESS")
-    return said or (LOCAL if plan.num_machines == 1 else "auto")
+    given = environ.get("RAY_ADDRESS")
+    return given or (LOCAL if plan.num_machines == 1 else "auto")
 
 
 def ray_environment(plan: LaunchPlan, environ: Mapping[str, str], token: str) -> dict[str, str]:
@@ -91,9 +91,9 @@ def connect(plan: LaunchPlan) -> Any:
 
 def cpus_of_a_worker(plan: LaunchPlan) -> int:
     """Cores that Ray sets aside for each process, and from which it derives OMP_NUM_THREADS."""
-    said = plan.environment.get(THREADS_VARIABLE)
-    if said is not None:
-        return int(said)
+    given = plan.environment.get(THREADS_VARIABLE)
+    if given is not None:
+        return int(given)
     return max(1, available_cores() // plan.nproc) if plan.num_machines == 1 else 1
 
 

@@ -117,18 +117,18 @@ class DamageWatch:
         # All ranks come here, as any_not_finite has asked all of them.
         if together:
             evidence = self._communicator.gather_object(evidence)
-        said = explain(self._steps[optimizer] + 1, self._trace.micro_steps, evidence)
-        self._tell(said)
+        sentence = explain(self._steps[optimizer] + 1, self._trace.micro_steps, evidence)
+        self._tell(sentence)
         if self._options.bad_gradients == "stop":
             raise DamageError(
-                f"{said}. No rank made the step. Look at the batches of that rank and at what its model computes "
+                f"{sentence}. No rank made the step. Look at the batches of that rank and at what its model computes "
                 "from them, or pass DamageChecks(bad_gradients='skip')."
             )
         self._skips[optimizer] += 1
         if self._skips[optimizer] > self._options.max_skips:
             raise DamageError(
-                f"{said}, after {self._options.max_skips} steps in a row that were skipped for the same reason. Load "
-                "the last checkpoint and lower the learning rate, or look at the data."
+                f"{sentence}, after {self._options.max_skips} steps in a row that were skipped for the same reason. "
+                "Load the last checkpoint and lower the learning rate, or look at the data."
             )
         if rank == 0 or not together:
-            logger.warning("%s. The step is skipped on all ranks.", said)
+            logger.warning("%s. The step is skipped on all ranks.", sentence)

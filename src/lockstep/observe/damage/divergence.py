@@ -269,11 +269,11 @@ class Divergence:
         since = "" if self._equal_at is None else f"; after step {self._equal_at} it was the same"
         others = f", and {len(more)} other parameters do" if len(more) > 1 else ""
         others = f", and so does '{more[0].piece.name}'" if len(more) == 1 else others
-        said = f"Parameter '{name}' differs at step {step}: {which}{others}{since}."
+        sentence = f"Parameter '{name}' differs at step {step}: {which}{others}{since}."
         if healed:
-            return f"{said} The ranks that differ got the values of the others. Check the memory of their machines."
+            return f"{sentence} The ranks that differ got the values of the others. Check the memory of their machines."
         return (
-            f"{said} Load the last checkpoint, and check the memory of that machine and any code that changes "
+            f"{sentence} Load the last checkpoint, and check the memory of that machine and any code that changes "
             "parameters on some ranks only."
         )
 

@@ -72,8 +72,8 @@ class GradientTrace:
         for number, model in enumerate(models):
             for name, leaf in autograd_leaves(model):
                 if leaf not in self._hooked:
-                    said = name if number == 0 else f"{name} (model {number})"
-                    self._hooked[leaf] = leaf.register_hook(partial(self._note, said))
+                    label = name if number == 0 else f"{name} (model {number})"
+                    self._hooked[leaf] = leaf.register_hook(partial(self._note, label))
         self._is_on = True
         try:
             yield
@@ -165,7 +165,7 @@ def explain(step: int, micro_steps: int, evidence: Sequence[GradientEvidence]) -
             f"Gradients of step {step} are not finite in {which}, although those of each rank were before they were "
             "averaged"
         )
-    said = []
+    parts = []
     for one in sorted(blamed, key=lambda one: (one.first, not one.losses)):
         first = one.first
         own = [found for found in one.own if found.micro == first]
@@ -173,8 +173,8 @@ def explain(step: int, micro_steps: int, evidence: Sequence[GradientEvidence]) -
         where = _names([found.name for found in own]) if own else "its loss"
         loss = " and in its loss" if own and any(found.micro == first for found in one.losses) else ""
         micro = f" in micro-step {first} of {micro_steps}" if micro_steps > 1 else ""
-        said.append(f"{ranks_are([one.rank])} has {kind} in {where}{loss}{micro}")
-    return f"Gradients of step {step} are not finite: {'; '.join(said)}"
+        parts.append(f"{ranks_are([one.rank])} has {kind} in {where}{loss}{micro}")
+    return f"Gradients of step {step} are not finite: {'; '.join(parts)}"
 
 
 def _names(names: Sequence[str]) -> str:

@@ -215,30 +215,30 @@ class SpikeWatch:
         samples = self._samples()
         # First, as long as nothing of the step is undone.
         capsule = self._write_capsule(spike, seen, samples)
-        said = f"{_sentence(spike)} in step {self.steps}"
+        sentence = f"{_sentence(spike)} in step {self.steps}"
         if self.policy.action == "rollback":
-            event = self._go_back(said)
+            event = self._go_back(sentence)
         elif self.policy.action == "skip" and self._skips_in_a_row < self.policy.max_skips:
-            event = self._skip(said, samples)
+            event = self._skip(sentence, samples)
         else:
             event = {"action": "stop"}
         reason = event.pop("reason", None)
-        self._tell(**spike._asdict(), sentence=f"{said}.", capsule=capsule, **event)
+        self._tell(**spike._asdict(), sentence=f"{sentence}.", capsule=capsule, **event)
         if event["action"] == "stop":
-            raise SpikeError(reason or self._why_stopped(said))
+            raise SpikeError(reason or self._why_stopped(sentence))
 
-    def _why_stopped(self, said: str) -> str:
+    def _why_stopped(self, sentence: str) -> str:
         if self.policy.action == "stop":
             return (
-                f"{said}. No rank made this step. Look at its batches, or load the last checkpoint and go on "
+                f"{sentence}. No rank made this step. Look at its batches, or load the last checkpoint and go on "
                 "with SpikePolicy(action='skip')."
             )
         return (
-            f"{said}, after {self.policy.max_skips} steps in a row that were skipped for the same reason. Load "
+            f"{sentence}, after {self.policy.max_skips} steps in a row that were skipped for the same reason. Load "
             "the last checkpoint and lower the learning rate, or raise the thresholds."
         )
 
-    def _skip(self, said: str, samples: int | None) -> dict[str, object]:
+    def _skip(self, sentence: str, samples: int | None) -> dict[str, object]:
         """No rank makes the step; the values of the event."""
         skipped = list(range(self._first_batch, self.batches + 1))
         self._skips_in_a_row += 1
@@ -246,10 +246,10 @@ class SpikeWatch:
         self.batches_skipped += len(skipped)
         self.samples_skipped += samples or 0
         if self._communicator.runtime.is_main:
-            logger.warning("%s, which all ranks skip.", said)
+            logger.warning("%s, which all ranks skip.", sentence)
         return {"action": "skip", "skipped": skipped, "samples": samples}
 
-    def _go_back(self, said: str) -> dict[str, object]:
+    def _go_back(self, sentence: str) -> dict[str, object]:
         """All that was trained on since the newest checkpoint is undone, and left out. Collective."""
         # From rank 0, which is told of checkpoints, to all.
         path: str = self._communicator.gather_object([self._checkpoint[0] if self._checkpoint else ""])[0]
@@ -259,15 +259,15 @@ class SpikeWatch:
             return {
                 "action": "stop",
                 "reason": (
-                    f"{said}, and this run has neither saved nor loaded a checkpoint to go back to. No rank made "
+                    f"{sentence}, and this run has neither saved nor loaded a checkpoint to go back to. No rank made "
                     "this step. Call save_state regularly, or pass SpikePolicy(action='skip')."
                 ),
             }
         if times > self.policy.max_skips:
             return {
                 "action": "stop",
-                "reason": f"{said}, after going back to {path} {self.policy.max_skips} times. Load an older checkpoint "
-                "and lower the learning rate, or raise the thresholds.",
+                "reason": f"{sentence}, after going back to {path} {self.policy.max_skips} times. Load an older "
+                "checkpoint and lower the learning rate, or raise the thresholds.",
             }
         # Before the load, which takes the counts back to the checkpoint's.
         left, samples = self.goes_back.leave_out(self.policy.skip_batches)
@@ -284,7 +284,7 @@ class SpikeWatch:
         self.steps, self.batches, self.samples = steps, batches, all_samples
         self._gone_back, self._checkpoint = (path, times, batches), (path, steps)
         if self._communicator.runtime.is_main:
-            logger.warning("%s: all ranks go back to %s, and then skip these batches.", said, path)
+            logger.warning("%s: all ranks go back to %s, and then skip these batches.", sentence, path)
         return {
             "action": "rollback",
             "skipped": list(range(first, batches + 1)),

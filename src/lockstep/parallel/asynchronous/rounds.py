@@ -110,9 +110,9 @@ class MessageFormat:
         """The sum [numel] of all ranks' messages, taken apart; on an accelerator it must be ready."""
         gradients, numbers = total.split([sum(self._sizes), self._numbers])
         ranks = self._world_size
-        said = [int(number) for number in numbers.tolist()]
-        words = [MessageWord(word) for word in said[-2 * ranks : -ranks]]
-        return Total(gradients, [count > 0 for count in said[: -2 * ranks]], words, said[-ranks:])
+        values = [int(number) for number in numbers.tolist()]
+        words = [MessageWord(word) for word in values[-2 * ranks : -ranks]]
+        return Total(gradients, [count > 0 for count in values[: -2 * ranks]], words, values[-ranks:])
 
     @torch.no_grad()
     def means(self, total: Total) -> list[torch.Tensor | None]:

@@ -55,15 +55,15 @@ class Calls:
 
     def _refuse(self, called: list[int]) -> None:
         other = next(rank for rank, number in enumerate(called) if number != called[0])
-        said = [
+        sentences = [
             f"calls the mixture of experts '{self.names[called[rank]]}'"
             if called[rank] >= 0
             else "ends its forward"
             for rank in (0, other)
         ]
         raise CollectiveMismatchError(
-            f"Rank 0 of the group {said[0]} while rank {other} {said[1]}, but each rank needs the experts of the "
-            "others. Call the same layers in the same order on every rank. Where a rank has no tokens for a "
+            f"Rank 0 of the group {sentences[0]} while rank {other} {sentences[1]}, but each rank needs the experts of "
+            "the others. Call the same layers in the same order on every rank. Where a rank has no tokens for a "
             "layer, call it with none (x[:0])."
         )
 

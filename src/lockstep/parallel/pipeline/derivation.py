@@ -37,8 +37,8 @@ from lockstep.parallel.pipeline.rows import (
     check_known,
     described,
     find,
+    given_dims,
     known_arguments,
-    said,
 )
 from lockstep.parallel.pipeline.settings import Settings, settings_of_call
 from lockstep.parallel.pipeline.whole_trace import used_arguments
@@ -86,7 +86,7 @@ class Derivation:
         """Which of a call's arguments are cut."""
         names = argument_names(self._module, call)
         options = self._options
-        given = dict(said(options.batch_dims, names, call))
+        given = dict(given_dims(options.batch_dims, names, call))
         check_known(options.batch_dims, names, known_arguments(self._module, names))
         given |= {path: None for path in names for name in options.whole if path.startswith(f"[1][{name!r}]")}
         return Arguments(self, call, loss_fn, names, given)

@@ -45,7 +45,7 @@ def argument_names(model: nn.Module, call: ModelCall) -> dict[str, str]:
     return found
 
 
-def said(given: tuple[str, ...], names: Mapping[str, str], call: ModelCall) -> BatchDims:
+def given_dims(given: tuple[str, ...], names: Mapping[str, str], call: ModelCall) -> BatchDims:
     """What ``batch_dims`` says: path -> dimension, None for whole.
 
     Raises:

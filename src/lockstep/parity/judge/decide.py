@@ -194,10 +194,10 @@ def _additions(
 
 def _added(item: TraceItem, parts: Sequence[Measured]) -> Mismatch:
     ranks = tuple(sorted(one.rank for one in parts if one.is_missing))
-    said = ""
+    looks_like = ""
     if item.kind is ItemKind.BATCH and item.micro_batch:
-        said = f"It looks as if the optimizer's step was skipped on {of_ranks(ranks)}, which read on in this step."
-    return Mismatch(item, Fault.ADDED, ranks, ranks, looks_like=said)
+        looks_like = f"It looks as if the optimizer's step was skipped on {of_ranks(ranks)}, which read on in this step."
+    return Mismatch(item, Fault.ADDED, ranks, ranks, looks_like=looks_like)
 
 
 def _examined(
@@ -218,10 +218,10 @@ def _examined(
     elif finding.factor is not None and math.prod(trace.shape(finding.item)) == 1:
         expected = float(trace.tensor(finding.item))
         numbers = (finding.factor * expected, expected)
-    said = (
+    looks_like = (
         recognise(Case(finding.item, tuple(parts), agreeing, finding.allowed, trace, facts)) if parts else ""
     )
-    return replace(finding, numbers=numbers, looks_like=said)
+    return replace(finding, numbers=numbers, looks_like=looks_like)
 
 
 def _parts_of(trace: Trace, parts: Sequence[Measured], found: Mapping[int, Trace]) -> list[RankPart]:

@@ -88,8 +88,8 @@ def swapped_shards(case: Case) -> str:
                 break
     if not owners or len(owners) < len(case.parts):
         return ""
-    said = [f"rank {mine} holds what rank {theirs} should" for mine, theirs in sorted(owners.items())]
-    return f"It looks as if shards were swapped: {listed(said[:4])}."
+    swaps = [f"rank {mine} holds what rank {theirs} should" for mine, theirs in sorted(owners.items())]
+    return f"It looks as if shards were swapped: {listed(swaps[:4])}."
 
 
 def other_order(case: Case) -> str:
@@ -155,9 +155,9 @@ def _other_micro_batches(case: Case) -> list[TraceItem]:
 
 
 def _whose(other: TraceItem, item: TraceItem) -> str:
-    said = [f"data rank {other.data_rank}"] if other.data_rank != item.data_rank else []
-    said += [f"micro-batch {other.micro_batch}"] if other.micro_batch != item.micro_batch else []
-    return ", ".join(said)
+    differences = [f"data rank {other.data_rank}"] if other.data_rank != item.data_rank else []
+    differences += [f"micro-batch {other.micro_batch}"] if other.micro_batch != item.micro_batch else []
+    return ", ".join(differences)
 
 
 def _stale(kind: ItemKind, is_before: bool) -> str:
@@ -197,21 +197,21 @@ def of_rows(case: Case) -> str:
     foreign = [index for index, row in enumerate(found) if row not in set(expected)]
     lost = [index for index, row in enumerate(expected) if row not in set(found)]
     taken = [index for index in foreign if found[index] in elsewhere]
-    said = []
+    clauses = []
     if taken:
         whose = sorted({elsewhere[found[index]].data_rank for index in taken} - {-1})
         of = f" of data {of_ranks(whose)}" if whose else ""
-        said.append(
+        clauses.append(
             f"{_rows_text(taken)} {_are(taken)} also in another batch{of} of the reference: it looks as if "
             f"{'a sample was' if len(taken) == 1 else 'samples were'} read twice"
         )
     if repeated > 0:
-        said.append(f"{count(repeated, 'row')} {'is' if repeated == 1 else 'are'} in it more than once")
+        clauses.append(f"{count(repeated, 'row')} {'is' if repeated == 1 else 'are'} in it more than once")
     if lost:
-        said.append(f"{_rows_text(lost)} of the reference {_are(lost)} missing")
+        clauses.append(f"{_rows_text(lost)} of the reference {_are(lost)} missing")
     if foreign and not taken and len(foreign) == len(found):
         return "None of its rows is one of the reference's: it looks as if another seed, or an unseeded one, was used."
-    return f"{'; '.join(said)[:1].upper()}{'; '.join(said)[1:]}." if said else ""
+    return f"{'; '.join(clauses)[:1].upper()}{'; '.join(clauses)[1:]}." if clauses else ""
 
 
 def rows_of(digests: Tensor) -> list[BatchRow]:
@@ -245,10 +245,10 @@ def _owner(case: Case, found: list[BatchRow]) -> TraceItem | None:
 
 
 def _named(other: TraceItem, item: TraceItem) -> str:
-    said = [f"step {other.step}"] if other.step != item.step else []
-    said += [f"data rank {other.data_rank}"] if other.data_rank != item.data_rank else []
-    said += [f"micro-batch {other.micro_batch}"] if other.micro_batch != item.micro_batch else []
-    return ", ".join(said)
+    differences = [f"step {other.step}"] if other.step != item.step else []
+    differences += [f"data rank {other.data_rank}"] if other.data_rank != item.data_rank else []
+    differences += [f"micro-batch {other.micro_batch}"] if other.micro_batch != item.micro_batch else []
+    return ", ".join(differences)
 
 
 def _rows_text(places: list[int]) -> str:

@@ -180,7 +180,7 @@ def recognise(case: Case) -> str:
         return ""
     floats = all(one.found.is_floating_point() for one in case.parts)
     for shape in SHAPES if floats else (of_rows,):
-        said = shape(case)
-        if said:
-            return said
+        description = shape(case)
+        if description:
+            return description
     return ""

@@ -128,16 +128,16 @@ def _strip(verdict: ParityVerdict) -> str:
 
 
 def _cells(name: str, of_module: Mapping[tuple[int, str], float], columns: list[tuple[int, str]]) -> str:
-    said = []
+    cells = []
     for index, (step, phase) in enumerate(columns):
         first = " first" if index and columns[index - 1][0] != step else ""
         if (step, phase) not in of_module:
-            said.append(f'<td class="{first.strip()}"></td>')
+            cells.append(f'<td class="{first.strip()}"></td>')
             continue
         ratio = of_module[step, phase]
         label = _escaped(f"step {step}, {phase}, {name}: {two_digits(ratio)} of what is allowed")
-        said.append(f'<td class="{shade(ratio)}{first}" title="{label}"></td>')
-    return "".join(said)
+        cells.append(f'<td class="{shade(ratio)}{first}" title="{label}"></td>')
+    return "".join(cells)
 
 
 def shade(ratio: float) -> str:

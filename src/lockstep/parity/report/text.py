@@ -35,13 +35,13 @@ def sentence(verdict: ParityVerdict) -> str:
         return _agreement(verdict)
     first = verdict.findings[0]
     where = f"step {first.item.step}" if first.fault is Fault.STEP else place(first.item)
-    said = [f"{where}: {described(first, facts)}.", _before(verdict)]
+    sentences = [f"{where}: {described(first, facts)}.", _before(verdict)]
     if first.looks_like:
-        said.append(first.looks_like)
+        sentences.append(first.looks_like)
     others = len(verdict.findings) - 1
     if others:
-        said.append(f"{count(others, 'more tensor')} {'differs' if others == 1 else 'differ'}.")
-    return " ".join(part for part in said if part)
+        sentences.append(f"{count(others, 'more tensor')} {'differs' if others == 1 else 'differ'}.")
+    return " ".join(part for part in sentences if part)
 
 
 def sentence_of_repeat(verdict: ParityVerdict) -> str:
@@ -67,12 +67,12 @@ def named(item: TraceItem, facts: RunFacts) -> str:
         where += [f"micro-batch {item.micro_batch}"] if facts.accumulation_steps > 1 else []
     if item.kind.is_of_micro_batch or item.kind is ItemKind.BUFFER:
         where += [f"data rank {item.data_rank}"] if item.data_rank >= 0 and facts.data_ranks > 1 else []
-    said = f" ({', '.join(where)})" if where else ""
+    location = f" ({', '.join(where)})" if where else ""
     path = f"[{item.path}]" if item.path else ""
     if not item.name:
-        return f"the {item.kind.value}{path}{said}"
+        return f"the {item.kind.value}{path}{location}"
     of = " " if item.kind in (ItemKind.BUFFER, ItemKind.WEIGHT) else " of "
-    return f"the {item.kind.value}{of}`{item.name}`{path}{said}"
+    return f"the {item.kind.value}{of}`{item.name}`{path}{location}"
 
 
 def described(finding: Mismatch, facts: RunFacts) -> str:
@@ -111,23 +111,23 @@ def rows(verdict: ParityVerdict, most: int = MOST_ROWS) -> list[tuple[str, ...]]
 
 def remarks(verdict: ParityVerdict) -> list[str]:
     """Sentences below the table."""
-    said = []
+    sentences = []
     if len(verdict.findings) > MOST_ROWS:
-        said.append(f"{count(len(verdict.findings) - MOST_ROWS, 'more tensor')} not listed.")
+        sentences.append(f"{count(len(verdict.findings) - MOST_ROWS, 'more tensor')} not listed.")
     if verdict.multiple:
-        said.append(
+        sentences.append(
             f"A tensor may be off by {verdict.multiple:g} times what rounding explains "
             f"({verdict.multiple:g} * (1 + {FEW}/n) times if it has n elements)."
         )
     facts = verdict.facts
     if verdict.multiple and facts.dtype != "fp32":
-        said.append(
+        sentences.append(
             f"In {facts.dtype}, up to {SWITCHED} elements of a tensor may also be on the other side of a kink (a ReLU, "
             "a maximum, the sign of Adam's update)."
         )
     if facts.steps_compared < facts.steps_asked:
-        said.append(f"{count(facts.steps_compared, 'step')} of {facts.steps_asked} could be compared.")
-    return [*said, *verdict.notes, *facts.notes]
+        sentences.append(f"{count(facts.steps_compared, 'step')} of {facts.steps_asked} could be compared.")
+    return [*sentences, *verdict.notes, *facts.notes]
 
 
 def to_json(verdict: ParityVerdict) -> dict[str, object]:

@@ -185,10 +185,10 @@ def _figure(
         inner = drawn + svg.grid([place for place, _ in across], [place for place, _ in down])
     label = safe(f"{title} by {x_title}", 200)
     data = f'data-x="{x.low!r} {x.high!r} {x.kind} 0" data-y="{y.low!r} {y.high!r} {y.kind} {int(y.log)}"'
-    said = f" <small>{safe(note, 200)}</small>" if note else ""
+    note_html = f" <small>{safe(note, 200)}</small>" if note else ""
     return (
         f'<figure class="chart" {data} data-t="{safe(x_title, 40)}"{" data-s" if stacked else ""}>'
-        f"<figcaption>{safe(title, 100)}{said}</figcaption>"
+        f"<figcaption>{safe(title, 100)}{note_html}</figcaption>"
         f'<div class="plot"><div class="y">{tick_labels(down, "bottom")}</div>'
         f'<div class="area">{svg.drawing(inner, label)}<b></b><output></output></div>'
         f'<div class="x">{tick_labels(across, "left")}</div></div>{below}</figure>'

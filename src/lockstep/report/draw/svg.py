@@ -51,8 +51,8 @@ def drawing(paths: str, label: str) -> str:
 def path(shape: str, style: str, name: str = "") -> str:
     """``style``: its classes. ``name``, already escaped: what its values are called when they are pointed at; nothing:
     they are not shown."""
-    said = f' data-n="{name}"' if name else ""
-    return f'<path class="{style}"{said} d="{shape}"/>' if shape else ""
+    attribute = f' data-n="{name}"' if name else ""
+    return f'<path class="{style}"{attribute} d="{shape}"/>' if shape else ""
 
 
 def grid(across: list[float], down: list[float]) -> str:

@@ -30,15 +30,15 @@ def curves(run: RunHistory, numbers: RunNumbers) -> str:
         throughput_chart([("", steps.step[kept], brought, seconds)], what),
     ]
     charts += [_logged(run, name, column) for name, column in list(steps.logged.items())[:MOST_LOGGED]]
-    said = []
+    notes = []
     if len(steps.logged) > MOST_LOGGED:
-        said.append(f"{len(steps.logged) - MOST_LOGGED} more logged quantities are not drawn.")
+        notes.append(f"{len(steps.logged) - MOST_LOGGED} more logged quantities are not drawn.")
     if numbers.loss is None:
-        said.append("The loss is not known: accelerator.backward(loss) tells it.")
+        notes.append("The loss is not known: accelerator.backward(loss) tells it.")
     if numbers.again:
-        said.append("What was done again after going back is drawn pale.")
+        notes.append("What was done again after going back is drawn pale.")
     return section(
-        "Curves", columns(*(one for one in charts if one)), *(paragraph(one, "quiet") for one in said)
+        "Curves", columns(*(one for one in charts if one)), *(paragraph(one, "quiet") for one in notes)
     )
 
 

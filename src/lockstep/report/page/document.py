@@ -86,9 +86,9 @@ def _when(numbers: RunNumbers, now: float) -> str:
 def answer(chapters_: list[tuple[str, list[str]]], bad: bool) -> str:
     """What people read first: (title, sentences)."""
     inner = "".join(
-        f"<div><h2>{safe(title)}</h2><div>{''.join(paragraph(sentence) for sentence in said)}</div></div>"
-        for title, said in chapters_
-        if said
+        f"<div><h2>{safe(title)}</h2><div>{''.join(paragraph(sentence) for sentence in sentences)}</div></div>"
+        for title, sentences in chapters_
+        if sentences
     )
     return f'<div class="answer{" bad" if bad else ""}">{inner}</div>'
 

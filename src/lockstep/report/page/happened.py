@@ -84,14 +84,14 @@ def checkpoints(run: RunHistory, numbers: RunNumbers) -> str:
         for event in newest
     ]
     seconds = [event.number("seconds") for event in newest if math.isfinite(event.number("seconds"))]
-    said = f"{whole(len(rows))} were written"
+    sentence = f"{whole(len(rows))} were written"
     if seconds:
-        said += f", {duration(float(np.mean(seconds)))} each on average"
+        sentence += f", {duration(float(np.mean(seconds)))} each on average"
     titles = ("path", "step", "took", "size", "verified", "kept")
     known = [place for place in range(len(titles)) if any(row[place] for row in rows)]
     return section(
         title,
-        paragraph(f"{said}. The newest first."),
+        paragraph(f"{sentence}. The newest first."),
         long_table(
             [titles[place] for place in known],
             [[row[place] for place in known] for row in rows],

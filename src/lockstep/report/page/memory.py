@@ -57,7 +57,7 @@ def _over_step(event: RunEvent) -> str:
     at = f"step {event.step:.0f}" if np.isfinite(event.step) else ""
     highest = points[int(y.argmax())]
     label = f" at {plain_text(highest[2], 80)}" if highest[2] else ""
-    said = f"Highest: {bytes_text(highest[1])} after {duration(highest[0])}{label}."
+    sentence = f"Highest: {bytes_text(highest[1])} after {duration(highest[0])}{label}."
     chart = line_chart(
         "Over one step",
         [PlotLine("memory", x, y, colour=3)],
@@ -68,7 +68,7 @@ def _over_step(event: RunEvent) -> str:
         note=at,
         smooth=False,
     )
-    return f"<div>{chart}{paragraph(said, 'quiet')}</div>"
+    return f"<div>{chart}{paragraph(sentence, 'quiet')}</div>"
 
 
 def expected(numbers: RunNumbers) -> str:

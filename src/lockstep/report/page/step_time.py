@@ -61,8 +61,8 @@ def _on_device(times: StepTimes) -> str:
     if not times.device_shares:
         return ""
     largest = sorted(times.device_shares.items(), key=lambda one: -one[1])
-    said = ", ".join(f"{NAMES[part]} {percent(share)}" for part, share in largest if share >= 0.001)
-    return paragraph(f"On the device, which the host runs ahead of: {said}.")
+    shares = ", ".join(f"{NAMES[part]} {percent(share)}" for part, share in largest if share >= 0.001)
+    return paragraph(f"On the device, which the host runs ahead of: {shares}.")
 
 
 def share_bar(runs: list[tuple[str, StepTimes]]) -> str:
@@ -129,8 +129,8 @@ def ranks(numbers: RunNumbers) -> str:
     if not numbers.slow_ranks:
         least, most = (duration(one(value for _, value in seconds)) for one in (min, max))
         between = f"all take {most}" if least == most else f"they take {least} to {most}"
-        said = paragraph(f"No rank of {len(seconds)} is slow: {between} of their own for a step.")
-        return f"<div>{said}{details('each rank', note + drawn)}</div>"
+        summary = paragraph(f"No rank of {len(seconds)} is slow: {between} of their own for a step.")
+        return f"<div>{summary}{details('each rank', note + drawn)}</div>"
     return f"<div><h3>Each rank's own work of a step, without waits</h3>{note}{drawn}</div>"
 
 
@@ -151,7 +151,7 @@ def communication(run: RunHistory, numbers: RunNumbers) -> str:
         )
         for axis, value in numbers.bytes_per_step.items()
     ]
-    said = table(("axis", "a step", "in all steps"), rows, right=("a step", "in all steps"))
+    by_axis = table(("axis", "a step", "in all steps"), rows, right=("a step", "in all steps"))
     if math.isfinite(expected) and expected > 0:
         text = (
             f"The formula for this way to train says {bytes_text(expected)} for a rank and a step; counted are "
@@ -161,4 +161,4 @@ def communication(run: RunHistory, numbers: RunNumbers) -> str:
             text += " What is beyond it is sent by other calls: gathered metrics, buffers, the script's own."
     else:
         text = "There is no formula to compare with: of a split model, or where its size was not written."
-    return section(title, paragraph("Bytes that rank 0 sends."), said, paragraph(text))
+    return section(title, paragraph("Bytes that rank 0 sends."), by_axis, paragraph(text))

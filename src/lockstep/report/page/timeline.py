@@ -67,12 +67,13 @@ def _marks(events: Sequence[RunEvent], scale: Scale, begin: float, colour: int) 
     # Of many, those at places of their own.
     places = {round(scale.place(event.time - begin), 3): event for event in events}
     return "".join(
-        f'<i class="dot f{colour}" style="left:{100 * place:.1f}%" title="{safe(said(event) or event.name, 120)}"></i>'
+        f'<i class="dot f{colour}" style="left:{100 * place:.1f}%" '
+        f'title="{safe(event_text(event) or event.name, 120)}"></i>'
         for place, event in list(places.items())[:MOST_MARKS]
     )
 
 
-def said(event: RunEvent) -> str:
+def event_text(event: RunEvent) -> str:
     """One event in a phrase."""
     if event.name not in KNOWN:
         own = [
@@ -116,7 +117,7 @@ def listing(events: Iterable[RunEvent], begin: float) -> str:
         (
             f"+{duration(event.time - begin)}" if math.isfinite(event.time - begin) else "",
             plain_text(event.name, 60),
-            said(event),
+            event_text(event),
             whole(event.step) if math.isfinite(event.step) else "",
             event.attempt,
             date(event.time) if math.isfinite(event.time) else "",
