@@ -32,7 +32,7 @@ def test_one_that_hangs_is_ended(tmp_path: Path) -> None:
 def test_the_exit_code_and_the_end_of_the_output_are_known(tmp_path: Path) -> None:
     started = process(tmp_path, "for i in range(30): print('line', i)\nraise MemoryError")
     assert started.wait() == 1
-    assert started.says_out_of_memory(1)
+    assert started.ran_out_of_memory(1)
     assert started.tail().endswith("MemoryError") and "line 0" not in started.tail()
     assert started.how_it_failed(1) == "exit code 1."
     started.end()
@@ -42,7 +42,7 @@ def test_a_sentence_of_this_library_is_said_again(tmp_path: Path) -> None:
     started = process(tmp_path, "from lockstep.errors import ConfigError\nraise ConfigError('Two, not one.')")
     assert started.wait() == 1
     assert started.how_it_failed(1) == "Two, not one."
-    assert not started.says_out_of_memory(1)
+    assert not started.ran_out_of_memory(1)
 
 
 def test_a_script_has_its_arguments_and_its_own_traceback(

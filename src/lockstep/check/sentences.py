@@ -90,7 +90,8 @@ def different(model: str, parallel: object, when: str, axes: list[str], comparis
         remedies = IN_A_BLOCK
     return (
         f"{model} with parallel='{parallel}' does not compute what the whole model does: {when} "
-        f"{_said(first)}{_other_differences(comparison)}.{where} {remedies}. To train anyway, pass verify='off'."
+        f"{_difference_text(first)}{_other_differences(comparison)}.{where} {remedies}. "
+        "To train anyway, pass verify='off'."
     )
 
 
@@ -107,7 +108,7 @@ def cannot_run(
     )
 
 
-def _said(difference: Difference) -> str:
+def _difference_text(difference: Difference) -> str:
     name, found, expected = difference.name, difference.found, difference.expected
     if difference.kind == "loss":
         return f"the loss is {_shown(found)} instead of {_shown(expected)}{_ratio(found, expected)}"

@@ -171,12 +171,12 @@ def _check_contents(checkpoint: Checkpoint, state: Document, contents: Checkpoin
     saved, mine = state.get("contents"), contents.counts()
     if saved != mine:
         raise CheckpointError(
-            f"{checkpoint.directory} holds {_said(saved)}, but this run has {_said(mine)}. Prepare and register the "
-            "same objects in the same order as the run that saved it."
+            f"{checkpoint.directory} holds {_contents_text(saved)}, but this run has {_contents_text(mine)}. "
+            "Prepare and register the same objects in the same order as the run that saved it."
         )
 
 
-def _said(contents: Mapping[str, int] | None) -> str:
+def _contents_text(contents: Mapping[str, int] | None) -> str:
     return ", ".join(f"{count} {kind}" for kind, count in dict(contents or {}).items()) or "nothing"
 
 

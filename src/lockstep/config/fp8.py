@@ -39,12 +39,12 @@ class FP8BackendType(StringEnum):
     AO = "AO"
 
 
-def _said(name: str, default: str) -> str:
+def _variable(name: str, default: str) -> str:
     return inherited_environment().get(f"{PREFIX}{name}", default)
 
 
 def _flag(name: str, default: str = "False") -> bool:
-    return bool(str_to_bool(_said(name, default)))
+    return bool(str_to_bool(_variable(name, default)))
 
 
 def _require_package(name: str, package: str) -> None:
@@ -156,13 +156,13 @@ class TERecipeKwargs(KwargsHandler):
         _require_package(type(self).__name__, "transformer_engine")
         for name, default in (("margin", "0"), ("interval", "1"), ("amax_history_len", "1024")):
             if getattr(self, name) is None:
-                setattr(self, name, int(_said(name.upper(), default)))
+                setattr(self, name, int(_variable(name.upper(), default)))
         for name in ("use_autocast_during_eval", "use_mxfp8_block_scaling"):
             if getattr(self, name) is None:
                 setattr(self, name, _flag(name.upper()))
-        word = self.fp8_format or _said("FORMAT", "HYBRID")
+        word = self.fp8_format or _variable("FORMAT", "HYBRID")
         self.fp8_format = _one_of(word.upper(), "fp8_format", ("E4M3", "E5M2", "HYBRID"))
-        word = self.amax_compute_algo or _said("AMAX_COMPUTE_ALGO", "most_recent")
+        word = self.amax_compute_algo or _variable("AMAX_COMPUTE_ALGO", "most_recent")
         self.amax_compute_algo = _one_of(word.lower(), "amax_compute_algo", ("max", "most_recent"))
         if self.override_linear_precision is None:
             self.override_linear_precision = tuple(
@@ -212,7 +212,7 @@ class FP8RecipeKwargs(TERecipeKwargs, _OptLevel):
             FutureWarning,
             stacklevel=3,
         )
-        self.backend = _one_of((self.backend or _said("BACKEND", "te")).upper(), "backend", ("TE",))
+        self.backend = _one_of((self.backend or _variable("BACKEND", "te")).upper(), "backend", ("TE",))
         if self.opt_level is not None:
             raise ConfigError(
                 f"opt_level={self.opt_level!r} belongs to MS-AMP, which is not supported. Leave it out, because "
@@ -235,9 +235,9 @@ def recipe_of(given: KwargsHandler | None, precision: str) -> AORecipeKwargs | N
                 "mixed_precision='fp8', or remove it."
             )
         return None
-    asked = type(given).__name__ if given is not None else f"{PREFIX}BACKEND={_said('BACKEND', 'AO')}"
+    asked = type(given).__name__ if given is not None else f"{PREFIX}BACKEND={_variable('BACKEND', 'AO')}"
     if isinstance(given, TERecipeKwargs) or (
-        given is None and _said("BACKEND", "AO").upper() not in ("AO", "TORCHAO", "NO")
+        given is None and _variable("BACKEND", "AO").upper() not in ("AO", "TORCHAO", "NO")
     ):
         raise ConfigError(
             f"{asked} asks for another package than torchao, but mixed_precision='fp8' uses torchao. Install "

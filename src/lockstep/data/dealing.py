@@ -57,9 +57,9 @@ class Dealing:
         Most rounds are cut out of the samples directly, in few calls. ``batch_sharding.rounds`` deals all others.
         """
         if not isinstance(later, CutSamples):
-            return self._dealt(rounds(later, self.plan, first))
+            return self._rounds_with_ends(rounds(later, self.plan, first))
         cut = later
-        last = at_first_item(lambda: self._dealt(rounds(cut, self.plan, first)))
+        last = at_first_item(lambda: self._rounds_with_ends(rounds(cut, self.plan, first)))
         known = None if self.order is None or self.plan.world_size > 1 else self.order.known_samples()
         # What is read ahead of a round would be in its digest.
         needs_digest = known is None and self.order is not None and self.order.digest is not None
@@ -84,7 +84,7 @@ class Dealing:
         taken = map(list, map(islice, repeat(cut.samples), repeat(total)))
         looks_ahead = known is None
         rows = next(taken) if looks_ahead else []
-        # All whole rounds but the last one, which may end the epoch: ``_dealt`` says so.
+        # All whole rounds but the last one, which may end the epoch: ``_rounds_with_ends`` says so.
         for _ in repeat(None) if known is None else range((known - self.samples) // total - 1):
             following = next(taken)
             if len(following) < total:
@@ -107,7 +107,7 @@ class Dealing:
                 yield mark(index, start + offset, number) if number <= marked else index
         cut.put_back(rows)
 
-    def _dealt(self, batches: Iterator[GlobalBatch[object]]) -> Iterator[object]:
+    def _rounds_with_ends(self, batches: Iterator[GlobalBatch[object]]) -> Iterator[object]:
         """All other rounds."""
         for left_out in islice(batches, self.left_out):
             self.samples += left_out.counts.total

@@ -153,7 +153,7 @@ class ScriptRun:
 
     def _failure(self, code: int) -> str:
         tail = self._process.tail()
-        if self._process.says_out_of_memory(code):
+        if self._process.ran_out_of_memory(code):
             what = f"{self.title} ran out of memory"
             if self.spec.is_alone:
                 return (

@@ -207,11 +207,11 @@ def _check_unique(orders: Sequence[Sequence[Action]]) -> None:
         for action in order:
             if action.rank != rank or owner.setdefault(action.stage, rank) != rank:
                 raise UsageError(
-                    f"{_said(action)} is in the list of rank {rank}, but stage {action.stage} belongs to rank "
+                    f"{_action_text(action)} is in the list of rank {rank}, but stage {action.stage} belongs to rank "
                     f"{owner.get(action.stage, action.rank)}. Give each action in the list of its stage's rank."
                 )
             if not done.isdisjoint(results(action)):
-                raise UsageError(f"{_said(action)} is done twice. Give each action once.")
+                raise UsageError(f"{_action_text(action)} is done twice. Give each action once.")
             done.update(results(action))
 
 
@@ -231,11 +231,11 @@ def _check_finished(
                 else "a result that is not sent"
             )
             raise UsageError(
-                f"{_said(action)} waits for {what}, which does not run before it. Give the actions of all ranks, in "
-                "the order in which they ran."
+                f"{_action_text(action)} waits for {what}, which does not run before it. Give the actions of all ranks, "
+                "in the order in which they ran."
             )
 
 
-def _said(action: Action) -> str:
+def _action_text(action: Action) -> str:
     name = KINDS[action.kind].capitalize()
     return f"{name} of micro-batch {action.micro_batch} on stage {action.stage} (rank {action.rank})"

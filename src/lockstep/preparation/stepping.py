@@ -209,14 +209,14 @@ class CheckedOptimizer(PreparedOptimizer):
         checks = self._checks
         if checks is None or not self._step_state.sync_gradients:
             return super().step(closure)
-        if closure is not None and checks.looks_at_gradients:
+        if closure is not None and checks.reads_gradients:
             raise UsageError(
                 f"{type(self.optimizer).__name__}.step got a closure, but DamageChecks(bad_gradients=...) looks at "
                 "gradients before the step. Leave bad_gradients at 'ignore', or call step() without a closure."
             )
         if self._scaler is not None:
             result = super().step(closure)
-            skipped = checks.looks_at_gradients and self.step_was_skipped
+            skipped = checks.reads_gradients and self.step_was_skipped
             checks.stepped(self.optimizer, self._scaler.scaler.get_scale() if skipped else None)
             return result
         self._ran = checks.may_step(self.optimizer)

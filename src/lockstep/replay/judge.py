@@ -177,7 +177,7 @@ def _far_value(trace: MicroBatchTrace, scores: list[float]) -> ReplayFinding:
     number, has_ended, size = _sizes(trace)[at]
     call = trace.calls[number]
     found = ReplayFinding("forward", call.name, call.kind, trace.rank, trace.number, score=scores[at])
-    described = _said(size, scores[at])
+    described = _magnitude_text(size, scores[at])
     if has_ended:
         return replace(found, what=f"its output has {described}")
     what = f"{_named(call)} gets what has {described}"
@@ -200,11 +200,11 @@ def _far_gradient(trace: MicroBatchTrace, scores: list[float]) -> ReplayFinding:
     # Calls are numbered as they begin: of nested ones the innermost has the greatest number.
     number = max(users) if users else next((parent for parent in makers if parent is not None), 0)
     call = trace.calls[number]
-    what = f"the gradient that it passes on has {_said(first.rms, scores[at])}"
+    what = f"the gradient that it passes on has {_magnitude_text(first.rms, scores[at])}"
     return ReplayFinding("backward", call.name, call.kind, trace.rank, trace.number, what, score=scores[at])
 
 
-def _said(size: float, score: float) -> str:
+def _magnitude_text(size: float, score: float) -> str:
     return f"a root mean square of {size:.4g}, {score:.0f} times its usual spread above the median"
 
 

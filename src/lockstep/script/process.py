@@ -95,7 +95,7 @@ class ScriptProcess:
         lines = self.output().rstrip().splitlines()[-LAST_LINES:]
         return "\n  ".join(["\nIts last lines:", *lines]) if lines else ""
 
-    def says_out_of_memory(self, code: int) -> bool:
+    def ran_out_of_memory(self, code: int) -> bool:
         """Whether what they have printed, or their exit ``code``, says that memory ran out."""
         text = self.output()
         # Signal 9, as the kernel kills where memory runs out; 137 is how a shell tells of it.

@@ -71,7 +71,7 @@ class TrialEnd:
     code: int | None
     facts: tuple[RankReport, ...]
     is_killed: bool
-    says_out_of_memory: bool
+    ran_out_of_memory: bool
     how: str
     tail: str
 
@@ -93,7 +93,7 @@ def run_trial(spec: TrialSpec, words: Sequence[str], flags: Sequence[str], timeo
         code=code,
         facts=tuple(RankReport.read_all(folder)),
         is_killed=failed and bool(KILLED.search(process.output())),
-        says_out_of_memory=failed and process.says_out_of_memory(code or 0),
+        ran_out_of_memory=failed and process.ran_out_of_memory(code or 0),
         how=process.how_it_failed(code) if failed and code is not None else "",
         tail=process.tail() if failed else "",
     )
@@ -144,7 +144,7 @@ def _failure(ended: TrialEnd, timeout_s: float) -> tuple[SizeVerdict | None, str
     failed = next((one for one in ended.facts if one.failed), None)
     if ended.is_killed and failed is None:
         return SizeVerdict.KILLED, "a rank was ended by signal 9, as the system does when memory runs out"
-    if ended.says_out_of_memory:
+    if ended.ran_out_of_memory:
         return SizeVerdict.OUT_OF_MEMORY, ended.how
     return SizeVerdict.FAILED, f"rank {failed.rank}: {failed.failed}" if failed else ended.how
 

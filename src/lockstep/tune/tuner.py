@@ -203,7 +203,7 @@ class Tuner:
                 f"{script} has not asked for a batch in {self.request.timeout_s:g} s. Give it more time with "
                 "--timeout."
             )
-        if ended.says_out_of_memory or ended.is_killed or any(one.over for one in ended.facts):
+        if ended.ran_out_of_memory or ended.is_killed or any(one.over for one in ended.facts):
             return (
                 f"{script} ran out of memory before its first batch, so no micro-batch fits. Shard the model "
                 f"(--parallel zero=3), or give it more memory.{ended.tail}"

@@ -189,8 +189,8 @@ class ChunkedTensors:
                 into = into.narrow(dim, start - box[0][dim], length)
             if part.dtype != slab.dtype or part.shape != into.shape:
                 raise CheckpointError(
-                    f"{self.root}/{piece.file}: {piece.key} is {_said(part)} instead of {_said(into)}. Load another "
-                    "checkpoint."
+                    f"{self.root}/{piece.file}: {piece.key} is {_tensor_text(part)} instead of {_tensor_text(into)}. "
+                    "Load another checkpoint."
                 )
             into.copy_(part)
             filled += part.numel()
@@ -225,5 +225,5 @@ def _cast(slab: torch.Tensor, cast: torch.Tensor, name: str) -> None:
         )
 
 
-def _said(tensor: torch.Tensor) -> str:
+def _tensor_text(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"

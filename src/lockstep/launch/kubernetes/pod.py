@@ -43,35 +43,35 @@ class PodMachine:
 def arguments(plan: LaunchPlan, machine: PodMachine) -> list[str]:
     """What follows ``COMMAND``, for the kubelet, which expands ``$(NAME)`` and nothing else."""
     fault_policy = plan.fault_policy
-    words = _said("nproc", plan.nproc)
+    words = _flag_with_value("nproc", plan.nproc)
     if plan.num_machines > 1:
         nodes = f"{plan.min_machines}:{plan.num_machines}" if plan.elastic else str(plan.num_machines)
-        words += _said("num_machines", nodes)
-        words += _said("rdzv", f"{machine.meeting_host}:{plan.port or PORT}")
+        words += _flag_with_value("num_machines", nodes)
+        words += _flag_with_value("rdzv", f"{machine.meeting_host}:{plan.port or PORT}")
         if machine.rank is not None:
-            words += _said("machine_rank", machine.rank)
-    words += _said("max_restarts", fault_policy.max_restarts)
-    words += _said("grace", _seconds(fault_policy.grace_s))
-    words += _said("hang_timeout", _seconds(fault_policy.hang_timeout_s))
+            words += _flag_with_value("machine_rank", machine.rank)
+    words += _flag_with_value("max_restarts", fault_policy.max_restarts)
+    words += _flag_with_value("grace", _seconds(fault_policy.grace_s))
+    words += _flag_with_value("hang_timeout", _seconds(fault_policy.hang_timeout_s))
     words += [] if fault_policy.watch else [DECLARED["watch"].off_flag]
     words += [] if fault_policy.warm_restarts else [DECLARED["warm_restarts"].off_flag]
     usual = FaultPolicy()
     if fault_policy.monitor_interval_s != usual.monitor_interval_s:
-        words += _said("monitor_interval", _seconds(fault_policy.monitor_interval_s))
+        words += _flag_with_value("monitor_interval", _seconds(fault_policy.monitor_interval_s))
     waits = (fault_policy.join_timeout_s, fault_policy.last_call_s)
     if waits != (usual.join_timeout_s, usual.last_call_s):
         texts = [f"{key}={_seconds(wait)}" for key, wait in zip(RENDEZVOUS_KEYS, waits, strict=True)]
-        words += _said("rdzv_conf", ",".join(texts))
+        words += _flag_with_value("rdzv_conf", ",".join(texts))
     if plan.role != LaunchPlan.role:
-        words += _said("role", plan.role)
+        words += _flag_with_value("role", plan.role)
     if plan.interface is not None:
-        words += _said("interface", plan.interface)
+        words += _flag_with_value("interface", plan.interface)
     if plan.log_dir is not None:
-        words += _said("log_dir", plan.log_dir) + ([DECLARED["tee"].flag] if plan.tee else [])
+        words += _flag_with_value("log_dir", plan.log_dir) + ([DECLARED["tee"].flag] if plan.tee else [])
     return words + [escaped(word) for word in program(plan)]
 
 
-def _said(setting: str, value: object) -> list[str]:
+def _flag_with_value(setting: str, value: object) -> list[str]:
     return [DECLARED[setting].flag, str(value)]
 
 

@@ -51,7 +51,7 @@ class DamageWatch:
         self._checked = 0
 
     @property
-    def looks_at_gradients(self) -> bool:
+    def reads_gradients(self) -> bool:
         return self._options.bad_gradients != "ignore"
 
     def add(self, optimizer: Optimizer) -> None:
@@ -64,7 +64,7 @@ class DamageWatch:
 
     def backward(self, loss: torch.Tensor) -> AbstractContextManager[None]:
         """Around ``loss.backward()``; ``loss`` is 0-d."""
-        return self._trace.backward(loss, self._models) if self.looks_at_gradients else nullcontext()
+        return self._trace.backward(loss, self._models) if self.reads_gradients else nullcontext()
 
     def may_step(self, optimizer: Optimizer) -> bool:
         """Whether the gradients are finite on all ranks; False: skip this step. Collective.
@@ -72,7 +72,7 @@ class DamageWatch:
         Raises:
             DamageError: they are not, and training is to stop, or too many steps were skipped in a row.
         """
-        if not self.looks_at_gradients:
+        if not self.reads_gradients:
             return True
         together = self._together()
         if not any_not_finite(optimizer, self._communicator if together else None):

@@ -102,7 +102,7 @@ def like(parameter: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
 @contextmanager
 def undone_on_error(model: nn.Module, undo: Callable[[nn.Module], None]) -> Iterator[None]:
     """Give the model back the tensors that it has now if there is an error inside, after ``undo(model)``."""
-    held = [
+    before = [
         (module, dict(torch_modules.parameters_of(module)), dict(torch_modules.buffers_of(module)))
         for module in model.modules()
     ]
@@ -110,7 +110,7 @@ def undone_on_error(model: nn.Module, undo: Callable[[nn.Module], None]) -> Iter
         yield
     except BaseException:
         undo(model)
-        for module, parameters, buffers in held:
+        for module, parameters, buffers in before:
             _registered(module, True).update(parameters)
             _registered(module, False).update(buffers)
         raise

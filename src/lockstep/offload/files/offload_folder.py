@@ -157,10 +157,10 @@ def _check_fits(folder: str, item: TensorToWrite, region: FileRegion, source: st
 def _holds(region: FileRegion, pieces: Iterator[torch.Tensor]) -> bool:
     files = MappedFiles()
     mapped = region.mapped(files)
-    held = (read(region, files, region.dtype) if mapped is None else mapped).view(-1)
+    stored = (read(region, files, region.dtype) if mapped is None else mapped).view(-1)
     done = 0
     for piece in pieces:
-        same = held[done : done + piece.numel()]
+        same = stored[done : done + piece.numel()]
         if not torch.equal(as_bytes(same), as_bytes(piece)):
             return False
         # Pages that were compared leave memory: the tensor may be larger than it.

@@ -173,9 +173,9 @@ class GradientFile:
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
         buffer = self._buffer[: aligned(here.nbytes)]
-        held = buffer[: here.nbytes].view(here.dtype).view(here.shape)
-        held.copy_(here)
-        norm = None if norm_type is None else KnownNorm(norm_type, torch.linalg.vector_norm(held, norm_type))
+        copy = buffer[: here.nbytes].view(here.dtype).view(here.shape)
+        copy.copy_(here)
+        norm = None if norm_type is None else KnownNorm(norm_type, torch.linalg.vector_norm(copy, norm_type))
         self.file.write(offset, buffer)
         self._freed.add(buffer.numel())
         return norm

@@ -118,26 +118,26 @@ class StepWork:
         return EarlyRead(item, regions) if regions and all(r.file.is_direct for r in regions) else None
 
     def compute(self, run: StepRun, item: StepItem, buffer: torch.Tensor) -> None:
-        def held(index: int, role: str, tensor: torch.Tensor) -> torch.Tensor:
+        def from_buffer(index: int, role: str, tensor: torch.Tensor) -> torch.Tensor:
             region = item.others.get((index, role)) or item.states.get((index, role))
             return region.within(buffer) if region is not None else tensor
 
         values, gradients, states = [], [], []
         for index, entry in enumerate(item.entries):
-            value = held(index, VALUE, entry.value)
+            value = from_buffer(index, VALUE, entry.value)
             # Until a delayed step is shown, forwards need the values of before.
             values.append(value.clone() if self._delayed else value)
             fetched = item.fetched[index]
             if fetched is not None and self.host is not None:
                 gradients.append(self.host.arrived(fetched))
             else:
-                gradients.append(held(index, GRADIENT, entry.gradient))
+                gradients.append(from_buffer(index, GRADIENT, entry.gradient))
             # Scaled in the buffer, not in the file.
             if entry.scale is not None:
                 entry.scale.apply(gradients[-1:])
             states.append(
                 {
-                    name: held(index, f"state {name}", local(value))
+                    name: from_buffer(index, f"state {name}", local(value))
                     if isinstance(value, torch.Tensor)
                     else value
                     for name, value in self._state[entry.parameter].items()

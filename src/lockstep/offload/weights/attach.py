@@ -196,10 +196,10 @@ def stream_weights(
     if device.type == "cpu":
         mapped = MappedMover(groups)
         streamer = _streamer(groups, mapped, budget, ahead, ready, in_place=True)
-        told, check = [*listeners, streamer], mapped.check
+        all_listeners, check = [*listeners, streamer], mapped.check
     else:
-        streamer, told, check = _to_device(groups, device, budget, ahead, listeners, ready)
-    hooks = listen(model, groups, told)
+        streamer, all_listeners, check = _to_device(groups, device, budget, ahead, listeners, ready)
+    hooks = listen(model, groups, all_listeners)
     # Before all other hooks, since it was registered last.
     root = _PassBegins(streamer, Edits(model, groups), check)
     hooks.add(model.register_forward_pre_hook(root, prepend=True, with_kwargs=True))

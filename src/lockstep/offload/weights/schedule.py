@@ -74,14 +74,14 @@ def choose_urgent(
     sizes: Mapping[GroupT, int],
     budget: int,
     loaded: Collection[GroupT],
-    held: Collection[GroupT],
+    in_use: Collection[GroupT],
     coming: Iterable[GroupT],
 ) -> Choice[GroupT] | None:
-    """How to load ``group``, which is needed now. None: what is ``held`` leaves no room for it."""
+    """How to load ``group``, which is needed now. None: what is ``in_use`` leaves no room for it."""
     missing = sizes[group] + sum(sizes[one] for one in loaded) - budget
     if missing <= 0:
         return Choice(group, ())
-    evictable = set(loaded).difference(held)
+    evictable = set(loaded).difference(in_use)
     return _evicting(group, missing, sizes, _next_uses(evictable, coming))
 
 
@@ -90,14 +90,14 @@ def choose_ahead(
     budget: int,
     loaded: Collection[GroupT],
     unused: Collection[GroupT],
-    held: Collection[GroupT],
+    in_use: Collection[GroupT],
     coming: Iterable[GroupT],
     ahead: int,
 ) -> Choice[GroupT] | None:
     """What to load before it is needed: the first of ``coming`` that isn't ``loaded``. None: nothing now.
 
     Not while ``ahead`` groups that come before it are loaded and ``unused``; and nothing that is used sooner is let go
-    for it, nor what is ``held``.
+    for it, nor what is ``in_use``.
     """
     if not ahead or len(loaded) == len(sizes):
         return None
@@ -119,7 +119,7 @@ def choose_ahead(
     if missing <= 0:
         return Choice(group, ())
     # What is used before the group stays.
-    later = set(loaded).difference(held, seen)
+    later = set(loaded).difference(in_use, seen)
     # The rest of the chain: only uses behind that of the group count.
     return _evicting(group, missing, sizes, _next_uses(later, (one for _, one in chain)))
 

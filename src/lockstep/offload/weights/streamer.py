@@ -196,11 +196,11 @@ class Streamer:
             return choice
 
     def _choose(self) -> Choice[WeightGroup] | None:
-        held = self._busy | self._moving
-        held.update(group for used in self._in_use.values() for group in used)
+        in_use = self._busy | self._moving
+        in_use.update(group for used in self._in_use.values() for group in used)
         for group in self._wanted:
             if group not in self._loaded and group not in self._moving and group not in self._failed:
-                choice = choose_urgent(group, self._sizes, self.budget, self._loaded, held, self._coming())
+                choice = choose_urgent(group, self._sizes, self.budget, self._loaded, in_use, self._coming())
                 if choice is not None:
                     self.counters.urgent_loads += 1
                     return choice
@@ -211,9 +211,9 @@ class Streamer:
             return None
         # As ``use`` promises, the last one stays until another is used.
         if self._current is not None:
-            held.add(self._current)
+            in_use.add(self._current)
         return choose_ahead(
-            self._sizes, self.budget, self._loaded, self._unused, held, self._coming(), self.ahead
+            self._sizes, self.budget, self._loaded, self._unused, in_use, self._coming(), self.ahead
         )
 
     def _coming(self) -> Iterable[WeightGroup]:

@@ -76,7 +76,7 @@ class PipelineModel(ModuleAround):
         self._derivation = Derivation(module, self._local, options)
         self._prove: Callable[..., None] | None = None
         self._calls = 0
-        self._said_order = False
+        self._has_warned_of_order = False
         self._is_made = True
 
     # -- what it consists of -----------------------------------------------------------------------------
@@ -336,8 +336,8 @@ class PipelineModel(ModuleAround):
                 "outputs='last' gives the model's outputs to one rank only, and the others cannot compute the "
                 "loss. Return the loss from the model, use train_step, or use outputs='all'."
             )
-        if not self._said_order and dist.get_rank() == 0:
-            self._said_order = True
+        if not self._has_warned_of_order and dist.get_rank() == 0:
+            self._has_warned_of_order = True
             warnings.warn(
                 "The loss is computed outside the model, so all forwards run before all backwards (GPipe's "
                 f"order), and schedule={self._options.schedule} has no effect. Return the loss from the model, "

@@ -40,7 +40,7 @@ class Rehearsal:
 
     stages: LocalStages
     batch: Batch
-    looks_at_loss: bool
+    compares_loss: bool
     title: str
     word: str = ""
     refusal: str = ""
@@ -63,8 +63,8 @@ class Rehearsal:
                 # Most likely of memory; anything else is raised again by the micro-batches.
                 self.failures.clear()
                 self.whole = {}
-        looks = self._compare_with_whole if self.looks_at_loss or whole_plan is not None else None
-        once = self._pass(self.batch.parts, self._finish, looks)
+        compare = self._compare_with_whole if self.compares_loss or whole_plan is not None else None
+        once = self._pass(self.batch.parts, self._finish, compare)
         fill_only(self.stages, self.batch.plan, once, find=True)
 
     def raises_on_whole(self, plan: PipelinePlan) -> bool:
@@ -108,7 +108,7 @@ class Rehearsal:
         with self.stages.state.without_differences(lambda: self.word == "whole"):
             try:
                 unknown = self._compared(outputs) if self.whole else []
-                if self.looks_at_loss:
+                if self.compares_loss:
                     self.word = self._reduction(outputs)
                 for name, path in unknown:
                     if self._matters(outputs, name, path):

@@ -127,7 +127,7 @@ def of_some_ranks(case: Case) -> str:
     sketches = [case.trace.tensor(item).double() for item in items]
     terms = {one.rank: _terms(case, one, sketches) for one in case.parts}
     known = {rank: one for rank, one in terms.items() if one is not None}
-    return _said(case, known) if len(known) == len(terms) else ""
+    return _not_averaged_text(case, known) if len(known) == len(terms) else ""
 
 
 def _terms(case: Case, part: RankPart, sketches: Sequence[Tensor]) -> Terms | None:
@@ -164,7 +164,7 @@ def _rows_of_part(part: RankPart, rows: int) -> slice | None:
     return slice(offsets[0], offsets[0] + shape[0]) if offsets and is_whole else None
 
 
-def _said(case: Case, terms: dict[int, Terms]) -> str:
+def _not_averaged_text(case: Case, terms: dict[int, Terms]) -> str:
     where = f" on {of_ranks(list(terms))}" if case.agreeing else ""
     different = set(terms.values())
     if all(one.is_mean for one in different):

@@ -196,7 +196,10 @@ def _added(item: TraceItem, parts: Sequence[Measured]) -> Mismatch:
     ranks = tuple(sorted(one.rank for one in parts if one.is_missing))
     looks_like = ""
     if item.kind is ItemKind.BATCH and item.micro_batch:
-        looks_like = f"It looks as if the optimizer's step was skipped on {of_ranks(ranks)}, which read on in this step."
+        looks_like = (
+            f"It looks as if the optimizer's step was skipped on {of_ranks(ranks)}, "
+            "which read on in this step."
+        )
     return Mismatch(item, Fault.ADDED, ranks, ranks, looks_like=looks_like)
 
 
