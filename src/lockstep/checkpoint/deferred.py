@@ -39,7 +39,7 @@ BACKWARD, NOBODY = -1, 1 << 30
 class FrozenTensor:
     """A tensor as it was when the save was called.
 
-    ``original`` is the run's, ``clone`` has the values; ``copies`` are (host memory, piece of the clone) to make.
+    ``original`` is the run's, ``clone`` has the values; ``copies`` are (host memory, view of the clone) to make.
     ``changed_by`` are the optimizers, by number, that will change the original.
     """
 
@@ -112,12 +112,12 @@ class DeferredCopies:
 
     # By the thread that saves --------------------------------------------------------------------------
 
-    def defer(self, target: torch.Tensor, piece: torch.Tensor) -> bool:
-        """Copy ``piece`` of a state's tensor into ``target`` later; False where it was not cloned."""
-        # A piece is a view of the clone, so it has the clone's storage.
-        frozen = self._frozen.get(storage_key(piece))
+    def defer(self, target: torch.Tensor, view: torch.Tensor) -> bool:
+        """Copy ``view`` of a state's tensor into ``target`` later; False where it was not cloned."""
+        # It is a view of the clone, so it has the clone's storage.
+        frozen = self._frozen.get(storage_key(view))
         if frozen is not None:
-            frozen.copies.append((target, piece))
+            frozen.copies.append((target, view))
         return frozen is not None
 
     def begin(self, state: RankState) -> None:
@@ -171,8 +171,8 @@ class DeferredCopies:
     @torch.no_grad()
     def _copy(self, frozen: FrozenTensor) -> None:
         try:
-            for target, piece in frozen.copies:
-                target.copy_(piece)
+            for target, view in frozen.copies:
+                target.copy_(view)
         except BaseException:
             # A step was interrupted: the thread makes this copy.
             with self._changed:

@@ -1,7 +1,7 @@
 """Which rank writes which chunks of which tensors: plans of single ranks, and the one made of them all. No collective.
 
-A rank holds a tensor in boxes: one where it is whole or cut along dimensions, several where it is cut with strides. A
-box that several ranks hold is written by one of them, such that all write about equally many bytes.
+A rank holds a tensor in regions: one where it is whole or cut along dimensions, several where it is cut with strides. A
+region that several ranks hold is written by one of them, such that all write about equally many bytes.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from lockstep.checkpoint.format.tensors import (
     index_to_bytes,
     overlap,
 )
-from lockstep.comm.dtensor import boxes_of, is_dtensor, local
-from lockstep.comm.layout import ShardRegion, whole_box
+from lockstep.comm.dtensor import is_dtensor, local, regions_of
+from lockstep.comm.layout import ShardRegion, whole_region
 from lockstep.errors import CheckpointError
 
 SMALLEST_PART_BYTES, LARGEST_PART_BYTES, PARTS = 64 << 20, 4 << 30, 4
 
 Tensors = Mapping[str, torch.Tensor]
 KeysByFile = dict[str, dict[str, str]]
-"""For each file of this rank the names of tensors, a piece of which is in it, by their keys there."""
+"""For each file of this rank the names of tensors, a chunk of which is in it, by their keys there."""
 
 
 class LocalShards(NamedTuple):
@@ -44,28 +44,28 @@ class LocalShards(NamedTuple):
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    boxes: list[ShardRegion]
+    regions: list[ShardRegion]
     is_own: bool
 
 
 class WriteItem(NamedTuple):
-    """A piece that a rank writes."""
+    """A chunk that a rank writes."""
 
     source: LocalShards
-    box: ShardRegion
+    region: ShardRegion
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.box.shape) * self.source.dtype.itemsize
+        return math.prod(self.region.shape) * self.source.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class SavePlan:
-    """``index`` tells of all tensors of all ranks, ``mine`` which files this rank writes, ``boxes`` what is in them."""
+    """``index``: all tensors of all ranks; ``mine``: the files that this rank writes; ``regions``: what is in them."""
 
     index: Index
     mine: KeysByFile
-    boxes: dict[tuple[str, str], ShardRegion] = field(default_factory=dict)
+    regions: dict[tuple[str, str], ShardRegion] = field(default_factory=dict)
 
     @cached_property
     def index_content(self) -> bytes:
@@ -85,9 +85,9 @@ class SavePlan:
         """What this rank writes into ``file``, by the keys there: views of the parts that it has of ``tensors``."""
         found = {}
         for key, name in self.mine[file].items():
-            box, part = self.boxes[file, key], part_of(name, tensors[name])
-            # A tensor without elements is one whole box, which this rank's empty part need not look like.
-            found[key] = box.local_view(part) if math.prod(box.shape) else part.new_empty(box.shape)
+            region, part = self.regions[file, key], part_of(name, tensors[name])
+            # A tensor without elements is one whole region, which this rank's empty part need not look like.
+            found[key] = region.local_view(part) if math.prod(region.shape) else part.new_empty(region.shape)
         return found
 
 
@@ -156,8 +156,8 @@ def _spread(tensor: torch.Tensor) -> tuple[str, ...]:
 
 
 def _local_shards(name: str, tensor: torch.Tensor, is_own: bool) -> LocalShards:
-    # One empty piece says that there is a tensor without elements.
-    found = boxes_of(tensor) if tensor.numel() else [whole_box(tensor.shape)]
+    # One empty chunk says that there is a tensor without elements.
+    found = regions_of(tensor) if tensor.numel() else [whole_region(tensor.shape)]
     return LocalShards(name, tensor.dtype, tuple(tensor.shape), found, is_own)
 
 
@@ -165,33 +165,33 @@ def _global_plan(local_plans: list[list[LocalShards]], rank: int, ranks: list[in
     _refuse_different(local_plans, ranks)
     index: Index = {}
     mine: KeysByFile = {}
-    boxes: dict[tuple[str, str], ShardRegion] = {}
+    regions: dict[tuple[str, str], ShardRegion] = {}
     # Every rank makes the whole plan from the same local plans, so nothing of it has to be sent.
     for writer, items in zip(ranks, _deduplicated(local_plans), strict=True):
         for file, of_file in _into_files(items, writer).items():
             taken: set[str] = set()
             for item in of_file:
-                piece = _piece_of(item, file, taken)
-                taken.add(piece.key)
-                _add_piece(index, item, piece)
+                chunk = _chunk_of(item, file, taken)
+                taken.add(chunk.key)
+                _add_chunk(index, item, chunk)
                 if writer == rank:
-                    mine.setdefault(file, {})[piece.key] = item.source.name
-                    boxes[piece.file, piece.key] = item.box
+                    mine.setdefault(file, {})[chunk.key] = item.source.name
+                    regions[chunk.file, chunk.key] = item.region
     _refuse_incomplete(index)
-    return SavePlan(index, mine, boxes)
+    return SavePlan(index, mine, regions)
 
 
 def _deduplicated(local_plans: list[list[LocalShards]]) -> list[list[WriteItem]]:
-    """What each rank writes: of the ranks that hold the same box, that with the fewest bytes so far."""
+    """What each rank writes: of the ranks that hold the same region, that with the fewest bytes so far."""
     holders: dict[tuple[object, ...], list[tuple[int, WriteItem]]] = {}
     for number, of_rank in enumerate(local_plans):
         for one in of_rank:
-            for box in one.boxes:
-                # Boxes with equal offsets and shapes are copies of one part, on ranks that replicate it.
-                found = holders.setdefault((one.name, box.offsets, box.shape), [])
+            for region in one.regions:
+                # Regions with equal offsets and shapes are copies of one part, on ranks that replicate it.
+                found = holders.setdefault((one.name, region.offsets, region.shape), [])
                 # Copies that may differ have one candidate: who writes them is not a matter of bytes.
                 if not (one.is_own and found):
-                    found.append((number, WriteItem(one, box)))
+                    found.append((number, WriteItem(one, region)))
     items: list[list[WriteItem]] = [[] for _ in local_plans]
     sizes = [0] * len(local_plans)
     # All ranks see the holders in one order, so that each comes to the same choice by itself.
@@ -218,8 +218,8 @@ def _refuse_different(local_plans: list[list[LocalShards]], ranks: list[int]) ->
 def _refuse_incomplete(index: Index) -> None:
     """Raise CheckpointError where what the ranks hold of a tensor does not fill it, or overlaps."""
     for name, entry in index.items():
-        # Boxes inside a tensor that do not overlap fill it if their elements add up to its own.
-        total = sum(math.prod(piece.shape) for piece in entry.pieces)
+        # Regions inside a tensor that do not overlap fill it if their elements add up to its own.
+        total = sum(math.prod(chunk.shape) for chunk in entry.pieces)
         if total != math.prod(entry.shape) or overlap(entry.pieces):
             raise CheckpointError(
                 f"The ranks hold different tensors under one name: their parts of {name} have {total} elements, "
@@ -228,12 +228,12 @@ def _refuse_incomplete(index: Index) -> None:
             )
 
 
-def _add_piece(index: Index, item: WriteItem, piece: ChunkMetadata) -> None:
+def _add_chunk(index: Index, item: WriteItem, chunk: ChunkMetadata) -> None:
     name, dtype, shape, *_ = item.source
     if name not in index:
         dtype_text = dtype_name(torch.empty(0, dtype=dtype), name)
         index[name] = TensorEntry(dtype=dtype_text, shape=shape, pieces=[])
-    index[name].pieces.append(piece)
+    index[name].pieces.append(chunk)
 
 
 def _into_files(items: list[WriteItem], rank: int) -> dict[str, list[WriteItem]]:
@@ -263,8 +263,8 @@ def group_of(name: str) -> str:
     return "model" if match[1] == "0" else f"model_{match[1]}"
 
 
-def _piece_of(item: WriteItem, file: str, taken: Collection[str]) -> ChunkMetadata:
-    name, (offsets, shape, _) = item.source.name, item.box
+def _chunk_of(item: WriteItem, file: str, taken: Collection[str]) -> ChunkMetadata:
+    name, (offsets, shape, _) = item.source.name, item.region
     key = name if file.startswith("state") else name.split(".", 2)[2]
     # A part gets the place of its first element as its name: other libraries see at once that it is not the whole.
     if shape != item.source.shape:

@@ -1,4 +1,4 @@
-"""Read a verified checkpoint: its documents, and of its tensors what lies in the boxes that a rank holds."""
+"""Read a verified checkpoint: its documents, and of its tensors what lies in the regions that a rank holds."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from lockstep.checkpoint.format.tensors import (
 )
 from lockstep.checkpoint.store.local import LocalStore
 from lockstep.checkpoint.store.verify import in_parallel, read_manifest, root_of
-from lockstep.comm.dtensor import boxes_of, is_dtensor, local
+from lockstep.comm.dtensor import is_dtensor, local, regions_of
 from lockstep.comm.layout import ShardRegion
 from lockstep.errors import CheckpointError
 
@@ -71,64 +71,65 @@ def create_read_items_as(places: Mapping[str, tuple[str, torch.Tensor]], index: 
             )
         if not tensor.numel():
             continue
-        pieces, part = _Pieces(index[saved]), local(tensor)
-        for box in boxes_of(tensor):
-            for piece in pieces.near(box):
-                one = _read_of(piece, box, part, saved)
+        chunks, part = _SortedChunks(index[saved]), local(tensor)
+        for region in regions_of(tensor):
+            for chunk in chunks.near(region):
+                one = _read_of(chunk, region, part, saved)
                 if one is not None:
                     found.append(one)
     return found
 
 
-class _Pieces:
-    """The pieces of a tensor, sorted along the dimension in which it was cut most often."""
+class _SortedChunks:
+    """The chunks of a tensor, sorted along the dimension in which it was cut most often."""
 
     def __init__(self, entry: TensorEntry) -> None:
         dims = range(len(entry.shape))
         self._dim = max(
-            dims, key=lambda dim: len({piece.offsets[dim] for piece in entry.pieces}), default=None
+            dims, key=lambda dim: len({chunk.offsets[dim] for chunk in entry.pieces}), default=None
         )
         if self._dim is None:
-            self._pieces, self._starts, self._longest = entry.pieces, [0] * len(entry.pieces), 0
+            self._chunks, self._starts, self._longest = entry.pieces, [0] * len(entry.pieces), 0
         else:
             dim = self._dim
-            self._pieces = sorted(entry.pieces, key=lambda piece: piece.offsets[dim])
-            self._starts = [piece.offsets[dim] for piece in self._pieces]
-            self._longest = max((piece.shape[dim] for piece in self._pieces), default=0)
+            self._chunks = sorted(entry.pieces, key=lambda chunk: chunk.offsets[dim])
+            self._starts = [chunk.offsets[dim] for chunk in self._chunks]
+            self._longest = max((chunk.shape[dim] for chunk in self._chunks), default=0)
 
-    def near(self, box: ShardRegion) -> Iterator[ChunkMetadata]:
-        """All pieces that may share elements with the box."""
+    def near(self, region: ShardRegion) -> Iterator[ChunkMetadata]:
+        """All chunks that may share elements with the region."""
         if self._dim is None:
-            yield from self._pieces
+            yield from self._chunks
             return
-        # No piece is longer than the longest one: those that start further before the box end before it.
-        start = box.offsets[self._dim]
+        # No chunk is longer than the longest one: those that start further before the region end before it.
+        start = region.offsets[self._dim]
         first = bisect_right(self._starts, start - self._longest)
-        last = bisect_left(self._starts, start + box.shape[self._dim])
-        yield from self._pieces[first:last]
+        last = bisect_left(self._starts, start + region.shape[self._dim])
+        yield from self._chunks[first:last]
 
 
-def _read_of(piece: ChunkMetadata, box: ShardRegion, part: torch.Tensor, name: str) -> ReadItem | None:
-    """What of the piece belongs into the box of this rank's part; None if nothing does.
+def _read_of(chunk: ChunkMetadata, region: ShardRegion, part: torch.Tensor, name: str) -> ReadItem | None:
+    """What of the chunk belongs into the region of this rank's part; None if nothing does.
 
-    The same elements have three addresses: in the whole tensor (``starts``), in the piece, where they are read
+    The same elements have three addresses: in the whole tensor (``starts``), in the chunk, where they are read
     (``from_``), and in this rank's part, where they go (``inside``). All have as many numbers as the tensor has dims.
     """
-    starts = tuple(map(max, box.offsets, piece.offsets))
+    starts = tuple(map(max, region.offsets, chunk.offsets))
     lengths = tuple(
         min(offset + count, other + size) - start
         for start, offset, count, other, size in zip(
-            starts, box.offsets, box.shape, piece.offsets, piece.shape, strict=True
+            starts, region.offsets, region.shape, chunk.offsets, chunk.shape, strict=True
         )
     )
     if any(length <= 0 for length in lengths):
         return None
-    from_ = tuple(start - offset for start, offset in zip(starts, piece.offsets, strict=True))
+    from_ = tuple(start - offset for start, offset in zip(starts, chunk.offsets, strict=True))
     inside = tuple(
-        start - offset + place for start, offset, place in zip(starts, box.offsets, box.inside, strict=True)
+        start - offset + place
+        for start, offset, place in zip(starts, region.offsets, region.inside, strict=True)
     )
     return ReadItem(
-        piece.file, piece.key, from_, lengths, ShardRegion(starts, lengths, inside).local_view(part), name
+        chunk.file, chunk.key, from_, lengths, ShardRegion(starts, lengths, inside).local_view(part), name
     )
 
 
@@ -186,7 +187,7 @@ class Checkpoint:
         def check_file(file: str) -> None:
             reader = self._reader(file)
             for key in sorted(keys_of[file]):
-                found, expected = reader.describe(key), self._pieces[file, key]
+                found, expected = reader.describe(key), self._chunks[file, key]
                 if found != expected:
                     raise CheckpointError(
                         f"{self.root}/{file}: {key} is {found[0]} of shape {found[1]}, but {TENSORS} says "
@@ -205,14 +206,14 @@ class Checkpoint:
         def read_file(file: str) -> None:
             reader = self._reader(file)
             for one in by_file[file]:
-                piece = reader.read(one.key, one.offsets, one.lengths)
-                # copy_ would spread a piece of another shape over the place without a word.
-                if piece.shape != one.into.shape:
+                values = reader.read(one.key, one.offsets, one.lengths)
+                # copy_ would spread a chunk of another shape over the place without a word.
+                if values.shape != one.into.shape:
                     raise CheckpointError(
-                        f"{self.root}/{file}: {one.key} has shape {tuple(piece.shape)} instead of "
+                        f"{self.root}/{file}: {one.key} has shape {tuple(values.shape)} instead of "
                         f"{tuple(one.into.shape)}. Load another checkpoint."
                     )
-                one.into.copy_(piece)
+                one.into.copy_(values)
 
         in_parallel(read_file, by_file)
 
@@ -227,12 +228,12 @@ class Checkpoint:
         return places
 
     @cached_property
-    def _pieces(self) -> dict[tuple[str, str], tuple[str, list[int]]]:
-        """The dtype and shape of each piece, by its file and its key there."""
+    def _chunks(self) -> dict[tuple[str, str], tuple[str, list[int]]]:
+        """The dtype and shape of each chunk, by its file and its key there."""
         return {
-            (piece.file, piece.key): (entry.dtype, list(piece.shape))
+            (chunk.file, chunk.key): (entry.dtype, list(chunk.shape))
             for entry in self.index.values()
-            for piece in entry.pieces
+            for chunk in entry.pieces
         }
 
     def _reader(self, file: str) -> TensorReader:

@@ -194,7 +194,7 @@ def show_command(directory: str, with_tensors: bool, as_json: bool) -> None:
     if with_tensors:
         rows = [
             (name, entry.dtype, str(list(entry.shape)), str(len(entry.pieces)),
-             ", ".join(sorted({piece.file for piece in entry.pieces})))
+             ", ".join(sorted({chunk.file for chunk in entry.pieces})))
             for name, entry in sorted(summary.index.items())
         ]  # fmt: skip
         print_table(("tensor", "dtype", "shape", "pieces", "files"), rows, NUMBERS)

@@ -9,9 +9,9 @@ if not TYPE_CHECKING:
             "call_check": ["CallCheck"],
             "call_record": ["SIGNATURES"],
             "collectives": ["Communicator"],
-            "dtensor": ["boxes_of", "local", "shard_like", "total_norm", "whole"],
+            "dtensor": ["regions_of", "local", "shard_like", "total_norm", "whole"],
             "exchange": ["all_gather_into_tensor", "reduce_scatter_tensor"],
-            "layout": ["boxes", "local_shape", "ShardRegion"],
+            "layout": ["local_regions", "local_shape", "ShardRegion"],
             "counter": ["CommCounter"],
             "quantization": ["dequantize", "from_message", "message_bytes", "quantize", "to_message"],
             "tree": [

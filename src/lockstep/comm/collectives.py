@@ -235,12 +235,12 @@ class Communicator(CallExchange):
             payload, problem = pickled(values, "broadcast_object_list")
         name = f"broadcast_object_list(list of {len(values)}, from_process={from_process})"
         self._exchange_calls(CollectiveCall(name), problem)
-        box = [payload]
+        objects = [payload]
         dist.broadcast_object_list(
-            box, group=self._group, group_src=from_process, device=self._control_device
+            objects, group=self._group, group_src=from_process, device=self._control_device
         )
         if self.runtime.rank != from_process:
-            values[:] = pickle.loads(box[0])
+            values[:] = pickle.loads(objects[0])
         return values
 
     @torch.no_grad()

@@ -17,7 +17,15 @@ import torch.distributed as dist
 
 from lockstep.comm.collectives import as_bytes
 from lockstep.comm.exchange import all_gather_into_tensor
-from lockstep.comm.layout import ShardRegion, boxes, dim_of, is_partial, is_plain, local_shape, whole_box
+from lockstep.comm.layout import (
+    ShardRegion,
+    dim_of,
+    is_partial,
+    is_plain,
+    local_regions,
+    local_shape,
+    whole_region,
+)
 from lockstep.comm.tree import map_tensors
 from lockstep.errors import UsageError
 from lockstep.torch_internals import tensors as torch_tensors
@@ -109,8 +117,8 @@ def _gathered(
     parts = data.view(part.dtype).view(len(coordinates), -1)
     for coordinate, of_rank, row in zip(coordinates, shapes, parts, strict=True):
         other = row[: math.prod(of_rank)].view(of_rank)
-        for box in boxes(shape, mesh.shape, placements, coordinate):
-            box.whole_view(full).copy_(box.local_view(other))
+        for region in local_regions(shape, mesh.shape, placements, coordinate):
+            region.whole_view(full).copy_(region.local_view(other))
     return full
 
 
@@ -150,14 +158,15 @@ def shown_whole(tensors: Sequence[Any], wholes: Sequence[torch.Tensor]) -> Itera
             del tensor.whole_value
 
 
-def boxes_of(tensor: torch.Tensor) -> list[ShardRegion]:
-    """What this rank holds of a tensor of any shape: all of it, unless it is a DTensor; several boxes if it is strided.
+def regions_of(tensor: torch.Tensor) -> list[ShardRegion]:
+    """What this rank holds of a tensor of any shape: all of it, unless it is a DTensor; several regions if
+    that is strided.
 
     Raises:
         UsageError: the DTensor's local part is not what its placements say, or no part but an addend.
     """
     if not is_dtensor(tensor):
-        return [whole_box(tensor.shape)]
+        return [whole_region(tensor.shape)]
     mesh, placements = tensor.device_mesh, tensor.placements
     coordinate = mesh.get_coordinate()
     # This rank is not in the mesh.
@@ -172,7 +181,7 @@ def boxes_of(tensor: torch.Tensor) -> list[ShardRegion]:
             f"{tuple(local(tensor).shape)}. Make the tensor with distribute_tensor or fully_shard, or choose "
             "dimensions that divide evenly."
         )
-    return boxes(tensor.shape, mesh.shape, placements, coordinate)
+    return local_regions(tensor.shape, mesh.shape, placements, coordinate)
 
 
 def _refuse_partial(placements: Iterable[Placement]) -> None:
@@ -193,8 +202,8 @@ def shard_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     if not is_dtensor(like) or is_dtensor(tensor):
         return tensor
     part = torch.empty(local(like).shape, dtype=tensor.dtype, device=local(like).device)
-    for box in boxes_of(like):
-        box.local_view(part).copy_(box.whole_view(tensor))
+    for region in regions_of(like):
+        region.local_view(part).copy_(region.whole_view(tensor))
     return with_part(part, like)
 
 

@@ -51,21 +51,21 @@ def is_partial(placement: Placement) -> bool:
     return bool(placement.is_partial())
 
 
-def whole_box(shape: Sequence[int]) -> ShardRegion:
+def whole_region(shape: Sequence[int]) -> ShardRegion:
     """All of a tensor, held whole."""
     zeros = (0,) * len(shape)
     return ShardRegion(zeros, tuple(shape), zeros)
 
 
-def boxes(
+def local_regions(
     shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[object], coordinate: Sequence[int]
 ) -> list[ShardRegion]:
-    """What the rank at ``coordinate`` of the mesh holds, in boxes that together are its local part; none is empty."""
-    return boxes_of_ranges(local_ranges(shape, mesh_shape, placements, coordinate))
+    """What the rank at ``coordinate`` of the mesh holds, in regions that together are its local part; none is empty."""
+    return regions_of_ranges(local_ranges(shape, mesh_shape, placements, coordinate))
 
 
-def boxes_of_ranges(ranges: Sequence[list[Range]]) -> list[ShardRegion]:
-    """The boxes of a part that has these indices along each dimension, in its order."""
+def regions_of_ranges(ranges: Sequence[list[Range]]) -> list[ShardRegion]:
+    """The regions of a part that has these indices along each dimension, in its order."""
     return [
         ShardRegion(
             tuple(start for _, (start, _) in chosen),
@@ -152,7 +152,7 @@ def _cut(ranges: list[Range], begin: int, end: int) -> list[Range]:
 def _merge_adjacent(ranges: list[Range]) -> list[Range]:
     found: list[Range] = []
     for start, count in ranges:
-        # Ranges that touch are one, so that a part without strides is one box.
+        # Ranges that touch are one, so that a part without strides is one region.
         if found and sum(found[-1]) == start:
             found[-1] = (found[-1][0], found[-1][1] + count)
         else:

@@ -231,8 +231,8 @@ def _check_finished(
                 else "a result that is not sent"
             )
             raise UsageError(
-                f"{_action_text(action)} waits for {what}, which does not run before it. Give the actions of all ranks, "
-                "in the order in which they ran."
+                f"{_action_text(action)} waits for {what}, which does not run before it. Give the actions of all "
+                "ranks, in the order in which they ran."
             )
 
 

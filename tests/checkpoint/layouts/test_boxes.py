@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from checkpoint.layouts import simulated
 from checkpoint.layouts.simulated import Coordinate, Spread, coordinates
 from lockstep.checkpoint import CheckpointGroup, SavePlan, SavePlanner, create_read_items
-from lockstep.comm import boxes, boxes_of, local_shape
+from lockstep.comm import local_regions, local_shape, regions_of
 from lockstep.errors import CheckpointError, UsageError
 from tests.marks import examples
 from tests.refusals import expect_refusal
@@ -74,10 +74,10 @@ def test_boxes_are_what_torch_cuts(drawn: tuple[torch.Tensor, list[Spread], list
     values, spread, _ = drawn
     for one in spread:
         part = torch.full_like(one.to_local(), -1)
-        for box in boxes_of(one):  # type: ignore[arg-type]
-            assert math.prod(box.shape) > 0
-            assert bool((box.local_view(part) == -1).all())  # none overlap
-            box.local_view(part).copy_(box.whole_view(values))
+        for region in regions_of(one):  # type: ignore[arg-type]
+            assert math.prod(region.shape) > 0
+            assert bool((region.local_view(part) == -1).all())  # none overlap
+            region.local_view(part).copy_(region.whole_view(values))
         assert torch.equal(part, one.to_local()), one.placements
 
 
@@ -128,24 +128,26 @@ def test_every_element_is_written_once_and_read_by_all_who_hold_it(
 
 
 def test_a_fused_projection_is_cut_within_each_of_its_parts() -> None:
-    found = boxes((12,), (2,), [_StridedShard(0, split_factor=3)], (1,))
-    assert [(box.offsets, box.shape, box.inside) for box in found] == [
+    found = local_regions((12,), (2,), [_StridedShard(0, split_factor=3)], (1,))
+    assert [(region.offsets, region.shape, region.inside) for region in found] == [
         ((2,), (2,), (0,)),
         ((6,), (2,), (2,)),
         ((10,), (2,), (4,)),
     ]
     # fully_shard halves the six rows that a rank has of it: [2, 3, 6] and [7, 10, 11].
-    found = boxes((12,), (2, 2), [_StridedShard(0, split_factor=2), _StridedShard(0, split_factor=3)], (1, 1))
-    assert [(box.offsets[0], box.shape[0]) for box in found] == [(7, 1), (10, 2)]
+    found = local_regions(
+        (12,), (2, 2), [_StridedShard(0, split_factor=2), _StridedShard(0, split_factor=3)], (1, 1)
+    )
+    assert [(region.offsets[0], region.shape[0]) for region in found] == [(7, 1), (10, 2)]
 
 
 def test_a_part_that_is_not_what_its_placements_say_is_refused() -> None:
     assert local_shape((5, 2), (2,), [Shard(0)], (1,)) == (2, 2)
     wrong: Any = Spread(numbered((3, 2)), (5, 2), (2,), [Shard(0)], (1,))
     with pytest.raises(UsageError, match=r"\(2, 2\).*\(3, 2\)"):
-        boxes_of(wrong)
+        regions_of(wrong)
     addend: Any = Spread(numbered((5, 2)), (5, 2), (2,), [Partial()], (1,))
-    expect_refusal(UsageError, "term of a sum", boxes_of, addend)
+    expect_refusal(UsageError, "term of a sum", regions_of, addend)
 
 
 def test_ranks_that_together_lack_a_part_are_refused() -> None:

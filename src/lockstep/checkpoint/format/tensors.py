@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint: tensors.json (dtype, shape and pieces of each), and the safetensors files of the pieces.
+"""The tensors of a checkpoint: tensors.json (dtype, shape and chunks of each), and the safetensors files of the chunks.
 
 Files are written as a stream and read in slices. safetensors' own writer holds a copy of all tensors in memory and does
 not say what it wrote; reading is left to the library, which checks the header.
@@ -57,7 +57,7 @@ class ChunkMetadata(BaseModel):
 
 
 class TensorEntry(BaseModel):
-    """A tensor, and where its pieces are."""
+    """A tensor, and where its chunks are."""
 
     model_config = Strict
 
@@ -85,7 +85,7 @@ def index_from_bytes(content: bytes, manifest: Manifest, path: str) -> Index:
     """The tensors of a checkpoint, by name.
 
     Raises:
-        CheckpointError: pieces lie outside of their tensor or don't fill it, or files of them are not listed.
+        CheckpointError: chunks lie outside of their tensor or don't fill it, or files of them are not listed.
     """
     document = parse_json(content, path)
     if not isinstance(document, dict):
@@ -96,15 +96,15 @@ def index_from_bytes(content: bytes, manifest: Manifest, path: str) -> Index:
     used: dict[str, int] = {}
     places: set[tuple[str, str]] = set()
     for name, entry in index.items():
-        _check_pieces(name, entry, path)
-        for piece in entry.pieces:
-            if (piece.file, piece.key) in places:
+        _check_chunks(name, entry, path)
+        for chunk in entry.pieces:
+            if (chunk.file, chunk.key) in places:
                 raise CheckpointError(
-                    f"{path} places two pieces at {piece.key!r} in {piece.file!r}. Load another checkpoint."
+                    f"{path} places two pieces at {chunk.key!r} in {chunk.file!r}. Load another checkpoint."
                 )
-            places.add((piece.file, piece.key))
-            size = math.prod(piece.shape) * entry.torch_dtype.itemsize
-            used[piece.file] = used.get(piece.file, 0) + size
+            places.add((chunk.file, chunk.key))
+            size = math.prod(chunk.shape) * entry.torch_dtype.itemsize
+            used[chunk.file] = used.get(chunk.file, 0) + size
     for file, size in used.items():
         if file not in manifest.files or size > manifest.files[file].size:
             raise CheckpointError(
@@ -114,7 +114,7 @@ def index_from_bytes(content: bytes, manifest: Manifest, path: str) -> Index:
     return index
 
 
-def _check_pieces(name: str, entry: TensorEntry, path: str) -> None:
+def _check_chunks(name: str, entry: TensorEntry, path: str) -> None:
     if entry.dtype not in DTYPES:
         raise CheckpointError(
             f"{path}: {name} has the unknown dtype {entry.dtype!r}. Load another checkpoint."
@@ -125,18 +125,18 @@ def _check_pieces(name: str, entry: TensorEntry, path: str) -> None:
             f"{path}: {name} has the impossible shape {entry.shape}. Load another checkpoint."
         )
     filled = 0
-    for piece in entry.pieces:
-        check_name(piece.file)
-        inside = len(piece.offsets) == len(piece.shape) == len(entry.shape) and all(
+    for chunk in entry.pieces:
+        check_name(chunk.file)
+        inside = len(chunk.offsets) == len(chunk.shape) == len(entry.shape) and all(
             offset + size <= whole
-            for offset, size, whole in zip(piece.offsets, piece.shape, entry.shape, strict=True)
+            for offset, size, whole in zip(chunk.offsets, chunk.shape, entry.shape, strict=True)
         )
         if not inside:
             raise CheckpointError(
-                f"{path}: a piece of {name} at {piece.offsets} of shape {piece.shape} lies outside the tensor's "
+                f"{path}: a piece of {name} at {chunk.offsets} of shape {chunk.shape} lies outside the tensor's "
                 f"shape {entry.shape}. Load another checkpoint."
             )
-        filled += math.prod(piece.shape)
+        filled += math.prod(chunk.shape)
     # Pieces that lie inside, have as many elements as the tensor and do not overlap fill it.
     if filled != math.prod(entry.shape):
         raise CheckpointError(
@@ -160,20 +160,20 @@ def in_parts(items: Iterable[Item], nbytes: Callable[[Item], int], limit: int) -
     return parts
 
 
-def overlap(pieces: list[ChunkMetadata]) -> bool:
-    """Whether two pieces share an element: a sweep along the dim that was cut most often."""
-    pieces = [piece for piece in pieces if math.prod(piece.shape)]
-    if len(pieces) < 2:
+def overlap(chunks: list[ChunkMetadata]) -> bool:
+    """Whether two chunks share an element: a sweep along the dim that was cut most often."""
+    chunks = [chunk for chunk in chunks if math.prod(chunk.shape)]
+    if len(chunks) < 2:
         return False
-    dims = range(len(pieces[0].shape))
-    along = max(dims, key=lambda dim: len({piece.offsets[dim] for piece in pieces}), default=0)
+    dims = range(len(chunks[0].shape))
+    along = max(dims, key=lambda dim: len({chunk.offsets[dim] for chunk in chunks}), default=0)
     # Pieces are met in the order of their first row: only those that have not ended can share one with the next.
     open_ones: list[ChunkMetadata] = []
-    for piece in sorted(pieces, key=lambda piece: piece.offsets[along]):
-        open_ones = [o for o in open_ones if o.offsets[along] + o.shape[along] > piece.offsets[along]]
-        if any(all(_overlap_along(piece, other, dim) for dim in dims) for other in open_ones):
+    for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[along]):
+        open_ones = [o for o in open_ones if o.offsets[along] + o.shape[along] > chunk.offsets[along]]
+        if any(all(_overlap_along(chunk, other, dim) for dim in dims) for other in open_ones):
             return True
-        open_ones.append(piece)
+        open_ones.append(chunk)
     return False
 
 
@@ -292,10 +292,10 @@ class TensorReader:
             # A tensor without dims has no slices.
             if not lengths:
                 return self._file.get_tensor(key)
-            piece = self._file.get_slice(key)
-            if not any(offsets) and list(lengths) == piece.get_shape():
+            stored = self._file.get_slice(key)
+            if not any(offsets) and list(lengths) == stored.get_shape():
                 return self._file.get_tensor(key)
-            return piece[
+            return stored[
                 tuple(slice(start, start + length) for start, length in zip(offsets, lengths, strict=True))
             ]
         except (SafetensorError, OSError, KeyError, ValueError, IndexError) as error:

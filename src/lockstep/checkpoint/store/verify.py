@@ -158,7 +158,7 @@ def _inside(store: Store, root: str, manifest: Manifest, name: str) -> str:
         index = index_from_bytes(store.read(path, LIMIT), manifest, path)
     except (LockstepError, OSError):
         return ""
-    names = [tensor for tensor, entry in index.items() if any(piece.file == name for piece in entry.pieces)]
+    names = [tensor for tensor, entry in index.items() if any(chunk.file == name for chunk in entry.pieces)]
     return f" It holds {join_names(names)}." if names else ""
 
 

@@ -190,14 +190,14 @@ def _of_index(folder: str, name: str) -> Index:
 
 
 def _of_files(path: str, file: str | None = None) -> Index:
-    """The tensors of one safetensors file, each a piece of its own; the library checks header and size."""
+    """The tensors of one safetensors file, each a chunk of its own; the library checks header and size."""
     found: Index = {}
     try:
         check_plain_file(path)
         with safe_open(path, framework="pt") as opened:
             for key in opened.keys():  # noqa: SIM118  (not a mapping)
-                piece = opened.get_slice(key)
-                dtype, shape = str(piece.get_dtype()), tuple(piece.get_shape())
+                stored = opened.get_slice(key)
+                dtype, shape = str(stored.get_dtype()), tuple(stored.get_shape())
                 if dtype not in DTYPES:
                     raise CheckpointError(
                         f"{path}: {key} has the dtype {dtype}, which this version of torch does not know. Use "

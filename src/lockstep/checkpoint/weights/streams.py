@@ -1,4 +1,4 @@
-"""Tensors written to one safetensors file, or read from pieces in several, as streams.
+"""Tensors written to one safetensors file, or read from chunks in several, as streams.
 
 Memory is bounded: what is written is produced meanwhile, and what is read comes slab by slab.
 """
@@ -101,7 +101,7 @@ TensorRegion = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def slabs(shape: tuple[int, ...], limit: int) -> Iterator[TensorRegion]:
-    """Boxes of at most ``limit`` elements that together are a tensor of this shape, in the order of its elements."""
+    """Regions of at most ``limit`` elements that together are a tensor of this shape, in the order of its elements."""
     if not math.prod(shape):
         return
     if not shape:
@@ -119,21 +119,21 @@ def slabs(shape: tuple[int, ...], limit: int) -> Iterator[TensorRegion]:
             yield offsets, (*(1 for _ in before), min(step, shape[dim] - start), *rest)
 
 
-def overlap(box: TensorRegion, piece: ChunkMetadata) -> TensorRegion | None:
-    """What of a tensor is both in the box and in the piece."""
-    starts = tuple(map(max, box[0], piece.offsets))
+def overlap(region: TensorRegion, chunk: ChunkMetadata) -> TensorRegion | None:
+    """What of a tensor is both in the region and in the chunk."""
+    starts = tuple(map(max, region[0], chunk.offsets))
     ends = [
         min(offset + length, other + size)
-        for offset, length, other, size in zip(*box, piece.offsets, piece.shape, strict=True)
+        for offset, length, other, size in zip(*region, chunk.offsets, chunk.shape, strict=True)
     ]
     lengths = tuple(end - start for start, end in zip(starts, ends, strict=True))
     return (starts, lengths) if all(length > 0 for length in lengths) else None
 
 
 class ChunkedTensors:
-    """Tensors by name, of which the files in ``root`` hold the pieces.
+    """Tensors by name, of which the files in ``root`` hold the chunks.
 
-    ``dtype`` is that in which tensors of the dtypes ``CASTABLE`` are given. Whatever the size of a tensor or a piece,
+    ``dtype`` is that in which tensors of the dtypes ``CASTABLE`` are given. Whatever the size of a tensor or a chunk,
     only a few slabs of ``SLAB_BYTES`` are in memory: what of the files is mapped, a slab, its cast, and what checks it.
     """
 
@@ -167,29 +167,29 @@ class ChunkedTensors:
         # Memory that is used again and again: allocators keep some of what they are given back.
         slab = torch.empty(min(limit, math.prod(entry.shape)), dtype=entry.torch_dtype)
         cast = slab if dtype == slab.dtype else torch.empty_like(slab, dtype=dtype)
-        for box in slabs(entry.shape, limit):
-            count = math.prod(box[1])
-            self._fill(slab[:count].view(box[1]), name, box)
+        for region in slabs(entry.shape, limit):
+            count = math.prod(region[1])
+            self._fill(slab[:count].view(region[1]), name, region)
             if cast is not slab:
                 _cast(slab[:count], cast[:count], name)
             yield elements_of(cast[:count])
 
-    def _fill(self, slab: torch.Tensor, name: str, box: TensorRegion) -> None:
-        """Read what of a tensor is in the box."""
+    def _fill(self, slab: torch.Tensor, name: str, region: TensorRegion) -> None:
+        """Read what of a tensor is in the region."""
         filled = 0
-        for piece in self.index[name].pieces:
-            common = overlap(box, piece)
+        for chunk in self.index[name].pieces:
+            common = overlap(region, chunk)
             if common is None:
                 continue
             starts, lengths = common
-            inside = [start - offset for start, offset in zip(starts, piece.offsets, strict=True)]
-            part = self._read(piece, inside, lengths)
+            inside = [start - offset for start, offset in zip(starts, chunk.offsets, strict=True)]
+            part = self._read(chunk, inside, lengths)
             into = slab
             for dim, (start, length) in enumerate(zip(starts, lengths, strict=True)):
-                into = into.narrow(dim, start - box[0][dim], length)
+                into = into.narrow(dim, start - region[0][dim], length)
             if part.dtype != slab.dtype or part.shape != into.shape:
                 raise CheckpointError(
-                    f"{self.root}/{piece.file}: {piece.key} is {_tensor_text(part)} instead of {_tensor_text(into)}. "
+                    f"{self.root}/{chunk.file}: {chunk.key} is {_tensor_text(part)} instead of {_tensor_text(into)}. "
                     "Load another checkpoint."
                 )
             into.copy_(part)
@@ -199,15 +199,15 @@ class ChunkedTensors:
                 f"{self.root}: the pieces of {name} leave out or repeat elements. Load another checkpoint."
             )
 
-    def _read(self, piece: ChunkMetadata, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+    def _read(self, chunk: ChunkMetadata, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
         # What was read stays in memory as long as its file is open.
         if self._mapped_bytes > SLAB_BYTES:
             self._readers.clear()
             self._mapped_bytes = 0
-        path = f"{self.root}/{piece.file}"
+        path = f"{self.root}/{chunk.file}"
         if path not in self._readers:
             self._readers[path] = TensorReader(path)
-        part = self._readers[path].read(piece.key, offsets, lengths)
+        part = self._readers[path].read(chunk.key, offsets, lengths)
         self._mapped_bytes += part.nbytes
         return part
 

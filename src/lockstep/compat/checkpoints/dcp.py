@@ -32,7 +32,7 @@ class DcpChunk:
 
     offsets: ChunkSizes
     sizes: ChunkSizes
-    piece: FilePart
+    file_part: FilePart
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ def read_dcp(reader: ForeignReader, folder: str) -> dict[str, object]:
     prefix = f"{folder}/" if folder else ""
     name = prefix + METADATA
     entries = _entries(reader, name, prefix)
-    pieces = [chunk.piece for entry in entries.values() for chunk in entry.chunks]
-    values = iter(reader.read_pieces(pieces))
+    file_parts = [chunk.file_part for entry in entries.values() for chunk in entry.chunks]
+    values = iter(reader.read_parts(file_parts))
     nested = _NestedContainer()
     for key, entry in entries.items():
         parts = [next(values) for _ in entry.chunks]
@@ -74,12 +74,12 @@ def _entries(reader: ForeignReader, name: str, prefix: str) -> dict[str, DcpEntr
     try:
         described, placed = metadata.state["state_dict_metadata"], metadata.state["storage_data"]
         paths = metadata.state.get("planner_data") or {}
-        pieces = {_index(index): _piece(info, prefix) for index, info in placed.items()}
-        entries = {key: _entry(key, about, pieces, paths) for key, about in described.items()}
+        file_parts = {_index(index): _file_part(info, prefix) for index, info in placed.items()}
+        entries = {key: _entry(key, about, file_parts, paths) for key, about in described.items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         raise reader.broken(name, f"it is not the metadata of a distributed checkpoint ({reason})") from None
-    unused = pieces.keys() - {
+    unused = file_parts.keys() - {
         (key, chunk.offsets) for key, entry in entries.items() for chunk in entry.chunks
     }
     if unused - {(key, None) for key in entries}:
@@ -98,7 +98,7 @@ def _index(index: object) -> tuple[str, ChunkSizes | None]:
     return index.get("fqn"), None if offset is None else _sizes(offset)
 
 
-def _piece(info: Any, prefix: str) -> FilePart:
+def _file_part(info: Any, prefix: str) -> FilePart:
     if not _is(info, _STORAGE_INFO):
         raise ValueError("a place that is not in a file")
     file, start, length = info.get("relative_path"), info.get("offset"), info.get("length")
@@ -117,7 +117,7 @@ def _sizes(value: object) -> ChunkSizes:
     return value
 
 
-def _entry(key: Any, about: Any, pieces: dict[Any, FilePart], paths: dict[str, Any]) -> DcpEntry:
+def _entry(key: Any, about: Any, file_parts: dict[Any, FilePart], paths: dict[str, Any]) -> DcpEntry:
     path = paths.get(key, (key,))
     path = (path,) if isinstance(path, str) else tuple(path)
     if (
@@ -127,7 +127,7 @@ def _entry(key: Any, about: Any, pieces: dict[Any, FilePart], paths: dict[str, A
     ):
         raise ValueError(f"the path {str(path)[:80]} of {str(key)[:80]!r}")
     if isinstance(about, StoredTensor) and about.name == _CLASSES + "BytesStorageMetadata":
-        return DcpEntry(path, None, None, [DcpChunk((), (), pieces[key, None])])
+        return DcpEntry(path, None, None, [DcpChunk((), (), file_parts[key, None])])
     if not _is(about, _CLASSES + "TensorStorageMetadata"):
         raise ValueError(f"{key!r} is neither a tensor nor an object")
     # TensorProperties is pickled as a tuple, of which the dtype is the first.
@@ -139,7 +139,7 @@ def _entry(key: Any, about: Any, pieces: dict[Any, FilePart], paths: dict[str, A
     chunks = []
     for chunk in about.get("chunks"):
         offsets, sizes = _sizes(chunk.get("offsets")), _sizes(chunk.get("sizes"))
-        chunks.append(DcpChunk(offsets, sizes, pieces[key, offsets]))
+        chunks.append(DcpChunk(offsets, sizes, file_parts[key, offsets]))
     return DcpEntry(path, _sizes(about.get("size")), dtype, chunks)
 
 
@@ -157,7 +157,7 @@ def _assemble(reader: ForeignReader, name: str, key: str, entry: DcpEntry, parts
         )
         if not fits or not inside:
             raise reader.broken(
-                chunk.piece[0], f"the chunk of {key!r} at {chunk.offsets} is not {chunk.sizes}"
+                chunk.file_part[0], f"the chunk of {key!r} at {chunk.offsets} is not {chunk.sizes}"
             )
     # Chunks inside that have as many elements as the tensor, none of them twice, fill it.
     covered, count = sum(_element_count(chunk.sizes) for chunk in entry.chunks), _element_count(entry.shape)

@@ -33,48 +33,48 @@ class ForeignReader:
 
     def read_all(self, names: Sequence[str]) -> list[Any]:
         """The values of pickled files."""
-        return self.read_pieces([(name, 0, -1) for name in names])
+        return self.read_parts([(name, 0, -1) for name in names])
 
-    def read_pieces(self, pieces: Sequence[FilePart]) -> list[object]:
+    def read_parts(self, file_parts: Sequence[FilePart]) -> list[object]:
         """The values of parts of files; the length -1 reaches to the end."""
-        names = list(dict.fromkeys(name for name, _, _ in pieces))
+        names = list(dict.fromkeys(name for name, _, _ in file_parts))
         values: dict[int, object] = {}
         # In batches, as a process may have only so many files open.
         for at in range(0, len(names), MAX_OPEN):
             batch = set(names[at : at + MAX_OPEN])
-            mine = {i: piece for i, piece in enumerate(pieces) if piece[0] in batch}
+            mine = {i: file_part for i, file_part in enumerate(file_parts) if file_part[0] in batch}
             values.update(zip(mine, self._read_batch(list(mine.values())), strict=True))
-        return [values[i] for i in range(len(pieces))]
+        return [values[i] for i in range(len(file_parts))]
 
-    def _read_batch(self, pieces: list[FilePart]) -> list[object]:
+    def _read_batch(self, file_parts: list[FilePart]) -> list[object]:
         descriptors: dict[str, int] = {}
         try:
-            for name, _, _ in pieces:
+            for name, _, _ in file_parts:
                 if name not in descriptors:
                     descriptors[name] = self.source.open(name)
             sizes = {name: os.fstat(descriptor).st_size for name, descriptor in descriptors.items()}
-            for name, start, length in pieces:
+            for name, start, length in file_parts:
                 if start < 0 or start + max(length, 0) > sizes[name]:
                     raise self.broken(
                         name, f"{length} bytes are read from position {start}, but it has {sizes[name]} bytes"
                     )
             parts = [
                 (descriptors[name], start, sizes[name] - start if length < 0 else length)
-                for name, start, length in pieces
+                for name, start, length in file_parts
             ]
             answers = unpickle(parts)
             files = {
                 name: MappedFile(fd, str(self.path(name)), self.scratch) for name, fd in descriptors.items()
             }
         except RefusedError as refusal:
-            name = pieces[min(refusal.number, len(pieces) - 1)][0]
+            name = file_parts[min(refusal.number, len(file_parts) - 1)][0]
             raise (self.broken if refusal.damaged else self.refused)(name, refusal.reason) from None
         finally:
             for descriptor in descriptors.values():
                 os.close(descriptor)
         return [
             self._decoded(answer, files[name], name)
-            for answer, (name, _, _) in zip(answers, pieces, strict=True)
+            for answer, (name, _, _) in zip(answers, file_parts, strict=True)
         ]
 
     def _decoded(self, answer: object, file: MappedFile, name: str) -> object:

@@ -1,6 +1,6 @@
 """Whether ranks that must hold the same parameters do, bit for bit.
 
-What each rank holds is told by what it is a piece of (``ParameterShard``); ranks that hold the same piece compare 64
+What each rank holds is told by what it is a shard of (``ParameterShard``); ranks that hold the same shard compare 64
 bits of it. Its bytes are read as 64-bit words w[r, c] in rows of ``COLUMNS``. The digest is the sum of
 a[r] b[c] w[r, c] modulo 2^64, with fixed odd a and b: odd numbers can be divided by, so one changed word always
 changes it. Two words that change places do so unless (a[r] b[c] - a[s] b[d]) times their difference is a multiple of
@@ -19,32 +19,32 @@ import torch
 from torch.optim import Optimizer
 
 from lockstep.comm.collectives import Communicator
-from lockstep.comm.dtensor import boxes_of, local
+from lockstep.comm.dtensor import local, regions_of
 from lockstep.errors import DamageError
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.torch_internals import fsdp2
 
 
 class ParameterShard(NamedTuple):
-    """Part of a parameter. Ranks that hold the same piece must hold the same bits.
+    """Part of a parameter. Ranks that hold the same shard must hold the same bits.
 
-    ``boxes``: (offsets, shape) of what the part consists of within the whole parameter.
+    ``regions``: (offsets, shape) of what the part consists of within the whole parameter.
     """
 
     model: int
     name: str
     dtype: str
-    boxes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+    regions: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 
 
-def pieces(models: Sequence[ParallelModel]) -> dict[ParameterShard, torch.Tensor]:
+def parameter_shards(models: Sequence[ParallelModel]) -> dict[ParameterShard, torch.Tensor]:
     """The parameters that this rank holds from step to step, without empty ones."""
     found = {}
     for number, model in enumerate(models):
         for name, parameter in local_parameters(model):
             if local(parameter).numel():
-                boxes = tuple((box.offsets, box.shape) for box in boxes_of(parameter))
-                found[ParameterShard(number, name, str(parameter.dtype), boxes)] = parameter
+                regions = tuple((region.offsets, region.shape) for region in regions_of(parameter))
+                found[ParameterShard(number, name, str(parameter.dtype), regions)] = parameter
     return found
 
 
@@ -156,38 +156,38 @@ logger = logging.getLogger("lockstep.damage")
 
 @dataclass(frozen=True)
 class ReplicaDifference:
-    """A piece that is not the same on all ranks that hold it.
+    """A shard that is not the same on all ranks that hold it.
 
     ``right``: the ranks of the majority; none if there is none. ``odd``: the others.
     """
 
-    piece: ParameterShard
+    shard: ParameterShard
     right: tuple[int, ...]
     odd: tuple[int, ...]
 
 
 class Shared:
-    """Which pieces are on several ranks, and in what order their digests arrive."""
+    """Which shards are on several ranks, and in what order their digests arrive."""
 
     def __init__(self, shards_of_ranks: Sequence[Sequence[ParameterShard]], rank: int) -> None:
-        """``held``: of each rank its pieces, in its order."""
-        counts = Counter(piece for of_rank in shards_of_ranks for piece in of_rank)
-        shared = [[piece for piece in of_rank if counts[piece] > 1] for of_rank in shards_of_ranks]
+        """``shards_of_ranks``: of each rank its shards, in its order."""
+        counts = Counter(shard for of_rank in shards_of_ranks for shard in of_rank)
+        shared = [[shard for shard in of_rank if counts[shard] > 1] for of_rank in shards_of_ranks]
         self.mine = shared[rank]
-        # All digests in one row, rank after rank; each has to be that of the piece's first holder.
+        # All digests in one row, rank after rank; each has to be that of the shard's first holder.
         self._places: dict[ParameterShard, list[tuple[int, int]]] = {}
         first: list[int] = []
         for other, of_rank in enumerate(shared):
-            for piece in of_rank:
-                places = self._places.setdefault(piece, [])
+            for shard in of_rank:
+                places = self._places.setdefault(shard, [])
                 places.append((other, len(first)))
                 first.append(places[0][1])
         self.first = torch.tensor(first, dtype=torch.int64)
 
     def differences(self, digests: Sequence[int]) -> list[ReplicaDifference]:
-        """All pieces of which the holders have several digests."""
+        """All shards of which the holders have several digests."""
         found = []
-        for piece, places in self._places.items():
+        for shard, places in self._places.items():
             of_ranks = {rank: digests[place] for rank, place in places}
             (common, count), *others = Counter(of_ranks.values()).most_common()
             if not others:
@@ -195,7 +195,7 @@ class Shared:
             right = [rank for rank, digest in of_ranks.items() if digest == common]
             is_majority = 2 * count > len(of_ranks)
             odd = [rank for rank in of_ranks if not is_majority or rank not in right]
-            found.append(ReplicaDifference(piece, tuple(right) if is_majority else (), tuple(odd)))
+            found.append(ReplicaDifference(shard, tuple(right) if is_majority else (), tuple(odd)))
         return found
 
 
@@ -211,17 +211,17 @@ class Divergence:
         self._equal_at: int | None = None
 
     def check(self, step: int, models: Sequence[ParallelModel], optimizers: Iterable[Optimizer]) -> None:
-        """Collective. One all-gather of 8 bytes for each piece that is on several ranks.
+        """Collective. One all-gather of 8 bytes for each shard that is on several ranks.
 
         Raises:
             DamageError: on all ranks: a parameter differs, and is not to be healed or has no majority.
         """
-        here = pieces(models)
-        shared = self._shared_pieces(list(here))
+        here = parameter_shards(models)
+        shared = self._shared_shards(list(here))
         if not len(shared.first):
             return
         device = self._communicator.runtime.device
-        own = [self._digester.digest(local(here[piece])).to(device) for piece in shared.mine]
+        own = [self._digester.digest(local(here[shard])).to(device) for shard in shared.mine]
         mine = torch.stack(own) if own else torch.empty(0, dtype=torch.int64, device=device)
         everywhere = self._communicator.gather(mine)
         if bool((everywhere == everywhere[shared.first.to(device)]).all()):
@@ -230,13 +230,13 @@ class Divergence:
         found = shared.differences(everywhere.tolist())
         if not self._heal or any(not one.right for one in found):
             raise DamageError(self._explain(found, step))
-        # All ranks have found the same pieces in one order, so that sender and receiver meet.
+        # All ranks have found the same shards in one order, so that sender and receiver meet.
         for one in found:
-            self._overwrite(one, here.get(one.piece), optimizers)
+            self._overwrite(one, here.get(one.shard), optimizers)
         logger.warning("%s", self._explain(found, step, healed=True))
         self._equal_at = step
 
-    def _shared_pieces(self, here: list[ParameterShard]) -> Shared:
+    def _shared_shards(self, here: list[ParameterShard]) -> Shared:
         if self._shared is None or here != self._known:
             # Models that are prepared later change this on all ranks alike, so that all come here.
             shards_of_ranks = self._communicator.gather_object([here])
@@ -261,14 +261,14 @@ class Divergence:
 
     def _explain(self, found: list[ReplicaDifference], step: int, healed: bool = False) -> str:
         one, *more = found
-        name = one.piece.name if one.piece.model == 0 else f"{one.piece.name} (model {one.piece.model})"
+        name = one.shard.name if one.shard.model == 0 else f"{one.shard.name} (model {one.shard.model})"
         if one.right:
             which = f"{ranks_are(one.odd)} from {ranks_are(one.right)}"
         else:
             which = f"{ranks_are(one.odd)} from each other, so no majority shows which value is right"
         since = "" if self._equal_at is None else f"; after step {self._equal_at} it was the same"
         others = f", and {len(more)} other parameters do" if len(more) > 1 else ""
-        others = f", and so does '{more[0].piece.name}'" if len(more) == 1 else others
+        others = f", and so does '{more[0].shard.name}'" if len(more) == 1 else others
         sentence = f"Parameter '{name}' differs at step {step}: {which}{others}{since}."
         if healed:
             return f"{sentence} The ranks that differ got the values of the others. Check the memory of their machines."

@@ -62,11 +62,11 @@ class SequenceLayout:
 
     def local(self, whole: Tensor, dim: int) -> Tensor:
         """This rank's chunk, [..., length / N, ...] along ``dim``. Its gradient is zero in others' positions."""
-        pieces = self._pieces(whole, dim)
-        parts = [pieces[number] for number in self.chunks_of(self.rank)]
+        chunks = self._chunks(whole, dim)
+        parts = [chunks[number] for number in self.chunks_of(self.rank)]
         return torch.cat(parts, dim) if len(parts) > 1 else parts[0].contiguous()
 
-    def _pieces(self, whole: Tensor, dim: int) -> tuple[Tensor, ...]:
+    def _chunks(self, whole: Tensor, dim: int) -> tuple[Tensor, ...]:
         # All heads come before all tails in the sequence, so that only two sizes of chunks follow each other.
         sizes = self.sizes(whole.shape[dim] // self.size)
         return whole.split([size for size in sizes for _ in range(self.size)], dim)
@@ -88,18 +88,18 @@ class SequenceLayout:
 
     def joined(self, parts: Tensor, dim: int) -> Tensor:
         """[N, ..., length / N, ...] as the whole sequence [..., length, ...], in order."""
-        pieces: list[Tensor] = [parts[0]] * self.chunks
+        chunks: list[Tensor] = [parts[0]] * self.chunks
         for rank in range(self.size):
             mine = parts[rank].split(self.sizes(parts[rank].shape[dim]), dim)
-            for number, piece in zip(self.chunks_of(rank), mine, strict=True):
-                pieces[number] = piece
-        return torch.cat(pieces, dim)
+            for number, chunk in zip(self.chunks_of(rank), mine, strict=True):
+                chunks[number] = chunk
+        return torch.cat(chunks, dim)
 
     def shard_of(self, whole: Tensor, dim: int) -> Tensor:
         """The inverse of ``joined``: [..., length, ...] to [N, ..., length / N, ...]."""
-        pieces = self._pieces(whole, dim)
+        chunks = self._chunks(whole, dim)
         return torch.stack(
-            [torch.cat([pieces[n] for n in self.chunks_of(rank)], dim) for rank in range(self.size)]
+            [torch.cat([chunks[n] for n in self.chunks_of(rank)], dim) for rank in range(self.size)]
         )
 
 

@@ -95,9 +95,9 @@ class Case:
         return part(self.trace, item, like.boxes)
 
 
-def part(trace: Trace, item: TraceItem, boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Tensor:
+def part(trace: Trace, item: TraceItem, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Tensor:
     """What a rank has of an item if it has these boxes of it; none: all."""
-    regions = as_regions(boxes)
+    regions = as_regions(pairs)
     # One box is a view of the trace; several need a tensor that has them beside each other.
     if len(regions) < 2:
         return trace.part(item, regions[0]) if regions else trace.tensor(item)

@@ -155,12 +155,12 @@ class Trace:
         if end > begin and hasattr(mmap, "MADV_DONTNEED"):
             self._data.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
-    def part(self, item: TraceItem, box: ShardRegion) -> torch.Tensor:
-        """The elements of a box."""
-        if not box.shape:
+    def part(self, item: TraceItem, region: ShardRegion) -> torch.Tensor:
+        """The elements of a region."""
+        if not region.shape:
             return self.tensor(item)
         ranges = tuple(
-            slice(start, start + count) for start, count in zip(box.offsets, box.shape, strict=True)
+            slice(start, start + count) for start, count in zip(region.offsets, region.shape, strict=True)
         )
         return self.tensor(item)[ranges]
 
@@ -217,7 +217,7 @@ def _assemble(item: TraceItem, traces: Sequence[Trace]) -> torch.Tensor | None:
     whole, is_there = traces[0].tensor(item).new_zeros(shape), torch.zeros(shape, dtype=torch.bool)
     for trace in traces:
         part = trace.tensor(item)
-        for box in as_regions(trace.facts["parts"][item.key][1]):
-            box.whole_view(whole).copy_(box.local_view(part))
-            box.whole_view(is_there).fill_(True)
+        for region in as_regions(trace.facts["parts"][item.key][1]):
+            region.whole_view(whole).copy_(region.local_view(part))
+            region.whole_view(is_there).fill_(True)
     return whole if bool(is_there.all()) else None

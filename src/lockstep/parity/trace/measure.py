@@ -171,7 +171,7 @@ def digest(tensor: torch.Tensor) -> int:
 
 
 def as_regions(pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[ShardRegion]:
-    """The boxes of which ``as_pairs`` has told offsets and shape, with where they are in the local part."""
+    """The regions of which ``as_pairs`` has told offsets and shape, with where they are in the local part."""
     if not pairs:
         return []
     # A part is cut along each dimension on its own: its ranges there follow one another, in the order of the whole.
@@ -188,6 +188,6 @@ def as_regions(pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Sha
     ]
 
 
-def as_pairs(boxes: Sequence[ShardRegion]) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
-    """Offsets and shape of each box."""
-    return tuple((box.offsets, box.shape) for box in boxes)
+def as_pairs(regions: Sequence[ShardRegion]) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+    """Offsets and shape of each region."""
+    return tuple((region.offsets, region.shape) for region in regions)

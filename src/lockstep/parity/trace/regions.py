@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from lockstep.comm.dtensor import boxes_of, is_dtensor
-from lockstep.comm.layout import Range, ShardRegion, boxes_of_ranges, whole_box
+from lockstep.comm.dtensor import is_dtensor, regions_of
+from lockstep.comm.layout import Range, ShardRegion, regions_of_ranges, whole_region
 from lockstep.config.enums import CPMethod
 from lockstep.errors import UsageError
 from lockstep.runtime.mesh import DeviceMeshes
@@ -45,7 +45,7 @@ def region(
     rows: int = 1,
     pieces: int = 1,
 ) -> tuple[tuple[int, ...], list[ShardRegion]] | None:
-    """Shape of the whole, and the boxes of it that this rank's part of ``tensor`` is; None: that cannot be told.
+    """Shape of the whole, and the regions of it that this rank's part of ``tensor`` is; None: that cannot be told.
 
     Args:
         tensor: Of any shape; a DTensor, or this rank's part of a plain one.
@@ -56,14 +56,14 @@ def region(
     """
     if is_dtensor(tensor):
         try:
-            return tuple(tensor.shape), boxes_of(tensor)
+            return tuple(tensor.shape), regions_of(tensor)
         except UsageError:
             # Its values are addends, which are no elements.
             return None
     shape = tuple(tensor.shape)
     # With other dimensions it is no part of the whole: the comparison tells of its shape.
     if expected is None or shape == expected or len(shape) != len(expected):
-        return shape, [whole_box(shape)]
+        return shape, [whole_region(shape)]
     cut = [
         dim for dim, (mine, all_of_it) in enumerate(zip(shape, expected, strict=True)) if mine != all_of_it
     ]
@@ -71,13 +71,13 @@ def region(
     for dim in cut:
         ranges_here = _local_ranges(shape[dim], expected[dim], dim, len(shape), axes, part, rows)
         if ranges_here is None:
-            return shape, [whole_box(shape)]
+            return shape, [whole_region(shape)]
         # A fused projection has a part of the query, of the key and of the value, one after another.
         is_packed = (
             pieces > 1 and dim == len(shape) - 1 and len(ranges_here) == 1 and shape[dim] % pieces == 0
         )
         ranges[dim] = _packed(ranges_here[0], expected[dim], pieces) if is_packed else ranges_here
-    return expected, boxes_of_ranges(ranges)
+    return expected, regions_of_ranges(ranges)
 
 
 def _local_ranges(

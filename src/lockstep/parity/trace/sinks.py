@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from lockstep.comm.layout import ShardRegion, whole_box
+from lockstep.comm.layout import ShardRegion, whole_region
 from lockstep.parity.trace.file import Trace, TraceWriter, plain
 from lockstep.parity.trace.items import TraceItem
 from lockstep.parity.trace.measure import DistanceSums, Limit, Measured, as_pairs, compare, digest
@@ -28,9 +28,9 @@ class Sink(Protocol):
     facts: Mapping[str, object]
 
     def add(
-        self, item: TraceItem, part: torch.Tensor, shape: Sequence[int], boxes: Sequence[ShardRegion]
+        self, item: TraceItem, part: torch.Tensor, shape: Sequence[int], regions: Sequence[ShardRegion]
     ) -> None:
-        """``part``: what this rank holds of a tensor of ``shape``, of which it is ``boxes``."""
+        """``part``: what this rank holds of a tensor of ``shape``, of which it is ``regions``."""
 
     def expected_shape(self, item: TraceItem) -> tuple[int, ...] | None:
         """That of the whole tensor in the reference, where there is one to compare with."""
@@ -48,13 +48,13 @@ class Recording:
         self._parts: dict[str, object] = {}
 
     def add(
-        self, item: TraceItem, part: torch.Tensor, shape: Sequence[int], boxes: Sequence[ShardRegion]
+        self, item: TraceItem, part: torch.Tensor, shape: Sequence[int], regions: Sequence[ShardRegion]
     ) -> None:
         if item in self._writer:
             return
         self._writer.add(item, part)
         if tuple(part.shape) != tuple(shape):
-            self._parts[item.key] = [tuple(shape), as_pairs(boxes)]
+            self._parts[item.key] = [tuple(shape), as_pairs(regions)]
 
     def expected_shape(self, item: TraceItem) -> tuple[int, ...] | None:
         return None
@@ -85,17 +85,17 @@ class TraceComparison:
         self._seen: set[tuple[object, ...]] = set()
 
     def add(
-        self, item: TraceItem, part: torch.Tensor, shape: Sequence[int], boxes: Sequence[ShardRegion]
+        self, item: TraceItem, part: torch.Tensor, shape: Sequence[int], regions: Sequence[ShardRegion]
     ) -> None:
-        known = (item, as_pairs(boxes))
+        known = (item, as_pairs(regions))
         if known in self._seen:
             return
         self._seen.add(known)
         values = plain(part)
-        if not boxes and not values.numel() and 0 not in shape:
+        if not regions and not values.numel() and 0 not in shape:
             # This rank has nothing of it.
             return
-        measured = self._measured(item, values, tuple(shape), boxes)
+        measured = self._measured(item, values, tuple(shape), regions)
         self._lines.write(measured.to_json() + "\n")
         # The judge reads these lines even if this process is killed.
         self._lines.flush()
@@ -117,9 +117,9 @@ class TraceComparison:
             self._found.close(facts)
 
     def _measured(
-        self, item: TraceItem, values: torch.Tensor, shape: tuple[int, ...], boxes: Sequence[ShardRegion]
+        self, item: TraceItem, values: torch.Tensor, shape: tuple[int, ...], regions: Sequence[ShardRegion]
     ) -> Measured:
-        pairs = as_pairs(boxes)
+        pairs = as_pairs(regions)
         if item not in self._trace:
             return Measured(item, self._rank, DistanceSums(), pairs, digest(values), is_missing=True)
         expected = self._trace.shape(item)
@@ -129,11 +129,11 @@ class TraceComparison:
         if expected != shape:
             return Measured(item, self._rank, DistanceSums(), pairs, digest(values), shape=shape)
         total = DistanceSums()
-        for box in boxes or [whole_box(shape)]:
-            # A complex tensor is compared as pairs, a dimension that its boxes do not have.
-            if len(box.shape) < values.ndim:
-                box = ShardRegion((*box.offsets, 0), (*box.shape, 2), (*box.inside, 0))
-            if math.prod(box.shape):
-                total += compare(box.local_view(values), self._trace.part(item, box))
+        for region in regions or [whole_region(shape)]:
+            # A complex tensor is compared as pairs, a dimension that its regions do not have.
+            if len(region.shape) < values.ndim:
+                region = ShardRegion((*region.offsets, 0), (*region.shape, 2), (*region.inside, 0))
+            if math.prod(region.shape):
+                total += compare(region.local_view(values), self._trace.part(item, region))
         self._trace.release(item)
         return Measured(item, self._rank, total, pairs, digest(values))

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lockstep.comm.dtensor import boxes_of, full, is_dtensor, local, shard_like
+from lockstep.comm.dtensor import full, is_dtensor, local, regions_of, shard_like
 from lockstep.comm.tree import StateDict
 from lockstep.errors import UsageError
 from lockstep.torch_internals.replaced_parameters import revive
@@ -172,8 +172,8 @@ def gathered(sharded: torch.Tensor) -> torch.Tensor:
 
 def _copy_part(whole: torch.Tensor, sharded: torch.Tensor) -> None:
     part = local(sharded)
-    for box in boxes_of(sharded):
-        box.local_view(part).copy_(box.whole_view(whole))
+    for region in regions_of(sharded):
+        region.local_view(part).copy_(region.whole_view(whole))
 
 
 class WholeState:
