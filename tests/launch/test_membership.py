@@ -12,16 +12,16 @@ from lockstep.launch import (
     DEAD_AFTER_S,
     JOIN_LIMIT_S,
     LAST_CALL_S,
-    Completed,
     JoinRefused,
     JoinRequest,
     JoinTimeout,
     Membership,
     MembershipAction,
-    Missing,
-    Newcomer,
     NodeEnded,
+    NodeLost,
+    NodeWaiting,
     Phase,
+    RoundCompleted,
     RoundStarted,
 )
 
@@ -96,7 +96,7 @@ def test_a_lost_machine_ends_the_round_and_the_others_form_the_next_without_wait
     members.join(request("a", 0), 0.0)
     assert formed(members.join(request("b", 1), 0.0)).number == 0
     assert members.lose("b", 1.0) == [
-        Missing(request("b", 1), "its connection closed", 0),
+        NodeLost(request("b", 1), "its connection closed", 0),
         NodeEnded(0, ("a",)),
     ]
     assert members.tick(1.1) == []  # not before "a" has ended its workers
@@ -127,7 +127,7 @@ def test_a_newcomer_is_announced_and_takes_part_in_the_next_round() -> None:
     members = launch(1, 2)
     members.join(request("a"), 0.0)
     assert formed(members.tick(LAST_CALL_S)).world_size == 1
-    assert members.join(request("b"), 10.0) == [Newcomer(request("b"), 0)]
+    assert members.join(request("b"), 10.0) == [NodeWaiting(request("b"), 0)]
     assert members.fail(0, 10.0) == [NodeEnded(0, ("a",))]
     assert names(formed(members.join(request("a", epoch="this"), 11.0))) == ["a", "b"]
 
@@ -138,7 +138,7 @@ def test_a_round_is_complete_when_the_workers_of_all_machines_ended_well() -> No
     members.join(request("b"), 0.0)
     assert members.finish("a", 0, 1.0) == []
     assert members.finish("b", 7, 1.0) == []  # of another round
-    assert members.finish("b", 0, 1.0) == [Completed(0)]
+    assert members.finish("b", 0, 1.0) == [RoundCompleted(0)]
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_a_silent_machine_is_dead_by_the_clock_of_the_receiver_alone() -> None:
         now += 0.5
         assert members.heartbeat("a", now) == members.tick(now) == []
     missing = members.tick(now + 0.1)[0]
-    assert isinstance(missing, Missing)
+    assert isinstance(missing, NodeLost)
     assert (missing.request.machine, missing.from_round) == ("b", 0)
     assert "silent for 5 s" in missing.why
 
@@ -247,12 +247,12 @@ def play(seed: int) -> int:
                 open_rounds.append(action.number)
                 for node in action.nodes:
                     machines[node.request.machine].running = action.number
-            elif isinstance(action, (NodeEnded, Completed)):
+            elif isinstance(action, (NodeEnded, RoundCompleted)):
                 assert open_rounds == [action.number]
                 open_rounds.clear()
-            elif isinstance(action, Newcomer):
+            elif isinstance(action, NodeWaiting):
                 assert open_rounds == [action.number]
-            elif isinstance(action, Missing):
+            elif isinstance(action, NodeLost):
                 machines[action.request.machine].connected = False
         invariants(members, least, most)
 

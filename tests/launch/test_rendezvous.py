@@ -19,18 +19,18 @@ from lockstep.launch import (
     CoordinatorLost,
     CoordinatorServer,
     LaunchCoordinator,
+    LaunchEnded,
     LauncherIdentity,
     LaunchPlan,
     Membership,
-    Over,
     Rendezvous,
     Restarts,
     Round,
     find_rendezvous_address,
     holder_of,
     join_request_of,
+    launch_ended_of,
     listening_socket,
-    over_of,
 )
 from tests.patching import module_of
 from tests.refusals import expect_refusal
@@ -307,7 +307,7 @@ def test_two_launchers_meet_and_hear_of_one_another(coordinator: tuple[Coordinat
     identity = [LauncherIdentity("train.py", 2, rank, LOOPBACK) for rank in (0, 1)]
     first = Rendezvous(server.address, secret, identity[0], messages, machine="first")
     other = Rendezvous(server.address, secret, identity[1], messages)
-    places: list[Round | Over] = []
+    places: list[Round | LaunchEnded] = []
     waiting = threading.Thread(target=lambda: places.append(first.join(nothing)))
     waiting.start()
     while not messages.lines:
@@ -333,7 +333,7 @@ def test_two_launchers_meet_and_hear_of_one_another(coordinator: tuple[Coordinat
     first.tell("failed", round=0, rank=1, host="h", code=3, summary="exit code 3", consequence=False)
     message = other.receive(10.0)
     assert message is not None
-    assert over_of(message) == Over(3, "rank 1 on h failed (exit code 3)", "", 1)
+    assert launch_ended_of(message) == LaunchEnded(3, "rank 1 on h failed (exit code 3)", "", 1)
     first.close()
     other.close()
 

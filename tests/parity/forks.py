@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lockstep.parity import CouldNotRun, Left, ParityCheck, ProcessFacts, Request, RunSpec, ScriptRun
+from lockstep.parity import CouldNotRun, ParityCheck, ProcessFacts, Request, RunArtifacts, RunSpec, ScriptRun
 
 PRELOADED = (
     "torch",
@@ -113,7 +113,7 @@ class ForkedRun:
         self._folder = Path(spec.folder)
         self._folder.mkdir(parents=True)
 
-    def wait(self) -> Left:
+    def wait(self) -> RunArtifacts:
         """What it has left; raises CouldNotRun."""
         spec, log = self._spec, self._folder / "output.txt"
         ranks = spec.ranks
@@ -127,9 +127,9 @@ class ForkedRun:
             error = CouldNotRun(
                 f"{spec.role.value} failed ({code}):\n{log.read_text('utf-8', 'replace')[-6000:]}"
             )
-            error.left = Left(self._folder, tuple(facts)) if facts else None
+            error.left = RunArtifacts(self._folder, tuple(facts)) if facts else None
             raise error
-        return Left(self._folder, tuple(facts))
+        return RunArtifacts(self._folder, tuple(facts))
 
     def end(self) -> None:
         """It has ended."""

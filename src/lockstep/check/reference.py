@@ -33,7 +33,7 @@ COPIES = 3
 
 
 @dataclass(frozen=True)
-class Live:
+class SplitModelState:
     """What the split model is made of now, by full name: weights and buffers, which weights are trained, and numbers
     that modules keep and that a script has changed."""
 
@@ -131,7 +131,7 @@ class Reference:
     def run(
         self,
         batch: ComparedBatch,
-        live: Live,
+        live: SplitModelState,
         device: torch.device,
         without_chance: Callable[[nn.Module], AbstractContextManager[None]],
         look: bool,
@@ -165,7 +165,7 @@ class Reference:
 class _Rounding(Mapping[str, Tensor]):
     """Weights rounded to a type, one when it is asked for; buffers as they are."""
 
-    def __init__(self, live: Live, dtype: torch.dtype) -> None:
+    def __init__(self, live: SplitModelState, dtype: torch.dtype) -> None:
         self._live, self._dtype = live, dtype
 
     def __getitem__(self, name: str) -> Tensor:
@@ -240,10 +240,10 @@ class Collector:
         """Remember the numbers that modules keep when the model has just been split."""
         self._numbers = numbers(model)
 
-    def live(self, model: nn.Module, snapshot: Snapshot) -> Live:
+    def live(self, model: nn.Module, snapshot: Snapshot) -> SplitModelState:
         """On rank 0: what the split model is made of now. Collective."""
         weights, trained = self._weights(model, snapshot)
-        return Live(weights, trained, self._changed_numbers(model))
+        return SplitModelState(weights, trained, self._changed_numbers(model))
 
     def _changed_numbers(self, model: nn.Module) -> dict[str, object]:
         """Those that are other ones since, of all ranks' modules. Collective."""

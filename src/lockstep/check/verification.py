@@ -17,7 +17,7 @@ from lockstep.check import sentences
 from lockstep.check.compare import Comparison, Rounded, compare_with_whole, tolerance_of
 from lockstep.check.observe import observed
 from lockstep.check.passes import Chunks, ComparedBatch, PassResult, in_full_precision, run_pass, shapes_of
-from lockstep.check.reference import Collector, Live, Reference
+from lockstep.check.reference import Collector, Reference, SplitModelState
 from lockstep.check.snapshot import Snapshot, numbers
 from lockstep.comm.collectives import Communicator
 from lockstep.comm.tree import LossFunction
@@ -195,7 +195,7 @@ class Verification:
         model: nn.Module,
         batch: ComparedBatch,
         chunks: Chunks | None,
-        live: Live,
+        live: SplitModelState,
         before: dict[str, object],
         look: bool,
     ) -> tuple[Comparison | None, str]:
@@ -262,7 +262,9 @@ class Verification:
         result.observed = seen
         return result
 
-    def _run_reference(self, batch: ComparedBatch, live: Live, look: bool) -> tuple[PassResult | None, str]:
+    def _run_reference(
+        self, batch: ComparedBatch, live: SplitModelState, look: bool
+    ) -> tuple[PassResult | None, str]:
         """The result on rank 0, or why there is none."""
         if self._reference is None:
             return None, ""
@@ -277,7 +279,7 @@ class Verification:
             )
         return (result, "") if result.gradients else (None, "no gradient comes of its outputs.")
 
-    def _rounded(self, batch: ComparedBatch, live: Live) -> Rounded | None:
+    def _rounded(self, batch: ComparedBatch, live: SplitModelState) -> Rounded | None:
         """On rank 0, where 16-bit weights are gathered: what rounding explains, if the whole model runs so."""
         dtype = self._setup.half
         if dtype is None or self._reference is None:

@@ -8,7 +8,14 @@ import time
 from collections.abc import Callable, Mapping
 
 from lockstep.launch.plan import LaunchPlan
-from lockstep.launch.rendezvous import CoordinatorLost, Over, Rendezvous, Round, over_of, verb_of
+from lockstep.launch.rendezvous import (
+    CoordinatorLost,
+    LaunchEnded,
+    Rendezvous,
+    Round,
+    launch_ended_of,
+    verb_of,
+)
 from lockstep.launch.report import Failure, count_alike, describe_failure, exit_code, first_failure
 from lockstep.launch.signals import Interrupted, Signals
 from lockstep.launch.workers import Starter, Workers
@@ -85,10 +92,10 @@ class Agent:
             self._end_workers(signal.SIGTERM)
             self._starter.close()
 
-    def _round(self) -> Over | None:
+    def _round(self) -> LaunchEnded | None:
         """One round; None if another one follows."""
         place = self._rendezvous.join(self._upkeep)
-        if isinstance(place, Over):
+        if isinstance(place, LaunchEnded):
             return place
         self._own = None
         self._world_size = place.world_size
@@ -110,7 +117,7 @@ class Agent:
             self._end_workers(signal.SIGTERM)
             self._signals.boundary = False
 
-    def _watch(self, place: Round, workers: Workers) -> Over | None:
+    def _watch(self, place: Round, workers: Workers) -> LaunchEnded | None:
         ends = _WorkerEnds(self._plan, self._rendezvous, place, workers, self._tell_failure)
         next_states = 0.0
         interval, next_look = self._plan.fault_policy.monitor_interval_s, 0.0
@@ -119,7 +126,7 @@ class Agent:
             message = self._rendezvous.receive(min(interval, MONITOR_INTERVAL_S))
             verb = verb_of(message)
             if message is not None and verb == "over":
-                return over_of(message)
+                return launch_ended_of(message)
             if message is not None and verb == "end" and message["round"] == place.number:
                 return None
             if message is not None and verb == "stopping":
@@ -163,7 +170,7 @@ class Agent:
             self._rendezvous.show_states({})
             self._starter.sweep()
 
-    def _report(self, over: Over) -> int:
+    def _report(self, over: LaunchEnded) -> int:
         """Say how the launch ended; a failure here in full."""
         if over.code == 0:
             return 0

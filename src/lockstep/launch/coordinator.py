@@ -216,11 +216,11 @@ class LaunchCoordinator:
                 self._start(action)
             case m.NodeEnded(number, machines):
                 self._send_to(machines, {"kind": "rendezvous.end", "round": number})
-            case m.Completed():
+            case m.RoundCompleted():
                 self._complete()
-            case m.Missing(request, why, broken) if broken is not None:
+            case m.NodeLost(request, why, broken) if broken is not None:
                 self._fail(RoundFailure(f"machine {request.name} was lost ({why})", 1))
-            case m.Newcomer(request):
+            case m.NodeWaiting(request):
                 self._admit(request)
             case m.JoinRefused(machine, sentence, later):
                 refused = {"kind": "rendezvous.refused", "sentence": sentence, "later": later}

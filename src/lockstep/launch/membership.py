@@ -73,14 +73,14 @@ class NodeEnded:
 
 
 @dataclass(frozen=True)
-class Completed:
+class RoundCompleted:
     """All workers of the round ended well."""
 
     number: int
 
 
 @dataclass(frozen=True)
-class Missing:
+class NodeLost:
     """A machine is gone; ``from_round`` is the round that it broke, None if it was in none."""
 
     request: JoinRequest
@@ -89,7 +89,7 @@ class Missing:
 
 
 @dataclass(frozen=True)
-class Newcomer:
+class NodeWaiting:
     """A machine waits to be let into the running round ``number``, which must end for that."""
 
     request: JoinRequest
@@ -112,7 +112,9 @@ class JoinTimeout:
     sentence: str
 
 
-MembershipAction = RoundStarted | NodeEnded | Completed | Missing | Newcomer | JoinRefused | JoinTimeout
+MembershipAction = (
+    RoundStarted | NodeEnded | RoundCompleted | NodeLost | NodeWaiting | JoinRefused | JoinTimeout
+)
 
 
 class Phase(Enum):
@@ -246,7 +248,7 @@ class Membership:
         self.members[request.machine] = Member(request, self._arrivals, self._now)
         if self.round is not None:
             # A fixed launch has no place left by now; an elastic one ends its round for it.
-            actions.append(Newcomer(request, self.round.number))
+            actions.append(NodeWaiting(request, self.round.number))
         return actions
 
     def _refusal(self, request: JoinRequest) -> JoinRefused | None:
@@ -293,7 +295,7 @@ class Membership:
         # done: the others may need them, such as for a checkpoint.
         broken = member.phase in (Phase.RUNNING, Phase.FINISHED) and self.round is not None
         number = self.round.number if broken and self.round is not None else None
-        missing = Missing(member.request, why, number)
+        missing = NodeLost(member.request, why, number)
         return [missing, *self._end_round()] if broken else [missing]
 
     def _expire_members(self) -> list[MembershipAction]:
@@ -323,7 +325,7 @@ class Membership:
         if any(self.members[node.request.machine].phase is not Phase.FINISHED for node in self.round.nodes):
             return []
         self._leave_round()
-        return [Completed(number)]
+        return [RoundCompleted(number)]
 
     def _end_round(self) -> list[MembershipAction]:
         assert self.round is not None

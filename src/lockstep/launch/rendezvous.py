@@ -43,7 +43,7 @@ class Round:
 
 
 @dataclass(frozen=True)
-class Over:
+class LaunchEnded:
     """The launch has ended: its exit code, why, what else there is to say, and the rank to blame, if there is one."""
 
     code: int
@@ -102,7 +102,7 @@ class Rendezvous:
 
     # -- rounds --------------------------------------------------------------------------------------
 
-    def join(self, check: Callable[[], None]) -> Round | Over:
+    def join(self, check: Callable[[], None]) -> Round | LaunchEnded:
         """Wait for the next round; ``check`` is called a few times a second and may raise.
 
         Raises:
@@ -131,7 +131,7 @@ class Rendezvous:
             elif verb == "round":
                 return self._round(message)
             elif verb == "over":
-                return over_of(message)
+                return launch_ended_of(message)
 
     def rejoin(self, check: Callable[[], None]) -> None:
         """Connect anew to a coordinator that was out of reach. Raises CoordinatorLost when it stays away."""
@@ -272,9 +272,9 @@ def verb_of(message: Mapping[str, object] | None) -> str:
     return "" if message is None else str(message.get("kind", "")).partition(".")[2]
 
 
-def over_of(message: JsonObject) -> Over:
+def launch_ended_of(message: JsonObject) -> LaunchEnded:
     """The end of a launch, from its message."""
-    return Over(int(message["code"]), str(message["cause"]), str(message["note"]), message["rank"])
+    return LaunchEnded(int(message["code"]), str(message["cause"]), str(message["note"]), message["rank"])
 
 
 def _unreachable(address: tuple[str, int]) -> str | None:

@@ -74,8 +74,8 @@ class ParallelModel:
         """``id`` of parameters that another rank of the same pipeline counts in a norm."""
         return set()
 
-    def on_settled(self, tell: Callable[[], object]) -> None:
-        """Call ``tell`` once this rank holds its final parameters, if it does not from the beginning."""
+    def on_settled(self, callback: Callable[[], object]) -> None:
+        """Call ``callback`` once this rank holds its final parameters, if it does not from the beginning."""
 
     def on_derived(self, prove: Callable[..., None]) -> None:
         """See ``PipelineModel.on_derived``; other models derive nothing from calls."""
@@ -309,8 +309,8 @@ class PipelinedModel(ParallelModel):
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         yield from self._pipeline.named_parameters()
 
-    def on_settled(self, tell: Callable[[], object]) -> None:
-        self._pipeline.on_settled(tell)
+    def on_settled(self, callback: Callable[[], object]) -> None:
+        self._pipeline.on_settled(callback)
 
     def on_derived(self, prove: Callable[..., None]) -> None:
         self._pipeline.on_derived(prove)

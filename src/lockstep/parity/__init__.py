@@ -10,7 +10,7 @@ if not TYPE_CHECKING:
         {
             "check": ["ParityCheck", "Request"],
             "reference": ["refuse_other_run"],
-            "runs": ["CheckedProgram", "CouldNotRun", "Left", "ScriptRun"],
+            "runs": ["CheckedProgram", "CouldNotRun", "RunArtifacts", "ScriptRun"],
             "spec": ["ProcessFacts", "RunSpec"],
         },
     )

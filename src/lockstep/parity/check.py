@@ -18,7 +18,7 @@ from lockstep.parity.report.text import sentence_of_repeat
 from lockstep.parity.runs import (
     CheckedProgram,
     CouldNotRun,
-    Left,
+    RunArtifacts,
     RunStarter,
     ScriptRun,
     StartedRun,
@@ -228,12 +228,12 @@ class ParityCheck:
         half = lefts[Role.HALF].measured() if Role.HALF in lefts else ()
         return ReferenceRun(trace, tolerance_of(trace, lefts[Role.DISTURBED].measured(), half, dtype), facts)
 
-    def _trace_of(self, left: Left) -> Trace:
+    def _trace_of(self, left: RunArtifacts) -> Trace:
         paths = [left.folder / f"trace-{one.rank}.safetensors" for one in left.facts]
         # Each rank has recorded what it holds: joined, they are whole tensors.
         return Trace(paths[0]) if len(paths) == 1 else join_traces(paths, left.folder / "trace.safetensors")
 
-    def _refuse_unrepeatable(self, trace: Trace, facts: ProcessFacts, repeat: Left) -> None:
+    def _refuse_unrepeatable(self, trace: Trace, facts: ProcessFacts, repeat: RunArtifacts) -> None:
         verdict = judge_repeat(trace, repeat.measured(), RunFacts(data_ranks=facts.data_ranks))
         if verdict.agrees:
             return
@@ -277,7 +277,7 @@ class ParityCheck:
         flags = ["--nproc", str(request.nproc), *request.flags]
         return ScriptRun(spec, request.program, flags, timeout_s=request.timeout_s)
 
-    def _facts(self, reference: ReferenceRun, left: Left, further: tuple[str, ...]) -> RunFacts:
+    def _facts(self, reference: ReferenceRun, left: RunArtifacts, further: tuple[str, ...]) -> RunFacts:
         request, first = self._request, left.facts[0]
         ranks = tuple(RankFacts(one.rank, one.data_rank, one.coordinates) for one in left.facts)
         notes = dict.fromkeys((*reference.facts.notes, *first.notes, *further))
@@ -317,7 +317,7 @@ def _is_other_batch_size(finding: Mismatch) -> bool:
     return finding.item.kind is ItemKind.BATCH and finding.fault is Fault.SHAPE
 
 
-def _that_failed(left: Left) -> str:
+def _that_failed(left: RunArtifacts) -> str:
     """A note on a candidate that came to no end, which a difference before that may explain."""
     failed = next((one for one in left.facts if one.failed), None)
     if failed is None:

@@ -46,7 +46,7 @@ class CouldNotRun(LockstepError):
         ```
     """
 
-    left: Left | None = None
+    left: RunArtifacts | None = None
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class CheckedProgram:
 
 
 @dataclass(frozen=True)
-class Left:
+class RunArtifacts:
     """What a run has left in ``folder``."""
 
     folder: Path
@@ -79,7 +79,7 @@ class Left:
 class StartedRun(Protocol):
     """A run that was started."""
 
-    def wait(self) -> Left:
+    def wait(self) -> RunArtifacts:
         """What it has left. Raises CouldNotRun."""
 
     def end(self) -> None:
@@ -119,7 +119,7 @@ class ScriptRun:
             timeout_s,
         )
 
-    def wait(self) -> Left:
+    def wait(self) -> RunArtifacts:
         """What it has left.
 
         Raises:
@@ -134,12 +134,12 @@ class ScriptRun:
         facts = ProcessFacts.read_all(self.folder)
         if code or not facts:
             raise self._could_not(self._failure(code))
-        return Left(self.folder, tuple(facts))
+        return RunArtifacts(self.folder, tuple(facts))
 
     def _could_not(self, why: str) -> CouldNotRun:
         error = CouldNotRun(why)
         if facts := ProcessFacts.read_all(self.folder):
-            error.left = Left(self.folder, tuple(facts))
+            error.left = RunArtifacts(self.folder, tuple(facts))
         return error
 
     def end(self) -> None:
@@ -179,7 +179,7 @@ TITLES = {
 }
 
 
-def all_of(runs: Sequence[StartedRun]) -> list[Left]:
+def all_of(runs: Sequence[StartedRun]) -> list[RunArtifacts]:
     """Wait for runs that were started together; if one fails, the others are ended."""
     try:
         return [run.wait() for run in runs]

@@ -51,7 +51,7 @@ class Rollback:
 
         def contents() -> CheckpointContents:
             found = self._contents()
-            loaders = [_Stays() for _ in found.parts.get("loader", ())]
+            loaders = [_UnmovedLoader() for _ in found.parts.get("loader", ())]
             return replace(found, parts={**found.parts, "loader": loaders})
 
         began = time.perf_counter()
@@ -59,7 +59,7 @@ class Rollback:
         self._loaded(path, time.perf_counter() - began)
 
 
-class _Stays:
+class _UnmovedLoader:
     """Stands for a loader that is not to be moved."""
 
     def state_dict(self) -> dict[str, object]:

@@ -37,8 +37,8 @@ class ModuleWatch:
         for name, module in model.named_modules():
             full = f"{prefix}{name}".rstrip(".")
             # Before all others, so that what they do is inside of the call.
-            module.register_forward_pre_hook(_Begins(self, full), prepend=True, with_kwargs=True)
-            module.register_forward_hook(_Ends(self), always_call=True)
+            module.register_forward_pre_hook(_ForwardPreHook(self, full), prepend=True, with_kwargs=True)
+            module.register_forward_hook(_ForwardHook(self), always_call=True)
 
     # -- forward -----------------------------------------------------------------------------------------
 
@@ -91,7 +91,7 @@ class ModuleWatch:
         return after
 
 
-class _Begins(UncopiedHook):
+class _ForwardPreHook(UncopiedHook):
     """A forward pre-hook."""
 
     def __init__(self, watch: ModuleWatch, name: str) -> None:
@@ -101,7 +101,7 @@ class _Begins(UncopiedHook):
         self._watch.call_begins(self._name, module, (args, kwargs))
 
 
-class _Ends(UncopiedHook):
+class _ForwardHook(UncopiedHook):
     """A forward hook."""
 
     def __init__(self, watch: ModuleWatch) -> None:

@@ -13,7 +13,7 @@ from lockstep.errors import UsageError
 from lockstep.parity.check import ParityCheck, Request
 from lockstep.parity.judge.facts import RunFacts
 from lockstep.parity.report.text import named, place
-from lockstep.parity.runs import TITLES, CheckedProgram, CouldNotRun, Left
+from lockstep.parity.runs import TITLES, CheckedProgram, CouldNotRun, RunArtifacts
 from lockstep.parity.spec import ProcessFacts, RunSpec
 from lockstep.parity.trace.measure import read_measured
 from lockstep.testing.case import MAX_PROCESSES, CaseSettings, ParityCase, function_of
@@ -205,7 +205,7 @@ class _PoolRun:
         self._pool, self._case, self._spec, self._timeout_s = pool, case, spec, timeout_s
         self._folder = Path(spec.folder)
 
-    def wait(self) -> Left:
+    def wait(self) -> RunArtifacts:
         """Make it. Raises CouldNotRun, or UsageError for what ``make`` has returned."""
         self._folder.mkdir(parents=True)
         try:
@@ -222,7 +222,7 @@ class _PoolRun:
             raise CouldNotRun(f"{error}{self._progress()}") from None
         if refused is not None:
             raise UsageError(refused)
-        return Left(self._folder, tuple(ProcessFacts.read_all(self._folder)))
+        return RunArtifacts(self._folder, tuple(ProcessFacts.read_all(self._folder)))
 
     def end(self) -> None:
         """It has ended."""

@@ -329,7 +329,7 @@ def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-class _Asked:
+class _ProbeParameter:
     """Stands for a ``WatchedParameter`` in the probe."""
 
     def __init__(self) -> None:
@@ -346,7 +346,7 @@ class _Asked:
 def probe() -> None:
     """Train a parameter that has become a ``GatheredParameter``."""
     parameter = nn.Parameter(torch.ones(2))
-    asked = _Asked()
+    asked = _ProbeParameter()
     watch(parameter, asked)
     expect(isinstance(parameter, nn.Parameter) and parameter.is_leaf, "a parameter of a subclass")
     before = version(parameter)

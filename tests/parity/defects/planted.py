@@ -737,9 +737,9 @@ def gradients_of_the_sequence_not_summed(planted: Planted) -> None:
 
 def _deposit(change: Callable[..., Any]) -> None:
     """``change`` gets the sum of a tied weight's gradients, in the place of its all-reduce."""
-    from lockstep.parallel.pipeline import Deposit
+    from lockstep.parallel.pipeline import GradientAccumulator
 
-    getmodule(Deposit).dist = _Changed(dist, all_reduce=change)
+    getmodule(GradientAccumulator).dist = _Changed(dist, all_reduce=change)
 
 
 @defect
@@ -758,7 +758,7 @@ def tied_gradient_doubled(planted: Planted) -> None:
 
 @defect
 def micro_batches_of_stages_summed(planted: Planted) -> None:
-    from lockstep.parallel.pipeline import Deposit, Training
+    from lockstep.parallel.pipeline import GradientAccumulator, Training
 
     passes = getmodule(Training)
     original = passes.run
@@ -768,12 +768,12 @@ def micro_batches_of_stages_summed(planted: Planted) -> None:
 
     passes.run = undivided
 
-    add = Deposit.add
+    add = GradientAccumulator.add
 
     def more(self: Any, gradients: Any, parameters: Any, sums: bool, factor: Any = None) -> None:
         add(self, gradients, parameters, sums, 2.0 if factor is None else factor * 2)
 
-    Deposit.add = more
+    GradientAccumulator.add = more
 
 
 # Context parallel ----------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from lockstep.torch_internals import tensors as torch_tensors
 
 
 @dataclass(frozen=True)
-class Fetched:
+class FetchedGradient:
     """A gradient on its way to the host: in ``host`` once ``event`` has come; ``buffer`` is its memory."""
 
     host: torch.Tensor
@@ -34,12 +34,12 @@ class Fetched:
 
 
 @dataclass(frozen=True)
-class _Early:
+class _EarlyCopy:
     """A copy that was begun when a gradient appeared; good as long as the gradient is this one, unchanged."""
 
     gradient: weakref.ref[torch.Tensor]
     version: int
-    fetched: Fetched
+    fetched: FetchedGradient
 
 
 class HostSide:
@@ -67,7 +67,7 @@ class HostSide:
         self._lock = threading.Lock()
         self._masters: dict[int, torch.Tensor] = {}
         self._versions: dict[int, int] = {}
-        self._early: dict[int, _Early] = {}
+        self._early: dict[int, _EarlyCopy] = {}
         self._handles: list[RemovableHandle] = []
         self._folder = folder
         parameters = [p for p in parameters if p.requires_grad and self.serves(p)]
@@ -135,7 +135,9 @@ class HostSide:
         # What was copied of it in an earlier micro-batch is of no use; copies are made in order.
         self._drop_early(parameter)
         fetched = self._fetch(gradient.detach())
-        self._early[id(parameter)] = _Early(weakref.ref(gradient), torch_tensors.version(gradient), fetched)
+        self._early[id(parameter)] = _EarlyCopy(
+            weakref.ref(gradient), torch_tensors.version(gradient), fetched
+        )
 
     def _drop_early(self, parameter: torch.Tensor) -> None:
         early = self._early.pop(id(parameter), None)
@@ -143,7 +145,9 @@ class HostSide:
             self.release(early.fetched)
 
     @torch.no_grad()
-    def fetch(self, parameter: torch.Tensor, watched: torch.Tensor, gradient: torch.Tensor) -> Fetched:
+    def fetch(
+        self, parameter: torch.Tensor, watched: torch.Tensor, gradient: torch.Tensor
+    ) -> FetchedGradient:
         """Begin to copy a gradient, of its parameter's shape, to the host, unless that was done when it appeared.
         ``watched``: as in ``Entry``."""
         early = self._early.get(id(parameter))
@@ -156,19 +160,19 @@ class HostSide:
         self._drop_early(parameter)
         return self._fetch(gradient)
 
-    def _fetch(self, gradient: torch.Tensor) -> Fetched:
+    def _fetch(self, gradient: torch.Tensor) -> FetchedGradient:
         with self._lock:
             buffer = self._pool.take(aligned(gradient.nbytes))
         host = _like(buffer, gradient)
         self.copies.copy(host, gradient)
-        return Fetched(host, self.copies.copied(), buffer)
+        return FetchedGradient(host, self.copies.copied(), buffer)
 
-    def arrived(self, fetched: Fetched) -> torch.Tensor:
+    def arrived(self, fetched: FetchedGradient) -> torch.Tensor:
         """The gradient, when it is on the host."""
         self.copies.wait(fetched.event)
         return fetched.host
 
-    def release(self, fetched: Fetched) -> None:
+    def release(self, fetched: FetchedGradient) -> None:
         """The gradient has been used."""
         with self._lock:
             self._pool.give_back(fetched.buffer)

@@ -14,7 +14,7 @@ from lockstep.errors import OffloadError
 from lockstep.offload.copies import Event
 from lockstep.offload.files.direct import aligned_buffer
 from lockstep.offload.files.pages import is_untouched
-from lockstep.offload.optimizer.device import Fetched
+from lockstep.offload.optimizer.device import FetchedGradient
 from lockstep.offload.optimizer.kernel import KernelEntry, OptimizerSettings
 from lockstep.offload.optimizer.states import StepRegion, arrange, in_order, read_all, write_all
 from lockstep.torch_internals import tensors as torch_tensors
@@ -46,7 +46,7 @@ class StepItem:
     states: dict[RegionKey, StepRegion] = field(default_factory=dict)
     others: dict[RegionKey, StepRegion] = field(default_factory=dict)
     in_place: list[StepRegion] = field(default_factory=list)
-    fetched: list[Fetched | None] = field(default_factory=list)
+    fetched: list[FetchedGradient | None] = field(default_factory=list)
     published: Event = None
     shown: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)

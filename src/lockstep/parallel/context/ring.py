@@ -177,7 +177,7 @@ def _folded(gradient: Tensor, groups: int) -> Tensor:
 # -- what travels --------------------------------------------------------------------------------------------
 
 
-class _Coming:
+class _PendingReceive:
     """Tensors on their way from the rank before. Holds those that are being sent."""
 
     def __init__(self, tensors: list[Tensor], sent: Sequence[Tensor], works: list[dist.Work]) -> None:
@@ -190,7 +190,7 @@ class _Coming:
         return self._tensors
 
 
-def _pass_on(tensors: Sequence[Tensor], layout: SequenceLayout, tag: int) -> _Coming:
+def _pass_on(tensors: Sequence[Tensor], layout: SequenceLayout, tag: int) -> _PendingReceive:
     """Start to send to the next rank and to receive as much from the one before."""
     # Sends and receives name global ranks.
     ranks = dist.get_process_group_ranks(layout.group)
@@ -200,7 +200,7 @@ def _pass_on(tensors: Sequence[Tensor], layout: SequenceLayout, tag: int) -> _Co
     for number, (out, into) in enumerate(zip(tensors, received, strict=True), start=tag):
         operations.append(dist.P2POp(dist.isend, out, after, layout.group, tag=number))
         operations.append(dist.P2POp(dist.irecv, into, before, layout.group, tag=number))
-    return _Coming(received, tensors, dist.batch_isend_irecv(operations))
+    return _PendingReceive(received, tensors, dist.batch_isend_irecv(operations))
 
 
 _HALF = (torch.float16, torch.bfloat16)

@@ -34,12 +34,12 @@ def ulysses_attention(
         UsageError: heads that cannot be dealt out, or a mask of another shape.
     """
     k, v = _enough_heads(k, q.shape[1], layout.size), _enough_heads(v, q.shape[1], layout.size)
-    q, k, v = (_Reversible.apply(tensor, layout, _to_sequence, _to_heads) for tensor in (q, k, v))
+    q, k, v = (_SequenceAllToAll.apply(tensor, layout, _to_sequence, _to_heads) for tensor in (q, k, v))
     if mask is not None:
         options["attn_mask"] = _mask_of_heads(mask, q, layout)
     options["enable_gqa"] = k.shape[1] != q.shape[1]
     attended = F.scaled_dot_product_attention(q, k, v, **options)
-    return _Reversible.apply(attended, layout, _to_heads, _to_sequence)
+    return _SequenceAllToAll.apply(attended, layout, _to_heads, _to_sequence)
 
 
 def check_heads(heads: int, key_heads: int, size: int) -> None:
@@ -76,7 +76,7 @@ def _mask_of_heads(mask: Tensor, q: Tensor, layout: SequenceLayout) -> Tensor:
     return mask.narrow(-3, layout.rank * heads, heads)
 
 
-class _Reversible(torch.autograd.Function):
+class _SequenceAllToAll(torch.autograd.Function):
     """``there(tensor, layout)``; its adjoint is the way ``back``."""
 
     @staticmethod

@@ -100,9 +100,9 @@ def average_before_hooks(replica: TorchDDP, parameters: Sequence[nn.Parameter], 
     dist.all_reduce(have, dist.ReduceOp.MIN, group=replica.process_group)
     for parameter, is_everywhere in zip(parameters, have.tolist(), strict=True):
         if is_everywhere and not any(
-            isinstance(hook, _Average) for hook in hooks_of_parameter(parameter, TENSOR)
+            isinstance(hook, _AverageHook) for hook in hooks_of_parameter(parameter, TENSOR)
         ):
-            call_around_others(parameter, TENSOR, _Average(replica), None, _OURS)
+            call_around_others(parameter, TENSOR, _AverageHook(replica), None, _OURS)
 
 
 def guard_hooks(replica: TorchDDP, parameters: Sequence[nn.Parameter]) -> None:
@@ -110,15 +110,15 @@ def guard_hooks(replica: TorchDDP, parameters: Sequence[nn.Parameter]) -> None:
     for parameter in parameters:
         for kind in kinds_of_hooks(parameter):
             hooks = hooks_of_parameter(parameter, kind)
-            if isinstance(hooks[0], _Average) or (
-                isinstance(hooks[0], _Before) and hooks[-1] is hooks[0].after
+            if isinstance(hooks[0], _AverageHook) or (
+                isinstance(hooks[0], _FirstHook) and hooks[-1] is hooks[0].after
             ):
                 continue
-            guard = _Before(replica, parameter, kind)
+            guard = _FirstHook(replica, parameter, kind)
             call_around_others(parameter, kind, guard, guard.after, _OURS)
 
 
-class _Average:
+class _AverageHook:
     """A hook of a parameter. Collective, as long as there is the replica."""
 
     def __init__(self, replica: TorchDDP) -> None:
@@ -140,11 +140,11 @@ class _Average:
         return mean
 
 
-class _Before:
+class _FirstHook:
     """The first hook of a parameter, with the last one: ``after``."""
 
     def __init__(self, replica: TorchDDP, parameter: nn.Parameter, kind: str) -> None:
-        self.after = _After(self)
+        self.after = _LastHook(self)
         self._replica = weakref.ref(replica)
         self._parameter = weakref.ref(parameter)
         self._kind = kind
@@ -177,12 +177,12 @@ class _Before:
         return gradient, 0 if gradient is None else version(gradient)
 
 
-class _After:
-    def __init__(self, before: _Before) -> None:
+class _LastHook:
+    def __init__(self, before: _FirstHook) -> None:
         self._before = before
 
     def __call__(self, given: torch.Tensor) -> None:
         self._before.check(given)
 
 
-_OURS = (_Average, _Before, _After)
+_OURS = (_AverageHook, _FirstHook, _LastHook)

@@ -40,7 +40,7 @@ MOST_REDUCERS = 4
 
 
 @dataclass(frozen=True)
-class _Averaged:
+class _AveragedReducer:
     """A reducer of torch's with the parameters that it averages."""
 
     reducer: Any
@@ -64,7 +64,7 @@ class DistributedDataParallel(TorchDDP):
         self._configure = configure
         self._trained = trained_parameters(module)
         average_before_hooks(self, self._trained, self.device)
-        self._averaged = {_key(self._trained): _Averaged(self.reducer, self.logger, self._trained)}
+        self._averaged = {_key(self._trained): _AveragedReducer(self.reducer, self.logger, self._trained)}
         self._is_spent = False
         self._has_own = False
         self._pass = -1
@@ -209,13 +209,13 @@ class DistributedDataParallel(TorchDDP):
         self._module_parameters = list(self.module.parameters())
         return True
 
-    def _another(self, trained: list[nn.Parameter]) -> _Averaged:
+    def _another(self, trained: list[nn.Parameter]) -> _AveragedReducer:
         known = {id(p) for p in self._module_parameters}
         has_new = any(id(p) not in known for p in self.module.parameters())
         # Added parameters must take rank 0's values; all others are equal already.
         other = TorchDDP(self.module, **self._options, init_sync=has_new)
         self._configure(other)
-        return _Averaged(other.reducer, other.logger, trained)
+        return _AveragedReducer(other.reducer, other.logger, trained)
 
     def _average_again_if_spent(self, output: object) -> None:
         tensors = [tensor for tensor in tensor_leaves(output).values() if tensor.requires_grad]

@@ -14,9 +14,9 @@ if not TYPE_CHECKING:
         __name__,
         {
             "derivation": ["Derivation"],
-            "gradients": ["Deposit"],
+            "gradients": ["GradientAccumulator"],
             "layout": ["Layout"],
-            "micro_batch": ["ModelCall", "count_for_evaluation", "count_for_training"],
+            "micro_batch": ["count_for_evaluation", "count_for_training", "ModelCall"],
             "options": ["balanced", "rank_of_stage"],
             "passes": ["TrainingCall"],
             "trace": ["Tracer"],

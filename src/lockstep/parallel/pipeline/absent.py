@@ -67,7 +67,7 @@ def carried(value: object) -> Any:
     return getattr(value, _CARRIED, value) if isinstance(value, Tensor) else value
 
 
-class Instead(nn.Module):
+class ReplacementModule(nn.Module):
     """Takes the place of a module in calls; its attributes are still to be found, and are set in the module."""
 
     replaced: nn.Module
@@ -91,7 +91,7 @@ class Instead(nn.Module):
             setattr(torch_modules.children_of(self)["replaced"], name, value)
 
 
-class AbsentBlock(Instead):
+class AbsentBlock(ReplacementModule):
     """Takes the place of a block of another stage. Has the attributes of a copy of it, without values of tensors."""
 
     def __init__(self, name: str, copy: nn.Module) -> None:
@@ -146,7 +146,7 @@ class ReplayedBlock(AbsentBlock):
         return repeated(self._result, leaves((args, kwargs)), Tensor.detach)
 
 
-class ReplayedModule(Instead):
+class ReplayedModule(ReplacementModule):
     """A module outside of blocks that an earlier stage calls: returns placeholders of what it gave in the trace."""
 
     def __init__(self, module: nn.Module, result: object) -> None:

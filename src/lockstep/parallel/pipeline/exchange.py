@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from lockstep.comm.tree import Args, Kwargs, Tree, leaves, map_leaves
 from lockstep.errors import UsageError
-from lockstep.parallel.pipeline.absent import Instead, carried, carry, is_placeholder
+from lockstep.parallel.pipeline.absent import ReplacementModule, carried, carry, is_placeholder
 from lockstep.parallel.pipeline.carried import (
     ITSELF,
     OUTPUT,
@@ -179,7 +179,7 @@ class Exchange(TorchFunctionMode):
         return self._found.get(source)
 
 
-class LocalBlock(Instead):
+class LocalBlock(ReplacementModule):
     """A block of this stage: placeholders among its arguments are replaced by what was received for them."""
 
     def __init__(self, name: str, block: nn.Module, cut: Cut | None, exchange: Exchange | None) -> None:
@@ -211,7 +211,7 @@ class LocalBlock(Instead):
         return out
 
 
-class Given(Instead):
+class PrecomputedBlock(ReplacementModule):
     """A block of the last stage whose outputs are there already, those of several micro-batches as one."""
 
     def __init__(

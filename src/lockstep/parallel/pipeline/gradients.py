@@ -42,7 +42,7 @@ def _like_parameter(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
     return gradient.redistribute(placements=parameter.placements)
 
 
-class Deposit:
+class GradientAccumulator:
     """Adds gradients to ``.grad``; those of tied parameters summed over the ranks that hold them."""
 
     def __init__(self, tied: Mapping[str, dist.ProcessGroup]) -> None:
@@ -140,7 +140,7 @@ class _OutputsWithBackward(torch.autograd.Function):
         return (None, None, *(None for _ in gradients))
 
 
-class _Pull(torch.autograd.Function):
+class _BackwardStart(torch.autograd.Function):
     """A number with given gradients with respect to tensors: where a stage's backward begins."""
 
     @staticmethod
@@ -165,7 +165,7 @@ def attach_outputs(values: list[Tensor], backward: Callable[[OutputGradients], N
 
 def pull(tensors: list[Tensor], gradients: list[Tensor | None]) -> Tensor:
     """A number whose backward gives ``tensors`` these gradients."""
-    return _Pull.apply(tuple(gradients), *tensors)
+    return _BackwardStart.apply(tuple(gradients), *tensors)
 
 
 def _anchor(like: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lockstep.errors import UsageError
-from lockstep.parallel.pipeline.gradients import Deposit
+from lockstep.parallel.pipeline.gradients import GradientAccumulator
 from lockstep.parallel.pipeline.layout import Layout
 from lockstep.parallel.pipeline.micro_batch import Joined
 from lockstep.parallel.pipeline.options import SPLIT_BACKWARD, PipelineOptions, rank_of_stage
@@ -39,7 +39,7 @@ class LocalStages:
         self.indices = [stage for stage in range(self.count) if self.rank_of(stage) == group.rank()]
         self.modules: dict[int, StageModule] = {}
         self.tied: dict[str, list[int]] = {}
-        self.deposit = Deposit({})
+        self.gradient_accumulator = GradientAccumulator({})
         # Whether gradients of tied parameters are summed over the ranks that hold them, in each backward.
         self.sums = True
         self.executed: list[Executed] = []
@@ -80,7 +80,7 @@ class LocalStages:
             # torch looks for the weights of a stage when the input's backward begins: they must be gathered then.
             for module in self._sharded():
                 module.set_reshard_after_forward(False, recurse=False)
-        self.deposit = Deposit(self._tied_groups())
+        self.gradient_accumulator = GradientAccumulator(self._tied_groups())
 
     def _check_known(self, uses: Mapping[str, set[int]]) -> None:
         holders = self.layout.holders()

@@ -136,7 +136,9 @@ class TrainingCall:
         # The gradients were computed for a loss of factor ``scale``; the loop's backward brings the factor it really
         # has.
         def add(incoming: Tensor) -> None:
-            self.stages.deposit.add(gradients, self.parameters(), self.stages.sums, incoming / scale)
+            self.stages.gradient_accumulator.add(
+                gradients, self.parameters(), self.stages.sums, incoming / scale
+            )
             gradients.clear()
 
         results = {path: attach(value, add)}
@@ -278,7 +280,7 @@ class _LaterBackward:
             with kept_apart(stages.parameters()) as gradients:
                 self.runner.drain(pulls)
             stages.state.end_batch()
-        stages.deposit.add(gradients, self.parameters(), stages.sums)
+        stages.gradient_accumulator.add(gradients, self.parameters(), stages.sums)
 
     def _pulls(self, incoming: tuple[Tensor | None, ...]) -> list[Tensor]:
         count = self.plan.micro_batches if self.plan.by_rows else 1

@@ -22,7 +22,7 @@ from lockstep.parallel.pipeline.absent import (
     changed,
     is_placeholder,
 )
-from lockstep.parallel.pipeline.exchange import Exchange, Given, LocalBlock, for_itself
+from lockstep.parallel.pipeline.exchange import Exchange, LocalBlock, PrecomputedBlock, for_itself
 from lockstep.parallel.pipeline.layout import Layout
 from lockstep.parallel.pipeline.micro_batch import BatchDims, Joined, ModelCall, find_loss, joined
 from lockstep.parallel.pipeline.stage_forward import StageForward
@@ -213,7 +213,7 @@ class Tail:
         for name, block in self._own.items():
             assert block is not None
             arguments = dict(zip(cut.paths, received, strict=False)) if name == cut.block else {}
-            given = Given(name, block, outputs[name], traced.results[name], exchange, arguments)
+            given = PrecomputedBlock(name, block, outputs[name], traced.results[name], exchange, arguments)
             changes += [(entries, key, given) for entries, key in self._slots[name]]
         with changed(changes):
             if exchange is None:

@@ -36,7 +36,7 @@ BlockOutputs = dict[str, list[object]]
 
 @dataclass
 class Rehearsal:
-    """With one batch. ``looks_at_loss``: what the loss is over it is to be found."""
+    """With one batch. ``compares_loss``: what the loss is over it is to be found."""
 
     stages: LocalStages
     batch: Batch

@@ -127,13 +127,13 @@ def entries_of(
 class ForwardState:
     """What changes in the forwards of this rank. A batch that is to ``find`` it comes first; then each begins and ends.
 
-    ``tell`` gathers what each rank says, ranks of later stages last.
+    ``gather_from_ranks`` gathers what each rank says, ranks of later stages last.
     """
 
     def __init__(
         self, gather_from_ranks: Callable[[dict[str, object]], list[dict[str, object]]] = lambda mine: [mine]
     ) -> None:
-        self._tell = gather_from_ranks
+        self._gather_from_ranks = gather_from_ranks
         self._names: set[tuple[int, str]] = set()
         self._shared: set[str] = set()
         self._frozen: dict[str, tuple[nn.Parameter, int]] = {}
@@ -219,7 +219,7 @@ class ForwardState:
     def _take_from_others(self) -> None:
         mine = {e.name: e.after for e in self._entries if e.name in self._shared and e.after is not _ABSENT}
         # Later stages overwrite earlier ones, as their forwards run later.
-        left = {name: value for of_rank in self._tell(mine) for name, value in of_rank.items()}
+        left = {name: value for of_rank in self._gather_from_ranks(mine) for name, value in of_rank.items()}
         for entry in self._entries:
             if entry.name in left:
                 entry.after = left[entry.name]

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from lockstep.comm.tree import LossFunction, tensor_leaves
 from lockstep.model.blocks import joined_name
-from lockstep.parallel.pipeline.absent import Instead, changed
+from lockstep.parallel.pipeline.absent import ReplacementModule, changed
 from lockstep.parallel.pipeline.layout import Layout
 from lockstep.parallel.pipeline.micro_batch import ModelCall
 from lockstep.parallel.pipeline.state import restored
@@ -17,7 +17,7 @@ from lockstep.runtime.seed import generators_kept
 from lockstep.torch_internals.fake import quiet
 
 
-class _TracedBlock(Instead):
+class _TracedBlock(ReplacementModule):
     """Takes the place of a block while the model is traced."""
 
     def __init__(self, tracer: Tracer, name: str, block: nn.Module) -> None:

@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lockstep.errors import UsageError
 from lockstep.offload.copies import Copies, Event, HostPool, dense_strides, view_of
-from lockstep.offload.weights.device.working import Working
+from lockstep.offload.weights.device.working import WorkingTensor
 from lockstep.offload.weights.groups import WeightGroup
 from lockstep.torch_internals import autograd as torch_autograd
 from lockstep.torch_internals import tensors as torch_tensors
@@ -61,7 +61,7 @@ class SavedCast:
     """A view of what autocast made of a weight."""
 
     group: WeightGroup
-    working: Working
+    working: WorkingTensor
     dtype: torch.dtype
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -74,9 +74,9 @@ class SavedWeights(Protocol):
 
     def group_of_storage(self, storage: int) -> WeightGroup | None: ...
 
-    def group_of_parameter(self, tensor: torch.Tensor) -> tuple[WeightGroup, Working] | None: ...
+    def group_of_parameter(self, tensor: torch.Tensor) -> tuple[WeightGroup, WorkingTensor] | None: ...
 
-    def working_at(self, group: WeightGroup, offset: int) -> Working:
+    def working_at(self, group: WeightGroup, offset: int) -> WorkingTensor:
         """What has the byte at ``offset`` of the group's memory."""
 
     def view(self, saved: SavedView) -> torch.Tensor:
@@ -105,7 +105,7 @@ def saved_tensors_hooks_of(weights: SavedWeights) -> saved_tensors_hooks:
 
 
 def _weight(
-    weights: SavedWeights, saved: SavedView | SavedCast, working: Working, version: tuple[int, int]
+    weights: SavedWeights, saved: SavedView | SavedCast, working: WorkingTensor, version: tuple[int, int]
 ) -> torch.Tensor:
     if working.version != version:
         raise _modified(saved.size)
@@ -142,7 +142,7 @@ def _cast_parameter(tensor: torch.Tensor) -> torch.Tensor | None:
     return getattr(cast.next_functions[0][0], "variable", None)
 
 
-def _lies_like(tensor: torch.Tensor, working: Working) -> bool:
+def _lies_like(tensor: torch.Tensor, working: WorkingTensor) -> bool:
     """Whether a cast of ``working`` has the elements where ``tensor`` has them."""
     return (
         tensor.device == working.tensor.device
@@ -197,7 +197,7 @@ class own_mode:
 
 @dataclass(frozen=True)
 class _Moving:
-    working: Working
+    working: WorkingTensor
     # On the device; kept until it is copied.
     gradient: torch.Tensor
     buffer: torch.Tensor
@@ -221,7 +221,7 @@ class HostGradients:
         self._moving: deque[_Moving] = deque()
         self._bytes = 0
 
-    def watch(self, working: Working) -> None:
+    def watch(self, working: WorkingTensor) -> None:
         """Take the gradients of ``working`` from now on."""
         # Weak, as the garbage collector cannot see a cycle through torch's hooks.
         taker, taken = weakref.ref(self), weakref.ref(working)
@@ -238,7 +238,7 @@ class HostGradients:
             self._deliver_first()
 
     @torch.no_grad()
-    def _take(self, working: Working) -> None:
+    def _take(self, working: WorkingTensor) -> None:
         gradient, working.tensor.grad = working.tensor.grad, None
         if gradient is None:
             return
@@ -263,7 +263,7 @@ class HostGradients:
         ):  # fmt: skip
             self._deliver_first()
 
-    def _move(self, working: Working, gradient: torch.Tensor) -> None:
+    def _move(self, working: WorkingTensor, gradient: torch.Tensor) -> None:
         buffer = self._pool.take(gradient.nbytes)
         host = view_of(buffer, gradient.dtype, gradient.shape, dense_strides(gradient))
         # In backward this is a thread of autograd's own.

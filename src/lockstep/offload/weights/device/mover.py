@@ -20,7 +20,14 @@ from lockstep.offload.weights.device.autograd import (
     own_mode,
     saved_tensors_hooks_of,
 )
-from lockstep.offload.weights.device.working import Slot, Slots, Working, WorkingWeights, lay_out, write_back
+from lockstep.offload.weights.device.working import (
+    Slot,
+    Slots,
+    WorkingTensor,
+    WorkingWeights,
+    lay_out,
+    write_back,
+)
 from lockstep.offload.weights.groups import WeightGroup
 from lockstep.torch_internals import autograd as torch_autograd
 
@@ -75,8 +82,8 @@ class DeviceMover:
         self._closed = False
         largest = max((copy.nbytes for copy in self._copies.values()), default=0)
         self._gradients = HostGradients(self._back, 2 * largest, self._write_back_after_backward)
-        self._watched: set[Working] = set()
-        self._steps = register_optimizer_step_post_hook(_Stepped(self))
+        self._watched: set[WorkingTensor] = set()
+        self._steps = register_optimizer_step_post_hook(_OptimizerStepHook(self))
         weakref.finalize(self, self._steps.remove)
 
     # -- as a mover --------------------------------------------------------------------------------------
@@ -197,11 +204,11 @@ class DeviceMover:
     def group_of_storage(self, storage: int) -> WeightGroup | None:
         return self._by_storage.get(storage)
 
-    def group_of_parameter(self, tensor: torch.Tensor) -> tuple[WeightGroup, Working] | None:
+    def group_of_parameter(self, tensor: torch.Tensor) -> tuple[WeightGroup, WorkingTensor] | None:
         found = self._by_parameter.get(id(tensor))
         return found if found is not None and found[1].tensor is tensor else None
 
-    def working_at(self, group: WeightGroup, offset: int) -> Working:
+    def working_at(self, group: WeightGroup, offset: int) -> WorkingTensor:
         return next(w for w in reversed(self._copies[group].working) if w.offset <= offset)
 
     def view(self, saved: SavedView) -> torch.Tensor:
@@ -345,7 +352,7 @@ class _GroupCopy:
         return self._host_states != [working.host_state() for working in self.working]
 
 
-class _Stepped:
+class _OptimizerStepHook:
     """Tells a mover what an optimizer has stepped, or begun to: fused steps write without a trace."""
 
     # See offload/optimizer/attach.py: ``ready`` waits for the step.

@@ -109,7 +109,7 @@ class Slots:
         self.allocated_bytes -= slot.nbytes
 
 
-class Working:
+class WorkingTensor:
     """The tensor that the model computes with in the place of ``host_tensor``, a parameter or buffer.
 
     It is one object for good: autograd, autocast and the user may keep it. Its memory is a part of a slot while
@@ -178,9 +178,9 @@ class Working:
 class WorkingWeights:
     """Where a group's modules have its tensors."""
 
-    def __init__(self, group: WeightGroup, working: dict[int, Working]) -> None:
+    def __init__(self, group: WeightGroup, working: dict[int, WorkingTensor]) -> None:
         self._places: list[
-            tuple[nn.Module, Callable[[nn.Module], torch_modules.Registered], str, Working]
+            tuple[nn.Module, Callable[[nn.Module], torch_modules.Registered], str, WorkingTensor]
         ] = []
         self._flat: list[nn.Module] = []
         visited: set[int] = set()
@@ -217,14 +217,14 @@ class WorkingWeights:
             registered(module)[key] = working.host_tensor
         self._renew_flat_weights()
 
-    def replaced(self) -> Iterator[tuple[Working, torch.Tensor | None]]:
+    def replaced(self) -> Iterator[tuple[WorkingTensor, torch.Tensor | None]]:
         """What a forward has put in the place of the working tensor, and of which."""
         for module, registered, key, working in self._places:
             tensor = registered(module).get(key)
             if tensor is not working.tensor and tensor is not working.host_tensor:
                 yield working, tensor
 
-    def trained(self) -> set[Working]:
+    def trained(self) -> set[WorkingTensor]:
         """What belongs to modules in training mode."""
         return {working for module, *_, working in self._places if module.training}
 
@@ -234,17 +234,17 @@ class WorkingWeights:
             torch_modules.renew_flat_weights(module)
 
 
-def lay_out(group: WeightGroup, device: torch.device) -> tuple[list[Working], int]:
+def lay_out(group: WeightGroup, device: torch.device) -> tuple[list[WorkingTensor], int]:
     """The working tensors of a group, one behind the other in a slot, and the slot's bytes."""
     found = []
     end = 0
     for name, host_tensor in group.tensors.items():
-        found.append(Working(name, host_tensor, end, device))
+        found.append(WorkingTensor(name, host_tensor, end, device))
         end += -(-found[-1].nbytes // ALIGNMENT) * ALIGNMENT
     return found, end
 
 
-def write_back(copies: Copies, written: list[tuple[Working, torch.Tensor]]) -> None:
+def write_back(copies: Copies, written: list[tuple[WorkingTensor, torch.Tensor]]) -> None:
     """Copy what a forward wrote, and wait: the host tensor may be looked at from now on."""
     if not written:
         return
