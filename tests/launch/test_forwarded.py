@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.errors import ConfigError
-from lockstep.launch import forwarded, is_secret, travels, without_secrets
+from lockstep.launch import forwarded, is_forwarded, is_secret, without_secrets
 from tests.launch.fakes import CANARY, SECRET_NAMES, canaries
 from tests.refusals import expect_refusal
 
@@ -40,7 +40,7 @@ def test_no_secret_travels_whatever_its_prefix() -> None:
     assert len(SECRET_NAMES) == 50
     assert forwarded(canaries()) == {}
     assert [name for name in SECRET_NAMES if not is_secret(name)] == []
-    assert not travels("LOCKSTEP_CONTROL_SECRET") and not travels("LOCKSTEP_SECRET")
+    assert not is_forwarded("LOCKSTEP_CONTROL_SECRET") and not is_forwarded("LOCKSTEP_SECRET")
 
 
 @FUZZ
@@ -51,7 +51,7 @@ def test_no_secret_travels_whatever_its_prefix() -> None:
 )
 def test_a_name_with_a_word_for_secrets_never_travels_by_itself(before: str, word: str, after: str) -> None:
     for prefix in ("LOCKSTEP_", "NCCL_", ""):
-        assert not travels(prefix + before + word + after)
+        assert not is_forwarded(prefix + before + word + after)
 
 
 def test_a_named_variable_travels_and_its_value_is_not_shown() -> None:

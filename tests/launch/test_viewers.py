@@ -52,7 +52,7 @@ class FakeWatch:
     def latest(self) -> dict[str, float | str]:
         return {"step": 7, "loss": "nan"}
 
-    def ask_for_people(self) -> int:
+    def request_stacks(self) -> int:
         self.asked.append("stacks")
         place = SourceLine("train.py", 5, "fetch")
         self.at_answer(Evidence(1, "b", 12, 7, 0.0, place, (), {}, 'File "train.py", line 5\n  fetch()'))

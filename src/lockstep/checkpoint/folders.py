@@ -335,7 +335,7 @@ def remove_replaced(store: Store, directory: str) -> None:
     """Remove what a checkpoint has replaced; files that were added to that go on in its successor."""
     for older in store.candidates(directory):
         if older != directory:
-            store.carry(older, directory, added_files(store, older))
+            store.move_files(older, directory, added_files(store, older))
     store.remove_replaced(directory)
 
 
@@ -343,7 +343,7 @@ def withdraw(store: Store, directory: str) -> None:
     """Remove a checkpoint in favour of the one that it had replaced, which gets the files that were added to it."""
     for older in store.candidates(directory):
         if older != directory:
-            store.carry(directory, older, added_files(store, directory))
+            store.move_files(directory, older, added_files(store, directory))
             break
     store.remove(directory)
 

@@ -45,7 +45,7 @@ class Server:
         host: the address of this machine to bind to, and no other.
         port: 0 for a free one.
         handlers: by the first part of the ``kind`` of their messages.
-        turned_away: is told the address of each client that has another secret; called as handlers are.
+        secret_refused: is told the address of each client that has another secret; called as handlers are.
 
     Raises:
         ConfigError: the host is not an address of this machine, or the port is taken.
@@ -57,11 +57,11 @@ class Server:
         host: str,
         port: int = 0,
         handlers: Mapping[str, Handler] | None = None,
-        turned_away: Callable[[str], None] = lambda address: None,
+        secret_refused: Callable[[str], None] = lambda address: None,
     ) -> None:
         self._secret = secret
         self._handlers = dict(handlers or {})
-        self._turned_away = turned_away
+        self._secret_refused = secret_refused
         self._listener = listening_socket(host, port)
         bound = self._listener.getsockname()
         self.address: tuple[str, int] = (bound[0], bound[1])
@@ -175,7 +175,7 @@ class Server:
                 if connection.ended:
                     return
         except OtherSecretError:
-            _guarded(self._turned_away, connection.address[0])
+            _guarded(self._secret_refused, connection.address[0])
             connection.end()
         except (OSError, ControlError):
             connection.end()

@@ -73,7 +73,7 @@ class ShardedBatches(Sampler[object]):
         order = DrawnOrder(self.order.sampler, self.order.opaque, begin.drawing)
         [samples] = begin.behind.samples
         self.latest = DrawnBatches(partial(self._drawn, self._dealing(begin, plan, samples, order), order))
-        return at_first_item(self.latest.come)
+        return at_first_item(self.latest.iterator)
 
     def _dealing(self, begin: ReadStart, plan: ShardPlan, samples: int, order: DrawnOrder | None) -> Dealing:
         mark, marked = partial(self._for_worker, begin), 0
@@ -141,7 +141,7 @@ class DrawnBatches:
         self._make = make
         self._batches: Iterator[object] | None = None
 
-    def come(self) -> Iterator[object]:
+    def iterator(self) -> Iterator[object]:
         if self._batches is None:
             self._batches = self._make()
         return self._batches
@@ -263,7 +263,7 @@ class MapReader:
             source = iter(self.inner)
             if drawing.is_replay:
                 assert self.batches.latest is not None
-                self.batches.latest.come()
+                self.batches.latest.iterator()
                 # The saved run had these batches already: they only bring the workers to their turn.
                 for _ in range(0 if loaded is None else loaded.turn):
                     next(source)

@@ -9,8 +9,8 @@ if not TYPE_CHECKING:
             "backend": [
                 "forwarded",
                 "get_backend",
+                "is_forwarded",
                 "is_secret",
-                "travels",
                 "without_secrets",
                 "worker_arguments",
             ],

@@ -192,7 +192,7 @@ class _WorkerEnds:
 
     Attributes:
         stop_code: With which a rank ends that stops as all were asked to; None: nobody has asked.
-        is_told: Whether it was told what came of all of them.
+        is_reported: Whether it was told what came of all of them.
     """
 
     def __init__(

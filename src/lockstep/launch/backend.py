@@ -124,7 +124,7 @@ def is_secret(name: str) -> bool:
     return SECRET_WORDS.search(name) is not None
 
 
-def travels(name: str) -> bool:
+def is_forwarded(name: str) -> bool:
     """Whether a variable goes along without being named."""
     if is_secret(name) or name in OTHER_VARIABLES:
         return False
@@ -137,7 +137,7 @@ def forwarded(environ: Mapping[str, str], further: Iterable[str] = ()) -> dict[s
     Raises:
         ConfigError: a name that the user wants is not set.
     """
-    names = [name for name in environ if travels(name)]
+    names = [name for name in environ if is_forwarded(name)]
     for name in further:
         if name not in environ:
             raise ConfigError(f"forward_env names {name}, which is not set here. Set it, or remove the name.")

@@ -73,7 +73,7 @@ class CoordinatorServer:
         if watched:
             handlers |= {"watch": coordinator, "top": self._viewers}
         try:
-            self._server = Server(secret, address, port, handlers, self._turned_away)
+            self._server = Server(secret, address, port, handlers, self._secret_refused)
         except ConfigError as error:
             if port and "taken" in str(error):
                 raise ConfigError(
@@ -91,7 +91,7 @@ class CoordinatorServer:
         self._say(text)
         self._viewers.say(text.removeprefix(SPEAKER))
 
-    def _turned_away(self, address: str) -> None:
+    def _secret_refused(self, address: str) -> None:
         if address not in self._refused_addresses and len(self._refused_addresses) < MOST_NAMED:
             self._refused_addresses.add(address)
             self._say(

@@ -46,7 +46,7 @@ class WatchOfRanks(Protocol):
 
     def standing(self) -> list[dict[str, object]]: ...
     def latest(self) -> Mapping[str, float | str]: ...
-    def ask_for_people(self) -> int: ...
+    def request_stacks(self) -> int: ...
     def request_save(self, cause: str) -> str: ...
 
 
@@ -144,7 +144,7 @@ class RunViewers:
         # The answers to a question just before are for both.
         if now - self._asked_stacks >= STACKS_EVERY_S:
             self._asked_stacks = now
-            if not self._watch.ask_for_people():
+            if not self._watch.request_stacks():
                 peer.send(
                     {"kind": "top.said", "sentence": "No rank is running, so the request cannot be sent."}
                 )

@@ -59,7 +59,7 @@ class Store(Protocol):
     def children(self, folder: str) -> list[str]:
         """Names of the directories in ``folder``; none if it does not exist."""
 
-    def carry(self, directory: str, into: str, names: Iterable[str]) -> None:
+    def move_files(self, directory: str, into: str, names: Iterable[str]) -> None:
         """Move files from one checkpoint to another, which keeps what it has under these names."""
 
     def remove(self, directory: str, kept: Collection[str] = ()) -> None:

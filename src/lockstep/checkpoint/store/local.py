@@ -134,7 +134,7 @@ class LocalStore:
         with os.scandir(folder) as entries:
             return [entry.name for entry in entries if entry.is_dir()]
 
-    def carry(self, directory: str, into: str, names: Iterable[str]) -> None:
+    def move_files(self, directory: str, into: str, names: Iterable[str]) -> None:
         for name in names:
             target = f"{into}/{name}"
             if not os.path.lexists(target):
@@ -150,7 +150,7 @@ class LocalStore:
             os.mkdir(removed)
             ours = self.files(directory).keys() - set(kept)
             # First the manifest, without which it is no checkpoint.
-            self.carry(directory, removed, sorted(ours, key=lambda name: name != MANIFEST))
+            self.move_files(directory, removed, sorted(ours, key=lambda name: name != MANIFEST))
             for folder, _, _ in os.walk(directory, topdown=False):
                 if not os.listdir(folder):
                     os.rmdir(folder)

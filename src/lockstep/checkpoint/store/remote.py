@@ -89,7 +89,7 @@ class RemoteStore:
         except (CheckpointError, OSError):
             pass
 
-    def carry(self, directory: str, into: str, names: Iterable[str]) -> None:
+    def move_files(self, directory: str, into: str, names: Iterable[str]) -> None:
         """Nothing: what others put beside the folders of files stays where it is."""
 
     def remove(self, directory: str, kept: Collection[str] = ()) -> None:

@@ -30,7 +30,7 @@ TELL_EVERY_S = 1.0
 # A rank that failed ends within seconds, and then its error is what ends the run.
 FAILED_LEAVE_S = 15.0
 # The number of a question that is not the coordinator's own.
-FOR_PEOPLE = "for people"
+FOR_VIEWERS = "for people"
 MOST_RANKS_SHOWN = 512
 
 
@@ -156,7 +156,7 @@ class Coordinator:
 
     def _take_evidence(self, rank: int, message: Message) -> None:
         question = message.get("question")
-        if question == FOR_PEOPLE:
+        if question == FOR_VIEWERS:
             self.at_answer(replace(Evidence.from_message(message.get("evidence", {})), rank=rank))
         else:
             self._hangs.take_answer(rank, question, message.get("evidence", {}))
@@ -215,11 +215,11 @@ class Coordinator:
         """What is known of each rank, see ``view.py``."""
         return ranks_of(self._round.ranks, self._round.ended, self._named_stragglers, self._now)
 
-    def ask_for_people(self) -> int:
+    def request_stacks(self) -> int:
         """Have each rank say what it does, for ``at_answer``; returns how many were asked."""
         asked = self._round.not_ended()
         for state in asked:
-            state.peer.send({"kind": "watch.explain", "question": FOR_PEOPLE})
+            state.peer.send({"kind": "watch.explain", "question": FOR_VIEWERS})
         return len(asked)
 
     def request_save(self, cause: str) -> str:

@@ -57,7 +57,7 @@ def is_placeholder(value: object) -> bool:
     return isinstance(value, FakeTensor)
 
 
-def carry(placeholder: Tensor, value: Tensor) -> None:
+def attach_value(placeholder: Tensor, value: Tensor) -> None:
     """Note the real tensor for which ``placeholder`` stands on this stage."""
     setattr(placeholder, _CARRIED, value)
 

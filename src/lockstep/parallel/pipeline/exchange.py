@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from lockstep.comm.tree import Args, Kwargs, Tree, leaves, map_leaves
 from lockstep.errors import UsageError
-from lockstep.parallel.pipeline.absent import ReplacementModule, carried, carry, is_placeholder
+from lockstep.parallel.pipeline.absent import ReplacementModule, attach_value, carried, is_placeholder
 from lockstep.parallel.pipeline.carried import (
     ITSELF,
     OUTPUT,
@@ -197,7 +197,7 @@ class LocalBlock(ReplacementModule):
         if self._cut is not None:
             given = leaves((args, kwargs))
             for path, value in zip(self._cut.paths, self.received, strict=False):
-                carry(given[path], value)
+                attach_value(given[path], value)
         exchange = self._exchange
         if exchange is None:
             args, kwargs = map_leaves(lambda _, leaf: carried(leaf), (args, kwargs))
@@ -235,7 +235,7 @@ class PrecomputedBlock(ReplacementModule):
     def forward(self, *args: object, **kwargs: object) -> object:
         if self._exchange is not None:
             for path, value in self._received.items():
-                carry(leaves((args, kwargs))[path], value)
+                attach_value(leaves((args, kwargs))[path], value)
             # The block does not run, but its call uses what the trace has seen it use.
             with self._exchange.calling(self._name, (args, kwargs)) as (args, kwargs):
                 pass

@@ -11,7 +11,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from lockstep.comm.tree import Args, Kwargs, leaves, map_leaves, map_tensors, tensor_leaves
 from lockstep.errors import LockstepError, UsageError
-from lockstep.parallel.pipeline.absent import PlaceholderTensors, carried, carry, is_placeholder
+from lockstep.parallel.pipeline.absent import PlaceholderTensors, attach_value, carried, is_placeholder
 from lockstep.parallel.pipeline.carried import OUTPUT, Values, calling
 from lockstep.parallel.pipeline.errors import kept_elsewhere, leaked, note_module, text_of, unknown_result
 from lockstep.parallel.pipeline.replay import Replays
@@ -345,7 +345,7 @@ class Tracer(TorchDispatchMode):
             kinds.append(TensorMeta.of(value))
             new = self._new(value)
             self._values.arrived(leaf, new, path)
-            carry(leaf, new)
+            attach_value(leaf, new)
         self.traced.cuts[self._segment] = Cut(name, tuple(sent), tuple(kinds))
 
     def _new(self, tensor: Tensor) -> Tensor:

@@ -112,7 +112,7 @@ class DeviceMover:
             if not copy.is_used:
                 for working in copy.working:
                     working.use(copy.slot.buffer)
-                    working.take_note()
+                    working.record_version()
                 copy.is_used = True
                 self._by_storage[copy.slot.storage] = group
             self._follow_requires_grad(copy)
@@ -254,7 +254,7 @@ class DeviceMover:
         else:
             self._to.after(self._to.computed())
         # Before the tensors are read: what is written meanwhile makes the copy stale.
-        copy.take_note()
+        copy.record_host_states()
         try:
             for working in copy.working:
                 self._staging.copy(working.part_of(slot.buffer), working.host_tensor.detach())
@@ -289,7 +289,7 @@ class DeviceMover:
             if working.is_written or (not working.is_parameter and working in trained)
         ]
         for working in copy.working:
-            working.take_note()
+            working.record_version()
         for working, tensor in replaced:
             if tensor is None or working.is_parameter:
                 raise UsageError(
@@ -344,7 +344,7 @@ class _GroupCopy:
         self.depth = 0
         self._host_states: list[tuple[int, ...]] = []
 
-    def take_note(self) -> None:
+    def record_host_states(self) -> None:
         self._host_states = [working.host_state() for working in self.working]
 
     @property

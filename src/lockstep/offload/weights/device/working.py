@@ -166,7 +166,7 @@ class WorkingTensor:
     def use_nothing(self) -> None:
         self.tensor.data = self._nothing
 
-    def take_note(self) -> None:
+    def record_version(self) -> None:
         """What is written to it from now on is to get to the host."""
         self._written = torch_tensors.version(self.tensor)
 
