@@ -292,7 +292,7 @@ def test_a_round_is_what_ray_starts_together() -> None:
     assert record.ended(RayEnded(1, 3, {}, ended_by_us=False))
     assert record.orders(0).end
     assert [record.begin(rank, "b") for rank in (1, 0)] == [1, 1]  # in whatever order they come
-    assert (record.orders(0).end, record.orders(0).meeting, record.results()) == (False, None, [])
+    assert (record.orders(0).end, record.orders(0).master, record.results()) == (False, None, [])
     assert not record.ended(RayEnded(0, 75, {}, ended_by_us=False))
     assert not record.orders(1).end  # the others are still saving
     assert record.request_stop()
