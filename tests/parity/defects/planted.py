@@ -758,9 +758,9 @@ def tied_gradient_doubled(planted: Planted) -> None:
 
 @defect
 def micro_batches_of_stages_summed(planted: Planted) -> None:
-    from lockstep.parallel.pipeline import GradientAccumulator, Training
+    from lockstep.parallel.pipeline import GradientAccumulator, TrainingCall
 
-    passes = getmodule(Training)
+    passes = getmodule(TrainingCall)
     original = passes.run
 
     def undivided(schedule: Any, micro_batches: int, *args: Any, **kwargs: Any) -> Any:
