@@ -50,7 +50,7 @@ class Coordinator:
         self._now = 0.0
         self.commits = 0
         self.at_answer: Callable[[Evidence], None] = lambda evidence: None
-        """Is told what a rank does, after ``ask_for_people``."""
+        """Is told what a rank does, after ``request_stacks``."""
         self.at_save: Callable[[str], None] = lambda sentence: None
         """Is told what came of a save that people asked for."""
         self.start_round(0)
