@@ -288,7 +288,7 @@ def test_a_round_is_what_ray_starts_together() -> None:
     assert not record.request_stop()  # there is nobody who could save anything
     record = RunRecord()
     assert [record.begin(rank, "a") for rank in (0, 1)] == [0, 0]
-    record.meet("127.0.0.1", 1)
+    record.set_master("127.0.0.1", 1)
     assert record.ended(RayEnded(1, 3, {}, ended_by_us=False))
     assert record.orders(0).end
     assert [record.begin(rank, "b") for rank in (1, 0)] == [1, 1]  # in whatever order they come

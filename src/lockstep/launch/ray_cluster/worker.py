@@ -80,7 +80,7 @@ class RunRecord:
         self._begun.add(rank)
         return self._round
 
-    def meet(self, host: str, port: int) -> None:
+    def set_master(self, host: str, port: int) -> None:
         """Where the ranks of this round meet."""
         self._master = host, port
 
@@ -181,7 +181,7 @@ def train_loop(config: dict[str, Any]) -> None:
     # The address by which the cluster knows this machine, and no other.
     store = store_on(listening_socket(place.host), place.host) if place.rank == 0 else None
     if store is not None:
-        ray.get(record.meet.remote(place.host, store.port))
+        ray.get(record.set_master.remote(place.host, store.port))
     try:
         ended = run(
             config["job"],
