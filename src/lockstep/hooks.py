@@ -1,13 +1,14 @@
 """Names that scripts import from ``accelerate.hooks``. Re-exports only."""
 
+from typing import TYPE_CHECKING
+
+from lockstep.lazy import lazy_names
 from lockstep.offload.dispatch.align_hooks import (
     AlignDevicesHook,
     attach_align_device_hook,
     attach_align_device_hook_on_blocks,
     attach_execution_device_hook,
 )
-from lockstep.offload.dispatch.casting_hooks import LayerwiseCastingHook
-from lockstep.offload.dispatch.cpu_hooks import CpuOffload, UserCpuOffloadHook
 from lockstep.offload.dispatch.dispatch import remove_hook_from_submodules
 from lockstep.offload.dispatch.module_hooks import (
     ModelHook,
@@ -15,6 +16,19 @@ from lockstep.offload.dispatch.module_hooks import (
     add_hook_to_module,
     remove_hook_from_module,
 )
+
+if TYPE_CHECKING:
+    from lockstep.offload.dispatch.casting_hooks import LayerwiseCastingHook
+    from lockstep.offload.dispatch.cpu_hooks import CpuOffload, UserCpuOffloadHook
+else:
+    __getattr__ = lazy_names(
+        __name__,
+        {
+            "CpuOffload": "lockstep.offload.dispatch.cpu_hooks",
+            "LayerwiseCastingHook": "lockstep.offload.dispatch.casting_hooks",
+            "UserCpuOffloadHook": "lockstep.offload.dispatch.cpu_hooks",
+        },
+    )
 
 __all__ = [
     "AlignDevicesHook",

@@ -57,7 +57,7 @@ class Options:
 
     - ``gradient_clipping``: clip each step's gradients to this norm; None: only where the script does.
     - ``optimizer``, ``scheduler``: what a configuration describes, for objects that stand for them.
-    - ``batch``: the batch sizes that were said; ``micro_batch_size``: rows that each process's batches must
+    - ``batch``: the batch sizes that were given; ``micro_batch_size``: rows that each process's batches must
       have, known after ``fit_to_world``; None: any.
     - ``spikes``: what is done at steps whose loss or gradient norm jumps; None: they are not looked for.
     - ``fp8``: how linear layers are converted; None: they are not.
@@ -65,7 +65,7 @@ class Options:
     - ``watch``: look for hangs and stop signals; ``grace_s``: from such a signal to the end of the process.
     - ``cpu_affinity``: run each process on the cores beside its GPU.
     - ``run_dir``: where rank 0 writes what it measures; None: nowhere. ``log_measures``: trackers get it, too.
-    - ``said``: the settings that were said, by name, each with its source.
+    - ``given``: the settings that were given, by name, each with its source.
     - ``config_warnings``: what a configuration asks for in vain, to be said once by one process.
     """
 
@@ -100,7 +100,7 @@ class Options:
     cpu_affinity: bool = OF_WORKERS["cpu_affinity"].default
     run_dir: Path | None = None
     log_measures: bool = False
-    said: Mapping[str, SettingValue] = field(default_factory=dict)
+    given: Mapping[str, SettingValue] = field(default_factory=dict)
 
 
 def resolve_options(arguments: AcceleratorArguments, external: Callable[..., ExternalSettings]) -> Options:
@@ -116,7 +116,7 @@ def resolve_options(arguments: AcceleratorArguments, external: Callable[..., Ext
     handlers = handlers_by_type(arguments.kwargs_handlers or ())
     others = _others(arguments, settings, external)
     asked = merge_settings(others.settings, _given_by_code(arguments, settings, handlers))
-    value = {name: said.value for name, said in asked.items()}
+    value = {name: setting.value for name, setting in asked.items()}
     parallel, precision = parallel_of(asked), precision_of(asked)
     project = arguments.project()
     compile_options, compile_blocks = _compiling(settings, arguments.dynamo_plugin, parallel)
@@ -153,10 +153,10 @@ def resolve_options(arguments: AcceleratorArguments, external: Callable[..., Ext
         cpu_affinity=settings["cpu_affinity"].value,
         run_dir=_run_dir(settings["run_dir"].value, project.project_dir),
         log_measures=arguments.log_measures,
-        said={
-            name: said
-            for name, said in (settings | asked).items()
-            if said.source != "default" and said.value is not None
+        given={
+            name: setting
+            for name, setting in (settings | asked).items()
+            if setting.source != "default" and setting.value is not None
         },
     )
 
@@ -193,7 +193,7 @@ def _has_foreign_words(plugins: Sequence[object]) -> bool:
 
 
 def _run_dir(given: str | None, project_dir: str | os.PathLike[str] | None) -> Path | None:
-    """The folder that was said, else ``run`` in the project's; None: "no", or a place that is not in a file system."""
+    """The folder that was given, else ``run`` in the project's; None: "no", or a place that is not in a file system."""
     if given is None and project_dir is not None:
         given = os.path.join(os.fspath(project_dir), "run")
     if given is None or given == "no" or "://" in given:

@@ -16,12 +16,12 @@ from lockstep.config.world import ParallelDims
 from lockstep.parallel.autocast import remove_autocast
 from lockstep.torch_internals import compile as torch_compile
 from lockstep.torch_internals import modules as torch_modules
-from lockstep.torch_internals.c10d import ReducerTimes, reducer_times
 
 if TYPE_CHECKING:
     from lockstep.parallel.ddp.replica import DistributedDataParallel
     from lockstep.parallel.gradient_mean import GradientAllReduce
     from lockstep.parallel.zero.sharding import Sharding
+    from lockstep.torch_internals.c10d import ReducerTimes
 
 AutocastContext = Callable[[], AbstractContextManager[Any]]
 
@@ -211,6 +211,8 @@ class ReplicatedModel(ParallelModel):
         return True
 
     def reducer_times(self) -> ReducerTimes | None:
+        from lockstep.torch_internals.c10d import reducer_times
+
         return reducer_times(self.module)
 
     @property

@@ -6,12 +6,25 @@ Versions are those from which Accelerate has a feature; all of them are older th
 from __future__ import annotations
 
 import operator
+from typing import TYPE_CHECKING
 
 from lockstep.checkpoint.weights import INDEX as SAFE_WEIGHTS_INDEX_NAME
 from lockstep.checkpoint.weights import PICKLED_INDEX as WEIGHTS_INDEX_NAME
 from lockstep.checkpoint.weights import PICKLED_WEIGHTS as WEIGHTS_NAME
 from lockstep.checkpoint.weights import WEIGHTS as SAFE_WEIGHTS_NAME
-from lockstep.offload.dispatch.casting_hooks import UPCAST_LAYERS as SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING
+from lockstep.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from lockstep.offload.dispatch.casting_hooks import (
+        UPCAST_LAYERS as SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING,
+    )
+else:
+    __getattr__ = lazy_names(
+        __name__,
+        {
+            "SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING": "lockstep.offload.dispatch.casting_hooks:UPCAST_LAYERS",
+        },
+    )
 
 MODEL_NAME = "pytorch_model"
 SAFE_MODEL_NAME = "model"

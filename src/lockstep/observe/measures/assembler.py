@@ -51,7 +51,7 @@ class EndedStep:
     learning_rate: list[float] | None
     kinds: StepKinds
     device_seconds: dict[str, float] | None
-    told: OpenStep
+    reported: OpenStep
 
 
 class StepAssembler:
@@ -113,7 +113,7 @@ class StepAssembler:
         while self._ended:
             ended = self._ended.popleft()
             # What is looked at now, such as memory, is said of the latest step alone.
-            self._pending.append((self._assembled(ended, is_latest=not self._ended), ended.told))
+            self._pending.append((self._assembled(ended, is_latest=not self._ended), ended.reported))
         # In order: no step is told of before those that came before it.
         while self._pending and (self._pending[0][1].have_come() or len(self._pending) > MOST_PENDING):
             self._tell(*self._pending.popleft())
@@ -124,8 +124,8 @@ class StepAssembler:
         while self._pending:
             self._tell(*self._pending.popleft())
 
-    def _tell(self, step: StepMeasures, told: OpenStep) -> None:
-        told.settle(step, accumulates=self._state.accumulation_steps > 1)
+    def _tell(self, step: StepMeasures, reported: OpenStep) -> None:
+        reported.write_into(step, accumulates=self._state.accumulation_steps > 1)
         self.recent.append(step)
         if self._writer is not None:
             self._writer.step(step)
@@ -133,16 +133,16 @@ class StepAssembler:
                 self.write_peak(step.step)
 
     def _assembled(self, ended: EndedStep, is_latest: bool) -> StepMeasures:
-        told = ended.told
+        reported = ended.reported
         self.counts = counts = self._flops.counts_of(ended.kinds)
-        own = self._own_numbers(told)
+        own = self._own_numbers(reported)
         if is_latest:
             self._others.tell(own)
         return StepMeasures(
             step=ended.number,
             time=ended.time,
             epoch=ended.epoch,
-            samples=told.samples or None,
+            samples=reported.samples or None,
             tokens=self._others.of_all("tokens", own.get("tokens")),
             learning_rate=ended.learning_rate,
             seconds=self._seconds(ended),
@@ -152,15 +152,15 @@ class StepAssembler:
             bytes=None if counts is None else self._new_bytes(counts),
             memory=self._memory.new() if is_latest else None,
             rank_seconds=self._others.seconds(),
-            logged=told.logged or None,
+            logged=reported.logged or None,
         )
 
-    def _own_numbers(self, told: OpenStep) -> dict[str, float]:
+    def _own_numbers(self, reported: OpenStep) -> dict[str, float]:
         """What the watch tells rank 0, to be added to its own."""
         own: dict[str, float] = {}
-        if told.tokens:
+        if reported.tokens:
             # Ranks with one batch tell a share of its tokens each: the sum over all ranks has them once.
-            own["tokens"] = told.tokens * self.axes.data / self._runtime.world_size
+            own["tokens"] = reported.tokens * self.axes.data / self._runtime.world_size
         if self.counts is not None:
             own["model"], own["hardware"] = self.counts.model, self.counts.hardware
         return own

@@ -74,7 +74,7 @@ class OpenStep:
         """Whether ``settle`` waits for nothing."""
         return self._late is None or self._late.have_come()
 
-    def settle(self, step: StepMeasures, accumulates: bool) -> None:
+    def write_into(self, step: StepMeasures, accumulates: bool) -> None:
         """Give ``step`` what has come late. ``accumulates``: losses of a step are averaged."""
         numbers: Sequence[Any] = self._numbers() if self._late is None else self._late.read()
         count = len(self._losses)

@@ -335,10 +335,10 @@ class StepRecorder:
         self._step += 1
         self._steps_here += 1
         self._steps_before = self._clock.steps
-        told, self._open = self._open, OpenStep()
+        reported, self._open = self._open, OpenStep()
         # Now: in the device's queue behind this step, and before the next one.
-        if told.is_on_device:
-            told.send_numbers()
+        if reported.is_on_device:
+            reported.send_numbers()
         before, self._before = self._before, read
         if self._step_memory is not None or self._steps_here == FOLLOWED_AFTER:
             self._follow_memory(sum(read.values()) - sum(before.values()))
@@ -346,7 +346,9 @@ class StepRecorder:
         rates = learning_rates(self._optimizers)
         kinds = self._flops.step_ends()
         self._ended.add(
-            EndedStep(self._step, time.time(), before, read, self._epoch, rates, kinds, device_seconds, told)
+            EndedStep(
+                self._step, time.time(), before, read, self._epoch, rates, kinds, device_seconds, reported
+            )
         )
         if self._loaded_within is not None:
             values, self._loaded_within = self._loaded_within, None

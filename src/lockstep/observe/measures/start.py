@@ -33,7 +33,8 @@ def describe(
         },
         "environment": telling_variables(),
         "configuration": [
-            {"name": name, "value": said.value, "source": said.source} for name, said in options.said.items()
+            {"name": name, "value": setting.value, "source": setting.source}
+            for name, setting in options.given.items()
         ],
         "parallel": str(options.parallel),
         "mixed_precision": str(options.mixed_precision),
