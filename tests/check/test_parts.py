@@ -13,16 +13,17 @@ from torch import nn
 
 from lockstep.check import (
     ComparedBatch,
+    Limits,
     Observations,
     Observed,
     PassResult,
     Reference,
     Snapshot,
     compare_with_whole,
+    disturbed,
     numbers,
     observed,
     run_pass,
-    tolerance_of,
 )
 from lockstep.errors import UsageError
 from lockstep.parallel import BeforeWrites, WithoutChance, without_dropout
@@ -153,12 +154,15 @@ def test_what_cannot_be_copied_is_said() -> None:
     ],
 )
 def test_rounding_is_allowed_and_no_more(dtype: torch.dtype, off: float, is_seen: bool) -> None:
-    whole = PassResult("", {"": torch.tensor(2.0)}, {"w": torch.ones(8, dtype=dtype), "b": torch.zeros(3)})
-    split = PassResult(
-        "", {"": torch.tensor(2.0)}, {"w": torch.ones(8, dtype=dtype) * (1 + off), "b": torch.zeros(3)}
+    whole = PassResult(
+        "", {"": torch.tensor(2.0)}, {"w": torch.ones(8, dtype=dtype), "b": torch.zeros(3, dtype=dtype)}
     )
-    tolerance = tolerance_of({dtype}, False)
-    assert bool(compare_with_whole(split, whole, [], [], tolerance).differences) is is_seen
+    split = PassResult(
+        "",
+        {"": torch.tensor(2.0)},
+        {"w": torch.ones(8, dtype=dtype) * (1 + off), "b": torch.zeros(3, dtype=dtype)},
+    )
+    assert bool(compare_with_whole(split, whole, [], [], Limits(whole, whole)).differences) is is_seen
 
 
 def test_gradients_that_are_made_of_rounding_are_not_compared_by_their_size() -> None:
@@ -168,9 +172,43 @@ def test_gradients_that_are_made_of_rounding_are_not_compared_by_their_size() ->
     split = PassResult(
         "", {"": torch.tensor(2.0)}, {"w": torch.ones(8), "key.bias": torch.tensor([-3e-9, 1e-9])}
     )
-    assert compare_with_whole(split, whole, [], [], 1e-3).differences == ()
+    assert compare_with_whole(split, whole, [], [], Limits(whole, whole)).differences == ()
     split.gradients["key.bias"] = torch.tensor([1e-3, 0.0])
-    assert [d.name for d in compare_with_whole(split, whole, [], [], 1e-3).differences] == ["key.bias"]
+    differences = compare_with_whole(split, whole, [], [], Limits(whole, whole)).differences
+    assert [d.name for d in differences] == ["key.bias"]
+
+
+@pytest.mark.parametrize("elements", [4, 4096])
+def test_what_a_rounding_step_moves_is_allowed_by_a_multiple(elements: int) -> None:
+    """An ill-conditioned model: its gradient moves by 1 % of its norm; a tenth of the allowance is left to few."""
+    gradient = torch.ones(elements)
+    whole, moved = (PassResult(gradients={"w": gradient * size}) for size in (1.0, 1.01))
+    allowed = 0.1 if elements > 1000 else 0.1 * (1 + 9 / elements)
+    for off, is_seen in ((0.99 * allowed, False), (1.02 * allowed, True)):
+        split = PassResult(gradients={"w": gradient * (1 + off)})
+        found = compare_with_whole(split, whole, [], [], Limits(whole, moved)).differences
+        assert bool(found) is is_seen
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_a_rounding_step_is_to_the_next_number_up_or_down(dtype: torch.dtype) -> None:
+    values = torch.cat([torch.linspace(-3, 3, 1001), torch.tensor([0.0, math.inf, -math.inf])]).to(dtype)
+    moved = disturbed(values)
+    eps = torch.finfo(dtype).eps
+    relative = ((moved - values) / values).double()[values.isfinite() & (values != 0)]
+    assert relative.abs().max() <= eps * 1.01 and relative.abs().min() >= eps / 2 * 0.99
+    assert 0.4 < (relative > 0).double().mean() < 0.6
+    assert torch.equal(moved[-3:], values[-3:]) and torch.equal(moved, disturbed(values))
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+def test_a_step_to_16_bits_is_to_a_number_beside_it(half: torch.dtype) -> None:
+    values = torch.linspace(-3, 3, 1001)
+    moved = disturbed(values, half)
+    below, above = moved.nextafter(-torch.ones_like(moved) * 9), moved.nextafter(torch.ones_like(moved) * 9)
+    assert moved.dtype is half and bool(((below.float() < values) & (values < above.float())).all())
+    nearest = (moved == values.to(half)).double().mean()
+    assert 0.4 < nearest < 0.7
 
 
 @pytest.mark.parametrize(
@@ -186,18 +224,18 @@ def test_gradients_that_are_made_of_rounding_are_not_compared_by_their_size() ->
 )
 def test_numbers_that_modules_keep_are_compared(split: float, whole: float, is_seen: bool) -> None:
     split_pass, whole_pass = (PassResult(attributes={"layer.level": number}) for number in (split, whole))
-    found = compare_with_whole(split_pass, whole_pass, [], [], 1e-3).differences
+    found = compare_with_whole(split_pass, whole_pass, [], [], Limits(whole_pass, whole_pass)).differences
     assert [(d.kind, d.name) for d in found] == [("attribute", "layer.level")] * is_seen
 
 
 def test_missing_gradients_and_copies_that_differ_are_seen() -> None:
     whole = PassResult("", {"": torch.tensor(2.0)}, {"w": torch.ones(8)})
-    assert [
-        d.kind
-        for d in compare_with_whole(PassResult("", dict(whole.outputs)), whole, [], [], 1e-3).differences
-    ] == ["gradient"]
+    limits = Limits(whole, whole)
+    missing = compare_with_whole(PassResult("", dict(whole.outputs)), whole, [], [], limits).differences
+    assert [d.kind for d in missing] == ["gradient"]
     digests = [{"w": (8.0, 2.8)}, {"w": (8.0, 2.9)}]
-    assert [d.kind for d in compare_with_whole(whole, whole, digests, [], 1e-3).differences] == ["replica"]
+    apart = compare_with_whole(whole, whole, digests, [], limits).differences
+    assert [d.kind for d in apart] == ["replica"]
 
 
 class Doubled(nn.Module):

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.parity.judge import FEW, LARGE, MULTIPLE, ParityVerdict, RunFacts, Tolerance, tolerance_of
+from lockstep.check import FEW, LARGE, MULTIPLE
+from lockstep.parity.judge import ParityVerdict, RunFacts, Tolerance, tolerance_of
 from lockstep.parity.report import sentence
 from lockstep.parity.trace import ItemKind, TraceItem
 from tests.parity.runs import measure, ranks_of, record, shaken, synthetic, verdict_of

@@ -8,10 +8,11 @@ if not TYPE_CHECKING:
     __getattr__ = names_of_modules(
         __name__,
         {
-            "compare": ["compare_with_whole", "tolerance_of"],
+            "compare": ["Limits", "compare_with_whole"],
             "observe": ["Observations", "Observed", "observed"],
             "passes": ["ComparedBatch", "PassResult", "run_pass"],
             "reference": ["Reference"],
+            "rounding": ["FEW", "LARGE", "MULTIPLE", "Rounding", "disturbed"],
             "snapshot": ["numbers", "Snapshot"],
         },
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
@@ -12,19 +13,13 @@ from torch import Tensor
 
 from lockstep.check.observe import Observations, Observed
 from lockstep.check.passes import PassResult
+from lockstep.check.rounding import MANY, Rounding, bounded, flipped, smallest
 
-RELATIVE = {torch.float64: 1e-7, torch.float32: 1e-3}
-"""Of a gradient's norm; other types are rounded at each operation."""
-RELATIVE_ROUNDED = 0.25
-"""Where the model's own weights have 16 bits."""
-TIMES_ROUNDING = 3
-"""The distance of the split model may be so many times that of the whole one with its weights and products rounded."""
-LEAST_EPS = 2
-"""Times the precision of the type that it is rounded to, at least."""
+LEAST = {torch.float64: 1e-7, torch.float32: 1e-3}
+"""Of a gradient's norm: what an element on the other side of a kink (a ReLU, a maximum) may come to. In these types so
+few are that close to one that a disturbed run need not show it; for types of 16 bits see ``flipped``."""
 OF_LOSS, OF_OUTPUTS = 0.03, 0.1
-"""Times the tolerance of gradients."""
-SMALLEST = 1e-2
-"""Times the largest mean gradient of the model: of smaller gradients this is taken for the size."""
+"""Times the same, for a loss and for an output."""
 
 STATE = ("buffer", "attribute")
 
@@ -53,28 +48,46 @@ class Comparison:
     has_loss: bool = False
 
 
-@dataclass(frozen=True)
-class Rounded:
-    """What rounding explains: the pass of the whole model whose weights and products are rounded to ``dtype``."""
+class Limits:
+    """How far each number may be off, relative to its size: what rounding explains.
 
-    result: PassResult
-    dtype: torch.dtype
+    Args:
+        moved: The pass of the whole model with weights and inputs off by one rounding step.
+        half: The type of 16 bits that the run computes in, if it does; otherwise it is that of the gradients.
+        positions: Of the batch, at each of which a unit of a layer computes a number.
+    """
 
-    def of_gradients(self, whole: Mapping[str, Tensor]) -> dict[str, float]:
-        """Tolerance of each gradient: its own distance by rounding, or the median of all if that is larger."""
-        apart = {name: relative for name, relative, _, _ in _distances(self.result.gradients, whole)}
-        # One pass may spare a gradient by chance: what is usual of the others is allowed to it as well.
-        median = sorted(apart.values())[len(apart) // 2] if apart else 0.0
-        return {name: self._tolerance_of(max(relative, median)) for name, relative in apart.items()}
+    def __init__(
+        self, whole: PassResult, moved: PassResult, half: torch.dtype | None = None, positions: int = 1
+    ) -> None:
+        dtypes = {gradient.dtype for gradient in whole.gradients.values()}
+        dtype = half or max(dtypes, key=lambda one: torch.finfo(one).eps, default=torch.float32)
+        self._rounding, self._least = Rounding.of(dtype), LEAST.get(dtype, 0.0)
+        apart = _distances(moved.gradients, whole.gradients)
+        self.gradients = self._of(
+            {name: (relative, expected.numel()) for name, relative, _, expected in apart}
+        )
+        if dtype not in LEAST:
+            for name, gradient in whole.gradients.items():
+                kinks = flipped(positions, gradient.shape[0] if gradient.ndim else 1)
+                self.gradients[name] = max(self.gradients[name], kinks)
+        outputs = _spreads(moved.outputs, whole.outputs)
+        self.outputs = self._of(outputs, OF_OUTPUTS)
+        if whole.loss is not None:
+            self.outputs |= self._of({whole.loss: outputs[whole.loss]}, OF_LOSS)
+        self.buffers = self._of(_spreads(moved.buffers, whole.buffers))
+        self.number = self._of({"": (0.0, 1)})[""]
 
-    def of_output(self, path: str, expected: Tensor) -> float:
-        """Tolerance of an output, of any shape, or of the loss."""
-        found = self.result.outputs.get(path)
-        is_there = found is not None and found.shape == expected.shape
-        return self._tolerance_of(_distance(found, expected, 0.0) if is_there and found is not None else 0.0)
-
-    def _tolerance_of(self, relative: float) -> float:
-        return max(TIMES_ROUNDING * relative, LEAST_EPS * torch.finfo(self.dtype).eps)
+    def _of(self, spreads: Mapping[str, tuple[float, int]], of_least: float = 1.0) -> dict[str, float]:
+        """Return what is allowed of each tensor, by its (spread, elements)."""
+        usual = median([spread for spread, _ in spreads.values()] or [0.0])
+        found = {}
+        for name, (own, elements) in spreads.items():
+            # One pass may spare few elements by chance: what is usual of the others is allowed to them as well.
+            spread = max(own, self._rounding.least, usual if elements < MANY else 0.0)
+            allowed = bounded(self._rounding.allowed(spread, elements), spread, elements)
+            found[name] = max(allowed, of_least * self._least)
+        return found
 
 
 def compare_with_whole(
@@ -82,37 +95,29 @@ def compare_with_whole(
     whole: PassResult,
     digests: Sequence[GradientSums],
     ranks: Sequence[Observed],
-    tolerance: float,
-    rounded: Rounded | None = None,
+    limits: Limits,
 ) -> Comparison:
     """All differences: of state, the loss, outputs, gradients and copies of them; gradients of the last module first.
 
-    ``ranks``: what each rank of the split model has seen. ``rounded`` says better than ``tolerance`` what is allowed.
+    ``ranks``: what each rank of the split model has seen.
     """
     observations = Observations(ranks, whole.observed)
     order = observations.order()
     gradients = [
-        *_of_gradients(split.gradients, whole.gradients, tolerance, rounded),
-        *_of_replicas(digests, tolerance),
+        *_of_gradients(split.gradients, whole.gradients, limits),
+        *_of_replicas(digests, limits),
     ]
     # Backward begins at the last module: its gradient is the first to be wrong.
     gradients.sort(key=lambda difference: -order.get(_owner(difference), -1))
     # State first: what a forward changes otherwise explains other outputs, and these other gradients.
     found = [
-        *_of_buffers(split.buffers, whole.buffers, tolerance),
-        *_of_attributes(split.attributes, whole.attributes),
-        *_of_outputs(split, whole, tolerance, rounded),
+        *_of_buffers(split.buffers, whole.buffers, limits),
+        *_of_attributes(split.attributes, whole.attributes, limits),
+        *_of_outputs(split, whole, limits),
         *gradients,
     ]
     where = _first_module(observations, found) if found else None
     return Comparison(tuple(found), len(whole.gradients), where, whole.loss is not None)
-
-
-def tolerance_of(dtypes: set[torch.dtype], computes_in_half: bool) -> float:
-    """For numbers of these types."""
-    if computes_in_half:
-        return RELATIVE_ROUNDED
-    return max((RELATIVE.get(dtype, RELATIVE_ROUNDED) for dtype in dtypes), default=RELATIVE[torch.float32])
 
 
 def digest(gradients: Mapping[str, Tensor]) -> GradientSums:
@@ -123,9 +128,7 @@ def digest(gradients: Mapping[str, Tensor]) -> GradientSums:
     }
 
 
-def _of_outputs(
-    split: PassResult, whole: PassResult, tolerance: float, rounded: Rounded | None
-) -> Iterator[Difference]:
+def _of_outputs(split: PassResult, whole: PassResult, limits: Limits) -> Iterator[Difference]:
     for path, expected in whole.outputs.items():
         found = split.outputs.get(path)
         kind = "loss" if path == whole.loss else "output"
@@ -137,26 +140,17 @@ def _of_outputs(
             yield Difference(kind, path, shape, tuple(expected.shape), math.inf)
             continue
         relative = _distance(found, expected, 0.0)
-        allowed = _of_forward(tolerance, kind) if rounded is None else rounded.of_output(path, expected)
-        if relative > allowed:
+        if relative > limits.outputs[path]:
             yield Difference(kind, path, _number_of(found), _number_of(expected), relative)
 
 
-def _of_forward(tolerance: float, kind: str) -> float:
-    """Forwards are rounded less than gradients, unless each operation is rounded coarsely."""
-    if tolerance >= RELATIVE_ROUNDED:
-        return OF_OUTPUTS * tolerance
-    return tolerance * (OF_LOSS if kind == "loss" else OF_OUTPUTS)
-
-
 def _of_gradients(
-    split: Mapping[str, Tensor], whole: Mapping[str, Tensor], tolerance: float, rounded: Rounded | None
+    split: Mapping[str, Tensor], whole: Mapping[str, Tensor], limits: Limits
 ) -> Iterator[Difference]:
-    allowed = {} if rounded is None else rounded.of_gradients(whole)
     for name, relative, found, expected in _distances(split, whole):
         if not math.isfinite(relative) and found.shape != expected.shape:
             yield Difference("gradient", name, tuple(found.shape), tuple(expected.shape), math.inf)
-        elif relative > allowed.get(name, tolerance):
+        elif relative > limits.gradients[name]:
             norms = found.double().norm().item(), expected.double().norm().item()
             yield Difference("gradient", name, *norms, relative)
 
@@ -165,9 +159,7 @@ def _distances(
     split: Mapping[str, Tensor], whole: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, float, Tensor, Tensor]]:
     """(name, relative distance, found, expected) of each gradient."""
-    # Root mean squares; a part of the largest is the floor below which relative distances say nothing.
-    sizes = [g.double().norm().item() / math.sqrt(max(g.numel(), 1)) for g in whole.values()]
-    floor = SMALLEST * max(sizes, default=0.0)
+    floor = smallest(g.double().norm().item() / math.sqrt(max(g.numel(), 1)) for g in whole.values())
     for name, expected in whole.items():
         found = split.get(name)
         if found is None:
@@ -183,39 +175,51 @@ def _distances(
             )
 
 
-def _of_replicas(digests: Sequence[GradientSums], tolerance: float) -> Iterator[Difference]:
+def _of_replicas(digests: Sequence[GradientSums], limits: Limits) -> Iterator[Difference]:
     for name in {name: None for one in digests for name in one}:
         values = [one[name] for one in digests if name in one]
-        norm = max(norm for _, norm in values)
+        # A gradient that rank 0 alone does not have is compared as a single number is.
+        allowed = limits.gradients.get(name, limits.number) * max(norm for _, norm in values)
         sums = [total for total, _ in values]
         norms = [one for _, one in values]
         # A sum of n elements may be off by up to the root of n times the norm of what they are off by.
-        if max(norms) - min(norms) > tolerance * norm or max(sums) - min(sums) > tolerance * norm * 10:
+        if max(norms) - min(norms) > allowed or max(sums) - min(sums) > 10 * allowed:
             yield Difference("replica", name, min(norms), max(norms))
 
 
 def _of_buffers(
-    split: Mapping[str, Tensor], whole: Mapping[str, Tensor], tolerance: float
+    split: Mapping[str, Tensor], whole: Mapping[str, Tensor], limits: Limits
 ) -> Iterator[Difference]:
     for name, expected in whole.items():
         found = split.get(name)
         if found is None or found.shape != expected.shape:
             # A cache that the forward makes as large as what it needs.
             continue
-        if _distance(found, expected, 0.0) > tolerance:
+        if _distance(found, expected, 0.0) > limits.buffers[name]:
             yield Difference("buffer", name, _number_of(found), _number_of(expected))
 
 
-def _of_attributes(split: Mapping[str, object], whole: Mapping[str, object]) -> Iterator[Difference]:
+def _of_attributes(
+    split: Mapping[str, object], whole: Mapping[str, object], limits: Limits
+) -> Iterator[Difference]:
     for name, expected in whole.items():
         found = split.get(name, expected)
         if isinstance(expected, float) and isinstance(found, (int, float)):
             both_nan = math.isnan(found) and math.isnan(expected)
-            same = both_nan or math.isclose(found, expected, rel_tol=1e-3, abs_tol=1e-9)
+            same = both_nan or math.isclose(found, expected, rel_tol=limits.number, abs_tol=1e-9)
         else:
             same = found == expected
         if not same:
             yield Difference("attribute", name, found, expected)
+
+
+def _spreads(moved: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> dict[str, tuple[float, int]]:
+    """Return by name how far a rounding step moves each tensor, and how many elements it has."""
+    return {
+        name: (_distance(found, expected, 0.0) if found.shape == expected.shape else 0.0, expected.numel())
+        for name, expected in whole.items()
+        if (found := moved.get(name, expected)) is not None
+    }
 
 
 def _number_of(tensor: Tensor) -> object:

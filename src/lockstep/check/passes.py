@@ -41,8 +41,23 @@ class ComparedBatch:
         def copy(tensor: Tensor) -> Tensor:
             return tensor.detach().clone().to(device or tensor.device).requires_grad_(tensor.requires_grad)
 
-        args, kwargs, targets = map_tensors(copy, (tuple(self.args), self.kwargs, tuple(self.targets)))
+        return self.changed(copy)
+
+    def changed(self, function: Callable[[Tensor], Tensor]) -> ComparedBatch:
+        """Return the batch with each tensor replaced by ``function`` of it."""
+        args, kwargs, targets = map_tensors(function, (tuple(self.args), self.kwargs, tuple(self.targets)))
         return replace(self, args=args, kwargs=kwargs, targets=targets)
+
+    @property
+    def positions(self) -> int:
+        """Number of samples, or of their tokens: of [batch, sequence] integers or [batch, sequence, width] floats."""
+        found = [1]
+        for leaf in leaves((tuple(self.args), self.kwargs, tuple(self.targets))).values():
+            if isinstance(leaf, Tensor) and not leaf.is_nested:
+                found.append(
+                    math.prod(leaf.shape[: 2 if leaf.ndim == 3 or not leaf.is_floating_point() else 1])
+                )
+        return max(found)
 
 
 @dataclass

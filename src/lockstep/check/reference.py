@@ -5,7 +5,7 @@ Of the whole model the structure is copied at once, and weights are brought when
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lockstep.check.compare import GradientSums, digest
 from lockstep.check.observe import Observed, observed
 from lockstep.check.passes import ComparedBatch, PassResult, run_pass
+from lockstep.check.rounding import disturbed
 from lockstep.check.snapshot import Snapshot, numbers, set_numbers
 from lockstep.checkpoint.contents import FullModelSpec, ties_of
 from lockstep.checkpoint.weights.export import collect_stages
@@ -28,8 +29,9 @@ from lockstep.runtime.host_memory import free_host_bytes
 from lockstep.torch_internals import modules as torch_modules
 from lockstep.torch_internals.dispatch import WithoutCollectives
 
-COPIES = 3
-"""Of the weights that must fit into memory: themselves, their gradients, and room for activations."""
+COPIES = 5
+"""Of the weights that must fit into memory: themselves and their gradients, both again off by a rounding step, and room
+for activations."""
 
 
 @dataclass(frozen=True)
@@ -135,15 +137,46 @@ class Reference:
         device: torch.device,
         without_chance: Callable[[nn.Module], AbstractContextManager[None]],
         look: bool,
-        rounding: torch.dtype | None = None,
     ) -> PassResult:
-        """One pass with what the split model is made of; ``look``: what modules do is observed.
+        """Run one pass with what the split model is made of; ``look``: what modules do is observed."""
+        return self._run(batch, live, live.tensors, device, without_chance, look, None)
 
-        ``rounding``: weights and products are rounded to that type.
+    def run_disturbed(
+        self,
+        batch: ComparedBatch,
+        live: SplitModelState,
+        device: torch.device,
+        without_chance: Callable[[nn.Module], AbstractContextManager[None]],
+        half: torch.dtype | None,
+    ) -> PassResult:
+        """Run the same with weights and inputs off by one rounding step.
+
+        ``half``: a type of 16 bits in which weights are gathered; the pass is one in mixed precision then.
         """
+        kept = {
+            id(p)
+            for m in self.model.modules()
+            if isinstance(m, torch_modules.BatchNorm)
+            for p in m.parameters()
+        }
+        named = self.model.named_parameters(remove_duplicate=False)
+        # As ``fully_shard`` is told in ``parallel/zero/apply.py``.
+        cast = {name for name, p in named if half is not None and p.ndim and id(p) not in kept}
+        weights = _Disturbed(live, half, cast)
+        return self._run(batch.changed(disturbed), live, weights, device, without_chance, False, half)
+
+    def _run(
+        self,
+        batch: ComparedBatch,
+        live: SplitModelState,
+        tensors: Mapping[str, Tensor],
+        device: torch.device,
+        without_chance: Callable[[nn.Module], AbstractContextManager[None]],
+        look: bool,
+        half: torch.dtype | None,
+    ) -> PassResult:
         set_numbers(self.model, {**self._numbers, **live.numbers})
-        tensors = live.tensors if rounding is None else _Rounding(live, rounding)
-        autocast = torch.autocast(device.type, rounding, enabled=rounding is not None)
+        autocast = torch.autocast(device.type, half, enabled=half is not None)
         with autocast, self.filled(tensors, live.trained, device) as model, without_chance(model):
             snapshot = Snapshot(model)
             try:
@@ -162,17 +195,17 @@ class Reference:
         return result
 
 
-class _Rounding(Mapping[str, Tensor]):
-    """Weights rounded to a type, one when it is asked for; buffers as they are."""
+class _Disturbed(Mapping[str, Tensor]):
+    """Weights off by one rounding step, one when it is asked for; buffers as they are."""
 
-    def __init__(self, live: SplitModelState, dtype: torch.dtype) -> None:
-        self._live, self._dtype = live, dtype
+    def __init__(self, live: SplitModelState, half: torch.dtype | None, cast: Collection[str]) -> None:
+        self._live, self._half, self._cast = live, half, cast
 
     def __getitem__(self, name: str) -> Tensor:
         tensor = self._live.tensors[name]
         if name not in self._live.trained or not tensor.is_floating_point():
             return tensor
-        return tensor.to(self._dtype).to(tensor.dtype)
+        return disturbed(tensor, self._half if name in self._cast else None)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._live.tensors)

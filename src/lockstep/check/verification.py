@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.check import sentences
-from lockstep.check.compare import Comparison, Rounded, compare_with_whole, tolerance_of
+from lockstep.check.compare import Comparison, Limits, compare_with_whole
 from lockstep.check.observe import observed
 from lockstep.check.passes import Chunks, ComparedBatch, PassResult, in_full_precision, run_pass, shapes_of
 from lockstep.check.reference import Collector, Reference, SplitModelState
@@ -200,7 +200,7 @@ class Verification:
         look: bool,
     ) -> tuple[Comparison | None, str]:
         """On rank 0, or why there is none. To ``look`` at modules costs more, and shows where a difference begins."""
-        whole, reason = self._run_reference(batch, live, look)
+        whole, limits, reason = self._run_reference(batch, live, look)
         reason = self._shared([reason])[0]
         if reason:
             return None, reason
@@ -211,11 +211,9 @@ class Verification:
             with chunks.split(batch) as part:
                 split = self._split(model, part, look, lambda output: chunks.joined(output, shapes))
         digests, ranks = self._collector.gather(model, split, before)
-        if whole is None:
+        if whole is None or limits is None:
             return None, ""
-        dtypes = {gradient.dtype for gradient in whole.gradients.values()}
-        tolerance = tolerance_of(dtypes, self._setup.half is not None)
-        return compare_with_whole(split, whole, digests, ranks, tolerance, self._rounded(batch, live)), ""
+        return compare_with_whole(split, whole, digests, ranks, limits), ""
 
     # The two passes -----------------------------------------------------------------------------------
 
@@ -264,32 +262,22 @@ class Verification:
 
     def _run_reference(
         self, batch: ComparedBatch, live: SplitModelState, look: bool
-    ) -> tuple[PassResult | None, str]:
-        """The result on rank 0, or why there is none."""
+    ) -> tuple[PassResult | None, Limits | None, str]:
+        """Return the result on rank 0 and what rounding explains of it, or why there is none."""
         if self._reference is None:
-            return None, ""
+            return None, None, ""
+        setup, without_chance = self._setup, self._without_chance
         try:
             with _threads_of_all(self._communicator.runtime):
-                result = self._reference.run(batch, live, self._setup.device, self._without_chance, look)
+                whole = self._reference.run(batch, live, setup.device, without_chance, look)
+                if not whole.gradients:
+                    return None, None, "no gradient comes of its outputs."
+                moved = self._reference.run_disturbed(batch, live, setup.device, without_chance, setup.half)
         except Exception as error:
             # Whatever a user's forward raises.
-            return (
-                None,
-                f"the whole model raises {type(error).__name__} on rank 0: {sentences.line_of(error)}.",
-            )
-        return (result, "") if result.gradients else (None, "no gradient comes of its outputs.")
-
-    def _rounded(self, batch: ComparedBatch, live: SplitModelState) -> Rounded | None:
-        """On rank 0, where 16-bit weights are gathered: what rounding explains, if the whole model runs so."""
-        dtype = self._setup.half
-        if dtype is None or self._reference is None:
-            return None
-        try:
-            result = self._reference.run(batch, live, self._setup.device, self._without_chance, False, dtype)
-        except Exception:
-            # Whatever a user's forward raises in this type.
-            return None
-        return Rounded(result, dtype)
+            reason = f"the whole model raises {type(error).__name__} on rank 0: {sentences.line_of(error)}."
+            return None, None, reason
+        return whole, Limits(whole, moved, setup.half, batch.positions), ""
 
     @contextmanager
     def _without_chance(self, model: nn.Module) -> Iterator[None]:
@@ -306,7 +294,7 @@ class Verification:
         with ExitStack() as stack:
             stack.enter_context(WithoutChance())
             stack.enter_context(self._without_chance(model))
-            # Where weights are gathered with 16 bits it stays so: ``_rounded`` says what that explains.
+            # Where weights are gathered with 16 bits it stays so: ``Limits`` says what that explains.
             if self._setup.half is None:
                 stack.enter_context(in_full_precision(self._prepared.module))
                 stack.enter_context(torch.autocast(self._setup.device.type, enabled=False))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parity.collect.collector import RunCollector
-from lockstep.parity.collect.disturb import DisturbedInputs, disturb_weights
+from lockstep.parity.collect.disturb import disturb_inputs, disturb_weights
 from lockstep.parity.collect.each_rank import RankGradients
 from lockstep.parity.collect.plain_calls import keep_gradients
 from lockstep.parity.collect.virtual_ranks import SequentialRanks, VirtualRanks
@@ -51,7 +51,7 @@ class ProcessRun(RunCollector):
     def model_prepared(self, model: ParallelModel) -> None:
         if self._spec.role is Role.DISTURBED:
             disturb_weights(model.plain)
-            model.module.register_forward_pre_hook(DisturbedInputs(), with_kwargs=True)
+            model.module.register_forward_pre_hook(disturb_inputs, with_kwargs=True)
         if self.place.has_all_ranks:
             keep_gradients(model.module, self.place)
         super().model_prepared(model)

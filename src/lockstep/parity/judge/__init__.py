@@ -10,7 +10,7 @@ if not TYPE_CHECKING:
         {
             "decide": ["judge", "judge_repeat"],
             "facts": ["RankFacts", "RunFacts"],
-            "tolerance": ["FEW", "LARGE", "MULTIPLE", "Tolerance", "tolerance_of"],
+            "tolerance": ["Tolerance", "tolerance_of"],
             "verdict": ["Fault", "Mismatch", "ParityVerdict", "Ratio"],
         },
     )

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 
 import torch
 
+from lockstep.check.rounding import LARGE
 from lockstep.parity.judge.case import RankPart
-from lockstep.parity.judge.tolerance import LARGE
 from lockstep.parity.trace.items import ItemKind, TraceItem
 from lockstep.parity.trace.measure import Limit, compare
 

@@ -23,28 +23,13 @@ from statistics import median
 
 import torch
 
-from lockstep.check.compare import LEAST_EPS, SMALLEST
+from lockstep.check.rounding import LARGE, MANY, MULTIPLE, SMALLEST, Rounding, bounded
 from lockstep.config.files import JsonObject
 from lockstep.parity.judge.signs import UnknownSigns
 from lockstep.parity.trace.file import Trace
 from lockstep.parity.trace.items import ItemKind, TraceItem
 from lockstep.parity.trace.measure import DistanceSums, Limit, Measured
 
-MULTIPLE = 10
-"""Times the spread: another order of a sum of n terms moves it by up to the root of log n more than one rounding step
-does, and a rank's kernels for smaller shapes add up in another order than those for the whole batch."""
-MULTIPLE_OF_HALF = 4
-"""Where products are rounded to 16 bits: a run in that precision is such a run as the candidate."""
-FEW = 9
-"""n elements have the multiple 1 + FEW/n times: of one element a tenth of all samples is below a tenth of the usual."""
-MANY = 64
-"""Elements from which on the spread is known well enough for the next two."""
-LARGE = 0.45
-"""More than this is allowed of no tensor of many elements, ..."""
-TIMES_LARGE = 2
-"""... but this many times its spread: half or twice a tensor, or none of it, must be seen."""
-LEAST_EPS_OF_HALF = 0.5
-"""Times the precision of a half type; of fp32 it is LEAST_EPS. A mean of many rounded numbers has less error."""
 OF_RATE = 1e-6
 """Of a learning rate, which a script computes in double precision."""
 SWITCHED = 32
@@ -145,8 +130,8 @@ class _ItemLimits:
         self._trace = trace
         self._runs = (by_rounding, in_half)
         self._is_half = dtype in (torch.float16, torch.bfloat16)
-        self.multiple = MULTIPLE_OF_HALF if self._is_half else MULTIPLE
-        self._least = (LEAST_EPS_OF_HALF if self._is_half else LEAST_EPS) * torch.finfo(dtype).eps
+        self._rounding = Rounding.of(dtype)
+        self.multiple = self._rounding.multiple
         self._floors = _floors(by_rounding.values())
         spreads = self._spreads()
         self._usual = _usual(spreads)
@@ -186,7 +171,9 @@ class _ItemLimits:
         size = sums.size(floor) or 1.0
 
         spread = self._spread(item, size)
-        relative = _allowed(item.kind, spread, sums.elements, self.multiple)
+        # A rate is one number, but has no spread by chance.
+        elements = math.inf if item.kind is ItemKind.RATE else sums.elements
+        relative = self._rounding.allowed(spread, elements)
         if self._is_half and item.kind in _WITH_KINKS:
             relative = max(relative, _of_switched(shape, item.kind))
             if self._has_experts and item.kind in _OF_MODULES and len(shape) > 1:
@@ -194,15 +181,14 @@ class _ItemLimits:
                 relative = max(relative, min(LARGE, math.sqrt(REROUTED / math.prod(shape[:-1]))))
         relative += self._unknown.later(item)
         relative = max(relative, self._unknown.of_update(item) / size)
-        if sums.elements >= MANY:
-            relative = min(relative, max(LARGE, TIMES_LARGE * spread))
+        relative = bounded(relative, spread, sums.elements)
         return Limit(relative, max(floor, own), _wrong(runs, self.multiple), spread)
 
     def _spread(self, item: TraceItem, size: float) -> float:
         """What rounding explains of an item of this ``size``."""
         usual = self._usual.get((item.step, item.kind), 0.0)
         own = self._of_batches.get(_of_all_batches(item))
-        spread = _explained(item, own, usual, self._usual, self._least)
+        spread = _explained(item, own, usual, self._usual, self._rounding.least)
         if item.kind is not ItemKind.UPDATE:
             return spread
         # It is the difference of two weights, and has the rounding of both.
@@ -239,13 +225,6 @@ def _choices(outputs: set[tuple[str, tuple[int, ...]]]) -> set[tuple[str, tuple[
         if len(shape) == 2:
             widest[name, shape[0]] = max(shape[1], widest.get((name, shape[0]), 0))
     return {(name, shape) for name, shape in outputs if len(shape) == 2 and shape[1] < widest[name, shape[0]]}
-
-
-def _allowed(kind: ItemKind, spread: float, elements: int, multiple: float) -> float:
-    """What is allowed of a tensor that rounding moves by ``spread``."""
-    if kind is ItemKind.RATE:
-        return multiple * spread
-    return multiple * (1 + FEW / max(elements, 1)) * spread
 
 
 def _of_switched(shape: tuple[int, ...], kind: ItemKind) -> float:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from lockstep.check.rounding import FEW
 from lockstep.parity.judge.facts import RunFacts
-from lockstep.parity.judge.tolerance import FEW, SWITCHED
+from lockstep.parity.judge.tolerance import SWITCHED
 from lockstep.parity.judge.verdict import Fault, Mismatch, ParityVerdict, Ratio
 from lockstep.parity.trace.items import ItemKind, TraceItem
 from lockstep.words import count, of_ranks, seven_digits, two_digits
