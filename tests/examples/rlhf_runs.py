@@ -252,7 +252,7 @@ def trained_by_hand(rollout: dict[str, Tensor], **changes: Any) -> dict[str, Any
 
     optimizers = {
         name: torch.optim.AdamW(
-            made[name].parameters(), given.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
+            made[name].parameters(), given.learning_rate, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.0
         )
         for name in ("policy", *(["value"] if "value" in made else []))
     }

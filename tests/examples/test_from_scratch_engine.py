@@ -490,7 +490,12 @@ def test_the_engines_streamed_model_has_the_outputs_and_reads_the_bytes_of_the_l
     with torch.no_grad():
         theirs = list(streamed(torch.cat(batches)).split(8))
         streamer.finish()
-        assert_close([*ours, *theirs], [model(batch) for batch in batches] * 2, within=0)
+        # Not to the bit: the engine's products have the rows of all batches, and MKL's also depend on where a buffer
+        # lies, so that a kernel may add up in another order. Beside them plain torch's own distance from float64.
+        plain, exact = [model(batch) for batch in batches], copy.deepcopy(model).double()
+        right = [exact(batch.double()) for batch in batches]
+        rounding = max((a - b).abs().max().item() for a, b in zip(plain, right, strict=True))
+        assert_close([output.double() for output in (*ours, *theirs)], right * 2, within=4 * rounding)
 
         # Both read the model once for three batches; the engine also the first block of the next forward.
         assert scratch.reader.read_bytes == module.BLOCKS * a_block

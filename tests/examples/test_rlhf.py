@@ -191,7 +191,7 @@ def test_steps_are_those_of_the_formulas_in_one_plain_process(
             assert losses == pytest.approx(right, rel=1e-3, abs=1e-5)
         for name in ("policy", *(["value"] if algorithm == "ppo" else [])):
             for key, weight in expected[name].items():
-                torch.testing.assert_close(result[name][key], weight, rtol=0, atol=5e-4, msg=f"{name} {key}")
+                torch.testing.assert_close(result[name][key], weight, rtol=0, atol=5e-5, msg=f"{name} {key}")
 
 
 @pytest.mark.exhaustive

@@ -112,7 +112,11 @@ def place(options: Options, task: Any) -> Models:
 def place_trained(model: nn.Module, parallel: str, learning_rate: float, **options: Any) -> Any:
     """(accelerator, model, optimizer). Each trained model has an Accelerator: its own strategy and its own steps."""
     accelerator = Accelerator(parallel=parallel, **options)
-    optimizer = torch.optim.AdamW(model.parameters(), learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    # Where a gradient is nothing but rounding, as that of the first KL term, Adam would make steps of any sign of it.
+    # With a larger eps, which PPO usually has, it makes nearly none.
+    optimizer = torch.optim.AdamW(
+        model.parameters(), learning_rate, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.0
+    )
     return accelerator, *accelerator.prepare(model, optimizer)
 
 
