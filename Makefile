@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test check unit exhaustive test-cluster test-torch docs site bench clean
+.PHONY: help demo test check unit exhaustive test-cluster test-torch test-processors docs site bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
@@ -30,6 +30,7 @@ demo: $(VENV)/.base  ## train a GPT on Python's own source with 2 processes, sav
 	$(BIN)/lockstep report runs/demo
 
 test: $(VENV)/.test  ## everything that must hold: style, types, layers, tests, docs
+	@$(BIN)/python -m tests.kernels
 	$(MAKE) --no-print-directory --jobs 3 check docs unit
 
 check: $(VENV)/.test  ## ruff, format, types, import layers
@@ -52,6 +53,9 @@ test-cluster: $(VENV)/.cluster  ## the tests with a real Ray, Slurm, Open MPI an
 	if [ "$$(id -u)" = 0 ] && command -v apt-get; then apt-get update -qq && \
 	  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq slurm-wlm munge openmpi-bin openssh-server; fi
 	$(BIN)/python -m pytest -m cluster -rs tests
+
+test-processors: $(VENV)/.test  ## the tests of the numbers under each set of kernels that this processor can be brought to
+	$(BIN)/python -m tests.kernels run
 
 TORCH ?= 2.15.0
 TORCH_VENV := .venv-torch-$(TORCH)
