@@ -30,7 +30,7 @@ ENGINES = (
         "optim",
     ),
     *("dataloader", "dispatch", "fake", "gloo", "kernels", "compile"),
-    *("c10d:probe_recorder", "dispatch:probe_function_modes"),
+    "c10d:probe_recorder",
 )
 
 

@@ -12,7 +12,6 @@ import torch
 from torch.utils.data import DataLoader
 
 from lockstep.comm.tree import StateDict
-from lockstep.data.continued import batches_behind, until_used
 from lockstep.data.drawn import Drawing, generators_of, of_samplers
 from lockstep.data.loader_parts import LoaderParts
 from lockstep.data.map_reader import MapReader
@@ -22,7 +21,9 @@ from lockstep.data.position import (
     Iteration,
     LoaderSetup,
     Position,
+    Resumption,
     SavedDraws,
+    batches_behind,
     read_state,
     size_of,
     state_of,
@@ -355,7 +356,10 @@ class PreparedLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         # Not a generator itself: torch's loader draws when the iteration begins, and again with the first batch.
         begin, iteration = self._epochs.begin(self._setup().streams)
-        behind = batches_behind(begin.behind, self.total_batch_size) if begin.is_midway else 0
+        behind = 0
+        if begin.is_midway:
+            behind = batches_behind(begin.behind, self.total_batch_size)
+            self._epochs.resumption = Resumption(behind, self._parts.rank)
         batches = self._iterate(self._source(begin, iteration), iteration, behind)
         return batches if self.around is None else self.around(self, batches)
 
@@ -365,6 +369,7 @@ class PreparedLoader(DataLoader[Any]):
         is_copied = self.device is not None and self.device.type != "cpu"
         clock.batch_wanted()
         progress = self._progress = LoaderProgress(loader=self, batches=behind)
+        progress.resumption = resumption = self._epochs.resumption
         step.begin(progress)
         self._running = source, progress, iteration
         number = 0
@@ -379,16 +384,16 @@ class PreparedLoader(DataLoader[Any]):
                 if move is not None:
                     batch = move(batch)
                 clock.batch_comes(batch)
-                if behind:
-                    yield from until_used(batch, behind, clock, self._parts.rank)
-                    behind = 0
-                else:
-                    yield batch
+                if resumption is not None:
+                    resumption.taken += 1
+                yield batch
                 # Behind the last one, the script has more to do before the step is complete.
                 if not this.last:
                     clock.batch_wanted()
             clock.enter("other")
             iteration.behind = None
+            if resumption is not None and resumption.left_over is None:
+                resumption.left_over = resumption.taken
             if number and not progress.end_of_data:
                 self._check_length(f"only {number}")
         finally:

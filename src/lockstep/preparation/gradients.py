@@ -50,6 +50,7 @@ class Gradients:
         clock: StepClock,
     ) -> None:
         self._models = models
+        self._step = step
         self._clock = clock
         self._shards = shards
         self._world_size = world_size
@@ -73,8 +74,11 @@ class Gradients:
             FirstForward(model, self._forward_was_seen)
 
     def check_backward(self, loss: torch.Tensor) -> None:
-        """See ``checks.check_called``; also raise UsageError for gradients that were changed inside of a window."""
+        """See ``checks.check_called``; also raise UsageError for gradients that were changed inside of a window, or for
+        batches that were skipped twice.
+        """
         refuse_inside(self._models, "backward was called")
+        self._step.trains()
         if not self._forward_seen and self._world_size > 1:
             check_called(self._models, self._world_size, loss)
         self._own.before_backward()
@@ -131,6 +135,8 @@ class Gradients:
     def before_step(self, optimizer: Optimizer, has_closure: bool) -> None:
         """Raise UsageError where a step would go wrong: by gradients that are not averages, or on summoned weights."""
         refuse_inside(self._models, "An optimizer steps")
+        # Where a plain loss.backward() came before.
+        self._step.trains()
         stepped = None
         if not has_closure and self._ranks_step_together():
             stepped = partial(_parameter_ids, optimizer)

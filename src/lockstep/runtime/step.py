@@ -39,6 +39,7 @@ class LoaderProgress:
     batches: int = 0
     end_of_data: bool = False
     counts: BatchCounts | None = None
+    resumption: Resumption | None = None
 
 
 class OwnProgress(LoaderProgress):
@@ -86,6 +87,15 @@ class Turns(Protocol):
 
     def clears(self) -> bool:
         """A script asks to clear gradients: whether that is done."""
+
+
+class Resumption(Protocol):
+    """An iteration that continues at a loaded position, until the script trains on a batch of it."""
+
+    is_settled: bool
+
+    def settle(self) -> None:
+        """The script trains on the batch that it took last. Raises UsageError if it has skipped others before."""
 
 
 class StateBeingSaved(Protocol):
@@ -139,6 +149,12 @@ class StepState:
 
     def finish(self, progress: LoaderProgress) -> None:
         self.running = [other for other in self.running if other is not progress]
+
+    def trains(self) -> None:
+        """The script trains on the batches that it took last. Raises UsageError if it skips again what was done."""
+        for progress in self.running:
+            if progress.resumption is not None and not progress.resumption.is_settled:
+                progress.resumption.settle()
 
     # The names that scripts written for Accelerate read.
 

@@ -139,9 +139,11 @@ def train(
     logs: list[dict[str, Any]] = []
     for epoch in range(first_epoch, epochs):
         model.train()
-        for step, batch in enumerate(train_dataloader):
-            if resume and epoch == first_epoch and step < resume_step:
-                continue
+        rest = train_dataloader
+        # The example passes over these batches with `continue`, which is refused after load_state (data.md).
+        if resume and epoch == first_epoch:
+            rest = accelerate.skip_first_batches(train_dataloader, resume_step)
+        for batch in rest:
             clean_images = batch["input"]
             # The example draws noise from the global generator; here it follows from the data, so that runs that
             # were resumed, or have other numbers of processes, are comparable.
