@@ -36,6 +36,7 @@ def test_a_position_names_the_place_in_the_global_order():
         "drop_last": False,
         "num_workers": 0,
         "dataset_size": 40,
+        "processes": 1,
     }
 
 

@@ -61,9 +61,7 @@ class Dealing:
         cut = later
         last = at_first_item(lambda: self._rounds_with_ends(rounds(cut, self.plan, first)))
         known = None if self.order is None or self.plan.world_size > 1 else self.order.known_samples()
-        # What is read ahead of a round would be in its digest.
-        needs_digest = known is None and self.order is not None and self.order.digest is not None
-        if needs_digest or cut.batch_size != self.plan.batch_size:
+        if cut.batch_size != self.plan.batch_size:
             return last
         return chain(self._whole(cut, known), last)
 
@@ -72,7 +70,7 @@ class Dealing:
 
         To look ahead in a process on its own would draw what the next batch needs before this one is trained on.
         """
-        plan, ranks, order = self.plan, self.ranks, self.order
+        plan, ranks, order = self.plan, self.ranks, self._digesting()
         size = plan.rank_batch_size
         assert size is not None
         total = size * plan.world_size
@@ -93,15 +91,14 @@ class Dealing:
             this, rows = (rows, following) if looks_ahead else (following, rows)
             start = self.samples
             self.samples = behind = start + total
+            digest = None if order is None else order.digested(this)
             if self.left_out:
                 self.left_out -= 1
                 continue
             base = self.base = self.base or (start,)
             self.rounds = number = self.rounds + 1
             progress = new_progress(((behind,), base, (number,), 0))
-            announce(
-                new_round((counts, False, progress, None if order is None else order.digest, None, None))
-            )
+            announce(new_round((counts, False, progress, digest, None, None)))
             for offset, part in parts:
                 index = this[part]
                 yield mark(index, start + offset, number) if number <= marked else index
@@ -110,11 +107,11 @@ class Dealing:
     def _rounds_with_ends(self, batches: Iterator[GlobalBatch[object]]) -> Iterator[object]:
         """All other rounds."""
         for left_out in islice(batches, self.left_out):
-            self.samples += left_out.counts.total
+            self._pass(left_out)
         base = self.base = self.base or (self.samples,)
-        for this, is_over, coming, digest in self._with_ends(batches):
+        for this, is_over, coming in self._with_ends(batches):
             start = self.samples
-            self.samples += this.counts.total
+            digest = self._pass(this)
             self.rounds += 1
             parts = self._own_parts(this)
             if not parts:
@@ -129,21 +126,34 @@ class Dealing:
 
     def _with_ends(
         self, batches: Iterator[GlobalBatch[object]]
-    ) -> Iterator[tuple[GlobalBatch[object], bool, bool, int | None]]:
-        """Each round, whether the epoch is over with it, whether these ranks have a batch in the next one, a digest."""
+    ) -> Iterator[tuple[GlobalBatch[object], bool, bool]]:
+        """Each round, whether the epoch is over with it, whether these ranks have a batch in the next one."""
         samples, order = self.samples, self.order
         if order is not None and self.plan.world_size == 1 and order.is_over(samples) is not None:
             # See _whole for why nothing is read ahead.
             for this in batches:
                 samples += this.counts.total
                 is_over = bool(order.is_over(samples))
-                yield this, is_over, not is_over, order.digest
+                yield this, is_over, not is_over
             return
         following = next(batches, None)
         while following is not None:
-            digest = None if order is None else order.digest
             this, following = following, next(batches, None)
-            yield this, following is None, bool(self._own_parts(following)), digest
+            yield this, following is None, bool(self._own_parts(following))
+
+    def _pass(self, this: GlobalBatch[object]) -> int | None:
+        """Count the samples of a round, and return the checksum of those up to its end."""
+        self.samples += this.counts.total
+        order = self._digesting()
+        return (
+            None
+            if order is None
+            else order.digested(chain.from_iterable(map(islice, this.parts, this.counts.real)))
+        )
+
+    def _digesting(self) -> DrawnOrder | None:
+        """The order, where what is behind must be told from what another sampler gives."""
+        return None if self.order is None or self.order.digest is None else self.order
 
     def _own_parts(self, batch: GlobalBatch[object] | None) -> list[tuple[int, list[object]]]:
         """Rank and rows, for those of ``ranks`` that have a batch in this round."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +28,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from lockstep.comm.tree import StateDict
 from lockstep.data.batch_sharding import CutSamples, grouped
 from lockstep.data.order import IndexBatch, is_cut_anew, one_batch, samplers_of, skip_batches
 from lockstep.data.rng import Generators, PrivateDraws, States, epoch_seed, same_state
@@ -124,6 +125,20 @@ def of_samplers(loader: DataLoader[object], generators: Generators) -> int:
     return sum(any(own is generator for generator in generators_of_samplers) for own in generators.own)
 
 
+def stateful_samplers(loader: DataLoader[object]) -> list[Any]:
+    """Those that keep a state of their own. The order of one with ``set_epoch`` is a function of the epoch."""
+    methods = ("state_dict", "load_state_dict")
+    return [
+        sampler
+        for sampler in samplers_of(loader)
+        if all(hasattr(sampler, name) for name in methods) and not hasattr(sampler, "set_epoch")
+    ]
+
+
+def sampler_states(loader: DataLoader[object]) -> list[StateDict]:
+    return [copy.deepcopy(sampler.state_dict()) for sampler in stateful_samplers(loader)]
+
+
 def draws_nothing(sampler: object) -> bool:
     """Whether the order is the same from any state of the generators."""
     if type(sampler) is BatchSampler:
@@ -155,6 +170,7 @@ class Drawing:
     generators stand after a replay where it has brought them, because the saved run drew further ahead, or less far.
     ``saved``: where the generators stood when the position was saved, if worker processes had or get samples ahead of
     it. ``after_sample``: where a replay of samplers that may draw at each sample has brought them with the first one.
+    ``samplers``: the states before the iteration began of samplers that keep one.
     """
 
     generators: Generators
@@ -167,6 +183,7 @@ class Drawing:
     retraced: int = 0
     saved: States | None = None
     after_sample: States | None = None
+    samplers: Sequence[StateDict] = ()
 
     @contextmanager
     def beginning(self) -> Iterator[None]:
@@ -220,8 +237,8 @@ class DrawnOrder:
         self.sampler = sampler
         self.opaque = opaque
         self.drawing = drawing
-        # What is drawn privately is what was drawn, whoever else draws.
-        self.digest = None if drawing.private is not None or draws_at_once(sampler) else 0
+        # Of the samples behind; None: torch's own samplers give the same ones again.
+        self.digest = None if draws_at_once(sampler) else 0
         self._cut = sampler if is_cut_anew(sampler) else None
         # torch's loader calls iter now, and asks for the first batch later. That of a BatchSampler draws nothing.
         self._source = None if self._cut is not None else iter(sampler)
@@ -244,7 +261,8 @@ class DrawnOrder:
         if self._cut is not None:
             size = self._cut.batch_size
             head = list(islice(self._items, beginning * size))
-            passed = deque(islice(chain(head, self._items), samples), maxlen=max(1, kept * size))
+            behind = self._noted(islice(chain(head, self._items), samples))
+            passed = deque(behind, maxlen=max(1, kept * size))
             later = chain(head[samples:], self._items)
             found = (
                 list(grouped(head, size, drop_last=False)),
@@ -255,17 +273,34 @@ class DrawnOrder:
             source = self._whole_batches()
             first = list(islice(source, beginning))
             batches = chain(first, source)
-            skipped = skip_batches(batches, samples, type(self.sampler).__name__, kept)
+            noted = map(list, map(self._noted, batches))
+            skipped = skip_batches(noted, samples, type(self.sampler).__name__, kept)
             found = first, list(skipped) if kept else [], batches
         expected = self.drawing.digest
         if samples and expected is not None and self.digest not in (None, expected):
             raise CheckpointError(
-                f"{type(self.sampler).__name__} does not give the same first {samples} samples again: other code "
-                "draws from its generators between its samples, or it is another sampler. Start a new epoch "
-                "with loader.set_epoch(loader.epoch + 1), or train with DataLoaderConfiguration(data_seed=...), "
-                "in which seed and epoch alone determine the order."
+                f"{self._name()} does not give the same first {samples} samples again: it has random numbers or "
+                "counters of its own, other code draws from its generators between its samples, or it is another "
+                "sampler. Give it state_dict() and load_state_dict(), or set_epoch(). Or start a new epoch with "
+                "loader.set_epoch(loader.epoch + 1)."
             )
         return found
+
+    def digested(self, samples: Iterable[object]) -> int | None:
+        """The checksum of the samples up to the end of these, which come next."""
+        deque(self._noted(samples), maxlen=0)
+        return self.digest
+
+    def _noted(self, samples: Iterable[object]) -> Iterable[object]:
+        """The same ones, by samples: another batch size cuts the same."""
+        return samples if self.digest is None else map(self._note, samples)
+
+    def _note(self, index: object) -> object:
+        self.digest = zlib.crc32(repr(index).encode(), self.digest or 0)
+        return index
+
+    def _name(self) -> str:
+        return type(self.sampler if self._cut is None else self._cut.sampler).__name__
 
     def is_over(self, samples: int) -> bool | None:
         """Whether the batch that was given last, behind which are ``samples``, is the last one (None: not known)."""
@@ -295,7 +330,11 @@ class DrawnOrder:
         if private is None:
             # Nothing is drawn but what the next sample needs, as in torch's loader.
             source = self._opened()
-            yield source if self.digest is None else self._checked(source)
+            if self.drawing.is_replay and self.digest is not None:
+                first = list(islice(source, 1))
+                self.drawing.after_sample = self.drawing.generators.read()
+                yield first
+            yield source
         else:
             yield from iter(partial(self._block, private), [])
 
@@ -308,13 +347,3 @@ class DrawnOrder:
     def _opened(self) -> Iterator[object]:
         self.drawing.first_is_asked_for()
         return iter(self._cut.sampler) if self._cut is not None else cast(Iterator[object], self._source)
-
-    def _checked(self, items: Iterable[object]) -> Iterator[object]:
-        drawing = self.drawing
-        for item in items:
-            if drawing.is_replay and drawing.after_sample is None:
-                drawing.after_sample = drawing.generators.read()
-            # By samples: another batch size cuts the same ones.
-            for index in one_batch(item, self._cut is not None or self.opaque):
-                self.digest = zlib.crc32(repr(index).encode(), self.digest or 0)
-            yield item

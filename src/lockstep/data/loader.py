@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lockstep.comm.tree import StateDict
-from lockstep.data.drawn import Drawing, generators_of, of_samplers
+from lockstep.data.drawn import Drawing, generators_of, of_samplers, sampler_states, stateful_samplers
 from lockstep.data.loader_parts import LoaderParts
 from lockstep.data.map_reader import MapReader
 from lockstep.data.order import announce_epoch
@@ -271,9 +271,12 @@ class PreparedLoader(DataLoader[Any]):
         Raises:
             UsageError: an epoch of map-style data is not complete, and its workers use ``in_order=False``.
         """
+        reader = self._parts.reader
+        if isinstance(reader, MapReader) and self._running is not None and self._running[2].behind is None:
+            reader.exhaust()
         setup = self._setup()
         position = self._epochs.position(setup.streams)
-        if position.is_midway and not self._parts.reader.has_position:
+        if position.is_midway and not reader.has_position:
             raise UsageError(
                 "in_order=False gives the batches of several workers in changing order, so this loader has no "
                 "exact position inside an epoch. Use in_order=True, or save between epochs."
@@ -295,6 +298,7 @@ class PreparedLoader(DataLoader[Any]):
             digest=position.digest,
             shown=None if drawing is None else drawing.shown,
             workers=parts.reader.worker_states(position.is_midway) if self.inner.num_workers else None,
+            samplers=sampler_states(self.original) if drawing is None else drawing.samplers,
         )
 
     def check_state_dict(self, state_dict: dict[str, object]) -> None:
@@ -317,9 +321,19 @@ class PreparedLoader(DataLoader[Any]):
         position, seed, draws = read_state(state_dict, self._setup(), parts.keeps_inner_state)
         if draws is not None:
             generators = parts.generators or generators_of(self.original)
-            draws.check_fits(parts.seedable is not None, len(generators.own), position.is_midway, parts.reads)
+            samplers = stateful_samplers(self.original)
+            draws.check_fits(
+                parts.seedable is not None,
+                len(generators.own),
+                len(samplers),
+                position.is_midway,
+                parts.reads,
+            )
+            for sampler, state in zip(samplers, draws.samplers, strict=True):
+                sampler.load_state_dict(copy.deepcopy(state))
             if position.is_midway and draws.start is not None:
                 drawing = Drawing(generators, draws.start, draws.first, None, True, draws.digest, draws.shown)
+                drawing.samplers = draws.samplers
                 if self.inner.num_workers or state_dict["num_workers"]:
                     drawing.saved = draws.now
                 if not position.same_world or state_dict["num_workers"] != self.inner.num_workers:
@@ -349,6 +363,7 @@ class PreparedLoader(DataLoader[Any]):
             num_workers=self.inner.num_workers,
             # Data that another rank reads may have any length here.
             dataset_size=size_of(self.dataset) if parts.reads else None,
+            processes=parts.processes,
         )
 
     # -- iteration ----------------------------------------------------------------------------------
@@ -438,6 +453,7 @@ class PreparedLoader(DataLoader[Any]):
             if self._epochs.seeded or parts.generators is None:
                 return None
             drawing = Drawing(parts.generators, parts.generators.read())
+            drawing.samplers = sampler_states(parts.original)
             if parts.common_states is not None:
                 drawing.start = parts.common_states(drawing.start)
         if parts.common_states is not None or parts.dispatch is not None:

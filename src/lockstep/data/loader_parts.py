@@ -24,17 +24,18 @@ class LoaderParts:
     ``seedable`` is the sampler that is seeded for each epoch, if there is one, and ``common_states`` gives every rank
     the generators' states of rank 0 (None: no other rank needs them).
 
-    ``original`` is the user's loader. ``move`` moves a batch to ``device`` (both None: it stays). ``batches`` and
-    ``samples`` are those of the whole order (None: unknown). ``opaque``: the dataset makes whole batches itself.
-    ``keeps_inner_state``: the dataset saves its own position, through torchdata. ``reads``: this rank reads.
-    ``dispatch`` turns the rounds read on rank 0 into this rank's. ``before_epoch`` runs first in each epoch that is
-    not continued.
+    ``original`` is the user's loader. ``processes``: of the run, also those that share a model. ``move`` moves a batch
+    to ``device`` (both None: it stays). ``batches`` and ``samples`` are those of the whole order (None: unknown).
+    ``opaque``: the dataset makes whole batches itself. ``keeps_inner_state``: the dataset saves its own position,
+    through torchdata. ``reads``: this rank reads. ``dispatch`` turns the rounds read on rank 0 into this rank's.
+    ``before_epoch`` runs first in each epoch that is not continued.
     """
 
     original: DataLoader[object]
     reader: Reader
     plan: ShardPlan
     rank: int
+    processes: int
     seed: int
     step: StepState
     device: torch.device | None

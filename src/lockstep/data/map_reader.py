@@ -19,6 +19,7 @@ from lockstep.data.position import nothing
 from lockstep.data.readers import GlobalBatches, ReadRound, ReadStart, measured, seed_workers
 from lockstep.data.rng import States
 from lockstep.data.worker_states import FromWorker, SeededIndex, TellingCollate, WorkerStates
+from lockstep.errors import UsageError
 
 
 class ShardedBatches(Sampler[object]):
@@ -219,6 +220,20 @@ class MapReader:
             if self.keeps_inner_state:
                 this = this._replace(inner=self.inner.state_dict())  # type: ignore[attr-defined]
             yield parts, this
+
+    def exhaust(self) -> None:
+        """Let samplers draw what they draw behind their last sample: ``RandomSampler`` draws one more permutation.
+
+        Raises:
+            UsageError: it was not the last one.
+        """
+        order = self.batches.latest
+        if order is not None and next(order.iterator(), None) is not None:
+            sampler = type(self.batches.batch_sampler).__name__
+            raise UsageError(
+                f"The position is at the last batch that len() of the {sampler} tells of, but it gives more. Give "
+                "the sampler an exact __len__, or none."
+            )
 
     # -- workers whose generators torch has seeded ---------------------------------------------------
 

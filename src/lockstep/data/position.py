@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -106,9 +106,9 @@ class Resumption:
 class Position:
     """A place in an epoch. ``inner`` is the state of torchdata's loader there, where one is kept.
 
-    ``same_world``: it was not loaded from a run with another number of ranks. ``drawing``: how the loader's own
-    samplers draw the order of this epoch (None: the order is a function of seed and epoch, or the epoch has not
-    begun). ``digest``: the checksum of the samples behind.
+    ``same_world``: it was not loaded from a run with other numbers of data ranks or processes. ``drawing``: how the
+    loader's own samplers draw the order of this epoch (None: the order is a function of seed and epoch, or the epoch
+    has not begun). ``digest``: the checksum of the samples behind.
     """
 
     epoch: int
@@ -127,8 +127,8 @@ class Position:
 class LoaderSetup:
     """How a loader reads and deals, as far as positions depend on it.
 
-    ``kind`` is ``"map"`` or ``"stream"``. ``dataset_size`` is None where the dataset has no length
-    that this rank knows.
+    ``kind`` is ``"map"`` or ``"stream"``. ``processes``: also those that share a model, and so batches; each has its
+    own generators. ``dataset_size`` is None where the dataset has no length that this rank knows.
     """
 
     kind: str
@@ -139,6 +139,7 @@ class LoaderSetup:
     drop_last: bool
     num_workers: int
     dataset_size: int | None
+    processes: int
 
     @property
     def streams(self) -> int:
@@ -217,6 +218,7 @@ class SavedDraws:
     """What the state of a loader says of a ``Drawing``; ``start`` is None between epochs.
 
     ``now``: the states of the generators when it was saved. ``seedable``: a ``RandomSampler`` is seeded for each epoch.
+    ``samplers``: the states of samplers that keep one, before the epoch began.
     """
 
     seedable: bool
@@ -226,9 +228,11 @@ class SavedDraws:
     digest: int | None
     shown: States | None
     workers: WorkerStates | None
+    samplers: Sequence[StateDict] = ()
 
     def plain(self) -> StateDict:
         return {
+            **({"samplers": [*self.samplers]} if self.samplers else {}),
             "seedable": self.seedable,
             "now": plain_states(self.now),
             "start": None if self.start is None else plain_states(self.start),
@@ -250,7 +254,9 @@ class SavedDraws:
             "shown": dict,
             "workers": dict,
         }
-        if not isinstance(plain, dict) or plain.keys() != kinds.keys():
+        samplers = plain.get("samplers", []) if isinstance(plain, dict) else []
+        is_list = isinstance(samplers, list) and all(isinstance(state, dict) for state in samplers)
+        if not isinstance(plain, dict) or plain.keys() - {"samplers"} != kinds.keys() or not is_list:
             raise CheckpointError(f"'draws' in the state of a loader is not valid. {_UNCHANGED}")
         for name, kind in kinds.items():
             value = plain[name]
@@ -278,10 +284,16 @@ class SavedDraws:
             plain["digest"],
             read["shown"],
             workers,
+            samplers,
         )
 
-    def check_fits(self, seedable: bool, own: int, is_midway: bool, reads: bool) -> None:
-        """Raise CheckpointError if a loader with so many generators of its own cannot continue here."""
+    def check_fits(self, seedable: bool, own: int, samplers: int, is_midway: bool, reads: bool) -> None:
+        """Raise CheckpointError if a loader with so many generators and stateful samplers cannot continue here."""
+        if len(self.samplers) != samplers:
+            raise CheckpointError(
+                f"The position was saved by a loader with {len(self.samplers)} samplers that have state_dict() and "
+                f"load_state_dict(), but this loader has {samplers}. Give it the samplers of the saved run."
+            )
         if len(self.now) - 3 != own:
             raise CheckpointError(
                 f"The position was saved by a loader with {len(self.now) - 3} random generators (also in its "
@@ -335,6 +347,7 @@ FIELDS: dict[str, tuple[type | str, ...]] = {
     "drop_last": (bool,),
     "num_workers": (int,),
     "dataset_size": (int, type(None)),
+    "processes": (int,),
 }
 
 
@@ -348,13 +361,16 @@ def read_state(
     Raises:
         CheckpointError: ``state`` is not one of ``state_of``, or of other data.
     """
+    # Earlier versions counted data ranks only.
+    if isinstance(state, Mapping) and "world_size" in state:
+        state = {"processes": state["world_size"], **state}
     _check_fields(state)
     saved = LoaderSetup(**{name: state[name] for name in LoaderSetup.__dataclass_fields__})
     behind = Progress(tuple(state["samples"]), tuple(state["base"]), tuple(state["rounds"]), state["turn"])
     _check_consistent(behind, saved)
     _check_fits(behind, saved, here)
     # The same rounds of the same rows, whoever reads them: then a position inside of dealing holds as it is.
-    same_dealing = replace(saved, num_workers=0) == replace(here, num_workers=0)
+    same_dealing = replace(saved, num_workers=0, processes=0) == replace(here, num_workers=0, processes=0)
     inner = state["inner"]
     if not (keeps_inner_state and same_dealing and saved.num_workers == here.num_workers):
         inner = None
@@ -362,7 +378,7 @@ def read_state(
         behind, inner = nothing(here.streams), None
     elif not same_dealing:
         behind = behind.from_here()
-    same_world = saved.world_size == here.world_size
+    same_world = (saved.world_size, saved.processes) == (here.world_size, here.processes)
     draws = SavedDraws.read(state["draws"]) if "draws" in state else None
     if draws is not None and not (same_dealing and saved.num_workers == here.num_workers):
         # Other workers get other batches.

@@ -99,6 +99,7 @@ def prepare_loader(
             reader=reader,
             plan=plan,
             rank=rank,
+            processes=runtime.world_size,
             seed=seed,
             step=step,
             device=device,
