@@ -111,13 +111,15 @@ class CheckpointContents:
     """What a checkpoint holds. ``models`` are unwrapped; ``parts`` have ``state_dict``/``load_state_dict``, by kind.
 
     Models of which each rank has some blocks only list those; ``whole`` tells of such a model by its number.
-    ``place`` is None where every rank has batches and gradients of its own.
+    ``place`` is None where every rank has batches and gradients of its own. ``keep_waiting`` gets the states of loaders
+    that will be prepared after the load.
     """
 
     models: list[nn.Module]
     parts: dict[str, list[Any]]
     place: DataCoordinates | None = None
     whole: Mapping[int, FullModelSpec] = field(default_factory=dict)
+    keep_waiting: Callable[[list[StateDict]], None] | None = None
 
     def whole_of(self, number: int) -> FullModelSpec:
         """What is known of a model's other ranks."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -30,6 +30,8 @@ class LoadPlan:
     items: list[ReadItem] = field(default_factory=list)
     models: list[tuple[int, nn.Module, dict[str, object]]] = field(default_factory=list)
     loaders: list[tuple[Stateful, Document]] = field(default_factory=list)
+    waiting: list[Document] = field(default_factory=list)
+    keep_waiting: Callable[[list[Document]], None] | None = None
     states: list[tuple[Stateful, Document]] = field(default_factory=list)
     objects: list[tuple[Stateful, Document]] = field(default_factory=list)
     window: tuple[AccumulationWindow, list[Document], int] | None = None
@@ -40,6 +42,8 @@ class LoadPlan:
         """Change the run. The user's objects come last: their ``load_state_dict`` may count on loaded models."""
         for item, state in self.loaders:
             _load(item, state)
+        if self.keep_waiting is not None:
+            self.keep_waiting(self.waiting)
         self.checkpoint.read(self.items)
         for number, model, state in self.models:
             # The state has the first rank's buffers: where they differed, this rank's own go over them.
@@ -82,7 +86,7 @@ def create_load_plan(
         CheckpointError: the checkpoint is of another set of objects, or of other names or shapes.
     """
     state = checkpoint.state()
-    plan = LoadPlan(checkpoint)
+    plan = LoadPlan(checkpoint, keep_waiting=contents.keep_waiting)
     # Other formats hold less.
     if "imported" in state:
         there = dict(state.get("contents") or {})
@@ -112,6 +116,8 @@ def create_load_plan(
     for name, item in contents.stateful("loader"):
         plan.loaders.append((item, decoded(checkpoint, _section(checkpoint, own, name))))
         item.check_state_dict(plan.loaders[-1][1])
+    for number in range(len(plan.loaders), dict(state.get("contents") or {}).get("loader", 0)):
+        plan.waiting.append(decoded(checkpoint, _section(checkpoint, own, f"loader.{number}")))
     for name, item in contents.stateful("object"):
         document = _section(checkpoint, own, name)
         plan.objects.append((item, decoded(checkpoint, document, _sharded_in(item, name, world_size))))
@@ -168,8 +174,12 @@ def _load(item: Stateful, state: Document) -> None:
 
 
 def _check_contents(checkpoint: Checkpoint, state: Document, contents: CheckpointContents) -> None:
-    saved, mine = state.get("contents"), contents.counts()
-    if saved != mine:
+    saved, mine = dict(state.get("contents") or {}), contents.counts()
+    # A loader may be prepared later.
+    later = (
+        "loader" in saved and contents.keep_waiting is not None and mine.get("loader", 0) < saved["loader"]
+    )
+    if saved != (mine | {"loader": saved["loader"]} if later else mine):
         raise CheckpointError(
             f"{checkpoint.directory} holds {_contents_text(saved)}, but this run has {_contents_text(mine)}. "
             "Prepare and register the same objects in the same order as the run that saved it."

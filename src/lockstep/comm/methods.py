@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,7 @@ import torch
 
 from lockstep.comm.collectives import Communicator, Reduction
 from lockstep.comm.counter import CommCounter
-from lockstep.comm.tree import Tree, leaves, map_tensors
+from lockstep.comm.tree import Tree, children, leaves, map_tensors, rebuild
 from lockstep.config.options import Options
 from lockstep.errors import UsageError
 from lockstep.runtime.mesh import DeviceMeshes
@@ -32,11 +32,19 @@ def gather_for_metrics(
 
     Args:
         data: Nested tensors, or a list of any objects. Tensors and lists whose length is a multiple
-            k of the batch's rows are taken as k entries a row; others are gathered whole. A vector as
+            k of the batch's rows are taken as k entries a row; others are gathered whole. Tuples and
+            mappings of lists and tensors come back as such. A vector as
             long as a full batch, while the last batch is shorter, is cut to that batch's samples: so
             scripts repeat a loss for ``batch_size`` samples.
         use_gather_object: Gather ``data`` as objects even though it holds tensors only.
     """
+    if isinstance(data, (tuple, Mapping)) and _has_lists(data):
+        # Each part by itself: a list of texts has a row for each of the batch.
+        parts = [
+            gather_for_metrics(communicator, step, part, rank, use_gather_object)
+            for _, part in children(data) or ()
+        ]
+        return rebuild(data, parts)
     rows, real = _own_rows(step, rank)
     full = getattr(step.active_dataloader, "batch_size", None) or rows
     if use_gather_object or not _all_tensors(data):
@@ -108,6 +116,16 @@ def _cut(tensor: torch.Tensor, rows: int, real: int, full: int) -> torch.Tensor:
 def _real_rows(length: int, rows: int, real: int) -> int:
     # k entries for each row: [k * rows] -> [k * real]
     return length // rows * real if rows and length % rows == 0 else length
+
+
+def _has_lists(data: object) -> bool:
+    """Whether the parts are lists and tensors, and some of these lists have other objects than tensors."""
+    parts = [part for _, part in children(data) or ()]
+    return (
+        len(parts) > 0
+        and all(isinstance(part, (list, torch.Tensor)) for part in parts)
+        and not all(isinstance(part, torch.Tensor) or _all_tensors(part) for part in parts)
+    )
 
 
 def _all_tensors(data: object) -> bool:
@@ -216,7 +234,8 @@ class CollectiveMethods:
 
         Args:
             input_data: Nested tensors of shape [rows, ...]. With k entries for each row of the batch, they have the
-                shape [k * rows, ...]. A list of other objects is gathered by pickling.
+                shape [k * rows, ...]. A list of other objects, alone or in a tuple or mapping with others, is gathered
+                by pickling.
             use_gather_object: Gather tensors by pickling, too. They may then have different shapes on the ranks.
 
         Examples:

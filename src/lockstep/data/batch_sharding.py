@@ -25,7 +25,8 @@ class ShardPlan:
 
     ``batch_size`` is that of the user's loader (None: batches of varying size). ``drop_last`` drops the
     last round if it lacks batches; else ``even_batches`` completes it with samples from the beginning: to full
-    batches, or where rank 0 has ``dispatched`` it to the fewest rows of which every rank gets equally many.
+    batches, or with ``split_batches``, and where rank 0 has ``dispatched`` it, to the fewest rows of which every rank
+    gets equally many.
     """
 
     world_size: int
@@ -205,7 +206,8 @@ def _rounds_of_slices(
     first: list[T] = list(beginning[0]) if beginning else []
     for batch in batches:
         first = first or list(batch)
-        yield _slices(list(batch), first, 0 if plan.dispatched else plan.batch_size or 0, plan)
+        # Ranks of an uneven end have full slices or what is left.
+        yield _slices(list(batch), first, 0 if plan.completes else plan.batch_size or 0, plan)
 
 
 def _slices(rows: list[T], first: list[T], least: int, plan: ShardPlan) -> GlobalBatch[T]:

@@ -11,6 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from lockstep.config.handlers import DataLoaderConfiguration
 from lockstep.config.world import ParallelDims
 from lockstep.data.batch_sharding import ShardPlan
+from lockstep.data.fingerprint import check_undivided
 from lockstep.data.loader import PreparedLoader
 from lockstep.data.map_reader import sample_count
 from lockstep.data.order import find_distributed_sampler
@@ -113,6 +114,7 @@ def check_loader(loader: object, world_size: int) -> None:
             "The loader has a DistributedSampler, but prepare() gives each process its part already. "
             "Remove the sampler; use shuffle=True for a shuffled order."
         )
+    check_undivided(loader, world_size)
     if loader.num_workers > 0 and not getattr(loader, "in_order", True):
         raise ConfigError(
             f"in_order=False with {loader.num_workers} workers gives batches in changing order, so the batches "

@@ -67,6 +67,7 @@ class PreparedLoader(DataLoader[Any]):
         self._parts = parts
         self._epochs = Epochs(parts.seed, seeded=parts.generators is None)
         self._skip = 0
+        self._whole: PreparedLoader | None = None
         self._progress = LoaderProgress()
         self._running: tuple[GlobalBatches, LoaderProgress, Iteration] | None = None
         self.around: Callable[[PreparedLoader, Iterator[Any]], Iterator[Any]] | None = None
@@ -225,6 +226,8 @@ class PreparedLoader(DataLoader[Any]):
         other = copy.copy(self)
         other._skip += num_batches
         other._progress = LoaderProgress()
+        # Positions are saved from it.
+        other._whole = self
         return other
 
     def leave_out(self, batches: int) -> tuple[int, int | None]:

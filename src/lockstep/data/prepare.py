@@ -18,6 +18,7 @@ from lockstep.data.batch_sharding import ShardPlan
 from lockstep.data.checks import Lengths, batches_by_sampler, check_lengths, decide, is_iterable, lengths
 from lockstep.data.dispatch import dispatched
 from lockstep.data.drawn import draws_nothing, generators_of, with_seedable
+from lockstep.data.fingerprint import check_same, fingerprint_of
 from lockstep.data.loader import PreparedLoader
 from lockstep.data.loader_parts import LoaderParts
 from lockstep.data.map_reader import MapReader, ShardedBatches
@@ -77,7 +78,7 @@ def prepare_loader(
     batches, samples = lengths(loader)
     seed = seed_of(loader, config, draws)
     if shared is not None:
-        seed = _seed_of_rank_0(shared, seed, (batches, samples), rank, dispatch)
+        seed = _seed_of_rank_0(shared, seed, (batches, samples), rank, dispatch, loader)
     is_alone = runtime.world_size == 1
     sampler, seedable = order_sampler(loader), None
     if draws and config.use_seedable_sampler and not is_iterable(loader):
@@ -119,13 +120,17 @@ def prepare_loader(
     )
 
 
-def _seed_of_rank_0(communicator: Communicator, seed: int, own: Lengths, rank: int, dispatch: bool) -> int:
-    """The seed of the common order; raises where a rank that reads for itself has data of other ``own`` lengths."""
-    common: int
-    common, *of_main = communicator.broadcast_object_list([seed, *own], from_process=0)
+def _seed_of_rank_0(
+    communicator: Communicator, seed: int, own: Lengths, rank: int, dispatch: bool, loader: DataLoader[object]
+) -> int:
+    """The seed of the common order; raises where a rank has other data than rank 0."""
+    with raise_on_all_ranks(communicator):
+        found = fingerprint_of(loader)
+    common, main, *of_main = communicator.broadcast_object_list([seed, found, *own], from_process=0)
     with raise_on_all_ranks(communicator):
         check_lengths(own, tuple(of_main), rank, dispatch)
-    return common
+        check_same(found, main, communicator.runtime.rank)
+    return int(common)
 
 
 def prepare_data_loader(

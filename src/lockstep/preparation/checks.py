@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Set
 
 import torch
 from torch import nn
@@ -94,6 +94,19 @@ def refuse_lookalike(item: object) -> None:
             f"prepare got a {type(item).__name__}, which has a step() but is not a torch.optim.Optimizer, so it "
             "cannot get the parameters of the prepared model. Derive its class from torch.optim.Optimizer, or "
             "pass the optimizer inside it to prepare() and wrap the optimizer that prepare() returns."
+        )
+
+
+def refuse_unknown_loader(item: object, ranks: int) -> None:
+    """Raise UsageError for an object that gives batches but is no ``DataLoader``: every rank would get all of them."""
+    known = (type, str, bytes, nn.Module, Optimizer, DataLoader, torch.Tensor, Set)
+    # What has rows by their numbers is a data set or a container.
+    if not isinstance(item, known) and hasattr(item, "__iter__") and not hasattr(item, "__getitem__"):
+        raise UsageError(
+            f"prepare got a {type(item).__module__}.{type(item).__name__}, which gives batches but is no "
+            f"torch.utils.data.DataLoader. So it cannot be divided, and all {ranks} ranks would train on the same "
+            "rows. Put it into an IterableDataset and a DataLoader(..., batch_size=None). Or leave it out of "
+            "prepare() if it gives each rank other rows."
         )
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
+
 from torch import nn
 from torch.utils.data import DataLoader
 
+from lockstep.comm.tree import StateDict
 from lockstep.data.loader import PreparedLoader
 from lockstep.data.prepare import prepare_loader
-from lockstep.errors import UsageError
+from lockstep.errors import CheckpointError, UsageError
 from lockstep.observe.log import get_logger
-from lockstep.preparation.checks import PreparedObjects, check_micro_batch
+from lockstep.preparation.checks import check_micro_batch
 from lockstep.preparation.observers import RunObserver
 from lockstep.preparation.run_context import RunContext
 
@@ -19,21 +22,34 @@ logger = get_logger(__name__)
 class LoaderPreparation:
     """Prepares the loaders of one ``Accelerator``, and is the owner of the list of them.
 
-    Args:
-        seen: What was prepared before, of any kind.
+    Scripts may make loaders anew in each epoch, so those that they hold no longer are forgotten.
     """
 
-    def __init__(self, run: RunContext, seen: PreparedObjects) -> None:
+    def __init__(self, run: RunContext) -> None:
         self._run = run
-        self._seen = seen
-        self.prepared: list[PreparedLoader] = []
+        self._prepared: list[weakref.ref[PreparedLoader]] = []
+        # Loaded states, for loaders that are prepared after load_state.
+        self._waiting: list[StateDict] = []
         # Those that give chunks of the sequence, by their ids. Kept, so that no other object gets such an id.
         self._in_chunks: dict[int, PreparedLoader] = {}
 
+    @property
+    def prepared(self) -> list[PreparedLoader]:
+        """Those that the script holds, in the order in which they were prepared."""
+        return [loader for one in self._prepared if (loader := one()) is not None]
+
+    def keep_waiting(self, states: list[StateDict]) -> None:
+        """Let loaders that are prepared from now on continue where these were: the first those within an epoch."""
+        self._waiting = sorted(states, key=lambda state: not any(state["samples"]))
+
     def prepare(self, loader: DataLoader[object], device_placement: bool | None = None) -> PreparedLoader:
-        if self._seen.has_made(loader):
-            assert isinstance(loader, PreparedLoader)
+        if isinstance(loader, PreparedLoader) and any(loader is known for known in self.prepared):
             return loader
+        if any(loader is known.original for known in self.prepared):
+            raise UsageError(
+                f"A {type(loader).__name__} was passed to prepare twice. Prepare each loader once and use what "
+                "prepare returned."
+            )
         run = self._run
         ranks = run.meshes.data_size if run.options.loaders.split_batches else 1
         check_micro_batch(loader, run.options.micro_batch_size, ranks)
@@ -51,11 +67,21 @@ class LoaderPreparation:
             rng_types=run.rng_types,
             axes=run.meshes.axes,
         )
-        self._seen.add(loader, prepared)
-        self.prepared.append(prepared)
+        self._prepared = [weakref.ref(known) for known in (*self.prepared, prepared)]
+        self._continue(prepared)
         for observer in RunObserver.registered:
             observer.loader_prepared(prepared)
         return prepared
+
+    def _continue(self, prepared: PreparedLoader) -> None:
+        """Give it the first of the waiting states that is one of its data."""
+        for number, state in enumerate(self._waiting):
+            try:
+                prepared.load_state_dict(state)
+            except CheckpointError:
+                continue
+            del self._waiting[number]
+            return
 
     def shard_sequences(self, prepared: list[object]) -> None:
         """As DeepSpeed does for loaders that are prepared together with a model."""
@@ -81,5 +107,6 @@ class LoaderPreparation:
 
     def clear(self) -> None:
         """Forget all loaders."""
-        self.prepared.clear()
+        self._prepared.clear()
+        self._waiting.clear()
         self._in_chunks.clear()

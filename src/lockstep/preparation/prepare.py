@@ -19,7 +19,7 @@ from lockstep.errors import ArgumentError
 from lockstep.observe.damage.checks import DamageWatch
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.preparation.capsules import StepKeeper, facts_of_run
-from lockstep.preparation.checks import PreparedObjects, refuse_lookalike
+from lockstep.preparation.checks import PreparedObjects, refuse_lookalike, refuse_unknown_loader
 from lockstep.preparation.gradients import Gradients
 from lockstep.preparation.loaders import LoaderPreparation
 from lockstep.preparation.models import ModelPreparation
@@ -113,7 +113,7 @@ class Preparation:
             self._damage,
             self.spikes,
         )
-        self.loaders = LoaderPreparation(run, self._seen)
+        self.loaders = LoaderPreparation(run)
         run.measures.optimizers_are(optimizers, run.meshes.axes)
         for observer in RunObserver.registered:
             observer.begins(ObservedRun(step, run.meshes, models, optimizers, self.parameters_at_rest))
@@ -159,6 +159,8 @@ class Preparation:
         if self._run.runtime.world_size > 1 and self._run.options.parallel.replaces_parameters:
             for item in objects:
                 refuse_lookalike(item)
+        for item in objects if self._run.meshes.data_size > 1 else ():
+            refuse_unknown_loader(item, self._run.meshes.data_size)
         objects = self._with_described(objects)
         prepared = list(objects)
         # Models first, because optimizers are checked against them; schedulers last, they follow optimizers.
@@ -211,6 +213,7 @@ class Preparation:
             },
             place=place,
             whole=self.models.wholes,
+            keep_waiting=self.loaders.keep_waiting,
         )
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:

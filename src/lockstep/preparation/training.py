@@ -11,6 +11,7 @@ from torch import nn
 from lockstep.comm.methods import gather_for_loss
 from lockstep.comm.tree import LossFunction, Tree
 from lockstep.config.handlers import AutocastKwargs, GradientAccumulationPlugin
+from lockstep.observe.log import get_logger
 from lockstep.parallel.autocast import autocast
 from lockstep.parallel.parallel_model import call_of
 from lockstep.preparation.observers import RunObserver
@@ -23,6 +24,8 @@ from lockstep.train.accumulation import trigger_sync
 if TYPE_CHECKING:
     from lockstep.observe.spikes.watch import SpikeWatch
     from lockstep.observe.state_bytes import StateBytes
+
+logger = get_logger(__name__)
 
 
 class TrainingMethods(AcceleratorParts):
@@ -58,6 +61,13 @@ class TrainingMethods(AcceleratorParts):
             ```
         """
         self._preparation.gradients.check_backward(loss)
+        if not self._step.has_given_batches and self.meshes.data_size > 1:
+            self._step.has_given_batches = True
+            logger.warning(
+                "backward was called on %d ranks, but no loader that prepare() returned has given a batch. If all "
+                "ranks read the same rows, pass the DataLoader to accelerator.prepare(), which divides them.",
+                self.meshes.data_size,
+            )
         if self._step.being_saved is not None:
             self._step.being_saved.before_backward()
         self._step.clock.backward_begins()

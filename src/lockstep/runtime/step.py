@@ -117,6 +117,7 @@ class StepState:
     optimizer is in its step. ``is_in_window``: a micro-batch runs, inside of ``accumulate``. ``virtual_ranks``: this
     process trains on the batches of so many ranks, one after another, so that windows are longer; ``turns`` then says
     when what a script asks for is done. ``being_saved``: the state that a save in the background is about to copy.
+    ``has_given_batches``: a loop over a prepared loader has begun.
     """
 
     accumulation_steps: int = 1
@@ -133,6 +134,7 @@ class StepState:
     virtual_ranks: int = 1
     turns: Turns | None = None
     being_saved: StateBeingSaved | None = None
+    has_given_batches: bool = False
 
     def __getstate__(self) -> dict[str, Any]:
         # Nobody saves the state of a copy.
@@ -146,6 +148,7 @@ class StepState:
     def begin(self, progress: LoaderProgress) -> None:
         """A prepared loader starts an iteration; the latest to start is the active one."""
         self.running.append(progress)
+        self.has_given_batches = True
 
     def finish(self, progress: LoaderProgress) -> None:
         self.running = [other for other in self.running if other is not progress]

@@ -65,6 +65,8 @@ class Accumulation:
         self._unsynchronised = 0
         self._is_alone = False
         self._window_is_weighted: bool | None = None
+        # Micro-batches of a window that the end of the loader has cut short.
+        self._cut_short: int | None = None
         self.backwards = 0
         self.loss_factor: torch.Tensor | float = 1.0
         # optimizer -> its ``_LastStep``
@@ -105,6 +107,8 @@ class Accumulation:
         self._step.backward_calls = 0
         # The last batch of an epoch ends its window, full or not, and the next window counts from zero.
         ends = step.sync_with_dataloader and step.end_of_data
+        done = step.micro_batch % step.window_length + 1
+        self._cut_short = done if ends and done < step.window_length else None
         step.micro_batch = 0 if ends else step.micro_batch + 1
         step.sync_gradients = ends or step.micro_batch % step.window_length == 0
         step.is_in_window = True
@@ -116,6 +120,7 @@ class Accumulation:
                 yield
         finally:
             step.is_in_window = False
+            self._cut_short = None
 
     def no_sync(self, models: Iterable[nn.Module]) -> AbstractContextManager[None]:
         """Backward inside adds to each rank's own gradients, without averaging."""
@@ -175,7 +180,12 @@ class Accumulation:
         # After the last backward of a window the next one may choose anew.
         self._window_is_weighted = None if last else weighted
         if weight is None:
-            steps = self._step.window_length
+            steps = self._cut_short or self._step.window_length
+            if (self._cut_short or 0) > 1 and self._step.backward_calls == 1:
+                from lockstep.train.weighting import rescale
+
+                # The losses before were divided by the length of a whole window.
+                rescale(gradients, torch.tensor(self._step.window_length / steps))
             self.loss_factor = 1 / steps
             return loss if steps == 1 else loss / steps
         if self._inputs_are_uneven and self._runtime.world_size > 1:
