@@ -38,7 +38,7 @@ def gather_for_metrics(
             scripts repeat a loss for ``batch_size`` samples.
         use_gather_object: Gather ``data`` as objects even though it holds tensors only.
     """
-    if isinstance(data, (tuple, Mapping)) and _has_lists(data):
+    if _has_lists(data):
         # Each part by itself: a list of texts has a row for each of the batch.
         parts = [
             gather_for_metrics(communicator, step, part, rank, use_gather_object)
@@ -119,12 +119,10 @@ def _real_rows(length: int, rows: int, real: int) -> int:
 
 
 def _has_lists(data: object) -> bool:
-    """Whether the parts are lists and tensors, and some of these lists have other objects than tensors."""
-    parts = [part for _, part in children(data) or ()]
-    return (
-        len(parts) > 0
-        and all(isinstance(part, (list, torch.Tensor)) for part in parts)
-        and not all(isinstance(part, torch.Tensor) or _all_tensors(part) for part in parts)
+    """Whether it is a tuple or mapping of containers and tensors, some of them lists of other objects than tensors."""
+    parts = [part for _, part in children(data) or ()] if isinstance(data, (tuple, Mapping)) else []
+    return all(isinstance(part, (list, tuple, Mapping, torch.Tensor)) for part in parts) and any(
+        _has_lists(part) or (isinstance(part, list) and not _all_tensors(part)) for part in parts
     )
 
 
