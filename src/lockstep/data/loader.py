@@ -21,7 +21,6 @@ from lockstep.data.position import (
     Iteration,
     LoaderSetup,
     Position,
-    Resumption,
     SavedDraws,
     batches_behind,
     read_state,
@@ -32,7 +31,7 @@ from lockstep.data.readers import GlobalBatches, ReadRound, ReadStart
 from lockstep.data.rng import PrivateDraws
 from lockstep.data.skip import check_skip
 from lockstep.errors import UsageError
-from lockstep.runtime.step import LoaderProgress, StepState
+from lockstep.runtime.step import LoaderProgress, Resumption, StepState
 
 
 class PreparedLoader(DataLoader[Any]):

@@ -231,8 +231,8 @@ class MapReader:
         if order is not None and next(order.iterator(), None) is not None:
             sampler = type(self.batches.batch_sampler).__name__
             raise UsageError(
-                f"The position is at the last batch that len() of the {sampler} tells of, but it gives more. Give "
-                "the sampler an exact __len__, or none."
+                f"The loop has the last batch by len() of its {sampler}, but the sampler gives more. Give it an exact "
+                "__len__, or none."
             )
 
     # -- workers whose generators torch has seeded ---------------------------------------------------

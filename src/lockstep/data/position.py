@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -12,9 +11,8 @@ from lockstep.comm.tree import StateDict
 from lockstep.data.drawn import Drawing
 from lockstep.data.rng import States, plain_states, states_of
 from lockstep.data.worker_states import WorkerStates
-from lockstep.errors import CheckpointError, UsageError
-
-logger = logging.getLogger(__name__)
+from lockstep.errors import CheckpointError
+from lockstep.runtime.step import Resumption
 
 _UNCHANGED = "Pass what state_dict() returned, unchanged."
 
@@ -63,43 +61,6 @@ def batches_behind(behind: Progress, rows: int | None) -> int:
         return sum(behind.rounds)
     samples = sum(behind.samples)
     return -(-samples // rows) if rows else samples
-
-
-MOST_READ_AHEAD = 2
-"""Batches that scripts read ahead of the one that they train on."""
-
-
-@dataclass
-class Resumption:
-    """How a script goes on behind a loaded position, until it trains: whether it skips by itself what is behind it.
-
-    ``behind`` batches are, and the script has ``taken`` some since. ``left_over`` is how many of these were the rest of
-    the epoch (None: it still has some).
-    """
-
-    behind: int
-    rank: int
-    taken: int = 0
-    left_over: int | None = None
-    is_settled: bool = False
-
-    def settle(self) -> None:
-        """The script trains on the batch that it took last.
-
-        Raises:
-            UsageError: it has skipped as many batches as are behind the position, or the rest of the epoch.
-        """
-        passed, self.is_settled = self.taken - 1, True
-        text = (
-            f"load_state put a loader behind the {self.behind} batches of its epoch that were done, and the script "
-            f"took {passed} more before the one that it trains on first. If it skips batches that were done, these "
-            "are lost. Remove the skip from the script: the loader continues by itself. Or skip by "
-            f"skip_first_batches(loader, {self.behind}), which does not skip twice."
-        )
-        if passed == self.behind or (self.left_over or 0) > MOST_READ_AHEAD:
-            raise UsageError(text)
-        if passed > 0 and self.rank == 0:
-            logger.warning(text)
 
 
 @dataclass(frozen=True)

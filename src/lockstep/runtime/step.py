@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
+from lockstep.errors import UsageError
 from lockstep.runtime.clock import StepClock
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,43 @@ class BatchCounts:
     def total(self) -> int:
         """Number of samples in the global batch."""
         return sum(self.real)
+
+
+MOST_READ_AHEAD = 2
+"""Batches that scripts read ahead of the one that they train on."""
+
+
+@dataclass
+class Resumption:
+    """How a script goes on behind a loaded position, until it trains: whether it skips by itself what is behind it.
+
+    ``behind`` batches are, and the script has ``taken`` some since. ``left_over`` is how many of these were the rest of
+    the epoch (None: it still has some).
+    """
+
+    behind: int
+    rank: int
+    taken: int = 0
+    left_over: int | None = None
+    is_settled: bool = False
+
+    def settle(self) -> None:
+        """The script trains on the batch that it took last.
+
+        Raises:
+            UsageError: it has skipped as many batches as are behind the position, or the rest of the epoch.
+        """
+        passed, self.is_settled = self.taken - 1, True
+        text = (
+            f"load_state put a loader behind the {self.behind} batches of its epoch that were done, and the script "
+            f"took {passed} more before the one that it trains on first. If it skips batches that were done, these "
+            "are lost. Remove the skip from the script: the loader continues by itself. Or skip by "
+            f"skip_first_batches(loader, {self.behind}), which does not skip twice."
+        )
+        if passed == self.behind or (self.left_over or 0) > MOST_READ_AHEAD:
+            raise UsageError(text)
+        if passed > 0 and self.rank == 0:
+            logger.warning(text)
 
 
 @dataclass(eq=False)
@@ -87,15 +128,6 @@ class Turns(Protocol):
 
     def clears(self) -> bool:
         """A script asks to clear gradients: whether that is done."""
-
-
-class Resumption(Protocol):
-    """An iteration that continues at a loaded position, until the script trains on a batch of it."""
-
-    is_settled: bool
-
-    def settle(self) -> None:
-        """The script trains on the batch that it took last. Raises UsageError if it has skipped others before."""
 
 
 class StateBeingSaved(Protocol):
