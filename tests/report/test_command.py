@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import subprocess
 import sys
 from pathlib import Path
@@ -91,6 +92,23 @@ def test_a_page_that_is_there_is_replaced_whole(tmp_path: Path, capsys: pytest.C
         call(capsys, "report", folder)
         assert reader.read() == "older"
     assert page.read_text("utf-8").startswith("<!doctype html>")
+
+
+def test_links_in_the_folder_of_somebody_else_are_not_followed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, victim = write_run(tmp_path / "run", SMALL), tmp_path / "victim"
+    victim.write_text("precious")
+    for name in ("report.html", f".report.html.{os.getpid()}", ".report.html.guessed"):
+        (folder / name).symlink_to(victim)
+    code, _, _ = call(capsys, "report", folder)
+    assert code == 0 and (folder / "report.html").read_text("utf-8").endswith("</html>\n")
+    assert not (folder / "report.html").is_symlink()
+    # Even a name that is guessed is only taken if it is new.
+    monkeypatch.setattr(secrets, "token_hex", lambda nbytes: "guessed")
+    check_refused(capsys, ["report", str(folder)], "File exists")
+    assert victim.read_text() == "precious"
+    assert (folder / ".report.html.guessed").is_symlink()
 
 
 def test_the_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:

@@ -59,17 +59,16 @@ def command(
     it gets the weights, batches and random numbers of the capsule, for one rank after another. No step is made.
     SpikePolicy writes capsules to the folder of a run.
     """
-    from lockstep.checkpoint.format.capsule import CapsuleFacts
     from lockstep.launch.plan import Program
     from lockstep.parity.runs import CouldNotRun
     from lockstep.replay.replay import replay
-    from lockstep.replay.run import ReplaySpec
+    from lockstep.replay.run import ReplayedRun, ReplaySpec
 
     Program(script, arguments, module).command()  # refuses what is not there
-    CapsuleFacts.read(capsule)
     with tempfile.TemporaryDirectory(prefix="lockstep-replay-") as folder:
         output = str(Path(folder) / "verdict.json")
         spec = ReplaySpec(str(capsule.absolute()), output, ordinary, as_accelerate, module)
+        ReplayedRun(spec)  # refuses a capsule that is not whole
         try:
             verdict, reason = replay(spec, (script, *arguments), Path(folder), timeout), ""
         except CouldNotRun as error:

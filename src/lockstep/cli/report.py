@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+
+from lockstep.config.files import replacing
 
 if TYPE_CHECKING:
     from lockstep.report.report import RunReport
@@ -83,9 +84,8 @@ def _write(path: Path, page: str) -> None:
             raise click.UsageError(
                 f"{str(path)[:200]!r} is a folder. Name a file, such as report.html, with -o."
             )
-        beside = path.with_name(f".{path.name}.{os.getpid()}")
-        beside.write_text(page, encoding="utf-8")
-        os.replace(beside, path)
+        with replacing(path) as file:
+            file.write(page.encode())
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         reason = getattr(error, "strerror", None) or str(error)
         raise click.UsageError(

@@ -8,10 +8,12 @@ from __future__ import annotations
 import errno
 import json
 import os
+import secrets
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, BinaryIO, NoReturn, TypeAlias
 
 from lockstep.config.values import plain, repr_short
 from lockstep.errors import CheckpointError, ConfigError
@@ -141,6 +143,29 @@ def read_plain_file(path: str, limit: int) -> bytes:
             f"{path} has {size} bytes, but at most {limit} are read. Check that this is the right file."
         )
     return content
+
+
+@contextmanager
+def replacing(path: str | Path) -> Iterator[BinaryIO]:
+    """Write a file that takes the place of ``path`` when the block ends; if the block fails, nothing changes.
+
+    Until then the file is beside ``path``. Its name cannot be guessed and must be new: whoever can write into the
+    folder may have put links there.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path = Path(path)
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    with open(beside, "xb") as file:
+        try:
+            yield file
+            file.flush()
+            os.replace(beside, path)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(beside)
+            raise
 
 
 def _refused(path: str, kind: str) -> CheckpointError:

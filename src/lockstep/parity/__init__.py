@@ -9,7 +9,7 @@ if not TYPE_CHECKING:
         __name__,
         {
             "check": ["ParityCheck", "Request"],
-            "reference": ["refuse_other_run"],
+            "reference": ["ReferenceRun", "keep", "kept_in", "refuse_other_run"],
             "runs": ["CheckedProgram", "CouldNotRun", "RunArtifacts", "ScriptRun"],
             "spec": ["ProcessFacts", "RunSpec"],
         },

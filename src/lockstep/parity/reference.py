@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from lockstep.checkpoint.format.documents import validated
+from lockstep.config.values import plain
 from lockstep.errors import ConfigError
 from lockstep.parity.judge.tolerance import Tolerance
 from lockstep.parity.runs import CouldNotRun
 from lockstep.parity.spec import ProcessFacts
-from lockstep.parity.trace.file import Trace
+from lockstep.parity.trace.file import DAMAGED, Trace
+from lockstep.parity.trace.items import TraceItem
 
 
 @dataclass(frozen=True)
@@ -48,9 +51,16 @@ def kept_in(path: Path, seed: int, steps: int) -> ReferenceRun:
             f"{path} was not written by `lockstep check --record`. Write one with that command."
         )
     fields = dict(trace.facts)
-    limits = Tolerance.from_json(fields.pop("tolerance"))
-    fields.pop("parts", None)
-    facts = ProcessFacts.of(fields)
+    try:
+        limits = Tolerance.from_json(validated(dict, fields.pop("tolerance"), "tolerance"))
+        facts = ProcessFacts.of(fields)
+        items = validated(list[TraceItem], list(trace), "order")
+        if not all(trace.has_known_type(item) and item.key in limits for item in items):
+            raise ValueError("a tensor is of an unknown type, or has no tolerance")
+    except DAMAGED as error:
+        raise ConfigError(
+            f"{path} is damaged: {plain(str(error), 200)}. Record it again with `lockstep check --record`."
+        ) from None
     for name, then, now in (("seed", facts.seed, seed), ("steps", facts.steps_asked, steps)):
         if then != now:
             raise CouldNotRun(

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from enum import Enum
 from pathlib import Path
 
+from lockstep.checkpoint.format.documents import validated
 from lockstep.config.files import JsonObject
 
 
@@ -137,6 +138,5 @@ class ProcessFacts:
 
     @classmethod
     def of(cls, fields: JsonObject) -> ProcessFacts:
-        axes = {name: (size, index) for name, (size, index) in fields["axes"].items()}
-        lists = {name: tuple(map(tuple, fields[name])) for name in ("unrepeatable", "drawn")}
-        return cls(**{**fields, "axes": axes, "notes": tuple(fields["notes"]), **lists})
+        """What ``to_json`` made. Raises ValueError: a value is of another kind."""
+        return validated(cls, fields, "facts")

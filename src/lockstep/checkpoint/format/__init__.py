@@ -8,7 +8,7 @@ if not TYPE_CHECKING:
     __getattr__ = names_of_modules(
         __name__,
         {
-            "capsule": ["CapsuleFacts", "RankCapsule"],
+            "capsule": ["CapsuleFacts", "KeptBatch", "RankCapsule"],
             "codec": ["decode", "encode", "tensor_names"],
             "documents": [
                 "canonical",

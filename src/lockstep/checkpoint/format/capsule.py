@@ -15,12 +15,16 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from lockstep.checkpoint.format.codec import Document, decode, encode
+from lockstep.checkpoint.format.codec import decode, encode
+from lockstep.config.files import check_plain_file, read_plain_file
 from lockstep.errors import CheckpointError, ConfigError
 
 FORMAT = "lockstep capsule 1"
 FACTS = "capsule.json"
 WEIGHTS = "weights"
+LARGEST_JSON_BYTES = 256 << 20
+UNREADABLE = (OSError, CheckpointError, ValueError, RecursionError)
+"""What reading a file raises that is not there, torn, or of other contents than it should be."""
 
 
 @dataclass(frozen=True)
@@ -68,19 +72,23 @@ class CapsuleFacts:
     @classmethod
     def read(cls, folder: Path) -> CapsuleFacts:
         """Those of a capsule. Raises ConfigError: ``folder`` is none."""
+        # With pydantic, which a run may never need.
+        from lockstep.checkpoint.format.documents import validated
+
         try:
-            found: Document = json.loads((folder / FACTS).read_text("utf-8"))
-            if found.pop("format") != FORMAT:
-                raise ConfigError(
-                    f"{folder} is a capsule of another version of Lockstep. Replay it with that version."
-                )
-            history = {kind: (float(one[0]), float(one[1])) for kind, one in found.pop("history").items()}
-            return cls(**{**found, "history": history, "data_ranks": tuple(found["data_ranks"])})
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            found = _document(folder / FACTS)
+            if not isinstance(found, dict) or found.get("format") != FORMAT:
+                raise ValueError(f"its format is not {FORMAT!r}, so it is of another version of Lockstep")
+            return validated(cls, found, FACTS)
+        except UNREADABLE as error:
             raise ConfigError(
-                f"{folder} is no capsule ({type(error).__name__}: {error}). Name a folder below capsules/ in a run's "
-                "folder."
+                f"{folder} is no capsule: {str(error).rstrip('.')}. Name a folder below capsules/ in a run's folder."
             ) from error
+
+
+def _document(path: Path) -> object:
+    # NaN is no JSON, but what the loss of a bad step may be.
+    return json.loads(read_plain_file(str(path), LARGEST_JSON_BYTES))
 
 
 @dataclass
@@ -107,6 +115,8 @@ class RankCapsule:
         inexact: Why this is not what the rank trained on, in a sentence; "": it is.
     """
 
+    __pydantic_config__ = {"arbitrary_types_allowed": True}
+
     batches: list[KeptBatch]
     losses: list[tuple[float, float]]
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -129,17 +139,15 @@ class RankCapsule:
     @classmethod
     def read(cls, folder: Path, rank: int) -> RankCapsule:
         """Raises ConfigError: the rank's files are not there, or not whole."""
+        from lockstep.checkpoint.format.documents import validated
+
+        name = f"rank-{rank}"
         try:
-            tensors = load_file(folder / f"rank-{rank}.safetensors")
-            found = json.loads((folder / f"rank-{rank}.json").read_text("utf-8"))
-            return cls(
-                [KeptBatch(**decode(each, tensors)) for each in found["batches"]],
-                [(value, weight) for value, weight in decode(found["losses"], tensors)],
-                decode(found["buffers"], tensors),
-                found["inexact"],
-            )
-        except (OSError, ValueError, KeyError, TypeError, SafetensorError, CheckpointError) as error:
+            check_plain_file(str(folder / f"{name}.safetensors"))
+            tensors = load_file(folder / f"{name}.safetensors")
+            return validated(cls, decode(_document(folder / f"{name}.json"), tensors), f"{name}.json")
+        except (SafetensorError, *UNREADABLE) as error:
             raise ConfigError(
-                f"{folder} has no complete files of rank {rank} ({type(error).__name__}: {error}). Replay "
-                "another capsule."
+                f"{folder} has no complete files of rank {rank}: {str(error).rstrip('.')}. Replay another "
+                "capsule."
             ) from error

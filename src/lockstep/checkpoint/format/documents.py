@@ -24,7 +24,7 @@ from typing import Annotated, Any, Literal, NoReturn, TypeVar
 import numpy
 import torch
 from blake3 import blake3
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from lockstep import __version__
 from lockstep.checkpoint.format.codec import Document
@@ -162,17 +162,25 @@ def _finite(text: str) -> float:
     return number if number - number == 0 else _refuse_constant(text)
 
 
-Model = TypeVar("Model", bound=BaseModel)
+Form = TypeVar("Form")
 
 
-def checked(model: type[Model], document: object, path: str) -> Model:
-    """``document`` as ``model``. Raises CheckpointError naming the first place that does not fit."""
+def validated(form: type[Form], document: object, path: str) -> Form:
+    """``document`` as ``form``, a model, dataclass or type. Raises ValueError: names the first place that differs."""
     try:
-        return model.model_validate(document)
+        return TypeAdapter(form).validate_python(document)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
-        raise CheckpointError(f"{path}: {place}: {first['msg']}. Load another checkpoint.") from error
+        raise ValueError(f"{path}: {place}: {first['msg']}") from error
+
+
+def checked(form: type[Form], document: object, path: str) -> Form:
+    """As ``validated``. Raises CheckpointError."""
+    try:
+        return validated(form, document, path)
+    except ValueError as error:
+        raise CheckpointError(f"{error}. Load another checkpoint.") from error
 
 
 MANIFEST = "manifest.json"

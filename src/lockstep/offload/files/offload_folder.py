@@ -21,7 +21,7 @@ from types import TracebackType
 
 import torch
 
-from lockstep.config.files import check_plain_file, read_plain_file
+from lockstep.config.files import check_plain_file, read_plain_file, replacing
 from lockstep.config.values import repr_short
 from lockstep.errors import CheckpointError, OffloadError
 from lockstep.offload.device_map.memory import dtype_of
@@ -214,14 +214,10 @@ def _write_part(folder: str, tensors: list[TensorToWrite], keys: Mapping[str, st
 
 
 def _write_index(folder: str, index: Mapping[str, object]) -> None:
-    partial = os.path.join(folder, f"{INDEX}.partial")
     try:
-        with open(partial, "w", encoding="utf-8") as file:
-            json.dump(index, file, indent=2)
-        os.replace(partial, os.path.join(folder, INDEX))
+        with replacing(os.path.join(folder, INDEX)) as file:
+            file.write(json.dumps(index, indent=2).encode())
     except OSError as error:
-        with suppress(OSError):
-            os.unlink(partial)
         raise _unwritten(folder, 0, error) from error
 
 
@@ -230,7 +226,9 @@ def _locked(folder: str) -> Iterator[None]:
     """Alone in the folder among processes, such as ranks that offload the same weights."""
     try:
         os.makedirs(folder, exist_ok=True)
-        descriptor = os.open(os.path.join(folder, ".offload.lock"), os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = os.open(
+            os.path.join(folder, ".offload.lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644
+        )
     except OSError as error:
         raise _unwritten(folder, 0, error) from error
     try:

@@ -24,6 +24,7 @@ from statistics import median
 import torch
 
 from lockstep.check.rounding import LARGE, MANY, MULTIPLE, SMALLEST, Rounding, bounded
+from lockstep.checkpoint.format.documents import validated
 from lockstep.config.files import JsonObject
 from lockstep.parity.judge.signs import UnknownSigns
 from lockstep.parity.trace.file import Trace
@@ -97,8 +98,9 @@ class Tolerance(Mapping[str, Limit]):
 
     @classmethod
     def from_json(cls, fields: JsonObject) -> Tolerance:
-        """What ``to_json`` made."""
-        return cls({key: Limit(*limit) for key, limit in fields["limits"].items()}, fields["multiple"])
+        """What ``to_json`` made. Raises ValueError: it is something else."""
+        limits = validated(dict[str, Limit], fields.get("limits"), "limits")
+        return cls(limits, validated(float, fields.get("multiple"), "multiple"))
 
 
 def tolerance_of(

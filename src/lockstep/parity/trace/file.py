@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 import mmap
-import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -21,12 +20,14 @@ from safetensors import SafetensorError, safe_open
 from lockstep.checkpoint.format.tensors import DTYPES, dtype_name
 from lockstep.comm.collectives import as_bytes
 from lockstep.comm.layout import ShardRegion
-from lockstep.config.files import JsonObject
-from lockstep.errors import ConfigError
+from lockstep.config.files import JsonObject, check_plain_file, replacing
+from lockstep.errors import CheckpointError, ConfigError
 from lockstep.parity.trace.items import TraceItem
 from lockstep.parity.trace.measure import as_regions
 
 FORMAT = "lockstep trace 2"
+DAMAGED = (ValueError, TypeError, KeyError, RecursionError)
+"""What reading JSON raises that is torn, or of other contents than it should be."""
 _COPY_BYTES = 16 << 20
 
 
@@ -80,6 +81,7 @@ class Trace:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
+            check_plain_file(str(path))
             # safe_open checks that the header is right.
             with safe_open(path, framework="pt") as file:
                 about = file.metadata() or {}
@@ -88,17 +90,17 @@ class Trace:
                 self._entries: dict[str, JsonObject] = json.loads(file.read(length))
                 # Copy on write: torch wants memory that it may write to, and the file must stay what it is.
                 self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        except (OSError, SafetensorError) as error:
+            self._begin = 8 + length
+            if about.get("format") != FORMAT or not {"facts", "order"} <= about.keys():
+                raise ValueError(f"it is not a trace of a run ({FORMAT})")
+            self.facts: JsonObject = json.loads(about["facts"])
+            self._places = {key: place for place, key in enumerate(json.loads(about["order"]))}
+            if type(self.facts) is not dict or {"__metadata__", *self._places} != set(self._entries):
+                raise ValueError("its list of tensors or its facts are not those of its tensors")
+        except (OSError, SafetensorError, CheckpointError, *DAMAGED) as error:
             raise ConfigError(
-                f"{path} cannot be read as a trace: {error}. Write one with --record."
+                f"{path} cannot be read as a trace: {str(error).rstrip('.')}. Write one with `lockstep check --record`."
             ) from None
-        self._begin = 8 + length
-        if about.get("format") != FORMAT:
-            raise ConfigError(
-                f"{path} is not a trace of a run ({FORMAT}). Write one with `lockstep check --record`."
-            )
-        self.facts: JsonObject = json.loads(about["facts"])
-        self._places = {key: place for place, key in enumerate(json.loads(about["order"]))}
 
     @cached_property
     def _items(self) -> list[TraceItem]:
@@ -130,6 +132,10 @@ class Trace:
 
     def shape(self, item: TraceItem) -> tuple[int, ...]:
         return tuple(self._entries[item.key]["shape"])
+
+    def has_known_type(self, item: TraceItem) -> bool:
+        """Whether torch has a type for its elements."""
+        return self._entries[item.key]["dtype"] in DTYPES
 
     def is_float(self, item: TraceItem) -> bool:
         """Whether its numbers are rounded."""
@@ -170,12 +176,9 @@ def _write(path: Path, header: Mapping[str, object], data: BinaryIO) -> None:
     content = json.dumps(header).encode()
     # Data begins at a multiple of 8, as in all safetensors files.
     content += b" " * (-len(content) % 8)
-    # Under its own name the file appears only when it is whole.
-    partial = path.with_name(f"{path.name}.partial")
-    with partial.open("wb") as file:
+    with replacing(path) as file:
         file.write(len(content).to_bytes(8, "little") + content)
         shutil.copyfileobj(data, file, _COPY_BYTES)
-    os.replace(partial, path)
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
