@@ -195,10 +195,15 @@ def test_each_machine_has_its_own_files_and_those_of_the_one_before(
     assert {"manifest.json", "state.json", "tensors.json"} < everything.keys()
 
 
-def survives(folder: str, lost: list[int]) -> tuple[list[str], str, list[str]]:
+def survives(
+    folder: str,
+    lost: list[int],
+    lose: Callable[[Path], object] = shutil.rmtree,
+    machines: Sequence[Sequence[int]] = MACHINES,
+) -> tuple[list[str], str, list[str]]:
     """The state after it was loaded without what some machines had; how loading failed; what this machine has then."""
     run = Run("zero=3", numbered(folder))
-    here = on_machines(run, folder, MACHINES)
+    here = on_machines(run, folder, machines)
     run.train(2)
     expected = run.state()
     run.accelerator.save_state(in_memory=True)
@@ -208,7 +213,7 @@ def survives(folder: str, lost: list[int]) -> tuple[list[str], str, list[str]]:
     assert memory is not None
     if memory.machine in lost and memory.group.is_coordinator:
         for child in here.iterdir():
-            shutil.rmtree(child)
+            lose(child)
     run.accelerator.wait_for_everyone()
     said = failure(run.accelerator.load_state)
     files = sorted(path.name for path in here.glob("*/*")) if not said else []
@@ -232,6 +237,44 @@ def test_two_neighbours_that_are_lost_are_too_many(run_distributed: Any, tmp_pat
     for differs, said, _ in run_distributed(survives, 4, str(tmp_path), [0, 1]):
         assert differs
         assert said.startswith("NoCheckpointError: There is no checkpoint in")
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def flip_all(folder: Path) -> None:
+    """A bit of every file, none of which changes its size; the manifest stays whole."""
+    for path in folder.iterdir():
+        if path.name != MANIFEST:
+            flip(path)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "machines", "harmed"),
+    [(2, [[0], [1]], [0]), (2, [[0], [1]], [1]), *((4, MACHINES, [number]) for number in range(3))],
+)
+def test_damaged_copies_are_replaced_by_whole_ones(
+    run_distributed: Any, tmp_path: Path, world_size: int, machines: list[list[int]], harmed: list[int]
+) -> None:
+    contents: set[frozenset[tuple[str, bytes]]] = set()
+    for differs, said, files in run_distributed(
+        survives, world_size, str(tmp_path), harmed, flip_all, machines
+    ):
+        assert (differs, said) == ([], "")
+        assert {f"rank-{rank:05d}.json" for rank in range(world_size)} < set(files)
+    for number in range(len(machines)):
+        folder = tmp_path / f"machine-{number}/checkpoint_0.1"
+        contents.add(frozenset((path.name, path.read_bytes()) for path in folder.iterdir()))
+    assert len(contents) == 1, "each machine has the same whole files then"
+
+
+def test_a_file_of_which_all_copies_are_damaged_is_named(run_distributed: Any, tmp_path: Path) -> None:
+    for differs, said, _ in run_distributed(survives, 4, str(tmp_path), [0, 1], flip_all):
+        assert differs
+        assert said.startswith("CheckpointError: ") and "is damaged: its BLAKE3 digest" in said
 
 
 def stale(folder: str) -> list[str]:
@@ -280,12 +323,6 @@ def test_another_number_of_ranks_loads_it(run_distributed: Any, tmp_path: Path) 
 
 
 # Damage and failures ----------------------------------------------------------------------------------
-
-
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
 
 
 DAMAGE: dict[str, Callable[[Path], object]] = {

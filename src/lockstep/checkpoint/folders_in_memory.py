@@ -17,10 +17,10 @@ from dataclasses import dataclass
 import torch
 
 from lockstep.checkpoint.folders import ELSEWHERE, CheckpointGroup, Folders, StagingArea, explained
-from lockstep.checkpoint.format.documents import MANIFEST, FileRecord, Manifest, digest_of
+from lockstep.checkpoint.format.documents import MANIFEST, FileRecord, Manifest, digest_of, record_of
 from lockstep.checkpoint.store.base import Store
 from lockstep.checkpoint.store.local import LocalStore
-from lockstep.checkpoint.store.verify import read_manifest
+from lockstep.checkpoint.store.verify import in_parallel, read_manifest
 from lockstep.config.handlers import ProjectConfiguration
 from lockstep.config.sources import memory_folder
 from lockstep.errors import CheckpointError, UsageError
@@ -188,15 +188,42 @@ class FoldersInMemory:
                 found[name] = manifest.to_bytes(), here
         return found
 
-    def missing(self, checkpoint: MemoryCheckpoint) -> list[Transfer]:
-        """What each machine lacks of a checkpoint, from machines that have it; the ranks of both share the work."""
+    def damaged(self, checkpoint: MemoryCheckpoint) -> list[str]:
+        """Of this rank's share of the files here, those of another content than the manifest says."""
         manifest = Manifest.from_bytes(checkpoint.manifest, str(checkpoint))
+        first, step = self.group.share
+        here = sorted(name for name, holders in checkpoint.holders.items() if self.machine in holders)[
+            first::step
+        ]
+        found = in_parallel(self._digest, [f"{self.path}/{checkpoint.name}/{name}" for name in here])
+        return [
+            name for name, digest in zip(here, found, strict=True) if digest != manifest.files[name].blake3
+        ]
+
+    def _digest(self, path: str) -> str:
+        try:
+            return record_of(self.store.blocks(path)).blake3
+        except OSError:
+            return ""
+
+    def missing(self, checkpoint: MemoryCheckpoint, damaged: Sequence[Sequence[str]]) -> list[Transfer]:
+        """What each machine lacks of a checkpoint, from machines that have it; the ranks of both share the work.
+
+        Args:
+            damaged: What each rank has found to be damaged on its machine.
+        """
+        manifest = Manifest.from_bytes(checkpoint.manifest, str(checkpoint))
+        broken = [{name for rank in ranks for name in damaged[rank]} for ranks in self.machines]
+        # Of what is damaged everywhere all get a copy, so that all name the damage.
+        whole = {
+            name: [number for number in holders if name not in broken[number]] or holders
+            for name, holders in checkpoint.holders.items()
+        }
         found = []
-        for ranks, number in zip(self.machines, range(len(self.machines)), strict=True):
-            absent = [name for name in sorted(manifest.files) if number not in checkpoint.holders[name]]
+        for number, ranks in enumerate(self.machines):
+            absent = [name for name in sorted(manifest.files) if number not in whole[name]]
             for place, name in enumerate(absent):
-                holders = checkpoint.holders[name]
-                sources = self.machines[holders[(number + place) % len(holders)]]
+                sources = self.machines[whole[name][(number + place) % len(whole[name])]]
                 source, target = sources[place % len(sources)], ranks[place % len(ranks)]
                 found.append(Transfer(source, target, name, manifest.files[name].size))
         return found

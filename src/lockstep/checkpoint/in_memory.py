@@ -126,7 +126,7 @@ def opened_in_memory(checkpointer: Checkpointer, checkpoint: MemoryCheckpoint) -
     """The folder of a checkpoint on this machine, with all its files, verified. Collective.
 
     Raises:
-        CheckpointError: a file is damaged, or there is no room for what other machines have of it.
+        CheckpointError: all copies of a file are damaged, or there is no room for what other machines have of it.
     """
     memory, communicator = open_memory(checkpointer), checkpointer.communicator
     # From each rank to all: whether its machine has a folder for the checkpoint; and where it is.
@@ -137,14 +137,20 @@ def opened_in_memory(checkpointer: Checkpointer, checkpoint: MemoryCheckpoint) -
     memory.path = communicator.gather_object([memory.path])[memory.group.coordinator]
     folder = f"{memory.path}/{checkpoint.name}"
 
-    # From ranks of machines that have a file to ranks of those that lack it: that file, in a group that all make.
-    missing = memory.missing(checkpoint)
+    # From each rank to all: which of its share of the files here have other digests than the manifest's.
+    with raise_on_all_ranks(communicator):
+        mine = memory.damaged(checkpoint)
+    damaged = communicator.gather_object([mine])
+
+    # From ranks of machines that have a whole file to ranks of those that lack it: that file, in a group that all make.
+    missing = memory.missing(checkpoint, damaged)
     if missing:
         _transfer(checkpointer.gloo_communicator(), missing, folder)
 
-    # From each rank to all: whether its share of the files here has the digests of the manifest.
-    with raise_on_all_ranks(communicator):
-        verify_checkpoint(memory.store, folder, memory.group.share)
+    # From each rank to all: whether its share of the files is whole now. A damaged one may have had no other copy.
+    if missing or any(damaged):
+        with raise_on_all_ranks(communicator):
+            verify_checkpoint(memory.store, folder, memory.group.share)
     yield folder
 
 
