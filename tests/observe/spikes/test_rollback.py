@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ import pytest
 import torch
 
 from lockstep import Accelerator, SpikeError, SpikePolicy, set_seed
-from lockstep.errors import ConfigError
+from lockstep.errors import CheckpointError, ConfigError
 from lockstep.history import EVENTS, MEASURES, read_lines
 from tests.observe.spikes.problem import (
     PLANTED,
@@ -47,8 +49,8 @@ def trained_on(skip_steps: int = 0) -> list[int]:
     return trained
 
 
-def only(cell: Cell, steps: list[int]) -> list[Batch]:
-    found, window = batches(cell, PLANTED), cell.accumulation * cell.data
+def only(cell: Cell, steps: list[int], planted: Mapping[int, str] = PLANTED) -> list[Batch]:
+    found, window = batches(cell, planted), cell.accumulation * cell.data
     return [one for step in steps for one in found[step * window : (step + 1) * window]]
 
 
@@ -173,6 +175,62 @@ def test_there_must_be_a_checkpoint() -> None:
     cell = Cell()
     run = Run(cell, POLICY, batches(cell, {10: "nan"}))
     expect_refusal(SpikeError, "go back", run.train)
+
+
+def flip(folder: Path) -> None:
+    path = next(folder.glob("model-*"))
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "a bit is another": flip,
+    "removed": shutil.rmtree,
+    "no manifest": lambda folder: (folder / "manifest.json").unlink(),
+}
+
+
+def with_damaged(cell: Cell, folder: Path) -> list[list[str]]:
+    """Per kind of damage to the two newest of three checkpoints: what differs from a run that never had them."""
+    torch.set_num_threads(1)
+    found = []
+    for kind, damage in DAMAGE.items():
+        run = Run(cell, POLICY, batches(cell, {10: "nan"}))
+        main = run.accelerator.is_main_process
+        saves = {3: "first", 5: "second", 8: "third"}
+        for behind in run:
+            name = saves.get(behind // cell.accumulation) if behind % cell.accumulation == 0 else None
+            if name is not None:
+                run.accelerator.save_state(folder / kind / name)
+                if name != "first" and main:
+                    damage(folder / kind / name)
+                run.accelerator.wait_for_everyone()
+        kept = [step for step in range(STEPS) if not 3 <= step <= 10]
+        without = Run(cell, None, only(cell, kept, {}))
+        without.train()
+        assert run.skipped == [10]
+        found.append(differences(run.state(), without.state()))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world_size", "cell"),
+    [(1, Cell()), (1, Cell(accumulation=2)), (2, Cell(data=2)), (2, Cell("zero=3", data=2))],
+)
+def test_of_damaged_checkpoints_the_newest_whole_one_is_gone_back_to(
+    run_distributed: Any, tmp_path: Path, world_size: int, cell: Cell
+) -> None:
+    assert run_distributed(with_damaged, world_size, cell, tmp_path) == [[[]] * len(DAMAGE)] * world_size
+
+
+def test_without_a_whole_checkpoint_the_newest_one_is_named(tmp_path: Path) -> None:
+    cell = Cell()
+    run = Run(cell, POLICY, batches(cell, {10: "nan"}))
+    for name in ("first", "second"):
+        run.accelerator.save_state(tmp_path / name)
+        flip(tmp_path / name)
+    expect_refusal(CheckpointError, "is damaged", run.train)
 
 
 def test_a_run_that_does_not_recover_stops(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lockstep.comm.collectives import Communicator
 from lockstep.comm.tree import StateDict
 from lockstep.config.spikes import LARGEST_WINDOW, SpikePolicy
-from lockstep.errors import SpikeError, UsageError
+from lockstep.errors import CheckpointError, SpikeError, UsageError
 from lockstep.observe.spikes.bad_step import BadStep, GoesBack, KeepsSteps, Spike
 from lockstep.observe.spikes.history import RecentValues
 
@@ -62,7 +62,8 @@ class SpikeWatch:
         self.steps_skipped = self.batches_skipped = self.samples_skipped = 0
         self._skips_in_a_row = 0
         self._keeper = keeper
-        self._checkpoint: tuple[str, int] | None = None
+        # The steps behind each checkpoint, the newest last.
+        self._checkpoints: dict[str, int] = {}
         self._saved_at = 0
         # The checkpoint that was gone back to last, how many times, and up to which batch.
         self._gone_back = ("", 0, 0)
@@ -82,11 +83,16 @@ class SpikeWatch:
 
     def saved(self, path: str) -> None:
         """That checkpoint is complete; told to rank 0, by any thread."""
-        self._checkpoint = path, self._saved_at
+        self._add(path, self._saved_at)
 
     def loaded(self, path: str) -> None:
         """The run goes on from this checkpoint."""
-        self._checkpoint = path, self.steps
+        self._add(path, self.steps)
+
+    def _add(self, path: str, steps: int) -> None:
+        # What is replaced is no older one.
+        self._checkpoints.pop(path, None)
+        self._checkpoints[path] = steps
 
     def backward(self, loss: torch.Tensor, weight: torch.Tensor | float | None) -> None:
         """A micro-batch's loss as ``Accelerator.backward`` gets it: 0-d, or with ``weight`` of any shape."""
@@ -195,7 +201,7 @@ class SpikeWatch:
         if self._keeper is None:
             return None
         history = {kind: recent.median_and_mad() for kind, recent in self._recent.items() if recent.values()}
-        path, saved_at = self._checkpoint or ("", self.steps - 1)
+        path, saved_at = next(reversed(self._checkpoints.items()), ("", self.steps - 1))
         return self._keeper.keep(
             BadStep(
                 self.steps,
@@ -250,12 +256,11 @@ class SpikeWatch:
         return {"action": "skip", "skipped": skipped, "samples": samples}
 
     def _go_back(self, sentence: str) -> dict[str, object]:
-        """All that was trained on since the newest checkpoint is undone, and left out. Collective."""
+        """All that was trained on since the newest whole checkpoint is undone, and left out. Collective."""
         # From rank 0, which is told of checkpoints, to all.
-        path: str = self._communicator.gather_object([self._checkpoint[0] if self._checkpoint else ""])[0]
-        before, times, until = self._gone_back
-        times = times + 1 if path == before else 1
-        if not path or self.goes_back is None:
+        known: list[list[str]] = self._communicator.gather_object([[*reversed(self._checkpoints)]])
+        paths, (before, times, until) = known[0], self._gone_back
+        if not paths or self.goes_back is None:
             return {
                 "action": "stop",
                 "reason": (
@@ -263,10 +268,11 @@ class SpikeWatch:
                     "this step. Call save_state regularly, or pass SpikePolicy(action='skip')."
                 ),
             }
+        times = times + 1 if paths[0] == before else 1
         if times > self.policy.max_skips:
             return {
                 "action": "stop",
-                "reason": f"{sentence}, after going back to {path} {self.policy.max_skips} times. Load an older "
+                "reason": f"{sentence}, after going back to {before} {self.policy.max_skips} times. Load an older "
                 "checkpoint and lower the learning rate, or raise the thresholds.",
             }
         # Before the load, which takes the counts back to the checkpoint's.
@@ -274,7 +280,7 @@ class SpikeWatch:
         steps, batches, all_samples = self.steps, self.batches + left, self.samples + (samples or 0)
         samples_before = self.samples_skipped
         # This brings the counts and the history of that moment.
-        self.goes_back.load(path)
+        path = self._load_newest(self.goes_back, paths)
         # What an earlier going back has left out is not told again.
         first = max(self.batches, until) + 1
         self.steps_skipped += steps - self.steps
@@ -282,7 +288,8 @@ class SpikeWatch:
         self.samples_skipped += all_samples - self.samples
         # Steps that are undone were asked for, too.
         self.steps, self.batches, self.samples = steps, batches, all_samples
-        self._gone_back, self._checkpoint = (path, times, batches), (path, steps)
+        self._gone_back = path, times, batches
+        self._add(path, steps)
         if self._communicator.runtime.is_main:
             logger.warning("%s: all ranks go back to %s, and then skip these batches.", sentence, path)
         return {
@@ -291,6 +298,21 @@ class SpikeWatch:
             "samples": self.samples_skipped - samples_before,
             "checkpoint": path,
         }
+
+    def _load_newest(self, goes_back: GoesBack, paths: list[str]) -> str:
+        """Load the first of these that is there and whole; the others are forgotten. Collective."""
+        for path in paths:
+            try:
+                goes_back.load(path)
+                return path
+            except CheckpointError as error:
+                # Nothing was changed.
+                if path == paths[-1]:
+                    raise
+                self._checkpoints.pop(path, None)
+                if self._communicator.runtime.is_main:
+                    logger.warning("Skipped %s: %s", path, error)
+        raise AssertionError
 
     def state_dict(self) -> StateDict:
         """What it needs to decide as if the run had not been interrupted; only ``open`` is of this rank alone."""
