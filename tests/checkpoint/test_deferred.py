@@ -21,7 +21,7 @@ from lockstep import Accelerator
 from lockstep.checkpoint import SMALL_BYTES, DeferredCopies, FrozenTensor, Writer, save_checkpoint
 from lockstep.checkpoint.store import LocalStore
 from lockstep.comm import local
-from lockstep.errors import LockstepError
+from lockstep.errors import LockstepError, UsageError
 from tests.marks import again
 from tests.patching import module_of
 
@@ -472,3 +472,35 @@ def test_files_are_written_by_threads_that_yield_to_training(run_distributed: An
     ((before, writing, after),) = run_distributed(priorities, 1, str(tmp_path / "state"))
     assert before == after
     assert writing == {min(before + 10, 19)}
+
+
+def frozen_model() -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(LARGE, 1), nn.Linear(1, LARGE).requires_grad_(False))
+    model.register_buffer("table", torch.arange(float(LARGE)))
+    return model
+
+
+@pytest.mark.parametrize("name", ["0.weight", "1.weight", "table"])
+def test_memory_that_is_freed_during_a_save_is_saved_as_it_was(tmp_path: Path, name: str) -> None:
+    accelerator, plain = Accelerator(cpu=True), frozen_model()
+    model, _ = accelerator.prepare(plain, torch.optim.SGD(plain[0].parameters(), 0.1))
+    tensors = {**dict(plain.named_parameters()), **dict(plain.named_buffers())}
+    expected = {key: tensor.detach().clone() for key, tensor in tensors.items()}
+    accelerator.save_state(tmp_path / "saved", blocking=False)
+    tensors[name].untyped_storage().resize_(0)
+    accelerator.wait_for_checkpoint()
+    other = Accelerator(cpu=True)
+    found = frozen_model()
+    other.prepare(found, torch.optim.SGD(found[0].parameters(), 0.1))
+    other.load_state(tmp_path / "saved")
+    assert all(torch.equal(tensor, expected[key]) for key, tensor in found.state_dict().items())
+
+
+def test_a_resized_storage_is_named_by_our_sentence(tmp_path: Path) -> None:
+    accelerator, plain = Accelerator(cpu=True), frozen_model()
+    accelerator.prepare(plain, torch.optim.SGD(plain[0].parameters(), 0.1))
+    accelerator.save_state(tmp_path / "saved", blocking=False)
+    storage = plain[0].weight.untyped_storage()
+    storage.resize_(2 * storage.nbytes())
+    with pytest.raises(UsageError, match=r"resize_.*wait_for_checkpoint"):
+        accelerator.wait_for_checkpoint()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.errors import UsageError
 from lockstep.torch_internals.versions import undisturbed
 
 
@@ -39,9 +40,22 @@ def is_shared(tensor: Tensor) -> bool:
 def take_back(tensor: Tensor) -> None:
     """Let the tensor's memory be its own again, where it is: its clones must be gone. Several threads may write then.
 
-    Relies on: ``data_ptr`` is asked for in order to write.
+    Relies on: ``data_ptr`` is asked for in order to write. Of a resized storage torch raises an internal assertion then.
+
+    Raises:
+        UsageError: its storage was resized while it was shared.
     """
-    tensor.data_ptr()
+    # Memory that was freed need not be its own.
+    if not tensor.untyped_storage().nbytes():
+        return
+    try:
+        tensor.data_ptr()
+    except RuntimeError as error:
+        raise UsageError(
+            f"The storage of a tensor of shape {list(tensor.shape)} was resized (untyped_storage().resize_) while "
+            "save_state(blocking=False) shared its memory, and torch cannot use it any more. Call "
+            "accelerator.wait_for_checkpoint() before you resize storages."
+        ) from error
 
 
 @functools.cache
