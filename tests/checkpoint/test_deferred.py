@@ -483,7 +483,7 @@ def frozen_model() -> nn.Sequential:
 @pytest.mark.parametrize("name", ["0.weight", "1.weight", "table"])
 def test_memory_that_is_freed_during_a_save_is_saved_as_it_was(tmp_path: Path, name: str) -> None:
     accelerator, plain = Accelerator(cpu=True), frozen_model()
-    model, _ = accelerator.prepare(plain, torch.optim.SGD(plain[0].parameters(), 0.1))
+    accelerator.prepare(plain, torch.optim.SGD(plain[0].parameters(), 0.1))
     tensors = {**dict(plain.named_parameters()), **dict(plain.named_buffers())}
     expected = {key: tensor.detach().clone() for key, tensor in tensors.items()}
     accelerator.save_state(tmp_path / "saved", blocking=False)

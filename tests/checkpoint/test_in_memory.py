@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import shutil
+import subprocess
+import sys
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -480,3 +484,56 @@ def test_folders_of_processes_that_were_killed_are_removed_and_no_others(tmp_pat
     finally:
         foreign.rmdir()
         mine.close()
+
+
+def outlives_children(folder: str) -> list[tuple[bool, list[str]]]:
+    """After a forked child has ended in each way: whether the folder is there, and what a load does not restore."""
+    run, found = Run(project=numbered(folder)), []
+    saved = run.accelerator.save_state(in_memory=True)
+    expected = run.state()
+    for way in ("exits", "collects"):
+        child = os.fork() if run.accelerator.is_main_process else None
+        if child == 0:
+            with open(os.devnull, "w") as nowhere:
+                os.dup2(nowhere.fileno(), 2)
+            # As the interpreter does at its end.
+            if way == "collects":
+                run.accelerator._checkpointer.memory = None
+                gc.collect()
+            weakref.finalize._exitfunc()  # type: ignore[attr-defined]
+            os._exit(0)
+        if child:
+            os.waitpid(child, 0)
+        run.train(1)
+        run.accelerator.wait_for_everyone()
+        is_there = Path(saved).is_dir()
+        run.accelerator.load_state()
+        found.append((is_there, differing(run.state(), expected)))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_end_of_a_forked_child_removes_nothing(
+    run_distributed: Any, tmp_path: Path, world_size: int
+) -> None:
+    assert run_distributed(outlives_children, world_size, str(tmp_path)) == [[(True, [])] * 2] * world_size
+
+
+def test_a_script_keeps_its_checkpoint_when_its_child_exits(tmp_path: Path) -> None:
+    script = tmp_path / "forks.py"
+    script.write_text(
+        "import os, sys, torch\n"
+        "from lockstep import Accelerator, ProjectConfiguration\n"
+        f"project = ProjectConfiguration({str(tmp_path)!r}, automatic_checkpoint_naming=True)\n"
+        "accelerator = Accelerator(cpu=True, project_config=project)\n"
+        "model = accelerator.prepare(torch.nn.Linear(4, 4))\n"
+        "saved = accelerator.save_state(in_memory=True)\n"
+        "child = os.fork()\n"
+        "if child == 0: sys.exit(0)\n"
+        "os.waitpid(child, 0)\n"
+        "accelerator.load_state()\n"
+        "print(saved, flush=True)\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert not os.path.exists(done.stdout.strip()), "it is gone with the process itself"

@@ -24,6 +24,7 @@ class MemoryFolder:
     """
 
     def __init__(self) -> None:
+        self._owner = os.getpid()
         for name in os.listdir(MEMORY):
             if re.fullmatch(rf"{PREFIX}[a-z0-9_]{{8}}", name):
                 _remove_unowned(f"{MEMORY}/{name}")
@@ -36,7 +37,9 @@ class MemoryFolder:
                 return
 
     def close(self) -> None:
-        """Remove it."""
+        """Remove it. In a forked child this does nothing: the folder is its parent's."""
+        if os.getpid() != self._owner:
+            return
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._handle)
 
