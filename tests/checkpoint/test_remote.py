@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from checkpoint import object_store
 from checkpoint.object_store import FailsAt, Killed, KilledAt, ObjectStore, failing, keys
 from lockstep import Accelerator, ProjectConfiguration
-from lockstep.checkpoint.store import LocalStore, store_for
+from lockstep.checkpoint.store import LocalStore, parse_url, store_for
 from lockstep.errors import CheckpointError, ConfigError, LockstepError, NoCheckpointError, UsageError
 from tests.refusals import expect_refusal
 from train import problems
@@ -583,6 +583,29 @@ def assert_hidden(error: BaseException, shown: str) -> None:
     assert shown in text
     assert "pass%20word" not in text
     assert "pass word" not in text.replace("# pass word", "")
+
+
+@pytest.mark.parametrize(
+    ("credentials", "text", "shown"),
+    [
+        (
+            "a:pass",
+            "a at a@host: a:pass@host was not a bad path",
+            "a at ***@host: ***@host was not a bad path",
+        ),
+        ("al", "sftp://al@host/all: normal", "sftp://***@host/all: normal"),
+        ("al", "/home/al/al.txt of al@host", "/home/al/al.txt of ***@host"),
+        ("e:p%40ss", "e:p@ss, e:p%40ss, p@ss; here: p%40ss", "***, ***, ***; here: ***"),
+        ("data:pass", "no data at data:pass@host/data", "no data at ***@host/data"),
+        ("AKIA0123:pass", "the key AKIA0123 does not exist", "the key *** does not exist"),
+        ("tokentoken", "xtokentoken%40host", "x***%40host"),
+        ("me:me", "me:me@host: home", "***@host: ho***"),
+        ("me:", "me:@host: me", "***@host: me"),
+        (":pass", "pass at :pass@host", "*** at ***@host"),
+    ],
+)
+def test_a_short_name_is_hidden_in_urls_alone(credentials: str, text: str, shown: str) -> None:
+    assert parse_url(f"sftp://{credentials}@host/path").without_secrets(text) == shown
 
 
 LOCAL_ONLY = """

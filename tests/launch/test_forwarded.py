@@ -30,6 +30,7 @@ def test_settings_of_the_libraries_travel_and_nothing_else_does() -> None:
         "LOCKSTEP_CONTROL_FILE",
         "LOCKSTEP_LAUNCH_ID",
         "LOCKSTEP_MEMORY_FOLDER",
+        "LOCKSTEP_LAUNCH_FOLDER",
         "RANK",
     }
     environ = dict.fromkeys(settings | others, "x")

@@ -43,9 +43,22 @@ def guard_of(launcher: int) -> list[psutil.Process]:
     return found
 
 
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where launches of this test keep their secrets."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    return folder
+
+
+def secrets_in(temporary: Path) -> list[Path]:
+    return list(temporary.glob("*/control"))
+
+
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM"])
 def test_stopped_workers_of_a_second_round_end_with_a_launcher_whose_guard_was_killed(
-    name: str, tmp_path: Path
+    name: str, tmp_path: Path, temporary: Path
 ) -> None:
     script, pids = tmp_path / "wait.py", tmp_path / "pids"
     script.write_text(SCRIPT)
@@ -56,17 +69,19 @@ def test_stopped_workers_of_a_second_round_end_with_a_launcher_whose_guard_was_k
     processes = processes_of(pids, 1)
     stopped = [int(path.name.rpartition("-")[2]) for path in pids.glob("1-0-*")]
     wait_until(lambda: all(psutil.Process(pid).status() == psutil.STATUS_STOPPED for pid in stopped), 10.0)
+    assert len(secrets_in(temporary)) == 1
     (guard,) = guard_of(launcher.pid)
     guard.kill()
     wait_until(lambda: [one.pid for one in guard_of(launcher.pid)] not in ([], [guard.pid]), 10.0)
     number = signal.Signals[name]
     launcher.send_signal(number)
     wait_until(lambda: not any(alive(pid) for pid in processes), GONE_WITHIN_S)
+    wait_until(lambda: not list(temporary.glob("lockstep-*")), GONE_WITHIN_S)
     launcher.communicate(timeout=10.0)
     assert launcher.returncode == (-9 if name == "SIGKILL" else 75)  # no step was made: nothing is lost
 
 
-def test_a_launcher_killed_together_with_its_guard_leaves_nothing(tmp_path: Path) -> None:
+def test_a_launcher_killed_together_with_its_guard_leaves_nothing(tmp_path: Path, temporary: Path) -> None:
     script, pids = tmp_path / "wait.py", tmp_path / "pids"
     script.write_text(SCRIPT)
     pids.mkdir()
@@ -79,10 +94,12 @@ def test_a_launcher_killed_together_with_its_guard_leaves_nothing(tmp_path: Path
     (guard,) = guard_of(launcher.pid)
     launcher.send_signal(signal.SIGSTOP)  # it cannot start another one
     mark = f"LOCKSTEP_LAUNCH_ID={guard.cmdline()[-1]}".encode()
+    assert len(secrets_in(temporary)) == 1
     guard.kill()
     launcher.kill()
     wait_until(lambda: not any(alive(pid) for pid in processes_of(pids, 1)), GONE_WITHIN_S)
     wait_until(lambda: not any(mark in environ for environ in environments()), GONE_WITHIN_S)  # nor a watch
+    wait_until(lambda: not list(temporary.glob("lockstep-*")), GONE_WITHIN_S)
     launcher.communicate(timeout=10.0)
 
 

@@ -37,6 +37,8 @@ LAUNCH_ID_VARIABLE = "LOCKSTEP_LAUNCH_ID"
 """Marks every process of a launch."""
 MEMORY_FOLDER_VARIABLE = "LOCKSTEP_MEMORY_FOLDER"
 """Where checkpoints in memory lie."""
+LAUNCH_FOLDER_VARIABLE = "LOCKSTEP_LAUNCH_FOLDER"
+"""Where the launch keeps its secret and the reports of errors."""
 SHARED_CONSOLE_VARIABLE = "LOCKSTEP_SHARED_CONSOLE"
 """Whether all ranks of this machine write their errors to one console."""
 ORPHAN_WATCH_VARIABLE = "LOCKSTEP_ORPHAN_WATCH"
@@ -55,6 +57,7 @@ OTHER_VARIABLES = (
     RESTART_VARIABLE,
     LAUNCH_ID_VARIABLE,
     MEMORY_FOLDER_VARIABLE,
+    LAUNCH_FOLDER_VARIABLE,
     SHARED_CONSOLE_VARIABLE,
     ORPHAN_WATCH_VARIABLE,
     SPARE_VARIABLE,

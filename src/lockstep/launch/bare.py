@@ -15,7 +15,7 @@ which are no children of the launcher or of the workers, are for a guard that en
 ends what a launcher leaves behind, whatever way it ended. The launcher writes ``done`` when nothing is to be ended. If
 the pipe closes without it, every process with this launch's identity in its environment is killed: data-loader workers
 and children of shell scripts too, which a death signal for direct children does not reach. Then it removes the launch's
-checkpoints in memory. Twice a second it says that it is there. Linux; elsewhere it does nothing but that.
+checkpoints in memory and its secret. Twice a second it says that it is there. Linux; elsewhere it does only that.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ from contextlib import suppress
 ID_VARIABLE = "LOCKSTEP_LAUNCH_ID"
 # The folder in memory in which workers keep checkpoints, as long as the launch lasts.
 MEMORY_VARIABLE = "LOCKSTEP_MEMORY_FOLDER"
+# The folder in which the launch keeps its secret and the reports of errors.
+FOLDER_VARIABLE = "LOCKSTEP_LAUNCH_FOLDER"
 # In the environment of the watches: they end by themselves.
 WATCH_VARIABLE = "LOCKSTEP_ORPHAN_WATCH"
 # In the environment of processes that wait for the next round, and of their watches: its own mark, and more.
@@ -79,11 +81,12 @@ def end(launch_id: str, with_watches: bool = False, spares: Collection[str] = ()
         time.sleep(0.02)
 
 
-def remove_memory() -> None:
-    """Let go of the checkpoints that the launch has in memory; nobody writes them any more."""
-    folder = os.environ.get(MEMORY_VARIABLE)
-    if folder:
-        shutil.rmtree(folder, ignore_errors=True)
+def remove_folders() -> None:
+    """Remove the checkpoints that the launch has in memory, and its secret; nobody needs them any more."""
+    for variable in (MEMORY_VARIABLE, FOLDER_VARIABLE):
+        folder = os.environ.get(variable)
+        if folder:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def run_guard(launch_id: str) -> None:
@@ -104,7 +107,7 @@ def run_guard(launch_id: str) -> None:
     # Without /proc nothing tells which processes belong to the launch.
     if words != DONE and os.path.isdir("/proc/self"):
         end(launch_id)
-        remove_memory()
+        remove_folders()
 
 
 def run_watch(descriptor: int, launch_id: str) -> None:
@@ -115,7 +118,7 @@ def run_watch(descriptor: int, launch_id: str) -> None:
     # POLLNVAL would say that the descriptor is none, so that nothing has ended.
     if event & select.POLLIN:
         end(launch_id)
-        remove_memory()
+        remove_folders()
 
 
 def leave_watch(launcher: int, launch_id: str) -> None:

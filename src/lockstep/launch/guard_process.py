@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ from contextlib import ExitStack, suppress
 
 from lockstep.config.sources import export_environment
 from lockstep.launch import bare
+from lockstep.launch.running import make_work_folder
 from lockstep.runtime.memory_folder import MemoryFolder
 
 WAIT_S = 2.0
@@ -20,15 +22,21 @@ SILENT_S = 3.0
 FIRST_WORD_S = 20.0
 
 
-def run_guarded(run: Callable[[GuardProcess], int]) -> int:
-    """What ``run`` returns. Unless that is 0, all that it started is ended after it, and whenever this process ends."""
+def run_guarded(run: Callable[[GuardProcess, str], int]) -> int:
+    """What ``run`` returns. Unless that is 0, all that it started is ended after it, and whenever this process ends.
+
+    Args:
+        run: Gets the guard, and a folder for the launch's secret and reports. It is removed at the end, too.
+    """
     with ExitStack() as stack:
+        folder = make_work_folder()
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
         # What is started from here on inherits the variables.
-        export_environment({bare.MEMORY_VARIABLE: _memory_folder(stack)})
+        export_environment({bare.MEMORY_VARIABLE: _memory_folder(stack), bare.FOLDER_VARIABLE: folder})
         guard_process = GuardProcess()
         stack.callback(guard_process.close)
         export_environment({bare.ID_VARIABLE: guard_process.launch_id})
-        code = run(guard_process)
+        code = run(guard_process, folder)
         if code == 0:
             guard_process.finished()
         return code

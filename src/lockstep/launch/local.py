@@ -8,10 +8,10 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import shutil
 import sys
 import uuid
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,7 +32,7 @@ from lockstep.launch.console import make_log_folder, say
 from lockstep.launch.guard_process import GuardProcess, run_guarded
 from lockstep.launch.network import LOOPBACK, RendezvousAddress, find_rendezvous_address, loopback_interface
 from lockstep.launch.plan import ALIAS, LaunchPlan
-from lockstep.launch.running import make_work_folder, write_place
+from lockstep.launch.running import write_place
 from lockstep.launch.signals import Interrupted, Signals
 
 if TYPE_CHECKING:
@@ -57,18 +57,15 @@ def launch(plan: LaunchPlan) -> int:
     # Before anything is made: from here on a signal ends this function through ``finally``.
     signals = Signals(plan.fault_policy.watch)
     signals.install()
-    work_dir = make_work_folder()
     try:
         make_log_folder(plan.log_dir)
         rendezvous_address = ALONE if plan.num_machines == 1 else _rendezvous_address(plan)
         secret = _secret(plan)
-        return run_guarded(lambda guarded: _run(plan, rendezvous_address, secret, work_dir, guarded, signals))
+        return run_guarded(partial(_run, plan, rendezvous_address, secret, signals))
     except Interrupted as error:
         # Before there was anything to end.
         say(f"lockstep launch: ended by {error.signal.name}; nothing was started.")
         return error.code
-    finally:
-        shutil.rmtree(work_dir, ignore_errors=True)
 
 
 def end_process(code: int) -> None:
@@ -82,9 +79,9 @@ def _run(
     plan: LaunchPlan,
     rendezvous_address: RendezvousAddress,
     secret: Secret,
-    work_dir: str,
-    guarded: GuardProcess,
     signals: Signals,
+    guarded: GuardProcess,
+    work_dir: str,
 ) -> int:
     from lockstep.launch.rendezvous import LauncherIdentity, Rendezvous
 

@@ -38,7 +38,7 @@ def launch(plan: LaunchPlan) -> int:
     port = free_port() if plan.num_machines == 1 else SHOWN_PORT
     program = mpirun(plan, inherited_environment(), port)
     programs = Programs([program], plan.fault_policy.grace_s, least=1, translate=_signal_for)
-    return run_guarded(lambda _: programs.run())
+    return run_guarded(lambda *_: programs.run())
 
 
 def mpirun(plan: LaunchPlan, environ: Mapping[str, str], free: int) -> Command:

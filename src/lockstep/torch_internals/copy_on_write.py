@@ -40,7 +40,7 @@ def is_shared(tensor: Tensor) -> bool:
 def take_back(tensor: Tensor) -> None:
     """Let the tensor's memory be its own again, where it is: its clones must be gone. Several threads may write then.
 
-    Relies on: ``data_ptr`` is asked for in order to write. Of a resized storage torch raises an internal assertion then.
+    Relies on: ``data_ptr`` is asked for in order to write. Of a resized storage torch then raises an assertion.
 
     Raises:
         UsageError: its storage was resized while it was shared.

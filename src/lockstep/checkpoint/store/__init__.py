@@ -49,6 +49,7 @@ if not TYPE_CHECKING:
         {
             "base": ["BLOCK_BYTES"],
             "local": ["DirectoryLock"],
+            "url": ["parse_url"],
             "verify": ["verify_checkpoint"],
         },
     )

@@ -13,6 +13,8 @@ LOCAL = ("file", "local")
 # What stands before "@" is the container here, not a person.
 CONTAINER_FIRST = ("abfs", "abfss", "az", "adl")
 HIDDEN = "***"
+SHORT_NAME = 8
+"""Characters of a user name, or of a token in its place, that stand for nothing else in a message."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +36,17 @@ class Url:
         return shown
 
     def without_secrets(self, text: str) -> str:
-        """``text`` with the credentials hidden: messages of file systems often name the whole URL."""
-        parts = [self.userinfo, *self.userinfo.split(":", 1)]
+        """``text`` with the credentials hidden: messages of file systems often name the whole URL.
+
+        A short user name may be a part of any word, so it is hidden only where it stands before a password or a host.
+        """
+        user, colon, password = self.userinfo.partition(":")
+        hidden = {password, *([self.userinfo] if colon else []), *([user] if len(user) >= SHORT_NAME else [])}
         # The longest first: a user's name may be part of the password.
-        for secret in sorted({*parts, *map(unquote, parts)} - {""}, key=len, reverse=True):
+        for secret in sorted({*hidden, *map(unquote, hidden)} - {""}, key=len, reverse=True):
             text = text.replace(secret, HIDDEN)
+        for name in {user, unquote(user)} - {""}:
+            text = re.sub(rf"(?<![A-Za-z0-9]){re.escape(name)}(?=[:@])", HIDDEN, text)
         return text
 
 

@@ -68,7 +68,7 @@ def launch(plan: LaunchPlan) -> int:
     check(plan)
     with Console(plan.log_dir, plan.tee) as console:
         # Guarded, a cluster of our own is ended as a whole if this process is killed.
-        return run_guarded(lambda _: _connect_and_run(plan, console))
+        return run_guarded(lambda *_: _connect_and_run(plan, console))
 
 
 def check(plan: LaunchPlan) -> None:
