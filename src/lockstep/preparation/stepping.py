@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from lockstep.comm.collectives import Communicator
 from lockstep.comm.tree import StateDict
 from lockstep.errors import UsageError
 from lockstep.observe.damage.checks import DamageWatch
 from lockstep.runtime.step import StepState
+from lockstep.torch_internals.optim import StepListeners
 from lockstep.train.optimizer import PreparedOptimizer
 from lockstep.train.whole.apply import whole_step_of
 from lockstep.train.whole.kinds import is_separable, place_of
@@ -54,25 +55,13 @@ class StepChecks:
         self._optimizers = optimizers
         # How many parameters each held when it was looked at, and whether some are a prepared model's.
         self._known: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
-        self._handle: RemovableHandle | None = None
 
     def start(self) -> None:
         """Look at each step from now on."""
-        if self._handle is None:
-            this = weakref.ref(self)
-
-            def before_step(optimizer: Optimizer, *_: object) -> None:
-                checks = this()
-                if checks is not None:
-                    checks.check(optimizer)
-
-            self._handle = register_optimizer_step_pre_hook(before_step)
-            weakref.finalize(self, self._handle.remove)
+        _BEFORE_STEPS.add(self)
 
     def stop(self) -> None:
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
+        _BEFORE_STEPS.remove(self)
         self._known.clear()
 
     def check(self, optimizer: Optimizer) -> None:
@@ -135,6 +124,10 @@ class StepChecks:
             )
 
 
+MOST_NESTED = 16
+_BEFORE_STEPS = StepListeners(register_optimizer_step_pre_hook, StepChecks.check)
+
+
 class DrawsAlike:
     """Notices that a step of replicas draws random numbers, which must be the same on all of them.
 
@@ -144,8 +137,8 @@ class DrawsAlike:
     def __init__(self, communicator: Communicator, ranks_step_together: Callable[[], bool]) -> None:
         self._communicator = communicator
         self._together = ranks_step_together
-        # One for each step that has begun: a step that calls its base's has hooks twice.
-        self._before: list[dict[str, object] | None] = []
+        # One for each step that has begun: one that calls its base's has hooks twice, and one that raises leaves its.
+        self._before: deque[dict[str, object] | None] = deque(maxlen=MOST_NESTED)
 
     def watch(self, optimizer: Optimizer) -> None:
         """From now on, if its step is of its own."""
@@ -155,7 +148,7 @@ class DrawsAlike:
 
     def _step_begins(self, optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         has_closure = any(map(callable, (*args[1:], *kwargs.values())))  # which may draw masks of dropout
-        is_checked = not self._before and self._together() and not has_closure
+        is_checked = self._together() and not has_closure
         self._before.append(state_of_generators() if is_checked else None)
 
     def _step_ends(self, optimizer: Optimizer, *_: object) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 
 from lockstep.torch_internals.versions import expect, probed
 
+Listener = TypeVar("Listener")
 GROWTH_TRACKER = "_growth_tracker"
 """Relies on: the key of a scaler's state under which the number of good steps since the last change stands."""
 
@@ -98,6 +100,42 @@ def step_post_hooks_of(optimizer: Optimizer) -> list[Callable[..., object]]:
     """
     everywhere = import_module("torch.optim.optimizer")._global_optimizer_post_hooks
     return [*optimizer._optimizer_step_post_hooks.values(), *everywhere.values()]
+
+
+class StepListeners(Generic[Listener]):
+    """Objects that hear of each step of any optimizer, as long as they live.
+
+    torch's own hook stays. The last reference to a listener may go in a garbage collection, which may run while torch
+    goes through its hooks, of which none can be removed then.
+
+    Args:
+        register: The function of torch that registers a hook for all optimizers.
+        tell: Called with a listener and the optimizer.
+    """
+
+    reads_no_parameter = True
+
+    def __init__(
+        self, register: Callable[[Any], object], tell: Callable[[Listener, Optimizer], object]
+    ) -> None:
+        self._register, self._tell = register, tell
+        self._is_registered = False
+        self._listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
+
+    def add(self, listener: Listener) -> None:
+        """Tell ``listener`` from now on."""
+        if not self._is_registered:
+            self._is_registered = True
+            self._register(self)
+        self._listeners.add(listener)
+
+    def remove(self, listener: Listener) -> None:
+        """No longer tell it, if it was told."""
+        self._listeners.discard(listener)
+
+    def __call__(self, optimizer: Optimizer, *_: object) -> None:
+        for listener in list(self._listeners):
+            self._tell(listener, optimizer)
 
 
 def counts_steps(scheduler: object) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lockstep import Accelerator
 from lockstep.errors import UsageError
@@ -183,3 +185,74 @@ def noise_of_other_seeds() -> str:
 def test_noise_that_would_part_replicas_is_refused(run_distributed) -> None:
     for message in run_distributed(noise_of_other_seeds, 2):
         assert message.startswith("NoisySGD (") and "draws random numbers in its step" in message
+
+
+class Stumbles(w.NoisySGD):
+    """Its first step raises, as where memory is short."""
+
+    has_stumbled = False
+
+    def step(self, closure: Any = None) -> Any:
+        if not self.has_stumbled:
+            self.has_stumbled = True
+            raise MemoryError
+        return super().step(closure)
+
+
+def noise_after_a_step_that_raised() -> str:
+    accelerator = Accelerator(cpu=True)
+    model = make_model()
+    torch.manual_seed(accelerator.process_index)
+    model, optimizer = accelerator.prepare(model, Stumbles(model.parameters(), lr=0.1))
+    with pytest.raises(MemoryError):
+        train(accelerator, model, optimizer)
+    with pytest.raises(UsageError) as error:
+        train(accelerator, model, optimizer)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_noise_is_refused_after_a_step_that_raised(run_distributed, world_size: int) -> None:
+    for message in run_distributed(noise_after_a_step_that_raised, world_size):
+        assert message.startswith("Stumbles (") and "draws random numbers in its step" in message
+
+
+def plain_step() -> list[float]:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(4, 3)).sum().backward()
+    optimizer.step()
+    return model.weight.flatten().tolist()
+
+
+def collect(*_: object) -> None:
+    gc.collect()
+
+
+def collected_during_steps() -> list[bool]:
+    """Accelerators of earlier trainings go in a garbage collection, while torch calls the hooks of all optimizers."""
+    expected, found = plain_step(), []
+    gc.disable()
+    collecting = [
+        register(collect)
+        for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook)
+    ]
+    for _ in range(4):
+        accelerator = Accelerator(cpu=True)
+        model = make_model()
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        train(accelerator, model, optimizer)
+        del accelerator, model, optimizer
+        found.append(plain_step() == expected)
+    for handle in collecting:
+        handle.remove()
+    gc.enable()
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_trainings_that_are_collected_during_a_step_take_no_hook_out_of_torch(
+    run_distributed, world_size: int
+) -> None:
+    assert run_distributed(collected_during_steps, world_size) == [[True] * 4] * world_size

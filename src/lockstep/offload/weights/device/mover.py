@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -30,6 +29,7 @@ from lockstep.offload.weights.device.working import (
 )
 from lockstep.offload.weights.groups import WeightGroup
 from lockstep.torch_internals import autograd as torch_autograd
+from lockstep.torch_internals.optim import StepListeners
 
 
 class DeviceMover:
@@ -83,8 +83,7 @@ class DeviceMover:
         largest = max((copy.nbytes for copy in self._copies.values()), default=0)
         self._gradients = HostGradients(self._back, 2 * largest, self._write_back_after_backward)
         self._watched: set[WorkingTensor] = set()
-        self._steps = register_optimizer_step_post_hook(_OptimizerStepHook(self))
-        weakref.finalize(self, self._steps.remove)
+        _AFTER_STEPS.add(self)
 
     # -- as a mover --------------------------------------------------------------------------------------
 
@@ -139,7 +138,7 @@ class DeviceMover:
     def close(self) -> None:
         self._closed = True
         self.flush()
-        self._steps.remove()
+        _AFTER_STEPS.remove(self)
         for copy in self._copies.values():
             with copy.lock, own_mode():
                 self._restore_host_tensors(copy)
@@ -352,17 +351,10 @@ class _GroupCopy:
         return self._host_states != [working.host_state() for working in self.working]
 
 
-class _OptimizerStepHook:
-    """Tells a mover what an optimizer has stepped, or begun to: fused steps write without a trace."""
+def _stepped(mover: DeviceMover, optimizer: torch.optim.Optimizer) -> None:
+    """An optimizer has stepped, or begun to (see offload/optimizer/attach.py): fused steps write without a trace."""
+    for group in optimizer.param_groups:
+        mover.edited(group["params"])
 
-    # See offload/optimizer/attach.py: ``ready`` waits for the step.
-    reads_no_parameter = True
 
-    def __init__(self, mover: DeviceMover) -> None:
-        self._mover = weakref.ref(mover)
-
-    def __call__(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-        mover = self._mover()
-        if mover is not None:
-            for group in optimizer.param_groups:
-                mover.edited(group["params"])
+_AFTER_STEPS = StepListeners(register_optimizer_step_post_hook, _stepped)
