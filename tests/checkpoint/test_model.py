@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, load_model
+from safetensors.torch import load_file, load_model, save_file
 from torch import nn
 
 from lockstep import Accelerator
@@ -31,6 +31,7 @@ from lockstep.checkpoint.weights import (
 )
 from lockstep.comm import whole
 from lockstep.errors import CheckpointError, ConfigError, LockstepError, UsageError
+from lockstep.utils import clean_state_dict_for_safetensors
 from tests.patching import module_of
 from tests.refusals import expect_refusal
 from tests.warm_interpreter import WarmInterpreter
@@ -505,3 +506,41 @@ def test_objects_are_saved_once_and_as_safetensors_if_asked(tmp_path: Path) -> N
     accelerator.save(state, tmp_path / "state.safetensors", safe_serialization=True)
     assert problems.difference(torch.load(tmp_path / "state.bin"), state) == 0
     assert problems.difference(load_file(tmp_path / "state.safetensors"), state) == 0
+
+
+class Rotary(torch.nn.Module):
+    """Buffers whose memory has other signs than their values."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 2)
+        for name, tensor in lazy_views(values).items():
+            self.register_buffer(name, tensor)
+
+
+def lazy_views(values: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"plain": values, "conjugate": values.conj(), "imaginary": values.conj().imag}
+
+
+@pytest.mark.parametrize("way", ["save", "save_model", "save_state", "cleaned"])
+def test_lazy_conjugates_and_negatives_are_written_as_they_read(tmp_path: Path, way: str) -> None:
+    values = torch.tensor([1 + 2j, 3 - 4j], dtype=torch.complex64)
+    expected = {name: tensor.tolist() for name, tensor in lazy_views(values).items()}
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(Rotary(values))
+    if way == "save":
+        accelerator.save(lazy_views(values), tmp_path / "state.safetensors", safe_serialization=True)
+        found = load_file(tmp_path / "state.safetensors")
+    elif way == "cleaned":
+        save_file(clean_state_dict_for_safetensors(lazy_views(values)), tmp_path / "state.safetensors")
+        found = load_file(tmp_path / "state.safetensors")
+    elif way == "save_model":
+        accelerator.save_model(model, tmp_path)
+        found = load_file(tmp_path / "model.safetensors")
+    else:
+        accelerator.save_state(tmp_path / "state")
+        other = Rotary(torch.zeros_like(values))
+        Accelerator(cpu=True).prepare(other)
+        Accelerator.latest().load_state(tmp_path / "state")
+        found = dict(other.named_buffers())
+    assert {name: found[name].tolist() for name in expected} == expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import namedtuple
 from dataclasses import dataclass
@@ -9,7 +10,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from lockstep.comm import Communicator, leaves, map_tensors
+from lockstep import Accelerator
+from lockstep.comm import Communicator, all_reduce_max, leaves, map_tensors
 from lockstep.errors import CollectiveMismatchError, LockstepError
 from lockstep.runtime import start_runtime
 
@@ -304,3 +306,36 @@ def test_alone_no_process_group_is_needed_and_nothing_changes():
     comm.error_barrier()
     with pytest.raises(KeyError):
         comm.error_barrier(KeyError("x"))
+
+
+def maxima_with_nan() -> list[list[float]]:
+    """By backend, the maximum of a row per rank in which each rank has NaN at another place."""
+    accelerator = Accelerator(cpu=True)
+    found = [accelerator.reduce(row_with_nan(accelerator.process_index), "max").tolist()]
+    if accelerator.num_processes > 1:
+        for backend in ("gloo", "shm"):
+            for dtype in (torch.float32, torch.float64):
+                row = row_with_nan(accelerator.process_index).to(dtype)
+                all_reduce_max(row, torch.distributed.new_group(backend=backend))
+                found.append(row.tolist())
+    return found
+
+
+def row_with_nan(rank: int) -> torch.Tensor:
+    row = torch.arange(6.0) - 3 - rank
+    row[rank] = math.nan
+    row[5] = -math.inf
+    return row
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_the_maximum_with_nan_is_nan_on_any_rank(run_distributed, world_size):
+    rows = [row_with_nan(rank).tolist() for rank in range(world_size)]
+    expected = [
+        math.nan if any(math.isnan(one) for one in column) else max(column)
+        for column in zip(*rows, strict=True)
+    ]
+    for found in run_distributed(maxima_with_nan, world_size):
+        assert len(found) == (1 if world_size == 1 else 5)
+        for row in found:
+            assert str(row) == str(expected)

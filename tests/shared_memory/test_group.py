@@ -408,3 +408,42 @@ def kept_after_calls() -> int:
 
 def test_tensors_of_calls_that_are_done_are_let_go(run_distributed) -> None:
     assert max(run_distributed(kept_after_calls, 2)) == 0
+
+
+def overlapping(kind: str) -> list[Tensor]:
+    values = torch.arange(1.0, 13.0) * (dist.get_rank() + 1)
+    square = values[:9].view(3, 3)
+    return {
+        "the same twice": [values, values],
+        "three times": [values, values, values],
+        "parts that overlap": [values[:8], values[4:]],
+        "parts beside each other": [values[:6], values[6:]],
+        "a part first": [values[2:5], values],
+        "turned": [square.t(), square],
+        "turned, second": [square, square.t()],
+    }[kind]
+
+
+OVERLAPS = (
+    "the same twice", "three times", "parts that overlap", "parts beside each other", "a part first", "turned",
+    "turned, second",
+)  # fmt: skip
+
+
+def reduced_together() -> list[bool]:
+    start_runtime(cpu=True)
+    groups = [dist.new_group(backend=backend) for backend in ("shm", "gloo")]
+    found = []
+    for kind in OVERLAPS:
+        mine, expected = overlapping(kind), overlapping(kind)
+        for tensors, group in zip((mine, expected), groups, strict=True):
+            dist.all_reduce_coalesced(tensors, group=group)
+        found.append(all(map(torch.equal, mine, expected)))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_tensors_of_one_call_may_share_memory(run_distributed: Any, ranks: int) -> None:
+    """As gloo does it, which copies all tensors before it reduces them."""
+    assert run_distributed(reduced_together, ranks) == [[True] * len(OVERLAPS)] * ranks

@@ -158,9 +158,17 @@ def is_extra(name: str) -> bool:
 
 
 def memory_key(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Equal for tensors that are the same elements of memory."""
+    """Equal for tensors that are the same elements of memory, with the same signs."""
     part = local(tensor)
-    return torch_tensors.storage_key(part), part.storage_offset(), tensor.shape, part.stride(), part.dtype
+    signs = part.is_conj(), part.is_neg()
+    return (
+        torch_tensors.storage_key(part),
+        part.storage_offset(),
+        tensor.shape,
+        part.stride(),
+        part.dtype,
+        signs,
+    )
 
 
 def rename_tensors(document: object, names: dict[str, str]) -> object:

@@ -8,7 +8,7 @@ if not TYPE_CHECKING:
         {
             "call_check": ["CallCheck"],
             "call_record": ["SIGNATURES"],
-            "collectives": ["Communicator"],
+            "collectives": ["all_reduce_max", "Communicator"],
             "dtensor": ["local", "regions_of", "shard_like", "total_norm", "whole"],
             "exchange": ["all_gather_into_tensor", "reduce_scatter_tensor"],
             "layout": ["local_regions", "local_shape", "ShardRegion"],

@@ -5,6 +5,7 @@ Before each of them the ranks compare what they are about to call (``exchange``)
 
 from __future__ import annotations
 
+import math
 import pickle
 import warnings
 from collections.abc import Iterator, Sequence
@@ -326,8 +327,10 @@ class Communicator(CallExchange):
         # A copy, because ``all_reduce`` writes in place and the caller keeps the tensor.
         total = self._carried(tensor.detach()).to(dtype, copy=True, memory_format=torch.contiguous_format)
         if self.world_size > 1 and total.numel() > 0:
-            op = dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM
-            dist.all_reduce(total, op, group=self._group)
+            if reduction == "max":
+                all_reduce_max(total, self._group)
+            else:
+                dist.all_reduce(total, group=self._group)
         if reduction == "mean":
             total = total / self.world_size
         if scale != 1:
@@ -337,6 +340,18 @@ class Communicator(CallExchange):
         if tensor.dtype.is_floating_point or (tensor.dtype is torch.int16 and total.dtype is dtype):
             total = total.to(tensor.dtype)
         return total.to(tensor.device)
+
+
+def all_reduce_max(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """The maximum over ranks, in place, of a contiguous tensor of any shape; NaN where it is NaN on any rank."""
+    if not tensor.is_floating_point():
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
+        return
+    # gloo's maximum of NaN and a number depends on their order.
+    is_nan = tensor.isnan()
+    rows = torch.stack([tensor.masked_fill(is_nan, -math.inf), is_nan.to(tensor.dtype)])
+    dist.all_reduce(rows, dist.ReduceOp.MAX, group=group)
+    tensor.copy_(rows[0].masked_fill(rows[1] > 0, math.nan))
 
 
 class _GatherRows(torch.autograd.Function):

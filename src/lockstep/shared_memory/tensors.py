@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lockstep.errors import UsageError
 from lockstep.shared_memory.algorithms import Memory, memory_of
+from lockstep.torch_internals.tensors import storage_key
 
 
 def check_memory(tensor: Tensor) -> None:
@@ -26,6 +27,8 @@ class CallTensors:
     def __init__(self) -> None:
         self.keeps: list[Tensor] = []
         self._back: list[tuple[Tensor, Tensor]] = []
+        # By storage.
+        self._written: dict[int, list[Memory]] = {}
 
     def read(self, tensor: Tensor) -> Memory:
         """Of a tensor, of any shape, that is sent."""
@@ -39,10 +42,15 @@ class CallTensors:
         """Of a tensor, of any shape, that is written, and also read first where ``reads``."""
         check_memory(tensor)
         if tensor.is_contiguous():
-            self.keeps.append(tensor)
-            return memory_of(tensor)
+            block = memory_of(tensor)
+            others = self._written.setdefault(storage_key(tensor), [])
+            # What an earlier tensor of the call shares would be read after that has been written.
+            if not (reads and any(_overlap(block, other) for other in others)):
+                others.append(block)
+                self.keeps.append(tensor)
+                return block
         dense = (
-            tensor.detach().contiguous()
+            tensor.detach().clone(memory_format=torch.contiguous_format)
             if reads
             else torch.empty_like(tensor, memory_format=torch.contiguous_format)
         )
@@ -53,7 +61,7 @@ class CallTensors:
     def apart_from(self, block: Memory, others: Sequence[Memory]) -> Memory:
         """The block, or a copy of it if it lies in the memory of one of the others."""
         for other in others:
-            if block.address < other.address + other.size and other.address < block.address + block.size:
+            if _overlap(block, other):
                 copy = block.flat.clone()
                 self.keeps.append(copy)
                 return memory_of(copy)
@@ -63,3 +71,7 @@ class CallTensors:
         """Copy back what was written into copies."""
         for tensor, dense in self._back:
             tensor.copy_(dense)
+
+
+def _overlap(one: Memory, other: Memory) -> bool:
+    return one.address < other.address + other.size and other.address < one.address + one.size

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from lockstep.comm.collectives import all_reduce_max
 from lockstep.comm.dtensor import local, total_norm
 from lockstep.offload import optimizer
 
@@ -61,7 +62,7 @@ def _norm_over(norm: torch.Tensor, norm_type: float, group: dist.ProcessGroup) -
     """The norm of all ranks' vectors as one."""
     if norm_type == float("inf"):
         largest = norm.clone()
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+        all_reduce_max(largest, group)
         return largest
     # Powers of norms in half precision would overflow.
     power = norm.to(torch.promote_types(norm.dtype, torch.float32)) ** norm_type

@@ -320,6 +320,10 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, torch.Tensor]) -> 
         ```
     """
     names: dict[tuple[object, ...], list[str]] = {}
+    state_dict = {
+        name: value.resolve_conj().resolve_neg() if isinstance(value, torch.Tensor) else value
+        for name, value in state_dict.items()
+    }
     for name, tensor in state_dict.items():
         if isinstance(tensor, torch.Tensor) and tensor.numel():
             place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride())

@@ -117,3 +117,23 @@ def test_a_samplers_seed_and_epoch_are_read(tmp_path: Path) -> None:
     saved(tmp_path / "sampler_1.bin", sampler)
     saved(tmp_path / "scheduler.bin", {"last_epoch": 1})
     assert read_foreign(tmp_path).loaders == [None, {"epoch": 2, "seed": 5}]
+
+
+def test_lazy_conjugates_and_negatives_keep_their_signs(tmp_path: Path) -> None:
+    values = torch.tensor([[1 + 2j, 3 - 4j], [5j, -6]], dtype=torch.complex64)
+    weights = {
+        "conjugate": values.conj(),
+        "transposed": values.conj().t(),
+        "double": values.to(torch.complex128).conj(),
+        "imaginary": values.clone().conj().imag,
+        "row": values.clone().conj().imag[1],
+        "parameter": torch.nn.Parameter(values.conj()),
+        "plain": values,
+    }
+    assert weights["conjugate"].is_conj() and weights["imaginary"].is_neg()
+    path = saved(tmp_path / "old.pt", {"model": weights})
+    expected, found = torch.load(path)["model"], read_foreign(path).models[0]
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert torch.equal(tensor, expected[name]), name
+        assert tensor.tolist() == weights[name].tolist()

@@ -78,12 +78,14 @@ def _without_ties(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Ten
     seen: dict[object, str] = {}
     kept, left_out = {}, []
     for name, tensor in state_dict.items():
+        # Files hold elements, and no bit that says that they are conjugated or negated.
+        tensor = tensor.detach().resolve_conj().resolve_neg()
         place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         if tensor.numel() and place in seen:
             left_out.append(f"{name} (that of {seen[place]})")
             continue
         seen[place] = name
-        tensor = tensor.detach().cpu().contiguous()
+        tensor = tensor.cpu().contiguous()
         is_view = tensor.untyped_storage().nbytes() != tensor.nbytes
         kept[name] = tensor.clone() if is_view else tensor
     if left_out:

@@ -216,7 +216,10 @@ def _tensor(value: JsonObject, file: MappedFile) -> torch.Tensor:
     last = offset + sum((length - 1) * step for length, step in zip(shape, stride, strict=True))
     if count > len(row) or (count and last >= len(row)):
         raise MalformedError(f"a tensor of shape {shape} in {len(row)} elements")
-    return row.as_strided(shape, stride, offset) if count else torch.empty(shape, dtype=dtype)
+    found = row.as_strided(shape, stride, offset) if count else torch.empty(shape, dtype=dtype)
+    for word in value["lazy"]:
+        found = {"conj": found.conj().resolve_conj, "neg": found.neg}[word]()
+    return found
 
 
 def _array(value: JsonObject) -> npt.NDArray[np.generic]:

@@ -74,7 +74,7 @@ class Encoder:
         storage = value.storage
         place = [storage.start, storage.nbytes, storage.crc32]
         return {"$": "tensor", "dtype": value.dtype, "storage": place, "offset": value.offset, "shape": value.shape,
-                "stride": value.stride}  # fmt: skip
+                "stride": value.stride, "lazy": value.lazy}  # fmt: skip
 
     def _base64(self, data: bytes) -> str:
         self._spend(len(data) // 8)

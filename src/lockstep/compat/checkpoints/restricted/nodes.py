@@ -49,15 +49,19 @@ class Storage:
     crc32: int | None = None
 
 
+LAZY = ("conj", "neg")
+
+
 @dataclass(eq=False)
 class Tensor:
-    """A strided view of a storage; offset and strides count elements."""
+    """A strided view of a storage; offset and strides count elements. ``lazy`` words of ``LAZY`` are to be done."""
 
     storage: Storage
     dtype: str
     offset: int
     shape: list[int]
     stride: list[int]
+    lazy: list[str] = field(default_factory=list)
 
 
 @dataclass(eq=False)

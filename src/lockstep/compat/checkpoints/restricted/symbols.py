@@ -6,11 +6,12 @@ returns an inert value of ``nodes``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from .arrays import array_of_buffer, array_type, byte_order, empty_array, fill_array, scalar
 from .nodes import (
+    LAZY,
     Array,
     ArrayType,
     Items,
@@ -109,13 +110,25 @@ def _tensor(name: str, storage: Any, dtype: str, offset: Any, size: object, stri
 def _tensor_v2(arguments: PickledItems) -> Tensor:
     needs("_rebuild_tensor_v2", 4 <= len(arguments) <= 7 and isinstance(arguments[0], Storage))
     storage, offset, size, stride = arguments[:4]
-    return _tensor("_rebuild_tensor_v2", storage, storage.dtype, offset, size, stride)
+    tensor = _tensor("_rebuild_tensor_v2", storage, storage.dtype, offset, size, stride)
+    return _with_lazy("_rebuild_tensor_v2", tensor, arguments[6:])
 
 
 def _tensor_v3(arguments: list[Any]) -> Tensor:
     needs("_rebuild_tensor_v3", 7 <= len(arguments) <= 8 and isinstance(arguments[6], TorchDtype))
     storage, offset, size, stride = arguments[:4]
-    return _tensor("_rebuild_tensor_v3", storage, arguments[6].dtype, offset, size, stride)
+    tensor = _tensor("_rebuild_tensor_v3", storage, arguments[6].dtype, offset, size, stride)
+    return _with_lazy("_rebuild_tensor_v3", tensor, arguments[7:])
+
+
+def _with_lazy(name: str, tensor: Tensor, metadata: Sequence[object]) -> Tensor:
+    """The tensor with what is still to be done to its elements: conjugation, negation."""
+    for found in metadata:
+        needs(name, found is None or isinstance(found, Mapping))
+        for key, value in found.pairs if isinstance(found, Mapping) else ():
+            needs(name, key in LAZY and isinstance(value, bool))
+            tensor.lazy += [str(key)] if value else []
+    return tensor
 
 
 def _parameter(arguments: PickledItems) -> Tensor:
