@@ -490,7 +490,8 @@ class Accelerator(
         if Accelerator.latest() is None:
             raise StateResetError(
                 "`AcceleratorState` object has no attribute `distributed_type`. This happens if "
-                "`AcceleratorState._reset_state()` is called after the Accelerator was made. Make a new Accelerator."
+                "`AcceleratorState._reset_state()` or `Accelerator.forget_all()` is called after the Accelerator was "
+                "made. Make a new Accelerator."
             )
         prepared = self._preparation.prepare(args, device_placement)
         self._window.watch()

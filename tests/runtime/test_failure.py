@@ -62,3 +62,30 @@ def test_the_report_is_json_with_the_time_in_nanoseconds() -> None:
     assert data["message"]["extraInfo"]["timestamp"] == "5"
     own = data["message"]["extraInfo"]["lockstep"]
     assert own == {"consequence": False, "time_ns": 5_000_000_001, "digest": own["digest"]}
+
+
+UPLOADS = """
+import atexit, pathlib, sys, time
+from lockstep.runtime import failure
+failure.TEARDOWN_LIMIT_S = 0.2
+# Stands for an interpreter that hangs while it ends.
+atexit.register(time.sleep, 300)
+failure.install_excepthook()
+
+def upload():
+    time.sleep(1.5)
+    pathlib.Path(sys.argv[1]).write_text("uploaded")
+
+atexit.register(upload)
+raise ValueError("boom")
+"""
+
+
+def test_a_failed_process_runs_the_handlers_of_trackers_and_then_ends(
+    tmp_path: Path, python_path: str
+) -> None:
+    command = [sys.executable, "-c", UPLOADS, str(tmp_path / "run")]
+    environ = {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json"), "PYTHONPATH": python_path}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr.count("ValueError: boom")) == (1, 1)
+    assert (tmp_path / "run").read_text() == "uploaded"

@@ -447,3 +447,26 @@ def reduced_together() -> list[bool]:
 def test_tensors_of_one_call_may_share_memory(run_distributed: Any, ranks: int) -> None:
     """As gloo does it, which copies all tensors before it reduces them."""
     assert run_distributed(reduced_together, ranks) == [[True] * len(OVERLAPS)] * ranks
+
+
+def received_from_any() -> list[tuple[int, list[float]]]:
+    """What rank 0 receives from ranks that it does not name, on shared memory and on gloo."""
+    start_runtime(cpu=True)
+    rank, found = dist.get_rank(), []
+    for backend in ("shm", "gloo"):
+        group = dist.new_group(backend=backend)
+        for _ in range(2):
+            for source in range(1, dist.get_world_size()):
+                tensor = torch.full((3,), float(rank))
+                if rank == source:
+                    dist.send(tensor, 0, group=group)
+                elif rank == 0:
+                    found.append((dist.recv(tensor, group=group), tensor.tolist()))
+                dist.barrier(group=group)
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_message_from_any_rank_tells_its_source(run_distributed: Any, ranks: int) -> None:
+    first, *_ = run_distributed(received_from_any, ranks)
+    assert first == [(source, [float(source)] * 3) for _ in range(4) for source in range(1, ranks)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import hashlib
 import json
@@ -91,6 +92,8 @@ CONSEQUENCE_WAIT_S = 2.0
 DEPARTURE_WAIT_S = 1.0
 # A failed rank whose teardown hangs (threads, communicators) is ended after this.
 TEARDOWN_LIMIT_S = 3.0
+# Handlers that others have registered with atexit get so long: trackers upload what they have.
+HANDLERS_LIMIT_S = 60.0
 
 # What torch.distributed, gloo and NCCL say when a peer went away.
 CONSEQUENCE_SIGNS = (
@@ -148,6 +151,8 @@ def install_excepthook() -> None:
     if getattr(sys.excepthook, "reports_to_agent", False):
         return
     previous = sys.excepthook
+    # Called after the handlers that scripts and trackers register from now on.
+    atexit.register(end_within, TEARDOWN_LIMIT_S)
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if issubclass(kind, KeyboardInterrupt):
@@ -265,6 +270,19 @@ def _flush() -> None:
             stream.flush()
 
 
+_is_limited = False
+
+
 def _limit_teardown() -> None:
-    # faulthandler's timer is a C thread, so it fires even when the interpreter is stuck while ending
-    faulthandler.dump_traceback_later(TEARDOWN_LIMIT_S, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    global _is_limited
+    _is_limited = True
+    end_within(TEARDOWN_LIMIT_S)
+    # What is registered last is called first.
+    atexit.register(end_within, HANDLERS_LIMIT_S)
+
+
+def end_within(limit_s: float) -> None:
+    """If this process has failed, end it unless it is called again or has ended by then."""
+    if _is_limited:
+        # faulthandler's timer is a C thread, so it fires even when the interpreter is stuck while ending
+        faulthandler.dump_traceback_later(limit_s, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115

@@ -24,7 +24,13 @@ from lockstep.config.place import ProcessEnvironment
 from lockstep.config.sources import DEVICE_VARIABLE, named_backend, named_device, process_environment
 from lockstep.config.values import join_names, plain
 from lockstep.errors import ConfigError, UsageError
-from lockstep.runtime.failure import forget_departures, install_excepthook
+from lockstep.runtime.failure import (
+    HANDLERS_LIMIT_S,
+    TEARDOWN_LIMIT_S,
+    end_within,
+    forget_departures,
+    install_excepthook,
+)
 from lockstep.torch_internals import c10d, dtensor, gloo
 
 
@@ -224,6 +230,12 @@ def end_runtime() -> None:
     forget_departures()
 
 
+def _end_at_exit() -> None:
+    end_within(TEARDOWN_LIMIT_S)
+    end_runtime()
+    end_within(HANDLERS_LIMIT_S)
+
+
 def leave_process_group() -> None:
     """Destroy torch's default process group, so that neither this nor the end of the process can crash or hang.
 
@@ -252,7 +264,7 @@ def _join_process_group(
         dist.init_process_group(**_init_arguments(environment, device, init))
         _Process.made_process_group = True
         # Sockets closed at interpreter exit in arbitrary order read as a crash on the other ranks.
-        atexit.register(end_runtime)
+        atexit.register(_end_at_exit)
     config = dist.get_backend_config()
     return str(config)
 

@@ -137,6 +137,9 @@ class PendingCall(dist.Work):
     def source_rank(self) -> int:
         return self.source
 
+    # ``dist.recv`` without a source calls it by this name.
+    _source_rank = source_rank
+
     def synchronize(self) -> None:
         self.wait()
 
