@@ -17,7 +17,7 @@ import torch
 
 from lockstep.checkpoint.contents import Stateful
 from lockstep.checkpoint.weights import PICKLED_WEIGHTS, WEIGHTS
-from lockstep.checkpoint.weights.model import save
+from lockstep.checkpoint.weights.model import save, save_object
 from lockstep.comm.tree import Kwargs, StateDict
 from lockstep.data_loader import IterableDatasetShard, SeedableRandomSampler
 from lockstep.errors import CheckpointError
@@ -105,10 +105,10 @@ def save_accelerator_state(
         if sampler is not None:
             save(sampler, folder / _numbered(f"{SAMPLER_NAME}.bin", index), save_on_each_node)
         if getattr(loader, "use_stateful_dataloader", False):
-            torch.save(loader.state_dict(), folder / _numbered("dl_state_dict.bin", index))
+            save_object(loader.state_dict(), folder / _numbered("dl_state_dict.bin", index))
     if scaler is not None:
-        torch.save(scaler.state_dict(), folder / SCALER_NAME)
-    torch.save({"step": step, **_random_states()}, folder / f"{RNG_STATE_NAME}_{process_index}.pkl")
+        save_object(scaler.state_dict(), folder / SCALER_NAME)
+    save_object({"step": step, **_random_states()}, folder / f"{RNG_STATE_NAME}_{process_index}.pkl")
     logger.info("The state of this run is in %s.", folder)
     return folder
 

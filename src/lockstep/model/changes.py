@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import nn
+
+from lockstep.errors import UsageError
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +69,31 @@ def attributes_set(subject: object, **values: object) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(subject, name, value)
+
+
+class PartialStateMark:
+    """An attribute of a ``state_dict`` that has only this rank's parameters: it is not pickled, and so not saved."""
+
+    NAME = "_lockstep_part"
+
+    def __deepcopy__(self, memo: object) -> PartialStateMark:
+        return self
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Raise UsageError."""
+        raise UsageError(
+            "A state_dict that has only the parameters of this rank's pipeline stages was to be saved or pickled. To "
+            "write whole weights, call accelerator.save_model(model, folder) on every rank. To have them on rank 0, "
+            "call accelerator.get_state_dict(model) on every rank. To save a run that goes on later, call "
+            "accelerator.save_state(folder)."
+        )
+
+
+def mark_partial_state(module: object, state: Any, prefix: str, metadata: object) -> None:
+    """A hook of ``state_dict``."""
+    # Not of submodules; a plain dict that the caller passed takes no attribute.
+    if not prefix and isinstance(state, OrderedDict):
+        setattr(state, PartialStateMark.NAME, PartialStateMark())
 
 
 class UncopiedHook:

@@ -16,7 +16,7 @@ from lockstep.config.handlers import AutocastKwargs, DistributedDataParallelKwar
 from lockstep.config.parallel import Parallel
 from lockstep.config.world import ParallelDims
 from lockstep.errors import UsageError
-from lockstep.model.changes import disable_cache
+from lockstep.model.changes import disable_cache, mark_partial_state
 from lockstep.offload.files.direct import OffloadedParameters
 from lockstep.parallel.autocast import autocast_forward
 from lockstep.parallel.gradient_mean import GradientAllReduce, ReplicaGroup
@@ -213,6 +213,7 @@ def split_into_stages(
         ),
         runtime.device,
     )
+    model.register_state_dict_post_hook(mark_partial_state)
     local = pipeline.local_blocks()
     split_layers(model, local, options, runtime, None if plan is None else plan.within(model))
     if options.compile_options is not None:

@@ -82,6 +82,8 @@ def behave_like_plain(shard_like: Sharded) -> LostChanges:
     tensor, of which each rank takes its part. The object that is returned knows whether a script changes copies of
     parts, as by ``tensor[0].zero_()``.
 
+    A DTensor of which this rank has a part only is not pickled, and so not written by ``torch.save``.
+
     A DTensor that is changed by one on another mesh gets it in its own layout. Collective. A plain tensor that is
     multiplied by a sharded weight is refused in our words.
 
@@ -106,6 +108,7 @@ def behave_like_plain(shard_like: Sharded) -> LostChanges:
     )
     kind.__setitem__ = _setting_items(shard_like, kind.__setitem__, lost)
     kind.__getitem__ = noting(kind.__getitem__, lost)
+    kind.__reduce_ex__ = functools.partialmethod(_reduce, kind.__reduce_ex__)
     for name in VIEWS:
         setattr(kind, name, noting(getattr(kind, name), lost))
     return lost
@@ -275,6 +278,23 @@ def _setting_items(
         tensor._local_tensor.detach().copy_(shard_like(whole, tensor)._local_tensor)
 
     return set_items
+
+
+def _reduce(tensor: DTensor, in_torch: Callable[[DTensor, object], object], protocol: object) -> object:
+    refuse_to_save_part(tensor)
+    return in_torch(tensor, protocol)
+
+
+def refuse_to_save_part(tensor: DTensor) -> None:
+    """Raise UsageError if this rank has only a part of the tensor: a file of it would lose the other parts."""
+    if all(placement.is_replicate() for placement in tensor.placements):
+        return
+    raise UsageError(
+        f"A tensor of shape {tuple(tensor.shape)} was to be saved or pickled, but this rank has only a part of it, of "
+        f"shape {tuple(tensor._local_tensor.shape)}. To write whole weights, call accelerator.save_model(model, "
+        "folder) on every rank. To have them, call accelerator.get_state_dict(model) on every rank. To save a run "
+        "that goes on later, call accelerator.save_state(folder)."
+    )
 
 
 def _of_first(whole: torch.Tensor, like: DTensor) -> torch.Tensor:

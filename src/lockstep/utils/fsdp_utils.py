@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
+from lockstep.checkpoint.weights.model import save_object
 from lockstep.config.sources import export_environment
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.lazy import lazy_names
@@ -315,7 +316,7 @@ class _StatePaths:
             state_dict_saver.save({self.key: state}, checkpoint_id=self._shards, no_dist=not _has_group())
             return
         if self.accelerator.is_main_process:
-            torch.save(state, self._single_file)
+            save_object(state, self._single_file)
         self.accelerator.wait_for_everyone()
 
     def load(self, shards: dict[str, Any] | None) -> dict[str, Any]:
@@ -404,16 +405,10 @@ def merge_fsdp_weights(
     is_ours = (folder / MANIFEST).is_file()
     state = _weights_of_checkpoint(folder) if is_ours else _joined_shards(folder, output)
     output.mkdir(parents=True, exist_ok=True)
-    if safe_serialization:
-        from safetensors.torch import save_file
-
-        save_file(
-            {name: value.clone() for name, value in state.items()},
-            output / SAFE_WEIGHTS_NAME,
-            {"format": "pt"},
-        )
-    else:
-        torch.save(state, output / WEIGHTS_NAME)
+    # Copies: tied weights keep all of their names.
+    copies = {name: value.clone() for name, value in state.items()}
+    name = SAFE_WEIGHTS_NAME if safe_serialization else WEIGHTS_NAME
+    save_object(copies if safe_serialization else state, output / name, safe_serialization)
     if remove_checkpoint_dir:
         shutil.rmtree(folder)
 

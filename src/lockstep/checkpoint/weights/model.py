@@ -9,15 +9,52 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 from lockstep.checkpoint.weights import parse_size
+from lockstep.comm.dtensor import is_dtensor
+from lockstep.comm.tree import children
+from lockstep.model.changes import PartialStateMark
 from lockstep.runtime import process
+from lockstep.torch_internals.dtensor_operators import refuse_to_save_part
 
 logger = logging.getLogger(__name__)
 
 
-def save_object(value: Any, file: Any, safe_serialization: bool) -> None:
-    """``safetensors.torch.save_file`` for a dict of tensors, or ``torch.save`` for any object."""
+def save_object(value: Any, file: Any, safe_serialization: bool = False) -> None:
+    """``safetensors.torch.save_file`` for a dict of tensors, or ``torch.save`` for any object. The file appears whole.
+
+    Raises:
+        UsageError: this rank has only parts of some tensors.
+    """
+    refuse_parts(value)
+    path = None if hasattr(file, "write") else os.path.realpath(file)
+    # Pipes and devices keep their names.
+    if path is None or (os.path.exists(path) and not os.path.isfile(path)):
+        _write_object(value, file, safe_serialization)
+        return
+    partial = f"{path}.part"
+    try:
+        _write_object(value, partial, safe_serialization)
+        os.replace(partial, path)
+    finally:
+        if os.path.exists(partial):
+            os.remove(partial)
+
+
+def refuse_parts(value: object, depth: int = 4) -> None:
+    """Raise UsageError if this rank has only parts of some tensors in nested values, or of a module's parameters."""
+    if isinstance(value, nn.Module):
+        value = list(value.parameters())
+    if is_dtensor(value):
+        refuse_to_save_part(value)
+    if isinstance(mark := getattr(value, PartialStateMark.NAME, None), PartialStateMark):
+        mark.__reduce__()
+    for _, part in (children(value) or ()) if depth else ():
+        refuse_parts(part, depth - 1)
+
+
+def _write_object(value: Any, file: Any, safe_serialization: bool) -> None:
     if safe_serialization:
         # Here, because it imports pydantic, as below.
         from lockstep.checkpoint.format.tensors import check_key
@@ -38,6 +75,9 @@ def save(obj: object, f: object, save_on_each_node: bool = False, safe_serializa
         save_on_each_node: Write on local rank 0 of each machine.
         safe_serialization: Write safetensors, which cannot run code when it is read. Otherwise ``torch.save`` writes.
 
+    Raises:
+        UsageError: the object has tensors of which this rank has only a part.
+
     Examples:
         ```python
         import torch
@@ -49,6 +89,8 @@ def save(obj: object, f: object, save_on_each_node: bool = False, safe_serializa
         state.wait_for_everyone()
         ```
     """
+    # On ranks that write nothing, too: all raise alike.
+    refuse_parts(obj)
     runtime = process.start_runtime()
     if runtime.is_local_main if save_on_each_node else runtime.is_main:
         save_object(obj, f, safe_serialization)
