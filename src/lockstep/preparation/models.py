@@ -9,7 +9,7 @@ from torch import nn
 
 from lockstep.checkpoint.contents import FullModelSpec, ties_of
 from lockstep.parallel.materialize import InitWeights
-from lockstep.parallel.parallel_model import ParallelModel
+from lockstep.parallel.parallel_model import ParallelModel, unwrap
 from lockstep.parallel.parallelize import parallelize
 from lockstep.parallel.steps import ModelOptions
 from lockstep.preparation.checks import PreparedObjects, refuse_offloaded_quantized, refuse_replicas
@@ -63,8 +63,10 @@ class ModelPreparation:
         options = self.run.options
         if self.offload is not None:
             self.offload.check_budget(model, self.run.meshes.axes.shard)
-        whole = _full_model_spec(model) if self.run.meshes.axes.pp > 1 else None
-        before = dict(model.named_parameters(remove_duplicate=False))
+        # A compiled model has other names: these must be those of ``_take_over``.
+        plain = unwrap(model, keep_compile=False)
+        whole = _full_model_spec(plain) if self.run.meshes.axes.pp > 1 else None
+        before = dict(plain.named_parameters(remove_duplicate=False))
         self.registry.note_storages(before.values())
         prepared = parallelize(
             model,

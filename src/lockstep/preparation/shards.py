@@ -163,6 +163,15 @@ class ParameterRegistry:
         on_shards = steps_on_shards(optimizer)
         originals = {id(new): old for old in parameters if (new := self._replaced.get(old)) is not None}
         replace_parameters(optimizer, self._replaced, lay_out=on_shards)
+        left = sum(len(group["params"]) for group in optimizer.param_groups)
+        # Only a pipeline leaves some to other ranks.
+        if left < len(parameters) and self.parallel.pp == 1:
+            raise UsageError(
+                f"{type(optimizer).__name__} holds {len(parameters)} parameters, but {len(parameters) - left} of them "
+                f"have no successor in the model that parallel='{self.parallel}' has divided, so its steps would not "
+                "train them. Prepare the model first, and make the optimizer from the parameters of what prepare() "
+                "returned."
+            )
         check_optimizer(optimizer, self.parallel)
         sharded = [p for group in optimizer.param_groups for p in group["params"] if is_dtensor(p)]
         if declares_elementwise(optimizer):

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lockstep import Accelerator, GradientAccumulationPlugin
 from lockstep.errors import UsageError
 from parallel import zero_problem as problem
-from parallel.zero_scenarios import WIDTH, Net, Plain, batch, loss_of, seeded, sgd, values
+from parallel.zero_scenarios import WIDTH, Net, Plain, batch, learn, loss_of, seeded, sgd, values
 from tests.refusals import expect_refusal
 
 
@@ -299,6 +299,76 @@ def test_compiled_blocks_give_the_same_numbers(run_distributed, parallel: str, b
         optimizer.zero_grad()
     for actual in run_distributed(compiled, 2, parallel, bare):
         assert problem.difference(actual, values(model=model)) < 1e-5
+
+
+def compiled_before(parallel: str, kind: str) -> tuple[dict[str, torch.Tensor], int]:
+    """What is trained, and how many parameters the optimizer has."""
+    torch.set_num_threads(1)
+    torch._dynamo.reset()
+    accelerator = Accelerator(cpu=True, parallel=parallel)
+    plain = model = seeded(Net, layers=2)
+    if kind == "block":
+        model.layers[0] = torch.compile(model.layers[0], backend="eager")
+    else:
+        model = torch.compile(model, backend="eager")
+    optimizer = optimizer_of(kind, model)
+    if kind == "optimizer first":
+        optimizer = accelerator.prepare(optimizer)
+        model = accelerator.prepare(model)
+    else:
+        model, optimizer = accelerator.prepare(model, optimizer)
+    for step in range(3):
+        learn(accelerator, optimizer, loss_of(accelerator, model, step))
+    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    state = accelerator.get_state_dict(model)
+    assert kind == "block" or state.keys() == plain.state_dict().keys()
+    return {f"model.{name.replace('_orig_mod.', '')}": value.clone() for name, value in state.items()}, count
+
+
+def optimizer_of(kind: str, model: nn.Module) -> torch.optim.Optimizer:
+    # The second steps on whole tensors.
+    return torch.optim.Adafactor(model.parameters(), lr=0.1) if kind == "whole steps" else sgd(model)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "parallel", "kind"),
+    [
+        (1, "zero=3", "model"),
+        (2, "zero=1", "model"),
+        (2, "zero=3", "model"),
+        (2, "zero=3", "block"),
+        (2, "zero=2", "whole steps"),
+        (2, "zero=3", "optimizer first"),
+        (4, "zero=3 replicate=2", "model"),
+    ],
+)
+def test_a_model_compiled_before_prepare_trains_all_its_parameters(
+    run_distributed, world_size: int, parallel: str, kind: str
+) -> None:
+    model = seeded(Net, layers=2)
+    optimizer = optimizer_of(kind, model)
+    run = Plain()
+    for step in range(3):
+        learn(run, optimizer, loss_of(run, model, step))
+    for actual, count in run_distributed(compiled_before, world_size, parallel, kind):
+        assert count == len(list(model.parameters()))
+        assert problem.difference(actual, values(model=model)) < 1e-5
+
+
+def loses_parameters(parallel: str) -> None:
+    accelerator = Accelerator(cpu=True, parallel=parallel)
+    model = seeded(Net)
+    optimizer = sgd(model)
+    first = dict(model.named_parameters())
+    model = accelerator.prepare(model)
+    registry = accelerator._preparation.registry
+    # As if the model had other names before: nothing took the places of these parameters.
+    registry.add_model(accelerator._preparation.models.prepared[0], first, {}, [])
+    expect_refusal(UsageError, "22 of them have no successor", accelerator.prepare, optimizer)
+
+
+def test_an_optimizer_that_would_lose_its_parameters_is_refused(run_distributed) -> None:
+    run_distributed(loses_parameters, 2, "zero=3")
 
 
 class Heads(nn.Module):
