@@ -69,7 +69,8 @@ class WeightMethods(AcceleratorParts):
         if whole_model is not None:
             from lockstep.checkpoint.weights.export import collect_stages
 
-            return collect_stages(unwrap_module(model).state_dict(), self._communicator, whole_model)
+            plain = unwrap_module(model, keep_compile=False)
+            return collect_stages(plain.state_dict(), self._communicator, whole_model)
         state = (unwrap_module(model, keep_compile=False) if unwrap else model).state_dict()
         gathered: dict[str, Any] = whole(state)
         if not any(map(is_dtensor, state.values())):
