@@ -101,8 +101,8 @@ class ParallelModel:
         """Backward inside averages gradients over all ranks, also within ``no_sync``."""
         return nullcontext()
 
-    def backward_begins(self) -> None:
-        """A backward of the training loop comes, in which every rank takes part."""
+    def backward_begins(self, loss: torch.Tensor) -> None:
+        """The backward of this loss, of any shape, comes next; every rank takes part in it."""
 
     def reduce_gradients(self) -> None:
         """Average after backward what torch's engines leave to us, unless within ``no_sync``. Collective."""
@@ -189,6 +189,9 @@ class ReplicatedModel(ParallelModel):
     def synchronised(self) -> AbstractContextManager[object]:
         return self.module.synchronised()
 
+    def backward_begins(self, loss: torch.Tensor) -> None:
+        self.module.average_gradients_of(loss)
+
     @contextmanager
     def summoned(self) -> Iterator[None]:
         with self.module.without_buffers(), super().summoned():
@@ -261,7 +264,7 @@ class ShardedModel(SplitModel):
         with self.sharding.synchronised(), self._mean.synchronised():
             yield
 
-    def backward_begins(self) -> None:
+    def backward_begins(self, loss: torch.Tensor) -> None:
         self.sharding.unused.backward_begins()
 
     def reduce_gradients(self) -> None:

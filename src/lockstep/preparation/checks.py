@@ -145,28 +145,31 @@ def refuse_offloaded_quantized(model: nn.Module) -> None:
 
 
 def check_called(models: Collection[ParallelModel], world_size: int, loss: torch.Tensor) -> None:
-    """Raise UsageError where ``loss`` trains a prepared model around what averages its gradients.
+    """Warn where ``loss``, of any shape, depends on no prepared model, and so trains each rank's own copy of another.
 
-    Called where no prepared model's forward has run, on several ranks: that is so if the loss, of any shape, depends
-    on parameters of one. The loss of a model that was not prepared trains each rank's own copy.
+    Called where no prepared model's forward has run, on several ranks.
+
+    Raises:
+        UsageError: no model was prepared, or the loss depends on one that was prepared for evaluation only.
     """
     if not models:
         raise UsageError(
             "backward was called, but no model was prepared. Pass the model to accelerator.prepare()."
         )
-    prepared = {id(parameter) for model in models for parameter in model.module.parameters()}
-    if not any(id(leaf) in prepared for leaf in autograd.leaves_of(loss)):
+    # Gradients of all others are averaged whatever was called, or are refused at the step.
+    alone = [model for model in models if type(model) is ParallelModel]
+    leaves = set(map(id, autograd.leaves_of(loss)))
+    if leaves.isdisjoint(id(p) for model in models for p in model.module.parameters()):
         warnings.warn(
             "backward got the loss of a model that was not prepared: its gradients are not averaged over the "
             f"{world_size} ranks. Pass that model to accelerator.prepare() if all ranks train it together.",
             stacklevel=4,
         )
-        return
-    raise UsageError(
-        "backward was called, but no prepared model has been called yet: the loss comes from another object "
-        "with the same parameters, so the gradients would not be averaged. Call the model that "
-        "accelerator.prepare() returned."
-    )
+    elif not leaves.isdisjoint(id(p) for model in alone for p in model.module.parameters()):
+        raise UsageError(
+            "backward got the loss of a model that was prepared for evaluation, so its gradients would not be "
+            "averaged over the ranks. Prepare it without evaluation_mode."
+        )
 
 
 def refuse_inside(models: Iterable[ParallelModel], what: str) -> None:

@@ -88,7 +88,7 @@ class Gradients:
         if type(loss) is not torch.Tensor and is_dtensor(loss):  # of sharded parameters, such as their norm
             keep_plain_gradients(loss)
         for model in self._models:
-            model.backward_begins()
+            model.backward_begins(loss)
         waits = (
             loss.register_hook(self._await_averages)
             if self._world_size > 1 and self._waits_at_end()

@@ -2,7 +2,8 @@
 
 DDP's reducer averages the parameters that were trainable when it was made, once after each forward. A replica looks at
 its module in each forward, and lets another reducer take over where other parameters are trainable now; and it lets
-the reducer average again where several backward calls follow one forward.
+the reducer average again where several backward calls follow one forward, or none, as where a script calls the module
+inside of the replica, or parts of it.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from lockstep.parallel.ddp.consistency import (
 )
 from lockstep.torch_internals.autograd import at_end_of_backward as at_end_of_pass
 from lockstep.torch_internals.autograd import current_backward as current_pass
+from lockstep.torch_internals.autograd import leaves_of
 from lockstep.torch_internals.c10d import check_reduced, is_joining, rebuild_buckets
 from lockstep.torch_internals.modules import every_parameter
 
@@ -65,7 +67,8 @@ class DistributedDataParallel(TorchDDP):
         self._trained = trained_parameters(module)
         average_before_hooks(self, self._trained, self.device)
         self._averaged = {_key(self._trained): _AveragedReducer(self.reducer, self.logger, self._trained)}
-        self._is_spent = False
+        # The reducer averages in the next backward that brings it gradients.
+        self._is_armed = self._is_spent = False
         self._has_own = False
         self._pass = -1
         self._alike = CopiesAlike(module, self.process_group)
@@ -101,9 +104,23 @@ class DistributedDataParallel(TorchDDP):
         if not self.require_backward_grad_sync:
             self._notice_own_gradients(output)
         elif not self.static_graph:
-            self._is_spent = False
+            self._is_armed, self._is_spent = True, False
             self._average_again_if_spent(output)
         return output
+
+    def average_gradients_of(self, loss: torch.Tensor) -> None:
+        """Let the next backward, that of this loss, average, also if no forward of the replica came before it.
+
+        Raises as ``forward``. Collective where the loss depends on parameters of the module.
+        """
+        is_armed, self._is_armed = self._is_armed and not self._is_spent, False
+        if is_armed or not self.require_backward_grad_sync or self.static_graph or is_joining(self):
+            return
+        # Only where no forward made the reducer ready, since to walk through the graph takes about 1 µs a node.
+        trained = set(map(id, trained_parameters(self.module)))
+        if any(id(leaf) in trained for leaf in leaves_of(loss)) and self._follow_module():
+            self._prepare_again([loss])
+            self._is_spent = self._has_own = False
 
     def synchronised(self) -> AbstractContextManager[None]:
         """Forward and backward inside are those of a micro-batch whose gradients are averaged, also in ``no_sync``."""
@@ -190,6 +207,9 @@ class DistributedDataParallel(TorchDDP):
             return False
         if len(now) == len(self._trained) and all(map(operator.is_, now, self._trained)):
             return True
+        # A script may take submodules off and put them back on one rank only: the first order stays.
+        if _key(now) == _key(self._trained):
+            return True
         if self.static_graph:
             raise UsageError(
                 f"Other parameters of {type(self.module).__name__} are trainable than in the step before, but "
@@ -210,8 +230,14 @@ class DistributedDataParallel(TorchDDP):
         return True
 
     def _another(self, trained: list[nn.Parameter]) -> _AveragedReducer:
-        known = {id(p) for p in self._module_parameters}
-        has_new = any(id(p) not in known for p in self.module.parameters())
+        first, now = (list(map(id, some)) for some in (self._module_parameters, self.module.parameters()))
+        if [one for one in first if one in now] != [one for one in now if one in first]:
+            raise UsageError(
+                f"Other parameters of {type(self.module).__name__} are trainable than in the step before, and they "
+                "stand in another order than in prepare(), as after 'del model.part' and 'model.part = part'. Another "
+                "rank may have them in another order. Prepare the model again after such a change."
+            )
+        has_new = not set(now) <= set(first)
         # Added parameters must take rank 0's values; all others are equal already.
         other = TorchDDP(self.module, **self._options, init_sync=has_new)
         self._configure(other)
@@ -234,13 +260,15 @@ class DistributedDataParallel(TorchDDP):
         self._pass = number
         self._leave_frozen_alone()
         if self._is_spent and self.require_backward_grad_sync:
-            self.check_reduced()
-            alive = [tensor for ref in outputs if (tensor := ref()) is not None]
-            # After its first averaging a reducer forms its buckets anew: otherwise in the next forward.
-            self._has_rebuilt_buckets = rebuild_buckets(self.reducer) or self._has_rebuilt_buckets
-            # An average of equal numbers is that number, so that what was averaged may be averaged again.
-            self.reducer.prepare_for_backward(alive if self.find_unused_parameters else [])
+            self._prepare_again([tensor for ref in outputs if (tensor := ref()) is not None])
         self._is_spent = True
+
+    def _prepare_again(self, roots: list[torch.Tensor]) -> None:
+        self.check_reduced()
+        # After its first averaging a reducer forms its buckets anew: otherwise in the next forward.
+        self._has_rebuilt_buckets = rebuild_buckets(self.reducer) or self._has_rebuilt_buckets
+        # An average of equal numbers is that number, so that what was averaged may be averaged again.
+        self.reducer.prepare_for_backward(roots if self.find_unused_parameters else [])
 
     def _leave_frozen_alone(self) -> None:
         """Parameters frozen since the forward get no gradient, as in plain torch; DDP gives them zeros of its own."""
@@ -281,5 +309,5 @@ def refuse_thawed(module: nn.Module, args: object) -> None:
         )
 
 
-def _key(parameters: list[nn.Parameter]) -> tuple[int, ...]:
-    return tuple(map(id, parameters))
+def _key(parameters: list[nn.Parameter]) -> frozenset[int]:
+    return frozenset(map(id, parameters))

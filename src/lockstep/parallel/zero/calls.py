@@ -75,6 +75,7 @@ class OtherCalls:
             module.register_forward_hook(self._leave, always_call=True)
         for name, method in _methods(type(self._root)):
             setattr(self._root, name, self._as_forward(name, method))
+        self._root.forward = self._forward_by_name()
 
     @property
     def is_open(self) -> bool:
@@ -148,6 +149,19 @@ class OtherCalls:
             return self._end(args, output)
 
         return call
+
+    def _forward_by_name(self) -> Callable[..., object]:
+        """``model.forward(x)``, which is ``model(x)``."""
+        root, own = self._root, vars(self._root).get("forward")
+
+        @functools.wraps(own or root.forward)
+        def forward(*args: object, **kwargs: object) -> object:
+            if not self._is_inside():
+                return root(*args, **kwargs)
+            # That of the class as it is now: a later step of ``prepare`` may have changed it.
+            return own(*args, **kwargs) if own else type(root).forward(root, *args, **kwargs)
+
+        return forward
 
     def _computes(self, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
         """Whether tensors are passed, or containers of them: inputs, not weights of the model."""
