@@ -10,10 +10,14 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from lockstep.comm.tree import children
+from lockstep.config.parallel import Parallel
 from lockstep.config.values import plain, suggestion
 from lockstep.errors import ConfigError, UsageError
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.torch_internals import autograd
+from lockstep.torch_internals.modules import OWN_ATTRIBUTES, buffers_of
+from lockstep.torch_internals.tensors import storage_key
 
 
 class PreparedObjects:
@@ -142,6 +146,56 @@ def refuse_offloaded_quantized(model: nn.Module) -> None:
             f"({', '.join(sorted(places))}), but can be trained on one device only. Load it on the device of "
             f"each process: device_map={{'': accelerator.device}}."
         )
+
+
+def refuse_aliases(model: nn.Module, parallel: Parallel) -> None:
+    """Raise UsageError for tensors in the memory of a parameter, which is about to get another memory.
+
+    Such are parameters that were tied by ``.data``, and detached weights in buffers and attributes.
+    """
+    kind = type(model).__name__
+    # Storage -> (first element, behind the last one, name) of the parameters in it
+    places: dict[int, list[tuple[int, int, str]]] = {}
+
+    def owner(tensor: torch.Tensor) -> str | None:
+        """The parameter in whose memory a tensor begins, or that begins in its memory."""
+        start, end = _elements(tensor)
+        found = places.get(storage_key(tensor), ())
+        return next((name for first, last, name in found if start < last and first < end), None)
+
+    for name, parameter in model.named_parameters():
+        if type(parameter.data) is not torch.Tensor or not parameter.numel():
+            continue
+        if (first := owner(parameter)) is not None:
+            raise UsageError(
+                f"'{first}' and '{name}' of {kind} are two parameters in one memory, as after head.weight.data = "
+                f"embedding.weight.data. parallel='{parallel}' would untie them. Tie the parameters themselves, before "
+                "you make the optimizer: head.weight = embedding.weight."
+            )
+        places.setdefault(storage_key(parameter), []).append((*_elements(parameter), name))
+    # The stages of a pipeline keep their parameters.
+    if not (parallel.shards or parallel.tp > 1):
+        return
+    for prefix, module in model.named_modules():
+        values = {**buffers_of(module), **{n: v for n, v in vars(module).items() if n not in OWN_ATTRIBUTES}}
+        for name, value in values.items():
+            for one in (value, *(part for _, part in children(value) or ())):
+                # Spectral norm and pruning keep the weight as an attribute, and compute it anew in each forward.
+                if type(one) is not torch.Tensor or hasattr(module, f"{name}_orig") or not one.numel():
+                    continue
+                if (first := owner(one)) is not None:
+                    raise UsageError(
+                        f"'{prefix + '.' if prefix else ''}{name}' of {kind} is a tensor in the memory of the "
+                        f"parameter '{first}', as weight.detach() is. parallel='{parallel}' gives the parameter other "
+                        "memory, so the tensor would keep its first values. Read the parameter where you need it, or "
+                        "keep a clone()."
+                    )
+
+
+def _elements(tensor: torch.Tensor) -> tuple[int, int]:
+    """The first element in its storage, and the one behind the last; of one with gaps only the first."""
+    start = tensor.storage_offset()
+    return start, start + (tensor.numel() if tensor.is_contiguous() else 1)
 
 
 def check_called(models: Collection[ParallelModel], world_size: int, loss: torch.Tensor) -> None:

@@ -5,14 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 from lockstep.checkpoint.contents import FullModelSpec, ties_of
+from lockstep.observe.log import get_logger
+from lockstep.parallel.autocast import DTYPES
 from lockstep.parallel.materialize import InitWeights
 from lockstep.parallel.parallel_model import ParallelModel, unwrap
 from lockstep.parallel.parallelize import parallelize
 from lockstep.parallel.steps import ModelOptions
-from lockstep.preparation.checks import PreparedObjects, refuse_offloaded_quantized, refuse_replicas
+from lockstep.preparation.checks import (
+    PreparedObjects,
+    refuse_aliases,
+    refuse_offloaded_quantized,
+    refuse_replicas,
+)
 from lockstep.preparation.gradients import Gradients
 from lockstep.preparation.observers import RunObserver
 from lockstep.preparation.run_context import RunContext
@@ -23,6 +31,8 @@ from lockstep.train.optimizer import PreparedOptimizer
 
 if TYPE_CHECKING:
     from lockstep.preparation.offload import OffloadManager
+
+logger = get_logger(__name__)
 
 
 @dataclass(eq=False)
@@ -66,6 +76,10 @@ class ModelPreparation:
         # A compiled model has other names: these must be those of ``_take_over``.
         plain = unwrap(model, keep_compile=False)
         whole = _full_model_spec(plain) if self.run.meshes.axes.pp > 1 else None
+        if not evaluation_mode:
+            if self.run.runtime.world_size > 1 and options.parallel.replaces_parameters:
+                refuse_aliases(plain, options.parallel)
+            _keep_master_weights(plain, options.mixed_precision, options.parallel.shards)
         before = dict(plain.named_parameters(remove_duplicate=False))
         self.registry.note_storages(before.values())
         prepared = parallelize(
@@ -133,3 +147,32 @@ class ModelPreparation:
 def _full_model_spec(model: nn.Module) -> FullModelSpec:
     """The names of all weights, before other ranks' blocks leave."""
     return FullModelSpec(tuple(model.state_dict()), ties_of(model))
+
+
+def _keep_master_weights(model: nn.Module, mixed_precision: str, shards: bool) -> None:
+    """Have trained weights in fp32, in place, where ZeRO casts them for each forward. Elsewhere warn.
+
+    A step loses what changes a weight by less than half of its last digit, which of bf16 is 1/256 of the weight.
+    """
+    low = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16)
+    }
+    if mixed_precision not in DTYPES or not low:
+        return
+    if not shards:
+        name, first = next(iter(low.items()))
+        logger.warning(
+            "%d trained weights of %s ('%s', ...) are in %s, and steps that change a weight by less than a 256th of it "
+            "may change nothing. With mixed_precision='%s' keep weights in 32 bits: load the model by "
+            "from_pretrained(..., dtype=torch.float32), or call model.float() before prepare().",
+            *(len(low), type(model).__name__, name, str(first.dtype).removeprefix("torch."), mixed_precision),
+        )
+        return
+    for parameter in low.values():
+        # Types of other libraries say that they have 16 bits, too.
+        if type(parameter.data) is torch.Tensor:
+            gradient, parameter.grad = parameter.grad, None
+            parameter.data = parameter.data.float()
+            parameter.grad = None if gradient is None else gradient.float()
