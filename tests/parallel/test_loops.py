@@ -38,7 +38,6 @@ OWN_GRADIENTS = {
 OF_DDP = {
     **OWN_GRADIENTS,
     "weights_that_follow_the_ranks_rows": PARTED,
-    "the_bare_module_called": PARTED,
     "curvature_by_autograd_grad": PARTED,
     "stepped_without_a_last_backward": OWN,
     "features_of_the_root_alone": LEFT_OUT,
@@ -50,7 +49,7 @@ OF_DDP = {
     "blocks_skipped_on_all_ranks": LEFT_OUT,
     "heads_in_windows": LEFT_OUT,
     "nothing_trained_at_prepare": "had no trainable parameters when it was prepared",
-    "gradients_set_by_hand": "gradients that no backward computed",
+    "gradients_set_by_hand": "gradients that accelerator.backward did not compute",
     "weights_tied_after_prepare": "of no prepared model",
     "a_hook_set_after_prepare": CHANGED,
     "a_post_accumulate_hook": CHANGED,

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lockstep.comm.collectives import tensor_of
 from lockstep.comm.dtensor import is_dtensor, local
 from lockstep.model.changes import attributes_set
 
@@ -84,7 +85,7 @@ def _average(bucket: list[nn.Parameter], replicas: ReplicaGroup) -> None:
     """One all-reduce: the gradients of a bucket as one vector, and behind them how many ranks have each of them."""
     # A missing gradient is sent as zeros, which have no memory of their own before they are concatenated.
     parts = [local(p).new_zeros(()).expand_as(local(p)) if p.grad is None else local(p.grad) for p in bucket]
-    present = parts[0].new_tensor([float(p.grad is not None) for p in bucket])
+    present = tensor_of([float(p.grad is not None) for p in bucket], parts[0].dtype, parts[0].device)
     message = torch.cat([*(part.reshape(-1) for part in parts), present])
     dist.all_reduce(message, group=replicas.group)
     sizes = [part.numel() for part in parts]

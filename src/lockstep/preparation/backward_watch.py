@@ -6,7 +6,6 @@ is not divided by the number of micro-batches, and with fp16 its loss is not sca
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -16,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lockstep.comm.dtensor import is_dtensor
+from lockstep.comm.dtensor import is_dtensor, local
 from lockstep.comm.tree import leaves
 from lockstep.errors import UsageError
 from lockstep.model.changes import UncopiedHook
@@ -35,6 +34,7 @@ class BackwardWatch:
         world_size: Ranks over which gradients are averaged.
         gradients: The tensors in which this rank accumulates gradients now.
         average: Averages what torch's engines leave to us. Collective.
+        is_alike: Whether there are several ranks, and all have gradients of the same parameters.
         ranks_step_together: Whether all ranks make this step with averaged gradients, unlike in asynchronous training.
     """
 
@@ -45,6 +45,7 @@ class BackwardWatch:
         world_size: int,
         gradients: Callable[[], Iterator[torch.Tensor]],
         average: Callable[[], None],
+        is_alike: bool = True,
         ranks_step_together: Callable[[], bool] = lambda: True,
     ) -> None:
         self._step = step
@@ -52,6 +53,7 @@ class BackwardWatch:
         self._world_size = world_size
         self._gradients = gradients
         self._average = average
+        self._is_alike = is_alike and world_size > 1
         self._together = ranks_step_together
         self._is_ours = False
         self._pass = -1
@@ -59,7 +61,7 @@ class BackwardWatch:
         self._ours = 0
         self._plain_in_window = 0
         self._plain_unscaled = 0
-        # Optimizer -> (backwards before its last step, a gradient that this step left)
+        # Optimizer -> backwards before its last step
         self._stepped: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def add(self, model: nn.Module) -> None:
@@ -142,34 +144,34 @@ class BackwardWatch:
                 "With mixed_precision='fp16' losses are scaled, but gradients of this step were computed by "
                 "loss.backward(), which does not scale the loss. Call accelerator.backward(loss)."
             )
-        if self._world_size > 1 and not has_closure and self._together():
+        if self._is_alike and not has_closure and self._together():
             self._check_set_by_hand(optimizer)
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Remember which gradients a step leaves."""
-        first = next(_dense(optimizer), None)
-        self._stepped[optimizer] = self._backwards, None if first is None else weakref.ref(first)
+        """Remember which gradients a step has used."""
+        self._stepped[optimizer] = self._backwards
 
     def _check_set_by_hand(self, optimizer: Optimizer) -> None:
         """Gradients without a backward since the last step: right if they are equal on all ranks, as means are."""
-        backwards, left = self._stepped.get(optimizer, (0, None))
-        if backwards != self._backwards:
+        first = next((p for group in optimizer.param_groups for p in group["params"]), None)
+        if self._stepped.get(optimizer, 0) != self._backwards or first is None:
             return
-        found = list(_dense(optimizer))
-        # What the last step left is an average still, and may be stepped on again.
-        if not found or (left is not None and left() is found[0]):
-            return
-        sums = [(g.double().sum(), g.double().abs().sum()) for g in found]
-        digest = torch.stack([torch.stack(pair) for pair in sums]).flatten()
+        # All ranks come here, also one that has no gradients, and all send as many numbers.
+        digest = torch.zeros(3, dtype=torch.float64, device=local(first).device)
+        for number, gradient in enumerate(_dense(optimizer), 1):
+            wide = gradient.double()
+            digest += torch.stack(
+                [torch.ones_like(digest[0]), number * wide.sum(), number * wide.abs().sum()]
+            )
         # One all-reduce for the largest and the smallest: min(x) = -max(-x).
         both = torch.cat([digest, -digest]).nan_to_num()
         dist.all_reduce(both, dist.ReduceOp.MAX)
         most, least = both.chunk(2)
         if not torch.equal(most, -least):
             raise UsageError(
-                f"{type(optimizer).__name__}.step() was called with gradients that no backward computed and "
-                "that differ between the ranks: the script set p.grad to values that are not an average. "
-                "Call accelerator.backward(loss), or average the values: p.grad = "
+                f"{type(optimizer).__name__}.step() was called with gradients that accelerator.backward did not "
+                "compute and that differ between the ranks: the script set p.grad, or called loss.backward() on what "
+                "is no output of a prepared model. Call accelerator.backward(loss), or average the values: p.grad = "
                 "accelerator.reduce(gradient, 'mean')."
             )
 

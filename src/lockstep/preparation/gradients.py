@@ -59,7 +59,14 @@ class Gradients:
         self._forward_seen = False
         self._own = OwnGradients(step, self._own_gradients)
         self.watch = BackwardWatch(
-            step, scales_loss, world_size, self.__iter__, self._average, ranks_step_together
+            step,
+            scales_loss,
+            world_size,
+            self.__iter__,
+            self._average,
+            # Stages and experts of other ranks are other parameters.
+            is_alike=shards.parallel.pp * shards.parallel.ep == 1,
+            ranks_step_together=ranks_step_together,
         )
 
     def __iter__(self) -> Iterator[torch.Tensor]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -12,6 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lockstep.comm.dtensor import is_dtensor, shard_like
 from lockstep.config.parallel import Parallel
 from lockstep.errors import UsageError
+from lockstep.model.contents import is_plain
 from lockstep.observe.log import get_logger
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.zero.sharding import Sharding
@@ -67,6 +70,8 @@ class ParameterRegistry:
             before: The parameters that it had, by name.
             after: Those that it has now.
         """
+        for sharding in model.shardings:
+            sharding.unused.settings = partial(_number_of_settings, optimizers)
         self._of_models += [sharding for sharding in model.shardings if sharding not in self._of_models]
         if any(map(is_dtensor, after.values())):
             behave_like_plain(shard_like)
@@ -197,3 +202,16 @@ class ParameterRegistry:
             type(optimizer).__name__,
             nbytes / 2**20,
         )
+
+
+def _number_of_settings(optimizers: Sequence[PreparedOptimizer]) -> int:
+    """Equal on ranks whose optimizers have the same settings, of 32 bits. About 3 µs for each group of parameters."""
+    found = [
+        group.get(name)
+        for prepared in optimizers
+        for group in prepared.optimizer.param_groups
+        for name in prepared.optimizer.defaults
+    ]
+    # Tensors on a device are not waited for.
+    plain = [v.tolist() if isinstance(v, torch.Tensor) and v.device.type == "cpu" else v for v in found]
+    return zlib.crc32(repr([value for value in plain if is_plain(value)]).encode())

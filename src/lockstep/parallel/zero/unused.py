@@ -10,16 +10,20 @@ momentum, as in plain torch.
 into a rank's rows of the whole parameter, and from these into its shard (``fsdp2_gathered``). So it must be the same on
 all ranks, as in plain torch one process makes one change: each rank keeps a number of what was changed, and they
 compare these.
+
+*Settings of optimizers*, such as a learning rate that follows a loss, are compared in the same way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from functools import partial
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
+from lockstep.comm.collectives import tensor_of
 from lockstep.errors import UsageError
 from lockstep.torch_internals import fsdp2
 from lockstep.torch_internals import fsdp2_backward as engine
@@ -35,8 +39,8 @@ from lockstep.torch_internals.fsdp2_gathered import (
 )
 from lockstep.torch_internals.tensors import bits_digest
 
-DIGEST_BYTES = 4
-"""Of a number that ranks share which made the same changes."""
+NUMBER_BYTES = 4
+"""Of a number that ranks share which called the same blocks in the same order; of one of changes, one of settings."""
 
 
 class ChangesByHand:
@@ -68,12 +72,12 @@ class ChangesByHand:
 
     def digest(self) -> bytes:
         """Equal on ranks that have made the same changes since the last one."""
-        return (self._digest & (2 ** (8 * DIGEST_BYTES) - 1)).to_bytes(DIGEST_BYTES, "little")
+        return (self._digest & (2 ** (8 * NUMBER_BYTES) - 1)).to_bytes(NUMBER_BYTES, "little")
 
-    @property
-    def are_there(self) -> bool:
-        """Whether this rank has made some since ``check``."""
-        return self._changed is not None
+    def take(self) -> FSDPParam | None:
+        """One of those that this rank has changed since the last call, which the digest is of."""
+        changed, self._digest, self._changed = self._changed, 0, None
+        return changed
 
     def notice_data(self, lost_changes: LostChanges) -> None:
         """Be told when a script asks for the ``data`` of a shard, which versions do not show."""
@@ -85,29 +89,26 @@ class ChangesByHand:
         """Whether shards were written to while their wholes are gathered, which do not show that."""
         return any(group.shards_changed() for group in self._groups)
 
-    def check(self, are_equal: bool = True) -> None:
-        """Raise UsageError if changes are lost, or are not the same on all ranks. Forgets them."""
-        changed, lost = self._changed, self._lost
-        self._digest, self._changed, self._lost = 0, None, None
-        if lost is not None:
-            param, why = lost
-            raise UsageError(
-                f"'{self._name(param)}' of {self._kind} was changed by the script while it was gathered {why}. "
-                "Change weights after optimizer.step(), before the forward of the next window."
-            )
-        if not are_equal:
-            what = "A weight" if changed is None else f"'{self._name(changed)}'"
-            raise UsageError(
-                f"{what} of {self._kind} was changed by the script in this step while it was gathered (inside a "
-                "forward, between forward and backward, or in an accumulation window). The change was not the "
-                "same on all ranks, so rows of different weights were joined. Make the same change on all "
-                "ranks, from numbers that are equal on all of them, such as accelerator.reduce(tensor, 'mean')."
-            )
+    def refuse(self, changed: FSDPParam | None) -> NoReturn:
+        """Raise UsageError for changes that are not the same on all ranks."""
+        what = "A weight" if changed is None else f"'{self._name(changed)}'"
+        raise UsageError(
+            f"{what} of {self._kind} was changed by the script in this step while it was gathered (inside a "
+            "forward, between forward and backward, or in an accumulation window). The change was not the "
+            "same on all ranks, so rows of different weights were joined. Make the same change on all "
+            "ranks, from numbers that are equal on all of them, such as accelerator.reduce(tensor, 'mean')."
+        )
 
     def check_lost(self) -> None:
-        """Raise UsageError before a step if changes are lost."""
-        if self._lost is not None:
-            self.check()
+        """Raise UsageError if changes are lost. Forgets them."""
+        if self._lost is None:
+            return
+        (param, why), self._lost = self._lost, None
+        self.take()
+        raise UsageError(
+            f"'{self._name(param)}' of {self._kind} was changed by the script while it was gathered {why}. "
+            "Change weights after optimizer.step(), before the forward of the next window."
+        )
 
     def _note(self, param: FSDPParam, whole: torch.Tensor, is_lost: bool) -> None:
         self._changed = param
@@ -139,10 +140,6 @@ class ChangesByHand:
     def _name(self, param: FSDPParam) -> str:
         forms = list(fsdp2.forms(param))
         return next((n for n, p in self._root.named_parameters() if any(p is f for f in forms)), "?")
-
-
-ORDER_BYTES = 4
-"""Of a number that ranks share which called the same blocks in the same order."""
 
 
 class UnusedParameters:
@@ -177,6 +174,9 @@ class UnusedParameters:
         self._is_backward = False
         self._passed: set[int] = set()
         self._order = 0
+        self._sent: _Sent | None = None
+        # A number of the settings of the optimizers that step these shards.
+        self.settings: Callable[[], int] = lambda: 0
         # Compiled code leaves the hook out, but on a rank that has given up compiling, as after many shapes, it runs.
         compiled = {part for m in modules[0].modules() if engine.is_compiled(m) for part in m.modules()}
         for number, module in enumerate(modules):
@@ -248,32 +248,25 @@ class UnusedParameters:
         """Remove gradients that no rank has computed. Collective once they have reached the shards."""
         if not self._reached_shards:
             return
-        order = (self._order & 0xFFFFFFFF).to_bytes(ORDER_BYTES, "little")
-        shared = [*order, *self._changes.digest()]
+        order = (self._order & 0xFFFFFFFF).to_bytes(NUMBER_BYTES, "little")
+        shared = [*order, *self._changes.digest(), *self.settings().to_bytes(NUMBER_BYTES, "little")]
         # The maximum of a byte and that of its complement sum to 255 only where all ranks have an equal byte.
         opposite = [255 - byte for byte in shared]
         flags = [int(number in self._used) for number in self._number.values()]
-        message = torch.tensor([*flags, *shared, *opposite], dtype=torch.uint8, device=self._device)
+        message = tensor_of([*flags, *shared, *opposite], torch.uint8, self._device)
         dist.all_reduce(message, dist.ReduceOp.MAX, group=self._ranks)
-        used, most, least = message.split([len(flags), len(shared), len(shared)])
-        # Reading waits for an accelerator, which only changes by hand are worth.
-        is_read = message.device.type == "cpu" or self._changes.are_there
-        equal = (
-            [a + b == 255 for a, b in zip(most.tolist(), least.tolist(), strict=True)] if is_read else [True]
-        )
-        if self._changes.are_there or not all(equal[ORDER_BYTES:]):
-            try:
-                self._changes.check(all(equal[ORDER_BYTES:]))
-            except UsageError:
-                self.forget()
-                raise
-        if not all(equal[:ORDER_BYTES]):
+        used, extremes = message.split([len(flags), 2 * len(shared)])
+        sent = _Sent(extremes, self._changes.take())
+        # Reading waits for an accelerator: there the ranks read, and raise, in the next backward.
+        judged, self._sent = (sent, None) if message.device.type == "cpu" else (self._sent, sent)
+        try:
+            if message.device.type == "cpu":
+                self._changes.check_lost()
+            if judged is not None:
+                self._judge(judged)
+        except UsageError:
             self.forget()
-            raise UsageError(
-                "In this step the ranks called different blocks of a sharded model, or called them in different "
-                "orders, so parts of different weights were joined. Let all ranks call the same blocks in the "
-                "order in which they stand in the model. A rank may leave some of them out."
-            )
+            raise
         without = self._without
         # Only then are the numbers read, because on an accelerator reading waits for them.
         if without:
@@ -281,3 +274,45 @@ class UnusedParameters:
                 if not anywhere and number in without:
                     fsdp2.sharded_param(without[number]).grad = None
         self.forget()
+
+    def _judge(self, sent: _Sent) -> None:
+        """Raise UsageError for what differs between the ranks; all of them do so."""
+        numbers = sent.read().view(2, -1, NUMBER_BYTES).int().sum(0).eq(255).all(1).tolist()
+        refusals = _refuse_order, partial(self._changes.refuse, sent.changed), _refuse_settings
+        for is_equal, refuse in zip(numbers, refusals, strict=True):
+            if not is_equal:
+                refuse()
+
+
+class _Sent:
+    """Numbers of all ranks: the largest of each byte, and of its complement. On their way from an accelerator."""
+
+    def __init__(self, extremes: torch.Tensor, changed: FSDPParam | None) -> None:
+        self.changed = changed
+        self._extremes, self._arrived = extremes, None
+        if extremes.device.type != "cpu":
+            self._extremes = torch.empty_like(extremes, device="cpu", pin_memory=True)
+            self._extremes.copy_(extremes, non_blocking=True)
+            self._arrived = torch.Event(extremes.device)
+            self._arrived.record()
+
+    def read(self) -> torch.Tensor:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._extremes
+
+
+def _refuse_order() -> NoReturn:
+    raise UsageError(
+        "In this step the ranks called different blocks of a sharded model, or called them in different "
+        "orders, so parts of different weights were joined. Let all ranks call the same blocks in the "
+        "order in which they stand in the model. A rank may leave some of them out."
+    )
+
+
+def _refuse_settings() -> NoReturn:
+    raise UsageError(
+        "The settings of an optimizer, such as lr in its param_groups, differ between the ranks. Each rank steps its "
+        "part of a sharded weight, so one weight would follow different rules. Compute settings from numbers that are "
+        "equal on all ranks, such as accelerator.reduce(loss.detach(), 'mean')."
+    )
