@@ -351,7 +351,10 @@ def name_of_shard(parameter: FSDPParam, names: Mapping[int, str]) -> str:
 @torch.no_grad()
 def broadcast_buffers(buffers: list[tuple[nn.Module, str]], group: dist.ProcessGroup | None) -> None:
     """Give all ranks of ``group`` the first one's values, in place. Collective."""
-    tensors = [torch_modules.buffers_of(module)[name] for module, name in buffers]
+    found = [(module, torch_modules.buffers_of(module)[name]) for module, name in buffers]
+    # Two forwards may precede one backward, which batch normalisation does without the running statistics, though
+    # autograd keeps them. Through ``data`` it does not take them for changed, as with torch's own update of them.
+    tensors = [b.data if isinstance(module, torch_modules.BatchNorm) else b for module, b in found]
     c10d.broadcast_coalesced(group or dist.group.WORLD, tensors, BROADCAST_BYTES, 0)
 
 
