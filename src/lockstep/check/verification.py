@@ -235,7 +235,7 @@ class Verification:
             return output if given.loss_function is None else given.loss_function(output, *given.targets)
 
         def backward(objective: Tensor) -> None:
-            prepared.backward_begins()
+            prepared.backward_begins(objective)
             self._setup.unnoticed(objective.backward)
             prepared.reduce_gradients()
 

@@ -352,9 +352,9 @@ class PipelinedModel(ParallelModel):
                 stack.enter_context(mean.synchronised())
             yield
 
-    def backward_begins(self) -> None:
+    def backward_begins(self, loss: torch.Tensor) -> None:
         for stage in self.stages:
-            stage.backward_begins()
+            stage.backward_begins(loss)
 
     def reduce_gradients(self) -> None:
         for stage in self.stages:

@@ -194,7 +194,7 @@ def refuse_aliases(model: nn.Module, parallel: Parallel) -> None:
 
 def _elements(tensor: torch.Tensor) -> tuple[int, int]:
     """The first element in its storage, and the one behind the last; of one with gaps only the first."""
-    start = tensor.storage_offset()
+    start = int(tensor.storage_offset())
     return start, start + (tensor.numel() if tensor.is_contiguous() else 1)
 
 

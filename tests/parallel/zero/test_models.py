@@ -68,3 +68,62 @@ def test_a_script_gives_the_numbers_of_plain_torch(
     for results in run_distributed(run_stages, world_size, name, words, accumulation):
         for parallel, actual in zip(words, results, strict=True):
             check(actual, expected, parallel)
+
+
+# -- two forwards before one backward --------------------------------------------------------------------
+
+
+def discriminator() -> torch.nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(4)
+        return torch.nn.Sequential(
+            torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.LeakyReLU(), torch.nn.Linear(8, 1)
+        )
+
+
+def pair(step: int, rank: int, ranks: int) -> tuple[torch.Tensor, ...]:
+    rows = torch.randn(2, 8, 6, generator=torch.Generator().manual_seed(step))
+    return tuple(one.chunk(ranks)[rank] for one in rows)
+
+
+def loss_of_pair(model: Any, real: torch.Tensor, fake: torch.Tensor) -> torch.Tensor:
+    return (
+        torch.nn.functional.softplus(-model(real)).mean() + torch.nn.functional.softplus(model(fake)).mean()
+    )
+
+
+def discriminated(parallel: str) -> dict[str, torch.Tensor]:
+    accelerator = Accelerator(cpu=True, parallel=parallel)
+    model = discriminator()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05))
+    for step in range(3):
+        place = accelerator.process_index, accelerator.num_processes
+        accelerator.backward(loss_of_pair(model, *pair(step, *place)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "parallel"), [(1, "zero=3"), (2, "zero=1"), (2, "zero=3"), (4, "zero=2 replicate=2")]
+)
+def test_batch_normalisation_runs_two_forwards_before_a_backward(
+    run_distributed: Any, ranks: int, parallel: str
+) -> None:
+    # The mean of the ranks' gradients, each over its own rows; the statistics are those of rank 0's rows.
+    model = discriminator()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(3):
+        for rank in reversed(range(ranks)):
+            buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+            (loss_of_pair(model, *pair(step, rank, ranks)) / ranks).backward()
+            if rank:
+                model.load_state_dict(buffers, strict=False)
+        optimizer.step()
+        optimizer.zero_grad()
+    for found in run_distributed(discriminated, ranks, parallel):
+        # After its last forward each rank has statistics of its own.
+        expected = dict(model.named_parameters())
+        check(
+            {name: found[name] for name in expected}, {n: v.detach() for n, v in expected.items()}, parallel
+        )

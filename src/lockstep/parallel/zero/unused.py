@@ -278,7 +278,8 @@ class UnusedParameters:
     def _judge(self, sent: _Sent) -> None:
         """Raise UsageError for what differs between the ranks; all of them do so."""
         numbers = sent.read().view(2, -1, NUMBER_BYTES).int().sum(0).eq(255).all(1).tolist()
-        refusals = _refuse_order, partial(self._changes.refuse, sent.changed), _refuse_settings
+        of_changes = partial(self._changes.refuse, sent.changed)
+        refusals: tuple[Callable[[], None], ...] = (_refuse_order, of_changes, _refuse_settings)
         for is_equal, refuse in zip(numbers, refusals, strict=True):
             if not is_equal:
                 refuse()
