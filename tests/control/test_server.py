@@ -312,7 +312,6 @@ def test_all_handlers_are_called_in_one_thread_which_also_ticks_and_runs_calls()
     assert len(seen) == 1 and len(one.lost_peers) == len(other.lost_peers) == 1
     steps = [b - a for a, b in zip(one.ticks, one.ticks[1:], strict=False)]
     assert 0.15 < sorted(steps)[len(steps) // 2] < 1
-    assert abs(one.ticks[0] - time.monotonic()) < 60
     with pytest.raises(ControlError):
         server.call(lambda: 1)
     server.close()

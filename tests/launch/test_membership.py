@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from lockstep.launch import (
-    DEAD_AFTER_S,
+    HEARTBEAT_LIMIT_S,
     JOIN_LIMIT_S,
     LAST_CALL_S,
     JoinRefused,
@@ -181,25 +181,20 @@ def test_a_silent_machine_is_dead_by_the_clock_of_the_receiver_alone() -> None:
     members.join(request("a"), 0.0)
     members.join(request("b"), 0.0)
     now = 0.0
-    while now < DEAD_AFTER_S:
+    while now < 1.25 * HEARTBEAT_LIMIT_S:
         now += 0.5
         assert members.heartbeat("a", now) == members.tick(now) == []
     missing = members.tick(now + 0.1)[0]
     assert isinstance(missing, NodeLost)
     assert (missing.request.machine, missing.from_round) == ("b", 0)
-    assert "silent for 5 s" in missing.why
+    assert "silent for 38 s" in missing.why
 
 
-def test_a_judge_that_stood_still_or_whose_clock_jumps_buries_nobody() -> None:
-    members = launch(2, 2)
+def test_the_launcher_in_whose_process_the_coordinator_runs_is_never_lost_for_its_silence() -> None:
+    members = launch(1, 1)
     members.join(request("a"), 0.0)
-    members.join(request("b"), 0.0)
-    assert members.tick(3600.0) == []  # it was suspended for an hour
+    assert members.tick(3600.0) == []
     assert members.tick(0.0) == []  # a clock that goes back
-    now = 3600.0
-    for _ in range(100):
-        now += 1.0
-        assert members.heartbeat("a", now) == members.heartbeat("b", now) == members.tick(now) == []
 
 
 class Machine:

@@ -226,7 +226,7 @@ def test_a_stop_signal_before_the_first_step_ends_with_75_since_there_is_nothing
     launch.tell("b", "stop", signal="SIGUSR2")
     launch.wait(0.2)
     assert launch.over()["code"] == 75
-    assert "before its first step; there was nothing to save" in launch.over()["cause"]
+    assert "before the first step of an Accelerator; nothing was saved" in launch.over()["cause"]
     launch = two_machines()  # in its first step, which takes longer than the grace period
     launch.watch.steps = 0
     launch.tell("a", "stop", signal="SIGTERM")
@@ -378,16 +378,39 @@ def test_a_wrong_secret_is_final_and_so_is_another_program(
         address = (LOOPBACK, other.getsockname()[1])
 
         def greet() -> None:
-            for _ in range(2):
-                connection, _ = other.accept()
-                with connection:
-                    connection.sendall(b"HTTP/1.1 400 Bad Request\r\n" + b"x" * 100)
+            connection, _ = other.accept()
+            with connection:
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\n" + b"x" * 100)
 
         thread = threading.Thread(target=greet)
         thread.start()
         with pytest.raises(ConfigError, match="not a Lockstep launcher"):
             Rendezvous(address, new_secret(), identity, Messages())
         thread.join()
+
+
+def test_a_host_that_is_slow_to_answer_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It accepts and says nothing, or ends the connection, as a busy host does, before it answers."""
+    monkeypatch.setattr(module_of(Rendezvous), "CONNECT_S", 0.2)
+    secret, kept = new_secret(), []
+    with listening_socket(LOOPBACK) as busy:
+        busy.settimeout(10.0)
+        host, port = busy.getsockname()
+
+        def wake_up() -> None:
+            kept.extend(busy.accept()[0] for _ in range(2))
+            busy.accept()[0].close()
+            busy.close()
+            kept.append(Server(secret, host, port, {"rendezvous": Mute()}))
+            kept[-1].start()
+
+        waking = threading.Thread(target=wake_up)
+        waking.start()
+        one = Rendezvous((host, port), secret, LauncherIdentity("r", 1, 1, LOOPBACK), Messages())
+        waking.join()
+        one.close()
+    for other in kept:
+        other.close()
 
 
 def test_nobody_who_answers_is_waited_for_as_long_as_was_said() -> None:
@@ -419,11 +442,11 @@ class Mute:
 
 
 @pytest.mark.parametrize("silent", [True, False])
-def test_a_coordinator_that_is_gone_or_silent_is_lost(silent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module_of(Rendezvous), "LOST_COORDINATOR_S", 0.5)
+def test_a_coordinator_that_is_gone_or_silent_is_lost(silent: bool) -> None:
     secret = new_secret()
     with Server(secret, LOOPBACK, 0, {"rendezvous": Mute()}) as server:
-        one = Rendezvous(server.address, secret, LauncherIdentity("r", 1, 1, LOOPBACK), Messages())
+        identity = LauncherIdentity("r", 1, 1, LOOPBACK)
+        one = Rendezvous(server.address, secret, identity, Messages(), heartbeat_limit_s=0.5)
         if not silent:
             server.close()
         with pytest.raises(CoordinatorLost, match="was silent" if silent else "is gone"):

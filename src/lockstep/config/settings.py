@@ -195,7 +195,8 @@ TOPICS: dict[str, tuple[Setting, ...]] = {
                 "Machines are numbered by --node-rank (static) or in the order of arrival (c10d).", "--rdzv-backend",
                 "static"),
         Setting("rdzv_conf", kinds.RENDEZVOUS,
-                "Seconds to wait: join_timeout=N for all machines, last_call_timeout=N for further ones.",
+                "Seconds to wait: join_timeout=N for all machines, last_call_timeout=N for further ones, "
+                "heartbeat_timeout=N for a word of a machine that has joined.",
                 "--rdzv-conf", note="a section such as `{join_timeout: 900}`"),
         Setting("interface", kinds.INTERFACE,
                 "Network interface between machines (default: the one that reaches --rdzv).",

@@ -2,17 +2,20 @@
 
 from typing import TYPE_CHECKING
 
-from lockstep.control.client import Client
+from lockstep.control.awake import AwakeClock
+from lockstep.control.client import Client, SilentError
 from lockstep.control.secret import Secret, derived, new_secret, read_secret, user_secret
 from lockstep.control.server import ControlConnection, Handler, Server
 from lockstep.lazy import names_of_modules
 
 __all__ = [
+    "AwakeClock",
     "Client",
     "ControlConnection",
     "Handler",
     "Secret",
     "Server",
+    "SilentError",
     "derived",
     "new_secret",
     "read_secret",

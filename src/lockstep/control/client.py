@@ -18,6 +18,10 @@ from lockstep.errors import ControlError
 READ_BYTES = 64 * 1024
 
 
+class SilentError(ControlError):
+    """Nobody answers at an address, or not in time: whoever listens there may be stopped, busy, or not there yet."""
+
+
 class Client:
     """A connection to a :class:`~lockstep.control.server.Server`.
 
@@ -30,7 +34,8 @@ class Client:
         timeout_s: how long connecting and authenticating may take, and later the sending of one message.
 
     Raises:
-        ControlError: nobody answers there in time, or who answers does not know the secret.
+        SilentError: nobody answers there in time.
+        ControlError: who answers does not know the secret, or is no server.
     """
 
     def __init__(self, address: tuple[str, int], secret: Secret, timeout_s: float) -> None:
@@ -53,13 +58,13 @@ class Client:
             self._session = session.finish(secret, greeted, answered, proof)
         except (_ConnectionEnded, ConnectionError):
             self.close()
-            raise ControlError(
-                f"{name_of(address)} ended the connection before it was authenticated: it has another secret, or "
-                "is not a Lockstep launcher. Give both ends the same secret."
+            raise SilentError(
+                f"{name_of(address)} ended the connection before it was authenticated: it has too many others, or "
+                "is not a Lockstep launcher. Try again, or correct the address."
             ) from None
         except ControlError as error:
             self.close()
-            raise ControlError(
+            raise type(error)(
                 f"Cannot connect to {name_of(address)}: {error}. Check the address and the secret."
             ) from None
         except BaseException:
@@ -123,7 +128,7 @@ class Client:
             return socket.create_connection(self.address, max(deadline - time.monotonic(), 0.001))
         except (OSError, OverflowError, ValueError) as error:
             # ValueError: a host that is no name, too.
-            raise ControlError(
+            raise SilentError(
                 f"Cannot reach {name_of(self.address)}: {reason_of(error)}. Check that the launcher there runs, and "
                 f"that nothing between the machines blocks this port."
             ) from None
@@ -164,7 +169,7 @@ class Client:
 
     def _wait_or_fail(self, event: int, deadline: float) -> None:
         if not self._wait(event, deadline):
-            raise ControlError(f"it did not answer within {self._timeout_s:g} s")
+            raise SilentError(f"it did not answer within {self._timeout_s:g} s")
 
     def _check_open(self) -> None:
         if self._lost is not None:

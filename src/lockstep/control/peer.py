@@ -56,7 +56,7 @@ class Handler(Protocol):
         """A peer that this handler had a message from is gone, or was closed: said once, and last."""
 
     def tick(self, now: float) -> None:
-        """Called every 0.2 s with the time of ``time.monotonic()``."""
+        """Called every 0.2 s with the time of an ``AwakeClock``."""
 
 
 class Connection:
@@ -131,6 +131,11 @@ class Connection:
             self.end()
             return
         self._queue(frame)
+
+    def refuse(self) -> None:
+        """Say to a client with another secret that this is final: what it gets is no proof."""
+        self._queue(bytes(session.PROOF_BYTES))
+        self.end()
 
     def end(self) -> None:
         self.ended = True

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import TypeVar
 
+from lockstep.control.awake import AwakeClock
 from lockstep.control.peer import Connection
 from lockstep.control.peer import ControlConnection as ControlConnection
 from lockstep.control.peer import Handler as Handler
@@ -46,6 +47,7 @@ class Server:
         port: 0 for a free one.
         handlers: by the first part of the ``kind`` of their messages.
         secret_refused: is told the address of each client that has another secret; called as handlers are.
+        clock: what handlers are told as the time, looked at in their thread.
 
     Raises:
         ConfigError: the host is not an address of this machine, or the port is taken.
@@ -58,8 +60,10 @@ class Server:
         port: int = 0,
         handlers: Mapping[str, Handler] | None = None,
         secret_refused: Callable[[str], None] = lambda address: None,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         self._secret = secret
+        self._clock = clock or AwakeClock()
         self._handlers = dict(handlers or {})
         self._secret_refused = secret_refused
         self._listener = listening_socket(host, port)
@@ -161,8 +165,9 @@ class Server:
         for pending in self._pending_connections:
             if now >= pending.deadline:
                 pending.end()
+        awake_s = self._clock()
         for handler in self._handlers.values():
-            _guarded(handler.tick, now)
+            _guarded(handler.tick, awake_s)
 
     def _exchange(self, connection: Connection, events: int) -> None:
         if events & selectors.EVENT_WRITE:
@@ -176,7 +181,7 @@ class Server:
                     return
         except OtherSecretError:
             _guarded(self._secret_refused, connection.address[0])
-            connection.end()
+            connection.refuse()
         except (OSError, ControlError):
             connection.end()
 

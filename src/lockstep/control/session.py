@@ -29,7 +29,6 @@ from lockstep.control.secret import Secret, derived
 from lockstep.errors import ConfigError, ControlError
 
 BACKLOG = 1024
-KEEPALIVE_S = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
 
 
 class HoldsSockets(Protocol):
@@ -79,12 +78,9 @@ def listening_socket(host: str, port: int) -> socket.socket:
 
 
 def tune(connection: socket.socket) -> None:
-    """Small messages leave at once; a machine that vanished is noticed."""
+    """Small messages leave at once; a machine that vanished is noticed, but not one that stands still for a while."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in KEEPALIVE_S:
-        if hasattr(socket, name):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def close_after_fork(holder: HoldsSockets) -> None:

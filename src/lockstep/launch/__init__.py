@@ -23,7 +23,7 @@ if not TYPE_CHECKING:
             "local": ["end_process"],
             "machines": ["Transport"],
             "membership": [
-                "DEAD_AFTER_S",
+                "HEARTBEAT_LIMIT_S",
                 "JOIN_LIMIT_S",
                 "JoinRefused",
                 "JoinRequest",

@@ -147,7 +147,9 @@ class LaunchCoordinator:
             name = self._stop[1]
             # Before any rank has completed a step there is nothing to save.
             code = signal_code(name) if self._watch is None or self._watch.steps else PREEMPTED
-            self._end(code, f"{name}, but not all ranks stopped within {self._grace_s:g} s")
+            cause = f"{name}, but not all ranks stopped within {self._grace_s:g} s"
+            stopped = self._watch.stopped if self._watch is not None else None
+            self._end(code, f"{cause}. {stopped}" if stopped else f"{cause}; nothing was saved")
         # Workers that do not reach a step boundary in time are ended, so that the newcomer can start.
         if self._reform is not None and now >= self._reform:
             self._end_round()
@@ -391,8 +393,8 @@ def join_request_of(message: Mapping[str, object]) -> m.JoinRequest:
 
 
 def nothing_to_save(name: str) -> str:
-    """Why a launch ended that was stopped before its first step."""
-    return f"ended by {name} before its first step; there was nothing to save"
+    """Why a launch ended that was stopped before its first step, or whose script has no ``Accelerator``."""
+    return f"ended by {name} before the first step of an Accelerator; nothing was saved"
 
 
 def signal_code(name: str) -> int:

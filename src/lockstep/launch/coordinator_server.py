@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
-from lockstep.control import Handler, Secret, Server
+from lockstep.control import AwakeClock, Handler, Secret, Server
 from lockstep.errors import ConfigError, ControlError
 from lockstep.launch.coordinator import LaunchCoordinator
 from lockstep.launch.membership import Membership
@@ -46,15 +46,17 @@ class CoordinatorServer:
         run: str,
         say: Callable[[str], None],
     ) -> None:
+        clock = AwakeClock()
         members = Membership(
             least=min(plan.min_machines, plan.num_machines),
             most=plan.num_machines,
             epoch=uuid.uuid4().hex,
             run=run,
             first=machine,
-            now=time.monotonic(),
+            now=clock(),
             last_call_s=plan.fault_policy.last_call_s,
             join_limit_s=plan.fault_policy.join_timeout_s,
+            heartbeat_limit_s=plan.fault_policy.heartbeat_limit_s,
         )
         watched = plan.fault_policy.watch
         limits = WatchSettings(hang_timeout_s=plan.fault_policy.hang_timeout_s)
@@ -67,13 +69,14 @@ class CoordinatorServer:
             grace_s=plan.fault_policy.grace_s,
             elastic=plan.elastic,
             say=self._say_of_launch,
+            clock=clock,
         )
         self._viewers = RunViewers(coordinator, self._coordinator.stop, run)
         handlers: dict[str, Handler] = {"rendezvous": self._coordinator}
         if watched:
             handlers |= {"watch": coordinator, "top": self._viewers}
         try:
-            self._server = Server(secret, address, port, handlers, self._secret_refused)
+            self._server = Server(secret, address, port, handlers, self._secret_refused, clock)
         except ConfigError as error:
             if port and "taken" in str(error):
                 raise ConfigError(

@@ -101,7 +101,9 @@ def _run(
             store_port=plan.port or 0 if plan.num_machines == 1 else 0,
         )
         limit_s = plan.fault_policy.join_timeout_s
-        rendezvous = Rendezvous(address, secret, identity, say, machine, coordinator_limit_s=limit_s)
+        # A coordinator in this process is not judged: when it stood still, so did this one.
+        silence_s = None if server is not None else plan.fault_policy.heartbeat_limit_s
+        rendezvous = Rendezvous(address, secret, identity, say, machine, limit_s, silence_s)
         stack.callback(rendezvous.close)
         progress = _progress(plan, server)
         if progress is not None:

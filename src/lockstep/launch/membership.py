@@ -2,7 +2,7 @@
 
 A launch is a series of rounds. In each round a fixed set of machines runs the script; when a worker or a
 machine fails, or a machine comes to an elastic launch, the round ends on all of them and the next is formed.
-``now`` is the receiver's monotonic clock; no clock of another machine is ever compared with it.
+``now`` is the receiver's own time while it was awake; no clock of another machine is ever compared with it.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from enum import Enum
 
 LAST_CALL_S = 3.0
-DEAD_AFTER_S = 5.0
+# Without a word of the other: the migration of a virtual machine, or a pause by hand, is no loss.
+HEARTBEAT_LIMIT_S = 30.0
+# The host waits longer than a launcher waits for the host, so that two never train at once.
+LONGER = 1.25
 JOIN_LIMIT_S = 900.0
-# Two looks at the clock further apart than this: the judge itself stood still, not everybody else.
-PAUSE_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,7 @@ class Membership:
         epoch: a word made for this launch alone.
         run: what is launched; machines that launch something else are refused.
         last_call_s: how long a first round waits for more machines once there are ``least``.
+        heartbeat_limit_s: how long a launcher waits for a word of the host; see ``LONGER``.
     """
 
     def __init__(
@@ -154,13 +156,14 @@ class Membership:
         first: str,
         now: float,
         last_call_s: float = LAST_CALL_S,
-        dead_after_s: float = DEAD_AFTER_S,
+        heartbeat_limit_s: float = HEARTBEAT_LIMIT_S,
         join_limit_s: float = JOIN_LIMIT_S,
     ) -> None:
         self._least, self._most = least, most
         self.epoch = epoch
         self._run, self._first = run, first
-        self._last_call_s, self._dead_after_s, self._join_limit_s = last_call_s, dead_after_s, join_limit_s
+        self._last_call_s, self._join_limit_s = last_call_s, join_limit_s
+        self._dead_after_s = LONGER * heartbeat_limit_s
         self._now = now
         self._gathering_since = now
         self._enough_since: float | None = None
@@ -225,11 +228,6 @@ class Membership:
         return f"{number} more machine{'' if number == 1 else 's'}"
 
     def _advance(self, now: float) -> None:
-        gap = now - self._now
-        # Messages of that time are unread: whoever seems silent may have sent some.
-        if gap > PAUSE_S:
-            for member in self.members.values():
-                member.seen += gap
         self._now = max(now, self._now)
 
     def _join(self, request: JoinRequest) -> list[MembershipAction]:
@@ -302,7 +300,8 @@ class Membership:
         actions: list[MembershipAction] = []
         for machine, member in list(self.members.items()):
             silent_s = self._now - member.seen
-            if silent_s > self._dead_after_s:
+            # The host's own launcher is this process.
+            if machine != self._first and silent_s > self._dead_after_s:
                 actions += self._lose(machine, f"it was silent for {silent_s:.0f} s")
         if self.round is None and not self._closed and self._now - self._gathering_since > self._join_limit_s:
             # Only between rounds: while a round runs, nobody has to come.

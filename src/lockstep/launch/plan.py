@@ -18,7 +18,7 @@ from lockstep.config.values import SettingValue
 from lockstep.errors import ConfigError
 from lockstep.launch.machines import SettingValues as SettingValues
 from lockstep.launch.machines import Transport, check_counted, machines_of, transport_of
-from lockstep.launch.membership import JOIN_LIMIT_S, LAST_CALL_S
+from lockstep.launch.membership import HEARTBEAT_LIMIT_S, JOIN_LIMIT_S, LAST_CALL_S
 from lockstep.launch.spread import check_spread, described_settings
 
 ALIAS = "lockstep.compat.accelerate"
@@ -91,8 +91,8 @@ class FaultPolicy:
     ``max_restarts``: rounds after a failure. ``hang_timeout_s``: how long a hang that was named may last.
     ``grace_s``: from a stop signal to SIGKILL. ``watch``: whether workers are watched at all. ``monitor_interval_s``:
     between two looks at whether they run. ``join_timeout_s``: how long machines wait for each other, and
-    ``last_call_s``: for more of them once there are enough. ``warm_restarts``: whether the next round's processes have
-    imported their libraries before it begins.
+    ``last_call_s``: for more of them once there are enough. ``heartbeat_limit_s``: how long machines may be silent.
+    ``warm_restarts``: whether the next round's processes have imported their libraries before it begins.
     """
 
     max_restarts: int = 0
@@ -102,6 +102,7 @@ class FaultPolicy:
     monitor_interval_s: float = SETTINGS["monitor_interval"].default
     join_timeout_s: float = JOIN_LIMIT_S
     last_call_s: float = LAST_CALL_S
+    heartbeat_limit_s: float = HEARTBEAT_LIMIT_S
     warm_restarts: bool = SETTINGS["warm_restarts"].default
 
 
@@ -284,6 +285,7 @@ def _fault_policy(value: ValuesByName) -> FaultPolicy:
         policy,
         join_timeout_s=waits.get("join_timeout", policy.join_timeout_s),
         last_call_s=waits.get("last_call_timeout", policy.last_call_s),
+        heartbeat_limit_s=waits.get("heartbeat_timeout", policy.heartbeat_limit_s),
         warm_restarts=value["warm_restarts"],
     )
 

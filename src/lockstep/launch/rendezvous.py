@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import socket
 import threading
@@ -12,15 +13,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from lockstep.config.files import JsonObject
-from lockstep.control import Client, Secret
+from lockstep.control import AwakeClock, Client, Secret, SilentError
 from lockstep.control.session import name_of
 from lockstep.errors import ConfigError, ControlError
-from lockstep.launch.membership import JOIN_LIMIT_S
+from lockstep.launch.membership import HEARTBEAT_LIMIT_S, JOIN_LIMIT_S
 from lockstep.launch.network import listening_socket
 
 HEARTBEAT_S = 1.0
-# Less than the coordinator waits before it forms a round without this machine, so that two never train at once.
-LOST_COORDINATOR_S = 4.0
 CONNECT_S = 5.0
 RETRY_S = 0.25
 SAY_WAITING_AFTER_S = 1.0
@@ -76,6 +75,8 @@ class Rendezvous:
         identity: this machine.
         say: prints one sentence for people.
         machine: identity of this launcher, made up if empty.
+        coordinator_limit_s: how long to wait for a coordinator that does not answer yet.
+        heartbeat_limit_s: how long its silence may last, while this process was awake; None: it is in this process.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class Rendezvous:
         say: Callable[[str], None],
         machine: str = "",
         coordinator_limit_s: float = JOIN_LIMIT_S,
+        heartbeat_limit_s: float | None = HEARTBEAT_LIMIT_S,
     ) -> None:
         self._address, self._secret, self._identity = address, secret, identity
         self._say = say
@@ -94,8 +96,10 @@ class Rendezvous:
         self._has_reported_wait = False
         self._listener: socket.socket | None = None
         self._states: Mapping[int, str] = {}
+        self._heartbeat_limit_s = math.inf if heartbeat_limit_s is None else heartbeat_limit_s
         self._client = self._connected(coordinator_limit_s)
-        self._last_message = time.monotonic()
+        self._clock = AwakeClock()
+        self._last_message = 0.0
         self._ended = threading.Event()
         # Heartbeats come from a thread of their own: ending workers may keep the main one busy for seconds.
         threading.Thread(target=self._heartbeat, name="lockstep-heartbeat", daemon=True).start()
@@ -148,7 +152,7 @@ class Rendezvous:
                     ) from None
                 self._pause(check)
                 continue
-            self._last_message = time.monotonic()
+            self._last_message = self._clock()
             return
 
     def receive(self, timeout_s: float) -> dict[str, object] | None:
@@ -161,20 +165,20 @@ class Rendezvous:
                 raise CoordinatorLost(
                     f"the machine that hosts this launch, {name_of(self._address)}, is gone."
                 ) from None
-            now = time.monotonic()
+            now = self._clock()
             if message is not None:
                 self._last_message = now
                 if verb_of(message) != "heartbeat":
                     return message
             # Each of our heartbeats is answered, so that a coordinator which says nothing is gone or out of reach.
-            elif now - self._last_message > LOST_COORDINATOR_S:
+            elif now - self._last_message > self._heartbeat_limit_s:
                 self._client.close()
-                host, limit_s = name_of(self._address), LOST_COORDINATOR_S
                 raise CoordinatorLost(
-                    f"the machine that hosts this launch, {host}, was silent for {limit_s:.0f} s. Look at that "
-                    "machine and the network to it."
+                    f"the machine that hosts this launch, {name_of(self._address)}, was silent for "
+                    f"{self._heartbeat_limit_s:.0f} s. Look at that machine and the network to it, or raise "
+                    "heartbeat_timeout in rdzv_conf."
                 )
-            if now >= deadline:
+            if time.monotonic() >= deadline:
                 return None
 
     def tell(self, verb: str, **facts: object) -> None:
@@ -198,20 +202,19 @@ class Rendezvous:
         """Connect, and wait for a coordinator that does not listen yet, but not for one without the secret."""
         started = time.monotonic()
         while True:
-            reason = _unreachable(self._address)
-            if reason is None:
-                try:
-                    return Client(self._address, self._secret, CONNECT_S)
-                except ControlError as error:
-                    raise ConfigError(
-                        f"{error} Every machine reads the secret from --secret-file or LOCKSTEP_SECRET; "
-                        "main_process_ip and main_process_port are the address of the machine that hosts the "
-                        "launch."
-                    ) from None
+            try:
+                return Client(self._address, self._secret, CONNECT_S)
+            except SilentError as error:
+                reason = error
+            except ControlError as error:
+                raise ConfigError(
+                    f"{error} Every machine reads the secret from --secret-file or LOCKSTEP_SECRET; "
+                    "main_process_ip and main_process_port are the address of the machine that hosts the launch."
+                ) from None
             waited_s = time.monotonic() - started
             if waited_s > limit_s:
                 raise ConfigError(
-                    f"nothing answers at {name_of(self._address)} after {limit_s:.0f} s: {reason}. Start the machine "
+                    f"nothing answers at {name_of(self._address)} after {limit_s:.0f} s. {reason} Start the machine "
                     f"that hosts the launch (machine_rank 0), or correct main_process_ip and main_process_port."
                 )
             if waited_s > SAY_WAITING_AFTER_S:
@@ -231,7 +234,7 @@ class Rendezvous:
         identity = self._identity
         # Bound before it is offered: where this machine comes to host the round, its store gets this very socket.
         self._listener = listening_socket(identity.own_address, identity.store_port)
-        self._last_message = time.monotonic()
+        self._last_message = self._clock()
         self.tell(
             "join",
             machine=self._machine,
@@ -275,12 +278,3 @@ def verb_of(message: Mapping[str, object] | None) -> str:
 def launch_ended_of(message: JsonObject) -> LaunchEnded:
     """The end of a launch, from its message."""
     return LaunchEnded(int(message["code"]), str(message["cause"]), str(message["note"]), message["rank"])
-
-
-def _unreachable(address: tuple[str, int]) -> str | None:
-    """Why nothing accepts connections there, or None. Separate from authentication, whose failure is final."""
-    try:
-        socket.create_connection(address, CONNECT_S).close()
-    except OSError as error:
-        return error.strerror or str(error)
-    return None

@@ -222,15 +222,61 @@ def test_any_rank_may_want_the_stop_and_twice_is_once() -> None:
     assert run.peers[0].sent[-1]["cause"] == "SIGUSR1"
 
 
-@pytest.mark.parametrize("leave", ["bye", "lost"])
+@pytest.mark.parametrize("leave", ["bye", "left"])
 def test_ranks_that_leave_are_not_waited_for(leave: str) -> None:
     run = Run()
     run.heartbeats(5, boundaries=7)
     run.coordinator.request_stop("SIGTERM")
     run.tell(run.peers[0], "passed", boundary=7)
     run.tell(run.peers[1], "passed", boundary=7)
-    run.coordinator.lost(run.peers[2]) if leave == "lost" else run.tell(run.peers[2], "bye")
+    run.coordinator.left(2) if leave == "left" else run.tell(run.peers[2], "bye")
+    run.coordinator.lost(run.peers[2])
     assert run.peers[0].sent[-1] == {"kind": "watch.target", "boundary": 8}
+
+
+@pytest.mark.parametrize("when", ["before", "after", "in between"])
+def test_a_rank_whose_connection_is_lost_is_waited_for_and_stops_at_the_same_boundary(when: str) -> None:
+    run = Run()
+    run.heartbeats(5, boundaries=7)
+    again = FakePeer()
+
+    def come_back() -> None:
+        run.tell(again, "hello", rank=2, world_size=3, host=platform.node(), pid=os.getpid())
+
+    if when != "after":
+        run.coordinator.lost(run.peers[2])
+    if when == "before":
+        come_back()
+    run.coordinator.request_stop("SIGTERM")
+    run.tell(run.peers[0], "passed", boundary=7)
+    run.tell(run.peers[1], "passed", boundary=9)
+    if when == "after":
+        run.tell(run.peers[2], "passed", boundary=7)
+        run.coordinator.lost(run.peers[2])
+    else:
+        assert run.peers[0].verbs()[-1] == "stop"
+    if when != "before":
+        come_back()
+    run.tell(again, "passed", boundary=7)
+    for peer in (run.peers[0], run.peers[1], again):
+        stop, target = (one for one in peer.sent if one["kind"] in ("watch.stop", "watch.target"))
+        assert (stop["cause"], target["boundary"]) == ("SIGTERM", 10)
+    assert not run.coordinator.nothing_begun
+
+
+def test_what_is_known_of_a_rank_outlives_its_connection_and_a_lost_one_has_begun() -> None:
+    run = Run(2)
+    run.heartbeats(5, boundaries=7)
+    for peer in run.peers:
+        run.coordinator.lost(peer)
+    assert run.coordinator.steps == 7
+    run.coordinator.request_stop("SIGTERM")
+    assert not run.coordinator.nothing_begun  # nobody is known, but somebody was
+    run.peers = [FakePeer(), FakePeer()]
+    for rank, peer in enumerate(run.peers):
+        run.tell(peer, "hello", rank=rank, world_size=2, host=platform.node(), pid=os.getpid())
+        run.tell(peer, "passed", boundary=8, steps=8)
+    assert [peer.sent[-1] for peer in run.peers] == [{"kind": "watch.target", "boundary": 9}] * 2
 
 
 @pytest.mark.parametrize("asked_by", ["launcher", "rank"])

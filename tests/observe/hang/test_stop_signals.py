@@ -124,7 +124,7 @@ def test_a_signal_to_the_launcher_around_the_first_step_ends_with_75_and_keeps_w
         assert launched.returncode == 75, (when, error)
         assert name in error
         assert bool(list(out.glob("checkpoints/checkpoint_0/*"))) == is_saved, (when, error)
-        assert ("there was nothing to save" in error) == (when in ("import", "prepared")), error
+        assert ("before the first step of an Accelerator; nothing was saved" in error) == (when in ("import", "prepared")), error
 
 
 def test_one_process_by_itself_stops_before_its_first_step_too(tmp_path: Path) -> None:

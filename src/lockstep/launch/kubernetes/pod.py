@@ -58,8 +58,10 @@ def arguments(plan: LaunchPlan, machine: PodMachine) -> list[str]:
     usual = FaultPolicy()
     if fault_policy.monitor_interval_s != usual.monitor_interval_s:
         words += _flag_with_value("monitor_interval", _seconds(fault_policy.monitor_interval_s))
-    waits = (fault_policy.join_timeout_s, fault_policy.last_call_s)
-    if waits != (usual.join_timeout_s, usual.last_call_s):
+    waits, usual_waits = (
+        (one.join_timeout_s, one.last_call_s, one.heartbeat_limit_s) for one in (fault_policy, usual)
+    )
+    if waits != usual_waits:
         texts = [f"{key}={_seconds(wait)}" for key, wait in zip(RENDEZVOUS_KEYS, waits, strict=True)]
         words += _flag_with_value("rdzv_conf", ",".join(texts))
     if plan.role != LaunchPlan.role:

@@ -36,6 +36,6 @@ else:
             ],
             "records": ["Evidence", "PendingCollective", "SourceLine"],
             "wording": ["named"],
-            "worker": ["json_numbers"],
+            "worker": ["json_numbers", "StopSignals", "WorkerWatch"],
         },
     )

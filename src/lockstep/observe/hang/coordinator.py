@@ -65,10 +65,7 @@ class Coordinator:
             self._questions,
             lambda pid: self._states.get(pid, "unknown"),
         )
-        self._stop = CommonStop(
-            workers.not_ended,
-            lambda: bool(workers.ranks or workers.ended or workers.vanished),
-        )
+        self._stop = CommonStop(workers)
         self._save = CommonSave(workers.running, lambda sentence: self.at_save(sentence))
         self._named_stragglers: set[int] = set()
         self._next_stragglers = 0.0
@@ -123,9 +120,10 @@ class Coordinator:
         """A worker's connection is gone: it ended, or is ending."""
         rank = peer.data.get("rank", -1)
         if rank in self._round.ranks and self._round.ranks[rank].peer is peer:
+            state = self._round.ranks.pop(rank)
             # Its process may go on, so it is judged like one that does not answer.
-            self._round.vanished[rank] = self._round.ranks.pop(rank)
-            self._stop.choose_target()
+            if rank not in self._round.ended:
+                self._round.vanished[rank] = state
 
     def left(self, rank: int) -> None:
         """A launcher has seen that this rank's process ended with exit code 0."""
@@ -144,9 +142,13 @@ class Coordinator:
         # Without our launcher the first worker tells how many there are.
         self._round.world_size = self._round.world_size or integer_of(message, "world_size")
         host, pid = str(message.get("host", "")), integer_of(message, "pid")
-        state = self._round.ranks[rank] = WatchedRank(
-            peer, host, pid, last_message_at=self._now, progressed=self._now
-        )
+        known = self._round.vanished.pop(rank, None) or self._round.ranks.get(rank)
+        if known is not None and (known.host, known.pid) == (host, pid):
+            # It has connected again.
+            state = replace(known, peer=peer, last_message_at=self._now, passed=None)
+        else:
+            state = WatchedRank(peer, host, pid, last_message_at=self._now, progressed=self._now)
+        self._round.ranks[rank] = state
         # The same process, which has made another Accelerator.
         if self._round.ended.pop(rank, None) is not None:
             self._round.tell_others(rank, "back")
@@ -181,6 +183,7 @@ class Coordinator:
     def _note_end(self, ended: EndedRank) -> None:
         is_news = ended.rank not in self._round.ended and ended.how != "has failed"
         self._round.ended[ended.rank] = ended
+        self._round.vanished.pop(ended.rank, None)
         if is_news:
             self._hangs.forget_answers()
             self._round.tell_others(ended.rank, "left")

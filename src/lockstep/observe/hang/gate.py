@@ -62,7 +62,8 @@ class StopGate:
         The main thread counts a boundary before it looks whether a stop is wanted, and this looks at the count after
         it has wanted one: whatever the order, a boundary beyond the returned one is not passed.
         """
-        self._stopping = CommonBoundary(cause)
+        # Asked again by a coordinator that was out of reach: the main thread may wait for this one already.
+        self._stopping = self._stopping or CommonBoundary(cause)
         return self._clock.boundaries
 
     def aim(self, boundary: int) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import atexit
 import signal
 import sys
+import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 from lockstep.config.sources import control_endpoint
@@ -23,6 +25,11 @@ if TYPE_CHECKING:
     from lockstep.observe.hang.host import CoordinatorHost
 
 CONNECT_LIMIT_S = 10.0
+# To connect anew, between two looks for signals.
+RECONNECT_LIMIT_S = 2.0
+# A rank does not train before its launcher knows it, which decides by the ranks that it knows what a stop has to save.
+LAUNCHER_LIMIT_S = 900.0
+PAUSE_S = 1.0
 # With the check each rank reads what every other one is about to call.
 MOST_CHECKED_RANKS = 16
 
@@ -81,8 +88,9 @@ class ProcessWatch:
     # Starting ----------------------------------------------------------------------------------------
 
     def _start(self, runtime: Runtime, grace_s: float) -> None:
-        client = self._connect(runtime)
-        self._has_coordinator = client is not None
+        connect = self._way_to_coordinator(runtime)
+        client = None if connect is None else self._connected(connect, runtime.rank)
+        self._has_coordinator = connect is not None
         # A process alone is not asked where it stands.
         if self._has_coordinator:
             _probe_evidence(runtime)
@@ -92,6 +100,7 @@ class ProcessWatch:
             runtime.world_size,
             self.clock,
             self._stop,
+            None if connect is None else partial(connect, RECONNECT_LIMIT_S),
             client,
             departures(),
             StopSignals(),
@@ -108,8 +117,8 @@ class ProcessWatch:
         # Where there is no process group whose end would come first.
         atexit.register(self.end)
 
-    def _connect(self, runtime: Runtime) -> Client | None:
-        """To the launcher's coordinator; without our launcher, to one that rank 0 hosts."""
+    def _way_to_coordinator(self, runtime: Runtime) -> Callable[[float], Client] | None:
+        """How to connect to the launcher's coordinator, or without our launcher to one that rank 0 hosts, in some time."""
         endpoint = control_endpoint()
         if endpoint is None and (runtime.world_size == 1 or runtime.backend is None):
             return None
@@ -118,19 +127,36 @@ class ProcessWatch:
         from lockstep.control.client import Client
         from lockstep.observe.hang.host import CoordinatorHost, exchange_address
 
-        try:
-            if endpoint is not None:
-                address, secret = (endpoint.host, endpoint.port), Secret.from_hex(endpoint.secret_hex)
-            else:
-                self._host = CoordinatorHost() if runtime.is_main else None
-                found = exchange_address(self._host, runtime.control_device)
-                if found is None:
+        if endpoint is not None:
+            return partial(Client, (endpoint.host, endpoint.port), Secret.from_hex(endpoint.secret_hex))
+        self._host = CoordinatorHost() if runtime.is_main else None
+        found = exchange_address(self._host, runtime.control_device)
+        return None if found is None else partial(Client, *found)
+
+    def _connected(self, connect: Callable[[float], Client], rank: int) -> Client | None:
+        """The first connection; None: rank 0 does not answer yet, and this rank trains meanwhile.
+
+        Raises:
+            ControlError: the launcher does not answer for 15 minutes, or has another secret.
+        """
+        from lockstep.control import SilentError
+
+        launcher = control_endpoint()
+        deadline = time.monotonic() + LAUNCHER_LIMIT_S
+        has_said = False
+        while True:
+            try:
+                return connect(CONNECT_LIMIT_S)
+            except ControlError as error:
+                if launcher is None:
+                    say(f"rank {rank} trains without being watched, and tries again: {error}")
                     return None
-                address, secret = found
-            return Client(address, secret, CONNECT_LIMIT_S)
-        except ControlError as error:
-            sys.stderr.write(f"lockstep: rank {runtime.rank} trains without being watched: {error}\n")
-        return None
+                if not isinstance(error, SilentError) or time.monotonic() > deadline:
+                    raise
+                if not has_said:
+                    say(f"rank {rank} waits for its launcher: {error}")
+                has_said = True
+                time.sleep(PAUSE_S)
 
     # Stopping ----------------------------------------------------------------------------------------
 

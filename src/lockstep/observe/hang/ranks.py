@@ -7,7 +7,7 @@ without the waits for other ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Protocol
@@ -95,7 +95,7 @@ class WatchedRound:
         world_size: How many there are; 0: nobody has said it.
         ranks: Those that have a connection.
         ended: Those that have ended, or said that they do.
-        vanished: Those whose connection is gone without a word.
+        vanished: Those whose connection is gone without a word; they may connect again.
     """
 
     world_size: int
@@ -106,7 +106,11 @@ class WatchedRound:
     @property
     def steps(self) -> int:
         """Step boundaries that the foremost rank has passed."""
-        return max((state.boundaries for state in self.ranks.values()), default=0)
+        return max((one.boundaries for one in (*self.ranks.values(), *self.vanished.values())), default=0)
+
+    def missing(self) -> bool:
+        """Whether a rank that has not ended has no connection."""
+        return any(rank not in self.ranks and rank not in self.ended for rank in range(self.world_size))
 
     def not_ended(self) -> list[WatchedRank]:
         return [state for rank, state in self.ranks.items() if rank not in self.ended]
@@ -249,22 +253,19 @@ class CommonStop:
 
     The order of messages: ``stop`` to every rank; each closes its gate and answers ``passed`` with the boundary that it
     passed last; then ``target``, the first boundary that none has passed, to every rank. Where no rank has made an
-    optimizer step, there is nothing to save: ``stop_now`` instead.
+    optimizer step, there is nothing to save: ``stop_now`` instead. A rank trains only after it has connected, so one that
+    has never done so has made no step; for one that has lost its connection the others wait.
 
     Args:
-        running: The ranks that have not ended.
-        anyone_came: Whether any rank was ever there.
+        round: The ranks.
 
     Attributes:
         cause: A signal's name; None: nobody has asked.
         nothing_begun: It was asked for before any rank had made a step, so that all may end at once.
     """
 
-    def __init__(
-        self, running: Callable[[], Collection[WatchedRank]], anyone_came: Callable[[], bool]
-    ) -> None:
-        self._running = running
-        self._anyone_came = anyone_came
+    def __init__(self, round: WatchedRound) -> None:
+        self._round = round
         self._target: int | None = None
         self.cause: str | None = None
         self.nothing_begun = False
@@ -274,7 +275,7 @@ class CommonStop:
         if self.cause is not None:
             return
         self.cause = cause
-        for state in self._running():
+        for state in self._round.not_ended():
             self.tell(state)
         self.choose_target()
 
@@ -284,18 +285,24 @@ class CommonStop:
             state.peer.send({"kind": "watch.stop_now"})
         elif self.cause is not None:
             state.peer.send({"kind": "watch.stop", "cause": self.cause})
+        if self._target is not None:
+            state.peer.send({"kind": "watch.target", "boundary": self._target})
 
     def choose_target(self) -> None:
         """Once every rank holds before its next boundary, name the one at which all stop."""
         if self.cause is None or self._target is not None or self.nothing_begun:
             return
-        running = self._running()
-        if any(state.passed is None for state in running) or (not running and self._anyone_came()):
+        running = self._round.not_ended()
+        if self._round.vanished or any(state.passed is None for state in running):
+            return
+        if not running and self._round.ended:
             return
         if not any(state.passed or state.steps for state in running):
             self.nothing_begun = True
             for state in running:
                 self.tell(state)
+            return
+        if self._round.missing():
             return
         self._target = 1 + max(state.passed or 0 for state in running)
         for state in running:

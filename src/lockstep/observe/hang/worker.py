@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -39,7 +40,9 @@ class WorkerWatch:
         world_size: Number of processes.
         clock: What the main thread gets done.
         stop, save: See ``StopGate``.
-        client: To the coordinator; None for a process alone, which only looks for signals.
+        connect: Connects to the coordinator, or raises ControlError; None for a process alone, which only looks for
+            signals. Called again whenever the connection is lost.
+        client: What it has returned already, if it has.
         departures: Learns which of the other ranks have ended.
         signals: Stop signals; None where they are somebody else's.
         grace_s: From a stop signal until the process ends itself, where nobody else would.
@@ -51,6 +54,7 @@ class WorkerWatch:
         world_size: int,
         clock: StepClock,
         stop: Callable[[str], None],
+        connect: Callable[[], Client] | None,
         client: Client | None,
         departures: Departures,
         signals: StopSignals,
@@ -61,6 +65,7 @@ class WorkerWatch:
         self._rank = rank
         self._world_size = world_size
         self._clock = clock
+        self._connect = connect
         self._client = client
         self._departures = departures
         self._signals = signals
@@ -73,20 +78,25 @@ class WorkerWatch:
         self._ended = False
         self._owner = os.getpid()
         self._threads = [threading.Thread(target=self._send_heartbeats, name="lockstep-watch", daemon=True)]
-        if client is not None:
+        if connect is not None:
             # Not when it is needed: the main thread may then stand still within an import.
             from lockstep.observe.hang.evidence import gather_evidence
 
             self._gather_evidence = gather_evidence
-            self._threads.append(threading.Thread(target=self._listen, name="lockstep-listen", daemon=True))
 
     def start(self) -> None:
         """Say who this is, and begin."""
+        if self._client is not None:
+            self._say_hello()
+        self._threads[0].start()
+
+    def _say_hello(self) -> None:
         self._tell(
             "hello", rank=self._rank, world_size=self._world_size, host=platform.node(), pid=os.getpid()
         )
-        for thread in self._threads:
-            thread.start()
+        listener = threading.Thread(target=self._listen, name="lockstep-listen", daemon=True)
+        listener.start()
+        self._threads[1:] = [listener]
 
     def end(self) -> None:
         """Say good-bye and stop the threads."""
@@ -132,8 +142,16 @@ class WorkerWatch:
         try:
             self._client.send({"kind": f"watch.{verb}", **values})
         except ControlError:
-            # The coordinator ended; the launcher's end is somebody else's matter.
+            # The coordinator has ended, which is somebody else's matter, or it stood still for long.
             self._client = None
+
+    def _connect_again(self) -> None:
+        if self._client is None and self._connect is not None and not self._ended:
+            with suppress(ControlError):
+                self._client = self._connect()
+                self._say_hello()
+            if self._ended and self._client is not None:
+                self._client.close()
 
     # Beating -----------------------------------------------------------------------------------------
 
@@ -143,6 +161,7 @@ class WorkerWatch:
         news.register(self._wake, select.POLLIN)
         news.register(self._signals.fileno(), select.POLLIN)
         while not self._ended:
+            self._connect_again()
             clock = self._clock
             # Copies, as the main thread appends meanwhile.
             durations, local = list(clock.durations_s), list(clock.local_s)
@@ -173,7 +192,7 @@ class WorkerWatch:
             if self._clock.boundaries == 0:
                 # No step was complete: there was nothing to save.
                 os._exit(PREEMPTED)
-            end_at_once(self._asked_by or signal.SIGTERM)
+            self._end_without_save(self._asked_by or signal.SIGTERM)
 
     def _ask_for_stop(self, number: int) -> None:
         self._asked_by = number
@@ -182,14 +201,19 @@ class WorkerWatch:
             name = signal.Signals(number).name
             self._tell("stop_wanted", cause=name, boundaries=self._clock.boundaries, steps=self._clock.steps)
         elif self._world_size > 1:
-            # Without a coordinator the ranks could not agree on a boundary.
-            end_at_once(number)
+            # Without a coordinator the ranks cannot agree on a boundary.
+            self._end_without_save(number)
         elif self._clock.steps > 0 or self._clock.boundaries > 0:
             # Alone in the run it stops at the next boundary, without asking.
             self.gate.aim(self.gate.close(signal.Signals(number).name) + 1)
         else:
             sys.stderr.write(f"lockstep: {nothing_to_save(signal.Signals(number).name)}.\n")
             os._exit(PREEMPTED)
+
+    def _end_without_save(self, number: int) -> None:
+        name = signal.Signals(number).name
+        say(f"rank {self._rank} ends because of {name}, before all ranks had saved at one step boundary.")
+        end_at_once(number)
 
     # Listening ---------------------------------------------------------------------------------------
 
