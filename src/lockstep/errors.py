@@ -135,6 +135,18 @@ class CollectiveMismatchError(LockstepError, RuntimeError):
     """
 
 
+class DifferentCallsError(CollectiveMismatchError):
+    """The same, where the ranks are in different calls of the script; the message names the line of each.
+
+    Examples:
+        ```python
+        from lockstep.errors import CollectiveMismatchError, DifferentCallsError
+
+        assert issubclass(DifferentCallsError, CollectiveMismatchError)
+        ```
+    """
+
+
 class CheckpointError(LockstepError, RuntimeError):
     """A checkpoint is missing, incomplete or does not fit what it is loaded into.
 

@@ -107,7 +107,9 @@ def test_no_process_survives_the_launcher_not_even_workers_children(name: str, t
     is_stop = name in ("SIGTERM", "SIGUSR1")
     assert launcher.returncode == (-9 if name == "SIGKILL" else 75 if is_stop else 128 + number)
     if is_stop:
-        said = f"lockstep launch: ended by {name} before the first step of an Accelerator; nothing was saved.\n"
+        said = (
+            f"lockstep launch: ended by {name} before the first step of an Accelerator; nothing was saved.\n"
+        )
         assert stderr == said
 
 

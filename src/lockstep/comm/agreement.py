@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 
 import torch
 
-from lockstep.errors import CollectiveMismatchError
-
-PACKAGE = str(Path(__file__).parents[1])
+from lockstep.errors import CollectiveMismatchError, DifferentCallsError
+from lockstep.user_call import UserCall, in_different_calls
 
 
 @dataclass(frozen=True)
@@ -37,7 +34,7 @@ class CollectiveCall:
 
     operation: str
     leaves: dict[str, LeafSpec] = field(default_factory=dict)
-    line: str = ""
+    user: UserCall = field(default_factory=UserCall)
 
     @cached_property
     def digest(self) -> int:
@@ -46,8 +43,13 @@ class CollectiveCall:
         # Without the highest bit, because it travels as an int64.
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
-    def at(self, line: str) -> CollectiveCall:
-        return replace(self, line=line)
+    def by(self, user: UserCall) -> CollectiveCall:
+        """The same, within this call of the script."""
+        return replace(self, user=user)
+
+    @property
+    def line(self) -> str:
+        return f" ({self.user.line})" if self.user.line else ""
 
 
 def leaf_spec(leaf: object, at_least_1d: bool = False) -> LeafSpec:
@@ -83,8 +85,11 @@ def check_same(calls: list[CollectiveCall], free_dim: int | None, any_shape: boo
 
     Raises:
         CollectiveMismatchError: names the operations or the first leaf in which ranks differ.
+        DifferentCallsError: names the calls of the script in which these operations are.
     """
     if len({call.operation for call in calls}) > 1:
+        if sentence := in_different_calls({rank: call.user for rank, call in enumerate(calls)}):
+            raise DifferentCallsError(sentence)
         raise CollectiveMismatchError(
             "The ranks called different collectives:"
             + rows(f"{call.operation}{call.line}" for call in calls)
@@ -119,11 +124,3 @@ def fixed_part(spec: LeafSpec | None, free_dim: int | None, any_shape: bool) -> 
 
 def rows(lines: Iterable[str]) -> str:
     return "".join(f"\n  rank {rank}: {line}" for rank, line in enumerate(lines))
-
-
-def line_of_user() -> str:
-    """Where the innermost frame outside this package is: " (file:line)"."""
-    for frame in reversed(traceback.extract_stack()):
-        if not frame.filename.startswith(PACKAGE):
-            return f" ({frame.filename}:{frame.lineno})"
-    return ""

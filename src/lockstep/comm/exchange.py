@@ -5,15 +5,13 @@ One all-gather of two integers does it. Ranks that differ all raise; none of the
 
 from __future__ import annotations
 
-import sys
 import time
-import traceback
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.agreement import CollectiveCall, check_same, line_of_user
+from lockstep.comm.agreement import CollectiveCall, check_same
 from lockstep.errors import (
     CheckpointError,
     CollectiveMismatchError,
@@ -24,6 +22,7 @@ from lockstep.errors import (
 )
 from lockstep.runtime import failure
 from lockstep.runtime.process import Runtime
+from lockstep.user_call import user_call
 
 Exchanged = TypeVar("Exchanged")
 # torch 2.13 renamed them and warns of the old names; 2.11 has only the old ones.
@@ -110,7 +109,7 @@ class CallExchange:
         calls = [call] * self.world_size
         # All ranks have the same digests here, so that all of them enter the second exchange, or none.
         if len(set(digests)) > 1:
-            calls = self._exchange(call.at(line_of_user()))
+            calls = self._exchange(call.by(user_call()))
             check_same(calls, free_dim, any_shape)
         if any(failed):
             messages = self._exchange((type(error).__name__, str(error)))
@@ -133,8 +132,7 @@ class CallExchange:
         members = dist.get_process_group_ranks(self._group or dist.group.WORLD)
         gone = [rank for rank in failure.departures().ranks() if rank in members]
         if gone:
-            call, line = failure.call_of_user(reversed(list(traceback.walk_stack(sys._getframe(1)))))
-            raise CollectiveMismatchError(failure.ended_without(gone, call, line)) from None
+            raise CollectiveMismatchError(failure.ended_without(gone, user_call())) from None
 
     def _exchange(self, value: Exchanged) -> list[Exchanged]:
         values = [value] * self.world_size

@@ -9,16 +9,16 @@ import json
 import os
 import signal
 import sys
-import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Sequence
-from pathlib import Path
-from types import FrameType, TracebackType
+from collections.abc import Sequence
+from types import TracebackType
 from typing import ClassVar
 
 from lockstep.config.sources import error_file, shares_console
+from lockstep.errors import DifferentCallsError
+from lockstep.user_call import UserCall, call_in
 
 PREEMPTED = 75
 """All ranks stopped at one step boundary and saved their state: run the same command again (``EX_TEMPFAIL``)."""
@@ -109,13 +109,6 @@ CONSEQUENCE_SIGNS = (
     "ncclsystemerror",
     "is likely due to a remote peer",
 )
-# Files in which the user's own code is not: installed packages (torch among them), Python, this package.
-ENGINES = (
-    *{sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")},
-    str(Path(__file__).parents[1]) + os.sep,
-    "<frozen",
-)
-WRAPPERS = ("wrapper", "decorate_context", "inner", "__call__", "_fn")
 EVERY_PROCESS = {
     "save_state": "each one has a part of the state: its shards, its random numbers, its place in the data",
     "load_state": "each one reads its part of the state",
@@ -161,12 +154,22 @@ def install_excepthook() -> None:
         consequence = is_consequence(error)
         gone = departures().ranks(DEPARTURE_WAIT_S) if consequence else []
         if gone:
-            sentence = ended_without(gone, *call_of_user(traceback.walk_tb(trace)))
+            sentence = ended_without(gone, call_in(traceback.walk_tb(trace)))
             if path is not None:
                 _write_report(path, error, False, sentence)
             if is_first_to_say(error, path):
                 previous(kind, error, trace)
                 sys.stderr.write(f"lockstep: {sentence}\n")
+            _flush()
+            _limit_teardown()
+            return
+        # It names the line of each rank: a traceback of each says nothing more.
+        if isinstance(error, DifferentCallsError):
+            if path is not None:
+                _write_report(path, error, False, str(error))
+            # Our launcher says it at the end.
+            if path is None or not shares_console():
+                sys.stderr.write(f"lockstep: {error}\n")
             _flush()
             _limit_teardown()
             return
@@ -204,37 +207,28 @@ def is_first_to_say(error: BaseException, path: str | None) -> bool:
 
 
 def digest_of(error: BaseException) -> str:
-    """Equal where the traceback and the message are, to the letter."""
-    text = "".join(traceback.format_exception(error))
-    return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:16]
+    """Equal where the traceback and the message are, to the letter; where all ranks are named, where the message is."""
+    return hashlib.sha256(text_of(error).encode("utf-8", "replace")).hexdigest()[:16]
 
 
-def ended_without(ranks: Sequence[int], call: str, line: str) -> str:
+def text_of(error: BaseException) -> str:
+    """Its traceback and message; the message alone where that names the line of each rank."""
+    if isinstance(error, DifferentCallsError):
+        return str(error)
+    return "".join(traceback.format_exception(error))
+
+
+def ended_without(ranks: Sequence[int], call: UserCall) -> str:
     """The sentence for a call in which this rank alone is, since others have ended."""
     who = f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"
     verb = "has" if len(ranks) == 1 else "have"
-    reason = f" ({EVERY_PROCESS[call]})" if call in EVERY_PROCESS else ""
+    what = call.name.rpartition(".")[2]
+    name, line = call.name or "a collective", f" at {call.line}" if call.line else ""
+    reason = f" ({EVERY_PROCESS[what]})" if what in EVERY_PROCESS else ""
     return (
-        f"{call} must be called by every process{reason}, but {who} {verb} ended without entering the "
+        f"{name} must be called by every process{reason}, but {who} {verb} ended without entering the "
         f"call{line}. Call it on every rank, not on some of them, before any of them ends."
     )
-
-
-def call_of_user(frames: Iterable[tuple[FrameType, int]]) -> tuple[str, str]:
-    """What the innermost line outside of installed packages called, and " at train.py:20".
-
-    Args:
-        frames: Outermost first, with the line in each.
-    """
-    call, line = "a collective", ""
-    is_users = False
-    for frame, number in frames:
-        code = frame.f_code
-        if not code.co_filename.startswith(ENGINES):
-            is_users, line = True, f" at {os.path.basename(code.co_filename)}:{number}"
-        elif is_users and code.co_name not in WRAPPERS:
-            is_users, call = False, code.co_name
-    return call, line
 
 
 def report_of(
@@ -245,7 +239,7 @@ def report_of(
         "message": {
             "message": sentence or f"{type(error).__name__}: {error}",
             "extraInfo": {
-                "py_callstack": "".join(traceback.format_exception(error)),
+                "py_callstack": text_of(error),
                 "timestamp": str(time_ns // 1_000_000_000),
                 "lockstep": {"consequence": consequence, "time_ns": time_ns, "digest": digest_of(error)},
             },

@@ -16,13 +16,17 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from lockstep.errors import CollectiveMismatchError
+from lockstep.errors import CollectiveMismatchError, DifferentCallsError
 from lockstep.shared_memory.futex import Futex
 from lockstep.shared_memory.segment import ABORTED, CALLS, SIZES, TOKEN_BYTES, GroupLayout, Segment
+from lockstep.user_call import UserCall, in_different_calls, user_call
 
 # A rank that waits longer than this looks whether the others live.
 LOOK_AFTER_S = 0.1
 SPIN_S = 50e-6
+# What ranks tell each other of calls that differ, and how long they wait for that.
+TOLD_BYTES = 512
+TELL_LIMIT_S = 10.0
 
 CollectiveSteps = Iterator["Waitable"]
 """A collective as a row of steps: it gives what it waits for, and is continued when that is there."""
@@ -204,12 +208,15 @@ class RankSlots(Waitable):
         """Compare what the ranks are doing.
 
         Raises:
-            CollectiveMismatchError: on every rank, if they called different collectives.
+            DifferentCallsError: on every rank, if they called different collectives in different lines of the script.
+            CollectiveMismatchError: the same, within one line.
         """
         words, mine = self._words, self._call
         # A rank that is one chunk ahead already has written its next call at the other parity.
         if any(words[line + CALLS + self._parity] != mine for _, line in self._others):
             calls = [words[self.peers.layout.word(rank) + CALLS + self._parity] for rank in range(self.ranks)]
+            if sentence := in_different_calls(self._calls_of_users()):
+                raise DifferentCallsError(sentence)
             lines = "".join(
                 f"\n  rank {name}: {self._describe(call)}"
                 for name, call in zip(self.peers.names, calls, strict=True)
@@ -218,6 +225,21 @@ class RankSlots(Waitable):
                 f"The ranks called collectives that do not belong together:{lines}\nMake every rank call the same "
                 "collectives in the same order, with tensors of the same size and dtype."
             )
+
+    def _calls_of_users(self) -> dict[int, UserCall]:
+        """Of each rank what its script has called: all have seen that they differ, and exchange one more chunk."""
+        mine = ctypes.create_string_buffer("\n".join(user_call()).encode()[:TOLD_BYTES], TOLD_BYTES + 1)
+        self.begin_chunk(0)
+        self.put(ctypes.addressof(mine), TOLD_BYTES)
+        try:
+            self.arrive().wait(time.monotonic() + TELL_LIMIT_S)
+        except RuntimeError:
+            # A rank has ended meanwhile.
+            return {}
+        told = (ctypes.string_at(address, TOLD_BYTES) for address in self._here)
+        texts = [one.rstrip(b"\0").decode(errors="replace").partition("\n") for one in told]
+        names = zip(self.peers.names, texts, strict=True)
+        return {rank: UserCall(name, line) for rank, (name, _, line) in names}
 
     def sizes(self) -> list[int]:
         """What each rank gave as the size of its chunk."""

@@ -23,29 +23,10 @@ from lockstep.observe.hang.wording import (
     verb,
     whereabouts,
 )
+from lockstep.user_call import EVERY_RANK
 
 LONGEST_FACT = 300
 SILENT_CAUSES = ("silent", "spinning", "stopped")
-# Methods in which every rank has to take part, so that one rank alone in them holds up all.
-EVERY_RANK = {
-    f"Accelerator.{name}"
-    for name in (
-        "broadcast",
-        "broadcast_object_list",
-        "clip_grad_norm_",
-        "gather",
-        "gather_for_loss",
-        "gather_for_metrics",
-        "gather_object",
-        "get_state_dict",
-        "load_state",
-        "pad_across_processes",
-        "reduce",
-        "save_model",
-        "save_state",
-        "wait_for_everyone",
-    )
-}
 
 
 @dataclass(frozen=True)
@@ -229,7 +210,8 @@ def of_sides(sides: list[list[tuple[int, PendingCollective]]], seen: dict[int, E
         blamed = [rank for rank in blamed if seen[rank].call == alone]
         advice = f"Call {alone} on every rank, or on none."
     else:
-        what = "shapes and dtypes" if has_one_operation else "path"
+        is_one_line = len({side[0][1].place for side in sides}) == 1
+        what = "shapes and dtypes" if has_one_operation and is_one_line else "path"
         advice = f"Make every rank take the same {what} to this collective."
     return replace(finding("mismatch", blamed, fact, advice), is_lasting=True)
 

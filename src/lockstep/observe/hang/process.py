@@ -118,7 +118,7 @@ class ProcessWatch:
         atexit.register(self.end)
 
     def _way_to_coordinator(self, runtime: Runtime) -> Callable[[float], Client] | None:
-        """How to connect to the launcher's coordinator, or without our launcher to one that rank 0 hosts, in some time."""
+        """How to connect, within some time, to the launcher's coordinator; without ours, to one that rank 0 hosts."""
         endpoint = control_endpoint()
         if endpoint is None and (runtime.world_size == 1 or runtime.backend is None):
             return None

@@ -253,8 +253,8 @@ class CommonStop:
 
     The order of messages: ``stop`` to every rank; each closes its gate and answers ``passed`` with the boundary that it
     passed last; then ``target``, the first boundary that none has passed, to every rank. Where no rank has made an
-    optimizer step, there is nothing to save: ``stop_now`` instead. A rank trains only after it has connected, so one that
-    has never done so has made no step; for one that has lost its connection the others wait.
+    optimizer step, there is nothing to save: ``stop_now`` instead. A rank trains only after it has connected, so one
+    that has never done so has made no step; for one that has lost its connection the others wait.
 
     Args:
         round: The ranks.

@@ -1,0 +1,121 @@
+"""Which call of the user's script a thread is in, told by its frames, and a sentence for ranks in different ones.
+
+Knows nothing of torch, so that everything that compares ranks may use it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+OURS = str(Path(__file__).parent) + os.sep
+# Files in which the user's own code is not: installed packages (torch among them), Python, this package.
+ENGINES = (
+    *{sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")},
+    OURS,
+    "<frozen",
+)
+WRAPPERS = ("wrapper", "decorate_context", "inner", "__call__", "_fn", "__exit__")
+MODULE_CALLS = ("_wrapped_call_impl", "_call_impl")
+# Methods in which every rank has to take part, so that one rank alone in them holds up all.
+EVERY_RANK = {
+    f"Accelerator.{name}"
+    for name in (
+        "broadcast",
+        "broadcast_object_list",
+        "clip_grad_norm_",
+        "gather",
+        "gather_for_loss",
+        "gather_for_metrics",
+        "gather_object",
+        "get_state_dict",
+        "load_state",
+        "pad_across_processes",
+        "reduce",
+        "save_model",
+        "save_state",
+        "wait_for_everyone",
+    )
+}
+ON_ONE_RANK = ("is_main_process", "is_local_main_process", "is_last_process")
+
+
+class UserCall(NamedTuple):
+    """``name``: what the user's line called, "" if nobody knows; ``line``: "train.py:63"."""
+
+    name: str = ""
+    line: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name or 'a collective'}{f' ({self.line})' if self.line else ''}"
+
+
+def user_call(thread: int | None = None) -> UserCall:
+    """What a thread's innermost line of the user's has called: that of this thread, else of the main one."""
+    for one in (thread or threading.get_ident(), threading.main_thread().ident):
+        found = call_in((frame, frame.f_lineno) for frame in reversed(list(frames_of(one))))
+        if found.line:
+            return found
+    return UserCall()
+
+
+def frames_of(thread: int | None) -> Iterator[FrameType]:
+    """The frames of a thread, innermost first."""
+    frame = sys._current_frames().get(thread or 0)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def call_in(frames: Iterable[tuple[FrameType, int]]) -> UserCall:
+    """What the innermost line outside of installed packages called.
+
+    Args:
+        frames: Outermost first, with the line in each.
+    """
+    call, line, is_users = "", "", False
+    for frame, number in frames:
+        code = frame.f_code
+        if not code.co_filename.startswith(ENGINES):
+            is_users, call, line = True, "", f"{os.path.basename(code.co_filename)}:{number}"
+        elif is_users and code.co_name not in WRAPPERS:
+            is_users, call = False, name_of(frame)
+    return UserCall(call, line)
+
+
+def name_of(frame: FrameType) -> str:
+    """The function's name, with its class if it is ours: "Accelerator.save_state"."""
+    if frame.f_code.co_name in MODULE_CALLS:
+        return "forward"
+    owner = frame.f_locals.get("self") if frame.f_code.co_filename.startswith(OURS) else None
+    if owner is None:
+        return frame.f_code.co_name
+    classes = [kind.__name__ for kind in type(owner).__mro__]
+    # A class of the user's that inherits from it is still that.
+    kind = "Accelerator" if "Accelerator" in classes else classes[0]
+    return f"{kind}.{frame.f_code.co_name}"
+
+
+def in_different_calls(calls: Mapping[int, UserCall]) -> str:
+    """A sentence of what each rank has called, and one of advice; "" where all are in the same call of one line."""
+    if len(set(calls.values())) < 2:
+        return ""
+    by_call: dict[UserCall, list[int]] = {}
+    for rank, call in sorted(calls.items()):
+        by_call.setdefault(call, []).append(rank)
+    places = ", ".join(
+        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} in {call}"
+        for call, ranks in by_call.items()
+    )
+    names = {call.name for call in by_call}
+    alone = [call for call in by_call if call.name in EVERY_RANK and len(names) > 1]
+    advice = "Make every rank make the same calls, in the same order."
+    if alone:
+        advice = f"Call {alone[0].name} on every rank ({alone[0].line}), or on none."
+    return f"The ranks are in different calls: {places}. {advice}"
