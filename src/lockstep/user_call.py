@@ -110,7 +110,7 @@ def in_different_calls(calls: Mapping[int, UserCall]) -> str:
     for rank, call in sorted(calls.items()):
         by_call.setdefault(call, []).append(rank)
     places = ", ".join(
-        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} in {call}"
+        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} called {call}"
         for call, ranks in by_call.items()
     )
     names = {call.name for call in by_call}
@@ -118,4 +118,4 @@ def in_different_calls(calls: Mapping[int, UserCall]) -> str:
     advice = "Make every rank make the same calls, in the same order."
     if alone:
         advice = f"Call {alone[0].name} on every rank ({alone[0].line}), or on none."
-    return f"The ranks are in different calls: {places}. {advice}"
+    return f"{places[0].upper()}{places[1:]}. {advice}"

@@ -224,7 +224,7 @@ def mismatch(case: str) -> str:
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        ("operation", ["rank 0: gather (", "rank 1: reduce(reduction='mean'", "test_collectives.py"]),
+        ("operation", ["Rank 0 called Communicator.gather (test_collectives.py:", "rank 1 called Communicator.reduce"]),
         ("argument", ["broadcast(from_process=0)", "broadcast(from_process=1)"]),
         (
             "shape",
@@ -236,7 +236,7 @@ def mismatch(case: str) -> str:
         ("structure", ["['b']", "rank 0: gather nothing there"]),
         ("leaf", ["[0]", "rank 1: gather float (no tensor)"]),
         ("length", ["list of 1", "list of 2"]),
-        ("barrier", ["rank 0: barrier", "rank 1: gather_object"]),
+        ("barrier", ["Rank 0 called Communicator.barrier", "rank 1 called Communicator.gather_object"]),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
