@@ -224,7 +224,10 @@ def mismatch(case: str) -> str:
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        ("operation", ["Rank 0 called Communicator.gather (test_collectives.py:", "rank 1 called Communicator.reduce"]),
+        (
+            "operation",
+            ["Rank 0 called Communicator.gather (test_collectives.py:", "rank 1 called Communicator.reduce"],
+        ),
         ("argument", ["broadcast(from_process=0)", "broadcast(from_process=1)"]),
         (
             "shape",

@@ -64,7 +64,9 @@ def test_a_script_that_calls_it_on_one_rank_ends_with_one_sentence(
         check=False,
     )
     assert done.returncode == 1
-    assert f"Rank 0 called Accelerator.{name} (train.py:{line}), rank{'s' if ranks > 2 else ''} 1" in done.stderr
+    assert (
+        f"Rank 0 called Accelerator.{name} (train.py:{line}), rank{'s' if ranks > 2 else ''} 1" in done.stderr
+    )
     assert f"Call Accelerator.{name} on every rank (train.py:{line}), or on none." in done.stderr
     assert "shared_memory" not in done.stderr  # no traceback of ours
     if launcher == "lockstep":
@@ -88,7 +90,8 @@ def test_two_methods_of_an_accelerator_are_named_with_their_lines(run_distribute
     here = r"\(test_different_calls\.py:\d+\)"
     for [message] in run_distributed(two_methods, ranks):
         assert re.search(
-            rf"Rank 0 called Accelerator\.save_state {here}, {others} called Accelerator\.gather {here}", message
+            rf"Rank 0 called Accelerator\.save_state {here}, {others} called Accelerator\.gather {here}",
+            message,
         )
         assert re.search(rf"Call Accelerator\.save_state on every rank {here}, or on none\.$", message)
 
@@ -99,7 +102,9 @@ def test_the_same_call_of_one_line_is_no_difference_and_only_a_call_for_all_is_a
     assert in_different_calls({}) == ""
     assert "Call Accelerator.gather on every rank (a.py:1)" in in_different_calls({0: there, 1: here})
     assert "same calls, in the same order" in in_different_calls({0: here, 1: here._replace(line="a.py:9")})
-    assert "Rank 0 called a collective, rank 1 called forward (a.py:2)" in in_different_calls({0: UserCall(), 1: there})
+    assert "Rank 0 called a collective, rank 1 called forward (a.py:2)" in in_different_calls(
+        {0: UserCall(), 1: there}
+    )
 
 
 def test_a_call_is_told_by_the_frames_of_the_thread_or_else_of_the_main_one() -> None:

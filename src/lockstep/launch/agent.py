@@ -141,7 +141,9 @@ class Agent:
             # A coordinator sees the processes of its own machine itself.
             if not self._hosting and now >= next_states:
                 next_states = now + STATES_EVERY_S
-                self._rendezvous.show_states(states_of(workers.pids))
+                from lockstep.observe.hang.processes import states_of
+
+                self._rendezvous.show_states(states_of(workers.pids_of_ranks))
             # What happened here was told: from now on the coordinator's word counts.
             if ends.is_reported or now < next_look:
                 continue
@@ -251,10 +253,3 @@ class _WorkerEnds:
 def follows_another(workers: Workers) -> bool:
     """Whether the failures so far only follow that of a rank that still runs."""
     return bool(first_failure(workers.failures()).own.get("consequence"))
-
-
-def states_of(pids: list[int]) -> dict[int, str]:
-    """What the system says that processes of this machine do, for a coordinator elsewhere."""
-    from lockstep.observe.hang.ranks import state_of
-
-    return {pid: state_of(pid) for pid in pids}

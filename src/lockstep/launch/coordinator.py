@@ -47,7 +47,7 @@ class Watch(Protocol):
     def request_stop(self, cause: str) -> None: ...
     def left(self, rank: int) -> None: ...
     def end_all(self, reason: str, sentence: str = "", rank: int | None = None) -> None: ...
-    def process_states(self, states: Mapping[int, str]) -> None: ...
+    def process_states(self, states: Mapping[int, object]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class LaunchCoordinator:
         self._clock = clock
         self._peers: dict[str, NodeConnection] = {}
         self._codes: list[int] = []
-        self._states: dict[str, dict[int, str]] = {}
+        self._states: dict[str, dict[int, object]] = {}
         self._suspect: tuple[float, RoundFailure] | None = None
         self._stop: tuple[float, str] | None = None
         self._reform: float | None = None
@@ -195,10 +195,10 @@ class LaunchCoordinator:
         states = message.get("states")
         if isinstance(states, Mapping) and self._watch is not None:
             self._states[machine] = {
-                int(pid): str(word) for pid, word in states.items() if str(pid).isdigit()
+                int(rank): state for rank, state in states.items() if str(rank).isdigit()
             }
             self._watch.process_states(
-                {pid: word for part in self._states.values() for pid, word in part.items()}
+                {rank: state for part in self._states.values() for rank, state in part.items()}
             )
 
     def _leave(self, machine: str, name: str, code: int) -> None:

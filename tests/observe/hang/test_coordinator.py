@@ -14,8 +14,10 @@ from lockstep.observe.hang import (
     Evidence,
     HangJudge,
     PendingCollective,
+    ProcessState,
     SourceLine,
     WatchSettings,
+    machine_of_process,
 )
 from tests.patching import module_of
 
@@ -43,7 +45,8 @@ class Run:
         self.coordinator.tick(self.now)
         self.peers = [FakePeer() for _ in range(world_size)]
         for rank, peer in enumerate(self.peers):
-            self.tell(peer, "hello", rank=rank, world_size=world_size, host=platform.node(), pid=os.getpid())
+            here = {"host": platform.node(), "pid": os.getpid(), "machine": machine_of_process()}
+            self.tell(peer, "hello", rank=rank, world_size=world_size, **here)
 
     def tell(self, peer: FakePeer, verb: str, **values: Any) -> None:
         self.coordinator.received(peer, {"kind": f"watch.{verb}", **values})
@@ -160,14 +163,75 @@ def test_a_mismatch_that_was_none_at_the_second_look_has_its_time() -> None:
     run.wait(8.0)
     assert len(run.said) == 1
     answers_with(run, lambda rank: collective_of(rank, waits=rank == 0))
-    run.wait(30.0)
-    assert run.coordinator.verdict is None
-    run.wait(30.0)
+    run.wait(60.0)
+    assert run.coordinator.verdict is None  # one of them has got on
+    run.wait(15.0)
     assert run.coordinator.verdict is not None
 
 
+@pytest.mark.parametrize("is_counted", [True, False])
+def test_collectives_that_advance_are_progress_though_no_step_is_made(is_counted: bool) -> None:
+    """A long ``prepare`` broadcasts thousands of tensors, one after the other, and no loop ticks meanwhile."""
+    run = Run(2)
+    run.heartbeats(0, boundaries=0)
+    looked = [0, 0]
+
+    def advancing(rank: int) -> Evidence:
+        looked[rank] += 1
+        found = in_different_collectives(0, number=412 + looked[rank], group="default")
+        pending = (replace(found.pending[0], number=None if not is_counted else found.pending[0].number),)
+        return replace(found, rank=rank, pending=pending, stack=f"prepare.py:{looked[rank]}")
+
+    answers_with(run, advancing)
+    run.wait(400.0, ticks=0, boundaries=0)
+    assert run.said == []
+    assert run.coordinator.verdict is None
+    answers_with(run, in_different_collectives)
+    run.wait(70.0, ticks=0, boundaries=0)
+    assert len(run.said) == 1  # now it stands still
+
+
+@pytest.mark.parametrize("is_silent", [True, False])
+def test_a_rank_that_gets_no_processor_is_slow_and_not_stuck(
+    monkeypatch: pytest.MonkeyPatch, is_silent: bool
+) -> None:
+    run = Run(2)
+    waited_s, gets_one = 0.0, False
+
+    def waits() -> float:
+        nonlocal waited_s
+        waited_s = run.now if not gets_one else waited_s
+        return waited_s
+
+    monkeypatch.setattr(module_of(HangJudge), "process_state", lambda pid: ProcessState("running", waits()))
+    answers_with(run, lambda rank: replace(in_different_collectives(rank), waited_s=waits() if rank else 0.0))
+    silent = (1,) if is_silent else ()
+    run.wait(120.0, but=silent)
+    assert run.said == []
+    gets_one = True
+    run.wait(15.0, but=silent)
+    assert len(run.said) == 1
+    assert ("never releases Python's lock" if is_silent else "do not belong together") in run.said[0]
+
+
+def test_a_process_is_looked_up_on_the_machine_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hosts and process ids may be equal on several machines, as in pods."""
+    monkeypatch.setattr(module_of(HangJudge), "process_state", lambda pid: ProcessState("stopped"))
+    run = Run(3)
+    answers_with(run, collective_of)
+    for rank in (1, 2):
+        run.tell(
+            run.peers[rank], "hello", rank=rank, host=platform.node(), pid=os.getpid() + 1, machine="other"
+        )
+    run.coordinator.process_states({1: ["uninterruptible", 0.5], 2: ["sleeping", 0.25], 0: "nonsense"})
+    run.heartbeats(1)
+    run.wait(12.0, but=(1,))
+    assert "rank 1 waits in the kernel" in run.said[0]
+    assert "stopped" not in run.said[0]
+
+
 def test_a_rank_that_does_not_answer_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module_of(HangJudge), "state_of", lambda pid: "stopped")
+    monkeypatch.setattr(module_of(HangJudge), "process_state", lambda pid: ProcessState("stopped"))
     run = Run()
     run.answer = lambda rank: Evidence(  # type: ignore[method-assign]
         rank,
@@ -554,10 +618,23 @@ def test_messages_that_make_no_sense_do_no_harm(message: dict[str, Any]) -> None
 
 def test_a_straggler_is_named_once() -> None:
     run = Run()
-    for turn in range(60):
+    for turn in range(80):
         for rank, peer in enumerate(run.peers):
             local = 0.4 if rank == 2 else 0.1
-            run.tell(peer, "heartbeat", ticks=turn, boundaries=turn, slowest_s=0.6, step_s=0.6, local_s=local)
+            # In the first half of the time its machine is busy with something else.
+            waited_s = min(turn, 40) * 0.4 if rank == 2 else 0.0
+            run.tell(
+                peer,
+                "heartbeat",
+                ticks=turn,
+                boundaries=turn,
+                slowest_s=0.6,
+                step_s=0.6,
+                local_s=local,
+                waited_s=waited_s,
+            )
+        if turn == 40:
+            assert run.said == []
         run.now += 0.5
         run.coordinator.tick(run.now)
     assert len(run.said) == 1

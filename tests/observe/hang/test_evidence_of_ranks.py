@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep.comm import CallCheck
-from lockstep.observe.hang import Evidence, Finding, Silent, diagnose, gather_evidence, state_of
+from lockstep.observe.hang import Evidence, Finding, Silent, diagnose, gather_evidence, process_state
 from lockstep.torch_internals import recorder_traces
 from tests.patching import module_of
 
@@ -65,7 +65,7 @@ class Observed:
         started = time.perf_counter()
         evidence = gather_evidence(self.rank, "here", 3, 5.0, main)
         seconds = time.perf_counter() - started
-        state = state_of(self.pids[1 - self.rank])
+        state = process_state(self.pids[1 - self.rank]).word
         self.found[name] = (json.loads(json.dumps(evidence.to_message())), seconds, state)
         (self.folder / f"{name} {self.rank}").touch()
         other = self.folder / f"{name} {1 - self.rank}"

@@ -29,11 +29,11 @@ else:
             "ranks": [
                 "find_stragglers",
                 "numbers_of",
-                "state_of",
                 "Straggler",
                 "totals_of_ranks",
                 "WatchedRank",
             ],
+            "processes": ["machine_of_process", "process_state", "ProcessState", "states_of"],
             "records": ["Evidence", "PendingCollective", "SourceLine"],
             "wording": ["named"],
             "worker": ["json_numbers", "StopSignals", "WorkerWatch"],

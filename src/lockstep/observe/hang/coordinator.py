@@ -14,6 +14,7 @@ from lockstep.errors import ControlError
 from lockstep.observe.hang.common_save import CommonSave
 from lockstep.observe.hang.diagnosis import EndedRank, Finding
 from lockstep.observe.hang.hangs import HangJudge, WatchSettings
+from lockstep.observe.hang.processes import ProcessState
 from lockstep.observe.hang.ranks import (
     CommonStop,
     WatchedRank,
@@ -26,6 +27,9 @@ from lockstep.observe.hang.ranks import (
 from lockstep.observe.hang.records import Evidence, Message
 
 STRAGGLERS_EVERY_S = 5.0
+# A straggler is one twice in a row, after some steps, and while every rank got its processor.
+LEAST_STEPS = 20
+MOST_WAITING_S = 0.5
 TELL_EVERY_S = 1.0
 # A rank that failed ends within seconds, and then its error is what ends the run.
 FAILED_LEAVE_S = 15.0
@@ -45,7 +49,7 @@ class Coordinator:
     def __init__(self, settings: WatchSettings, say: Callable[[str], None]) -> None:
         self._settings = settings
         self._say = say
-        self._states: dict[int, str] = {}
+        self._states: dict[int, ProcessState] = {}
         self._questions = itertools.count(1)
         self._now = 0.0
         self.commits = 0
@@ -63,11 +67,13 @@ class Coordinator:
             workers,
             self._say,
             self._questions,
-            lambda pid: self._states.get(pid, "unknown"),
+            lambda rank: self._states.get(rank, ProcessState()),
         )
         self._stop = CommonStop(workers)
         self._save = CommonSave(workers.running, lambda sentence: self.at_save(sentence))
         self._named_stragglers: set[int] = set()
+        self._slow_before: set[int] = set()
+        self._waited_s: dict[int, float] = {}
         self._next_stragglers = 0.0
         self._next_report = 0.0
         self._failed_at: float | None = None
@@ -130,9 +136,9 @@ class Coordinator:
         last = self._round.ended[rank].last if rank in self._round.ended else None
         self._note_end(EndedRank(rank, "has ended with exit code 0", last))
 
-    def process_states(self, states: Mapping[int, str]) -> None:
-        """By pid, of workers on other machines, as their launchers see them."""
-        self._states = dict(states)
+    def process_states(self, states: Mapping[int, object]) -> None:
+        """By rank, of workers on other machines, as their launchers see them."""
+        self._states = {rank: ProcessState.from_message(state) for rank, state in states.items()}
 
     def _hello(self, peer: WorkerConnection, message: Message) -> None:
         rank = message.get("rank")
@@ -147,7 +153,10 @@ class Coordinator:
             # It has connected again.
             state = replace(known, peer=peer, last_message_at=self._now, passed=None)
         else:
-            state = WatchedRank(peer, host, pid, last_message_at=self._now, progressed=self._now)
+            machine = str(message.get("machine", ""))
+            state = WatchedRank(
+                peer, host, pid, last_message_at=self._now, progressed=self._now, machine=machine
+            )
         self._round.ranks[rank] = state
         # The same process, which has made another Accelerator.
         if self._round.ended.pop(rank, None) is not None:
@@ -284,10 +293,18 @@ class Coordinator:
     def _name_stragglers(self, running: Mapping[int, WatchedRank]) -> None:
         if len(running) < 2 or any(state.step_s == 0 for state in running.values()):
             return
+        # Of a few steps, or of a rank that got no processor, a slow one says nothing.
+        waited_s = {rank: state.waited_s for rank, state in running.items()}
+        before, self._waited_s = self._waited_s, waited_s
+        starved = {rank for rank in running if waited_s[rank] - before.get(rank, 0.0) > MOST_WAITING_S}
+        if starved or min(state.boundaries for state in running.values()) < LEAST_STEPS:
+            return
         step_s = max(state.step_s for state in running.values())
         found = find_stragglers({rank: state.local_s for rank, state in running.items()}, step_s)
+        slow = {one.rank for one in found}
+        self._slow_before, again = slow, self._slow_before
         for straggler in found:
-            if straggler.rank not in self._named_stragglers:
+            if straggler.rank in again and straggler.rank not in self._named_stragglers:
                 sentence = (
                     f"Rank {straggler.rank} on {running[straggler.rank].host} is a straggler: its batches and "
                     f"forward passes take {straggler.ratio:.1f} times as long as those of the other ranks "
@@ -296,7 +313,7 @@ class Coordinator:
                 )
                 self._say(sentence)
                 self._round.tell_first("news", event="slow", sentence=sentence, rank=straggler.rank)
-        self._named_stragglers = {straggler.rank for straggler in found}
+        self._named_stragglers = slow & again
 
 
 def ranks_of(

@@ -32,13 +32,15 @@ SILENT_CAUSES = ("silent", "spinning", "stopped")
 @dataclass(frozen=True)
 class Silent:
     """A rank that does not answer. ``state`` is its process's: "stopped", "running", "sleeping", "uninterruptible",
-    "zombie", "gone" or "unknown"; "absent": it has never been heard of. ``silent_s``: seconds since it last was."""
+    "zombie", "gone" or "unknown"; "absent": it has never been heard of. ``silent_s``: seconds since it last was.
+    ``waited_s``: how long its threads have waited for a processor so far."""
 
     rank: int
     host: str
     pid: int
     silent_s: float
     state: str
+    waited_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -254,6 +256,13 @@ def of_circle(waits: Waits, seen: dict[int, Evidence]) -> Finding | None:
     for wait in waiting:
         keys.setdefault((wait.key, wait.collective.operation), []).append(wait)
     sides = sorted(keys.values(), key=lambda side: (-len(side), side[0].rank))
+    at = {(seen[wait.rank].call, wait.collective.place) for wait in waiting}
+    operations = {wait.collective.operation for wait in waiting}
+    if len(at) == 1 and len(waiting) == len(seen) and seen[waiting[0].rank].call not in ("", *operations):
+        # A call of the library in which the script does the same on all of them, so that it is not to be mended.
+        call, place = at.pop()
+        fact = f"all ranks are in {call} at {place}, in collectives of which none ends"
+        return finding("slow", seen, fact, "Look at their stacks with `lockstep top`, and report them.")
     parts = [f"{named(w.rank for w in side)} in {entered(side, seen)}" for side in sides[:MOST_PLACES]]
     few = [wait.rank for side in sides[1:] for wait in side]
     blamed = sorted(few if few and len(few) < len(sides[0]) else [wait.rank for wait in waiting])

@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 import torch.distributed as dist
 
 from lockstep.comm.call_record import CheckedCall
+from lockstep.observe.hang.processes import waited_s
 from lockstep.observe.hang.records import MOST_PENDING, Evidence, PendingCollective, SourceLine
 from lockstep.observe.hang.stacks import StackSummary, summarize_stack
 from lockstep.shared_memory.history import CallHistory
@@ -54,6 +55,7 @@ def gather_evidence(rank: int, host: str, step: int, idle_s: float, main_thread:
         call=seen.call,
         groups=found.groups,
         recent=found.recent,
+        waited_s=waited_s(os.getpid()),
     )
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from lockstep.observe.hang.diagnosis import EndedRank, Finding, Silent, diagnose
-from lockstep.observe.hang.ranks import WatchedRank, WatchedRound, state_of
+from lockstep.observe.hang.processes import ProcessState, machine_of_process, process_state
+from lockstep.observe.hang.ranks import WatchedRank, WatchedRound
 from lockstep.observe.hang.records import Evidence, Message
 
 # A hang is to be named before HANG_AFTER: suspicion comes earlier, because asking and answering take time.
@@ -18,11 +18,19 @@ USUAL_STEPS = 5
 SOON_S = 0.4
 SILENT_AFTER_S = 2.8
 ANSWER_LIMIT_S = 5.0
+# Answers are of different moments: what a rank did is certain where it did the same at two looks, of which the second
+# was asked for after the first was there, and where so much time was between them in which it had a processor.
+AGAIN_AFTER_S = 0.2
+AWAKE_S = 0.4
+# A rank that does not answer may only have got no processor for it.
+SILENT_AWAKE_S = 2.0
 # Where nobody waits, it is mostly a long evaluation or save.
 NOBODY_WAITS_FACTOR = 12.0
 # What cannot be a rank that is only busy, or that starts slowly: named at once.
 CERTAIN = ("mismatch", "stopped", "ended")
 NAMED_THOUGH_NOBODY_WAITS = ("stopped", "data")
+# Of a process that does not answer, these say enough.
+CERTAIN_STATES = ("gone", "zombie", "stopped")
 # What cannot end by itself is ended when it was still so at this share of HANG_AFTER: named before, looked at again.
 LASTING_SHARE = 2.0
 
@@ -53,6 +61,29 @@ class _Question:
 
 
 @dataclass
+class _Look:
+    """What the ranks did since a moment, as far as anybody can tell."""
+
+    since: float
+    facts: dict[int, Evidence | Silent]
+
+    def has_moved(self, facts: Mapping[int, Evidence | Silent]) -> bool:
+        """Whether a collective was begun or has ended since then."""
+        return any(
+            isinstance(one, Evidence) and isinstance(before, Evidence) and one.has_moved(before)
+            for rank, one in facts.items()
+            if (before := self.facts.get(rank)) is not None
+        )
+
+    def waited_s(self, facts: Mapping[int, Evidence | Silent]) -> float:
+        """How long some rank has waited for a processor since then."""
+        known = ((one, self.facts.get(rank)) for rank, one in facts.items())
+        return max(
+            (one.waited_s - before.waited_s for one, before in known if before is not None), default=0.0
+        )
+
+
+@dataclass
 class _Hang:
     """One that was named; ``since`` is when anything got done last."""
 
@@ -67,7 +98,7 @@ class HangJudge:
         round: What is known of them.
         say: Prints one sentence for people.
         numbers: Of questions; no two of a launch have the same one.
-        state_of_pid: How a launcher sees a process on another machine.
+        state_of_rank: How a launcher sees the process of a rank on another machine.
 
     Attributes:
         verdict: A hang that has lasted too long; None: there is none.
@@ -79,16 +110,19 @@ class HangJudge:
         round: WatchedRound,
         say: Callable[[str], None],
         numbers: Iterator[int],
-        state_of_pid: Callable[[int], str],
+        state_of_rank: Callable[[int], ProcessState],
     ) -> None:
         self._settings = settings
         self._round = round
         self._say = say
         self._numbers = numbers
-        self._state_of_pid = state_of_pid
+        self._state_of_rank = state_of_rank
+        self._machine = machine_of_process()
         self._question: _Question | None = None
         self._next_question = 0.0
         self._hang: _Hang | None = None
+        self._look: _Look | None = None
+        self._moved = 0.0
         self.verdict: Finding | None = None
 
     def take_answer(self, rank: int, question: object, evidence: Message) -> None:
@@ -102,8 +136,10 @@ class HangJudge:
 
     def look(self, running: Mapping[int, WatchedRank], now: float) -> None:
         """Look at the time, and at the ranks that are in training."""
-        # One rank that gets something done shows that the run does not stand still.
-        progressed = max(state.progressed for state in running.values())
+        # One rank that gets something done shows that the run does not stand still, and so does a collective.
+        progressed = max(self._moved, *(state.progressed for state in running.values()))
+        if self._look is not None and progressed > self._look.since:
+            self._look = None
         if self._question is not None:
             self._judge(self._question, running, progressed, now)
         elif self._hang is not None:
@@ -136,11 +172,15 @@ class HangJudge:
         # Something got done while the ranks were asked.
         if progressed >= question.asked:
             return
-        finding = self._finding(question, running, now)
-        if self._hang is not None:
-            self._confirm(finding, now)
+        facts, out = self._facts(question, running, now)
+        finding = diagnose(list(facts.values()), self._round.world_size, out)
+        if not self._is_certain(question, facts, now):
+            self._next_question = now + AGAIN_AFTER_S
+        elif self._hang is not None:
+            self._confirm(finding, facts, now)
         elif self._is_to_be_named(finding, running, now - progressed):
             self._hang = _Hang(finding, progressed)
+            self._next_question = min(progressed + self._lasts_s(finding), now + self._settings.hang_after_s)
             sentence = f"{finding.sentence} No rank has made progress for {now - progressed:.0f} s."
             self._say(sentence)
             self._round.tell_first(
@@ -149,23 +189,39 @@ class HangJudge:
         else:
             self._next_question = now + 1.0
 
-    def _finding(self, question: _Question, running: Mapping[int, WatchedRank], now: float) -> Finding:
-        facts: list[Evidence | Silent] = []
+    def _is_certain(self, question: _Question, facts: dict[int, Evidence | Silent], now: float) -> bool:
+        """Whether the ranks do what they did at an earlier look, and had their processors in between."""
+        silent = [one for one in facts.values() if isinstance(one, Silent)]
+        if any(one.state in CERTAIN_STATES for one in silent):
+            return True
+        first = self._look
+        if first is None or first.has_moved(facts):
+            if first is not None:
+                self._moved = question.asked
+            self._look = _Look(question.asked, facts)
+            return False
+        awake_s = now - first.since - max(first.waited_s(facts), 0.0)
+        return awake_s >= (SILENT_AWAKE_S if silent else AWAKE_S)
+
+    def _facts(
+        self, question: _Question, running: Mapping[int, WatchedRank], now: float
+    ) -> tuple[dict[int, Evidence | Silent], dict[int, EndedRank]]:
+        facts: dict[int, Evidence | Silent] = {}
         for rank, state in running.items():
             answer = question.answers.get(rank)
             if answer is None:
-                facts.append(self._silent(rank, state, now))
+                facts[rank] = self._silent(rank, state, now)
             else:
                 # Whoever waits in end_training leaves the others their time.
-                facts.append(replace(answer, waits=False) if state.is_ending else answer)
+                facts[rank] = replace(answer, waits=False) if state.is_ending else answer
         out = dict(self._round.ended)
         for rank, state in self._round.ranks.items():
             if state.is_done and rank not in out:
                 out[rank] = EndedRank(rank, "has called end_training", question.answers.get(rank))
         for rank, state in self._round.vanished.items():
             if rank not in out and rank not in self._round.ranks:
-                facts.append(self._silent(rank, state, now))
-        return diagnose(facts, self._round.world_size, out)
+                facts[rank] = self._silent(rank, state, now)
+        return facts, out
 
     def _is_to_be_named(self, finding: Finding, running: Mapping[int, WatchedRank], still_s: float) -> bool:
         if not finding.waiting:
@@ -178,16 +234,17 @@ class HangJudge:
         return has_started or finding.cause in CERTAIN or still_s >= self._settings.startup_s
 
     def _silent(self, rank: int, state: WatchedRank, now: float) -> Silent:
-        here = state.host == platform.node()
-        known = state_of(state.pid) if here else self._state_of_pid(state.pid)
-        return Silent(rank, state.host, state.pid, now - state.last_message_at, known)
+        is_here = state.machine != "" and state.machine == self._machine
+        known = process_state(state.pid) if is_here else self._state_of_rank(rank)
+        silent_s = now - state.last_message_at
+        return Silent(rank, state.host, state.pid, silent_s, known.word, known.waited_s)
 
     def _follow(self, hang: _Hang, running: Mapping[int, WatchedRank], progressed: float, now: float) -> None:
         if progressed > hang.since:
             self._say(f"The ranks went on after {progressed - hang.since:.0f} s.")
             self._hang = None
             return
-        if self.verdict is None and now >= max(hang.since + self._lasts_s(hang.finding), self._next_question):
+        if self.verdict is None and now >= self._next_question:
             # What was true when it was named may not be any more.
             self._ask_ranks(running, now)
 
@@ -204,9 +261,12 @@ class HangJudge:
         limit = self._settings.hang_timeout_s
         return limit if self._round.steps else max(limit, self._settings.startup_s)
 
-    def _confirm(self, finding: Finding, now: float) -> None:
+    def _confirm(self, finding: Finding, facts: dict[int, Evidence | Silent], now: float) -> None:
         """The hang has lasted too long, unless it turns out that no rank waits for another, or may come yet."""
         assert self._hang is not None
-        if finding.waiting and now - self._hang.since >= self._lasts_s(finding):
+        waited_s = 0.0 if self._look is None else max(self._look.waited_s(facts), 0.0)
+        ends = self._hang.since + self._lasts_s(finding) + waited_s
+        if finding.waiting and now >= ends:
             self.verdict = finding
-        self._next_question = now + self._settings.hang_after_s
+        later = now + self._settings.hang_after_s
+        self._next_question = min(ends, later) if ends > now else later

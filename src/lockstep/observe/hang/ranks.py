@@ -41,6 +41,8 @@ class WatchedRank:
         has_bar: It shows a progress bar of its own.
         passed: The step boundary that it passed last when it heard that all are to stop; None: it has not said.
         is_ending: It is in ``end_training``, where waiting for the others is no hang.
+        machine: Equal for ranks whose processes one process can look up.
+        waited_s: How long its main thread has waited for a processor so far.
         done_at: Its ticks when it came out of ``end_training``; None: it has not, or trains again.
     """
 
@@ -61,6 +63,8 @@ class WatchedRank:
     has_bar: bool = False
     passed: int | None = None
     is_ending: bool = False
+    machine: str = ""
+    waited_s: float = 0.0
     done_at: int | None = None
 
     @property
@@ -77,6 +81,7 @@ class WatchedRank:
         if self.done_at is not None and ticks > self.done_at:
             self.done_at = None
         self.steps = integer_of(message, "steps")
+        self.waited_s = seconds_of(message, "waited_s")
         self.boundaries = integer_of(message, "boundaries")
         self.slowest_s = seconds_of(message, "slowest_s")
         self.local_s, self.step_s = seconds_of(message, "local_s"), seconds_of(message, "step_s")
@@ -218,31 +223,6 @@ def find_stragglers(local_s: Mapping[int, float], step_s: float) -> list[Straggl
         if seconds >= SLOWER * usual and seconds - usual >= SHARE_OF_STEP * step_s:
             found.append(Straggler(rank, seconds / usual))
     return sorted(found, key=lambda one: (-one.ratio, one.rank))
-
-
-WORDS = {
-    "stopped": "stopped",
-    "tracing-stop": "stopped",
-    "running": "running",
-    "sleeping": "sleeping",
-    "idle": "sleeping",
-    "disk-sleep": "uninterruptible",
-    "zombie": "zombie",
-    "dead": "gone",
-}
-
-
-def state_of(pid: int) -> str:
-    """``running``, ``sleeping``, ``stopped``, ``uninterruptible``, ``zombie``, ``gone`` or ``unknown``."""
-    # Here, as it is needed only when something is wrong.
-    import psutil
-
-    try:
-        return WORDS.get(psutil.Process(pid).status(), "unknown")
-    except psutil.NoSuchProcess:
-        return "gone"
-    except psutil.Error:
-        return "unknown"
 
 
 # Stopping together ------------------------------------------------------------------------------------

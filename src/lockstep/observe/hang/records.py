@@ -70,6 +70,7 @@ class Evidence:
         call: What the user's line called, if that is torch's ("all_reduce") or ours ("Accelerator.save_state").
         groups: Process group -> the global ranks in it, as far as this rank is in it.
         recent: The last collectives that are complete, oldest first.
+        waited_s: How long its threads have waited for a processor so far.
     """
 
     rank: int
@@ -85,6 +86,17 @@ class Evidence:
     call: str = ""
     groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     recent: tuple[PendingCollective, ...] = ()
+    waited_s: float = 0.0
+
+    def has_moved(self, since: Evidence) -> bool:
+        """Whether a collective was begun or has ended since an earlier evidence."""
+        mine, before = (
+            (one.completed, [(each.group, each.number, each.operation, each.peer) for each in one.pending])
+            for one in (self, since)
+        )
+        # A call that nobody counts is told from the next by what it does.
+        is_counted = all(one.number is not None for one in self.pending)
+        return mine != before or (bool(self.pending) and not is_counted and self.stack != since.stack)
 
     def to_message(self) -> dict[str, object]:
         """As values of JSON."""
@@ -126,6 +138,7 @@ def _evidence(message: Message) -> Evidence:
             for group, ranks in _items(message["groups"])
         },
         recent=tuple(_collective(one) for one in _as_list(message["recent"])[-MOST_PENDING:]),
+        waited_s=_seconds(message["waited_s"]),
     )
 
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.errors import ControlError
 from lockstep.observe.hang.gate import StopGate
+from lockstep.observe.hang.processes import machine_of_process, waited_of_main_thread_s
 from lockstep.observe.log import shows_bar
 from lockstep.runtime import failure
 from lockstep.runtime.clock import StepClock
@@ -92,7 +93,12 @@ class WorkerWatch:
 
     def _say_hello(self) -> None:
         self._tell(
-            "hello", rank=self._rank, world_size=self._world_size, host=platform.node(), pid=os.getpid()
+            "hello",
+            rank=self._rank,
+            world_size=self._world_size,
+            host=platform.node(),
+            pid=os.getpid(),
+            machine=machine_of_process(),
         )
         listener = threading.Thread(target=self._listen, name="lockstep-listen", daemon=True)
         listener.start()
@@ -175,6 +181,7 @@ class WorkerWatch:
                 local_s=statistics.median(local) if local else 0.0,
                 own=dict(clock.own),
                 part=clock.parts.part,
+                waited_s=waited_of_main_thread_s(),
                 bar=shows_bar(),
                 latest=json_numbers(clock.latest() if clock.latest is not None else {}),
             )
