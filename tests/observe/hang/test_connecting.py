@@ -56,9 +56,13 @@ def test_a_rank_that_was_not_reached_or_was_lost_is_watched_and_stops_with_the_o
     with Server(secret, host, port, {"watch": again}) as server:
         assert comes_true(lambda: again.steps == 1)
         server.call(lambda: again.request_stop("SIGTERM"))
-        clock.stepped()
-        clock.batch_wanted()
-        assert stopped == ["SIGTERM"]
+
+        def step() -> bool:
+            clock.stepped()
+            clock.batch_wanted()
+            return stopped == ["SIGTERM"]
+
+        assert comes_true(step)
         watch.end()
 
 
