@@ -5,6 +5,9 @@ Knows nothing of torch, so that everything that compares ranks may use it.
 
 from __future__ import annotations
 
+import ast
+import functools
+import linecache
 import os
 import sys
 import sysconfig
@@ -43,7 +46,9 @@ EVERY_RANK = {
         "wait_for_everyone",
     )
 }
-ON_ONE_RANK = ("is_main_process", "is_local_main_process", "is_last_process")
+ON_ONE_RANK = ("is_main_process", "is_local_main_process")
+# What each process has a part of, unless the whole model is on each.
+OF_ALL_RANKS = ("save_state", "save_model")
 
 
 class UserCall(NamedTuple):
@@ -119,3 +124,56 @@ def in_different_calls(calls: Mapping[int, UserCall]) -> str:
     if alone:
         advice = f"Call {alone[0].name} on every rank ({alone[0].line}), or on none."
     return f"{places[0].upper()}{places[1:]}. {advice}"
+
+
+def one_rank_line() -> str:
+    """The line at which this thread's script has let one rank alone make a call, such as "train.py:63"; "": nowhere."""
+    for frame in frames_of(threading.get_ident()):
+        file = frame.f_code.co_filename
+        if not file.startswith(OURS) and frame.f_lineno in lines_of_one_rank(file):
+            return f"{os.path.basename(file)}:{frame.f_lineno}"
+    return ""
+
+
+@functools.cache
+def lines_of_one_rank(file: str) -> frozenset[int]:
+    """The lines of a script that stand under ``if accelerator.is_main_process``, or under that and more."""
+    chosen = (
+        node.body for node in nodes_of(file) if isinstance(node, ast.If) and chooses_one_rank(node.test)
+    )
+    return frozenset(
+        line
+        for body in chosen
+        for one in body
+        for line in range(one.lineno, (one.end_lineno or one.lineno) + 1)
+    )
+
+
+def call_on_one_rank(file: str, names: Iterable[str]) -> UserCall:
+    """The first of these methods that a script calls under such an ``if``, and nowhere else; or an empty one."""
+    lines = lines_of_one_rank(file)
+    found: dict[str, list[int]] = {}
+    for node in nodes_of(file):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in names:
+            found.setdefault(node.func.attr, []).append(node.lineno)
+    for name, places in found.items():
+        if lines.issuperset(places):
+            return UserCall(f"Accelerator.{name}", f"{os.path.basename(file)}:{min(places)}")
+    return UserCall()
+
+
+def nodes_of(file: str) -> Iterator[ast.AST]:
+    """All nodes of a source file; none of what cannot be read."""
+    try:
+        return ast.walk(ast.parse("".join(linecache.getlines(file))))
+    except (SyntaxError, ValueError, RecursionError):
+        return iter(())
+
+
+def chooses_one_rank(test: ast.expr) -> bool:
+    """Whether a condition holds on one rank of a machine at most."""
+    if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
+        return any(chooses_one_rank(one) for one in test.values)
+    if isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.Eq):
+        return isinstance(test.left, ast.Attribute) and test.left.attr in ("process_index", "rank")
+    return isinstance(test, ast.Attribute) and test.attr in ON_ONE_RANK

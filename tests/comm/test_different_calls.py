@@ -20,13 +20,14 @@ SCRIPT = """
 import sys, torch
 from lockstep import Accelerator
 accelerator = Accelerator(cpu=True, parallel=sys.argv[2])
+is_first = accelerator.process_index == 0
 model = torch.nn.Linear(4, 2)
 model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
 for step in range(3):
     loss = model(torch.ones(2, 4)).sum()
     accelerator.backward(loss)
     optimizer.step()
-    if step == 1 and accelerator.process_index == 0:
+    if step == 1 and is_first:
         {call}
 """
 CALLS = {
@@ -75,8 +76,9 @@ def test_a_script_that_calls_it_on_one_rank_ends_with_one_sentence(
 
 def two_methods() -> list[str]:
     accelerator = Accelerator(cpu=True)
+    is_first = accelerator.process_index == 0
     with pytest.raises(DifferentCallsError) as caught:
-        if accelerator.process_index == 0:
+        if is_first:
             accelerator.save_state("nowhere")
         else:
             accelerator.gather(torch.ones(2))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -97,6 +98,16 @@ class Checkpointer:
     def is_in_memory(self, path: str) -> bool:
         """Whether that is the path of a checkpoint in memory, which the next one there replaces."""
         return self.memory is not None and path.startswith(f"{self.memory.path}/")
+
+    def alone(self) -> Checkpointer:
+        """For a save by this rank, which has the whole state: it tells the other ranks nothing and waits for none."""
+        one = copy.copy(self)
+        one.__dict__.pop("planner", None)
+        one.communicator = Communicator(replace(self.runtime, world_size=1))
+        one.group = CheckpointGroup(self.runtime.rank, [self.runtime.rank])
+        one.folders = Folders(self.project, one.group, 1)
+        one._gloo = None
+        return one
 
     def gloo_communicator(self) -> Communicator:
         """Of a group of its own: for what goes on while training uses the main one. Collective, once a run."""

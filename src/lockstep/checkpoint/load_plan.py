@@ -124,7 +124,7 @@ def create_load_plan(
     for name, item in contents.stateful("window"):
         plan.window = _plan_window(checkpoint, item, name, sources, set(contents.whole))
     # With other ranks no state is this rank's: generators stay as they are, and buffers are the first rank's.
-    if sources.same_world and ("imported" not in state or "rng" in own):
+    if sources.same_world and sources.has_own and ("imported" not in state or "rng" in own):
         plan.rng = decoded(checkpoint, _section(checkpoint, own, "rng"))
         check_rng(plan.rng, checkpoint.root)
         plan.buffers = decoded(checkpoint, own.get("buffers", {}))

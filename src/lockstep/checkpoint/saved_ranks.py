@@ -44,6 +44,8 @@ class Sources:
         """Whether as many ranks with the same batches and gradients saved it."""
         self.same_world = as_many and same_data
         """Whether as many ranks saved it, of which as many had batches of their own."""
+        self.has_own = rank in self._places
+        """Whether this rank was among those that saved."""
         self.gradient_rank = here.gradient_rank
         if self.same_world and rank in self._places:
             self.rank = rank

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -19,8 +20,10 @@ from lockstep.checkpoint.contents import (
     refuse_options,
 )
 from lockstep.comm.collectives import raise_on_all_ranks
+from lockstep.errors import UsageError
 from lockstep.preparation.observers import RunObserver
 from lockstep.preparation.parts import AcceleratorParts
+from lockstep.user_call import one_rank_line
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.checkpointer import Checkpointer
@@ -36,6 +39,7 @@ class CheckpointMethods(AcceleratorParts):
     _registered: list[object]
     _preemption_hook: Callable[[], str] | None = None
     _save_began = 0.0
+    _has_saved_alone = False
 
     if TYPE_CHECKING:
 
@@ -135,6 +139,10 @@ class CheckpointMethods(AcceleratorParts):
     ) -> str:
         """Write a checkpoint, and return its directory. Call it on every rank.
 
+        Scripts written for Accelerate call it under ``if accelerator.is_main_process:``. Where each rank has the whole
+        model, rank 0 then saves alone, without the random numbers of other ranks. Otherwise ``prepare`` refuses the
+        script.
+
         A checkpoint has the state of the models, optimizers, schedulers, loss scale, loaders, random number
         generators and registered objects. The directory, or URL, appears only when the checkpoint is complete.
 
@@ -176,16 +184,36 @@ class CheckpointMethods(AcceleratorParts):
             if self.is_main_process:
                 warn_of_pickles("save_state")
             add_files = self._pickled_weights(output_dir)
+        checkpointer = self._checkpointer
+        if self.num_processes > 1 and (line := one_rank_line()):
+            checkpointer = self._alone(line, output_dir is None or not blocking or in_memory)
         self._save_began = time.perf_counter()
         if self._preparation.spikes is not None and not in_memory:  # which goes back to those on disk
             self._preparation.spikes.save_begins()
         part = self._step.clock.enter("save")
         try:
             return save_checkpoint(
-                self._checkpointer, output_dir, contents, self._settings(), blocking, in_memory, add_files
+                checkpointer, output_dir, contents, self._settings(), blocking, in_memory, add_files
             )
         finally:
             self._step.clock.enter(part)
+
+    def _alone(self, line: str, needs_others: bool) -> Checkpointer:
+        """What saves on rank 0 alone, where the script calls ``save_state`` there only."""
+        parallel = self._options.parallel
+        if parallel.shards or parallel.divides_weights or parallel.splits_model or needs_others:
+            raise UsageError(
+                f"{line} calls save_state on one rank only, but with parallel={str(parallel)!r}, without a directory, "
+                "in the background or in memory all ranks save together. Call it on every rank, outside of the if."
+            )
+        if not self._has_saved_alone:
+            warnings.warn(
+                f"{line} calls save_state on one rank only, so checkpoints lack the random number generators of the "
+                "other ranks. Call it on every rank to keep them.",
+                stacklevel=3,
+            )
+        self._has_saved_alone = True
+        return self._checkpointer.alone()
 
     def _committed(self, path: str, in_memory: bool) -> None:
         """A checkpoint is complete; told to rank 0 by the thread that wrote it."""

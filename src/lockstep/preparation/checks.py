@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Collection, Iterable, Set
 
@@ -18,6 +19,7 @@ from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.torch_internals import autograd
 from lockstep.torch_internals.modules import OWN_ATTRIBUTES, buffers_of
 from lockstep.torch_internals.tensors import storage_key
+from lockstep.user_call import OF_ALL_RANKS, UserCall, call_on_one_rank
 
 
 class PreparedObjects:
@@ -61,6 +63,17 @@ def check_backend(backend: object) -> None:
             f"dynamo_backend={plain(backend)} is no backend of torch.compile in torch "
             f"{torch.__version__}.{suggestion(str(backend), known)} Use one of {', '.join(known)}, or register "
             "it first."
+        )
+
+
+def refuse_saves_of_parts(parallel: Parallel) -> None:
+    """Raise UsageError if the script saves on one rank only what each rank has a part of."""
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    call = call_on_one_rank(script, OF_ALL_RANKS) if script else UserCall()
+    if call.name:
+        raise UsageError(
+            f"{call.line} calls {call.name} on one rank only, but with parallel={str(parallel)!r} each rank has a part "
+            "of the state. Call it on every rank, outside of the if."
         )
 
 

@@ -19,7 +19,12 @@ from lockstep.errors import ArgumentError
 from lockstep.observe.damage.checks import DamageWatch
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.preparation.capsules import StepKeeper, facts_of_run
-from lockstep.preparation.checks import PreparedObjects, refuse_lookalike, refuse_unknown_loader
+from lockstep.preparation.checks import (
+    PreparedObjects,
+    refuse_lookalike,
+    refuse_saves_of_parts,
+    refuse_unknown_loader,
+)
 from lockstep.preparation.gradients import Gradients
 from lockstep.preparation.loaders import LoaderPreparation
 from lockstep.preparation.models import ModelPreparation
@@ -157,6 +162,7 @@ class Preparation:
                 "Pass one value for each object."
             )
         if self._run.runtime.world_size > 1 and self._run.options.parallel.replaces_parameters:
+            refuse_saves_of_parts(self._run.options.parallel)
             for item in objects:
                 refuse_lookalike(item)
         for item in objects if self._run.meshes.data_size > 1 else ():
