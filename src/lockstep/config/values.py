@@ -21,6 +21,7 @@ MAX_MACHINES = 100_000
 MAX_SECONDS = 10_000_000.0
 MAX_INTERVAL_S = 3600.0
 RENDEZVOUS_KEYS = ("join_timeout", "last_call_timeout", "heartbeat_timeout")
+SHORTEST_SILENCE_S = 5
 WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 INTERFACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:@-]{0,14}")  # Linux allows 15 bytes
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,254}")
@@ -278,6 +279,11 @@ def parse_rendezvous(value: object) -> dict[str, float]:
             known = (*RENDEZVOUS_KEYS, "timeout")
             raise ConfigError(f"{repr_short(key)} is not one of {', '.join(known)}")
         seconds = parse_seconds(text)
+        if name == "heartbeat_timeout" and seconds < SHORTEST_SILENCE_S:
+            raise ConfigError(
+                f"heartbeat_timeout is {seconds:g} s, but machines send heartbeats each second. Give at least "
+                f"{SHORTEST_SILENCE_S} s"
+            )
         if found.setdefault(name, seconds) != seconds:
             raise ConfigError(
                 f"timeout and join_timeout are two names of the same time, but {found[name]:g} and {seconds:g} "

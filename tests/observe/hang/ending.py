@@ -51,7 +51,7 @@ def main() -> None:
                 torch.ones(400, 400).matmul(torch.ones(400, 400))
             (out / "result").write_text("kept")
     elif how == "save":
-        if accelerator.is_main_process:
+        if rank == 0:
             accelerator.save_state(str(out / "checkpoint"))
     elif how == "exit":
         if rank == 1:

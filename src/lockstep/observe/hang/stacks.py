@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dis
 import os
-import sys
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import CodeType, FrameType
@@ -20,16 +20,13 @@ from lockstep.config.values import join_names
 from lockstep.observe.hang.records import LONGEST_STACK, SourceLine
 from lockstep.torch_internals import compile as torch_compile
 from lockstep.torch_internals import dataloader
-from lockstep.torch_internals import modules as torch_modules
+from lockstep.user_call import OURS, WRAPPERS, frames_of, name_of
 
 MOST_FRAMES = 200
 TORCH = os.path.dirname(torch.__file__) + os.sep
-LOCKSTEP = str(Path(__file__).parents[2]) + os.sep
 INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 STANDARD_LIBRARY = tuple(sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib"))
-# Frames between a user's call and the function that it called.
-WRAPPERS = {"wrapper", "decorate_context", "inner", "__call__", *torch_compile.FRAMES}
-MODULE_CALL = torch_modules.CALLS
+PASSED = {*WRAPPERS, *torch_compile.FRAMES}
 # Methods written in C, which have no frame, in which the caller waits for a collective or for the device's queue.
 WAITING = {"wait", "synchronize", "item", "tolist", "cpu", "numpy"}
 PROCESS_STATES = {"T": "stopped", "t": "stopped", "Z": "dead", "X": "dead"}
@@ -62,10 +59,9 @@ class StackSummary:
 
 def summarize_stack(thread: int) -> StackSummary:
     """What the thread with this identifier does. Never raises."""
-    frame = sys._current_frames().get(thread)
-    if frame is None:
+    frames = list(islice(frames_of(thread), MOST_FRAMES))
+    if not frames:
         return StackSummary()
-    frames = list(outwards(frame))
     at = next((place for place, one in enumerate(frames) if is_users(one.f_code.co_filename)), None)
     # Without a line of the user's, the innermost that is neither torch's nor ours.
     if at is None:
@@ -79,7 +75,11 @@ def summarize_stack(thread: int) -> StackSummary:
     if not operation and waits_for_handle(frames[0]):
         operation = "wait"
     checked = compared_by(thread)
-    names = [checked.name] if checked is not None else [function_name(one) for one in reversed(engine)]
+    names = (
+        [checked.name]
+        if checked is not None
+        else [name_of(one) for one in reversed(engine) if one.f_code.co_name not in PASSED]
+    )
     return StackSummary(
         place=source_line_of(frames[at], loader_wait(below)),
         text=stack_text(frames),
@@ -92,19 +92,9 @@ def summarize_stack(thread: int) -> StackSummary:
     )
 
 
-def outwards(frame: FrameType) -> Iterator[FrameType]:
-    """The frame and its callers."""
-    one: FrameType | None = frame
-    for _ in range(MOST_FRAMES):
-        if one is None:
-            return
-        yield one
-        one = one.f_back
-
-
 def is_engine(file: str) -> bool:
     """The file is torch's or ours."""
-    return file.startswith((LOCKSTEP, TORCH))
+    return file.startswith((OURS, TORCH))
 
 
 def is_users(file: str) -> bool:
@@ -142,17 +132,6 @@ def stack_text(frames: Sequence[FrameType]) -> str:
             break
         lines.append(line)
     return "\n".join(reversed(lines))
-
-
-def function_name(frame: FrameType) -> str:
-    """The function's name, with its class if it is ours ("Accelerator.save_state"); "": it only wraps another."""
-    name = frame.f_code.co_name
-    if name in MODULE_CALL:
-        return "forward"
-    if name in WRAPPERS:
-        return ""
-    owner = frame.f_locals.get("self") if frame.f_code.co_filename.startswith(LOCKSTEP) else None
-    return name if owner is None else f"{type(owner).__name__}.{name}"
 
 
 def called_name(frame: FrameType) -> str:
