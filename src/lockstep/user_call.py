@@ -25,7 +25,8 @@ ENGINES = (
     "<frozen",
 )
 WRAPPERS = ("wrapper", "decorate_context", "inner", "__call__", "_fn", "__exit__")
-MODULE_CALLS = ("_wrapped_call_impl", "_call_impl")
+# How the names of functions end that call a module's forward.
+MODULE_CALL = "call_impl"
 # Methods in which every rank has to take part, so that one rank alone in them holds up all.
 EVERY_RANK = {
     f"Accelerator.{name}"
@@ -96,7 +97,7 @@ def call_in(frames: Iterable[tuple[FrameType, int]]) -> UserCall:
 
 def name_of(frame: FrameType) -> str:
     """The function's name, with its class if it is ours: "Accelerator.save_state"."""
-    if frame.f_code.co_name in MODULE_CALLS:
+    if frame.f_code.co_name.endswith(MODULE_CALL):
         return "forward"
     owner = frame.f_locals.get("self") if frame.f_code.co_filename.startswith(OURS) else None
     if owner is None:

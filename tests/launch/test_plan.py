@@ -104,8 +104,10 @@ def test_settings_of_failures_and_of_the_network_reach_the_plan() -> None:
             "watch": False,
             "interface": "ib0",
             "secret_file": "s",
+            "rdzv_conf": {"heartbeat_timeout": 60.0},
         }
     )
+    assert said.fault_policy.heartbeat_limit_s == 60.0
     assert (said.fault_policy.hang_timeout_s, said.fault_policy.grace_s, said.fault_policy.watch) == (
         9.0,
         2.0,

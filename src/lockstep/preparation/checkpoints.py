@@ -185,7 +185,7 @@ class CheckpointMethods(AcceleratorParts):
                 warn_of_pickles("save_state")
             add_files = self._pickled_weights(output_dir)
         checkpointer = self._checkpointer
-        if self.num_processes > 1 and (line := one_rank_line()):
+        if self.runtime.world_size > 1 and (line := one_rank_line()):
             checkpointer = self._alone(line, output_dir is None or not blocking or in_memory)
         self._save_began = time.perf_counter()
         if self._preparation.spikes is not None and not in_memory:  # which goes back to those on disk

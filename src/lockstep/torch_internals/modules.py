@@ -31,8 +31,6 @@ FLAT_WEIGHTS = "_flat_weights"
 """Relies on: the attribute of a recurrent module that its forward reads its weights from, as a list."""
 EXTRA_STATE = "_extra_state"
 """Relies on: the last part of the key under which ``get_extra_state()`` stands in a state dictionary."""
-CALLS = frozenset({"_wrapped_call_impl", "_call_impl"})
-"""Relies on: the names of the functions between a call of a module and its forward, in a stack."""
 
 
 def parameters_of(module: nn.Module) -> Registered:

@@ -181,8 +181,8 @@ RUN: dict[str, Pool] = {
     "role": words({"trainer": "trainer", "a.b-c_1": "a.b-c_1"}, "'a b' | '' | [a] | \"a\\nb\" | {a: 1}"),
     "monitor_interval": words({"0.1": 0.1, "5": 5.0, "'2'": 2.0}, "0 | -1 | .inf | soon | [1] | 4000"),
     "rdzv_conf": words(
-        {"{join_timeout: 60}": ANY, "'timeout=60,last_call_timeout=2'": ANY},
-        "x | {read_timeout: 1} | {join_timeout: -1} | {join_timeout: 1, timeout: 2} | [1]",
+        {"{join_timeout: 60}": ANY, "'timeout=60,last_call_timeout=2,heartbeat_timeout=5'": ANY},
+        "x | {read_timeout: 1} | {heartbeat_timeout: 1} | {join_timeout: -1} | {join_timeout: 1, timeout: 2} | [1]",
         "7",
     ),
     "dynamo_backend": words(
