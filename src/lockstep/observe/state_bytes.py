@@ -79,7 +79,7 @@ def count_state(models: Iterable[ParallelModel], optimizers: Iterable[Optimizer]
 def _local_parameters(model: ParallelModel) -> Iterator[torch.Tensor]:
     """The parameters, and in the places of gathered ones their shards."""
     shards = {id(whole): shard for sharding in model.shardings for whole, shard in sharding.gathered()}
-    return (shards.get(id(parameter), parameter) for parameter in model.module.parameters())
+    return (shards.get(id(parameter), parameter) for parameter in model.parameters())
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -70,12 +70,23 @@ class ParallelModel:
         """This rank's, by the names that they have in the whole model."""
         yield from self.plain.named_parameters()
 
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """This rank's."""
+        return (parameter for _, parameter in self.named_parameters())
+
+    def absent_parameters(self) -> Mapping[str, nn.Parameter]:
+        """What its ``module`` lists, by name, in the place of parameters that only other ranks have."""
+        return {}
+
     def counted_elsewhere(self) -> set[int]:
         """``id`` of parameters that another rank of the same pipeline counts in a norm."""
         return set()
 
     def on_settled(self, callback: Callable[[], object]) -> None:
         """Call ``callback`` once this rank holds its final parameters, if it does not from the beginning."""
+
+    def settle_like(self, other: ParallelModel) -> None:
+        """Hold the same parameters as an equal model, if that has settled."""
 
     def on_derived(self, prove: Callable[..., None]) -> None:
         """See ``PipelineModel.on_derived``; other models derive nothing from calls."""
@@ -115,7 +126,7 @@ class ParallelModel:
 
     def gradients(self) -> Iterator[torch.Tensor]:
         """The tensors in which this rank accumulates gradients now."""
-        yield from (local(p.grad) for p in self.module.parameters() if p.grad is not None)
+        yield from (local(p.grad) for p in self.parameters() if p.grad is not None)
 
     def own_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, gradient) of those that this rank keeps to itself until an accumulation window ends."""
@@ -312,10 +323,18 @@ class PipelinedModel(ParallelModel):
         return [stage.sharding for stage in self.stages]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        yield from self._pipeline.named_parameters()
+        yield from self._pipeline.held_parameters()
+
+    def absent_parameters(self) -> Mapping[str, nn.Parameter]:
+        found: Mapping[str, nn.Parameter] = self._pipeline.absent_parameters()
+        return found
 
     def on_settled(self, callback: Callable[[], object]) -> None:
         self._pipeline.on_settled(callback)
+
+    def settle_like(self, other: ParallelModel) -> None:
+        if isinstance(other, PipelinedModel):
+            self._pipeline.settle_like(other._pipeline)
 
     def on_derived(self, prove: Callable[..., None]) -> None:
         self._pipeline.on_derived(prove)
@@ -331,7 +350,7 @@ class PipelinedModel(ParallelModel):
     def counted_elsewhere(self) -> set[int]:
         owned = {id(parameter) for parameter in self._pipeline.owned().values()}
         # A tied parameter has a copy on each stage that uses it; one of these ranks owns it.
-        return {id(parameter) for parameter in self.module.parameters()} - owned
+        return {id(parameter) for parameter in self.parameters()} - owned
 
     @contextmanager
     def no_sync(self, inside_window: bool = False) -> Iterator[None]:

@@ -24,6 +24,7 @@ from lockstep.parallel.materialize import InitWeights, is_on_meta, materialize
 from lockstep.parallel.parallel_model import (
     PipelinedModel,
     ShardedModel,
+    unwrap,
 )
 from lockstep.parallel.recompute import apply_activation_checkpointing
 from lockstep.parallel.regional_compile import compile_regions
@@ -293,7 +294,7 @@ def average_gradients(
 
     meshes, axes = options.meshes, options.meshes.axes
     ids = {id(parameter) for parameter in experts}
-    others = [parameter for parameter in model.parameters() if id(parameter) not in ids]
+    others = [parameter for parameter in unwrap(model).parameters() if id(parameter) not in ids]
     mean = GradientAllReduce(
         [
             ReplicaGroup(others, meshes.gradient_group, meshes.gradient_size),

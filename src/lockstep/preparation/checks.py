@@ -226,7 +226,7 @@ def check_called(models: Collection[ParallelModel], world_size: int, loss: torch
     # Gradients of all others are averaged whatever was called, or are refused at the step.
     alone = [model for model in models if type(model) is ParallelModel]
     leaves = set(map(id, autograd.leaves_of(loss)))
-    if leaves.isdisjoint(id(p) for model in models for p in model.module.parameters()):
+    if leaves.isdisjoint(id(p) for model in models for p in model.parameters()):
         warnings.warn(
             "backward got the loss of a model that was not prepared: its gradients are not averaged over the "
             f"{world_size} ranks. Pass that model to accelerator.prepare() if all ranks train it together.",

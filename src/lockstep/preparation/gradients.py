@@ -94,6 +94,11 @@ class Gradients:
         """``loss.backward`` of a 0-d loss, and average what torch's engines leave to us."""
         if type(loss) is not torch.Tensor and is_dtensor(loss):  # of sharded parameters, such as their norm
             keep_plain_gradients(loss)
+        elif hasattr(loss, "fake_mode"):
+            # Here, because few runs need it.
+            from lockstep.parallel.pipeline.absent import check_values
+
+            check_values([loss])
         for model in self._models:
             model.backward_begins(loss)
         waits = (

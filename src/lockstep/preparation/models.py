@@ -101,11 +101,14 @@ class ModelPreparation:
             evaluation_mode=evaluation_mode,
             before_split=lambda: None if evaluation_mode else self.verifications.before_split(model),
         )
+        # Nothing takes their places: optimizers that are made of the prepared model leave them out.
+        before |= {f"{name} elsewhere": p for name, p in prepared.absent_parameters().items()}
         if not evaluation_mode:
             self.verifications.watch(prepared)
         # Popped when the pipeline has settled: until then it keeps what this rank will drop.
         until_settled = [self._take_over(prepared, before)]
         prepared.on_settled(lambda: self._take_over(prepared, until_settled.pop()))
+        prepared.on_settled(self._settle_alike)
         if self.offload is not None:
             self.offload.add_model(prepared)
         self.gradients.add(prepared.module, is_trained=not evaluation_mode)
@@ -116,6 +119,7 @@ class ModelPreparation:
         if whole is not None:
             self.wholes[len(self.prepared)] = whole
         self.prepared.append(prepared)
+        self._settle_alike()
         if not evaluation_mode:
             self.run.measures.model_prepared(prepared)
         for observer in RunObserver.registered if not evaluation_mode else ():
@@ -136,6 +140,12 @@ class ModelPreparation:
         """Forget all models."""
         self.prepared.clear()
         self.wholes.clear()
+
+    def _settle_alike(self) -> None:
+        """A model and an average of its weights hold the same parameters, also if one of them is never called."""
+        for model in self.prepared:
+            for other in self.prepared:
+                model.settle_like(other)
 
     def _take_over(self, prepared: ParallelModel, before: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
         """Let optimizers have the parameters that came in the place of others. Returns these by name."""

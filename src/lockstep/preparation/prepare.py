@@ -225,7 +225,7 @@ class Preparation:
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """All parameters of the prepared models."""
         for model in self.models.prepared:
-            yield from model.module.parameters()
+            yield from model.parameters()
 
     def clear(self) -> None:
         """Forget all prepared objects."""

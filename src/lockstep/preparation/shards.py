@@ -19,6 +19,7 @@ from lockstep.observe.log import get_logger
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.zero.sharding import Sharding
 from lockstep.torch_internals.dtensor_operators import behave_like_plain
+from lockstep.torch_internals.replaced_parameters import retire
 from lockstep.train.optimizer import PreparedOptimizer
 from lockstep.train.sharded_optimizer import (
     check_optimizer,
@@ -93,6 +94,10 @@ class ParameterRegistry:
                 self._replaced[first] = None
         self._replaced.update({old: new for old, new in changed.items() if old is not new})
         self._replaced.update(dict.fromkeys(gone))
+        for old in gone:
+            # The script may still have it, in a list from before ``prepare``.
+            if type(old) is nn.Parameter:
+                retire(old)
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Give an optimizer the shards of the parameters that it holds, and drop gathered ones before it steps."""

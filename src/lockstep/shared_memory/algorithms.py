@@ -55,6 +55,11 @@ def memory_of(tensor: Tensor) -> Memory:
     address, size = tensor.data_ptr(), tensor.numel()
     if size == 0:
         return Memory(address, torch.empty(0, dtype=tensor.dtype))
+    if not address:
+        raise UsageError(
+            f"A collective got a tensor of shape {list(tensor.shape)} that has no values, such as a weight of another "
+            "rank of a pipeline. Send tensors of this rank."
+        )
     # Without its storage: views of an autograd leaf could not be written to.
     memory = (ctypes.c_char * (size * tensor.element_size())).from_address(address)
     return Memory(address, torch.frombuffer(memory, dtype=tensor.dtype))

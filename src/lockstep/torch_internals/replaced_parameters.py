@@ -50,7 +50,7 @@ class ReplacedParameter(nn.Parameter):
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **(kwargs or {}))
         raise UsageError(
-            "The script used a parameter that a model had before accelerator.prepare() sharded it, and the "
+            "The script used a parameter that a model had before accelerator.prepare() divided it, and the "
             "values of that parameter are gone. Take parameters from the prepared model (model.parameters()), "
             "and pass optimizers to prepare() together with the model. In a forward, read parameters from "
             "modules (self.scale), not from a function or a list that has kept them."

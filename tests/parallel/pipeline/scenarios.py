@@ -51,11 +51,11 @@ def trained(
 ) -> dict[str, Any]:
     """Differences from one process, and what this rank held and did."""
     model = pipeline(seeded(GPT), PipelineOptions(Schedule(schedule), micro_batches))
-    got = problem.train(model, model.named_parameters, how, steps)
+    got = problem.train(model, model.held_parameters, how, steps)
     return {
         "difference": problem.difference(got, expected(steps)),
         "executed": model.executed(),
-        "names": [name for name, _ in model.named_parameters()],
+        "names": [name for name, _ in model.held_parameters()],
         "state": list(model.state_dict()),
         "owned": list(model.owned()),
         "tied": model.tied(),
@@ -98,7 +98,7 @@ def llama(schedule: str) -> dict[str, Any]:
 
     # Larger steps let rounding grow tenfold from step to step, on one process too.
     expected = problem.train(plain, plain.named_parameters, loss, rate=1e-3)
-    got = problem.train(model, model.named_parameters, loss, rate=1e-3)
+    got = problem.train(model, model.held_parameters, loss, rate=1e-3)
     rows = next(problem.tokens(1, rows=3))
     mask = torch.ones_like(rows)
     mask[0, :5] = 0
@@ -108,7 +108,7 @@ def llama(schedule: str) -> dict[str, Any]:
     return {
         "difference": problem.difference(got, expected),
         "logits": torch.allclose(seen, wanted, atol=1e-3),
-        "names": [name for name, _ in model.named_parameters()],
+        "names": [name for name, _ in model.held_parameters()],
     }
 
 
@@ -117,7 +117,7 @@ def loops() -> dict[str, Any]:
     plain, model = seeded(GPT), pipeline(seeded(GPT), PipelineOptions(micro_batches=4))
     for batch in problem.tokens(1):
         inside(model, batch)  # nothing is added to .grad without a backward
-    found: dict[str, Any] = {"untouched": all(p.grad is None for p in model.parameters())}
+    found: dict[str, Any] = {"untouched": all(p.grad is None for _, p in model.held_parameters())}
 
     def same(loop: Callable[[nn.Module], None]) -> float:
         for one in (plain, model):
@@ -254,7 +254,7 @@ def sharded() -> dict[str, tuple[float, float]]:
                 fully_shard(stage, mesh=mesh["shard"])
 
         piped.on_settled(shard)
-        values, gradients = problem.train(piped, piped.named_parameters, how, steps=3)
+        values, gradients = problem.train(piped, piped.held_parameters, how, steps=3)
         whole = [{name: whole_of(g) for name, g in step.items()} for step in gradients]
         found[f"{word} {how.__name__}"] = problem.difference((values, whole), expected)
         with torch.no_grad():

@@ -215,7 +215,7 @@ class StepAssembler:
 
     def _precision(self) -> str:
         parameter: nn.Parameter | None = next(
-            (one for model in self._models for one in model.module.parameters()), None
+            (one for model in self._models for one in model.parameters()), None
         )
         return precision_of(self._options.mixed_precision, None if parameter is None else parameter.dtype)
 

@@ -56,13 +56,13 @@ def parameters_of(models: Sequence[ParallelModel], trainable: bool = False) -> i
     """Parameters of the whole models, tied ones once; None where other ranks hold some of them."""
     if not models or not all(model.holds_all_parameters for model in models):
         return None
-    parameters = (parameter for model in models for parameter in model.module.parameters())
+    parameters = (parameter for model in models for parameter in model.parameters())
     return sum(parameter.numel() for parameter in parameters if parameter.requires_grad or not trainable)
 
 
 def dtypes_of(models: Sequence[ParallelModel]) -> list[str]:
     """Such as ["bfloat16", "float32"]."""
-    found = {parameter.dtype for model in models for parameter in model.module.parameters()}
+    found = {parameter.dtype for model in models for parameter in model.parameters()}
     return sorted(str(dtype).removeprefix("torch.") for dtype in found)
 
 

@@ -6,7 +6,7 @@ memory; what it computes from inputs and buffers alone is real.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -55,6 +55,16 @@ def is_placeholder(value: object) -> bool:
     if isinstance(value, DTensor):
         value = dtensor.local_tensor(value)
     return isinstance(value, FakeTensor)
+
+
+def check_values(gradients: Iterable[Tensor | None]) -> None:
+    """Raise UsageError if one of what a loss hands to its backward has no values."""
+    if any(is_placeholder(gradient) for gradient in gradients):
+        raise UsageError(
+            "The loss was computed with a weight or an attribute of a block that is on another rank of the pipeline, "
+            "so this rank has no values of it. Add such a term inside of the model's forward, or pass "
+            "weight_decay to the optimizer instead of a penalty on weights."
+        )
 
 
 def attach_value(placeholder: Tensor, value: Tensor) -> None:

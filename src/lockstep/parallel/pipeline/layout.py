@@ -22,6 +22,7 @@ from lockstep.parallel.pipeline.absent import (
     slots,
 )
 from lockstep.torch_internals import modules as torch_modules
+from lockstep.torch_internals.absent_parameters import absent_parameter
 
 
 @dataclass
@@ -90,6 +91,12 @@ class Layout:
         self._first = {alias: first for first, names in self.aliases.items() for alias in names}
         parameters = dict(model.named_parameters())
         self.values = {name: self.placeholders.like(value, dtype) for name, value in parameters.items()}
+        self.every_name = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+        # Models for which it is equal are spread alike.
+        self.signature = type(model), self.starts, self.aliases, {n: p.shape for n, p in parameters.items()}
+        kind = type(model).__name__
+        # What the model lists in the place of a parameter that other ranks have.
+        self.elsewhere = {name: absent_parameter(name, kind, value) for name, value in parameters.items()}
         # In copies, placeholders stand for parameters, and the model for itself.
         memo: dict[int, object] = {id(value): self.values[name] for name, value in parameters.items()}
         memo[id(model)] = model

@@ -39,6 +39,7 @@ class LocalStages:
         self.indices = [stage for stage in range(self.count) if self.rank_of(stage) == group.rank()]
         self.modules: dict[int, StageModule] = {}
         self.tied: dict[str, list[int]] = {}
+        self.uses: Mapping[str, set[int]] = {}
         self.gradient_accumulator = GradientAccumulator({})
         # Whether gradients of tied parameters are summed over the ranks that hold them, in each backward.
         self.sums = True
@@ -65,6 +66,7 @@ class LocalStages:
         if self.settled:
             self._check_known(uses)
             return
+        self.uses = uses
         self.layout.place(uses)
         self.layout.drop_parts(set(self.indices))
         for stage in self.indices:

@@ -95,6 +95,12 @@ class PipelineModel(ModuleAround):
         """``callback()`` runs on all ranks in the first forward, when each knows which parameters it keeps."""
         self._callbacks.append(callback)
 
+    def settle_like(self, other: PipelineModel) -> None:
+        """Give parameters to the stages that have them in ``other``, if that is an equal model and has settled."""
+        theirs = other._local
+        if theirs.settled and not self.settled and self._local.layout.signature == theirs.layout.signature:
+            self._local.place_parameters(theirs.uses, self._callbacks)
+
     def on_derived(self, prove: Callable[..., None]) -> None:
         """``prove(args, kwargs, loss_fn, targets)`` runs on all ranks of the pipeline, in a training call in which
         something was derived: what the split means with these settings. It may call the model."""
@@ -140,15 +146,33 @@ class PipelineModel(ModuleAround):
         """This rank's parameters without those that an earlier rank holds too: what counts in a norm."""
         rank = self._local.group.rank()
         tied = self._local.tied
-        return {name: p for name, p in self.named_parameters() if tied.get(name, [rank])[0] == rank}
+        return {name: p for name, p in self.held_parameters() if tied.get(name, [rank])[0] == rank}
+
+    def held_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's, each under its first name in the whole model."""
+        for name, parameter in self.module.named_parameters():
+            yield self._local.layout.first_name(name), parameter
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's, each under its first name in the whole model."""
-        first = self._local.layout.first_name
-        for name, parameter in self.module.named_parameters("", recurse, remove_duplicate):
-            yield prefix + (first(name) if remove_duplicate else name), parameter
+        """The whole model's, in its order. Those of other ranks have no values, and computing with them is refused.
+
+        So a list of them pairs with any other list of them, and nobody takes a part for the whole.
+        """
+        layout, held = self._local.layout, dict(self.held_parameters())
+        for name in dict.fromkeys([*layout.every_name, *held]):
+            first = layout.first_name(name)
+            if (recurse or "." not in name) and not (remove_duplicate and name != first):
+                yield prefix + name, held[first] if first in held else layout.elsewhere[first]
+
+    def absent_parameters(self) -> dict[str, nn.Parameter]:
+        """First name -> what is listed in the place of each parameter where other ranks have it."""
+        return dict(self._local.layout.elsewhere)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Of this rank's parameters."""
+        self.module.zero_grad(set_to_none)
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -328,7 +352,7 @@ class PipelineModel(ModuleAround):
         return list(self.module.named_modules())
 
     def _parameters_by_name(self) -> dict[str, nn.Parameter]:
-        return dict(self.named_parameters())
+        return dict(self.held_parameters())
 
     def _check_loss_outside(self) -> None:
         if self._options.outputs == "last":

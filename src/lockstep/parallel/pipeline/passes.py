@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.comm.tree import LossFunction, map_leaves, tensor_leaves
+from lockstep.parallel.pipeline.absent import check_values
 from lockstep.parallel.pipeline.gradients import ParameterGradients, attach, attach_outputs, kept_apart, pull
 from lockstep.parallel.pipeline.local import LocalStages
 from lockstep.parallel.pipeline.micro_batch import Joined, ModelCall
@@ -136,6 +137,7 @@ class TrainingCall:
         # The gradients were computed for a loss of factor ``scale``; the loop's backward brings the factor it really
         # has.
         def add(incoming: Tensor) -> None:
+            check_values([incoming])
             self.stages.gradient_accumulator.add(
                 gradients, self.parameters(), self.stages.sums, incoming / scale
             )
@@ -271,6 +273,7 @@ class _LaterBackward:
         stages, plan = self.stages, self.plan
         # Gradients are off by default inside of a backward.
         with self.around(), torch.enable_grad():
+            check_values(incoming)
             pulls = self._pulls(incoming)
             # Only ``pulls`` hold the graphs from here on.
             self.kept.clear()
