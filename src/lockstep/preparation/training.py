@@ -68,6 +68,7 @@ class TrainingMethods(AcceleratorParts):
                 "ranks read the same rows, pass the DataLoader to accelerator.prepare(), which divides them.",
                 self.meshes.data_size,
             )
+        self._preparation.verifications.before_backward(loss)
         if self._step.being_saved is not None:
             self._step.being_saved.before_backward()
         self._step.clock.backward_begins()

@@ -6,14 +6,20 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from lockstep.comm.dtensor import is_dtensor
 from lockstep.comm.tree import LossFunction
+from lockstep.errors import UsageError
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.preparation.run_context import RunContext
 
 if TYPE_CHECKING:
     from lockstep.check.verification import Verification
+
+ROUNDING = 16
+"""Times the precision of the loss, by which equal computations may differ."""
 
 
 class Verifications:
@@ -35,6 +41,7 @@ class Verifications:
         self._unnoticed = unnoticed
         self._of_models: dict[int, Verification] = {}
         self._next: Verification | None = None
+        self._backwards = 0
 
     def before_split(self, model: nn.Module) -> None:
         """``model`` is still whole: take a copy, if it will be split. Collective where it is."""
@@ -87,6 +94,37 @@ class Verifications:
 
             verification.before_call(ComparedBatch(args, kwargs, loss_function, targets))
 
+    def before_backward(self, loss: torch.Tensor) -> None:
+        """Raise UsageError if ranks with parts of the same layers come to different losses of the same batch.
+
+        What leaves a split module by an attribute or a hook is a part on each rank, and so is what the script computes
+        of it. This is asked in the first backward, the second, the fourth, the eighth, and so on. Collective then.
+        """
+        mesh = self._run.meshes.axis("tp")
+        if mesh is None or self._run.options.parallel.verify == "off":
+            return
+        self._backwards += 1
+        # Seldom, because on an accelerator reading waits for it. A power of two has one bit.
+        if self._backwards & (self._backwards - 1):
+            return
+        whole = loss.detach().full_tensor() if is_dtensor(loss) else loss.detach()
+        mine = whole.double().sum()
+        values = [torch.zeros_like(mine) for _ in range(mesh.size())]
+        dist.all_gather(values, mine, group=mesh.get_group())
+        found = torch.stack(values)
+        # All ranks compute the same of the same numbers; the last bits may be those of another order of additions.
+        allowed = ROUNDING * torch.finfo(whole.dtype).eps
+        if not torch.allclose(found, found[0].expand_as(found), rtol=allowed, atol=0.0, equal_nan=True):
+            raise UsageError(
+                f"The ranks that share the layers of a model (tp={mesh.size()}) computed different losses of the same "
+                f"batch: {', '.join(f'{value:.7g}' for value in found.tolist())}. So a term of the loss was computed "
+                "from a tensor of which each rank has a part, such as an activation between two split layers that "
+                "a module keeps in an attribute or a hook has taken out, or from random numbers that differ between "
+                "the ranks. Compute such a term from what the module returns, or keep the layers of this module "
+                "whole with a tp_plan of your own. To train anyway, pass verify='off'."
+            )
+
     def clear(self) -> None:
         """Forget all models."""
+        self._backwards = 0
         self._of_models.clear()

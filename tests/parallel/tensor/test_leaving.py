@@ -1,0 +1,199 @@
+"""Terms of a loss that are computed from what leaves a split module: equal to plain torch, or refused on every rank."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lockstep import Accelerator
+from lockstep.errors import UsageError
+from parallel.tensor import problem
+
+WIDTH, HIDDEN, HEADS = 8, 16, 4
+Taken = list[Tensor]
+Hooked = Callable[["Net", Taken], object]
+Term = Callable[[Tensor], Tensor]
+
+
+class Block(nn.Module):
+    """``kept`` is what the forward keeps of the features in attributes."""
+
+    def __init__(self, kept: Term | None) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+        self.act = nn.GELU()
+        self.kept, self.term = kept, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.act(self.up(self.norm(x)))
+        if self.kept is not None:
+            self.term = self.kept(h)
+        return x + self.down(h)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        # A bias of keys changes nothing: its gradient would be made of rounding.
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=bias) for bias in (True, False, True, True))
+        self.heads = HEADS
+        self.scores: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, n, _ = x.shape
+        q, k, v = (
+            layer(x).view(b, n, self.heads, WIDTH // HEADS).transpose(1, 2) for layer in (self.q, self.k, self.v)
+        )
+        self.scores = (q @ k.mT).softmax(-1)
+        return x + self.o((self.scores @ v).transpose(1, 2).reshape(b, n, -1))
+
+
+class Net(nn.Module):
+    def __init__(self, kept: Term | None = None) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, WIDTH)
+        self.attention = Attention()
+        self.layers = nn.ModuleList(Block(kept) for _ in range(2))
+        self.last = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.attention(self.first(x))
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(x)
+
+
+def by_hook(find: Callable[[Block], nn.Module], term: Term) -> Hooked:
+    def add(net: Net, taken: Taken) -> None:
+        for layer in net.layers:
+            find(layer).register_forward_hook(lambda m, a, out: taken.append(term(out)))
+
+    return add
+
+
+def by_pre_hook(find: Callable[[Block], nn.Module], term: Term) -> Hooked:
+    def add(net: Net, taken: Taken) -> None:
+        for layer in net.layers:
+            find(layer).register_forward_pre_hook(lambda m, args: taken.append(term(args[0])))
+
+    return add
+
+
+def entropy(p: Tensor) -> Tensor:
+    return -(p * p.clamp_min(1e-9).log()).sum(-1).mean()
+
+
+def mean_square(h: Tensor) -> Tensor:
+    return h.square().mean()
+
+
+KEPT: dict[str, Term] = {
+    "mean of absolutes": lambda h: h.abs().mean(),
+    "mean of squares": mean_square,
+    "sum": lambda h: 0.01 * h.abs().sum(),
+    "largest": lambda h: h.amax(),
+    "variance": lambda h: h.var(),
+    "share of active features": lambda h: torch.sigmoid(8 * h).mean(),
+    "entropy of features": lambda h: entropy(h.softmax(-1)),
+    "balance of experts": lambda h: HIDDEN * h.softmax(-1).mean((0, 1)).square().sum(),
+    "Hoyer": lambda h: h.abs().sum().square() / h.square().sum(),
+    "features that correlate": lambda h: (h.flatten(0, 1).T @ h.flatten(0, 1)).triu(1).square().mean(),
+    "distance from a code": lambda h: (h - h.detach().sign()).square().mean(),
+    "small": lambda h: 1e-3 * h.abs().mean(),
+}
+OUT: dict[str, Hooked] = {
+    "hook of the column layer": by_hook(lambda b: b.up, mean_square),
+    "hook of the activation": by_hook(lambda b: b.act, lambda h: h.abs().mean()),
+    "hook before the row layer": by_pre_hook(lambda b: b.down, mean_square),
+    "hook of queries": lambda net, taken: net.attention.q.register_forward_hook(
+        lambda m, a, out: taken.append(mean_square(out))
+    ),
+    "hook that takes one feature": by_hook(lambda b: b.act, lambda h: h[..., 0].square().mean()),
+    "hook with a margin": by_hook(lambda b: b.act, lambda h: F.relu(h - 0.1).mean()),
+}
+WHOLE: dict[str, Hooked] = {
+    "hook of the block": by_hook(lambda b: b, mean_square),
+    "hook of the norm": by_hook(lambda b: b.norm, lambda h: h.abs().mean()),
+    "hook of the row layer": by_hook(lambda b: b.down, mean_square),
+    "hook before the column layer": by_pre_hook(lambda b: b.up, mean_square),
+    "hook of attention": lambda net, taken: net.attention.register_forward_hook(
+        lambda m, a, out: taken.append(mean_square(out))
+    ),
+}
+LATER = "after some steps"
+SCORES = "entropy of attention"
+REFUSED = [*KEPT, *OUT, LATER, SCORES]
+
+
+def trained(
+    name: str, prepare: Callable[[Net], Any], backward: Callable[[Tensor], None]
+) -> dict[str, Tensor]:
+    """Gradients of the loss with the term."""
+    torch.manual_seed(0)
+    net = Net(KEPT.get(name, mean_square if name == LATER else None))
+    taken: Taken = []
+    (OUT | WHOLE).get(name, lambda *_: None)(net, taken)
+    model = prepare(net)
+    x = torch.randn(4, 3, 4, generator=torch.Generator().manual_seed(1))
+    for step in range(4 if name == LATER else 1):
+        taken.clear()
+        model.zero_grad()
+        loss = model(x).square().mean()
+        # The weight of the term grows.
+        weight = 1.0 if name != LATER else max(step - 1, 0)
+        if name == SCORES:
+            loss = loss + entropy(net.attention.scores)
+        elif taken:
+            loss = loss + torch.stack(taken).sum()
+        elif weight and net.layers[0].term is not None:
+            loss = loss + weight * sum(layer.term for layer in net.layers)
+        backward(loss)
+    return {key: problem.whole(p.grad) for key, p in net.named_parameters()}
+
+
+@functools.cache
+def expected(name: str) -> dict[str, Tensor]:
+    return trained(name, lambda net: net, lambda loss: loss.backward())
+
+
+def outcomes(names: list[str], parallel: str) -> dict[str, str]:
+    torch.set_num_threads(1)
+    found = {}
+    for name in names:
+        accelerator = Accelerator(cpu=True, parallel=parallel)
+        try:
+            apart = problem.difference(
+                trained(name, accelerator.prepare, accelerator.backward), expected(name)
+            )
+            found[name] = "equal" if apart < 1e-4 else f"off by {apart:.2g}"
+        except UsageError as error:
+            found[name] = f"refused: {error}"
+        finally:
+            accelerator.free_memory()
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
+def test_a_loss_of_features_of_one_rank_is_refused_on_every_rank(run_distributed: Any, ranks: int) -> None:
+    for found in run_distributed(outcomes, ranks, REFUSED, f"tp={ranks}", timeout_s=240):
+        assert {name: said for name, said in found.items() if "different losses" not in said} == {}
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
+def test_a_loss_of_what_is_whole_has_plain_torchs_gradients(run_distributed: Any, ranks: int) -> None:
+    for found in run_distributed(outcomes, ranks, list(WHOLE), f"tp={ranks}", timeout_s=240):
+        assert set(found.values()) == {"equal"}, found
+
+
+def test_a_loss_of_features_is_right_on_one_process() -> None:
+    for name in ("mean of absolutes", SCORES):
+        accelerator = Accelerator(cpu=True)
+        found = trained(name, accelerator.prepare, accelerator.backward)
+        assert problem.difference(found, expected(name)) == 0
+        accelerator.free_memory()
