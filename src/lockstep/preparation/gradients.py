@@ -88,6 +88,7 @@ class Gradients:
         self._step.trains()
         if not self._forward_seen and self._world_size > 1:
             check_called(self._models, self._world_size, loss)
+        self._shards.check_lost()
         self._own.before_backward()
 
     def backward(self, loss: torch.Tensor, **kwargs: object) -> None:
@@ -149,6 +150,7 @@ class Gradients:
         refuse_inside(self._models, "An optimizer steps")
         # Where a plain loss.backward() came before.
         self._step.trains()
+        self._shards.check_lost()
         stepped = None
         if not has_closure and self._ranks_step_together():
             stepped = partial(_parameter_ids, optimizer)

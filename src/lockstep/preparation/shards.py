@@ -19,6 +19,7 @@ from lockstep.observe.log import get_logger
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.zero.sharding import Sharding
 from lockstep.torch_internals.dtensor_operators import behave_like_plain
+from lockstep.torch_internals.dtensor_views import LostChanges
 from lockstep.torch_internals.replaced_parameters import retire
 from lockstep.train.optimizer import PreparedOptimizer
 from lockstep.train.sharded_optimizer import (
@@ -52,6 +53,7 @@ class ParameterRegistry:
         self._replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._storages = Storages()
         self._noted: set[int] = set()
+        self._lost_changes: LostChanges | None = None
 
     def note_storages(self, parameters: Iterable[nn.Parameter]) -> None:
         """Take note of the memory of a model's parameters before these are replaced."""
@@ -75,7 +77,7 @@ class ParameterRegistry:
             sharding.unused.settings = partial(_number_of_settings, optimizers)
         self._of_models += [sharding for sharding in model.shardings if sharding not in self._of_models]
         if any(map(is_dtensor, after.values())):
-            behave_like_plain(shard_like)
+            self._lost_changes = behave_like_plain(shard_like)
         self._note_replaced(before, after)
         if self._active:
             for optimizer in optimizers:
@@ -129,6 +131,11 @@ class ParameterRegistry:
 
     def _gathered(self) -> dict[int, nn.Parameter]:
         return {id(whole): shard for sharding in self._of_models for whole, shard in sharding.gathered()}
+
+    def check_lost(self) -> None:
+        """Raise UsageError if the script has changed copies of parts of weights or gradients, where it meant these."""
+        if self._lost_changes is not None:
+            self._lost_changes.check()
 
     def is_replaced(self, parameter: torch.Tensor) -> bool:
         """Whether another took the place of this parameter, here or on another rank."""

@@ -39,6 +39,8 @@ CHANGING = (
     *(aten.add_.Tensor, aten.sub_.Tensor, aten.mul_.Tensor, aten.div_.Tensor, aten.copy_.default),
     *(aten.lerp_.Scalar, aten.lerp_.Tensor, aten.addcmul_.default, aten.addcdiv_.default),
     *(aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.clamp_.default),
+    *(aten.clamp_min_.default, aten.clamp_max_.default, aten.neg_.default, aten.abs_.default),
+    *(aten.sign_.default, aten.masked_fill_.Scalar, aten.masked_fill_.Tensor),
 )
 """Operators that change a tensor: maybe a plain one by a DTensor (scalar parameters are never sharded), or a copy of a
 part of a DTensor, where plain torch would have a view."""
@@ -270,6 +272,8 @@ def _setting_items(
             in_torch(tensor, index, value)
             return
         lost.forgive(value)
+        if lost.parts:
+            lost.changes(tensor)
         # Changed as a whole, and cut again: an index says nothing about whose elements it means.
         whole = _full_tensor(tensor).clone()
         whole[tuple(map(_full_tensor, index)) if isinstance(index, tuple) else _full_tensor(index)] = (

@@ -305,12 +305,8 @@ class Sharding:
                 )
 
     def _check_changes(self) -> None:
-        changed = None if self.lost_changes is None else self.lost_changes.changed()
-        if changed is not None:
-            raise UsageError(
-                f"A part of a sharded tensor of shape {changed} was changed in place, as by w[0].zero_(), but "
-                "the part is a copy, so the weight did not change. Assign to the weight: w[0] = 0, or w[0] *= 2."
-            )
+        if self.lost_changes is not None:
+            self.lost_changes.check()
 
     def discard_unreduced(self, of: Iterable[torch.Tensor]) -> None:
         """Forget gradients of these shards that were not reduced yet: ``zero_grad`` does not see them."""
