@@ -88,6 +88,16 @@ def probe_engines(parallel: Parallel, axes: ParallelDims) -> None:
         dtensor.probe()
 
 
+def refuse_transforms(module: nn.Module, *_: object) -> None:
+    """A forward pre-hook of a model whose forward is split. Raises UsageError."""
+    if not torch.compiler.is_compiling() and torch_autograd.is_transformed():
+        raise UsageError(
+            f"{type(unwrap(module)).__name__} was called inside of torch.func (grad, jvp, vmap, jacrev, ...) or of forward-mode "
+            "differentiation, which cannot see what the ranks of a split model send each other. Differentiate with "
+            "accelerator.backward(), give the model one more dimension instead of vmap, or use parallel='ddp'."
+        )
+
+
 def convert_to_float8(model: nn.Module, recipe: AORecipeKwargs) -> None:
     # Imported here, because torchao takes a second to import.
     from lockstep.parallel.float8 import convert

@@ -25,6 +25,9 @@ from lockstep.torch_internals.autograd import at_end_of_backward
 from lockstep.torch_internals.dtensor_operators import keep_plain_gradients
 from lockstep.torch_internals.tensors import is_view, version
 
+TWICE = ("differentiate twice", "has no attribute 'placements'")
+"""Pieces of what torch says of the gradient of a gradient."""
+
 
 class Gradients:
     """Belongs to one ``Accelerator``; iterates over the tensors in which this rank accumulates gradients now.
@@ -122,6 +125,13 @@ class Gradients:
                     "of a gradient (create_graph=True), or a second backward with retain_graph=True that begins "
                     "inside the model. Add up the losses and call backward once, compute the inner gradient "
                     "inside of the model's forward, or use parallel='ddp'."
+                ) from error
+            if any(piece in str(error) for piece in TWICE):
+                raise UsageError(
+                    f"This backward goes twice through layers that are split over ranks "
+                    f"(parallel='{self._shards.parallel}'): the loss has a gradient in it (create_graph=True), such as "
+                    "a gradient penalty, and split layers have no gradient of a gradient. Use parallel='ddp', or "
+                    "take the difference of two forwards in its place."
                 ) from error
             raise
         finally:

@@ -14,7 +14,7 @@ from lockstep.parallel.autocast import DTYPES
 from lockstep.parallel.materialize import InitWeights
 from lockstep.parallel.parallel_model import ParallelModel, unwrap
 from lockstep.parallel.parallelize import parallelize
-from lockstep.parallel.steps import ModelOptions
+from lockstep.parallel.steps import ModelOptions, refuse_transforms
 from lockstep.preparation.checks import (
     PreparedObjects,
     refuse_aliases,
@@ -105,6 +105,9 @@ class ModelPreparation:
         before |= {f"{name} elsewhere": p for name, p in prepared.absent_parameters().items()}
         if not evaluation_mode:
             self.verifications.watch(prepared)
+        if options.parallel.splits_forward:
+            # Before what compares the first batch.
+            prepared.module.register_forward_pre_hook(refuse_transforms, prepend=True)
         # Popped when the pipeline has settled: until then it keeps what this rank will drop.
         until_settled = [self._take_over(prepared, before)]
         prepared.on_settled(lambda: self._take_over(prepared, until_settled.pop()))

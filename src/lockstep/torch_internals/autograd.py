@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import torch
-from torch.autograd import Variable
+from torch.autograd import Variable, forward_ad
 from torch.autograd.graph import Node
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -38,6 +38,14 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     """
     engine = Variable._execution_engine
     engine.queue_callback(callback)
+
+
+def is_transformed() -> bool:
+    """Whether ``torch.func`` (``grad``, ``jvp``, ``vmap``, ...) or forward-mode differentiation is at work.
+
+    Relies on: ``_are_functorch_transforms_active``; ``forward_ad._current_level`` is -1 outside of all levels.
+    """
+    return bool(torch._C._are_functorch_transforms_active()) or forward_ad._current_level >= 0
 
 
 def saved_tensors_hooks_now() -> tuple[Callable[..., object], Callable[..., object]] | None:
@@ -147,6 +155,9 @@ def probe() -> None:
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         found = saved_tensors_hooks_now()
     expect(found is not None and found[0] is pack and found[1] is unpack, "the hooks of saved tensors")
+    with forward_ad.dual_level():
+        is_inside = is_transformed()
+    expect(is_inside and not is_transformed(), "whether something is differentiated forward")
     before = next_sequence_number()
     with torch.autograd.set_detect_anomaly(True, check_nan=False):
         made = (leaf * 2).sin()

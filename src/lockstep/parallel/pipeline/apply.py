@@ -76,7 +76,8 @@ def _starts(
         raise UsageError(
             f"{type(model).__name__} has {len(blocks)} blocks ({join_names(blocks, most=4)}), but the pipeline has "
             f"{stages} stages, each of which needs at least one. Use fewer stages, or choose smaller blocks with "
-            "blocks=..."
+            "blocks=... If it is a loss with parameters, prepare one module that calls the model, then "
+            f"{type(model).__name__}."
         )
     names = list(blocks)
     if options.split:

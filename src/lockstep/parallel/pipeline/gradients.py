@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lockstep.errors import UsageError
 from lockstep.torch_internals.autograd import FunctionContext
 
 ParameterGradients = list[tuple[nn.Parameter, Tensor]]
@@ -106,19 +108,12 @@ class _ValueWithGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: FunctionContext, anchor: Tensor, value: Tensor, add: Callable[[Tensor], None]) -> Tensor:
-        ctx.add = add
+        ctx.run = add
         return value.clone()
 
     @staticmethod
     def backward(ctx: FunctionContext, gradient: Tensor) -> tuple[None, None, None]:
-        # As torch says of any graph whose saved tensors were freed.
-        if ctx.add is None:
-            raise RuntimeError(
-                "Trying to backward through a pipeline's loss a second time: its gradients were freed by the "
-                "first backward. Call backward once for each loss."
-            )
-        ctx.add(gradient)
-        ctx.add = None
+        _once(ctx)(gradient)
         return None, None, None
 
 
@@ -129,15 +124,37 @@ class _OutputsWithBackward(torch.autograd.Function):
     def forward(
         ctx: FunctionContext, anchor: Tensor, backward: Callable[[OutputGradients], None], *values: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.backward_all = backward
+        ctx.run = backward
         # An output that the loop has not used has no gradient, and not one of zeros.
         ctx.set_materialize_grads(False)
         return tuple(value.clone() for value in values)
 
     @staticmethod
     def backward(ctx: FunctionContext, *gradients: Tensor | None) -> tuple[None, ...]:
-        ctx.backward_all(gradients)
+        _once(ctx)(gradients)
         return (None, None, *(None for _ in gradients))
+
+
+def _once(ctx: FunctionContext) -> Any:
+    """What a backward is to run.
+
+    Raises:
+        UsageError: it was run before, or its own gradient is asked for.
+    """
+    if ctx.run is None:
+        raise UsageError(
+            "Backward came to a forward of a pipeline a second time, but its stages free what they have computed in "
+            "the first one, also with retain_graph=True. Add up the losses and call backward once, or call the "
+            "model once for each backward."
+        )
+    # So it is with create_graph=True.
+    if torch.is_grad_enabled():
+        raise UsageError(
+            "A gradient of a gradient (create_graph=True) was asked for, which a pipeline does not compute. Use "
+            "parallel='ddp', or take the difference of two forwards in its place."
+        )
+    run, ctx.run = ctx.run, None
+    return run
 
 
 class _BackwardStart(torch.autograd.Function):

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.comm.tree import LossFunction
+from lockstep.comm.tree import LossFunction, tensor_leaves
 from lockstep.errors import LockstepError, UsageError
 from lockstep.model.changes import attributes_set
 from lockstep.parallel.parallel_model import ModuleAround
@@ -43,6 +43,7 @@ from lockstep.parallel.pipeline.plan import (
     check_same_batch,
     signature,
 )
+from lockstep.parallel.pipeline.rows import argument_names
 from lockstep.parallel.pipeline.stage import Executed, StageModule
 from lockstep.parallel.pipeline.state import untouched
 from lockstep.parallel.pipeline.traced import ModelTrace
@@ -257,6 +258,7 @@ class PipelineModel(ModuleAround):
             batch = Batch(call, cut(call, plan.micro_batches, plan.dims), plan, loss_fn, autocast)
             if not torch.is_grad_enabled():
                 return evaluate(self._local, batch, self._options.outputs)
+            self._refuse_gradients_of(call)
             derivation = self._derivation
             reduction = derivation.reduction(batch)
             self._prove_new(batch)
@@ -278,6 +280,17 @@ class PipelineModel(ModuleAround):
                     return done
                 reduction = derivation.another(why_not, batch)
                 self._prove_new(batch)
+
+    def _refuse_gradients_of(self, call: ModelCall) -> None:
+        """They would come to the first stage's rank alone, or nowhere."""
+        for path, tensor in tensor_leaves(call.tree).items():
+            if tensor.requires_grad:
+                raise UsageError(
+                    f"The argument '{argument_names(self.module, call)[path]}' of {type(self.module).__name__} requires "
+                    "a gradient, which a pipeline does not compute for its arguments. Put the model that computes "
+                    "this argument into one module with this one, and prepare that. If no gradient is needed, pass "
+                    "the argument with .detach()."
+                )
 
     def _prove_new(self, batch: Batch) -> None:
         if self._derivation.is_new and self._prove is not None:

@@ -191,7 +191,8 @@ def _choose_plan(model: nn.Module, ranks: int, wanted: object, blocks: dict[str,
     if not plan.entries:
         raise UsageError(
             f"Nothing in {type(model).__name__} could be split over tp={ranks} ranks: {_why_whole(plan)}. "
-            "Name its layers, as tp_plan={'*.up': 'colwise', '*.down': 'rowwise'}, or use data parallelism or ZeRO."
+            "Name its layers, as tp_plan={'*.up': 'colwise', '*.down': 'rowwise'}, or use data parallelism or ZeRO. If "
+            f"it is a loss with parameters, prepare one module that calls the model, then {type(model).__name__}."
         )
     return plan
 
