@@ -1,4 +1,4 @@
-"""Loops that go through a split model in other ways than one forward and one backward: right, or refused on all ranks."""
+"""Loops with other ways through a split model than one forward and one backward: right, or refused on every rank."""
 
 from __future__ import annotations
 
@@ -214,7 +214,9 @@ def outcomes(parallel: str) -> dict[str, str]:
             if parallel.startswith("pp"):
                 # Each rank has the gradients of its stage.
                 torch.distributed.all_reduce(got)
-            found[name] = EQUAL if abs(got.sqrt().item() - expected) < 1e-4 * expected else f"{got} for {expected}"
+            found[name] = (
+                EQUAL if abs(got.sqrt().item() - expected) < 1e-4 * expected else f"{got} for {expected}"
+            )
         except UsageError as error:
             found[name] = str(error)
         except Exception as error:

@@ -92,9 +92,9 @@ def refuse_transforms(module: nn.Module, *_: object) -> None:
     """A forward pre-hook of a model whose forward is split. Raises UsageError."""
     if not torch.compiler.is_compiling() and torch_autograd.is_transformed():
         raise UsageError(
-            f"{type(unwrap(module)).__name__} was called inside of torch.func (grad, jvp, vmap, jacrev, ...) or of forward-mode "
-            "differentiation, which cannot see what the ranks of a split model send each other. Differentiate with "
-            "accelerator.backward(), give the model one more dimension instead of vmap, or use parallel='ddp'."
+            f"{type(unwrap(module)).__name__} was called inside of torch.func (grad, jvp, vmap, jacrev, ...) or of "
+            "forward-mode differentiation, which cannot see what the ranks of a split model send each other. "
+            "Differentiate with accelerator.backward(), give the model one more dimension instead of vmap, or use parallel='ddp'."
         )
 
 

@@ -118,9 +118,8 @@ class Verifications:
             raise UsageError(
                 f"The ranks that share the layers of a model (tp={mesh.size()}) computed different losses of the same "
                 f"batch: {', '.join(f'{value:.7g}' for value in found.tolist())}. So a term of the loss was computed "
-                "from a tensor of which each rank has a part, such as an activation between two split layers that "
-                "a module keeps in an attribute or a hook has taken out, or from random numbers that differ between "
-                "the ranks. Compute such a term from what the module returns, or keep the layers of this module "
+                "from a part of a tensor, such as an activation between two split layers that a module keeps in an "
+                "attribute or a hook takes out. Or random numbers differ between the ranks. Compute such a term from what the module returns, or keep the layers of this module "
                 "whole with a tp_plan of your own. To train anyway, pass verify='off'."
             )
 

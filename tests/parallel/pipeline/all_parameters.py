@@ -192,7 +192,9 @@ def data_assigned(run: Run) -> None:
 def counted(run: Run) -> None:
     before = sum(p.numel() for p in run.model.parameters())
     run.steps(1)
-    assert before == sum(p.numel() for p in run.model.parameters()) == sum(p.numel() for p in Net().parameters())
+    assert (
+        before == sum(p.numel() for p in run.model.parameters()) == sum(p.numel() for p in Net().parameters())
+    )
     assert {p.dtype for p in run.model.parameters()} == {torch.float32}
     assert {p.device.type for p in run.model.parameters()} == {"cpu"}
 
@@ -202,7 +204,9 @@ def names_stay(run: Run) -> None:
     before = [(name, id(p)) for name, p in run.model.named_parameters()][1:3]
     run.steps(1)
     assert [name for name, _ in before] == [name for name, _ in run.model.named_parameters()][1:3]
-    assert [name for name, _ in run.model.named_parameters()] == [name for name, _ in Net().named_parameters()]
+    assert [name for name, _ in run.model.named_parameters()] == [
+        name for name, _ in Net().named_parameters()
+    ]
 
 
 @equal

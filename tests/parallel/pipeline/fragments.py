@@ -435,7 +435,9 @@ def trained(model: nn.Module, fragment: Fragment) -> tuple[list[float], dict[str
             loss = output[0] if isinstance(output, tuple) else output
         loss.backward()
         values.append(loss.item())
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if not p.is_meta and p.grad is not None}
+    gradients = {
+        name: p.grad.clone() for name, p in model.named_parameters() if not p.is_meta and p.grad is not None
+    }
     return values, gradients, {name: b.clone() for name, b in model.named_buffers()}
 
 

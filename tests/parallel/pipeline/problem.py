@@ -166,4 +166,6 @@ def gradient_difference(got: dict[str, Tensor], expected: dict[str, Tensor]) -> 
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.grad.clone() for name, p in model.named_parameters() if not p.is_meta and p.grad is not None}
+    return {
+        name: p.grad.clone() for name, p in model.named_parameters() if not p.is_meta and p.grad is not None
+    }

@@ -20,7 +20,11 @@ def trained(name: str) -> dict[str, torch.Tensor]:
     """What the loop leaves in plain torch."""
     model = all_parameters.new()
     run = Run(
-        model, list(model.parameters()), lambda one: one, lambda loss: loss.backward(), nn.utils.clip_grad_norm_
+        model,
+        list(model.parameters()),
+        lambda one: one,
+        lambda loss: loss.backward(),
+        nn.utils.clip_grad_norm_,
     )
     EQUAL[name](run)
     return {key: p.detach() for key, p in model.named_parameters()}

@@ -25,7 +25,9 @@ def trained(
 ) -> tuple[float, dict[str, torch.Tensor]]:
     loss = prepared(**case.batch())
     backward(loss)
-    return loss.item(), {n: p.grad for n, p in model.named_parameters() if not p.is_meta and p.grad is not None}
+    return loss.item(), {
+        n: p.grad for n, p in model.named_parameters() if not p.is_meta and p.grad is not None
+    }
 
 
 def seeded(case: Case) -> nn.Module:

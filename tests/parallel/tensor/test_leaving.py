@@ -26,7 +26,11 @@ class Block(nn.Module):
 
     def __init__(self, kept: Term | None) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, HIDDEN),
+            nn.Linear(HIDDEN, WIDTH),
+        )
         self.act = nn.GELU()
         self.kept, self.term = kept, None
 
@@ -41,14 +45,17 @@ class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         # A bias of keys changes nothing: its gradient would be made of rounding.
-        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=bias) for bias in (True, False, True, True))
+        self.q, self.k, self.v, self.o = (
+            nn.Linear(WIDTH, WIDTH, bias=bias) for bias in (True, False, True, True)
+        )
         self.heads = HEADS
         self.scores: Any = None
 
     def forward(self, x: Tensor) -> Tensor:
         b, n, _ = x.shape
         q, k, v = (
-            layer(x).view(b, n, self.heads, WIDTH // HEADS).transpose(1, 2) for layer in (self.q, self.k, self.v)
+            layer(x).view(b, n, self.heads, WIDTH // HEADS).transpose(1, 2)
+            for layer in (self.q, self.k, self.v)
         )
         self.scores = (q @ k.mT).softmax(-1)
         return x + self.o((self.scores @ v).transpose(1, 2).reshape(b, n, -1))

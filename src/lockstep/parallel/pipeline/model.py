@@ -285,11 +285,11 @@ class PipelineModel(ModuleAround):
         """They would come to the first stage's rank alone, or nowhere."""
         for path, tensor in tensor_leaves(call.tree).items():
             if tensor.requires_grad:
+                name = argument_names(self.module, call)[path]
                 raise UsageError(
-                    f"The argument '{argument_names(self.module, call)[path]}' of {type(self.module).__name__} requires "
-                    "a gradient, which a pipeline does not compute for its arguments. Put the model that computes "
-                    "this argument into one module with this one, and prepare that. If no gradient is needed, pass "
-                    "the argument with .detach()."
+                    f"The argument '{name}' of {type(self.module).__name__} requires a gradient, which a pipeline does "
+                    "not compute for its arguments. Put the model that computes this argument into one module with "
+                    "this one, and prepare that. If no gradient is needed, pass the argument with .detach()."
                 )
 
     def _prove_new(self, batch: Batch) -> None:
