@@ -94,7 +94,8 @@ def refuse_transforms(module: nn.Module, *_: object) -> None:
         raise UsageError(
             f"{type(unwrap(module)).__name__} was called inside of torch.func (grad, jvp, vmap, jacrev, ...) or of "
             "forward-mode differentiation, which cannot see what the ranks of a split model send each other. "
-            "Differentiate with accelerator.backward(), give the model one more dimension instead of vmap, or use parallel='ddp'."
+            "Differentiate with accelerator.backward(), give the model one more dimension instead of vmap, or use "
+            "parallel='ddp'."
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -107,7 +107,9 @@ class Verifications:
         # Seldom, because on an accelerator reading waits for it. A power of two has one bit.
         if self._backwards & (self._backwards - 1):
             return
-        whole = loss.detach().full_tensor() if is_dtensor(loss) else loss.detach()
+        whole: Any = loss.detach()
+        if is_dtensor(whole):
+            whole = whole.full_tensor()
         mine = whole.double().sum()
         values = [torch.zeros_like(mine) for _ in range(mesh.size())]
         dist.all_gather(values, mine, group=mesh.get_group())
@@ -118,9 +120,10 @@ class Verifications:
             raise UsageError(
                 f"The ranks that share the layers of a model (tp={mesh.size()}) computed different losses of the same "
                 f"batch: {', '.join(f'{value:.7g}' for value in found.tolist())}. So a term of the loss was computed "
-                "from a part of a tensor, such as an activation between two split layers that a module keeps in an "
-                "attribute or a hook takes out. Or random numbers differ between the ranks. Compute such a term from what the module returns, or keep the layers of this module "
-                "whole with a tp_plan of your own. To train anyway, pass verify='off'."
+                "from a part of a tensor. Such are activations between two split layers, which a module keeps in an "
+                "attribute or a hook takes out. Or random numbers differ between the ranks. Compute such a term from "
+                "what the module returns, or keep the layers of this module whole with a tp_plan of your own. To "
+                "train anyway, pass verify='off'."
             )
 
     def clear(self) -> None:
