@@ -122,13 +122,13 @@ def said(parallel: str, mixed_precision: str = "no", **of_model: str) -> tuple[s
     logging.getLogger("lockstep.check").addHandler(messages)
     accelerator = Accelerator(cpu=True, parallel=parallel, mixed_precision=mixed_precision)
     prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
-    before = {name: p.detach().clone() for name, p in prepared.named_parameters()}
+    before = {name: p.detach().clone() for name, p in accelerator.unwrap_model(prepared).named_parameters()}
     try:
         output = prepared(batch(1))
     except LockstepError as error:
         with pytest.raises(LockstepError):  # whoever catches it and goes on is stopped again
             prepared(batch(1))
-        now = dict(prepared.named_parameters())
+        now = dict(accelerator.unwrap_model(prepared).named_parameters())
         return str(error), not all(torch.equal(before[name], p) for name, p in now.items())
     loss = output if output.ndim == 0 else loss_of(output, batch(1))
     accelerator.backward(loss)

@@ -126,14 +126,14 @@ def said(row: Row, derives: bool) -> tuple[str, bool]:
         model, optimizer = accelerator.prepare(user, torch.optim.SGD(user.parameters(), 0.1))
         for region in regions_of(model):
             region.judge.rehearses = derives
-        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        before = {name: p.detach().clone() for name, p in accelerator.unwrap_model(model).named_parameters()}
         text = ""
         try:
             accelerator.backward(model(ids, labels, **row.more))
             optimizer.step()
         except LockstepError as error:
             text = str(error)
-        now = dict(model.named_parameters())
+        now = dict(accelerator.unwrap_model(model).named_parameters())
         changed = not all(torch.equal(value, now[name]) for name, value in before.items() if name in now)
         accelerator.free_memory()
     return text, changed
