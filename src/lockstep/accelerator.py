@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from lockstep import preparation
 from lockstep.comm.methods import CollectiveMethods
 from lockstep.config.arguments import NOT_OPTIONS, AcceleratorArguments, parallel_fields
-from lockstep.config.enums import DistributedType, PrecisionType
+from lockstep.config.enums import DistributedType, DynamoBackend, PrecisionType
 from lockstep.config.handlers import (
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
@@ -31,7 +31,7 @@ from lockstep.config.options import Options, fit_to_world, resolve_options
 from lockstep.config.options_view import OptionsView
 from lockstep.config.parallel import Parallel
 from lockstep.config.sources import control_endpoint, imports_file
-from lockstep.errors import StateResetError
+from lockstep.errors import StateResetError, UsageError
 from lockstep.observe import hang
 from lockstep.observe.methods import TrackingMethods
 from lockstep.preparation.batches import BatchMethods
@@ -201,7 +201,6 @@ class Accelerator(
             clock=self._watch.clock,
         )
         self._scaler = self._loss_scaler(options)
-        self._rng_types = rng_types
         self._registered: list[object] = []
         self._log_with = log_with
         if log_with is not None:
@@ -252,7 +251,8 @@ class Accelerator(
             return None
         from lockstep.train.loss_scale import LossScaler
 
-        return LossScaler(self.runtime.device, options.scaler, lambda: self.meshes.stage_group)
+        whole = self.runtime.world_size == 1 or not options.parallel.replaces_parameters
+        return LossScaler(self.runtime.device, options.scaler, lambda: self.meshes.stage_group, whole)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy, and what is unpickled, has the same arguments and nothing prepared."""
@@ -321,7 +321,6 @@ class Accelerator(
             self._step,
             self._communicator,
             self._scaler,
-            self._rng_types,
             self.device_placement,
             self.step_scheduler_with_optimizer,
             self._accumulation.ranks_step_together,
@@ -360,6 +359,11 @@ class Accelerator(
         return Measures(self.runtime, self._step, self._options, endpoint is not None and endpoint.round > 0)
 
     def _change_options(self, **changes: Any) -> None:
+        if "project" in changes and "_checkpointer" in vars(self):
+            raise UsageError(
+                "project_configuration was set after a checkpoint of this run was saved or loaded, or got a hook. Set "
+                "it before, or pass project_config to Accelerator."
+            )
         self._options = replace(self._options, **changes)
         self._preparation.change_options(**changes)
 
@@ -375,16 +379,6 @@ class Accelerator(
             self.measures,
             self._preparation.spikes,
         )
-
-    @property
-    def log_with(self) -> list[Any]:
-        """The trackers that ``log_with`` asked for."""
-        return self._trackers.log_with
-
-    @property
-    def rng_types(self) -> list[str] | None:
-        """Kinds of random number generators that are made equal on all ranks at the start of each epoch."""
-        return self._rng_types
 
     @property
     def should_save_model(self) -> bool:
@@ -417,6 +411,7 @@ class Accelerator(
     @cached_property
     def state(self) -> RunState:
         """The rank, device, precision and plugins of this run, under the names of Accelerate's ``AcceleratorState``."""
+        compiling: Mapping[str, Any] = self._options.compile_options or {}
         return RunState(
             self.mixed_precision,
             self.distributed_type,
@@ -425,6 +420,8 @@ class Accelerator(
             self.parallelism_config,
             {name: plugin for name, (plugin, _) in self._options.deepspeed_plugins.items()},
             self._select_deepspeed_plugin,
+            self._arguments["dynamo_plugin"]
+            or TorchDynamoPlugin(backend=compiling.get("backend", DynamoBackend.NO)),
         )
 
     def _select_deepspeed_plugin(self, name: str) -> None:

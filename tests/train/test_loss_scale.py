@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch.optim import lr_scheduler
 
 from lockstep import Accelerator, GradScalerKwargs
+from lockstep.errors import UsageError
+from tests.refusals import expect_refusal
 from train import problems
 
 SCALE = 1024.0
@@ -88,6 +90,92 @@ def test_training_equals_autocast_and_grad_scaler_in_plain_torch() -> None:
         scaler.update()
         own.zero_grad()
     assert problems.difference(problems.parameters(plain), problems.parameters(other)) == 0
+
+
+def with_an_own_scaler(turned_off: bool) -> dict[str, Any]:
+    """What imagen-pytorch does: it sets its own scaler before each forward and each step."""
+    accelerator = fp16()
+    plain = problems.make_model()
+    model, optimizer = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2, enabled=not turned_off)
+    for i in range(5):
+        rows, labels = problems.make_rows(accelerator.process_index, i, 8)
+        accelerator.scaler = optimizer.scaler = scaler
+        loss = F.cross_entropy(model(rows), labels) * (float("inf") if i == 3 and not turned_off else 1)
+        accelerator.backward(loss)
+        accelerator.scaler = optimizer.scaler = scaler
+        accelerator.clip_grad_norm_(model.parameters(), 0.3)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert accelerator.scaler is optimizer.scaler is scaler
+    return {"parameters": problems.parameters(plain), "scale": scaler.get_scale()}
+
+
+def with_an_own_scaler_in_torch(world_size: int, turned_off: bool) -> dict[str, Any]:
+    plain = problems.make_model()
+    own = torch.optim.SGD(plain.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2, enabled=not turned_off)
+    for i in range(5):
+        for rank in range(world_size):
+            rows, labels = problems.make_rows(rank, i, 8)
+            with torch.autocast("cpu", torch.float16):
+                logits = plain(rows)
+            loss = F.cross_entropy(logits.float(), labels) * (
+                float("inf") if i == 3 and not turned_off else 1
+            )
+            scaler.scale(loss / world_size).backward()
+        scaler.unscale_(own)
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.3)
+        scaler.step(own)
+        scaler.update()
+        own.zero_grad()
+    return {"parameters": problems.parameters(plain), "scale": scaler.get_scale()}
+
+
+@pytest.mark.parametrize("turned_off", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_script_may_scale_by_its_own_scaler(run_distributed, world_size: int, turned_off: bool) -> None:
+    expected = with_an_own_scaler_in_torch(world_size, turned_off)
+    for result in run_distributed(with_an_own_scaler, world_size, turned_off):
+        assert result["scale"] == expected["scale"]
+        # fp16 sums of two ranks' gradients are rounded in another order.
+        assert (
+            problems.difference(result["parameters"], expected["parameters"]) < (1e-6, 1e-3)[world_size - 1]
+        )
+
+
+def own_scaler_of_parts(parallel: str) -> str:
+    try:
+        fp16(parallel=parallel).scaler = torch.amp.GradScaler("cpu")
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def test_an_own_scaler_is_refused_where_nothing_is_scaled_or_gradients_are_in_parts(run_distributed) -> None:
+    for parallel in ("zero=3", "tp=2"):
+        for said in run_distributed(own_scaler_of_parts, 2, parallel):
+            assert "scaler was set" in said and "GradScalerKwargs" in said
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    expect_refusal(UsageError, "scaler was set", setattr, accelerator, "scaler", torch.amp.GradScaler("cpu"))
+    for scaler in (None, torch.amp.GradScaler("cpu", enabled=False)):
+        accelerator.scaler = scaler
+        assert accelerator.scaler is None
+
+
+def test_two_optimizers_step_apart_with_a_scaler_that_is_turned_off() -> None:
+    accelerator = Accelerator(
+        cpu=True, mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(enabled=False)]
+    )
+    plain = problems.make_model()
+    owns = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (plain[0], plain[2])]
+    model, first, second = accelerator.prepare(plain, *owns)
+    for i in range(2):
+        rows, labels = problems.make_rows(0, i, 4)
+        accelerator.backward(F.cross_entropy(model(rows), labels))
+        first.step()
+    second.step()
+    assert not accelerator.optimizer_step_was_skipped
 
 
 def two_optimizers(infinite_step: int, accumulation: int, interleaved: bool) -> dict[str, Any]:

@@ -55,11 +55,11 @@ class Reference:
         # deepcopy takes these for copies that it has made, and none of the weights is copied.
         memo: dict[int, object] = {
             id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
-            for p in model.parameters()
+            for p in nn.Module.parameters(model)
         }
-        for parameter in model.parameters():
+        for parameter in nn.Module.parameters(model):
             memo[id(parameter)].__dict__.update(vars(parameter))
-        self.nbytes = sum(p.nbytes for p in model.parameters())
+        self.nbytes = sum(p.nbytes for p in nn.Module.parameters(model))
         try:
             self.model: nn.Module = copy_of(model, memo)
         except Exception as error:
@@ -190,7 +190,7 @@ class Reference:
                 _forget_notes(result, model, batch)
             finally:
                 snapshot.restore()
-                for parameter in model.parameters():
+                for parameter in nn.Module.parameters(model):
                     parameter.grad = None
         return result
 
@@ -324,7 +324,7 @@ class Collector:
     @staticmethod
     def drop_gradients(model: nn.Module) -> None:
         """Those of the pass."""
-        for parameter in model.parameters():
+        for parameter in nn.Module.parameters(model):
             parameter.grad = None
 
 

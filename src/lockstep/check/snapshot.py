@@ -43,7 +43,7 @@ class Snapshot:
         # Parameters are copied only when a forward is about to write to them: there is no memory for all.
         self._written: dict[int, tuple[Tensor, Tensor]] = {}
         # By address, as a write may go to a view.
-        self._parameters = {local(p).untyped_storage().data_ptr(): p for p in model.parameters()}
+        self._parameters = {local(p).untyped_storage().data_ptr(): p for p in nn.Module.parameters(model)}
 
     def named_buffers(self) -> dict[str, Tensor]:
         """As they were, under all their names."""

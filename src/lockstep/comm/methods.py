@@ -138,7 +138,7 @@ class CollectiveMethods:
     runtime: Runtime
     _options: Options
     _step: StepState
-    _trigger: bool = False
+    flag_tensor: torch.Tensor | None = None
 
     @cached_property
     def meshes(self) -> DeviceMeshes:
@@ -325,7 +325,7 @@ class CollectiveMethods:
             assert accelerator.check_trigger()  # every rank gets to know
             ```
         """
-        self._trigger = True
+        self.flag_tensor = torch.tensor(1, device=self.runtime.control_device)
 
     def check_trigger(self) -> bool:
         """Whether any rank has called ``set_trigger`` since the last check. It clears the flag. Call it on every rank.
@@ -341,11 +341,11 @@ class CollectiveMethods:
             assert not accelerator.check_trigger()  # the flag is down again
             ```
         """
-        flag = torch.tensor(int(self._trigger), device=self.runtime.control_device)
+        down = torch.tensor(0, device=self.runtime.control_device)
         with self._communicating():
-            raised = bool(self._communicator.reduce(flag, "sum").item())
-        self._trigger = False
-        return raised
+            raised = self._communicator.reduce(down if self.flag_tensor is None else self.flag_tensor, "sum")
+        self.flag_tensor = down
+        return bool(raised.item())
 
     def sample_weights(self) -> torch.Tensor | None:
         """Weights for the rows of this rank's batch: 1 for a sample, 0 for a row that only pads the batch.

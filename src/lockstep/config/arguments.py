@@ -77,6 +77,7 @@ class AcceleratorArguments:
     dynamo_plugin: TorchDynamoPlugin | None = None
     split_batches: bool | None = None
     dataloader_config: DataLoaderConfiguration | None = None
+    rng_types: list[str] | None = None
     project_dir: str | os.PathLike[str] | None = None
     project_config: ProjectConfiguration | None = None
     kwargs_handlers: Sequence[KwargsHandler] | None = None

@@ -83,6 +83,7 @@ class Options:
     autocast: AutocastKwargs
     profile: ProfileKwargs
     damage: DamageChecks
+    rng_types: list[str]
     spikes: SpikePolicy | None = None
     fp8: AORecipeKwargs | None = None
     gradient_clipping: float | None = None
@@ -137,6 +138,7 @@ def resolve_options(arguments: AcceleratorArguments, external: Callable[..., Ext
         autocast=handlers[AutocastKwargs],
         profile=handlers[ProfileKwargs],
         damage=handlers[DamageChecks],
+        rng_types=["generator"] if arguments.rng_types is None else arguments.rng_types,
         spikes=checked_policy(handlers.get(SpikePolicy), handlers[DamageChecks]),
         fp8=recipe_of(next((handlers[kind] for kind in RECIPES if kind in handlers), None), precision),
         gradient_clipping=value.get("gradient_clipping") or None,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Generic, TypeVar, cast
 
 from lockstep.config.fp8 import AORecipeKwargs, FP8BackendType
 from lockstep.config.handlers import (
@@ -18,6 +19,35 @@ from lockstep.config.handlers import (
 )
 from lockstep.config.options import Options
 from lockstep.config.parallel import Parallel
+from lockstep.errors import UsageError
+
+T = TypeVar("T")
+
+
+class Option(Generic[T]):
+    """A field of ``Options``, as an attribute. What is set counts for what is prepared afterwards.
+
+    ``of_none`` makes what None stands for. Without it, the field was used up when the ``Accelerator`` was made.
+    """
+
+    def __init__(self, field: str, of_none: Callable[[], T] | None = None) -> None:
+        self._field, self._of_none = field, of_none
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, accelerator: Any, owner: type) -> T:
+        found: Any = self if accelerator is None else getattr(accelerator._options, self._field)
+        return cast(T, found)
+
+    def __set__(self, accelerator: Any, value: T | None) -> None:
+        if self._of_none is not None:
+            accelerator._change_options(**{self._field: self._of_none() if value is None else value})
+        elif value != getattr(accelerator._options, self._field):
+            raise UsageError(
+                f"{self._name} was set, but it was read when this Accelerator was made, so it would change nothing. "
+                f"Pass {type(value).__name__} in kwargs_handlers to Accelerator."
+            )
 
 
 class OptionsView:
@@ -37,23 +67,32 @@ class OptionsView:
         """Let models that are prepared from now on have other options."""
         raise NotImplementedError
 
-    @property
-    def ddp_handler(self) -> DistributedDataParallelKwargs:
-        """The options of DDP. To change them, set this before ``prepare``."""
-        return self._options.ddp
+    ddp_handler = Option("ddp", DistributedDataParallelKwargs)
+    """The options of DDP. To change them, set this before ``prepare``."""
 
-    @ddp_handler.setter
-    def ddp_handler(self, handler: DistributedDataParallelKwargs | None) -> None:
-        self._change_options(ddp=handler or DistributedDataParallelKwargs())
+    autocast_handler = Option("autocast", AutocastKwargs)
+    """The options of autocast. To change them, set this before ``prepare``."""
 
-    @property
-    def autocast_handler(self) -> AutocastKwargs:
-        """The options of autocast. To change them, set this before ``prepare``."""
-        return self._options.autocast
+    profile_handler = Option("profile", ProfileKwargs)
+    """The default options of ``profile``."""
 
-    @autocast_handler.setter
-    def autocast_handler(self, handler: AutocastKwargs | None) -> None:
-        self._change_options(autocast=handler or AutocastKwargs())
+    scaler_handler: Option[GradScalerKwargs] = Option("scaler")
+    """The options of the loss scale of fp16."""
+
+    init_handler: Option[InitProcessGroupKwargs] = Option("init")
+    """The options of the process group."""
+
+    ao_recipe_handler: Option[AORecipeKwargs | None] = Option("fp8")
+    """The options with which torchao converts linear layers to 8 bits. None: it converts none."""
+
+    project_configuration = Option("project", ProjectConfiguration)
+    """Where the run writes its checkpoints and logs. To change it, set this before the first of them."""
+
+    dataloader_config = Option("loaders", DataLoaderConfiguration)
+    """How ``prepare`` treats data loaders. To change it, set this before ``prepare``."""
+
+    rng_types = Option("rng_types", lambda: ["generator"])
+    """Generators to make equal on all ranks at the start of each epoch. To change them, set this before ``prepare``."""
 
     @property
     def native_amp(self) -> bool:
@@ -78,33 +117,9 @@ class OptionsView:
         return self._options.fp8 is not None
 
     @property
-    def ao_recipe_handler(self) -> AORecipeKwargs | None:
-        """The options with which torchao converts linear layers to 8 bits. None: it converts none."""
-        return self._options.fp8
-
-    @property
     def fp8_backend(self) -> FP8BackendType:
         """The package that computes in 8 bits: ``AO`` (torchao), or ``NO`` without ``mixed_precision="fp8"``."""
         return FP8BackendType.NO if self._options.fp8 is None else FP8BackendType.AO
-
-    @property
-    def scaler_handler(self) -> GradScalerKwargs:
-        """The options of the loss scale of fp16."""
-        return self._options.scaler
-
-    @property
-    def init_handler(self) -> InitProcessGroupKwargs:
-        """The options of the process group."""
-        return self._options.init
-
-    @property
-    def profile_handler(self) -> ProfileKwargs:
-        """The default options of ``profile``."""
-        return self._options.profile
-
-    @profile_handler.setter
-    def profile_handler(self, handler: ProfileKwargs | None) -> None:
-        self._change_options(profile=handler or ProfileKwargs())
 
     @property
     def parallelism_config(self) -> Any:
@@ -130,16 +145,6 @@ class OptionsView:
     def deepspeed_plugin(self) -> Any:
         """The ``DeepSpeedPlugin`` that was passed or selected, or None."""
         return self._options.deepspeed_plugin
-
-    @property
-    def project_configuration(self) -> ProjectConfiguration:
-        """Where the run writes its checkpoints and logs."""
-        return self._options.project
-
-    @property
-    def dataloader_config(self) -> DataLoaderConfiguration:
-        """How ``prepare`` treats data loaders."""
-        return self._options.loaders
 
     @property
     def project_dir(self) -> str | os.PathLike[str] | None:

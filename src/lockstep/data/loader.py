@@ -8,10 +8,10 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader
 
 from lockstep.comm.tree import StateDict
+from lockstep.config.enums import RNGType
 from lockstep.data.drawn import Drawing, generators_of, of_samplers, sampler_states, stateful_samplers
 from lockstep.data.loader_parts import LoaderParts
 from lockstep.data.map_reader import MapReader
@@ -31,6 +31,7 @@ from lockstep.data.readers import GlobalBatches, ReadRound, ReadStart
 from lockstep.data.rng import PrivateDraws
 from lockstep.data.skip import check_skip
 from lockstep.errors import UsageError
+from lockstep.runtime.seed import synchronize_rng_states
 from lockstep.runtime.step import LoaderProgress, Resumption, StepState
 
 
@@ -40,6 +41,10 @@ class PreparedLoader(DataLoader[Any]):
     ``prepare`` makes it. Every iteration is one epoch. Attributes that are not described here are those of ``inner``,
     the torch loader that reads the data, and then those of ``original``, the user's own loader. ``around``, if given,
     is a function that gets each iteration and returns the one that the script sees.
+
+    These may be set, and hold from the next iteration on: ``device`` (where batches go; None: they stay), ``rng_types``
+    (generators that get the states of rank 0 before each epoch), ``skip_batches`` (the number of this rank's batches
+    that each iteration leaves out at its beginning) and ``iteration`` (the number of the next epoch, as ``epoch``).
 
     Args:
         parts: What ``prepare`` has put together for it.
@@ -65,7 +70,7 @@ class PreparedLoader(DataLoader[Any]):
         # DataLoader.__init__ is left out on purpose: the loader that reads is parts.reader.inner.
         self._parts = parts
         self._epochs = Epochs(parts.seed, seeded=parts.generators is None)
-        self._skip = 0
+        self.device, self.rng_types, self.skip_batches = parts.device, parts.rng_types, 0
         self._whole: PreparedLoader | None = None
         self._progress = LoaderProgress()
         self._running: tuple[GlobalBatches, LoaderProgress, Iteration] | None = None
@@ -95,24 +100,30 @@ class PreparedLoader(DataLoader[Any]):
         """The torch loader that reads the data."""
         return self._parts.reader.inner
 
-    # Accelerate's name for it.
-    base_dataloader = inner
+    @property
+    def base_dataloader(self) -> DataLoader[Any]:
+        """The same as ``inner``."""
+        return self.inner
+
+    @base_dataloader.setter
+    def base_dataloader(self, loader: DataLoader[Any]) -> None:
+        if loader is not self.inner:
+            raise UsageError(
+                "base_dataloader of a prepared loader was set, but its place in the global order belongs to the loader "
+                "that it has. Pass the other loader to prepare."
+            )
 
     @property
     def use_stateful_dataloader(self) -> bool:
         """Whether torchdata's ``StatefulDataLoader`` reads the data."""
         return hasattr(self.inner, "load_state_dict")
 
-    @property
-    def skip_batches(self) -> int:
-        """The number of this rank's batches that each iteration leaves out at its beginning."""
-        return self._skip
-
     # What ``inner`` has in a form of ours.
     dataset = property(attrgetter("original.dataset"))
     sampler = property(attrgetter("original.sampler"))
     collate_fn = property(attrgetter("original.collate_fn"))
     generator = property(attrgetter("original.generator"))
+    synchronized_generator = property(attrgetter("original.generator"))
 
     @property
     def drop_last(self) -> bool:  # type: ignore[override]
@@ -128,11 +139,6 @@ class PreparedLoader(DataLoader[Any]):
     def dispatches(self) -> bool:
         """Whether rank 0 reads the data for all ranks."""
         return self._parts.plan.dispatched
-
-    @property
-    def device(self) -> torch.device | None:
-        """The device to which batches go. None: they stay on the CPU."""
-        return self._parts.device
 
     @property
     def batch_size(self) -> int | None:  # type: ignore[override]
@@ -197,7 +203,7 @@ class PreparedLoader(DataLoader[Any]):
         if self._parts.batches is None:
             raise TypeError(f"{type(self.dataset).__name__} has no length, so its loader has no length.")
         batches = self._parts.plan.length(self._parts.batches, self._parts.rank, self._parts.samples)
-        return batches - self._skip
+        return batches - self.skip_batches
 
     # -- epochs and position ------------------------------------------------------------------------
 
@@ -206,14 +212,14 @@ class PreparedLoader(DataLoader[Any]):
         """The number of the epoch that the next iteration will be, from 0."""
         return self._epochs.next
 
-    # Accelerate's name for it.
-    iteration = epoch
-
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration epoch ``epoch``. It calls ``set_epoch`` of datasets and samplers that have it."""
         self._epochs.choose(epoch)
         if self._parts.reads:
             announce_epoch(self.original, self._epochs.seed, epoch, seeded=False)
+
+    # Accelerate's name for it.
+    iteration = property(attrgetter("epoch"), set_epoch)
 
     def skipping(self, num_batches: int) -> PreparedLoader:
         """Return this loader without its first ``num_batches`` batches, in every iteration.
@@ -223,7 +229,7 @@ class PreparedLoader(DataLoader[Any]):
         length = len(self) if self._parts.batches is not None else None
         check_skip(num_batches, length)
         other = copy.copy(self)
-        other._skip += num_batches
+        other.skip_batches += num_batches
         other._progress = LoaderProgress()
         # Positions are saved from it.
         other._whole = self
@@ -381,7 +387,8 @@ class PreparedLoader(DataLoader[Any]):
         return batches if self.around is None else self.around(self, batches)
 
     def _iterate(self, source: GlobalBatches, iteration: Iteration, behind: int) -> Iterator[object]:
-        step, clock, move = self._parts.step, self._parts.step.clock, self._parts.move
+        step, clock = self._parts.step, self._parts.step.clock
+        move = None if self.device is None else self._parts.mover(self.device)
         # On a CPU nothing is copied.
         is_copied = self.device is not None and self.device.type != "cpu"
         clock.batch_wanted()
@@ -435,7 +442,8 @@ class PreparedLoader(DataLoader[Any]):
         parts = self._parts
         # What an uninterrupted run did at the beginning of the epoch is in the generators that were loaded.
         if not (begin.is_midway and begin.same_world):
-            parts.before_epoch()
+            # The generator needs nothing: the order is common already.
+            synchronize_rng_states([kind for kind in self.rng_types if kind != RNGType.GENERATOR])
         if not parts.reads:
             assert parts.dispatch is not None
             return parts.dispatch(None)
@@ -445,7 +453,7 @@ class PreparedLoader(DataLoader[Any]):
         if parts.seedable is not None:
             parts.seedable.seed, parts.seedable.epoch = seed, begin.epoch
         # A position counts in the whole epoch, also for a copy that skips its beginning.
-        left_out = 0 if begin.is_midway else self._skip
+        left_out = 0 if begin.is_midway else self.skip_batches
         source = parts.reader.read(ReadStart(seed, begin.epoch, begin.behind, begin.inner, left_out, drawing))
         return parts.dispatch(source) if parts.dispatch is not None else source
 

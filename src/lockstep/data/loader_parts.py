@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from lockstep.config.enums import RNGType
 from lockstep.data.batch_sharding import ShardPlan
 from lockstep.data.drawn import SeededSampler
 from lockstep.data.readers import GlobalBatches, Reader
@@ -24,11 +25,11 @@ class LoaderParts:
     ``seedable`` is the sampler that is seeded for each epoch, if there is one, and ``common_states`` gives every rank
     the generators' states of rank 0 (None: no other rank needs them).
 
-    ``original`` is the user's loader. ``processes``: of the run, also those that share a model. ``move`` moves a batch
-    to ``device`` (both None: it stays). ``batches`` and ``samples`` are those of the whole order (None: unknown).
-    ``opaque``: the dataset makes whole batches itself. ``keeps_inner_state``: the dataset saves its own position,
-    through torchdata. ``reads``: this rank reads. ``dispatch`` turns the rounds read on rank 0 into this rank's.
-    ``before_epoch`` runs first in each epoch that is not continued.
+    ``original`` is the user's loader. ``processes``: of the run, also those that share a model. ``mover`` gives what
+    moves a batch to ``device`` (None: it stays). ``batches`` and ``samples`` are those of the whole order (None:
+    unknown). ``opaque``: the dataset makes whole batches itself. ``keeps_inner_state``: the dataset saves its own
+    position, through torchdata. ``reads``: this rank reads. ``dispatch`` turns the rounds read on rank 0 into this
+    rank's. Generators of ``rng_types`` are made equal on all ranks in each epoch that is not continued.
     """
 
     original: DataLoader[object]
@@ -39,14 +40,14 @@ class LoaderParts:
     seed: int
     step: StepState
     device: torch.device | None
-    move: Callable[[object], Any] | None
+    mover: Callable[[torch.device], Callable[[object], Any]]
     batches: int | None
     samples: int | None
     opaque: bool
     keeps_inner_state: bool
     reads: bool
     dispatch: Callable[[GlobalBatches | None], GlobalBatches] | None
-    before_epoch: Callable[[], None]
+    rng_types: list[RNGType]
     generators: Generators | None
     seedable: SeededSampler | None
     common_states: Callable[[States], States] | None

@@ -11,7 +11,6 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from lockstep.comm.collectives import Communicator, raise_on_all_ranks
-from lockstep.config.enums import RNGType
 from lockstep.config.handlers import DataLoaderConfiguration
 from lockstep.config.world import ParallelDims
 from lockstep.data.batch_sharding import ShardPlan
@@ -32,7 +31,7 @@ from lockstep.data.stream_reader import StreamReader
 from lockstep.data.worker_states import TellingCollate
 from lockstep.errors import ConfigError, MissingExtraError, UsageError
 from lockstep.runtime.process import Runtime, start_runtime
-from lockstep.runtime.seed import check_rng_types, synchronize_rng_states
+from lockstep.runtime.seed import check_rng_types
 from lockstep.runtime.step import StepState
 
 
@@ -67,7 +66,7 @@ def prepare_loader(
     world_size = axes.data
     with raise_on_all_ranks(shared) if shared is not None else nullcontext():
         plan, dispatch = decide(loader, config, axes)
-        kinds = [kind for kind in check_rng_types(rng_types or ()) if kind is not RNGType.GENERATOR]
+        kinds = check_rng_types(rng_types or ())
         if dispatch and stands_in:
             raise UsageError(
                 f"dispatch_batches=True needs {world_size} running processes, but this is the only one. Pass "
@@ -104,15 +103,14 @@ def prepare_loader(
             seed=seed,
             step=step,
             device=device,
-            move=None if device is None else moves_to(device),
+            mover=moves_to,
             batches=batches,
             samples=samples,
             opaque=batches_by_sampler(loader) is None,
             keeps_inner_state=reader.keeps_inner_state,
             reads=runtime.is_main or not dispatch,
             dispatch=receive,
-            # The generator needs nothing: the order is common already.
-            before_epoch=partial(synchronize_rng_states, kinds),
+            rng_types=kinds,
             generators=generators_of(loader) if draws else None,
             seedable=seedable,
             common_states=partial(states_of_rank_0, shared) if asks_rank_0 and shared is not None else None,

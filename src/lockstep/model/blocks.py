@@ -205,7 +205,7 @@ def _layers(module: nn.Module, name: str) -> set[str]:
 
 
 def _has_parameters(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
+    return next(nn.Module.parameters(module), None) is not None
 
 
 def _has_layers(module: nn.Module) -> bool:

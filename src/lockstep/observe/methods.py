@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -122,8 +122,22 @@ class TrackingMethods:
 
     @property
     def trackers(self) -> list[GeneralTracker]:
-        """The trackers that run on this rank."""
+        """The trackers that run on this rank. Those that are set replace them."""
         return self._trackers.trackers
+
+    @trackers.setter
+    def trackers(self, running: list[GeneralTracker]) -> None:
+        self._trackers.trackers = running
+
+    @property
+    def log_with(self) -> list[Any]:
+        """The trackers that ``log_with`` asked for. To change them, set this before ``init_trackers``."""
+        return self._trackers.log_with
+
+    @log_with.setter
+    def log_with(self, log_with: object) -> None:
+        folder = self._options.project.logging_dir
+        self._trackers.log_with = trackers.TrackerSet(log_with, folder).log_with
 
     def init_trackers(
         self,
@@ -152,6 +166,7 @@ class TrackingMethods:
             accelerator.end_training()
             ```
         """
+        self._trackers.logging_dir = self._options.project.logging_dir
         self._trackers.start(project_name, config, init_kwargs)
 
     def log(
@@ -178,9 +193,10 @@ class TrackingMethods:
             accelerator.end_training()
             ```
         """
-        self.measures.logged(values)
-        if self._options.log_measures:
-            values = self.measures.numbers() | values
+        if isinstance(values, Mapping):  # others are for the trackers alone
+            self.measures.logged(values)
+            if self._options.log_measures:
+                values = self.measures.numbers() | dict(values)
         self._trackers.log(values, step, log_kwargs)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:

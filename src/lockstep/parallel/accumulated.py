@@ -97,7 +97,7 @@ def clear(model: ParallelModel) -> None:
         sharding.discard_unreduced(shards)
         for parameter in shards:
             parameter.grad = None
-    for parameter in plain.parameters():
+    for parameter in nn.Module.parameters(plain):
         parameter.grad = None
     model.takes_buffers = True
 

@@ -115,7 +115,7 @@ def share_statistics(model: nn.Module, runtime: Runtime, options: ModelOptions) 
 
 
 def should_shard(model: nn.Module, options: ModelOptions) -> bool:
-    has_parameters = next(model.parameters(), None) is not None
+    has_parameters = next(nn.Module.parameters(model), None) is not None
     return options.parallel.shards and options.meshes.gradient_size > 1 and has_parameters
 
 
@@ -269,7 +269,9 @@ def offload_parameters(model: nn.Module, runtime: Runtime, options: ModelOptions
     """Keep the parameters in host memory or in a file. What computes with them brings them to the device."""
     folder = options.parallel.params_folder
     offloaded = (
-        None if folder is None else OffloadedParameters((p.nbytes for p in model.parameters()), folder)
+        None
+        if folder is None
+        else OffloadedParameters((p.nbytes for p in nn.Module.parameters(model)), folder)
     )
     if offloaded is not None or is_on_meta(model):
         host = torch.device("cpu")
@@ -305,7 +307,7 @@ def average_gradients(
 
     meshes, axes = options.meshes, options.meshes.axes
     ids = {id(parameter) for parameter in experts}
-    others = [parameter for parameter in unwrap(model).parameters() if id(parameter) not in ids]
+    others = [parameter for parameter in nn.Module.parameters(unwrap(model)) if id(parameter) not in ids]
     mean = GradientAllReduce(
         [
             ReplicaGroup(others, meshes.gradient_group, meshes.gradient_size),

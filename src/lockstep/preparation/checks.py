@@ -232,7 +232,7 @@ def check_called(models: Collection[ParallelModel], world_size: int, loss: torch
             f"{world_size} ranks. Pass that model to accelerator.prepare() if all ranks train it together.",
             stacklevel=4,
         )
-    elif not leaves.isdisjoint(id(p) for model in alone for p in model.module.parameters()):
+    elif not leaves.isdisjoint(id(p) for model in alone for p in model.parameters()):
         raise UsageError(
             "backward got the loss of a model that was prepared for evaluation, so its gradients would not be "
             "averaged over the ranks. Prepare it without evaluation_mode."

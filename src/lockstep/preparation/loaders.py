@@ -64,7 +64,7 @@ class LoaderPreparation:
             config=run.options.loaders,
             communicator=run.communicator,
             device=run.runtime.device if place else None,
-            rng_types=run.rng_types,
+            rng_types=run.options.rng_types,
             axes=run.meshes.axes,
         )
         self._prepared = [weakref.ref(known) for known in (*self.prepared, prepared)]

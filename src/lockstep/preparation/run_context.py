@@ -20,7 +20,6 @@ class RunContext:
 
     Attributes:
         scaler: The loss scale of fp16; None with other precisions.
-        rng_types: Generators that are made equal on all ranks at the start of each epoch.
         device_placement: Whether models and batches are moved to this process's device.
         step_scheduler_with_optimizer: Whether schedulers advance only when their optimizer steps.
         ranks_step_together: Whether all ranks make this step with averaged gradients, unlike in asynchronous training.
@@ -32,7 +31,6 @@ class RunContext:
     step: StepState
     communicator: Communicator
     scaler: LossScaler | None
-    rng_types: list[str] | None
     device_placement: bool
     step_scheduler_with_optimizer: bool
     ranks_step_together: Callable[[], bool]

@@ -200,7 +200,7 @@ class CheckedOptimizer(PreparedOptimizer):
             UsageError: a closure, whose gradients cannot be looked at before the step.
         """
         checks = self._checks
-        if checks is None or not self._step_state.sync_gradients:
+        if checks is None or not self.gradient_state.sync_gradients:
             return super().step(closure)
         if closure is not None and checks.reads_gradients:
             raise UsageError(
@@ -214,7 +214,7 @@ class CheckedOptimizer(PreparedOptimizer):
             return result
         self._ran = checks.may_step(self.optimizer)
         if not self._ran:
-            self._step_state.clock.stepped()
+            self.gradient_state.clock.stepped()
             checks.skipped(self.optimizer)
             return None
         result = super().step(closure)

@@ -11,6 +11,7 @@ from torch import nn
 from lockstep.comm.methods import gather_for_loss
 from lockstep.comm.tree import LossFunction, Tree
 from lockstep.config.handlers import AutocastKwargs, GradientAccumulationPlugin
+from lockstep.errors import UsageError
 from lockstep.observe.log import get_logger
 from lockstep.parallel.autocast import autocast
 from lockstep.parallel.parallel_model import call_of
@@ -20,6 +21,7 @@ from lockstep.runtime.clock import waiting_for_ranks
 from lockstep.runtime.step import StepState
 from lockstep.train import clipping
 from lockstep.train.accumulation import trigger_sync
+from lockstep.train.loss_scale import scale_by
 
 if TYPE_CHECKING:
     from lockstep.observe.spikes.watch import SpikeWatch
@@ -87,6 +89,21 @@ class TrainingMethods(AcceleratorParts):
             is_complete = True
         finally:
             self.measures.backward_ends(is_complete)
+
+    def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
+        """Refuse the fused backward and step of LOMO's optimizers.
+
+        Args:
+            loss: The loss, 0-d.
+            learning_rate: The learning rate of the step.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(
+            "lomo_backward steps inside of backward, before gradients could be averaged or clipped, which Lockstep "
+            "does not do. Call backward(loss) and optimizer.step() with another optimizer."
+        )
 
     def gather_for_loss(self, tensors: Tree) -> Tree:
         """Concatenate the tensors of all ranks along dim 0. Gradients flow back through the result.
@@ -417,8 +434,21 @@ class TrainingMethods(AcceleratorParts):
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        """The loss scaler of fp16; None with other precisions."""
+        """The loss scaler of fp16; None with other precisions. To scale by another one, set it between two steps."""
         return self._scaler.scaler if self._scaler is not None else None
+
+    @scaler.setter
+    def scaler(self, scaler: torch.amp.GradScaler | None) -> None:
+        scale_by(scaler, self._scaler)
+
+    @property
+    def step(self) -> int:
+        """The number of micro-batches in ``accumulate`` since the loader began. To begin a window anew, set it to 0."""
+        return self._step.micro_batch
+
+    @step.setter
+    def step(self, number: int) -> None:
+        self._step.micro_batch = number
 
     @property
     def gradient_accumulation_steps(self) -> int:
@@ -442,6 +472,14 @@ class TrainingMethods(AcceleratorParts):
     def gradient_state(self) -> StepState:
         """The state of the current step: whether gradients are averaged, and whether a loader is at its end."""
         return self._step
+
+    @gradient_state.setter
+    def gradient_state(self, state: StepState) -> None:
+        if state is not self._step:
+            raise UsageError(
+                "gradient_state was set to that of another Accelerator, but each has its own. Set the attributes of "
+                "this one, such as accelerator.gradient_state.sync_gradients."
+            )
 
     @property
     def spikes(self) -> SpikeWatch | None:

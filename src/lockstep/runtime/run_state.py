@@ -137,9 +137,9 @@ class RunState(PartialState):
     Attributes:
         fsdp_plugin: Where models are sharded, what says how.
         deepspeed_plugin: The one that was passed, or that is selected.
+        dynamo_plugin: How models are compiled; its backend is ``NO`` where they are not.
     """
 
-    dynamo_plugin: object = None
     device_mesh: None = None
     megatron_lm_plugin: None = None
     torch_tp_plugin: None = None
@@ -153,12 +153,14 @@ class RunState(PartialState):
         parallelism_config: object = None,
         deepspeed_plugins: Mapping[str, object] | None = None,
         select: Callable[[str], None] = lambda name: None,
+        dynamo_plugin: object = None,
     ) -> None:
         super().__init__()
         self.mixed_precision = mixed_precision
         self.fsdp_plugin = fsdp_plugin
         self.deepspeed_plugin = deepspeed_plugin
         self.parallelism_config = parallelism_config
+        self.dynamo_plugin = dynamo_plugin
         self._plugins = dict(deepspeed_plugins or {})
         self._select = select
         self._distributed_type = distributed_type

@@ -100,7 +100,12 @@ class PluginKwargs(dict[str, Any]):
 
     def __init__(self, state: StepState) -> None:
         self._state = state
-        super().__init__((name, getattr(state, field)) for name, field in PLUGIN_FIELDS.items())
+        # As the plugin's ``to_kwargs``: what is not its default, and always the number of steps.
+        super().__init__(
+            (name, getattr(state, field))
+            for name, field in PLUGIN_FIELDS.items()
+            if name == "num_steps" or getattr(state, field) != getattr(StepState, field)
+        )
 
     def __setitem__(self, name: str, value: object) -> None:
         if name in PLUGIN_FIELDS:

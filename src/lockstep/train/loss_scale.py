@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from lockstep.comm.dtensor import is_dtensor, local, max_over_shards
 from lockstep.comm.tree import StateDict
 from lockstep.config.handlers import GradScalerKwargs
+from lockstep.errors import UsageError
 from lockstep.torch_internals import optim as torch_optim
 
 
@@ -75,6 +76,8 @@ class LossScaler:
     next backward if only some did. Gradients of the others, which still wait for their step, are
     then brought to the new scale, so that none is unscaled by another scale than its own.
 
+    ``takes_others``: a script may replace ``scaler``, because each rank has whole gradients.
+
     Reference: Micikevicius et al., Mixed Precision Training, ICLR 2018; ``torch.amp.GradScaler``.
     """
 
@@ -83,7 +86,9 @@ class LossScaler:
         device: torch.device,
         options: GradScalerKwargs,
         other_stages: Callable[[], dist.ProcessGroup | None] | None = None,
+        takes_others: bool = True,
     ) -> None:
+        self.takes_others = takes_others
         self.scaler: torch.amp.GradScaler = _ShardScaler(
             device.type, other_stages or _nobody, **options.to_dict()
         )
@@ -96,7 +101,7 @@ class LossScaler:
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss, 0-d, times the scale."""
-        self._update()
+        self.end_round()
         return self.scaler.scale(loss)
 
     def unscale(self, optimizer: Optimizer) -> None:
@@ -124,15 +129,15 @@ class LossScaler:
             optimizer.step()
             return
         if id(optimizer) in self._stepped:
-            self._update()
+            self.end_round()
         self.scaler.step(optimizer)
         self._stepped.add(id(optimizer))
         if len(self._stepped) == len(self._optimizers):
-            self._update()
+            self.end_round()
 
     def state_dict(self) -> StateDict:
         """The scaler's state after the steps taken so far."""
-        self._update()
+        self.end_round()
         return self.scaler.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, object]) -> None:
@@ -143,14 +148,15 @@ class LossScaler:
 
     def clear(self) -> None:
         """Forget all optimizers; the scale stays."""
-        self._update()
+        self.end_round()
         self._optimizers.clear()
 
-    def _update(self) -> None:
+    def end_round(self) -> None:
+        """Update the scale, if an optimizer has stepped."""
         if not self._stepped:
             return
         waiting = [o for o in self._optimizers if id(o) not in self._stepped and _has_gradients(o)]
-        before = self._scale() if waiting else None
+        before = self._scale() if waiting and self.scaler.is_enabled() else None
         self.scaler.update()
         if before is not None:
             after = self._scale()
@@ -169,6 +175,23 @@ class LossScaler:
         scale = torch_optim.scale_of(self.scaler)
         assert scale is not None
         return scale.clone()
+
+
+def scale_by(scaler: torch.amp.GradScaler | None, owner: LossScaler | None) -> None:
+    """Let ``owner`` scale losses by a script's own ``scaler``; None: by none.
+
+    Raises:
+        UsageError: nothing is scaled here, or ranks have parts of gradients, which need the scaler made for them.
+    """
+    scaler = scaler or torch.amp.GradScaler(enabled=False)
+    if owner is not None and (scaler is owner.scaler or owner.takes_others):
+        owner.end_round()
+        owner.scaler = scaler
+    elif owner is not None or scaler.is_enabled():
+        raise UsageError(
+            "scaler was set to another GradScaler, but losses are scaled by the script's own only with "
+            "mixed_precision='fp16' and whole gradients (parallel='ddp'). Pass GradScalerKwargs to Accelerator instead."
+        )
 
 
 def _nobody() -> None:

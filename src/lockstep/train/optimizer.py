@@ -12,7 +12,7 @@ from lockstep.comm.tree import StateDict
 from lockstep.errors import ConfigError, UsageError
 from lockstep.runtime.step import StepState
 from lockstep.train.clipping import OtherStages, clip_norm
-from lockstep.train.loss_scale import LossScaler
+from lockstep.train.loss_scale import LossScaler, scale_by
 
 ParamGroup = StateDict
 """Parameters of an optimizer with its options for them."""
@@ -77,7 +77,7 @@ class PreparedOptimizer(Optimizer):
             )
         # Optimizer.__init__ is not called: there is one set of groups and state, the user's.
         self.optimizer = optimizer
-        self._step_state = step
+        self.gradient_state = step
         self._scaler = scaler
         self._before_first_step = before_first_step
         self._after_zero_grad = after_zero_grad
@@ -149,9 +149,9 @@ class PreparedOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients. Before the last micro-batch of an accumulation window, do nothing."""
-        turns = self._step_state.turns
-        if self._step_state.sync_gradients if turns is None else turns.clears():
-            clock = self._step_state.clock
+        turns = self.gradient_state.turns
+        if self.gradient_state.sync_gradients if turns is None else turns.clears():
+            clock = self.gradient_state.clock
             part = clock.enter("optimizer")
             self.optimizer.zero_grad(set_to_none)
             if self._after_zero_grad is not None:
@@ -166,25 +166,25 @@ class PreparedOptimizer(Optimizer):
         Raises:
             UsageError: a closure was passed with fp16. Its gradients cannot be checked before the step.
         """
-        if self._step_state.turns is not None:
-            return self._step_state.turns.step(self.optimizer, lambda: self._step_if_due(closure))
+        if self.gradient_state.turns is not None:
+            return self.gradient_state.turns.step(self.optimizer, lambda: self._step_if_due(closure))
         return self._step_if_due(closure)
 
     def _step_if_due(self, closure: object) -> object:
-        if not self._step_state.sync_gradients:
+        if not self.gradient_state.sync_gradients:
             return None
-        self._step_state.stepping = True
-        self._step_state.clock.enter("optimizer")
+        self.gradient_state.stepping = True
+        self.gradient_state.clock.enter("optimizer")
         try:
             return self._step(closure)
         finally:
-            self._step_state.stepping = False
-            self._step_state.clock.enter("other")
+            self.gradient_state.stepping = False
+            self.gradient_state.clock.enter("other")
 
     def _step(self, closure: Any) -> object:
-        if self._step_state.being_saved is not None:
-            self._step_state.being_saved.before_step(self.optimizer)
-        self._step_state.clock.stepped()
+        if self.gradient_state.being_saved is not None:
+            self.gradient_state.being_saved.before_step(self.optimizer)
+        self.gradient_state.clock.stepped()
         if self._before_first_step is not None:
             self._before_first_step(self.optimizer)
             self._before_first_step = None
@@ -249,8 +249,12 @@ class PreparedOptimizer(Optimizer):
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        """The loss scaler of fp16; None with other precisions."""
+        """The loss scaler of fp16; None with other precisions. To scale by another one, set it between two steps."""
         return None if self._scaler is None else self._scaler.scaler
+
+    @scaler.setter
+    def scaler(self, scaler: torch.amp.GradScaler | None) -> None:
+        scale_by(scaler, self._scaler)
 
     @property
     def step_was_skipped(self) -> bool:

@@ -58,7 +58,7 @@ class PreparedScheduler:
     ) -> None:
         self.scheduler = scheduler
         self.optimizers = optimizers
-        self._step_state = step
+        self.gradient_state = step
         self.steps_per_call = steps_per_call
         self.step_with_optimizer = step_with_optimizer
 
@@ -78,8 +78,8 @@ class PreparedScheduler:
         if not self.step_with_optimizer:
             self.scheduler.step(*args, **kwargs)
             return
-        if not self._step_state.sync_gradients:
-            if self._step_state.adjust_scheduler and torch_optim.counts_steps(self.scheduler):
+        if not self.gradient_state.sync_gradients:
+            if self.gradient_state.adjust_scheduler and torch_optim.counts_steps(self.scheduler):
                 # torch warns of a scheduler that steps without its optimizer: keep its count right.
                 torch_optim.count_step(self.scheduler)
             return

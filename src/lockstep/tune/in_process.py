@@ -242,7 +242,7 @@ class _SizeOnRank:
         count = len(data)  # type: ignore[arg-type]
         rows = [data[number % count] for number in range(size)]
         batch = send_to_device(collate(rows), self._device)
-        parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        parameters = [parameter for parameter in nn.Module.parameters(self._model) if parameter.requires_grad]
         seconds = []
         gradients: tuple[Tensor | None, ...] = ()
         for _ in range(self.steps):

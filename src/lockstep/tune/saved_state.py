@@ -28,7 +28,7 @@ class SavedState:
         self._optimizer = optimizer
         own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         # A model may share a parameter, and an optimizer have some of another model: each once.
-        parameters = {id(parameter): parameter for parameter in [*model.parameters(), *own]}
+        parameters = {id(parameter): parameter for parameter in [*nn.Module.parameters(model), *own]}
         self._parameters = [
             (parameter, _copied(parameter), parameter.grad) for parameter in parameters.values()
         ]

@@ -10,6 +10,7 @@ import socket
 import warnings
 from collections.abc import Mapping, MutableMapping
 from functools import reduce
+from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from torch import nn
 from lockstep.comm.dtensor import is_dtensor
 from lockstep.comm.tree import Kwargs
 from lockstep.config.values import MAX_PORT, USUAL_PORT, parse_integer
+from lockstep.errors import UsageError
 from lockstep.torch_internals import compile as torch_compile
 from lockstep.torch_internals import modules as torch_modules
 from lockstep.utils import (
@@ -145,6 +147,9 @@ def compile_regions(module: nn.Module, **compile_kwargs: object) -> nn.Module:
         module: The model, which stays as it is.
         compile_kwargs: Arguments of ``torch.compile``.
 
+    Raises:
+        UsageError: the model's ``forward`` was replaced by a function that calls this model.
+
     Examples:
         ```python
         import torch
@@ -170,6 +175,14 @@ def _with_compiled_blocks(module: nn.Module, options: Kwargs) -> nn.Module:
         return whole
     copied = module.__class__.__new__(module.__class__)
     copied.__dict__.update(module.__dict__)
+    forward = vars(module).get("forward")
+    if forward is not None:
+        if getattr(forward, "__self__", None) is not module:
+            raise UsageError(
+                f"{type(module).__name__}.forward was replaced by {forward!r:.80}, which calls this model, and not a "
+                "copy with compiled blocks. Call compile_regions before, or compile_regions_fsdp2 (in place)."
+            )
+        copied.forward = MethodType(forward.__func__, copied)
     children = torch_modules.children_of(module)
     torch_modules.set_children_of(
         copied, {name: child and _with_compiled_blocks(child, options) for name, child in children.items()}
@@ -298,6 +311,9 @@ def get_model_tp_size(model: nn.Module) -> int | None:
         ```
     """
     size = getattr(model, "tp_size", None)
+    if size is None:  # since transformers 5
+        config = getattr(getattr(model, "config", None), "distributed_config", None)
+        size = config.get("tp_size") if isinstance(config, dict) else getattr(config, "tp_size", None)
     return size if isinstance(size, int) else None
 
 

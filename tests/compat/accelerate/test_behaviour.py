@@ -28,7 +28,9 @@ def lines(*words: str, path: str, script: str) -> list[Any]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('["')]
 
 
-@pytest.mark.parametrize(("script", "least"), [("behaviour.py", 80), ("objects.py", 40), ("steps.py", 80)])
+@pytest.mark.parametrize(
+    ("script", "least"), [("behaviour.py", 80), ("objects.py", 40), ("steps.py", 80), ("attributes.py", 50)]
+)
 def test_each_name_does_what_it_does_there(script: str, least: int) -> None:
     pytest.importorskip("accelerate")
     source = str(HERE.parents[2] / "src")

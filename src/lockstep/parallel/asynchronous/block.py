@@ -111,7 +111,7 @@ class TrainingBlock:
         instead = f"Prepare it with parallel='ddp', or leave {what} out."
         if is_sharded(model):
             raise UsageError(f"{needs_whole} sharded by ZeRO. {instead}")
-        if any(is_dtensor(parameter) for parameter in model.parameters()):
+        if any(is_dtensor(parameter) for parameter in nn.Module.parameters(model)):
             raise UsageError(f"{needs_whole} split over ranks. {instead}")
         # Such ranks share a model's work, although each may hold all of its weights.
         axes = {axis: getattr(parallel, axis) for axis in ("tp", "pp", "cp", "ep")}
@@ -121,7 +121,7 @@ class TrainingBlock:
                 f"{what} needs ranks that train separately, but with parallel='{split}' they share each step. "
                 f"{instead}"
             )
-        if any(parameter.is_complex() for parameter in model.parameters()):
+        if any(parameter.is_complex() for parameter in nn.Module.parameters(model)):
             raise UsageError(
                 f"{what} averages real numbers, but {kind} has complex parameters. Leave {what} out."
             )

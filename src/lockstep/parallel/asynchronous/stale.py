@@ -148,7 +148,7 @@ class BoundedStaleness(TrainingBlock):
         super().__init__(accelerator, model, f"{staleness}, {max_norm}", enabled)
         self.enabled = enabled and accelerator.runtime.world_size > 1
         self.recent: deque[list[int]] = deque(maxlen=1024)
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._parameters = [p for p in nn.Module.parameters(model) if p.requires_grad]
         # Of steps whose updates have not come.
         self._settings: deque[list[dict[str, object]]] = deque()
         # staleness -> gradients that were applied
@@ -169,7 +169,7 @@ class BoundedStaleness(TrainingBlock):
             raise UsageError(
                 f"BoundedStaleness got a {type(self._optimizer).__name__} as optimizer. Pass what prepare() returned."
             )
-        own = {id(parameter) for parameter in self.model.parameters()}
+        own = {id(parameter) for parameter in nn.Module.parameters(self.model)}
         trained = [p for group in self._optimizer.param_groups for p in group["params"] if p.requires_grad]
         foreign = sum(id(parameter) not in own for parameter in trained)
         if foreign:

@@ -28,7 +28,7 @@ GradientHook = Callable[[Any, c10d.GradBucket], "torch.futures.Future[torch.Tens
 
 def has_trained_parameters(model: nn.Module) -> bool:
     """Whether there is something to average; if not, a model that is thawed later is refused in its forward."""
-    if any(parameter.requires_grad for parameter in model.parameters()):
+    if any(parameter.requires_grad for parameter in nn.Module.parameters(model)):
         return True
     model.register_forward_pre_hook(refuse_thawed)
     return False
@@ -75,7 +75,7 @@ def _form_buckets_now(replica: TorchDDP, runtime: Runtime) -> None:
         return
     if _is_sparse(replica.module):
         return
-    trained = [p for p in replica.module.parameters() if p.requires_grad]
+    trained = [p for p in nn.Module.parameters(replica.module) if p.requires_grad]
     busy = any(
         p.grad is not None
         or torch_tensors.hooks_of_parameter(p, torch_tensors.TENSOR)

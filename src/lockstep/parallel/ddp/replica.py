@@ -226,11 +226,11 @@ class DistributedDataParallel(TorchDDP):
         while len(self._averaged) > MOST_REDUCERS:
             self._averaged.pop(next(iter(self._averaged)))
         self.reducer, self.logger, self._trained = known.reducer, known.logger, now
-        self._module_parameters = list(self.module.parameters())
+        self._module_parameters = list(nn.Module.parameters(self.module))
         return True
 
     def _another(self, trained: list[nn.Parameter]) -> _AveragedReducer:
-        first, now = (list(map(id, some)) for some in (self._module_parameters, self.module.parameters()))
+        first, now = (list(map(id, some)) for some in (self._module_parameters, nn.Module.parameters(self.module)))
         if [one for one in first if one in now] != [one for one in now if one in first]:
             raise UsageError(
                 f"Other parameters of {type(self.module).__name__} are trainable than in the step before, and they "

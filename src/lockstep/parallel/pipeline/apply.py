@@ -61,7 +61,7 @@ def split_model(
     stages = ranks * stages_per_rank(options.schedule, options.stages_per_rank)
     starts = _starts(model, blocks, stages, options)
     if device is None:
-        device = next(model.parameters()).device
+        device = next(nn.Module.parameters(model)).device
     layout = Layout(model, blocks, starts, device, options.forward_dtype)
     rank = mesh.get_local_rank()
     mine = {stage for stage in range(stages) if rank_of_stage(options.schedule, stage, ranks) == rank}
@@ -106,8 +106,8 @@ def _costs(
             )
         return [options.block_costs[name] for name in blocks], 0.0, 0.0
     # Nothing was measured: time is taken to grow with the weights that are multiplied by.
-    costs = [float(sum(_bytes(p) for p in block.parameters())) for block in blocks.values()]
-    inside = {id(p) for block in blocks.values() for p in block.parameters()}
+    costs = [float(sum(_bytes(p) for p in nn.Module.parameters(block))) for block in blocks.values()]
+    inside = {id(p) for block in blocks.values() for p in nn.Module.parameters(block)}
     first = next(iter(blocks))
     before = after = 0.0
     seen_first = False

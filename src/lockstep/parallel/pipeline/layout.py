@@ -117,7 +117,7 @@ class Layout:
         ]
         self.parts: dict[str, OutsideModule] = {}
         for name, module in _children_of(model, trunk):
-            if module not in blocks.values() and next(module.parameters(), None) is not None:
+            if module not in blocks.values() and next(nn.Module.parameters(module), None) is not None:
                 copy = copy_without_values(module, dict(memo), keep_buffers=True)
                 names = {self._first[joined_name(name, inner)] for inner, _ in module.named_parameters()}
                 self.parts[name] = OutsideModule(copy, list(slots(model, module)), names)

@@ -128,7 +128,9 @@ class LocalStages:
         """This rank's, sharded ones as shards."""
         for module in self._sharded():
             module.reshard()
-        return list(dict.fromkeys(p for module in self.modules.values() for p in module.parameters()))
+        return list(
+            dict.fromkeys(p for module in self.modules.values() for p in nn.Module.parameters(module))
+        )
 
     def _sharded(self) -> list[FSDPModule]:
         found = (inner for module in self.modules.values() for inner in module.modules())

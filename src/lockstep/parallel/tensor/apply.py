@@ -220,12 +220,12 @@ def _split(
     rank's features.
     """
     group = TensorParallelGroup(mesh, options.sequence_parallel, options.loss_parallel)
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    device = next((p.device for p in nn.Module.parameters(model)), torch.device("cpu"))
     modules = dict(model.named_modules())
     specs = {
         name: ParallelModuleSpec(group)
         for name, module in modules.items()
-        if not name or next(module.parameters(), None) is not None
+        if not name or next(nn.Module.parameters(module), None) is not None
     }
     # First what is whole on each rank: its gradients are sums where it works on chunks or on features.
     _reductions(specs, plan, blocks if options.sequence_parallel else {})

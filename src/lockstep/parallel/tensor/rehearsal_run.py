@@ -252,7 +252,7 @@ def without_weights(rehearsal: TensorRehearsal, trains: bool) -> nn.Module:
     }
     memo: dict[int, object] = {}
     numbers = torch.Generator().manual_seed(1)
-    for parameter in module.parameters():
+    for parameter in nn.Module.parameters(module):
         values = parameter.detach()
         is_float = parameter.is_floating_point()
         if id(parameter) not in intercepted and is_float and (values.is_meta or values.numel() < SMALL):

@@ -104,7 +104,7 @@ def shard(
     sharded = [module for module in model.modules() if fsdp2.is_sharded(module)]
     collectives = _set_collectives(model, sharded, groups, options)
     # Frozen ones too: a script may let them train later.
-    whole = [parameter for parameter in model.parameters() if parameter.ndim == 0]
+    whole = [parameter for parameter in nn.Module.parameters(model) if parameter.ndim == 0]
     sharding = Sharding(
         stage=options.parallel.zero,
         groups=sharded,
@@ -221,7 +221,7 @@ def _offloaded(model: nn.Module, options: ShardOptions) -> OffloadedParameters |
     if folder is None:
         return None
     ranks = options.mesh.size(-1)
-    sharded = [parameter for parameter in model.parameters() if not stays_whole(parameter)]
+    sharded = [parameter for parameter in nn.Module.parameters(model) if not stays_whole(parameter)]
     # Of the largest shard: torch gives the first ranks the rows that are left over.
     rows = (-(-parameter.shape[0] // ranks) for parameter in sharded)
     return OffloadedParameters(

@@ -69,7 +69,7 @@ def find_groups(
 
 def _is_one_group(model: nn.Module, parallel: Parallel) -> bool:
     """See ``is_one_group``. A model with parameters of several types has several messages."""
-    parameters = list(model.parameters())
+    parameters = list(nn.Module.parameters(model))
     types = {parameter.dtype for parameter in parameters}
     return len(types) == 1 and is_one_group(parallel, _bytes_of(parameters), GROUP_BYTES)
 
@@ -88,7 +88,7 @@ def _groupable(model: nn.Module, blocks: dict[str, nn.Module], is_main: bool) ->
     found = [
         block
         for name, block in blocks.items()
-        if name not in merged and not all(map(stays_whole, block.parameters()))
+        if name not in merged and not all(map(stays_whole, nn.Module.parameters(block)))
     ]
     if not found and is_main:
         logger.warning(
@@ -130,7 +130,7 @@ def _may_share(model: nn.Module, blocks: list[nn.Module], parallel: Parallel, is
         return False
     if is_cast and any(isinstance(module, torch_modules.BatchNorm) for module in model.modules()):
         return False
-    return not (any(map(is_compiled, [model, *blocks])) or any(map(is_dtensor, model.parameters())))
+    return not (any(map(is_compiled, [model, *blocks])) or any(map(is_dtensor, nn.Module.parameters(model))))
 
 
 def _runs(model: nn.Module, blocks: set[nn.Module]) -> Iterator[list[nn.Module]]:
@@ -141,7 +141,7 @@ def _runs(model: nn.Module, blocks: set[nn.Module]) -> Iterator[list[nn.Module]]
             continue
         run: list[nn.Module] = []
         for member in torch_modules.children_of(container).values():
-            if member is None or next(member.parameters(), None) is None:
+            if member is None or next(nn.Module.parameters(member), None) is None:
                 # An activation between two blocks does not part them.
                 continue
             # A block that stands at two places is called twice in a forward.
@@ -156,9 +156,9 @@ def _runs(model: nn.Module, blocks: set[nn.Module]) -> Iterator[list[nn.Module]]
 
 
 def _fit_together(modules: list[nn.Module]) -> bool:
-    parameters = [parameter for module in modules for parameter in module.parameters()]
+    parameters = [parameter for module in modules for parameter in nn.Module.parameters(module)]
     types = {parameter.dtype for parameter in parameters}
-    trained = {any(p.requires_grad for p in module.parameters()) for module in modules}
+    trained = {any(p.requires_grad for p in nn.Module.parameters(module)) for module in modules}
     return len(types) == len(trained) == 1 and _bytes_of(parameters) <= GROUP_BYTES
 
 

@@ -108,7 +108,7 @@ class WrappedRun(ProcessRun):
             parameters = {
                 id(p) for one in self._optimizers for group in one.param_groups for p in group["params"]
             }
-            if any(id(parameter) in parameters for parameter in module.parameters()):
+            if any(id(parameter) in parameters for parameter in nn.Module.parameters(module)):
                 model = ParallelModel(module)
                 self._prepared(model)
                 # The hooks that it has got now see only later calls.
