@@ -42,9 +42,9 @@ class PreparedLoader(DataLoader[Any]):
     the torch loader that reads the data, and then those of ``original``, the user's own loader. ``around``, if given,
     is a function that gets each iteration and returns the one that the script sees.
 
-    These may be set, and hold from the next iteration on: ``device`` (where batches go; None: they stay), ``rng_types``
-    (generators that get the states of rank 0 before each epoch), ``skip_batches`` (the number of this rank's batches
-    that each iteration leaves out at its beginning) and ``iteration`` (the number of the next epoch, as ``epoch``).
+    Four attributes may be set, for the next iteration and those after it. ``device`` is where batches go, and with None
+    they stay on the CPU. Generators of ``rng_types`` get the states of rank 0 before each epoch. Each iteration leaves
+    out the first ``skip_batches`` batches of this rank. ``iteration`` is the number of the next epoch, as ``epoch``.
 
     Args:
         parts: What ``prepare`` has put together for it.

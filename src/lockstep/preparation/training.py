@@ -443,7 +443,7 @@ class TrainingMethods(AcceleratorParts):
 
     @property
     def step(self) -> int:
-        """The number of micro-batches in ``accumulate`` since the loader began. To begin a window anew, set it to 0."""
+        """The number of micro-batches in ``accumulate`` since the loader began. With 0, a new window begins."""
         return self._step.micro_batch
 
     @step.setter
