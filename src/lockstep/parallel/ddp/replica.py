@@ -230,7 +230,9 @@ class DistributedDataParallel(TorchDDP):
         return True
 
     def _another(self, trained: list[nn.Parameter]) -> _AveragedReducer:
-        first, now = (list(map(id, some)) for some in (self._module_parameters, nn.Module.parameters(self.module)))
+        first, now = (
+            list(map(id, some)) for some in (self._module_parameters, nn.Module.parameters(self.module))
+        )
         if [one for one in first if one in now] != [one for one in now if one in first]:
             raise UsageError(
                 f"Other parameters of {type(self.module).__name__} are trainable than in the step before, and they "
