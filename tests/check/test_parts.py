@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from lockstep.check import (
     PassResult,
     Reference,
     Snapshot,
+    SplitModelState,
     compare_with_whole,
     disturbed,
     numbers,
@@ -199,6 +201,45 @@ def test_a_rounding_step_is_to_the_next_number_up_or_down(dtype: torch.dtype) ->
     assert relative.abs().max() <= eps * 1.01 and relative.abs().min() >= eps / 2 * 0.99
     assert 0.4 < (relative > 0).double().mean() < 0.6
     assert torch.equal(moved[-3:], values[-3:]) and torch.equal(moved, disturbed(values))
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(3),
+        torch.empty(0, 2),
+        torch.ones(2, 2).to(torch.float8_e4m3fn),
+        torch.eye(2).to_sparse(),
+        torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+    ],
+    ids=["integers", "empty", "8 bits", "sparse", "nested"],
+)
+def test_what_has_no_next_number_stays(tensor: torch.Tensor) -> None:
+    assert disturbed(tensor) is tensor
+
+
+class PullsOnItsInput(nn.Module):
+    """A force field: its output is the gradient of an energy by the positions that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+
+    def forward(self, positions: torch.Tensor) -> torch.Tensor:
+        energy = self.layer(positions).tanh().sum()
+        return torch.autograd.grad(energy, positions, create_graph=True)[0].square().mean()
+
+
+def test_a_disturbed_pass_has_inputs_that_require_gradients() -> None:
+    model = PullsOnItsInput()
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    live = SplitModelState(weights, dict.fromkeys(weights, True), {})
+    batch = ComparedBatch((torch.randn(4, 3, requires_grad=True),), {})
+    given = batch, live, torch.device("cpu"), lambda _: nullcontext()
+    whole, moved = Reference(model).run(*given, False), Reference(model).run_disturbed(*given, None)
+    limits = Limits(whole, moved)
+    assert whole.gradients.keys() == limits.gradients.keys() == {"layer.weight", "layer.bias"}
+    assert 0 < (moved.gradients["layer.weight"] - whole.gradients["layer.weight"]).norm() < 1e-5
 
 
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])

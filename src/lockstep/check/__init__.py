@@ -11,7 +11,7 @@ if not TYPE_CHECKING:
             "compare": ["Limits", "compare_with_whole"],
             "observe": ["Observations", "Observed", "observed"],
             "passes": ["ComparedBatch", "PassResult", "run_pass"],
-            "reference": ["Reference"],
+            "reference": ["Reference", "SplitModelState"],
             "rounding": ["FEW", "LARGE", "MULTIPLE", "Rounding", "disturbed"],
             "snapshot": ["numbers", "Snapshot"],
         },

@@ -153,17 +153,14 @@ class Reference:
 
         ``half``: a type of 16 bits in which weights are gathered; the pass is one in mixed precision then.
         """
-        kept = {
-            id(p)
-            for m in self.model.modules()
-            if isinstance(m, torch_modules.BatchNorm)
-            for p in m.parameters()
-        }
+        norms = (module for module in self.model.modules() if isinstance(module, torch_modules.BatchNorm))
+        kept = {id(p) for module in norms for p in module.parameters()}
         named = self.model.named_parameters(remove_duplicate=False)
         # As ``fully_shard`` is told in ``parallel/zero/apply.py``.
         cast = {name for name, p in named if half is not None and p.ndim and id(p) not in kept}
         weights = _Disturbed(live, half, cast)
-        return self._run(batch.changed(disturbed), live, weights, device, without_chance, False, half)
+        moved = batch.changed(lambda tensor: disturbed(tensor).requires_grad_(tensor.requires_grad))
+        return self._run(moved, live, weights, device, without_chance, False, half)
 
     def _run(
         self,

@@ -48,9 +48,12 @@ def disturbed(tensor: Tensor, half: torch.dtype | None = None) -> Tensor:
     """Move each float element, of a tensor of any shape, to the next larger or smaller number, as if by chance.
 
     With ``half``, a type of 16 bits, an element becomes one of the two numbers of that type beside it. Exact zeros
-    (padding, LoRA's second factor) have a meaning and stay, and so does what has no finite neighbour.
+    (padding, LoRA's second factor) have a meaning and stay, and so does what has no finite neighbour. Nested and sparse
+    tensors and types of 8 bits, for which torch has no next number, are returned as they are.
     """
-    if not tensor.is_floating_point() or not tensor.numel():
+    if not tensor.is_floating_point() or tensor.is_nested or tensor.layout is not torch.strided:
+        return tensor
+    if not tensor.numel() or tensor.itemsize < 2:
         return tensor
     pattern = numbers((min(PATTERN, tensor.numel()),)) < 1
     up = (
