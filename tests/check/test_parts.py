@@ -14,11 +14,11 @@ from torch import nn
 
 from lockstep.check import (
     ComparedBatch,
-    Limits,
     Observations,
     Observed,
     PassResult,
     Reference,
+    RoundingLimits,
     Snapshot,
     SplitModelState,
     compare_with_whole,
@@ -164,7 +164,7 @@ def test_rounding_is_allowed_and_no_more(dtype: torch.dtype, off: float, is_seen
         {"": torch.tensor(2.0)},
         {"w": torch.ones(8, dtype=dtype) * (1 + off), "b": torch.zeros(3, dtype=dtype)},
     )
-    assert bool(compare_with_whole(split, whole, [], [], Limits(whole, whole)).differences) is is_seen
+    assert bool(compare_with_whole(split, whole, [], [], RoundingLimits(whole, whole)).differences) is is_seen
 
 
 def test_gradients_that_are_made_of_rounding_are_not_compared_by_their_size() -> None:
@@ -174,9 +174,9 @@ def test_gradients_that_are_made_of_rounding_are_not_compared_by_their_size() ->
     split = PassResult(
         "", {"": torch.tensor(2.0)}, {"w": torch.ones(8), "key.bias": torch.tensor([-3e-9, 1e-9])}
     )
-    assert compare_with_whole(split, whole, [], [], Limits(whole, whole)).differences == ()
+    assert compare_with_whole(split, whole, [], [], RoundingLimits(whole, whole)).differences == ()
     split.gradients["key.bias"] = torch.tensor([1e-3, 0.0])
-    differences = compare_with_whole(split, whole, [], [], Limits(whole, whole)).differences
+    differences = compare_with_whole(split, whole, [], [], RoundingLimits(whole, whole)).differences
     assert [d.name for d in differences] == ["key.bias"]
 
 
@@ -188,7 +188,7 @@ def test_what_a_rounding_step_moves_is_allowed_by_a_multiple(elements: int) -> N
     allowed = 0.1 if elements > 1000 else 0.1 * (1 + 9 / elements)
     for off, is_seen in ((0.99 * allowed, False), (1.02 * allowed, True)):
         split = PassResult(gradients={"w": gradient * (1 + off)})
-        found = compare_with_whole(split, whole, [], [], Limits(whole, moved)).differences
+        found = compare_with_whole(split, whole, [], [], RoundingLimits(whole, moved)).differences
         assert bool(found) is is_seen
 
 
@@ -237,7 +237,7 @@ def test_a_disturbed_pass_has_inputs_that_require_gradients() -> None:
     batch = ComparedBatch((torch.randn(4, 3, requires_grad=True),), {})
     given = batch, live, torch.device("cpu"), lambda _: nullcontext()
     whole, moved = Reference(model).run(*given, False), Reference(model).run_disturbed(*given, None)
-    limits = Limits(whole, moved)
+    limits = RoundingLimits(whole, moved)
     assert whole.gradients.keys() == limits.gradients.keys() == {"layer.weight", "layer.bias"}
     assert 0 < (moved.gradients["layer.weight"] - whole.gradients["layer.weight"]).norm() < 1e-5
 
@@ -265,13 +265,15 @@ def test_a_step_to_16_bits_is_to_a_number_beside_it(half: torch.dtype) -> None:
 )
 def test_numbers_that_modules_keep_are_compared(split: float, whole: float, is_seen: bool) -> None:
     split_pass, whole_pass = (PassResult(attributes={"layer.level": number}) for number in (split, whole))
-    found = compare_with_whole(split_pass, whole_pass, [], [], Limits(whole_pass, whole_pass)).differences
+    found = compare_with_whole(
+        split_pass, whole_pass, [], [], RoundingLimits(whole_pass, whole_pass)
+    ).differences
     assert [(d.kind, d.name) for d in found] == [("attribute", "layer.level")] * is_seen
 
 
 def test_missing_gradients_and_copies_that_differ_are_seen() -> None:
     whole = PassResult("", {"": torch.tensor(2.0)}, {"w": torch.ones(8)})
-    limits = Limits(whole, whole)
+    limits = RoundingLimits(whole, whole)
     missing = compare_with_whole(PassResult("", dict(whole.outputs)), whole, [], [], limits).differences
     assert [d.kind for d in missing] == ["gradient"]
     digests = [{"w": (8.0, 2.8)}, {"w": (8.0, 2.9)}]

@@ -43,7 +43,7 @@ NOT_FOR_USERS = {
     "CUDA_": "a prefix of what lockstep env shows",
 }
 """Words in capitals that no user sets, each with the reason."""
-NOT_IMPORTED_BY_USERS = {"accelerator", "distribution", "lazy", "words"}
+NOT_IMPORTED_BY_USERS = {"accelerator", "distribution", "lazy", "user_call", "words"}
 """Modules at the top of the package whose names have another address, or none."""
 
 

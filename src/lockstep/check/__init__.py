@@ -8,7 +8,7 @@ if not TYPE_CHECKING:
     __getattr__ = names_of_modules(
         __name__,
         {
-            "compare": ["Limits", "compare_with_whole"],
+            "compare": ["RoundingLimits", "compare_with_whole"],
             "observe": ["Observations", "Observed", "observed"],
             "passes": ["ComparedBatch", "PassResult", "run_pass"],
             "reference": ["Reference", "SplitModelState"],

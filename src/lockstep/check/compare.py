@@ -48,7 +48,7 @@ class Comparison:
     has_loss: bool = False
 
 
-class Limits:
+class RoundingLimits:
     """How far each number may be off, relative to its size: what rounding explains.
 
     Args:
@@ -95,7 +95,7 @@ def compare_with_whole(
     whole: PassResult,
     digests: Sequence[GradientSums],
     ranks: Sequence[Observed],
-    limits: Limits,
+    limits: RoundingLimits,
 ) -> Comparison:
     """All differences: of state, the loss, outputs, gradients and copies of them; gradients of the last module first.
 
@@ -128,7 +128,7 @@ def digest(gradients: Mapping[str, Tensor]) -> GradientSums:
     }
 
 
-def _of_outputs(split: PassResult, whole: PassResult, limits: Limits) -> Iterator[Difference]:
+def _of_outputs(split: PassResult, whole: PassResult, limits: RoundingLimits) -> Iterator[Difference]:
     for path, expected in whole.outputs.items():
         found = split.outputs.get(path)
         kind = "loss" if path == whole.loss else "output"
@@ -145,7 +145,7 @@ def _of_outputs(split: PassResult, whole: PassResult, limits: Limits) -> Iterato
 
 
 def _of_gradients(
-    split: Mapping[str, Tensor], whole: Mapping[str, Tensor], limits: Limits
+    split: Mapping[str, Tensor], whole: Mapping[str, Tensor], limits: RoundingLimits
 ) -> Iterator[Difference]:
     for name, relative, found, expected in _distances(split, whole):
         if not math.isfinite(relative) and found.shape != expected.shape:
@@ -175,7 +175,7 @@ def _distances(
             )
 
 
-def _of_replicas(digests: Sequence[GradientSums], limits: Limits) -> Iterator[Difference]:
+def _of_replicas(digests: Sequence[GradientSums], limits: RoundingLimits) -> Iterator[Difference]:
     for name in {name: None for one in digests for name in one}:
         values = [one[name] for one in digests if name in one]
         # A gradient that rank 0 alone does not have is compared as a single number is.
@@ -188,7 +188,7 @@ def _of_replicas(digests: Sequence[GradientSums], limits: Limits) -> Iterator[Di
 
 
 def _of_buffers(
-    split: Mapping[str, Tensor], whole: Mapping[str, Tensor], limits: Limits
+    split: Mapping[str, Tensor], whole: Mapping[str, Tensor], limits: RoundingLimits
 ) -> Iterator[Difference]:
     for name, expected in whole.items():
         found = split.get(name)
@@ -200,7 +200,7 @@ def _of_buffers(
 
 
 def _of_attributes(
-    split: Mapping[str, object], whole: Mapping[str, object], limits: Limits
+    split: Mapping[str, object], whole: Mapping[str, object], limits: RoundingLimits
 ) -> Iterator[Difference]:
     for name, expected in whole.items():
         found = split.get(name, expected)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.check import sentences
-from lockstep.check.compare import Comparison, Limits, compare_with_whole
+from lockstep.check.compare import Comparison, RoundingLimits, compare_with_whole
 from lockstep.check.observe import observed
 from lockstep.check.passes import Chunks, ComparedBatch, PassResult, in_full_precision, run_pass, shapes_of
 from lockstep.check.reference import Collector, Reference, SplitModelState
@@ -262,7 +262,7 @@ class Verification:
 
     def _run_reference(
         self, batch: ComparedBatch, live: SplitModelState, look: bool
-    ) -> tuple[PassResult | None, Limits | None, str]:
+    ) -> tuple[PassResult | None, RoundingLimits | None, str]:
         """Return the result on rank 0 and what rounding explains of it, or why there is none."""
         if self._reference is None:
             return None, None, ""
@@ -277,7 +277,7 @@ class Verification:
             # Whatever a user's forward raises.
             reason = f"the whole model raises {type(error).__name__} on rank 0: {sentences.line_of(error)}."
             return None, None, reason
-        return whole, Limits(whole, moved, setup.half, batch.positions), ""
+        return whole, RoundingLimits(whole, moved, setup.half, batch.positions), ""
 
     @contextmanager
     def _without_chance(self, model: nn.Module) -> Iterator[None]:
@@ -294,7 +294,7 @@ class Verification:
         with ExitStack() as stack:
             stack.enter_context(WithoutChance())
             stack.enter_context(self._without_chance(model))
-            # Where weights are gathered with 16 bits it stays so: ``Limits`` says what that explains.
+            # Where weights are gathered with 16 bits it stays so: ``RoundingLimits`` says what that explains.
             if self._setup.half is None:
                 stack.enter_context(in_full_precision(self._prepared.module))
                 stack.enter_context(torch.autocast(self._setup.device.type, enabled=False))
