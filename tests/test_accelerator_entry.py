@@ -155,7 +155,8 @@ def test_the_constructor_of_a_plain_script_enters_few_files(ranks: int, most: in
 @pytest.mark.parametrize(
     ("ranks", "parallel", "most", "most_beside_collectives"),
     [
-        (1, "", (35, 35), (30, 30)),
+        # A load also enters those of positions that wait for their loader, of samplers' own state, and of the order.
+        (1, "", (35, 38), (30, 32)),
         pytest.param(2, "zero=3", (60, 60), (36, 42), marks=pytest.mark.exhaustive),
     ],
 )

@@ -99,6 +99,16 @@ class TrainingMethods(AcceleratorParts):
 
         Raises:
             UsageError: always.
+
+        Examples:
+            ```python
+            from lockstep import Accelerator
+
+            try:
+                Accelerator(cpu=True).lomo_backward(loss=None, learning_rate=0.1)
+            except Exception as error:
+                print(str(error)[:13])  # lomo_backward
+            ```
         """
         raise UsageError(
             "lomo_backward steps inside of backward, before gradients could be averaged or clipped, which Lockstep "

@@ -20,7 +20,7 @@ if not TYPE_CHECKING:
                 "is_xpu_available",
             ],
             "control": ["split_between"],
-            "failure": ["install_excepthook", "is_consequence", "report_of"],
+            "failure": ["Departures", "install_excepthook", "is_consequence", "report_of"],
             "host_memory": ["free_host_bytes"],
             "memory": ["is_out_of_memory"],
             "memory_folder": ["MemoryFolder"],

@@ -10,8 +10,7 @@ import pytest
 from lockstep.control import Client, Server, new_secret
 from lockstep.errors import ControlError
 from lockstep.observe.hang import Coordinator, ProcessWatch, StopSignals, WatchSettings, WorkerWatch
-from lockstep.runtime.clock import StepClock
-from lockstep.runtime.failure import Departures
+from lockstep.runtime import Departures, StepClock
 from tests.patching import module_of
 
 HERE = "127.0.0.1"
