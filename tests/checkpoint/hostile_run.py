@@ -82,6 +82,9 @@ class Watch:
                 arguments[0], (str, bytes, os.PathLike)
             ):
                 path = os.path.realpath(os.fsdecode(arguments[0]))
+                # The thread of the hang watch reads it now and then.
+                if path == f"/proc/{os.getpid()}/schedstat":
+                    return
                 if not path.startswith(self.directory + "/") and path != self.directory:
                     self.events.append(f"{event} {path}")
         finally:

@@ -34,7 +34,7 @@ ENGINES = (
     "torch._subclasses.fake_tensor",
 )
 # Names of named tuples, of Python, of frames, and of tqdm; below, words of file formats and foreign settings.
-OF_OTHERS = {"_fields", "_replace", "_asdict", "_exit", "_getframe", "_fn", "_instances"}
+OF_OTHERS = {"_fields", "_replace", "_asdict", "_exit", "_getframe", "_fn", "_instances", "_distributed"}
 WORDS = {
     "compat/checkpoints/": "names in files that others have written, which are read without importing anything",
     "compat/deepspeed/": "keys and classes of DeepSpeed",

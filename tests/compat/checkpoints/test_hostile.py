@@ -23,6 +23,8 @@ from . import hostile
 
 RESTRICTED = Path(inspect.getfile(unpickle)).parent
 PLACEHOLDER = Path("marker"), 1
+# The thread of the hang watch reads it now and then.
+OF_WATCH = Path(f"/proc/{os.getpid()}/schedstat")
 _log: list[tuple[str, tuple[Any, ...]]] | None = None
 
 
@@ -79,6 +81,8 @@ class Trap:
         for event, arguments in events:
             if event == "open" and isinstance(arguments[0], (str, bytes)):
                 path = Path(os.fsdecode(arguments[0]))
+                if path == OF_WATCH:
+                    continue
                 # Names without a folder are opened relative to the source's descriptor.
                 inside = not path.is_absolute() and len(path.parts) == 1
                 assert inside or path.is_relative_to(self.folder) or path.suffix in (".py", ".pyc"), path
