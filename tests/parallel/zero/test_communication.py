@@ -122,8 +122,8 @@ class Theory:
             again = (PSI - ROOT) * (few - 1) / few * (self.kept if self.plan.hpz else self.weight)
             gathered = k * (gathered + again)
         reduced = (1 if self.plan.zero == 1 else k) * PSI * ring * self.gradient
-        # A byte for each parameter says whether any rank has used it. 8 each say whether all called the same blocks, made
-        # the same changes, and have the same settings: a number of 4 bytes and its complement.
+        # A byte for each parameter says whether any rank has used it. 8 each say whether all called the same blocks,
+        # made the same changes, and have the same settings: a number of 4 bytes and its complement.
         found = {"all_gather": gathered, "reduce_scatter": reduced}
         found["all_reduce"] = self.agreements(k) * 2 * (self.ranks - 1) / self.ranks * (PARAMETERS + 24)
         if self.plan.replicate > 1:
