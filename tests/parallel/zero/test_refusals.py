@@ -263,7 +263,9 @@ def test_windows_end_with_the_data_and_change_their_length_at_run_time(
     for accumulation in (3, 2):
         for i in range(5):
             rows = slice(4 * i, 4 * i + 4)
-            (F.cross_entropy(model(ROWS[rows]), LABELS[rows]) / accumulation).backward()
+            # The last window of an epoch is a mean over the micro-batches that it has.
+            length = min(accumulation, 5 - i // accumulation * accumulation)
+            (F.cross_entropy(model(ROWS[rows]), LABELS[rows]) / length).backward()
             if i % accumulation == accumulation - 1 or i == 4:
                 optimizer.step()
                 optimizer.zero_grad()
