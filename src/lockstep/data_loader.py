@@ -46,7 +46,8 @@ class BatchSamplerShard(BatchSampler):
         process_index: The number of this process, p, from 0.
         split_batches: Cut each batch into N slices, and give process p the p-th one.
         even_batches: Complete the last round with samples from the beginning, so that all processes get equally many
-            batches. If ``batch_sampler`` has no ``batch_size``, it is completed with whole batches.
+            batches. If ``batch_sampler`` has no ``batch_size``, it is completed with whole batches. With
+            ``split_batches``, a short last batch is completed until N divides it.
 
     Raises:
         ValueError: with ``split_batches``, batches have no ``batch_size``, or N does not divide it.

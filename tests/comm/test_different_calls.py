@@ -55,7 +55,8 @@ def test_a_script_that_calls_it_on_one_rank_ends_with_one_sentence(
     script.write_text(SCRIPT.replace("{call}", CALLS[name]))
     line = 1 + script.read_text().splitlines().index(f"        {CALLS[name]}")
     words = [f"--nproc-per-node={ranks}", str(script), str(tmp_path / "out"), parallel]
-    start = launch.COMMAND if launcher == "lockstep" else [sys.executable, "-m", "torch.distributed.run"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    start = launch.COMMAND if launcher == "lockstep" else torchrun
     done = subprocess.run(
         [*start, *words],
         env=launch.environment(OMP_NUM_THREADS="1"),

@@ -64,7 +64,7 @@ def session_keys(connection: socket.socket) -> tuple[bytes, bytes]:
         ),
         (lambda connection: time.sleep(1), "did not answer within 0.3 s"),
         (lambda connection: connection.sendall(PROTOCOL), "ended the connection"),
-        (lambda connection: connection.sendall(PROTOCOL + bytes(64)), "does not know the run's secret"),
+        (lambda connection: connection.sendall(PROTOCOL + bytes(64)), "has another secret"),
     ],
 )
 def test_what_is_no_server_that_knows_the_secret_is_refused(behave: Any, said: str) -> None:

@@ -157,9 +157,9 @@ def test_prepared_loaders_pin_for_their_device_if_the_configuration_does(
         config=DataLoaderConfiguration(pin_memory=pin_memory, dispatch_batches=False),
         device=torch.device("cuda"),
     )
-    assert asked == [("cuda", False, pin_memory)]
     assert not loader.inner.pin_memory
     assert [batch.tolist() for batch in loader] == [[1, 2], [3, 4]]
+    assert asked == [("cuda", False, pin_memory)]
 
 
 def test_on_a_cpu_a_batch_is_the_one_that_was_collated() -> None:

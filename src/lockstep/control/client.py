@@ -65,7 +65,7 @@ class Client:
         except ControlError as error:
             self.close()
             raise type(error)(
-                f"Cannot connect to {name_of(address)}: {error}. Check the address and the secret."
+                f"Cannot connect to {name_of(address)}: {error}. Check the address. Give both ends the same secret."
             ) from None
         except BaseException:
             self.close()

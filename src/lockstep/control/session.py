@@ -268,7 +268,7 @@ def finish(secret: Secret, greeted: bytes, answered: bytes, proof: bytes) -> Ses
     """
     mine = answered[:GREETING_BYTES]
     if not hmac.compare_digest(proof, secret.sign(b"server" + greeted + mine)):
-        raise ControlError("what answers there does not know the run's secret")
+        raise ControlError("what answers there has another secret")
     to_server, to_client = _keys(secret, greeted, mine)
     return Session(FrameReader(to_client), FrameWriter(to_server))
 

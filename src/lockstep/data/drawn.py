@@ -135,8 +135,8 @@ def stateful_samplers(loader: DataLoader[object]) -> list[Any]:
     ]
 
 
-def sampler_states(loader: DataLoader[object]) -> list[StateDict]:
-    return [copy.deepcopy(sampler.state_dict()) for sampler in stateful_samplers(loader)]
+def states_of_samplers(samplers: Iterable[Any]) -> list[StateDict]:
+    return [copy.deepcopy(sampler.state_dict()) for sampler in samplers]
 
 
 def draws_nothing(sampler: object) -> bool:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from lockstep.comm.tree import StateDict
 from lockstep.config.enums import RNGType
-from lockstep.data.drawn import Drawing, generators_of, of_samplers, sampler_states, stateful_samplers
+from lockstep.data.drawn import Drawing, generators_of, of_samplers, states_of_samplers
 from lockstep.data.loader_parts import LoaderParts
 from lockstep.data.map_reader import MapReader
 from lockstep.data.order import announce_epoch
@@ -306,7 +306,7 @@ class PreparedLoader(DataLoader[Any]):
             digest=position.digest,
             shown=None if drawing is None else drawing.shown,
             workers=parts.reader.worker_states(position.is_midway) if self.inner.num_workers else None,
-            samplers=sampler_states(self.original) if drawing is None else drawing.samplers,
+            samplers=states_of_samplers(parts.stateful_samplers) if drawing is None else drawing.samplers,
         )
 
     def check_state_dict(self, state_dict: dict[str, object]) -> None:
@@ -329,15 +329,14 @@ class PreparedLoader(DataLoader[Any]):
         position, seed, draws = read_state(state_dict, self._setup(), parts.keeps_inner_state)
         if draws is not None:
             generators = parts.generators or generators_of(self.original)
-            samplers = stateful_samplers(self.original)
             draws.check_fits(
                 parts.seedable is not None,
                 len(generators.own),
-                len(samplers),
+                len(parts.stateful_samplers),
                 position.is_midway,
                 parts.reads,
             )
-            for sampler, state in zip(samplers, draws.samplers, strict=True):
+            for sampler, state in zip(parts.stateful_samplers, draws.samplers, strict=True):
                 sampler.load_state_dict(copy.deepcopy(state))
             if position.is_midway and draws.start is not None:
                 drawing = Drawing(generators, draws.start, draws.first, None, True, draws.digest, draws.shown)
@@ -463,7 +462,7 @@ class PreparedLoader(DataLoader[Any]):
             if self._epochs.seeded or parts.generators is None:
                 return None
             drawing = Drawing(parts.generators, parts.generators.read())
-            drawing.samplers = sampler_states(parts.original)
+            drawing.samplers = states_of_samplers(parts.stateful_samplers)
             if parts.common_states is not None:
                 drawing.start = parts.common_states(drawing.start)
         if parts.common_states is not None or parts.dispatch is not None:

@@ -22,8 +22,8 @@ class LoaderParts:
     """What ``prepare_loader`` decided, for a ``PreparedLoader``.
 
     ``generators``: those that its samplers may draw from (None: the order is a function of seed and epoch).
-    ``seedable`` is the sampler that is seeded for each epoch, if there is one, and ``common_states`` gives every rank
-    the generators' states of rank 0 (None: no other rank needs them).
+    ``stateful_samplers``: those that keep a state. ``seedable`` is the sampler that is seeded for each epoch, if there
+    is one, and ``common_states`` gives every rank the generators' states of rank 0 (None: no other rank needs them).
 
     ``original`` is the user's loader. ``processes``: of the run, also those that share a model. ``mover`` gives what
     moves a batch to ``device`` (None: it stays). ``batches`` and ``samples`` are those of the whole order (None:
@@ -49,5 +49,6 @@ class LoaderParts:
     dispatch: Callable[[GlobalBatches | None], GlobalBatches] | None
     rng_types: list[RNGType]
     generators: Generators | None
+    stateful_samplers: list[Any]
     seedable: SeededSampler | None
     common_states: Callable[[States], States] | None

@@ -16,7 +16,7 @@ from lockstep.config.world import ParallelDims
 from lockstep.data.batch_sharding import ShardPlan
 from lockstep.data.checks import Lengths, batches_by_sampler, check_lengths, decide, is_iterable, lengths
 from lockstep.data.dispatch import dispatched
-from lockstep.data.drawn import draws_nothing, generators_of, with_seedable
+from lockstep.data.drawn import draws_nothing, generators_of, stateful_samplers, with_seedable
 from lockstep.data.fingerprint import check_same, fingerprint_of
 from lockstep.data.loader import PreparedLoader
 from lockstep.data.loader_parts import LoaderParts
@@ -112,6 +112,7 @@ def prepare_loader(
             dispatch=receive,
             rng_types=kinds,
             generators=generators_of(loader) if draws else None,
+            stateful_samplers=stateful_samplers(loader),
             seedable=seedable,
             common_states=partial(states_of_rank_0, shared) if asks_rank_0 and shared is not None else None,
         )

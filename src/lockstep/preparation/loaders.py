@@ -83,6 +83,17 @@ class LoaderPreparation:
             del self._waiting[number]
             return
 
+    def before_backward(self) -> None:
+        """Warn once if no prepared loader has given what this backward is of."""
+        step, ranks = self._run.step, self._run.meshes.data_size
+        if not step.has_given_batches and ranks > 1:
+            step.has_given_batches = True
+            logger.warning(
+                "backward was called on %d ranks, but no loader that prepare() returned has given a batch. If all "
+                "ranks read the same rows, pass the DataLoader to accelerator.prepare(), which divides them.",
+                ranks,
+            )
+
     def shard_sequences(self, prepared: list[object]) -> None:
         """As DeepSpeed does for loaders that are prepared together with a model."""
         from lockstep.parallel.context.sharded_loader import shard_sequences

@@ -12,7 +12,6 @@ from lockstep.comm.methods import gather_for_loss
 from lockstep.comm.tree import LossFunction, Tree
 from lockstep.config.handlers import AutocastKwargs, GradientAccumulationPlugin
 from lockstep.errors import UsageError
-from lockstep.observe.log import get_logger
 from lockstep.parallel.autocast import autocast
 from lockstep.parallel.parallel_model import call_of
 from lockstep.preparation.observers import RunObserver
@@ -21,13 +20,10 @@ from lockstep.runtime.clock import waiting_for_ranks
 from lockstep.runtime.step import StepState
 from lockstep.train import clipping
 from lockstep.train.accumulation import trigger_sync
-from lockstep.train.loss_scale import scale_by
 
 if TYPE_CHECKING:
     from lockstep.observe.spikes.watch import SpikeWatch
     from lockstep.observe.state_bytes import StateBytes
-
-logger = get_logger(__name__)
 
 
 class TrainingMethods(AcceleratorParts):
@@ -63,13 +59,7 @@ class TrainingMethods(AcceleratorParts):
             ```
         """
         self._preparation.gradients.check_backward(loss)
-        if not self._step.has_given_batches and self.meshes.data_size > 1:
-            self._step.has_given_batches = True
-            logger.warning(
-                "backward was called on %d ranks, but no loader that prepare() returned has given a batch. If all "
-                "ranks read the same rows, pass the DataLoader to accelerator.prepare(), which divides them.",
-                self.meshes.data_size,
-            )
+        self._preparation.loaders.before_backward()
         self._preparation.verifications.before_backward(loss)
         if self._step.being_saved is not None:
             self._step.being_saved.before_backward()
@@ -449,6 +439,8 @@ class TrainingMethods(AcceleratorParts):
 
     @scaler.setter
     def scaler(self, scaler: torch.amp.GradScaler | None) -> None:
+        from lockstep.train.loss_scale import scale_by
+
         scale_by(scaler, self._scaler)
 
     @property

@@ -37,11 +37,8 @@ def train(trial: Trial, batches: list[MicroBatch]) -> tuple[list[float], dict[st
         ends_epoch = i + 1 == len(batches) or batches[i + 1].epoch != batch.epoch
         if len(window) < trial.accumulation and not ends_epoch:
             continue
-        if trial.kind.even:
-            loss = torch.stack([losses.mean() for losses in window]).sum() / trial.accumulation
-        else:
-            loss = torch.cat(window).mean()
-        loss.backward()
+        parts = [losses.mean() for losses in window] if trial.kind.even else [torch.cat(window).mean()]
+        torch.stack(parts).mean().backward()
         if trial.clips:
             nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()

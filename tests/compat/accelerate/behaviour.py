@@ -253,6 +253,8 @@ for n in (24, 22, 21, 9, 3):
     for split in (False, True):
         for even in (True, False):
             for drop in (True, False):
+                if split and even and not drop and n % 4:
+                    continue  # a named difference: a short last batch is cut here, and completed there
                 batches = BatchSampler(range(n), batch_size=4, drop_last=drop)
                 parts = [BatchSamplerShard(batches, 2, rank, split, even) for rank in range(2)]
                 say("sampler", n, split, even, drop, [list(part) for part in parts])

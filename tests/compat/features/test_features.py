@@ -58,7 +58,7 @@ def test_each_feature_gives_the_numbers_that_it_gives_with_accelerate(tmp_path: 
     changed = tmp_path / "changed.py"
     changed.write_text(SCRIPT.read_text().replace("from accelerate", "from lockstep"))
     runs = (
-        start("-m", "torch.distributed.run", "--nproc_per_node", "2", str(SCRIPT), path=""),
+        start("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(SCRIPT), path=""),
         start(*LAUNCH, "--as-accelerate", str(SCRIPT), path=SOURCE),
         start(*LAUNCH, str(changed), path=SOURCE),
     )
@@ -73,7 +73,7 @@ def test_each_feature_gives_the_numbers_that_it_gives_with_accelerate(tmp_path: 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_the_loops_of_the_guides_give_the_numbers_that_they_give_with_accelerate(ranks: int) -> None:
     pytest.importorskip("accelerate")
-    launch = ["-m", "torch.distributed.run", "--nproc_per_node", "2"] if ranks > 1 else []
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"] if ranks > 1 else []
     there = results(start(*launch, str(GUIDES), path=""))
     here = results(start(*LAUNCH[:-3], str(ranks), *LAUNCH[-2:], "--as-accelerate", str(GUIDES), path=SOURCE))
     assert len(there) == {1: 17, 2: 32}[ranks]  # one more is printed by the function of a notebook

@@ -104,7 +104,7 @@ def start(
     if processes == 1:
         program = ["-m", "lockstep.compat.accelerate"] if here else []
     else:
-        other = ["-m", "torch.distributed.run", "--nproc_per_node"]
+        other = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
         program = [*(LAUNCH if here else other), str(processes)]
     out.mkdir(parents=True, exist_ok=True)
     settings = {

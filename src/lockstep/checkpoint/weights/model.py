@@ -16,7 +16,6 @@ from lockstep.comm.dtensor import is_dtensor
 from lockstep.comm.tree import children
 from lockstep.model.changes import PartialStateMark
 from lockstep.runtime import process
-from lockstep.torch_internals.dtensor_operators import refuse_to_save_part
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +46,8 @@ def refuse_parts(value: object, depth: int = 4) -> None:
     if isinstance(value, nn.Module):
         value = list(value.parameters())
     if is_dtensor(value):
+        from lockstep.torch_internals.dtensor_operators import refuse_to_save_part
+
         refuse_to_save_part(value)
     if isinstance(mark := getattr(value, PartialStateMark.NAME, None), PartialStateMark):
         mark.__reduce__()
