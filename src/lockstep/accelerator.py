@@ -119,13 +119,11 @@ class Accelerator(
     - With ``watch``, SIGTERM, SIGUSR1 and SIGUSR2 stop the run at a step boundary. Two daemon threads report this
       rank's progress to the launcher over TCP. Without ``lockstep launch``, rank 0 has a third thread with a TCP
       server for these reports. A process that trains alone has one thread, and no socket for others.
-    - With ``watch``, in runs of up to 16 ranks on CPUs, the collectives in ``torch.distributed`` are replaced. The
-      replacements first compare the script's own calls between the ranks.
     - On CPUs, the ranks of one host exchange tensors through shared memory. A daemon thread for each process group
       continues asynchronous calls. ``LOCKSTEP_BACKEND=gloo`` leaves both out, and so does
       ``lockstep launch --backend gloo``.
 
-    ``watch=False`` leaves signals, sockets, functions of torch, and the threads of the watch alone.
+    ``watch=False`` leaves signals, sockets, and the threads of the watch alone.
     ``PartialState().destroy_process_group()`` takes all of this back but the exception hook, which stays. The function
     of that name in torch ends the process group alone.
 

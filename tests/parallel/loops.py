@@ -777,6 +777,36 @@ def noise_on_gradients(run: Run) -> Values:
     return values(run, model=model)
 
 
+def gradients_masked(run: Run) -> Values:
+    """By masks of the whole shape, and of one that is broadcast."""
+    model = make(Net)
+    model, optimizer = run.prepare(model, sgd(model))
+    for step in range(4):
+        run.backward(run.mean(mse(model), step))
+        for p in model.parameters():
+            p.grad.mul_((torch.arange(p.numel()).view(p.shape) % 3 > 0).float())
+            if p.ndim > 1:
+                p.grad.masked_fill_(torch.arange(p.shape[1]) == 1, 0.01)
+        run.step(optimizer)
+    return values(run, model=model)
+
+
+def a_penalty_towards_copies(run: Run) -> Values:
+    """Elastic weight consolidation: the copies are whole tensors, or shards."""
+    model = make(Net)
+    before = [p.detach().clone() for p in model.parameters()]
+    model, optimizer = run.prepare(model, sgd(model))
+    after = [p.detach().clone() for p in model.parameters()]
+    for step in range(4):
+        loss = run.mean(mse(model), step)
+        for copies in (before, after):
+            pairs = zip(model.parameters(), copies, strict=True)
+            loss = loss + 0.1 * sum((p - copy).square().sum() for p, copy in pairs)
+        run.backward(loss)
+        run.step(optimizer)
+    return values(run, model=model)
+
+
 def noise_like_gradients(run: Run) -> Values:
     model = make(Net)
     model, optimizer = run.prepare(model, sgd(model))

@@ -22,7 +22,6 @@ HOOK = "has a hook by register_"
 CHANGED = "changed this rank's own gradient"
 LEFT_OUT = "without a gradient, which parallel='ddp' averages"
 DIVIDE = "loss.backward(), which does not divide"
-MIXED = "was to be changed by a plain tensor"
 PARTED = "is no longer equal on all ranks"
 OWN = "this rank only, because each backward since the last step ran inside no_sync"
 CHANGED_APART = "was changed by the script in this step while it was gathered"
@@ -58,8 +57,8 @@ OF_DDP = {
     "plain_backward_in_windows": DIVIDE,
     "plain_backward_in_every_second_micro_batch": DIVIDE,
 }
+OF_ZERO_3 = {"a_critic_with_a_penalty": "were freed after an earlier backward through the same graph"}
 OF_ZERO = {
-    "a_critic_with_a_penalty": "were freed after an earlier backward through the same graph",
     "weights_that_follow_the_ranks_rows": CHANGED_APART,
     "averaged_by_hand": "that was not averaged over the ranks",
     "stepped_without_a_last_backward": NOT_AVERAGED,
@@ -82,7 +81,6 @@ OF_ZERO = {
     "torch_averaged_model": "cannot be copied with copy.deepcopy",
     "plain_backward_in_windows": DIVIDE,
     "plain_backward_in_every_second_micro_batch": DIVIDE,
-    "noise_on_gradients": MIXED,
     "gradients_set_by_hand": "appears to not have been used in the graph",
 }
 ONE_RANK_WAITS = (
@@ -118,6 +116,8 @@ FAST = (
     "heads_in_windows",
     "gradient_penalty",
     "noise_on_gradients",
+    "gradients_masked",
+    "a_penalty_towards_copies",
     "a_critic_with_a_penalty",
     "norm_of_gradients_by_hand",
     "views_changed_in_place",
@@ -163,7 +163,8 @@ def outcome(parallel: str, name: str, **options: Any) -> str:
 
 
 def check(run_distributed: Any, parallel: str, names: list[str]) -> None:
-    refused = OF_DDP if parallel == "ddp" else OF_ZERO | (OWN_GRADIENTS if parallel == "zero=1" else {})
+    further = {"zero=1": OWN_GRADIENTS, "zero=3": OF_ZERO_3}
+    refused = OF_DDP if parallel == "ddp" else OF_ZERO | further.get(parallel, {})
     names = [name for name in names if parallel != "ddp" or name not in ONE_RANK_WAITS]
     # Refused ones last: a reduction that a refused step has begun would be met by the next loop's.
     names.sort(key=lambda name: name in refused)

@@ -131,6 +131,12 @@ def message_of(function: Callable[[], object], kind: type[BaseException]) -> str
     return ""
 
 
+def exchange(sent: list[list[int]], group: dist.ProcessGroup) -> None:
+    """``sent[r]``: how many elements rank r sends to each rank. Each takes one of each."""
+    mine = sent[dist.get_rank()]
+    dist.all_to_all_single(torch.zeros(3), torch.ones(sum(mine)), [1, 1, 1], mine, group=group)
+
+
 def mismatched(kind: str) -> tuple[str, str]:
     """What a rank is told when it calls something else than rank 0 does, and of its next call."""
     group, is_first = group_of_all(), dist.get_rank() == 0
@@ -143,17 +149,21 @@ def mismatched(kind: str) -> tuple[str, str]:
         "operation": lambda: dist.all_reduce(
             x, dist.ReduceOp.SUM if is_first else dist.ReduceOp.MAX, group=group
         ),
+        "splits": lambda: exchange([[1, 2, 1], [1, 1, 1], [1, 1, 1]], group),
+        "own split": lambda: exchange([[1, 1, 1], [1, 1, 1], [1, 1, 2]], group),
     }
     first = message_of(calls[kind], CollectiveMismatchError)
     return first, message_of(lambda: dist.barrier(group=group), CollectiveMismatchError)
 
 
-@pytest.mark.parametrize("kind", ["kind", "size", "dtype", "root", "operation"])
+@pytest.mark.parametrize("kind", ["kind", "size", "dtype", "root", "operation", "splits", "own split"])
 def test_calls_that_do_not_belong_together_raise_on_every_rank(run_distributed, kind: str) -> None:
     names = {"kind": "broadcast", "size": "3", "dtype": "int32", "root": "rank 1", "operation": "MAX"}
+    names["splits"] = "rank 0 sends 8 bytes to rank 1, which takes 4"
+    names["own split"] = "rank 2 sends 8 bytes to rank 2, which takes 4"
     for message, later in run_distributed(mismatched, 3, kind):
         first = "Rank 0 called all_reduce (test_group.py:" if kind == "kind" else "rank 0: all_reduce"
-        assert first in message or kind == "root"
+        assert first in message or kind in ("root", "splits", "own split")
         assert names[kind] in message
         assert later == message  # nobody knows where the others are
 
@@ -176,7 +186,7 @@ def test_a_rank_that_does_not_come_and_one_that_aborts_are_named(run_distributed
     (late, aborted, took), _ = run_distributed(late_and_alone, 2)
     assert "Timed out" in late and "rank 1" in late and "all_reduce" in late
     assert took < 30
-    assert "rank 1 aborted" in aborted
+    assert "Rank 1 aborted" in aborted
 
 
 def refused_tensors() -> list[str]:

@@ -80,7 +80,7 @@ def kill_in_training(ranks: int) -> list[str]:
 def test_a_backward_of_ddp_raises_where_a_rank_was_killed(run_distributed, ranks: int) -> None:
     (messages,) = run_distributed(kill_in_training, 1, ranks)
     assert all("has ended, while rank" in text and "all_reduce" in text for text in messages), messages
-    assert any("rank 0 has ended" in text for text in messages), messages
+    assert any("Rank 0 has ended" in text for text in messages), messages
 
 
 def kill_some(times: int, ranks: int, seed: int) -> list[tuple[int, list[str]]]:
@@ -116,7 +116,7 @@ def others(rank: int, ranks: int) -> Sequence[int]:
 def check_kills(found: list[tuple[int, list[str]]]) -> None:
     for killed, messages in found:
         # Who waits for a rank that ended because of the killed one names that.
-        assert any(f"rank {killed} has ended" in text for text in messages), (killed, messages)
+        assert any(f"Rank {killed} has ended" in text for text in messages), (killed, messages)
         assert all("has ended, while rank" in text for text in messages), (killed, messages)
 
 

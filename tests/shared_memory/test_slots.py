@@ -32,4 +32,4 @@ def test_a_rank_that_has_done_its_part_may_end_while_others_look_for_it() -> Non
 
 
 def test_a_rank_that_ends_without_its_part_is_named() -> None:
-    expect_refusal(RuntimeError, "rank 1 has ended", waits, lambda peers: None)
+    expect_refusal(RuntimeError, "Rank 1 has ended", waits, lambda peers: None)

@@ -6,8 +6,6 @@ if not TYPE_CHECKING:
     __getattr__ = names_of_modules(
         __name__,
         {
-            "call_check": ["CallCheck"],
-            "call_record": ["SIGNATURES"],
             "collectives": ["all_reduce_max", "Communicator"],
             "dtensor": ["local", "regions_of", "shard_like", "total_norm", "whole"],
             "exchange": ["all_gather_into_tensor", "reduce_scatter_tensor"],

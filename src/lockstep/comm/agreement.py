@@ -43,10 +43,6 @@ class CollectiveCall:
         # Without the highest bit, because it travels as an int64.
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
-    def by(self, user: UserCall) -> CollectiveCall:
-        """The same, within this call of the script."""
-        return replace(self, user=user)
-
     @property
     def line(self) -> str:
         return f" ({self.user.line})" if self.user.line else ""

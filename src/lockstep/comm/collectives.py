@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from lockstep.comm.agreement import CollectiveCall, leaf_spec, tensors_only
-from lockstep.comm.exchange import GATHER_ALIKE, CallExchange, all_gather_into_tensor, all_gather_object
+from lockstep.comm.exchange import GATHER_ALIKE, CallExchange, all_gather_into_tensor
 from lockstep.comm.tree import Tree, leaves, map_leaves
 from lockstep.errors import UsageError
 from lockstep.runtime.clock import waiting_for_ranks
@@ -209,7 +209,7 @@ class Communicator(CallExchange):
         payload, problem = pickled(values, "gather_object")
         self._exchange_calls(GATHER_OBJECT, problem)
         payloads = [payload] * self.world_size
-        all_gather_object(payloads, payload, group=self._group)
+        dist.all_gather_object(payloads, payload, group=self._group)
         return [one for other in payloads for one in pickle.loads(other)]
 
     def gather_alike(self, value: object, error: Exception | None = None) -> list[Any]:

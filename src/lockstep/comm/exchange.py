@@ -6,6 +6,7 @@ One all-gather of two integers does it. Ranks that differ all raise; none of the
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -28,8 +29,6 @@ Exchanged = TypeVar("Exchanged")
 # torch 2.13 renamed them and warns of the old names; 2.11 has only the old ones.
 all_gather_into_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-# As torch has it: ``call_check`` looks at every call of what stands in ``dist``.
-all_gather_object = dist.all_gather_object
 
 AGREE, BARRIER = map(CollectiveCall, ("agree", "barrier"))
 GATHER_ALIKE = CollectiveCall("gather_alike")
@@ -109,7 +108,7 @@ class CallExchange:
         calls = [call] * self.world_size
         # All ranks have the same digests here, so that all of them enter the second exchange, or none.
         if len(set(digests)) > 1:
-            calls = self._exchange(call.by(user_call()))
+            calls = self._exchange(replace(call, user=user_call()))
             check_same(calls, free_dim, any_shape)
         if any(failed):
             messages = self._exchange((type(error).__name__, str(error)))
@@ -136,5 +135,5 @@ class CallExchange:
 
     def _exchange(self, value: Exchanged) -> list[Exchanged]:
         values = [value] * self.world_size
-        all_gather_object(values, value, group=self._group)
+        dist.all_gather_object(values, value, group=self._group)
         return values

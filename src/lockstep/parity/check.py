@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 from lockstep.parallel.autocast import DTYPES
 from lockstep.parity.judge.decide import judge, judge_repeat
 from lockstep.parity.judge.facts import RankFacts, RunFacts
-from lockstep.parity.judge.tolerance import tolerance_of
+from lockstep.parity.judge.tolerance import Tolerance, tolerance_of
 from lockstep.parity.judge.verdict import Fault, Mismatch, ParityVerdict
 from lockstep.parity.reference import ReferenceRun, keep, kept_in, refuse_other_run
 from lockstep.parity.report.text import sentence_of_repeat
@@ -28,7 +29,8 @@ from lockstep.parity.runs import (
 from lockstep.parity.spec import ProcessFacts, Role, RunSpec
 from lockstep.parity.trace.file import Trace, join_traces
 from lockstep.parity.trace.items import ItemKind
-from lockstep.words import count
+from lockstep.parity.trace.measure import Measured
+from lockstep.words import count, two_digits
 
 DEPENDS_ON_RANKS = (
     "The script computes its {what} from the number of processes, which was {count} in the reference ({by})."
@@ -38,6 +40,17 @@ SEEN_WITHOUT_ACCELERATOR = "torch.distributed.get_world_size() and WORLD_SIZE"
 FILLED_UP = (
     "Several ranks fill such a round up with rows of the epoch's beginning, which one process does not read."
 )
+IN_TURN = "The reference trained on the batches of {ranks} ranks in turn, and averaged their gradients."
+WHOLE_BATCH = {
+    "same": "On all of them as one batch it has the same gradients in step 1.",
+    "other": (
+        "On all of them as one batch, the gradient of `{name}` in step 1 is off by {distance} of its norm. So the loss "
+        "is not a mean over rows, or a layer such as BatchNorm looks at the whole batch: {ranks} ranks minimise "
+        "another function than one process. `loss-differs` in the docs says what to do."
+    ),
+    "draws": "One batch of all of them was not compared, as random numbers are drawn with each batch (dropout).",
+    "unknown": "One batch of all of them was not compared: they cannot be joined, or the script refuses it.",
+}
 COMPUTED_FROM_BATCH = {ItemKind.BATCH, ItemKind.OUTPUT, ItemKind.LOSS}
 DRAWN = {ItemKind.BATCH, ItemKind.WEIGHT, ItemKind.OUTPUT, ItemKind.LOSS, ItemKind.RATE}
 
@@ -104,7 +117,8 @@ class ParityCheck:
         )
         verdict = self._compared(reference)
         # Told of the candidate's processes, one process may make the same rates and batches as they do.
-        if self._depends_on_ranks(reference, verdict):
+        is_plain = request.reference is None and request.against is None and reference.facts.data_ranks > 1
+        if is_plain and _differs_in(verdict) is not None:
             with_ranks = self._make_reference(tells_ranks=True)
             what = "learning rate" if _differs_in(verdict) is ItemKind.RATE else "batch size"
             by = SEEN_WITHOUT_ACCELERATOR if request.program.wrapped else SEEN_WITH_ACCELERATOR
@@ -112,7 +126,7 @@ class ParityCheck:
                 with_ranks, (DEPENDS_ON_RANKS.format(what=what, count=request.nproc, by=by),)
             )
             if _differs_in(second) is None:
-                reference, verdict = with_ranks, second
+                reference, verdict, is_plain = with_ranks, second, False
             elif what == "learning rate" and reference.facts.sets_rate:
                 raise CouldNotRun(
                     "The script sets its learning rate without a scheduler, from a count of its own, but one "
@@ -132,12 +146,27 @@ class ParityCheck:
             raise CouldNotRun(self._that_drew(reference.facts))
         if request.record is not None:
             keep(reference, request.record)
+        if is_plain and verdict.agrees and not request.program.wrapped:
+            verdict = replace(verdict, notes=(*verdict.notes, self._of_whole_batches(reference)))
         return verdict
 
-    def _depends_on_ranks(self, reference: ReferenceRun, verdict: ParityVerdict) -> bool:
-        """Whether the script may compute its learning rate, or its batch size, from the number of processes."""
-        is_plain = self._request.reference is None and self._request.against is None
-        return is_plain and reference.facts.data_ranks > 1 and _differs_in(verdict) is not None
+    def _of_whole_batches(self, reference: ReferenceRun) -> str:
+        """What one process computes of the batches of all ranks as one, in words."""
+        ranks, name, distance = reference.facts.data_ranks, "", ""
+        found = "draws" if reference.facts.draws else "unknown"
+        if not reference.facts.draws:
+            self._tell("reference: on whole batches")
+            spec = self._spec(Role.WHOLE, self._folder(), steps=1, trace=str(reference.trace.path))
+            with suppress(CouldNotRun, ValueError):
+                [left] = all_of([self._start(spec)])
+                ratio, worst = _farthest_gradient(left, reference.tolerance)
+                found = "same" if ratio <= 1 else "other"
+                name, distance = (
+                    worst.item.name,
+                    two_digits(reference.tolerance[worst.item.key].distance(worst.sums)),
+                )
+        words = WHOLE_BATCH[found].format(name=name, distance=distance, ranks=ranks)
+        return f"{IN_TURN.format(ranks=ranks)} {words}"
 
     def _that_drew(self, facts: ProcessFacts) -> str:
         """Of a script that draws from generators of its own, and a candidate that has other numbers."""
@@ -295,6 +324,18 @@ class ParityCheck:
             steps_compared=min(reference.facts.made, left.made),
             notes=tuple(notes),
         )
+
+
+def _farthest_gradient(left: RunArtifacts, tolerance: Tolerance) -> tuple[float, Measured]:
+    """That of step 1 which is the farthest from the reference, by what is allowed. ValueError: there is none."""
+    gradients = [
+        (tolerance[one.item.key].ratio(one.sums), one)
+        for one in left.measured()
+        if (one.item.step, one.item.kind) == (1, ItemKind.GRADIENT)
+        and one.item.is_compared
+        and one.item.key in tolerance
+    ]
+    return max(gradients, key=lambda one: one[0])
 
 
 def _differs_in(verdict: ParityVerdict) -> ItemKind | None:

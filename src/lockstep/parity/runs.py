@@ -175,6 +175,7 @@ TITLES = {
     Role.REPEAT: "The second run of the reference",
     Role.DISTURBED: "The disturbed run of the reference",
     Role.HALF: "The run of the reference in half precision",
+    Role.WHOLE: "The run of the reference on whole batches",
     Role.CANDIDATE: "The candidate",
 }
 

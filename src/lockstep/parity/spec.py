@@ -19,6 +19,7 @@ class Role(str, Enum):
     REPEAT = "repeat"
     DISTURBED = "disturbed"
     HALF = "half"
+    WHOLE = "whole"
     CANDIDATE = "candidate"
 
 
@@ -87,6 +88,7 @@ class ProcessFacts:
         broadcast: Before which forwards ranks take rank 0's buffers, as ``BufferBroadcast`` has it; "": not known.
         knows_rows: Whether one process can tell which rows each of several ranks would have read.
         refused: Why one process cannot stand for several ranks, and what to do.
+        draws: Whether random numbers were drawn between a batch and its backward.
     """
 
     rank: int = 0
@@ -109,6 +111,7 @@ class ProcessFacts:
     broadcast: str = ""
     knows_rows: bool = True
     refused: str = ""
+    draws: bool = False
 
     @property
     def coordinates(self) -> dict[str, int]:

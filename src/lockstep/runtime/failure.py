@@ -95,8 +95,10 @@ TEARDOWN_LIMIT_S = 3.0
 # Handlers that others have registered with atexit get so long: trackers upload what they have.
 HANDLERS_LIMIT_S = 60.0
 
-# What torch.distributed, gloo and NCCL say when a peer went away.
+# What shared memory, torch.distributed, gloo and NCCL say when a peer went away.
 CONSEQUENCE_SIGNS = (
+    "has ended, while rank",
+    "aborted the process group",
     "connection closed by peer",
     "connection reset by peer",
     "connection refused",
@@ -109,12 +111,6 @@ CONSEQUENCE_SIGNS = (
     "ncclsystemerror",
     "is likely due to a remote peer",
 )
-EVERY_PROCESS = {
-    "save_state": "each one has a part of the state: its shards, its random numbers, its place in the data",
-    "load_state": "each one reads its part of the state",
-    "save_model": "each one may hold a part of the weights",
-    "get_state_dict": "each one may hold a part of the weights",
-}
 
 
 def is_consequence(error: BaseException) -> bool:
@@ -222,11 +218,9 @@ def ended_without(ranks: Sequence[int], call: UserCall) -> str:
     """The sentence for a call in which this rank alone is, since others have ended."""
     who = f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"
     verb = "has" if len(ranks) == 1 else "have"
-    what = call.name.rpartition(".")[2]
     name, line = call.name or "a collective", f" at {call.line}" if call.line else ""
-    reason = f" ({EVERY_PROCESS[what]})" if what in EVERY_PROCESS else ""
     return (
-        f"{name} must be called by every process{reason}, but {who} {verb} ended without entering the "
+        f"{name} must be called by every process, but {who} {verb} ended without entering the "
         f"call{line}. Call it on every rank, not on some of them, before any of them ends."
     )
 

@@ -304,26 +304,28 @@ class HostCollectives:
         """``sent[r]`` of each rank to ``taken[s]`` of rank r. Sizes may differ, also be none."""
         slots = self.slots
         me = slots.rank
-        most = slots.slot_bytes // (slots.ranks - 1) // LARGEST_ITEM * LARGEST_ITEM
-        ctypes.memmove(taken[me].address, sent[me].address, min(sent[me].size, taken[me].size))
-        # Sizes differ, but all ranks must take part in as many chunks as the largest part of any needs.
-        largest = max(block.size for block in sent)
-        start = 0
-        while True:
-            slots.begin_chunk(call, largest)
+        # A slot begins with the sizes of all that its rank sends and takes.
+        sizes = torch.tensor([block.size for block in (*sent, *taken)])
+        head = sizes.nbytes
+        most = (slots.slot_bytes - head) // (slots.ranks - 1) // LARGEST_ITEM * LARGEST_ITEM
+        start = largest = 0
+        while start == 0 or start < largest:
+            slots.begin_chunk(call)
+            slots.put(sizes.data_ptr(), head)
             for rank, block in enumerate(sent):
                 if rank != me and block.size > start:
-                    slots.put(block.address + start, min(most, block.size - start), _region(rank, me) * most)
+                    count = min(most, block.size - start)
+                    slots.put(block.address + start, count, head + _region(rank, me) * most)
             yield slots.arrive()
             slots.check_calls()
+            if start == 0:
+                largest = slots.check_sizes()
+                ctypes.memmove(taken[me].address, sent[me].address, sent[me].size)
             for rank, block in enumerate(taken):
                 if rank != me and block.size > start:
-                    slots.take(
-                        rank, block.address + start, min(most, block.size - start), _region(me, rank) * most
-                    )
+                    count = min(most, block.size - start)
+                    slots.take(rank, block.address + start, count, head + _region(me, rank) * most)
             start += most
-            if start >= max(slots.sizes()):
-                return
 
     def scatter(self, call: int, sent: Sequence[Memory], taken: Memory, root: int) -> CollectiveSteps:
         """``sent[r]`` of ``root`` to ``taken`` of rank r; all of one size."""

@@ -20,6 +20,7 @@ from lockstep.shared_memory.pending import PendingCall
 from lockstep.shared_memory.slots import Peers
 from lockstep.torch_internals import c10d
 from lockstep.torch_internals.c10d import CPU
+from lockstep.torch_internals.compile import leave_out
 from lockstep.torch_internals.dispatch import modes_are_active, unseen_by_modes
 
 
@@ -29,6 +30,7 @@ def alike(tensors: Sequence[Tensor]) -> list[Tensor]:
         return [torch.empty_like(tensor) for tensor in tensors]
 
 
+@leave_out
 class SharedMemoryGroup(dist.ProcessGroup):
     """Ranks some of which share memory. torch makes it where the backend ``shm`` is asked for.
 

@@ -12,6 +12,7 @@ import ctypes
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -111,14 +112,14 @@ class Peers:
                 continue
             line = self.layout.word(rank)
             if self.words[line + ABORTED]:
-                raise RuntimeError(f"Connection closed by peer: rank {name} aborted the process group.")
+                raise RuntimeError(f"Rank {name} aborted the process group.")
             if self.segment.is_held(rank):
                 continue
             # Only now, as it may have done its part just before it ended. Who is not behind has done it.
             behind = self.words[line] < self.words[self.layout.word(self.rank)]
             if behind or (rank == awaited and is_missing()):
                 raise RuntimeError(
-                    f"Connection closed by peer: rank {name} has ended, while rank {self.names[self.rank]} waits for "
+                    f"Rank {name} has ended, while rank {self.names[self.rank]} waits for "
                     f"it in {self.doing()}. Mend the cause on that rank."
                 )
 
@@ -222,9 +223,25 @@ class RankSlots(Waitable):
                 for name, call in zip(self.peers.names, calls, strict=True)
             )
             raise CollectiveMismatchError(
-                f"The ranks called collectives that do not belong together:{lines}\nMake every rank call the same "
-                "collectives in the same order, with tensors of the same size and dtype."
+                f"The ranks called collectives that do not belong together (here by {user_call()}):{lines}\nMake every "
+                "rank call the same collectives in the same order, with tensors of the same size and dtype."
             )
+
+    def check_sizes(self) -> int:
+        """Compare what each rank of an all-to-all sends to another with what that one takes; returns the most bytes.
+
+        Raises:
+            CollectiveMismatchError: on every rank, if they differ.
+        """
+        rows = [self.typed(rank, torch.int64, 0, 2 * self.ranks).tolist() for rank in range(self.ranks)]
+        for (source, sender), (target, receiver) in product(enumerate(self.peers.names), repeat=2):
+            sent, taken = rows[source][target], rows[target][self.ranks + source]
+            if sent != taken:
+                raise CollectiveMismatchError(
+                    f"all_to_all ({user_call().line}): rank {sender} sends {sent} bytes to rank {receiver}, which "
+                    f"takes {taken}. Give both the same split sizes and dtype."
+                )
+        return max(map(max, rows))
 
     def _calls_of_users(self) -> dict[int, UserCall]:
         """Of each rank what its script has called: all have seen that they differ, and exchange one more chunk."""

@@ -75,11 +75,6 @@ def absent_parameter(name: str, model: str, like: nn.Parameter) -> AbsentParamet
     return made
 
 
-def is_absent(value: object) -> bool:
-    """Whether it is a tensor of another rank's parameters."""
-    return isinstance(value, AbsentTensor)
-
-
 def _absent(tensor: torch.Tensor, about: str, device: torch.device) -> torch.Tensor:
     if isinstance(tensor, AbsentTensor):
         return tensor

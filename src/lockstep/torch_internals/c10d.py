@@ -67,15 +67,6 @@ def default_store() -> Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def has_backend_for(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether the group communicates tensors of the device. Relies on: ``_get_backend`` raises RuntimeError if not."""
-    try:
-        group._get_backend(device)
-    except RuntimeError:
-        return False
-    return True
-
-
 def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> Any:
     """What carries a group's (None: the main one's) tensors of the device.
 

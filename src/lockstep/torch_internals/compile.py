@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import torch
 from torch import nn
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch._compile import _disable_dynamo
 from torch._guards import TracingContext
 
@@ -16,6 +17,18 @@ Compiled = TypeVar("Compiled")
 
 disable = _disable_dynamo
 """Decorator of a function that is called as it is, also by compiled code. Relies on: it imports nothing before that."""
+
+
+def leave_out(kind: type) -> type:
+    """Keep the compiler from the methods of a class, and from what they call. Imports nothing of it.
+
+    Relies on: ``set_code_exec_strategy``.
+    """
+    for value in vars(kind).values():
+        if hasattr(value, "__code__"):
+            set_code_exec_strategy(value.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+    return kind
+
 
 FRAMES = frozenset({"_fn"})
 """Relies on: the names of compiled modules' own functions in a stack."""

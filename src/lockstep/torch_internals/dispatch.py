@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch._ops import OpOverload as OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lockstep.errors import UsageError
 from lockstep.torch_internals.versions import expect, probed
@@ -70,15 +70,11 @@ class unseen_by_modes:
 class WithoutCollectives(TorchDispatchMode):
     """Within it a collective raises instead of waiting for ranks that take no part in it.
 
-    Relies on: collectives are operators of these namespaces; the stack of active modes.
+    Relies on: collectives are operators of these namespaces.
 
     Raises:
         UsageError: one is called.
     """
-
-    @classmethod
-    def is_active(cls) -> bool:
-        return any(isinstance(mode, cls) for mode in _get_current_dispatch_mode_stack())
 
     def __torch_dispatch__(
         self,

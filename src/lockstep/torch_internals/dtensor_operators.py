@@ -57,6 +57,9 @@ BESIDE = (
 )
 """What averages of weights are computed with: maybe whole ones, made before the model was sharded, beside shards."""
 
+DIFFERENCES = (aten.add.Tensor, aten.sub.Tensor)
+"""Those whose gradients need no other argument."""
+
 OF_LAYERS = (
     *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default),
     *(aten.embedding.default, aten.native_layer_norm.default, aten.convolution.default),
@@ -175,11 +178,15 @@ class _PlainOperators:
         tensors = [one for one in given if isinstance(one, torch.Tensor)]
         sharded = [one for one in tensors if _is_dtensor(one)]
         whole = [one for one in tensors if not _is_dtensor(one) and one.dim() > 0]
-        asks = torch.is_grad_enabled() and any(one.requires_grad for one in tensors)
-        # Only plain averages are meant. Whatever needs a gradient, or mixes shapes, is left to torch, which refuses
-        # it.
-        if not whole or asks or not {one.shape for one in whole} <= {one.shape for one in sharded}:
+        # Averages are meant, and penalties towards copies. What else needs a gradient, or mixes shapes, is left to
+        # torch, which refuses it.
+        if not whole or not {one.shape for one in whole} <= {one.shape for one in sharded}:
             return self._as_torch(op, args, kwargs)
+        if any(one.requires_grad for one in tensors):
+            if op not in DIFFERENCES:
+                return self._as_torch(op, args, kwargs)
+            if any(one.requires_grad for one in sharded):
+                return self._as_torch(op, tuple(self._laid_out_as(sharded[0], one) for one in args), kwargs)
         if op in BESIDE_IN_PLACE and any(map(_is_dtensor, args[0])):
             return self._as_torch(op, args, kwargs)
         whole_args = [
@@ -198,25 +205,19 @@ class _PlainOperators:
                 self.lost.changes(target)
             target._local_tensor.copy_(self._shard_like(others[0], target)._local_tensor)
             return target
-        # As an average that another library has sharded itself.
+        # As an average that another library has sharded itself, or a mask.
         others = [self._laid_out_as(target, other) for other in others]
-        for other in others:
-            if isinstance(other, torch.Tensor) and not _is_dtensor(other) and other.numel() > 1:
-                raise UsageError(
-                    f"{op} got mixed torch.Tensor and DTensor: a shard of a tensor of shape "
-                    f"{tuple(target.shape)} was to be changed by a plain tensor of shape {tuple(other.shape)}. "
-                    "Make the other tensor a shard too, as torch.zeros_like(p) and torch.randn_like(p) do, or "
-                    "change the whole tensor on all ranks and assign it: p.data = p.full_tensor() + other."
-                )
         if self.lost.parts:
             self.lost.changes(target)
         return self._as_torch(op, (target, *others), kwargs)
 
     def _laid_out_as(self, target: DTensor, other: object) -> object:
-        """``other``, laid out as ``target`` if it is a DTensor of its shape on another mesh."""
-        if not _is_dtensor(other) or other.device_mesh == target.device_mesh or other.shape != target.shape:
+        """``other`` laid out as ``target``, if it is a plain tensor, or a DTensor of its shape on another mesh."""
+        if _is_dtensor(other) and (other.device_mesh == target.device_mesh or other.shape != target.shape):
             return other
-        return self._shard_like(_full_tensor(other), target)
+        if not isinstance(other, torch.Tensor) or (other.numel() == 1 and not _is_dtensor(other)):
+            return other
+        return self._shard_like(_full_tensor(other).expand(target.shape), target)
 
     def _multiply(self, op: OpOverload, args: OperatorArguments, kwargs: dict[str, object]) -> object:
         given = [one for one in args if isinstance(one, torch.Tensor) and one.numel() > 1]

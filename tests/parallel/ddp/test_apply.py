@@ -380,6 +380,31 @@ def test_what_is_compiled_around_a_wrapper_is_unwrapped_and_stays_compiled() -> 
     assert extract_model_from_parallel(compiled, keep_torch_compile=False) is plain
 
 
+def compiled_after_prepare() -> float:
+    """How far a few steps are from those of plain torch on the rows of all ranks."""
+    accelerator = Accelerator(cpu=True)
+    rank, ranks = accelerator.process_index, accelerator.num_processes
+    ours, plain = problems.make_model(), problems.make_model()
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (ours, plain)]
+    model, ours_optimizer = accelerator.prepare(ours, optimizers[0])
+    compiled = torch.compile(model, backend="eager")
+    for step in range(3):
+        rows = [problems.make_rows(step, number, 4) for number in range(ranks)]
+        accelerator.backward(F.cross_entropy(compiled(rows[rank][0]), rows[rank][1]))
+        ours_optimizer.step()
+        ours_optimizer.zero_grad()
+        features, labels = map(torch.cat, zip(*rows, strict=True))
+        F.cross_entropy(plain(features), labels).backward()
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+    pairs = zip(ours.parameters(), plain.parameters(), strict=True)
+    return max(float((one - other).abs().max()) for one, other in pairs)
+
+
+def test_a_model_compiled_after_prepare_computes_what_plain_torch_does(run_distributed: Any) -> None:
+    assert max(run_distributed(compiled_after_prepare, 2)) < 1e-5
+
+
 # -- uneven inputs --------------------------------------------------------------------------------------
 
 SAMPLES, BATCH = 11, 2

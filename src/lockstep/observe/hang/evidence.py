@@ -19,9 +19,8 @@ from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
-from lockstep.comm.call_record import CheckedCall
 from lockstep.observe.hang.processes import waited_s
-from lockstep.observe.hang.records import MOST_PENDING, Evidence, PendingCollective, SourceLine
+from lockstep.observe.hang.records import MOST_PENDING, Evidence, PendingCollective
 from lockstep.observe.hang.stacks import StackSummary, summarize_stack
 from lockstep.shared_memory.history import CallHistory
 from lockstep.torch_internals import c10d
@@ -95,25 +94,21 @@ def pending_collectives(seen: StackSummary) -> RecordedCollectives:
     ranks = {name: ranks_of(group) for group, name in names.items()}
     groups = {name: members for name, members in ranks.items() if members}
     entries = [*of_living_groups(recorded(), default_name(names)), *recorded_in_memory(names)]
-    last: dict[str, int] = {}
     completed: dict[str, int] = {}
     pending, recent = [], []
     for entry in entries:
         one = collective(entry, seen, groups)
         if one is None:
             continue
-        number = one.number or 0
-        if not entry["is_p2p"]:
-            last[one.group] = max(number, last.get(one.group, 0))
         if not (entry.get("retired") or entry.get("state") == "completed"):
             pending.append(one)
             continue
         recent.append(one)
         if not entry["is_p2p"]:
-            completed[one.group] = max(number, completed.get(one.group, 0))
-    unrecorded = from_stack(seen, names, last, bool(entries))
-    # Without a number it may be one that the recorder has listed already.
-    if unrecorded is not None and (unrecorded.number is not None or not pending):
+            completed[one.group] = max(one.number or 0, completed.get(one.group, 0))
+    unrecorded = from_stack(seen, names)
+    # It may be one that the recorder has listed already.
+    if unrecorded is not None and not pending:
         pending.append(unrecorded)
     return RecordedCollectives(tuple(pending), tuple(recent[-RECENT:]), completed, groups)
 
@@ -177,13 +172,8 @@ def peer_in(pair: str, ranks: tuple[int, ...]) -> int | None:
     return ranks[int(other)] if other.isdigit() and int(other) < len(ranks) else None
 
 
-def from_stack(
-    seen: StackSummary, names: Mapping[object, str], last: Mapping[str, int], is_recorded: bool
-) -> PendingCollective | None:
-    """The operation in which the Python stack is, where no recorder knows it: a send on gloo, or a call that is
-    being compared with those of the other ranks and so will have the next number."""
-    if seen.checked is not None and not seen.checked.is_issued:
-        return checked_call(seen.checked, seen.place, last, is_recorded)
+def from_stack(seen: StackSummary, names: Mapping[object, str]) -> PendingCollective | None:
+    """The operation in which the Python stack is, where no recorder knows it: a send on gloo."""
     if not seen.operation:
         return None
     return PendingCollective(
@@ -194,20 +184,6 @@ def from_stack(
         dtype="",
         place=seen.place,
         peer=seen.peer,
-    )
-
-
-def checked_call(
-    call: CheckedCall, place: SourceLine | None, last: Mapping[str, int], is_recorded: bool
-) -> PendingCollective:
-    group = str(call.group)
-    return PendingCollective(
-        operation=call.recorded_as,
-        number=last.get(group, 0) + 1 if is_recorded else None,
-        group=group,
-        sizes=call.sizes,
-        dtype=call.dtype,
-        place=place,
     )
 
 

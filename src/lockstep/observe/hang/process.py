@@ -20,7 +20,6 @@ from lockstep.runtime.failure import PREEMPTED, departures, of_signal
 from lockstep.runtime.process import Runtime, check_same_versions
 
 if TYPE_CHECKING:
-    from lockstep.comm.call_check import CallCheck
     from lockstep.control.client import Client
     from lockstep.observe.hang.host import CoordinatorHost
 
@@ -30,8 +29,6 @@ RECONNECT_LIMIT_S = 2.0
 # A rank does not train before its launcher knows it, which decides by the ranks that it knows what a stop has to save.
 LAUNCHER_LIMIT_S = 900.0
 PAUSE_S = 1.0
-# With the check each rank reads what every other one is about to call.
-MOST_CHECKED_RANKS = 16
 
 Saver = Callable[[bool], str | None]
 """Saves the state of a run on all ranks, and ends training, if it is told True; returns where, or None where there is
@@ -50,7 +47,6 @@ class ProcessWatch:
         self._has_coordinator = False
         self._host: CoordinatorHost | None = None
         self._speaks = False
-        self._calls: CallCheck | None = None
         self._savers: list[weakref.WeakMethod[Saver]] = []
 
     def save_with(self, saver: Saver) -> None:
@@ -73,9 +69,7 @@ class ProcessWatch:
             self._worker.done()
 
     def end(self) -> None:
-        """Leave the coordinator, and give signals and functions of torch back."""
-        if self._calls is not None:
-            self._calls.uninstall()
+        """Leave the coordinator, and give signals back."""
         if self._worker is not None:
             self._worker.end()
         if self._host is not None:
@@ -109,11 +103,6 @@ class ProcessWatch:
         )
         departures().is_watched = self._has_coordinator
         self._worker.start()
-        if 1 < runtime.world_size <= MOST_CHECKED_RANKS and runtime.control_device.type == "cpu":
-            from lockstep.comm.call_check import CallCheck
-
-            self._calls = CallCheck()
-            self._calls.install()
         # Where there is no process group whose end would come first.
         atexit.register(self.end)
 

@@ -9,14 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from types import CodeType, FrameType
 
 import torch
 
-from lockstep.comm.call_check import compared_by
-from lockstep.comm.call_record import CheckedCall
 from lockstep.config.values import join_names
+from lockstep.observe.hang.processes import process_state
 from lockstep.observe.hang.records import LONGEST_STACK, SourceLine
 from lockstep.torch_internals import compile as torch_compile
 from lockstep.torch_internals import dataloader
@@ -29,7 +27,8 @@ STANDARD_LIBRARY = tuple(sysconfig.get_paths()[name] + os.sep for name in ("stdl
 PASSED = {*WRAPPERS, *torch_compile.FRAMES}
 # Methods written in C, which have no frame, in which the caller waits for a collective or for the device's queue.
 WAITING = {"wait", "synchronize", "item", "tolist", "cpu", "numpy"}
-PROCESS_STATES = {"T": "stopped", "t": "stopped", "Z": "dead", "X": "dead"}
+EXPLAINING = {"stopped": "stopped", "zombie": "dead", "gone": "dead"}
+"""States of a process for which others wait in vain, and what they are called."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,6 @@ class StackSummary:
         operation: The innermost function of torch.distributed that it is in; "": none.
         group: The process group given to that function, if any.
         peer: The rank with which it sends or receives.
-        checked: What ``call_check`` compares with the other ranks just now; None: nothing.
     """
 
     place: SourceLine | None = None
@@ -54,7 +52,6 @@ class StackSummary:
     operation: str = ""
     group: object = None
     peer: int | None = None
-    checked: CheckedCall | None = None
 
 
 def summarize_stack(thread: int) -> StackSummary:
@@ -74,12 +71,7 @@ def summarize_stack(thread: int) -> StackSummary:
     operation, group, peer = innermost_operation(below)
     if not operation and waits_for_handle(frames[0]):
         operation = "wait"
-    checked = compared_by(thread)
-    names = (
-        [checked.name]
-        if checked is not None
-        else [name_of(one) for one in reversed(engine) if one.f_code.co_name not in PASSED]
-    )
+    names = (name_of(one) for one in reversed(engine) if one.f_code.co_name not in PASSED)
     return StackSummary(
         place=source_line_of(frames[at], loader_wait(below)),
         text=stack_text(frames),
@@ -88,7 +80,6 @@ def summarize_stack(thread: int) -> StackSummary:
         operation=operation,
         group=group,
         peer=peer,
-        checked=checked,
     )
 
 
@@ -183,18 +174,8 @@ def loader_wait(below: Sequence[FrameType]) -> str:
 def describe_workers(workers: Sequence[BaseProcess], most: int = 8) -> str:
     """ "pids 12, 13", and after a pid its state if that is the reason to wait: "pids 12 (stopped), 13 (dead)"."""
     pids = [one.pid for one in workers if one.pid is not None]
-    states = {pid: PROCESS_STATES.get(state_letter(pid), "") for pid in pids}
+    states = {pid: EXPLAINING.get(process_state(pid).word, "") for pid in pids}
     # First those that explain the wait.
     pids.sort(key=lambda pid: not states[pid])
     words = (f"{pid} ({states[pid]})" if states[pid] else str(pid) for pid in pids)
     return f"pid{'s' if len(pids) > 1 else ''} {join_names(words, most)}"
-
-
-def state_letter(pid: int) -> str:
-    """The process's state as Linux shows it, "X" if it is gone, "" where that cannot be known."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return "X" if Path("/proc/self/stat").exists() else ""
-    except (OSError, IndexError):
-        return ""

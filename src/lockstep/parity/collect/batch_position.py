@@ -29,6 +29,7 @@ class BatchPosition:
         micro_batch: From 0 in each step.
         data_rank: Whose batch is being trained on.
         on_batch: Called with each batch to be trained on.
+        draws: Whether random numbers were drawn between a batch and its backward.
     """
 
     has_all_ranks = False
@@ -38,6 +39,7 @@ class BatchPosition:
         self.data_rank = rank
         self.micro_batch = 0
         self.on_batch: Callable[[object], None] = lambda batch: None
+        self.draws = False
         self._models = models
         self._seed = seed
         self._handed = 0
@@ -47,6 +49,7 @@ class BatchPosition:
         self._awaits_backward = False
         self._is_ahead = False
         self._begun = -1
+        self._seeded = _generators()
 
     def prepared(self) -> None:
         """An object was prepared: what a run draws after it does not depend on what preparing has drawn."""
@@ -71,6 +74,7 @@ class BatchPosition:
 
     def backward_begins(self) -> None:
         """Gradients come."""
+        self.draws = self.draws or not torch.equal(_generators(), self._seeded)
         if self._awaits_backward or self._is_ahead:
             self._awaits_backward = False
             self._trained += 1
@@ -136,3 +140,9 @@ class BatchPosition:
     def _seed_for(self, number: int, rank: int) -> None:
         # Unlike hash() of a string, the same in every process.
         set_seed(zlib.crc32(f"{self._seed} {number} {rank}".encode()))
+        self._seeded = _generators()
+
+
+def _generators() -> Tensor:
+    """The states of torch's generators."""
+    return torch.cat([torch.get_rng_state(), *torch.cuda.get_rng_state_all()])

@@ -29,7 +29,13 @@ from lockstep.parity.collect.spanning import (
     refuse_synchronised_statistics,
 )
 from lockstep.parity.collect.trainers import accumulate_more
-from lockstep.parity.collect.virtual_ranks import AccumulatedRanks, RanksInTurn, SequentialRanks, VirtualRanks
+from lockstep.parity.collect.virtual_ranks import (
+    AccumulatedRanks,
+    RanksInTurn,
+    SequentialRanks,
+    VirtualRanks,
+    WholeBatches,
+)
 from lockstep.parity.spec import Role
 from lockstep.parity.trace.regions import ShardAxes
 from lockstep.preparation.observers import ObservedRun
@@ -77,7 +83,8 @@ class PreparedRun(ProcessRun):
         if not self._facts.drops_out:
             self.note(NO_DROPOUT.format(words=parallel))
         parallel = replace(parallel, verify="off") if hasattr(parallel, "verify") else parallel
-        self._window = accumulate_more(axes.data) if spec.is_alone and axes.data > 1 else 0
+        self._has_turns = spec.is_alone and axes.data > 1 and spec.role is not Role.WHOLE
+        self._window = accumulate_more(axes.data) if self._has_turns else 0
         self._broadcast = _broadcast(parallel, options)
         self._facts = replace(self._facts, broadcast=self._broadcast.value)
         known = self._sink.facts.get("broadcast", self._broadcast.value)
@@ -93,11 +100,14 @@ class PreparedRun(ProcessRun):
             self.refuse(TWO, instead=ONE)
         self._step = run.step
         data_ranks, meshes, seed = self._facts.data_ranks, run.meshes, self._spec.seed
-        if self._spec.is_alone and data_ranks > 1:
-            turns = RanksInTurn(
-                data_ranks, run.step, run.models, seed, self._splits_batches, self._data_ended, self.refuse
-            )
-            place: BatchPosition = (
+        turns = RanksInTurn(
+            data_ranks, run.step, run.models, seed, self._splits_batches, self._data_ended, self.refuse
+        )
+        place: BatchPosition
+        if self._spec.role is Role.WHOLE:
+            place = WholeBatches(turns)
+        elif self._has_turns:
+            place = (
                 AccumulatedRanks(turns, self._window) if self._window else VirtualRanks(turns, run.optimizers)
             )
         else:

@@ -114,7 +114,14 @@ class ProcessRun(RunCollector):
         sets_rate = isinstance(place, VirtualRanks) and not place.schedulers_asked and self.rates_changed
         drawn = tuple(self._sources.generators.drawn.items()) if place.has_all_ranks else ()
         found = self._sources.found
-        facts = replace(self._facts, made=self.made, unrepeatable=found, drawn=drawn, sets_rate=sets_rate)
+        facts = replace(
+            self._facts,
+            made=self.made,
+            unrepeatable=found,
+            drawn=drawn,
+            sets_rate=sets_rate,
+            draws=place.draws,
+        )
         self._sink.close(facts.to_json())
         facts.write(Path(self._spec.folder))
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 
 from torch import Tensor
 
-from lockstep.comm.tree import map_tensors
+from lockstep.comm.tree import concatenate, map_tensors
 from lockstep.data.loader import PreparedLoader
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parity.collect.batch_position import BatchPosition
@@ -162,6 +163,21 @@ class SequentialRanks(BatchPosition):
         self.buffers.turn(rank)
         self.data_rank = rank
         self._state.backward_calls = 0
+
+
+class WholeBatches(BatchPosition):
+    """The place of a reference that has the batches of all ranks as one."""
+
+    def __init__(self, turns: RanksInTurn) -> None:
+        super().__init__(0, turns.models, turns.seed)
+        self._batches = 1 if turns.splits_batches else turns.ranks
+
+    def _batches_of(self, loader: PreparedLoader, batches: Iterator[object]) -> Iterator[object]:
+        return self.batches(self._joined(batches))
+
+    def _joined(self, batches: Iterator[object]) -> Iterator[object]:
+        while len(parts := list(islice(batches, self._batches))) == self._batches:
+            yield concatenate(parts)
 
 
 class AccumulatedRanks(SequentialRanks):
