@@ -182,7 +182,7 @@ class _PlainOperators:
         # torch, which refuses it.
         if not whole or not {one.shape for one in whole} <= {one.shape for one in sharded}:
             return self._as_torch(op, args, kwargs)
-        if any(one.requires_grad for one in tensors):
+        if torch.is_grad_enabled() and any(one.requires_grad for one in tensors):
             if op not in DIFFERENCES:
                 return self._as_torch(op, args, kwargs)
             if any(one.requires_grad for one in sharded):
