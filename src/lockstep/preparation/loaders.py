@@ -83,11 +83,10 @@ class LoaderPreparation:
             del self._waiting[number]
             return
 
-    def before_backward(self) -> None:
-        """Warn once if no prepared loader has given what this backward is of."""
-        step, ranks = self._run.step, self._run.meshes.data_size
-        if not step.has_given_batches and ranks > 1:
-            step.has_given_batches = True
+    def warn_of_unused(self) -> None:
+        """Warn, once, that a backward came before any batch of a prepared loader, if there are several ranks."""
+        self._run.step.has_given_batches = True
+        if (ranks := self._run.meshes.data_size) > 1:
             logger.warning(
                 "backward was called on %d ranks, but no loader that prepare() returned has given a batch. If all "
                 "ranks read the same rows, pass the DataLoader to accelerator.prepare(), which divides them.",

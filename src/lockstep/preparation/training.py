@@ -59,7 +59,8 @@ class TrainingMethods(AcceleratorParts):
             ```
         """
         self._preparation.gradients.check_backward(loss)
-        self._preparation.loaders.before_backward()
+        if not self._step.has_given_batches:
+            self._preparation.loaders.warn_of_unused()
         self._preparation.verifications.before_backward(loss)
         if self._step.being_saved is not None:
             self._step.being_saved.before_backward()
