@@ -23,6 +23,9 @@ MULTIPLE = 10
 does, and a rank's kernels for smaller shapes add up in another order than those for the whole batch."""
 MULTIPLE_OF_HALF = 4
 """Where products are rounded to 16 bits: a run in that precision is such a run as the candidate."""
+UNSTEADY = 50
+"""Times the least spread: so far a tensor is moved by few elements (attention near a switch), and one run says less
+about the next. Then the larger multiple holds in 16 bits, too."""
 LEAST_EPS, LEAST_EPS_OF_HALF = 2, 0.5
 """Times the precision of the type, at least. A mean of many numbers of 16 bits has less error than one of them."""
 FEW = 9
@@ -89,7 +92,8 @@ class Rounding:
 
     def allowed(self, spread: float, elements: float) -> float:
         """Return how far a tensor of so many elements may be off, relative to its size."""
-        return self.multiple * (1 + FEW / max(elements, 1)) * spread
+        multiple = MULTIPLE if spread > UNSTEADY * self.least else self.multiple
+        return multiple * (1 + FEW / max(elements, 1)) * spread
 
 
 def flipped(positions: int, units: int) -> float:
