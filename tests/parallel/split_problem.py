@@ -108,7 +108,7 @@ def loss_of(kind: str, model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 def make_optimizer(model: nn.Module, name: str = "adamw") -> torch.optim.Optimizer:
     if name == "adamw":
         # Adam turns rounding into steps of size lr where a gradient is nothing but rounding: not with this eps.
-        return torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6)
+        return torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5)
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
