@@ -7,6 +7,7 @@ import faulthandler
 import hashlib
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -147,6 +148,9 @@ def install_excepthook() -> None:
         if issubclass(kind, KeyboardInterrupt):
             # The launcher was interrupted, passed it on to all ranks, and says so once.
             return
+        # torch gives an error in a callback of a backward as text.
+        if lost := re.search(r"running the callback: DifferentCallsError: (.*)", str(error)):
+            error = DifferentCallsError(lost[1])
         consequence = is_consequence(error)
         gone = departures().ranks(DEPARTURE_WAIT_S) if consequence else []
         if gone:
