@@ -227,3 +227,41 @@ def accelerate_style() -> list[list[int]]:
 
 def test_prepare_data_loader_takes_accelerates_arguments(run_distributed):
     assert run_distributed(accelerate_style, 2) == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
+
+
+class ReadyMade(IterableDataset):
+    def __iter__(self):
+        return iter([{"x": torch.arange(size) + 10 * size, "y": (torch.ones(size, 2),)} for size in (4, 8)])
+
+
+def rows_of_ready_made_batches(style: str) -> list[list[int]]:
+    data = ReadyMade() if style == "stream" else list(ReadyMade())
+    prepared = prepare(DataLoader(data, batch_size=None), split_batches=True)  # type: ignore[arg-type]
+    found = [batch["x"].tolist() for batch in prepared]
+    assert all(len(batch["x"]) == len(batch["y"][0]) for batch in prepared)
+    end_runtime()
+    return found
+
+
+@pytest.mark.parametrize(("style", "world"), [("stream", 2), ("map", 4)])
+def test_ready_made_batches_are_cut_into_the_rows_of_each_rank(run_distributed, style, world):
+    ranks = run_distributed(rows_of_ready_made_batches, world, style)
+    whole = [batch["x"].tolist() for batch in ReadyMade()]
+    assert [[row for part in parts for row in part] for parts in zip(*ranks, strict=True)] == whole
+    assert {len(part) for part in ranks[0]} == {4 // world, 8 // world}
+
+
+def odd_rows() -> list[str]:
+    found = []
+    for batch in (torch.arange(5), {"x": torch.arange(4), "names": ["a", "b", "c", "d"]}):
+        with pytest.raises(LockstepError) as caught:
+            list(prepare(DataLoader([batch], batch_size=None), split_batches=True))  # type: ignore[arg-type]
+        found.append(str(caught.value))
+    end_runtime()
+    return found
+
+
+def test_ready_made_batches_that_cannot_be_cut_are_refused_on_every_rank(run_distributed):
+    for rows, kinds in run_distributed(odd_rows, 2):
+        assert "one has 5 rows" in rows
+        assert "one is not made of tensors with equally many rows" in kinds

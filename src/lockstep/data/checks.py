@@ -23,10 +23,23 @@ def decide(
 ) -> tuple[ShardPlan, bool]:
     """How the loader is dealt, and whether rank 0 dispatches it. Raises UsageError or ConfigError if it cannot be."""
     check_loader(loader, axes.data)
+    if cuts_whole_batches(loader, config) and axes.data > 1:
+        if config.dispatch_batches is False:
+            raise ConfigError(
+                "split_batches=True of a loader with batch_size=None lets rank 0 read each batch and give every rank "
+                "its rows. Leave out dispatch_batches=False, or use split_batches=False."
+            )
+        # Rank 0 reads each batch as one process would, and every rank gets its rows.
+        return plan_for(loader, config, 1, True), True
     dispatch = should_dispatch(loader, config, axes)
     plan = plan_for(loader, config, axes.data, dispatch)
     check_plan(loader, plan)
     return plan, dispatch
+
+
+def cuts_whole_batches(loader: DataLoader[object], config: DataLoaderConfiguration) -> bool:
+    """Whether batches that the dataset makes itself are cut into rows."""
+    return config.split_batches and loader.batch_size is None and batches_by_sampler(loader) is None
 
 
 def is_iterable(loader: DataLoader[object]) -> bool:
@@ -56,11 +69,6 @@ def plan_for(
         size = getattr(sampler, "batch_size", None)
         plan = replace(plan, batch_size=size if isinstance(size, int) else None)
     elif loader.batch_size is None:
-        if config.split_batches and world_size > 1:
-            raise ConfigError(
-                "split_batches=True cuts each batch into rows, but this loader has batch_size=None, so its "
-                "dataset returns whole batches. Use split_batches=False."
-            )
         # Whatever the dataset yields is dealt as one piece.
         return replace(plan, batch_size=1)
     return replace(plan, split_batches=config.split_batches)

@@ -83,7 +83,7 @@ def prepare_loader(
     if draws and config.use_seedable_sampler and not is_iterable(loader):
         sampler, seedable = with_seedable(sampler, seed)
     reader = make_reader(
-        loader, sampler, plan, seed, range(world_size) if dispatch else (rank,), config, draws, is_alone
+        loader, sampler, plan, seed, range(plan.world_size) if dispatch else (rank,), config, draws, is_alone
     )
     non_blocking = config.non_blocking or loader.pin_memory
     moves_to = partial(batch_mover, non_blocking=non_blocking, pins=config.pin_memory, rank=runtime.rank)
@@ -91,7 +91,12 @@ def prepare_loader(
     receive = None
     if dispatch and shared is not None:
         receive = partial(
-            dispatched, communicator=shared, rank=rank, device=runtime.device, move=moves_to(runtime.device)
+            dispatched,
+            communicator=shared,
+            rank=rank,
+            device=runtime.device,
+            move=moves_to(runtime.device),
+            cut=world_size // plan.world_size,
         )
     return prepared_class(loader, config)(
         LoaderParts(
