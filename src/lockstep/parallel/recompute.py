@@ -131,7 +131,8 @@ def _checkpointed(
         if mode is not Activation.SELECTIVE:
             return nullcontext(), buffers
         first, second = _selective_contexts()
-        return first, _NestedContexts(buffers, second)
+        copies = dispatch.CopiesBeforeWrites(first)
+        return _NestedContexts(first, copies), _NestedContexts(buffers, second)
 
     # For what ``checkpoint`` itself saves: within the block its own hooks are in force.
     with block._around:
