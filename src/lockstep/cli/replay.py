@@ -59,6 +59,8 @@ def command(
     it gets the weights, batches and random numbers of the capsule, for one rank after another. No step is made.
     SpikePolicy writes capsules to the folder of a run.
     """
+    from lockstep.checkpoint.format.capsule import WEIGHTS
+    from lockstep.checkpoint.store import LocalStore, verify_checkpoint
     from lockstep.launch.plan import Program
     from lockstep.parity.runs import CouldNotRun
     from lockstep.replay.replay import replay
@@ -68,7 +70,9 @@ def command(
     with tempfile.TemporaryDirectory(prefix="lockstep-replay-") as folder:
         output = str(Path(folder) / "verdict.json")
         spec = ReplaySpec(str(capsule.absolute()), output, ordinary, as_accelerate, module)
-        ReplayedRun(spec)  # refuses a capsule that is not whole
+        # Both refuse a capsule that is not whole.
+        if ReplayedRun(spec).facts.has_weights:
+            verify_checkpoint(LocalStore(), str(capsule.absolute() / WEIGHTS))
         try:
             verdict, reason = replay(spec, (script, *arguments), Path(folder), timeout), ""
         except CouldNotRun as error:

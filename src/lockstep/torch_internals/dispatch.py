@@ -124,7 +124,9 @@ class CopiesBeforeWrites(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _copy(self, written: Sequence[object]) -> None:
-        memory = {tensor.untyped_storage().data_ptr() for tensor in written if isinstance(tensor, torch.Tensor)}
+        memory = {
+            tensor.untyped_storage().data_ptr() for tensor in written if isinstance(tensor, torch.Tensor)
+        }
         for results in self._storage.values():
             for kept in tree_leaves(list(results.values()) if isinstance(results, dict) else results):
                 value = getattr(kept, "val", None)
