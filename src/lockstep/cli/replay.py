@@ -60,7 +60,8 @@ def command(
     SpikePolicy writes capsules to the folder of a run.
     """
     from lockstep.checkpoint.format.capsule import WEIGHTS
-    from lockstep.checkpoint.store import LocalStore, verify_checkpoint
+    from lockstep.checkpoint.store.local import LocalStore
+    from lockstep.checkpoint.store.verify import verify_checkpoint
     from lockstep.launch.plan import Program
     from lockstep.parity.runs import CouldNotRun
     from lockstep.replay.replay import replay

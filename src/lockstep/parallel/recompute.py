@@ -121,22 +121,16 @@ class RecomputedForward(Subclassed):
 def _checkpointed(
     block: Any, forward: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
 ) -> object:
-    mode = block._recompute_mode
-    if mode is Activation.SELECTIVE:
-        forward = _without_autocast_cache(forward)
-    run, tensors = _function_of_tensors(forward, args, kwargs)
     buffers = BuffersOnce(block)
-
-    def contexts() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
-        if mode is not Activation.SELECTIVE:
-            return nullcontext(), buffers
+    contexts: tuple[AbstractContextManager[object], AbstractContextManager[object]] = nullcontext(), buffers
+    if block._recompute_mode is Activation.SELECTIVE:
         first, second = _selective_contexts()
-        copies = dispatch.CopiesBeforeWrites(first)
-        return _NestedContexts(first, copies), _NestedContexts(buffers, second)
-
+        contexts = first, _NestedContexts(buffers, second)
+        forward = _without_autocast_cache(_copying_before_writes(forward, first))
+    run, tensors = _function_of_tensors(forward, args, kwargs)
     # For what ``checkpoint`` itself saves: within the block its own hooks are in force.
     with block._around:
-        outputs = checkpoint(run, *tensors, use_reentrant=False, context_fn=contexts)
+        outputs = checkpoint(run, *tensors, use_reentrant=False, context_fn=lambda: contexts)
     buffers.forget_unchanged()
     return outputs
 
@@ -225,6 +219,16 @@ def _drops(operator: object, args: tuple[object, ...], kwargs: dict[str, object]
 
 
 _selective_contexts = functools.partial(create_selective_checkpoint_contexts, _policy)
+
+
+def _copying_before_writes(forward: Callable[..., object], keeping: object) -> Callable[..., object]:
+    """Kept results must stay as they are, also where ``ReLU(inplace=True)`` follows a product."""
+
+    def run(*args: object, **kwargs: object) -> object:
+        with dispatch.CopiesBeforeWrites(keeping):
+            return forward(*args, **kwargs)
+
+    return run
 
 
 def _without_autocast_cache(forward: Callable[..., object]) -> Callable[..., object]:
