@@ -510,7 +510,6 @@ NAMES = [
     "concatenate",
     "convert_to_fp32",
     "extract_model_from_parallel",
-    "find_batch_size",
     "find_executable_batch_size",
     "gather",
     "gather_object",

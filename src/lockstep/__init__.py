@@ -27,7 +27,6 @@ _MODULE_OF = {
     "dispatch_model": "lockstep.offload.dispatch.dispatch",
     "DistributedDataParallelKwargs": "lockstep.config.handlers",
     "DistributedType": "lockstep.config.enums",
-    "find_batch_size": "lockstep.tune.in_process",
     "find_executable_batch_size": "lockstep.runtime.memory",
     "get_logger": "lockstep.observe.log",
     "GradientAccumulationPlugin": "lockstep.config.handlers",

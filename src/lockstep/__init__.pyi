@@ -38,4 +38,3 @@ from lockstep.runtime.memory import find_executable_batch_size as find_executabl
 from lockstep.runtime.run_state import PartialState as PartialState
 from lockstep.runtime.seed import set_seed as set_seed
 from lockstep.runtime.seed import synchronize_rng_states as synchronize_rng_states
-from lockstep.tune.in_process import find_batch_size as find_batch_size

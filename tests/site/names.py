@@ -60,7 +60,6 @@ BEHIND = {
         "lockstep.comm.counter.CommCounter",
         "lockstep.observe.state_bytes.StateBytes",
         "lockstep.parallel.asynchronous.stale.StalenessReport",
-        "lockstep.tune.in_process.FoundBatch",
     ),
 }
 """Objects that users get, and make none of."""

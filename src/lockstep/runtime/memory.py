@@ -98,7 +98,7 @@ def find_executable_batch_size(
     memory.
 
     The decorated function is called without the batch size. A size that failed is not tried again in later calls.
-    ``lockstep.find_batch_size`` finds the largest size that fits on every rank.
+    On several ranks, each decides by itself. ``lockstep tune`` finds one size that fits on every rank.
 
     Args:
         function: A function whose first argument is the batch size. Without it, the result is a decorator.

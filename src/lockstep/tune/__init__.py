@@ -8,7 +8,7 @@ if not TYPE_CHECKING:
     __getattr__ = names_of_modules(
         __name__,
         {
-            "memory": ["limit_of_rank", "MemoryWatch", "peak_of_rank", "reset_peak"],
+            "memory": ["limit_of_rank", "MemoryWatch", "peak_of_rank"],
             "remarks": ["refuse_sums", "remarks_on"],
             "report": ["how_to_use", "rows", "sentence", "to_json"],
             "search": ["divisors", "MemoryModel", "next_size"],

@@ -52,19 +52,6 @@ def peak_of_rank(device: torch.device) -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def reset_peak(device: torch.device) -> bool:
-    """Let the peak begin anew from what is taken now; whether that is possible here."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        return True
-    try:
-        # Writing 5 resets VmHWM, the peak of the resident set (proc(5)).
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return False
-    return True
-
-
 class MemoryWatch(threading.Thread):
     """Looks whether this process has more than ``limit`` bytes in memory, and calls ``over`` with these, once.
 
