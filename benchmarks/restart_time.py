@@ -1,12 +1,11 @@
-"""From the kill of a worker to the next committed step, with and without libraries that were imported before.
+"""From the kill of a worker to the next committed step, with workers that are forks and with new processes.
 
     python benchmarks/restart_time.py
     python benchmarks/restart_time.py --quick
 
-Two launches of 2 ranks take turns: one restarts warm, the other with --no-warm-restarts. Rank 1 is killed once its
-round has saved and the spare processes are ready. The clock stops when rank 0 has saved again. Whoever is not measured
-sleeps. On a busy machine the seconds of the processor say more: what the new workers have used together until they
-saved; a spare process without what it used before it was wanted.
+Two launches of 2 ranks take turns: one with --warm-restarts, the other without. Rank 1 is killed once its round has
+saved. The clock stops when rank 0 has saved again. Whoever is not measured sleeps. On a busy machine the seconds of the
+processor say more: what the new workers have used together until they saved.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ class Launch:
         folder.mkdir()
         self._folder, self._round = folder, 0
         flags = ["--nproc", str(RANKS), "--cpu", "--max-restarts", "1000"]
-        flags += [] if warm else ["--no-warm-restarts"]
+        flags += ["--warm-restarts"] if warm else []
         command = [*LOCKSTEP, "launch", *flags, str(script), str(folder)]
         self._errors = (folder / "errors").open("w+")
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -88,36 +87,14 @@ class Launch:
         files = [self._folder / f"round-{self._round}-{rank}" for rank in range(RANKS)]
         wait_until(lambda: all(file.exists() for file in files), "a round's first step")
 
-    def spares(self) -> list[int]:
-        """Spare processes that are ready, by process id."""
-        children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split()
-        found = []
-        for child in children:
-            try:
-                words = Path(f"/proc/{child}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
-            except OSError:  # it ended meanwhile
-                continue
-            found += [int(child)] if words == [b"lockstep-spare", b"ready"] else []
-        return found
-
-    def wait_for_spares(self) -> None:
-        """Until nothing is imported any more."""
-        wait_until(lambda: len(self.spares()) == RANKS, "the spare processes")
-
     def kill(self) -> tuple[float, float]:
         """Seconds from the kill to the next commit, and of the processor, which both ranks used for it."""
-        used_s = sum(cpu_s(pid) for pid in self.spares())
         struck = time.monotonic()
         os.kill(int(self._notes(1)["pid"]), 9)
         self._round += 1
         self._wait_for_commit()
         notes = [self._notes(rank) for rank in range(RANKS)]
-        return notes[0]["time"] - struck, sum(note["cpu_s"] for note in notes) - used_s
-
-    def memory_mib(self) -> list[float]:
-        """The memory that each spare process has for itself, and its share of what it shares."""
-        lines = [Path(f"/proc/{pid}/smaps_rollup").read_text() for pid in self.spares()]
-        return [int(text.split("\nPss:")[1].split()[0]) / 1024 for text in lines]
+        return notes[0]["time"] - struck, sum(note["cpu_s"] for note in notes)
 
     def end(self) -> None:
         """Raises SystemExit if a warm launch restarted otherwise."""
@@ -126,14 +103,8 @@ class Launch:
         self._errors.seek(0)
         said = self._errors.read()
         self._errors.close()
-        if "without libraries" in said:
+        if "--warm-restarts" in said:
             raise SystemExit(said)
-
-
-def cpu_s(pid: int) -> float:
-    """What a process has used of the processor."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def main() -> None:
@@ -149,11 +120,8 @@ def main() -> None:
         try:
             for kind in found:
                 launches[kind] = Launch(Path(folder) / kind, script, kind == "warm")
-            launches["warm"].wait_for_spares()
-            memory = launches["warm"].memory_mib()
             for _ in range(arguments.kills):
                 for kind, launch in launches.items():
-                    launches["warm"].wait_for_spares()
                     found[kind].append(launch.kill())
         finally:
             for launch in launches.values():
@@ -161,18 +129,15 @@ def main() -> None:
     wall = {kind: summary([seconds for seconds, _ in values]) for kind, values in found.items()}
     cpu = {kind: summary([seconds for _, seconds in values]) for kind, values in found.items()}
     rows = [(kind, wall[kind].show(2), cpu[kind].show(2)) for kind in found]
-    pss = summary(memory)
     report.finish(
         ["restarts", "kill to commit, s", "processor time of both ranks, s"],
         rows,
         {
             "wall_s": {kind: one.to_dict() for kind, one in wall.items()},
             "cpu_s": {kind: one.to_dict() for kind, one in cpu.items()},
-            "spare_process_pss_mib": pss.to_dict(),
         },
         {"ranks": RANKS, "kills": arguments.kills},
         arguments.output,
-        notes=[f"a spare process takes {pss.median:.0f} MiB (proportional set size)"],
     )
 
 

@@ -30,7 +30,7 @@ from lockstep.config.merge import ExternalSettings
 from lockstep.config.options import Options, fit_to_world, resolve_options
 from lockstep.config.options_view import OptionsView
 from lockstep.config.parallel import Parallel
-from lockstep.config.sources import control_endpoint, imports_file
+from lockstep.config.sources import control_endpoint
 from lockstep.errors import StateResetError, UsageError
 from lockstep.observe import hang
 from lockstep.observe.methods import TrackingMethods
@@ -238,10 +238,6 @@ class Accelerator(
         """The watch of this process, which saves a checkpoint before a stop."""
         watch = hang.watch_process(self.runtime, options.watch, options.grace_s)
         watch.save_with(self._save_at_boundary)
-        if (path := imports_file()) is not None:
-            from lockstep.runtime.imports import record_imports
-
-            record_imports(watch.clock, path)
         return watch
 
     def _loss_scaler(self, options: Options) -> LossScaler | None:

@@ -21,8 +21,6 @@ OURS = re.compile(r"(?:LOCKSTEP|ACCELERATE)_[A-Z0-9_]+")
 NOT_FOR_USERS = {
     "LOCKSTEP_CONTROL_FILE": "set by the launcher for its workers",
     "LOCKSTEP_CONTROL_SECRET": "set by the launcher for its workers",
-    "LOCKSTEP_IMPORTS_FILE": "set by the launcher for its workers",
-    "LOCKSTEP_SPARE": "set by the launcher for its workers",
     "LOCKSTEP_ORPHAN_WATCH": "set by the launcher for its workers",
     "LOCKSTEP_RESTART": "set by the launcher for its workers",
     "LOCKSTEP_SHARED_CONSOLE": "set by the launcher for its workers",

@@ -18,7 +18,6 @@ if not TYPE_CHECKING:
             "settings": ["DECLARED", "IN_FILES", "OF_WORKERS", "Setting", "SETTINGS", "TOPICS"],
             "sources": [
                 "control_endpoint",
-                "environment_digests",
                 "named_device",
                 "process_environment",
                 "unknown_variables",

@@ -6,7 +6,6 @@ torch nor pydantic, because every worker reads this first.
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -22,8 +21,8 @@ from lockstep.errors import ConfigError
 CONFIG_VARIABLE = "LOCKSTEP_CONFIG_FILE"
 """The file that settings are read from, unless a command names one."""
 
-# What processes of one launch tell each other on one machine. What launch/bare.py and launch/spare/site/ need is
-# spelled there again: they run where this package cannot be imported.
+# What processes of one launch tell each other on one machine. What launch/bare.py needs is spelled there
+# again: it runs where this package cannot be imported.
 SECRET_VARIABLE = "LOCKSTEP_SECRET"
 """The secret that the machines of a launch share, in hexadecimal digits."""
 CONTROL_VARIABLE = "LOCKSTEP_CONTROL"
@@ -43,10 +42,6 @@ SHARED_CONSOLE_VARIABLE = "LOCKSTEP_SHARED_CONSOLE"
 """Whether all ranks of this machine write their errors to one console."""
 ORPHAN_WATCH_VARIABLE = "LOCKSTEP_ORPHAN_WATCH"
 """Marks processes that end what a killed launcher has left."""
-SPARE_VARIABLE = "LOCKSTEP_SPARE"
-"""Marks processes that wait for the next round."""
-IMPORTS_VARIABLE = "LOCKSTEP_IMPORTS_FILE"
-"""Where a worker writes down what it has imported, for the process that takes its place."""
 
 OTHER_VARIABLES = (
     CONFIG_VARIABLE,
@@ -60,8 +55,6 @@ OTHER_VARIABLES = (
     LAUNCH_FOLDER_VARIABLE,
     SHARED_CONSOLE_VARIABLE,
     ORPHAN_WATCH_VARIABLE,
-    SPARE_VARIABLE,
-    IMPORTS_VARIABLE,
 )
 """All variables of ours that stand for no setting."""
 
@@ -225,19 +218,6 @@ def named_backend(environ: Environ | None = None) -> str | None:
 def error_file(environ: Environ | None = None) -> str | None:
     """The file in which the elastic agent expects this worker's error, if there is an agent."""
     return (os.environ if environ is None else environ).get("TORCHELASTIC_ERROR_FILE") or None
-
-
-def imports_file(environ: Environ | None = None) -> str | None:
-    """Where this worker writes down what it has imported, if a spare process is to import it, too."""
-    return (os.environ if environ is None else environ).get(IMPORTS_VARIABLE) or None
-
-
-def environment_digests() -> dict[str, str]:
-    """Of each variable a digest of its value: by which values can be compared and not be read."""
-    return {
-        name: hashlib.blake2b(value.encode(errors="surrogateescape"), digest_size=12).hexdigest()
-        for name, value in os.environ.items()
-    }
 
 
 def named_config_file(environ: Environ | None = None) -> str | None:

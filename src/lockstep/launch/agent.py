@@ -133,7 +133,6 @@ class Agent:
                 name = str(message["signal"])
                 ends.stop_code = of_signal(signal.Signals[name]) if name else of_signal(signal.SIGTERM)
             self._upkeep()
-            self._starter.keep_up()
             asked = self._signals.asked()
             if asked is not None:
                 self._rendezvous.tell("stop", signal=asked.name)

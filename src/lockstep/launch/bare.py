@@ -37,8 +37,6 @@ MEMORY_VARIABLE = "LOCKSTEP_MEMORY_FOLDER"
 FOLDER_VARIABLE = "LOCKSTEP_LAUNCH_FOLDER"
 # In the environment of the watches: they end by themselves.
 WATCH_VARIABLE = "LOCKSTEP_ORPHAN_WATCH"
-# In the environment of processes that wait for the next round, and of their watches: its own mark, and more.
-SPARE_VARIABLE = "LOCKSTEP_SPARE"
 DONE = b"done"
 HEARTBEAT_S = 0.5
 ROUNDS = 50
@@ -47,13 +45,12 @@ PR_SET_PDEATHSIG = 1
 NOT_EXECUTABLE, NOT_FOUND = 126, 127
 
 
-def members(launch_id: str, with_watches: bool = False, spares: Collection[str] = ()) -> list[int]:
-    """Processes of this user whose environment carries the launch's identity, but for those of ``spares``."""
-    kept = tuple(f"{SPARE_VARIABLE}={token}:".encode() for token in spares)
+def members(launch_id: str, with_watches: bool = False, kept: Collection[int] = ()) -> list[int]:
+    """Processes of this user whose environment carries the launch's identity, but for those that are ``kept``."""
     mark, watch = f"{ID_VARIABLE}={launch_id}".encode(), f"{WATCH_VARIABLE}=1".encode()
     found = []
     for entry in os.listdir("/proc"):
-        if not entry.isdigit():
+        if not entry.isdigit() or int(entry) in kept:
             continue
         try:
             with open(f"/proc/{entry}/environ", "rb") as file:
@@ -63,15 +60,14 @@ def members(launch_id: str, with_watches: bool = False, spares: Collection[str] 
             continue
         if mark not in variables or (watch in variables and not with_watches):
             continue
-        if not any(variable.startswith(kept) for variable in variables):
-            found.append(int(entry))
+        found.append(int(entry))
     return found
 
 
-def end(launch_id: str, with_watches: bool = False, spares: Collection[str] = ()) -> None:
+def end(launch_id: str, with_watches: bool = False, kept: Collection[int] = ()) -> None:
     """Kill the members until none is left; new ones may be forked while we look."""
     for _ in range(ROUNDS):
-        pids = [pid for pid in members(launch_id, with_watches, spares) if pid != os.getpid()]
+        pids = [pid for pid in members(launch_id, with_watches, kept) if pid != os.getpid()]
         if not pids:
             return
         for pid in pids:

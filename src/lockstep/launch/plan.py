@@ -92,7 +92,7 @@ class FaultPolicy:
     ``grace_s``: from a stop signal to SIGKILL. ``watch``: whether workers are watched at all. ``monitor_interval_s``:
     between two looks at whether they run. ``join_timeout_s``: how long machines wait for each other, and
     ``last_call_s``: for more of them once there are enough. ``heartbeat_limit_s``: how long machines may be silent.
-    ``warm_restarts``: whether the next round's processes have imported their libraries before it begins.
+    ``warm_restarts``: whether workers are forks of a process that has imported torch.
     """
 
     max_restarts: int = 0

@@ -19,11 +19,11 @@ from lockstep.config.sources import RESTART_VARIABLE, inherited_environment
 from lockstep.launch import bare
 from lockstep.launch.backend import worker_arguments
 from lockstep.launch.console import rank_log, say
+from lockstep.launch.forks import ForkServer, can_fork
 from lockstep.launch.network import store_on
 from lockstep.launch.plan import LaunchPlan
 from lockstep.launch.rendezvous import Round
 from lockstep.launch.report import Failure, read_error_file
-from lockstep.launch.spare.spares import Spares, is_possible
 from lockstep.runtime.failure import PREEMPTED
 
 
@@ -74,7 +74,7 @@ class Workers:
         environment: what they get beside the launcher's own, the same for all.
         restarts: what torch's variables say about restarts: (so far, at most).
         role: what they find in ROLE_NAME.
-        spares: processes that may be used instead of new ones.
+        forks: what starts them as forks.
     """
 
     def __init__(
@@ -87,14 +87,13 @@ class Workers:
         run_id: str,
         max_restarts: int,
         role: str = "default",
-        spares: Spares | None = None,
+        forks: ForkServer | None = None,
     ) -> None:
         self._logs = logs
         self.ranks = {local: place.base_rank + local for local in range(nproc)}
         environments = {
             local: {
                 **environment,
-                **(spares.variables(local) if spares else {}),
                 **_torchrun_variables(local, nproc, place, run_id, max_restarts),
                 "ROLE_NAME": role,
             }
@@ -103,7 +102,7 @@ class Workers:
         logs.round = place.number
         prefixes = {local: f"[rank {rank}] " for local, rank in self.ranks.items()}
         arguments = dict.fromkeys(self.ranks, worker_arguments(command))
-        start = start_processes if spares is None else spares.processes
+        start = start_processes if forks is None else forks.processes
         self._context = start(
             name=role,
             entrypoint=sys.executable,
@@ -175,13 +174,8 @@ class Starter:
         self._control = control
         self._logs = RankLogs(work_dir, plan.log_dir, plan.tee)
         self._store: TCPStore | None = None
-        self._spares = (
-            Spares(work_dir, plan.log_dir, say)
-            if plan.fault_policy.warm_restarts
-            and plan.fault_policy.max_restarts
-            and is_possible(plan.command)
-            else None
-        )
+        warm = plan.fault_policy.warm_restarts and can_fork(plan.command)
+        self._forks = ForkServer(plan.command, say) if warm else None
 
     def start(self, place: Round) -> Workers:
         """Start the workers that belong into this place."""
@@ -198,25 +192,20 @@ class Starter:
             run_id=self._launch_id,
             max_restarts=plan.fault_policy.max_restarts,
             role=plan.role,
-            spares=self._spares,
+            forks=self._forks,
         )
-
-    def keep_up(self) -> None:
-        """While a round runs, prepare the next; called a few times a second."""
-        if self._spares is not None:
-            self._spares.keep_up()
 
     def sweep(self) -> None:
         """After a round: free the store's port, and end what the workers may have left behind."""
         # The store lets go of its port with its last reference.
         self._store = None
         if os.path.isdir("/proc/self"):
-            bare.end(self._launch_id, with_watches=True, spares=self._spares.tokens if self._spares else ())
+            bare.end(self._launch_id, with_watches=True, kept=self._forks.pids if self._forks else ())
 
     def close(self) -> None:
         """At the end of the launch: end what waits for another round."""
-        if self._spares is not None:
-            self._spares.close()
+        if self._forks is not None:
+            self._forks.close()
             self.sweep()
 
 

@@ -13,8 +13,9 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 from lockstep.torch_internals.versions import expect, probed
 
 OutputFile = IO[str] | IO[bytes] | None
-Start = Callable[[int, tuple[str, ...], dict[str, str], OutputFile, OutputFile], "Popen[bytes] | None"]
-"""(local rank, arguments, environment, files for standard output and error) -> a process, or None: start one."""
+Start = Callable[[int, tuple[str, ...], dict[str, str], OutputFile, OutputFile], Any]
+"""(local rank, arguments, environment, files for standard output and error) -> a process with what is used of
+``Popen``, or None: start one."""
 
 
 class _OwnProcessHandler(SubprocessHandler):

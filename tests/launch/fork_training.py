@@ -1,9 +1,9 @@
 """Trains, saves at every step, and fails when a test says so: on rank R in round N at the file ``fail-N-R``.
 
-    training.py FOLDER ROUNDS
+    fork_training.py FOLDER ROUNDS
 
 The last of the rounds makes 4 more steps and ends. Rank 0 notes the weights and, of each step of each round, which
-samples it saw and whether its process was a spare one.
+samples it saw and whether its process was a fork.
 """
 
 import json
@@ -55,10 +55,8 @@ def main() -> None:
         optimizer.zero_grad()
         progress.step += 1
         accelerator.save_state()
-        is_spare = "lockstep.launch.spare.process" in sys.modules
-        print(
-            json.dumps([number, rank, progress.step, is_spare, batch.flatten().tolist(), world]), flush=True
-        )
+        is_fork = "lockstep.launch.fork_server" in sys.orig_argv
+        print(json.dumps([number, rank, progress.step, is_fork, batch.flatten().tolist(), world]), flush=True)
         if progress.step == last:
             break
     if number < rounds - 1:
