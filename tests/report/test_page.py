@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.history import read_run
-from lockstep.report import report_of, sentences
-from lockstep.report.draw import SCRIPT, STYLE, policy
+from lockstep.report import SCRIPT, STYLE, policy, report_of, sentences
 from tests.report.browser import CHROMIUM, MISSING, Browser
 from tests.report.runs import BEGIN, END, HOSTILE, HOSTILE_RUN, RESTARTED, RUNS, Start, Synthetic, write_run
 
@@ -102,7 +101,7 @@ def test_the_page_says_what_was_written(tmp_path: Path) -> None:
     text = page_of(tmp_path / "gpt" / "run", RESTARTED)
     for said in (
         "rank 5 never joined all_reduce #412 that rank 0 entered at train.py:57",
-        "Parameter &#x27;layers.1.up.weight&#x27; differs at step 900: rank 2 from ranks 0, 1, 3.",
+        "Parameter &#39;layers.1.up.weight&#39; differs at step 900: rank 2 from ranks 0, 1, 3.",
         "loss, value 6.4, rollback, 3 batches skipped",
         "Start 2 went on from checkpoints/checkpoint_1000, step 1,000, epoch 5, 512,000 samples seen.",
         "<td>mixed_precision</td><td>bf16</td><td>--mixed-precision</td>",
@@ -124,7 +123,7 @@ def test_events_of_the_script_are_listed_with_what_it_said(tmp_path: Path) -> No
     }
     text = page_of(tmp_path, Synthetic(events=(own,)))
     assert "<td>promoted</td>" in text and "checkpoint: best, score: 0.91</td>" in text
-    assert text.count("the script&#x27;s</span>") == 1
+    assert text.count("the script&#39;s</span>") == 1
 
 
 def test_hostile_names_and_values_stay_text(tmp_path: Path) -> None:

@@ -8,6 +8,19 @@ if not TYPE_CHECKING:
     __getattr__ = names_of_modules(
         __name__,
         {
+            "charts": [
+                "Chart",
+                "HEIGHT",
+                "line_chart",
+                "means",
+                "path",
+                "PlotLine",
+                "Scale",
+                "scale_of",
+                "stacked_chart",
+                "thinned",
+                "WIDTH",
+            ],
             "compare": [
                 "comparison_sentences",
                 "MOST_RUNS",
@@ -29,6 +42,7 @@ if not TYPE_CHECKING:
                 "stacks_text",
             ],
             "numbers": ["numbers_of", "RunNumbers"],
+            "page": ["MOST_ROWS", "policy", "SCRIPT", "STYLE", "template_environment"],
             "report": ["report_of", "to_json"],
             "summary": ["REASONS", "sentences"],
         },

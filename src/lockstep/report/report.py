@@ -58,12 +58,10 @@ class RunReport:
 
     def page(self) -> str:
         """A complete HTML document that loads nothing."""
+        from lockstep.report.page import comparison_page, run_page
+
         if len(self.runs) == 1:
-            from lockstep.report.page.document import run_page
-
             return run_page(self.runs[0], self.numbers[0], self.now)
-        from lockstep.report.page.comparison import comparison_page
-
         return comparison_page(self.runs, self.numbers, self.names, self.now)
 
     def to_json(self) -> dict[str, object]:

@@ -1,18 +1,11 @@
-"""The page's one script: what a chart says where it is pointed at. Without it nothing is lost but this."""
-
-from __future__ import annotations
-
-import base64
-import hashlib
-
-SCRIPT = """
+// What a chart says where it is pointed at. Without this script nothing is lost but that.
 for (const chart of document.querySelectorAll("figure.chart")) {
   const area = chart.querySelector(".area"), line = area.querySelector("b"), said = area.querySelector("output");
   const axis = text => { const [low, high, kind, log] = text.split(" "); return [+low, +high, kind, +log]; };
   const [x0, x1, xKind] = axis(chart.dataset.x), [y0, y1, yKind, log] = axis(chart.dataset.y);
   const unit = (value, pairs) => {
     const [by, name] = pairs.find(([by]) => Math.abs(value) >= by) || pairs[pairs.length - 1];
-    return (value / by).toPrecision(3).replace(/\\.0+$/, "") + name;
+    return (value / by).toPrecision(3).replace(/\.0+$/, "") + name;
   };
   const units = {
     bytes: [[1e12, " TB"], [1e9, " GB"], [1e6, " MB"], [1e3, " kB"], [1, " B"]],
@@ -24,17 +17,8 @@ for (const chart of document.querySelectorAll("figure.chart")) {
   const value = y => { const at = 1 - y / 1000;
     return log ? Math.pow(10, Math.log10(y0) + at * (Math.log10(y1) - Math.log10(y0))) : y0 + at * (y1 - y0); };
   let curves;
-  const read = () => [...area.querySelectorAll("[data-n]")].map(path => {
-    const points = []; let x = 0, y = 0;
-    for (const [, letter, rest] of path.getAttribute("d").matchAll(/([A-Za-z])([^A-Za-z]*)/g)) {
-      const numbers = (rest.match(/-?\\d+/g) || []).map(Number);
-      if (letter == "M") { [x, y] = numbers; points.push([x, y]); }
-      else if (letter == "l") for (let at = 0; at < numbers.length; at += 2) {
-        x += numbers[at]; y += numbers[at + 1]; points.push([x, y]);
-      } else break;
-    }
-    return [path.dataset.n, points];
-  });
+  const read = () => [...area.querySelectorAll("[data-n]")].map(path => [
+    path.dataset.n, [...path.getAttribute("d").matchAll(/[ML](\d+) (\d+)/g)].map(([, x, y]) => [+x, +y])]);
   area.addEventListener("pointermove", event => {
     curves = curves || read();
     const box = area.getBoundingClientRect(), share = Math.min(Math.max((event.clientX - box.left) / box.width, 0), 1);
@@ -43,7 +27,7 @@ for (const chart of document.querySelectorAll("figure.chart")) {
     const values = near.map(([name, point]) => [name, value(point[1])]);
     if ("s" in chart.dataset) values.forEach((one, at) => { one[1] -= (values[at + 1] || [0, 0])[1]; });
     const lines = values.map(([name, one]) => (values.length > 1 ? name + ": " : "") + text(one, yKind));
-    said.textContent = [chart.dataset.t + " " + text(x0 + share * (x1 - x0), xKind), ...lines].join("\\n");
+    said.textContent = [chart.dataset.t + " " + text(x0 + share * (x1 - x0), xKind), ...lines].join("\n");
     line.style.left = share * 100 + "%";
     said.style.left = share < .5 ? share * 100 + 2 + "%" : "auto";
     said.style.right = share < .5 ? "auto" : (1 - share) * 100 + 2 + "%";
@@ -51,13 +35,3 @@ for (const chart of document.querySelectorAll("figure.chart")) {
   });
   area.addEventListener("pointerleave", () => area.classList.remove("on"));
 }
-"""
-
-
-def policy() -> str:
-    """What the page may do: show its own styles and run this script, and load nothing from anywhere."""
-    digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
-    return (
-        f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'; "
-        "form-action 'none'"
-    )

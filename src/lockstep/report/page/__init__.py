@@ -1,1 +1,0 @@
-"""The page: its sections, in the order in which they stand."""
