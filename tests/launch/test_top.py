@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import Accelerator
 from lockstep.control import name_of
+from lockstep.history import Fields
 from lockstep.launch import JobConnection, connect_here, connect_to, running_launches
-from lockstep.report import JobNow, job_of, stack_of
 from tests.command import LOCKSTEP
 from tests.launch.helpers import START_LIMIT_S, start, wait_until
 from tests.launch.looked_at import Steps
@@ -40,20 +40,22 @@ class Job:
         self.connection = connect_here()
         assert self.connection is not None
         # also the coordinator has heard of steps
-        self.look_until(lambda now: len(now.ranks) == self.nproc and all(one.steps > 0 for one in now.ranks))
+        self.look_until(
+            lambda now: [one.number("steps") > 0 for one in now.objects("ranks")] == [True] * self.nproc
+        )
         return self.connection
 
     def steps(self, rank: int) -> int:
         path = self.out / f"rank-{rank}.txt"
         return len(path.read_text().splitlines()) if path.exists() else 0
 
-    def look_until(self, condition: Callable[[JobNow], bool]) -> JobNow:
+    def look_until(self, condition: Callable[[Fields], bool]) -> Fields:
         assert self.connection is not None
-        seen: list[JobNow] = []
+        seen: list[Fields] = []
 
         def holds() -> bool:
             assert self.connection is not None
-            seen.append(job_of(self.connection.look()))
+            seen.append(Fields(self.connection.look()))
             return condition(seen[-1])
 
         wait_until(holds, START_LIMIT_S)
@@ -97,10 +99,10 @@ def test_a_save_that_is_asked_for_is_one_of_all_ranks_at_one_step_and_training_g
 ) -> None:
     run = job(nproc, "project")
     connection = run.connect()
-    seen = run.look_until(lambda now: "loss" in now.latest)
-    assert [one.rank for one in seen.ranks] == list(range(nproc))
-    assert all(one.pid > 0 and not one.ended for one in seen.ranks)
-    assert {one.part for one in seen.ranks} <= {
+    seen = run.look_until(lambda now: "loss" in now.mapping("latest"))
+    assert [one.number("rank") for one in seen.objects("ranks")] == list(range(nproc))
+    assert all(one.number("pid") > 0 and not one.text("ended") for one in seen.objects("ranks"))
+    assert {one.text("part") for one in seen.objects("ranks")} <= {
         "data",
         "forward",
         "backward",
@@ -190,7 +192,7 @@ def test_in_a_terminal_its_keys_show_stacks_save_and_stop(job: Callable[..., Job
 def test_a_folder_of_a_job_that_runs_here_leads_to_its_ranks(job: Callable[..., Job]) -> None:
     run = job(2, "project")
     connection = run.connect()
-    run.look_until(lambda now: now.number("step") > 2)
+    run.look_until(lambda now: now.mapping("latest").get("step", 0) > 2)
     wait_until(lambda: (run.out / "run" / "measures.jsonl").exists(), START_LIMIT_S)
     top = InTerminal(
         *LOCKSTEP,
@@ -206,8 +208,9 @@ def test_a_folder_of_a_job_that_runs_here_leads_to_its_ranks(job: Callable[..., 
     finally:
         top.close()
     connection.ask("stacks")
-    stacks = [stack_of(message) for _ in range(2) for message in connection.news(START_LIMIT_S)]
-    assert {one.rank for one in stacks} <= {0, 1} and all("looked_at.py" in one.stack for one in stacks)
+    stacks = [Fields(message) for _ in range(2) for message in connection.news(START_LIMIT_S)]
+    assert {one.number("rank") for one in stacks} <= {0, 1}
+    assert all("looked_at.py" in str(one.fields["stack"]) for one in stacks)
 
 
 def test_the_secret_stands_where_its_user_alone_can_read_it(job: Callable[..., Job]) -> None:
@@ -222,7 +225,7 @@ def test_the_secret_stands_where_its_user_alone_can_read_it(job: Callable[..., J
     for path in (run.out / "run").glob("*"):
         assert secret not in path.read_text()
     connection = connect_to(("localhost", launch.address[1]), None)  # another name of this address
-    assert job_of(connection.look()).ranks
+    assert Fields(connection.look()).objects("ranks")
     connection.close()
     folder.chmod(0o755)  # somebody else could have put it there
     assert running_launches() == []

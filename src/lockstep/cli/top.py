@@ -8,7 +8,8 @@ import sys
 import termios
 import time
 import tty
-from types import TracebackType
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import click
@@ -19,40 +20,28 @@ if TYPE_CHECKING:
     from lockstep.cli.top_screen import TopScreen
 
 
-class Keyboard:
-    """Reads keys as they are pressed, inside of a ``with``; none where standard input is no terminal.
+@contextmanager
+def keyboard() -> Iterator[Callable[[float], str]]:
+    """Yield a function that waits so many seconds for a key, and returns it; "": none was pressed.
 
-    Ctrl-C interrupts as ever.
+    None is where standard input is no terminal. Ctrl-C interrupts as ever.
     """
+    descriptor = sys.stdin.fileno() if sys.stdin is not None and sys.stdin.isatty() else None
 
-    def __init__(self) -> None:
-        self._descriptor = sys.stdin.fileno() if sys.stdin is not None and sys.stdin.isatty() else None
-        self._before: list[object] | None = None
+    def pressed(timeout_s: float) -> str:
+        ready, _, _ = select.select([] if descriptor is None else [descriptor], [], [], timeout_s)
+        # Nothing is read from a terminal that is gone.
+        return (os.read(ready[0], 1) or b"q").decode("ascii", "replace") if ready else ""
 
-    def __enter__(self) -> Keyboard:
-        if self._descriptor is not None:
-            self._before = termios.tcgetattr(self._descriptor)
-            tty.setcbreak(self._descriptor)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._descriptor is not None and self._before is not None:
-            termios.tcsetattr(self._descriptor, termios.TCSADRAIN, self._before)  # type: ignore[arg-type]
-
-    def pressed(self, timeout_s: float) -> str:
-        """The next key within so many seconds; "": none."""
-        if self._descriptor is None:
-            select.select([], [], [], timeout_s)
-            return ""
-        ready, _, _ = select.select([self._descriptor], [], [], timeout_s)
-        if not ready:
-            return ""
-        key = os.read(self._descriptor, 1)
-        if not key:  # the terminal is gone
-            self._descriptor = None
-        return key.decode("ascii", "replace")
+    if descriptor is None:
+        yield pressed
+        return
+    before = termios.tcgetattr(descriptor)
+    tty.setcbreak(descriptor)
+    try:
+        yield pressed
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
 
 
 EPILOG = """\b
@@ -134,25 +123,20 @@ def _follow(console: Console, screen: TopScreen, every: float) -> None:
     from rich.live import Live
 
     try:
-        with (
-            Keyboard() as keyboard,
-            Live(
-                screen.rendered(), console=console, screen=True, auto_refresh=False, vertical_overflow="crop"
-            ) as live,
-        ):
-            looked = time.monotonic()
+        with keyboard() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
+            looked, is_new = time.monotonic(), True
             while not screen.is_over:
-                key = keyboard.pressed(KEY_S)
-                if key == "q":
-                    break
-                is_new = screen.take_key(key) if key else False
-                is_new = screen.take_news() or is_new
-                if time.monotonic() - looked >= every:
-                    looked = time.monotonic()
-                    screen.look()
-                    is_new = True
                 if is_new:
                     live.update(screen.rendered(), refresh=True)
+                key = pressed(KEY_S)
+                if key == "q":
+                    break
+                if key:
+                    screen.take_key(key)
+                is_new = screen.take_news() or bool(key)
+                if time.monotonic() - looked >= every:
+                    looked, is_new = time.monotonic(), True
+                    screen.look()
     except KeyboardInterrupt:
         pass
     console.print(screen.rendered(keys=False))

@@ -11,20 +11,18 @@ from rich.console import Group, RenderableType
 
 from lockstep.config.sources import LAUNCH_ID_VARIABLE
 from lockstep.errors import ConfigError, ControlError
+from lockstep.history.events import Fields
 from lockstep.history.read import RunHistory, read_run
-from lockstep.report.job import JobNow, RankStack, job_of, stack_of
 from lockstep.report.live import (
     NEWEST_BYTES,
     SPARKLINE,
     job_screen,
     keys_line,
-    ranks_panel,
     screen,
     stacks_panel,
     stacks_text,
 )
 from lockstep.report.numbers import numbers_of
-from lockstep.words import plain_text
 
 if TYPE_CHECKING:
     from lockstep.launch.job import JobConnection
@@ -48,12 +46,12 @@ class TopScreen:
         self._path = path
         self._connection = connection
         self._run: RunHistory | None = None
-        self._job: JobNow | None = None
+        self._job: Fields | None = None
         self._losses: deque[float] = deque(maxlen=SPARKLINE)
         self._last_step = math.nan
-        self._stacks: dict[int, RankStack] = {}
+        self._stacks: dict[str, Fields] = {}
         self._shows_stacks = False
-        self._is_stopping = False
+        self._asks_to_stop = False
         self.notice = ""
         self.is_over = False
         self.look()
@@ -77,99 +75,92 @@ class TopScreen:
             self._connection = connect_here(launch_id)
         except ConfigError as error:
             self.notice = str(error)
-        self._read_job()
+        self._look_at_job()
 
     def look(self) -> None:
         """Read what is new."""
         if self._path is not None:
             self._run = read_run(self._path, NEWEST_BYTES)
-        self._read_job()
+        self._look_at_job()
 
-    def take_key(self, key: str) -> bool:
-        """A key was pressed; returns whether there is something to show."""
-        if self._is_stopping:
-            self._is_stopping = False
-            self.notice = ""
+    def take_key(self, key: str) -> None:
+        """Do what a key that was pressed stands for."""
+        if self._asks_to_stop:
+            self._asks_to_stop, self.notice = False, ""
             if key == "y":
                 self._request("stop")
+        elif key == "s":
+            self._request("save")
         elif key == "d":
             self._shows_stacks = not self._shows_stacks
             if self._shows_stacks:
                 self._stacks.clear()
                 self._request("stacks")
-        elif key == "s":
-            self._request("save")
         elif key == "x":
-            self._is_stopping = self._connection is not None
-            self.notice = STOP_ASKED if self._is_stopping else UNREACHED
-        else:
-            return False
-        return True
+            self._asks_to_stop = self._connection is not None
+            self.notice = STOP_ASKED if self._asks_to_stop else UNREACHED
 
     def take_news(self) -> bool:
-        """Take in what the launch has told; returns whether it has told anything."""
+        """Take in what the launch has told; return whether it has told anything."""
         if self._connection is None:
             return False
         try:
-            news = self._connection.news(0.0)
+            news = [Fields(message) for message in self._connection.news(0.0)]
         except ControlError as error:
             self._lost(error)
             return True
         for message in news:
-            if message.get("kind") == "top.stack":
-                stack = stack_of(message)
-                self._stacks[stack.rank] = stack
-            elif message.get("kind") == "top.said":
-                self.notice = plain_text(message.get("sentence"), 300)
+            if message.text("kind") == "top.stack":
+                self._stacks[message.text("rank")] = message
+            elif message.text("kind") == "top.said":
+                self.notice = message.text("sentence", 300)
         return bool(news)
 
     def rendered(self, keys: bool = True) -> RenderableType:
-        """The screen; ``keys``: with what they do."""
-        parts: list[RenderableType] = []
-        now = time.time()
-        if self._run is not None:
-            parts.append(screen(self._run, now, None if self._job is None else ranks_panel(self._job)))
+        """Return the screen; ``keys``: with what they do."""
+        parts: list[RenderableType] = [keys_line(self.notice)] if keys else []
+        if keys and self._shows_stacks and self._stacks:
+            parts.append(stacks_panel(self._stacks.values()))
+        elif self._run is not None:
+            parts.append(screen(self._run, time.time(), self._job))
         elif self._job is not None:
-            parts.append(job_screen(self._job, self._losses, now))
-        if not keys:
-            return Group(*parts)
-        if self._shows_stacks and self._stacks:
-            parts = [stacks_panel(list(self._stacks.values()))]
-        return Group(keys_line(self.notice), *parts)
+            parts.append(job_screen(self._job, self._losses, time.time()))
+        return Group(*parts)
 
     def stacks_text(self) -> str:
-        """The stacks that were asked for last, in full."""
-        return stacks_text(list(self._stacks.values()))
+        """Return the stacks that were asked for last, in full."""
+        return stacks_text(self._stacks.values())
 
     def close(self) -> None:
         """Leave the launch."""
         if self._connection is not None:
             self._connection.close()
 
-    def _read_job(self) -> None:
+    def _look_at_job(self) -> None:
         if self._connection is None:
             return
         try:
-            self._job = job_of(self._connection.look())
+            self._job = Fields(self._connection.look())
         except ControlError as error:
             self._lost(error)
             return
-        step = self._job.number("step")
+        latest = Fields(self._job.mapping("latest"))
+        step = latest.number("step")
         if step != self._last_step and math.isfinite(step):
             self._last_step = step
-            self._losses.append(self._job.number("loss"))
+            self._losses.append(latest.number("loss"))
 
     def _request(self, verb: str) -> None:
-        if self._connection is None:
-            self.notice = UNREACHED
-            return
         try:
-            self._connection.ask(verb)
+            if self._connection is not None:
+                self._connection.ask(verb)
+            else:
+                self.notice = UNREACHED
         except ControlError as error:
             self._lost(error)
 
     def _lost(self, error: ControlError) -> None:
-        """The launch has ended, or is out of reach."""
+        """Note that the launch has ended, or is out of reach."""
         self._connection, self.notice = None, str(error)
         self.is_over = self._path is None
         if self._path is not None:

@@ -8,24 +8,19 @@ from dataclasses import dataclass
 
 from lockstep.config.files import JsonObject
 from lockstep.history.columns import BOUNDS, bounded
-from lockstep.words import plain_text
+from lockstep.words import LONGEST, plain_text
 
 
 @dataclass(frozen=True)
-class RunEvent:
-    """One event: its name, when it was (seconds since 1970), in which start of the run, at which optimizer step; NaN:
-    not known. ``fields``: the line."""
+class Fields:
+    """An object of JSON of which nothing is known: any of its ``fields`` may be missing, or be anything."""
 
-    name: str
-    time: float
-    attempt: int
-    step: float
     fields: Mapping[str, object]
 
-    def text(self, key: str) -> str:
-        """Empty, if it is not there."""
+    def text(self, key: str, limit: int = LONGEST) -> str:
+        """Return it on one line, without control characters; empty, if it is not there."""
         value = self.fields.get(key)
-        return "" if value is None else plain_text(value)
+        return "" if value is None else plain_text(value, limit)
 
     def number(self, key: str) -> float:
         return bounded(self.fields.get(key))
@@ -37,6 +32,21 @@ class RunEvent:
     def items(self, key: str) -> list[object]:
         value = self.fields.get(key)
         return value if type(value) is list else []
+
+    def objects(self, key: str) -> list[Fields]:
+        """Return the objects of a list."""
+        return [Fields(one) for one in self.items(key) if type(one) is dict]
+
+
+@dataclass(frozen=True)
+class RunEvent(Fields):
+    """One event: its name, when it was (seconds since 1970), in which start of the run, at which optimizer step; NaN:
+    not known. ``fields``: the line."""
+
+    name: str
+    time: float
+    attempt: int
+    step: float
 
     @property
     def sentence(self) -> str:
