@@ -10,16 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from lockstep.observe.hang.records import Evidence, PendingCollective
-from lockstep.observe.hang.waits import Wait, Waits
+from lockstep.observe.hang.records import Evidence
+from lockstep.observe.hang.waits import Waits
 from lockstep.observe.hang.wording import (
     MOST_PLACES,
-    contents,
     data_advice,
     entered,
+    grouped,
     missed,
     named,
-    title,
     verb,
     whereabouts,
 )
@@ -110,17 +109,18 @@ SILENCE = {
 def diagnose(
     facts: Sequence[Evidence | Silent], world_size: int, ended: Mapping[int, EndedRank] | None = None
 ) -> Finding:
-    """The reason for which the run stands still, in one sentence and one of advice.
+    """Return the reason for which the run stands still, in one sentence and one of advice.
 
     A rank of which ``facts`` holds nothing counts as silent in the state "absent", unless it has ``ended``: such a
     rank is blamed only for a collective that others have entered and that it has not.
     """
     ended = ended or {}
     seen = {one.rank: one for one in facts if isinstance(one, Evidence) and one.rank not in ended}
-    silent = {one.rank: one for one in facts if isinstance(one, Silent) and one.rank not in {*seen, *ended}}
-    for rank in range(world_size):
-        if rank not in seen and rank not in silent and rank not in ended:
-            silent[rank] = Silent(rank, "", 0, 0.0, "absent")
+    silent = {one.rank: one for one in facts if isinstance(one, Silent)}
+    silent = {
+        rank: silent.get(rank, Silent(rank, "", 0, 0.0, "absent"))
+        for rank in sorted({*silent, *range(world_size)} - {*seen, *ended})
+    }
     waits = Waits(seen, world_size, {rank: one.last for rank, one in ended.items()})
     # From what is certain to what is only likely. A rank that is gone explains everything that waits for it.
     found = (
@@ -136,13 +136,14 @@ def diagnose(
 
 
 def waiting_for(found: Finding, waits: Waits) -> tuple[int, ...]:
-    """The ranks that are held up by what was found."""
-    # Each has entered what the other takes for its own.
-    if found.cause == "mismatch":
-        return tuple(one.rank for one in waits.all())
-    if found.cause in SILENT_CAUSES:
-        return tuple(one.rank for one in waits.all() if one.awaited & set(found.ranks))
-    return tuple(one.rank for one in waits.all() if one.awaited)
+    """Return the ranks that are held up by what was found."""
+    # Of a mismatch each has entered what the other takes for its own.
+    blamed = set(found.ranks) if found.cause in SILENT_CAUSES else None
+    return tuple(
+        one.rank
+        for one in waits.all()
+        if found.cause == "mismatch" or (one.awaited if blamed is None else one.awaited & blamed)
+    )
 
 
 def of_ended(ended: Mapping[int, EndedRank], waits: Waits, seen: dict[int, Evidence]) -> Finding | None:
@@ -153,69 +154,52 @@ def of_ended(ended: Mapping[int, EndedRank], waits: Waits, seen: dict[int, Evide
         return None
     same = [wait for wait in direct if wait.key == direct[0].key]
     ranks = sorted(frozenset().union(*(wait.awaited for wait in same)) & set(ended))
-    how: dict[str, list[int]] = {}
-    for rank in ranks:
-        how.setdefault(ended[rank].how, []).append(rank)
-    gone = " and ".join(f"{named(those)} {verb(words, those)}" for words, those in how.items())
-    waiting = [wait.rank for wait in same]
-    fact = (
-        f"{gone}, and {named(waiting)} {verb('waits', waiting)} for {'it' if len(ranks) == 1 else 'them'} in "
+    gone = " and ".join(
+        f"{named(those)} {verb(how, those)}"
+        for how, those in grouped((ended[rank].how, rank) for rank in ranks).items()
     )
-    call = next((seen[rank].call for rank in waiting if seen[rank].call in EVERY_RANK), "")
-    advice = f"Call {call or 'it'} on every rank, before any of them ends."
-    return finding("ended", ranks, fact + entered(same, seen), advice)
+    waiting = [wait.rank for wait in same]
+    where = entered(same[0].collective, seen.get(waiting[0]))
+    fact = f"{gone}, and {named(waiting)} {verb('waits', waiting)} for {verb('it', ranks)} in {where}"
+    call = next((seen[rank].call for rank in waiting if seen[rank].call in EVERY_RANK), "it")
+    return finding("ended", ranks, fact, f"Call {call} on every rank, before any of them ends.")
 
 
 def of_silence(silent: dict[int, Silent], waits: Waits) -> Finding:
     """Some ranks do not answer; blames those in one state, the one that explains most."""
-    states = {rank: one.state if one.state in SILENCE else "unknown" for rank, one in sorted(silent.items())}
+    states = grouped((one.state if one.state in SILENCE else "unknown", rank) for rank, one in silent.items())
     # In the order of the table: a lost process outweighs one that is only slow to answer.
-    worst = next(state for state in SILENCE if state in states.values())
-    ranks = [rank for rank, state in states.items() if state == worst]
-    cause, words, advice = SILENCE[worst]
+    worst = next(state for state in SILENCE if state in states)
+    ranks, (cause, words, advice) = states[worst], SILENCE[worst]
     one = silent[ranks[0]]
     who = f"pid {one.pid} on {one.host}; " if one.pid and len(ranks) == 1 else ""
     silence = f"; {who}silent for {one.silent_s:.0f} s" if worst != "absent" else ""
     fact = f"{named(ranks)} {verb(words, ranks)}{silence})"
     waiting = [wait for wait in waits.all() if wait.awaited & set(ranks)]
     if waiting:
-        fact += f", and {named(wait.rank for wait in waiting)} {verb('waits', waiting)} for " + (
-            f"{'it' if len(ranks) == 1 else 'them'} in {entered(waiting)}"
-        )
+        them = f"{named(wait.rank for wait in waiting)} {verb('waits', waiting)} for {verb('it', ranks)}"
+        fact += f", and {them} in {entered(waiting[0].collective)}"
     return finding(cause, ranks, fact, advice)
 
 
 def of_mismatch(waits: Waits, seen: dict[int, Evidence]) -> Finding | None:
     """Ranks whose collective of one group and number are different ones."""
     for wait in waits.all():
-        sides: dict[tuple[str, str, str], list[tuple[int, PendingCollective]]] = {}
-        for rank, one in waits.meeting(wait).items():
-            sides.setdefault((one.operation, one.sizes, one.dtype), []).append((rank, one))
+        met = waits.meeting(wait)
+        sides = grouped(((one.operation, one.sizes, one.dtype), rank) for rank, one in met.items())
         if len(sides) > 1:
-            return of_sides(list(sides.values()), seen)
+            firsts = [met[ranks[0]] for ranks in sides.values()]
+            alike = len({(one.operation, one.place) for one in firsts}) == 1
+            what = "shapes and dtypes" if alike else "path"
+            parts = [(entered(met[side[0]], seen.get(side[0]), True), side) for side in sides.values()]
+            found = parted(
+                "the ranks are in collectives that do not belong together",
+                parts,
+                seen,
+                f"Make every rank take the same {what} to this collective.",
+            )
+            return replace(found, is_lasting=True)
     return None
-
-
-def of_sides(sides: list[list[tuple[int, PendingCollective]]], seen: dict[int, Evidence]) -> Finding:
-    sides.sort(key=lambda side: (-len(side), side[0][0]))
-    has_one_operation = len({side[0][1].operation for side in sides}) == 1
-    parts = []
-    for side in sides[:MOST_PLACES]:
-        ranks, one = [rank for rank, _ in side], side[0][1]
-        at = f" at {one.place}" if one.place else ""
-        parts.append(f"{named(ranks)} in {title(one, seen.get(ranks[0]))} of {contents(one)}{at}")
-    few = [rank for side in sides[1:] for rank, _ in side]
-    # The smaller side took another path than most; if the sides are equal, nobody can tell which one is wrong.
-    blamed = sorted(few if len(few) < len(sides[0]) else [*few, *(rank for rank, _ in sides[0])])
-    fact = "the ranks are in collectives that do not belong together: " + ", ".join(parts)
-    if alone := call_for_every_rank(blamed, seen):
-        blamed = [rank for rank in blamed if seen[rank].call == alone]
-        advice = f"Call {alone} on every rank, or on none."
-    else:
-        is_one_line = len({side[0][1].place for side in sides}) == 1
-        what = "shapes and dtypes" if has_one_operation and is_one_line else "path"
-        advice = f"Make every rank take the same {what} to this collective."
-    return replace(finding("mismatch", blamed, fact, advice), is_lasting=True)
 
 
 def of_absence(waits: Waits, seen: dict[int, Evidence]) -> Finding | None:
@@ -231,20 +215,13 @@ def of_absence(waits: Waits, seen: dict[int, Evidence]) -> Finding | None:
     others = sorted({wait.rank for wait in waits.all()} - {wait.rank for wait in same} - set(ranks))
     fact = f"{named(ranks)} {missed(first, same, seen)}; {whereabouts(ranks, seen)}"
     if others:
-        fact += f" ({named(others)} {verb('waits', others)} behind {'it' if len(same) == 1 else 'them'})"
-    slow_data = [rank for rank in ranks if is_loading(seen[rank])]
-    if slow_data:
+        fact += f" ({named(others)} {verb('waits', others)} behind {verb('it', same)})"
+    if slow_data := [rank for rank in ranks if is_loading(seen[rank])]:
         return finding("data", slow_data, fact, data_advice(seen[slow_data[0]].place))
+    advice = f"Mend what holds {named(ranks)} there, or give the step more time."
     if alone := call_for_every_rank([wait.rank for wait in same], seen):
-        return finding(
-            "missing", ranks, fact, f"Call {alone} on every rank, if {named(ranks)} will not call it."
-        )
-    return finding(
-        "missing",
-        ranks,
-        fact,
-        f"Mend what holds {named(ranks)} there, or give the step more time.",
-    )
+        advice = f"Call {alone} on every rank, if {named(ranks)} will not call it."
+    return finding("missing", ranks, fact, advice)
 
 
 def of_circle(waits: Waits, seen: dict[int, Evidence]) -> Finding | None:
@@ -252,10 +229,6 @@ def of_circle(waits: Waits, seen: dict[int, Evidence]) -> Finding | None:
     waiting = [wait for wait in waits.all() if wait.awaited]
     if not waiting:
         return None
-    keys: dict[object, list[Wait]] = {}
-    for wait in waiting:
-        keys.setdefault((wait.key, wait.collective.operation), []).append(wait)
-    sides = sorted(keys.values(), key=lambda side: (-len(side), side[0].rank))
     at = {(seen[wait.rank].call, wait.collective.place) for wait in waiting}
     operations = {wait.collective.operation for wait in waiting}
     if len(at) == 1 and len(waiting) == len(seen) and seen[waiting[0].rank].call not in ("", *operations):
@@ -263,30 +236,35 @@ def of_circle(waits: Waits, seen: dict[int, Evidence]) -> Finding | None:
         call, place = at.pop()
         fact = f"all ranks are in {call} at {place}, in collectives of which none ends"
         return finding("slow", seen, fact, "Look at their stacks with `lockstep top`, and report them.")
-    parts = [f"{named(w.rank for w in side)} in {entered(side, seen)}" for side in sides[:MOST_PLACES]]
-    few = [wait.rank for side in sides[1:] for wait in side]
-    blamed = sorted(few if few and len(few) < len(sides[0]) else [wait.rank for wait in waiting])
-    fact = "the ranks wait for each other: " + ", ".join(parts)
+    sides = grouped(((wait.key, wait.collective.operation), wait) for wait in waiting).values()
+    parts = [
+        (entered(side[0].collective, seen.get(side[0].rank)), [wait.rank for wait in side]) for side in sides
+    ]
+    advice = "Make every rank issue its collectives in the same order."
+    return parted("the ranks wait for each other", parts, seen, advice)
+
+
+def parted(fact: str, sides: list[tuple[str, list[int]]], seen: dict[int, Evidence], advice: str) -> Finding:
+    """Some ranks took another path than others. ``sides``: (what they are in, ranks) of each."""
+    sides.sort(key=lambda side: (-len(side[1]), side[1][0]))
+    parts = ", ".join(f"{named(ranks)} in {what}" for what, ranks in sides[:MOST_PLACES])
+    # The smaller side took another path than most; if the sides are equal, nobody can tell which one is wrong.
+    most, few = sides[0][1], [rank for _, ranks in sides[1:] for rank in ranks]
+    blamed = few if few and len(few) < len(most) else [*most, *few]
     if alone := call_for_every_rank(blamed, seen):
         blamed = [rank for rank in blamed if seen[rank].call == alone]
-        return finding("mismatch", blamed, fact, f"Call {alone} on every rank, or on none.")
-    return finding("mismatch", blamed, fact, "Make every rank issue its collectives in the same order.")
+        advice = f"Call {alone} on every rank, or on none."
+    return finding("mismatch", blamed, f"{fact}: {parts}", advice)
 
 
 def of_transfer(waits: Waits, seen: dict[int, Evidence]) -> Finding | None:
     """All that is needed has been entered, and yet it does not end."""
     waiting = waits.all()
-    if not waiting:
+    if not waiting or len(waiting) < len(seen):
         return None
-    idle = {rank for rank, one in seen.items() if rank not in {wait.rank for wait in waiting}}
-    if idle:
-        return None
-    fact = (
-        f"every rank has entered its collective and none gets out: {named(seen)} in {entered(waiting, seen)}"
-    )
-    return finding(
-        "slow", list(seen), fact, "Look at the network between the ranks, or at the device's errors."
-    )
+    where = entered(waiting[0].collective, seen.get(waiting[0].rank))
+    fact = f"every rank has entered its collective and none gets out: {named(seen)} in {where}"
+    return finding("slow", seen, fact, "Look at the network between the ranks, or at the device's errors.")
 
 
 def of_slowness(seen: dict[int, Evidence]) -> Finding:
@@ -296,12 +274,8 @@ def of_slowness(seen: dict[int, Evidence]) -> Finding:
         fact = f"{named(loading)} {verb('gets', loading)} no data: {whereabouts(loading, seen)}"
         return finding("data", loading, fact, data_advice(seen[loading[0]].place))
     fact = f"no rank is in a collective and none ends its step: {whereabouts(sorted(seen), seen)}"
-    return finding(
-        "slow",
-        sorted(seen),
-        fact,
-        "Look at the stacks of the ranks. If a step only takes longer here, raise hang_timeout.",
-    )
+    advice = "Look at the stacks of the ranks. If a step only takes longer here, raise hang_timeout."
+    return finding("slow", seen, fact, advice)
 
 
 def is_loading(one: Evidence) -> bool:
