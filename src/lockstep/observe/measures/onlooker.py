@@ -4,105 +4,62 @@ from __future__ import annotations
 
 import atexit
 import weakref
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import nn
 
 from lockstep.model.changes import UncopiedHook
-from lockstep.runtime.clock import StepClock
 
 
-class Onlooker(Protocol):
-    """Who is told."""
+class WeakHook(UncopiedHook):
+    """Calls a method, with ``first`` before other arguments, as long as its object lives."""
 
-    def step_ends(self) -> None: ...
-    def batch_comes(self, batch: object) -> None: ...
-    def news(self, name: str, values: Mapping[str, object]) -> None: ...
-    def finish(self, reason: str) -> None: ...
-    def call_begins(self, module: nn.Module, args: object, kwargs: object) -> None: ...
-    def call_ends(self) -> None: ...
-    def for_people(self) -> Mapping[str, float]: ...
+    def __init__(self, method: Callable[..., object], *first: object) -> None:
+        self._method = weakref.WeakMethod(method)
+        self._first = first
+
+    def __call__(self, *args: object) -> Any:
+        method = self._method()
+        return None if method is None else method(*self._first, *args)
 
 
-def look_on(clock: StepClock, onlooker: Onlooker, at_end: Callable[[], None] | None) -> Callable[[], object]:
-    """Tell ``onlooker`` of steps, batches, news and the end of the process, as long as it lives; then ``at_end``.
+def look_on(
+    onlooker: object,
+    registrations: Sequence[tuple[list[Any], Callable[..., object]]],
+    finish: Callable[[str], object],
+    at_end: Callable[[], None] | None,
+) -> Callable[[], object]:
+    """Call methods of ``onlooker`` at what each list of listeners is for, as long as it lives; then ``at_end``.
 
-    Returns what ends it before. ``at_end`` must not keep ``onlooker`` alive.
+    Args:
+        registrations: (listeners, method) of each.
+        finish: Called with "exit" at the end of the process.
+        at_end: Must not keep ``onlooker`` alive.
+
+    Returns:
+        What ends it before.
     """
-    this = weakref.ref(onlooker)
-
-    def step_ends() -> None:
-        if (alive := this()) is not None:
-            alive.step_ends()
-
-    def batch_comes(batch: object) -> None:
-        if (alive := this()) is not None:
-            alive.batch_comes(batch)
-
-    def news(name: str, values: Mapping[str, object]) -> None:
-        if (alive := this()) is not None:
-            alive.news(name, values)
-
-    def at_exit() -> None:
-        if (alive := this()) is not None:
-            alive.finish("exit")
+    hooks = [(listeners, WeakHook(method)) for listeners, method in registrations]
+    at_exit = WeakHook(finish, "exit")
 
     def forget() -> None:
-        for listeners, one in registrations:
-            if one in listeners:
-                listeners.remove(one)
+        for listeners, hook in hooks:
+            if hook in listeners:
+                listeners.remove(hook)
         atexit.unregister(at_exit)
         if at_end is not None:
             at_end()
 
-    registrations: list[tuple[list[Any], Any]] = [
-        (clock.at_step, step_ends),
-        (clock.at_batch, batch_comes),
-        (clock.at_news, news),
-    ]
-    for listeners, one in registrations:
-        listeners.append(one)
+    for listeners, hook in hooks:
+        listeners.append(hook)
     end = weakref.finalize(onlooker, forget)
     # Registered after the finalizer, so called before it.
     atexit.register(at_exit)
     return end
 
 
-def show_latest(clock: StepClock, onlooker: Onlooker) -> None:
-    """Have the clock give the latest numbers of ``onlooker``, as long as it lives."""
-    this = weakref.ref(onlooker)
-
-    def latest() -> Mapping[str, float]:
-        alive = this()
-        return {} if alive is None else alive.for_people()
-
-    clock.latest = latest
-
-
-def look_on_calls(module: nn.Module, onlooker: Onlooker) -> None:
-    """Tell ``onlooker`` of each call of this module, before what its other hooks do and after it."""
-    module.register_forward_pre_hook(_BeforeCall(onlooker), prepend=True, with_kwargs=True)
-    module.register_forward_hook(_AfterCall(onlooker), always_call=True)
-
-
-class _BeforeCall(UncopiedHook):
-    """A forward pre-hook, which pipelines call without keywords."""
-
-    def __init__(self, onlooker: Onlooker) -> None:
-        self._onlooker = weakref.ref(onlooker)
-
-    def __call__(self, module: nn.Module, args: object, kwargs: object = None) -> None:
-        if (alive := self._onlooker()) is not None:
-            alive.call_begins(module, args, kwargs)
-
-
-class _AfterCall(UncopiedHook):
-    """A forward hook."""
-
-    def __init__(self, onlooker: Onlooker) -> None:
-        self._onlooker = weakref.ref(onlooker)
-
-    def __call__(self, module: nn.Module, args: object, output: object) -> None:
-        if (alive := self._onlooker()) is not None:
-            alive.call_ends()
+def look_on_calls(module: nn.Module, begins: Callable[..., None], ends: Callable[..., None]) -> None:
+    """Have each call of this module told, before what its other hooks do and after it."""
+    module.register_forward_pre_hook(WeakHook(begins), prepend=True, with_kwargs=True)
+    module.register_forward_hook(WeakHook(ends), always_call=True)

@@ -22,7 +22,7 @@ from lockstep.observe.measures.device_parts import device_parts_of
 from lockstep.observe.measures.flops import FlopCounts, shapes_of
 from lockstep.observe.measures.latest import latest_numbers
 from lockstep.observe.measures.memory import MemoryOfSteps
-from lockstep.observe.measures.onlooker import look_on, look_on_calls, show_latest
+from lockstep.observe.measures.onlooker import WeakHook, look_on, look_on_calls
 from lockstep.observe.measures.open_step import OpenStep, learning_rates
 from lockstep.observe.measures.run_folder import RunWriter, bytes_in
 from lockstep.observe.measures.start import describe
@@ -83,11 +83,16 @@ class StepRecorder:
         self._before = self._parts.read()
         self._device_parts = device_parts_of(runtime.device, self._parts)
         keep_time_by(self._clock)
-        self._look_away = look_on(
-            self._clock, self, None if self._writer is None else self._writer.folder.close
+        seams = (
+            (self._clock.at_step, self.step_ends),
+            (self._clock.at_batch, self.batch_comes),
+            (self._clock.at_news, self.news),
         )
+        close = None if self._writer is None else self._writer.folder.close
+        self._look_away = look_on(self, seams, self.finish, close)
         if runtime.is_main:
-            show_latest(self._clock, self)
+            latest = WeakHook(self.for_people)
+            self._clock.latest = lambda: latest() or {}
 
     @property
     def step(self) -> int:
@@ -148,7 +153,7 @@ class StepRecorder:
         self._models.append(model)
         if is_compiled_module(model.module) or self._options.compile_options is not None:
             self._flops.is_compiled()
-        look_on_calls(model.module, self)
+        look_on_calls(model.module, self.call_begins, self.call_ends)
 
     def clear(self) -> None:
         """Forget what was prepared."""
@@ -163,7 +168,7 @@ class StepRecorder:
         running = self._state.running
         self._waiting.comes(running[-1] if running else None, batch)
 
-    def call_begins(self, module: nn.Module, args: object, kwargs: object) -> None:
+    def call_begins(self, module: nn.Module, args: object, kwargs: object = None) -> None:
         """A prepared model is called; ``kwargs`` None: in parts, between which others run."""
         if not torch.is_grad_enabled():
             part = self._parts.enter("inference")
@@ -176,8 +181,8 @@ class StepRecorder:
             named = shapes_of(kwargs) if kwargs else ()
             self._flops.call_begins((id(module), module.training, shapes_of(args), named))
 
-    def call_ends(self) -> None:
-        """It has returned, or raised."""
+    def call_ends(self, *_: object) -> None:
+        """It has returned, or raised; a forward hook."""
         if torch.is_grad_enabled():
             self._flops.call_ends()
         else:
