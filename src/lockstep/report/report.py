@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.history.columns import number
 from lockstep.history.read import RunHistory, read_run
 from lockstep.report.compare import (
     check_count,
@@ -69,25 +68,23 @@ class RunReport:
         ``language_model_seconds``, if one was asked for; ``comparison``, null for one run: its ``sentences``,
         ``settings`` that differ (``name``, ``values``, ``sources``), and for each run after the first where its
         ``numbers`` part from those of the first (``compare.NumbersPart``)."""
+        model = self.language_model
         runs = [
             {
                 "name": name,
                 "path": str(run.path),
                 "sentences": [*sentences(one), *self._rate(one)],
                 **to_json(one),
-                **self._seconds(one),
+                **({} if model is None else {"language_model_seconds": plain_value(model.seconds(one))}),
             }
             for name, run, one in zip(self.names, self.runs, self.numbers, strict=True)
         ]
         return {"format": FORMAT, "runs": runs, "comparison": self._comparison()}
 
-    def _seconds(self, numbers: RunNumbers) -> dict[str, object]:
-        model = self.language_model
-        return {} if model is None else {"language_model_seconds": plain_value(model.seconds(numbers))}
-
-    def _comparison(self) -> dict[str, object] | None:
+    def _comparison(self) -> object:
         if len(self.runs) == 1:
             return None
+        first, *others = self.runs
         settings = [
             {
                 "name": one.name,
@@ -97,13 +94,11 @@ class RunReport:
             for one in settings_that_differ(self.runs)
         ]
         parts = [
-            {"name": name, **{key: plain_value(value) for key, value in vars(part).items()}}
-            for name, part in zip(
-                self.names[1:], (numbers_part(self.runs[0], run) for run in self.runs[1:]), strict=True
-            )
+            {"name": name, **vars(numbers_part(first, run))}
+            for name, run in zip(self.names[1:], others, strict=True)
         ]
         sentences = comparison_sentences(self.runs, self.names)
-        return {"sentences": sentences, "settings": settings, "numbers": parts}
+        return plain_value({"sentences": sentences, "settings": settings, "numbers": parts})
 
 
 def report_of(
@@ -132,66 +127,59 @@ def to_json(numbers: RunNumbers) -> dict[str, object]:
     ``checkpoints``, ``hangs``, ``damage``, ``spikes``, ``batches_skipped``.
     """
     times, wall = numbers.step_times, numbers.goodput
-    return {
+    found = {
         "status": numbers.status.value,
-        "started": _json(numbers.first_time),
-        "last_sign": _json(numbers.last_time),
+        "started": numbers.first_time,
+        "last_sign": numbers.last_time,
         "starts": len(numbers.attempts),
         "world_sizes": numbers.world_sizes,
         "steps": numbers.steps,
         "steps_again": numbers.again,
-        "first_step": _json(numbers.first_step),
-        "last_step": _json(numbers.last_step),
-        "total_steps": _json(numbers.total_steps),
-        "seconds_left": _json(numbers.seconds_left),
-        "samples": _json(numbers.samples),
-        "tokens": _json(numbers.tokens),
-        "epoch": _json(numbers.epoch),
-        "loss": _curve_json(numbers.loss),
-        "gradient_norm": _curve_json(numbers.gradient_norm),
+        "first_step": numbers.first_step,
+        "last_step": numbers.last_step,
+        "total_steps": numbers.total_steps,
+        "seconds_left": numbers.seconds_left,
+        "samples": numbers.samples,
+        "tokens": numbers.tokens,
+        "epoch": numbers.epoch,
+        "loss": numbers.loss,
+        "gradient_norm": numbers.gradient_norm,
         "step_seconds": None if times is None else {
-            name: _json(getattr(times, name)) for name in ("mean", "median", "low", "high", "worst", "early", "late")
+            name: getattr(times, name) for name in ("mean", "median", "low", "high", "worst", "early", "late")
         },
-        "shares": {} if times is None else {part: _json(share) for part, share in times.shares.items()},
-        "device_shares": {} if times is None else {part: _json(share) for part, share in times.device_shares.items()},
-        "hidden_communication_share": None if times is None else _json(times.hidden_share),
-        "samples_per_second": _json(numbers.samples_per_second),
-        "tokens_per_second": _json(numbers.tokens_per_second),
-        "model_flops_per_second": _json(numbers.model_flops_per_second),
-        "mfu": _json(numbers.peak_share),
-        "hfu": _json(numbers.hardware_share),
-        "recomputation": _json(numbers.recomputation),
-        "wall_seconds": None if wall is None else _json(wall.total),
-        "goodput": None if wall is None else _json(wall.share),
-        "lost_seconds": {} if wall is None else {name: _json(value) for name, value in wall.lost.items()},
-        "memory_bytes": {name: _json(value) for name, value in numbers.memory.items()},
-        "memory_expected_bytes": dict(numbers.memory_expected),
-        "bytes_per_step": {axis: _json(value) for axis, value in numbers.bytes_per_step.items()},
-        "bytes_per_step_expected": _json(numbers.bytes_expected),
-        "rank_seconds": [_json(one) for one in numbers.rank_seconds],
-        "slow_ranks": {str(rank): _json(factor) for rank, factor in numbers.slow_ranks.items()},
+        "shares": {} if times is None else times.shares,
+        "device_shares": {} if times is None else times.device_shares,
+        "hidden_communication_share": None if times is None else times.hidden_share,
+        "samples_per_second": numbers.samples_per_second,
+        "tokens_per_second": numbers.tokens_per_second,
+        "model_flops_per_second": numbers.model_flops_per_second,
+        "mfu": numbers.peak_share,
+        "hfu": numbers.hardware_share,
+        "recomputation": numbers.recomputation,
+        "wall_seconds": None if wall is None else wall.total,
+        "goodput": None if wall is None else wall.share,
+        "lost_seconds": {} if wall is None else wall.lost,
+        "memory_bytes": numbers.memory,
+        "memory_expected_bytes": numbers.memory_expected,
+        "bytes_per_step": numbers.bytes_per_step,
+        "bytes_per_step_expected": numbers.bytes_expected,
+        "rank_seconds": numbers.rank_seconds,
+        "slow_ranks": numbers.slow_ranks,
         "checkpoints": len(numbers.checkpoints),
         "hangs": [event.sentence for event in numbers.hangs],
         "damage": [event.sentence for event in numbers.damage],
         "spikes": len(numbers.spikes),
         "batches_skipped": numbers.skipped,
     }  # fmt: skip
-
-
-def _json(value: float) -> float | None:
-    """None for what JSON has no number for."""
-    value = number(value)
-    return value if math.isfinite(value) else None
+    return {name: plain_value(value) for name, value in found.items()}
 
 
 def plain_value(value: object) -> object:
-    """The same inside of tuples; texts and whole numbers as they are."""
-    if isinstance(value, tuple):
+    """Return a value with curves as objects, and None for what JSON has no number for."""
+    if isinstance(value, Curve):
+        value = vars(value)
+    if isinstance(value, Mapping):
+        return {str(name): plain_value(one) for name, one in value.items()}
+    if isinstance(value, (tuple, list)):
         return [plain_value(one) for one in value]
-    return _json(value) if isinstance(value, float) else value
-
-
-def _curve_json(curve: Curve | None) -> dict[str, float | None] | None:
-    if curve is None:
-        return None
-    return {name: _json(value) for name, value in vars(curve).items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -55,18 +55,19 @@ class ProcessWatch:
 
     def committed(self, path: str) -> None:
         """A checkpoint is complete."""
-        if self._worker is not None and self._has_coordinator:
-            self._worker.committed(path)
+        self._tell("committed", path=path)
 
     def ending(self) -> None:
         """``end_training`` begins: this rank has nothing more to do than to wait for the others."""
-        if self._worker is not None and self._has_coordinator:
-            self._worker.ending()
+        self._tell("ending")
 
     def done(self) -> None:
         """``end_training`` is over: whatever this rank does now, nobody waits for it."""
+        self._tell("done", ticks=self.clock.ticks)
+
+    def _tell(self, verb: str, **values: object) -> None:
         if self._worker is not None and self._has_coordinator:
-            self._worker.done()
+            self._worker.tell(verb, **values)
 
     def end(self) -> None:
         """Leave the coordinator, and give signals back."""
@@ -162,8 +163,7 @@ class ProcessWatch:
         sentence = (
             f"all ranks stopped after {self.clock.boundaries} steps because of {cause}{where}{nothing}."
         )
-        assert self._worker is not None
-        self._worker.stopped(sentence)
+        self._tell("stopped", sentence=sentence)
         if self._speaks:
             say(sentence)
         # Asked for before the first step was complete: there was nothing to save.
@@ -174,8 +174,7 @@ class ProcessWatch:
         """All ranks are at the same boundary: save, say where, and go on."""
         places, step = self._saved(ends=False), self.clock.boundaries
         done = f"the state is in {' and '.join(places)}" if places else NO_PLACE
-        assert self._worker is not None
-        self._worker.saved(f"After {step} steps, because of {cause}: {done}.")
+        self._tell("saved", sentence=f"After {step} steps, because of {cause}: {done}.")
 
     def _saved(self, ends: bool) -> list[str]:
         """Where the state was saved."""

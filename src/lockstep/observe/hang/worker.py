@@ -92,7 +92,7 @@ class WorkerWatch:
         self._threads[0].start()
 
     def _say_hello(self) -> None:
-        self._tell(
+        self.tell(
             "hello",
             rank=self._rank,
             world_size=self._world_size,
@@ -112,7 +112,7 @@ class WorkerWatch:
         # From here on boundaries are passed without a question.
         self._clock.at_boundary = None
         if self._client is not None:
-            self._tell("bye", failed=failure.has_failed(), evidence=self._evidence().to_message())
+            self.tell("bye", failed=failure.has_failed(), evidence=self._evidence().to_message())
         self._waker.send(b"\0")
         if self._client is not None:
             self._client.close()
@@ -122,27 +122,9 @@ class WorkerWatch:
         self._wake.close()
         self._waker.close()
 
-    def ending(self) -> None:
-        """This rank is in ``end_training``: it waits for the others as long as they need."""
-        self._tell("ending")
-
-    def done(self) -> None:
-        """This rank has come out of ``end_training``: nobody is to wait for it, nor to judge it."""
-        self._tell("done", ticks=self._clock.ticks)
-
-    def committed(self, path: str) -> None:
-        """A checkpoint of the run is complete."""
-        self._tell("committed", path=path)
-
-    def saved(self, sentence: str) -> None:
-        """All ranks have saved because somebody asked for it; for those who look on."""
-        self._tell("saved", sentence=sentence)
-
-    def stopped(self, sentence: str) -> None:
-        """All ranks have stopped together; for the launcher to say."""
-        self._tell("stopped", sentence=sentence)
-
-    def _tell(self, verb: str, **values: object) -> None:
+    def tell(self, verb: str, **values: object) -> None:
+        """Tell the coordinator, if there is one: "ending" and "done" of ``end_training``, "committed" of a checkpoint,
+        "saved" and "stopped" with a sentence for people; the rest is this watch's own."""
         if self._client is None:
             return
         try:
@@ -171,7 +153,7 @@ class WorkerWatch:
             clock = self._clock
             # Copies, as the main thread appends meanwhile.
             durations, local = list(clock.durations_s), list(clock.local_s)
-            self._tell(
+            self.tell(
                 "heartbeat",
                 ticks=clock.ticks,
                 steps=clock.steps,
@@ -206,7 +188,7 @@ class WorkerWatch:
         self._deadline = time.monotonic() + self._grace_s
         if self._client is not None:
             name = signal.Signals(number).name
-            self._tell("stop_wanted", cause=name, boundaries=self._clock.boundaries, steps=self._clock.steps)
+            self.tell("stop_wanted", cause=name, boundaries=self._clock.boundaries, steps=self._clock.steps)
         elif self._world_size > 1:
             # Without a coordinator the ranks cannot agree on a boundary.
             self._end_without_save(number)
@@ -225,7 +207,7 @@ class WorkerWatch:
     # Listening ---------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
-        # ``_tell`` lets go of the client when it fails; what has come is still read.
+        # ``tell`` lets go of the client when it fails; what has come is still read.
         client = self._client
         while client is not None and not self._ended:
             try:
@@ -238,16 +220,16 @@ class WorkerWatch:
     def _obey(self, verb: str, message: Message) -> None:
         if verb == "explain":
             question, evidence = message.get("question"), self._evidence().to_message()
-            self._tell("evidence", question=question, evidence=evidence)
+            self.tell("evidence", question=question, evidence=evidence)
         elif verb == "stop":
             boundary = self.gate.close(str(message.get("cause", "a signal")))
-            self._tell("passed", boundary=boundary, steps=self._clock.steps)
+            self.tell("passed", boundary=boundary, steps=self._clock.steps)
         elif verb == "target" and isinstance(message.get("boundary"), int):
             self.gate.aim(message["boundary"])
         elif verb == "save":
             number = message.get("number")
             boundary = self.gate.close_to_save(str(message.get("cause", "a request")))
-            self._tell("may_save", number=number, boundary=boundary, steps=self._clock.steps)
+            self.tell("may_save", number=number, boundary=boundary, steps=self._clock.steps)
         elif verb == "save_at" and isinstance(message.get("boundary"), int):
             self.gate.save_at(message["boundary"])
         elif verb == "no_save":

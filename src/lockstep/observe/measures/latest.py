@@ -36,10 +36,10 @@ def latest_numbers(
         "step": latest.step,
         "loss": latest.loss,
         "epoch": latest.epoch,
-        "step_seconds": _seconds(recent) / len(recent),
-        "samples_per_second": _rate(recent, lambda one: one.samples),
-        "tokens_per_second": _rate(recent, lambda one: one.tokens),
-        "model_flops_per_second": _rate(recent, lambda one: (one.flops or {}).get("model")),
+        "step_seconds": sum((one.seconds or {}).get("total", 0.0) for one in recent) / len(recent),
+        "samples_per_second": rate_of(recent, lambda one: one.samples),
+        "tokens_per_second": rate_of(recent, lambda one: one.tokens),
+        "model_flops_per_second": rate_of(recent, lambda one: (one.flops or {}).get("model")),
         "total_steps": total_steps,
         "epoch_steps_left": _steps_left(progress, window_length),
     }
@@ -48,15 +48,15 @@ def latest_numbers(
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _rate(recent: Sequence[StepMeasures], amount: Callable[[StepMeasures], float | None]) -> float | None:
-    """A second, over the steps of which the amount is known."""
-    known = [one for one in recent if amount(one) is not None]
-    seconds = _seconds(known)
-    return sum(amount(one) or 0.0 for one in known) / seconds if seconds else None
-
-
-def _seconds(steps: Sequence[StepMeasures]) -> float:
-    return sum((one.seconds or {}).get("total", 0.0) for one in steps)
+def rate_of(steps: Sequence[StepMeasures], amount: Callable[[StepMeasures], float | None]) -> float | None:
+    """Return what comes in a second, over the steps of which the amount and the time are known."""
+    pairs = [
+        (value, one.seconds["total"])
+        for one in steps
+        if one.seconds is not None and (value := amount(one)) is not None
+    ]
+    seconds = sum(total for _, total in pairs)
+    return sum(value for value, _ in pairs) / seconds if seconds else None
 
 
 def _steps_left(progress: LoaderProgress | None, window_length: int) -> int | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from lockstep.history.goodput import Goodput, goodput_of
 from lockstep.history.read import has_files, read_run
+from lockstep.observe.measures.latest import rate_of
 from lockstep.observe.measures.recorder import StepRecorder
 from lockstep.observe.measures.step import StepMeasures
 
@@ -160,10 +161,4 @@ class Measures(StepRecorder):
         return None if rate is None or peak is None else rate / (peak * self._runtime.world_size)
 
     def _rate(self, amount: Callable[[StepMeasures], float | None]) -> float | None:
-        pairs = [
-            (value, each.seconds["total"])
-            for each in self.recent
-            if each.seconds is not None and (value := amount(each)) is not None
-        ]
-        seconds = sum(total for _, total in pairs)
-        return sum(value for value, _ in pairs) / seconds if seconds else None
+        return rate_of(self.recent, amount)
