@@ -9,8 +9,8 @@ from lockstep.observe.hang.records import Evidence, PendingCollective, SourceLin
 from lockstep.observe.hang.waits import Wait
 from lockstep.words import runs_of
 
-Key = TypeVar("Key", bound=Hashable)
-Member = TypeVar("Member")
+GroupKey = TypeVar("GroupKey", bound=Hashable)
+Grouped = TypeVar("Grouped")
 MOST_PLACES = 3
 WAITED = ("item", "tolist", "cpu", "numpy", "synchronize")
 # Operation -> what a missing rank did not do, and what the others do meanwhile.
@@ -41,9 +41,9 @@ DATA_ADVICE = {
 }
 
 
-def grouped(pairs: Iterable[tuple[Key, Member]]) -> dict[Key, list[Member]]:
+def grouped(pairs: Iterable[tuple[GroupKey, Grouped]]) -> dict[GroupKey, list[Grouped]]:
     """Return the members of each key, in their order."""
-    found: dict[Key, list[Member]] = {}
+    found: dict[GroupKey, list[Grouped]] = {}
     for key, member in pairs:
         found.setdefault(key, []).append(member)
     return found
