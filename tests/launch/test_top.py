@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import Accelerator
 from lockstep.control import name_of
-from lockstep.history import Fields
+from lockstep.history import JsonFields
 from lockstep.launch import JobConnection, connect_here, connect_to, running_launches
 from tests.command import LOCKSTEP
 from tests.launch.helpers import START_LIMIT_S, start, wait_until
@@ -49,13 +49,13 @@ class Job:
         path = self.out / f"rank-{rank}.txt"
         return len(path.read_text().splitlines()) if path.exists() else 0
 
-    def look_until(self, condition: Callable[[Fields], bool]) -> Fields:
+    def look_until(self, condition: Callable[[JsonFields], bool]) -> JsonFields:
         assert self.connection is not None
-        seen: list[Fields] = []
+        seen: list[JsonFields] = []
 
         def holds() -> bool:
             assert self.connection is not None
-            seen.append(Fields(self.connection.look()))
+            seen.append(JsonFields(self.connection.look()))
             return condition(seen[-1])
 
         wait_until(holds, START_LIMIT_S)
@@ -208,7 +208,7 @@ def test_a_folder_of_a_job_that_runs_here_leads_to_its_ranks(job: Callable[..., 
     finally:
         top.close()
     connection.ask("stacks")
-    stacks = [Fields(message) for _ in range(2) for message in connection.news(START_LIMIT_S)]
+    stacks = [JsonFields(message) for _ in range(2) for message in connection.news(START_LIMIT_S)]
     assert {one.number("rank") for one in stacks} <= {0, 1}
     assert all("looked_at.py" in str(one.fields["stack"]) for one in stacks)
 
@@ -225,7 +225,7 @@ def test_the_secret_stands_where_its_user_alone_can_read_it(job: Callable[..., J
     for path in (run.out / "run").glob("*"):
         assert secret not in path.read_text()
     connection = connect_to(("localhost", launch.address[1]), None)  # another name of this address
-    assert Fields(connection.look()).objects("ranks")
+    assert JsonFields(connection.look()).objects("ranks")
     connection.close()
     folder.chmod(0o755)  # somebody else could have put it there
     assert running_launches() == []

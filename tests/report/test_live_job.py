@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console, RenderableType
 
-from lockstep.history import Fields
+from lockstep.history import JsonFields
 from lockstep.report import job_screen, keys_line, ranks_now, stacks_panel, stacks_text
 from tests.marks import examples
 
@@ -37,7 +37,7 @@ def text_of(shown: RenderableType, width: int = 120) -> str:
 
 
 def test_each_rank_has_its_step_what_it_does_and_a_mark_if_something_is_wrong() -> None:
-    lines = text_of(job_screen(Fields(VIEW), [3.0, 2.5], 100.0)).splitlines()
+    lines = text_of(job_screen(JsonFields(VIEW), [3.0, 2.5], 100.0)).splitlines()
     assert lines[0].split() == ["train.py", "on", "1", "machine", "running", "1", "min", "5", "s"]
     shown = {line.split("  ")[0].strip("│ "): line for line in lines}
     assert "20 of 100" in shown["step"] and "40 s left" in shown["step"]
@@ -51,13 +51,13 @@ def test_each_rank_has_its_step_what_it_does_and_a_mark_if_something_is_wrong() 
 
 
 def test_a_launch_of_which_nothing_is_known_yet() -> None:
-    text = text_of(job_screen(Fields({}), [], 100.0))
+    text = text_of(job_screen(JsonFields({}), [], 100.0))
     assert "No step is complete yet." in text and "No rank has made an Accelerator yet." in text
 
 
 def test_equal_stacks_stand_together() -> None:
     stacks = [
-        Fields({"rank": rank, "place": f"at train.py:{line}", "stack": f'  File "train.py", line {line}\n    f()'})
+        JsonFields({"rank": rank, "place": f"at train.py:{line}", "stack": f'  File "train.py", line {line}\n    f()'})
         for rank, line in ((2, 5), (0, 5), (1, 9))
     ]  # fmt: skip
     assert stacks_text(stacks) == (
@@ -91,9 +91,9 @@ stacks = st.dictionaries(st.sampled_from(["rank", "host", "pid", "place", "stack
 @examples(150)
 @given(view=views, stack=stacks)
 def test_whatever_is_told_is_shown_without_control_characters(view: Any, stack: Any) -> None:
-    job = Fields(view)
-    shown = [job_screen(job, [math.nan, 1.0], 0.0), ranks_now(job), stacks_panel([Fields(stack)])]
-    text = "".join(map(text_of, shown)) + stacks_text([Fields(stack)])
+    job = JsonFields(view)
+    shown = [job_screen(job, [math.nan, 1.0], 0.0), ranks_now(job), stacks_panel([JsonFields(stack)])]
+    text = "".join(map(text_of, shown)) + stacks_text([JsonFields(stack)])
     assert all(character.isprintable() or character == "\n" for character in text)
 
 
@@ -105,8 +105,8 @@ def test_nothing_is_taken_for_markup(width: int) -> None:
         "ranks": [{**VIEW["ranks"][0], "part": "[bold]part"}, VIEW["ranks"][2]],
     }
     view["ranks"][0]["host"] = "[blink]host"
-    text = text_of(job_screen(Fields(view), [], 100.0), 200) + text_of(keys_line("[red]notice"), width)
+    text = text_of(job_screen(JsonFields(view), [], 100.0), 200) + text_of(keys_line("[red]notice"), width)
     assert all(word in text for word in ("[red]run[/]", "[bold]part", "[blink]host", "[red]notice"))
     assert all(
-        len(line) <= width for line in text_of(job_screen(Fields(VIEW), [], 100.0), width).splitlines()
+        len(line) <= width for line in text_of(job_screen(JsonFields(VIEW), [], 100.0), width).splitlines()
     )

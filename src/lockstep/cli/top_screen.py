@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 
 from lockstep.config.sources import LAUNCH_ID_VARIABLE
 from lockstep.errors import ConfigError, ControlError
-from lockstep.history.events import Fields
+from lockstep.history.events import JsonFields
 from lockstep.history.read import RunHistory, read_run
 from lockstep.report.live import (
     NEWEST_BYTES,
@@ -46,10 +46,10 @@ class TopScreen:
         self._path = path
         self._connection = connection
         self._run: RunHistory | None = None
-        self._job: Fields | None = None
+        self._job: JsonFields | None = None
         self._losses: deque[float] = deque(maxlen=SPARKLINE)
         self._last_step = math.nan
-        self._stacks: dict[str, Fields] = {}
+        self._stacks: dict[str, JsonFields] = {}
         self._shows_stacks = False
         self._asks_to_stop = False
         self.notice = ""
@@ -105,7 +105,7 @@ class TopScreen:
         if self._connection is None:
             return False
         try:
-            news = [Fields(message) for message in self._connection.news(0.0)]
+            news = [JsonFields(message) for message in self._connection.news(0.0)]
         except ControlError as error:
             self._lost(error)
             return True
@@ -140,11 +140,11 @@ class TopScreen:
         if self._connection is None:
             return
         try:
-            self._job = Fields(self._connection.look())
+            self._job = JsonFields(self._connection.look())
         except ControlError as error:
             self._lost(error)
             return
-        latest = Fields(self._job.mapping("latest"))
+        latest = JsonFields(self._job.mapping("latest"))
         step = latest.number("step")
         if step != self._last_step and math.isfinite(step):
             self._last_step = step

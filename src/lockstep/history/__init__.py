@@ -10,7 +10,7 @@ if not TYPE_CHECKING:
         {
             "attempts": ["RunStatus"],
             "columns": ["ColumnReader"],
-            "events": ["configuration", "event_of", "Fields"],
+            "events": ["configuration", "event_of", "JsonFields"],
             "goodput": ["Goodput", "goodput_of"],
             "lines": ["BLOCK", "EVENTS", "json_lines", "MEASURES", "read_lines"],
             "read": ["read_run", "RunHistory"],

@@ -12,7 +12,7 @@ from lockstep.words import LONGEST, plain_text
 
 
 @dataclass(frozen=True)
-class Fields:
+class JsonFields:
     """An object of JSON of which nothing is known: any of its ``fields`` may be missing, or be anything."""
 
     fields: Mapping[str, object]
@@ -33,13 +33,13 @@ class Fields:
         value = self.fields.get(key)
         return value if type(value) is list else []
 
-    def objects(self, key: str) -> list[Fields]:
+    def objects(self, key: str) -> list[JsonFields]:
         """Return the objects of a list."""
-        return [Fields(one) for one in self.items(key) if type(one) is dict]
+        return [JsonFields(one) for one in self.items(key) if type(one) is dict]
 
 
 @dataclass(frozen=True)
-class RunEvent(Fields):
+class RunEvent(JsonFields):
     """One event: its name, when it was (seconds since 1970), in which start of the run, at which optimizer step; NaN:
     not known. ``fields``: the line."""
 

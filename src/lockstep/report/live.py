@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lockstep.history.attempts import RunStatus
-from lockstep.history.events import Fields
+from lockstep.history.events import JsonFields
 from lockstep.history.read import RunHistory
 from lockstep.report.numbers import RunNumbers, numbers_of
 from lockstep.words import bytes_text, digits, duration, percent, plain_text, short, whole
@@ -46,7 +46,7 @@ QUANTITIES = {
 KEYS = {"d": "dump all ranks' stacks", "s": "save", "x": "stop", "q": "leave"}
 
 
-def screen(run: RunHistory, now: float, job: Fields | None = None) -> RenderableType:
+def screen(run: RunHistory, now: float, job: JsonFields | None = None) -> RenderableType:
     """Show the folder of a run. ``now``: seconds since 1970. ``job``: what its launch tells of the ranks."""
     numbers = numbers_of(run, now)
     ranks = None if job is None else ranks_now(job)
@@ -78,11 +78,11 @@ def screen(run: RunHistory, now: float, job: Fields | None = None) -> Renderable
     return Group(*parts, *([] if ranks is None else [ranks]), *_said("what happened", _events(run, now)))
 
 
-def job_screen(job: Fields, losses: Sequence[float], now: float) -> RenderableType:
+def job_screen(job: JsonFields, losses: Sequence[float], now: float) -> RenderableType:
     """Show all that is known of a launch of which no folder is at hand. ``losses``: those that were seen."""
     elapsed = duration(job.number("elapsed_s"))
     title = Text.assemble((job.text("run", 200), "bold"), ("  running", "green"), f"  {elapsed}")
-    latest = Fields(job.mapping("latest"))
+    latest = JsonFields(job.mapping("latest"))
     values = {name: latest.number(name) for name in latest.fields}
     step, seconds = latest.number("step"), latest.number("step_seconds")
     values["left_s"] = max(latest.number("total_steps") - step, 0.0) * seconds
@@ -108,7 +108,7 @@ def bar(share: float, width: int = BAR) -> str:
     return "█" * round(min(max(share, 0.0), 1.0) * width) if math.isfinite(share) else ""
 
 
-def ranks_now(job: Fields) -> RenderableType:
+def ranks_now(job: JsonFields) -> RenderableType:
     """Show each rank's step and what it is doing now; slow and silent ones are marked."""
     ranks = job.objects("ranks")
     several_hosts = len({one.text("host") for one in ranks}) > 1
@@ -128,9 +128,9 @@ def ranks_now(job: Fields) -> RenderableType:
     return _ranks("ranks now: step, part of it, own seconds of a step", rows)
 
 
-def stacks_text(stacks: Iterable[Fields], lines: int = 200) -> str:
+def stacks_text(stacks: Iterable[JsonFields], lines: int = 200) -> str:
     """Write what ranks were doing, those with the same stack together; of each so many of the innermost ``lines``."""
-    same: dict[str, list[Fields]] = {}
+    same: dict[str, list[JsonFields]] = {}
     for one in sorted(stacks, key=lambda stack: stack.text("rank")):
         stack = one.fields.get("stack")
         found = stack.splitlines()[-lines:] if isinstance(stack, str) else []
@@ -144,7 +144,7 @@ def stacks_text(stacks: Iterable[Fields], lines: int = 200) -> str:
     )
 
 
-def stacks_panel(stacks: Iterable[Fields]) -> RenderableType:
+def stacks_panel(stacks: Iterable[JsonFields]) -> RenderableType:
     text = Text(stacks_text(stacks, STACK_LINES))
     return Panel(text, title="stacks, innermost call last", title_align="left")
 
