@@ -30,6 +30,7 @@ SETS: dict[str, tuple[str, dict[str, str]]] = {
 PATHS = (
     "check",
     "parity",
+    "frozen",
     "parallel/test_parity.py",
     "parallel/test_split_parity.py",
     "parallel/test_split_runs.py",

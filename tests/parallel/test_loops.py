@@ -11,10 +11,12 @@ from lockstep import Accelerator, DistributedDataParallelKwargs
 from lockstep.errors import UsageError
 from parallel.loops import IN_WINDOWS, LOOPS, Block, Plain, Prepared
 from parallel.small_groups import groups_in_stage_3
+from tests.frozen.verdicts import hold
 
 PAIR_BYTES = 2 * sum(parameter.nbytes for parameter in Block().parameters())
 """With groups of this size two blocks of three are gathered together."""
 EQUAL = "equal"
+DIFFERS = "is off by"
 TOLERANCE = 1e-5
 
 REPLACED = "was replaced by another parameter after the model was prepared"
@@ -159,7 +161,21 @@ def outcome(parallel: str, name: str, **options: Any) -> str:
         accelerator.free_memory()
     off = {key: (found[key] - value).abs().max().item() for key, value in wanted.items()}
     key = max(off, key=lambda one: off[one])
-    return EQUAL if off[key] < TOLERANCE else f"{key} is off by {off[key]:.1e}"
+    return EQUAL if off[key] < TOLERANCE else f"{key} {DIFFERS} {off[key]:.1e}"
+
+
+def hold_all(strategy: str, ranks: list[dict[str, str]]) -> None:
+    """Compare with the frozen verdicts."""
+    hold(
+        f"loops, {strategy}",
+        (
+            {
+                name: (EQUAL if said == EQUAL else "differs" if DIFFERS in said else "refused", said)
+                for name, said in found.items()
+            }
+            for found in ranks
+        ),
+    )
 
 
 def check(run_distributed: Any, parallel: str, names: list[str]) -> None:
@@ -168,7 +184,9 @@ def check(run_distributed: Any, parallel: str, names: list[str]) -> None:
     names = [name for name in names if parallel != "ddp" or name not in ONE_RANK_WAITS]
     # Refused ones last: a reduction that a refused step has begun would be met by the next loop's.
     names.sort(key=lambda name: name in refused)
-    for found in run_distributed(run_loops, 2, parallel, names, timeout_s=300):
+    ranks = run_distributed(run_loops, 2, parallel, names, timeout_s=300)
+    hold_all(parallel, ranks)
+    for found in ranks:
         wrong = {name: said for name, said in found.items() if refused.get(name, EQUAL) not in said}
         assert not wrong
 
@@ -211,7 +229,9 @@ def in_bf16(names: list[str]) -> dict[str, str]:
 
 def test_changes_by_hand_of_rounded_weights_are_refused(run_distributed) -> None:
     names = ["weights_clamped_in_forward", "weights_decayed_in_windows"]
-    for found in run_distributed(in_bf16, 2, names):
+    ranks = run_distributed(in_bf16, 2, names)
+    hold_all("zero=2 bf16", ranks)
+    for found in ranks:
         assert all(
             "in bfloat16, which has too few bits for the stored float32" in said for said in found.values()
         ), found
@@ -230,5 +250,7 @@ def test_ddp_that_looks_for_unused_parameters_takes_every_branch(run_distributed
         "a_head_of_one_rank_alone",
         "blocks_skipped_on_one_rank",
     ]
-    for found in run_distributed(find_unused, 2, names):
+    ranks = run_distributed(find_unused, 2, names)
+    hold_all("ddp find_unused_parameters", ranks)
+    for found in ranks:
         assert set(found.values()) == {EQUAL}, found

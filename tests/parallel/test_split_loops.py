@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 
 from lockstep import Accelerator
 from lockstep.errors import UsageError
+from tests.frozen.verdicts import hold
 
 WIDTH, CLASSES = 8, 5
 
@@ -203,7 +204,8 @@ LOOPS: dict[str, tuple[Callable[[Run], float], str, str]] = {
 """Name -> (loop, what is said of it under pp, and under tp)."""
 
 
-def outcomes(parallel: str) -> dict[str, str]:
+def outcomes(parallel: str) -> dict[str, tuple[str, str]]:
+    """Loop -> (equal, refused, differs or crashed; what was said)."""
     torch.set_num_threads(1)
     found = {}
     for name, (loop, _, _) in LOOPS.items():
@@ -214,13 +216,12 @@ def outcomes(parallel: str) -> dict[str, str]:
             if parallel.startswith("pp"):
                 # Each rank has the gradients of its stage.
                 torch.distributed.all_reduce(got)
-            found[name] = (
-                EQUAL if abs(got.sqrt().item() - expected) < 1e-4 * expected else f"{got} for {expected}"
-            )
+            is_equal = abs(got.sqrt().item() - expected) < 1e-4 * expected
+            found[name] = (EQUAL, EQUAL) if is_equal else ("differs", f"{got} for {expected}")
         except UsageError as error:
-            found[name] = str(error)
+            found[name] = ("refused", str(error))
         except Exception as error:
-            found[name] = f"{type(error).__name__}: {error}"
+            found[name] = ("crashed", f"{type(error).__name__}: {error}")
         finally:
             accelerator.free_memory()
     return found
@@ -231,9 +232,11 @@ def outcomes(parallel: str) -> dict[str, str]:
 def test_a_loop_has_plain_torchs_gradients_or_is_refused_on_every_rank(
     run_distributed: Any, parallel: str
 ) -> None:
-    for found in run_distributed(outcomes, 2, parallel, timeout_s=240):
+    ranks = run_distributed(outcomes, 2, parallel, timeout_s=240)
+    hold(f"split loops, {parallel}", ranks)
+    for found in ranks:
         said = {name: tp if parallel == "tp=2" else pp for name, (_, pp, tp) in LOOPS.items()}
-        assert {name: text for name, text in found.items() if said[name] not in text} == {}
+        assert {name: text for name, (_, text) in found.items() if said[name] not in text} == {}
 
 
 def test_one_process_runs_every_loop() -> None:

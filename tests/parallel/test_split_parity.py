@@ -23,6 +23,7 @@ class Case:
     accumulation: int = 1
     optimizer: str = "adamw"
     steps: int = problem.STEPS
+    precision: str = "no"
 
     @property
     def layers(self) -> int:
@@ -30,7 +31,8 @@ class Case:
 
     def __str__(self) -> str:
         words = self.parallel.replace(" ", "-")
-        return f"{self.world_size}x-{self.model}-{words}-{self.optimizer}-accumulate{self.accumulation}"
+        precision = "" if self.precision == "no" else f"-{self.precision}"
+        return f"{self.world_size}x-{self.model}-{words}-{self.optimizer}-accumulate{self.accumulation}{precision}"
 
 
 CASES = [
@@ -63,6 +65,7 @@ def train(case: Case) -> problem.Result:
         cpu=True,
         gradient_accumulation_steps=case.accumulation,
         parallel=case.parallel,
+        mixed_precision=case.precision,
         split_batches=True,
         # Inductor takes ten times as long.
         dynamo_backend="aot_eager" if "compile" in case.parallel else None,

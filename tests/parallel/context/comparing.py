@@ -19,26 +19,35 @@ def fast_and_all(fast: tuple[str, ...], every: Iterable[str]) -> list[Any]:
     ]
 
 
-def what_is_wrong(
-    found: Mapping[str, Any],
-    expected: Mapping[str, tuple[float, dict[str, Tensor]]],
-    refused: Mapping[str, str],
+Result = tuple[float, dict[str, Tensor]]
+"""Loss and gradients."""
+
+
+def verdicts(
+    found: Mapping[str, str | Result],
+    expected: Mapping[str, Result],
     difference: Callable[[dict[str, Tensor], dict[str, Tensor]], float],
     of_loss: float,
     of_gradients: float,
-) -> list[str]:
-    """``found``: a message, or loss and gradients, whose differences may be the last two; ``refused``: patterns."""
-    wrong = []
+) -> dict[str, tuple[str, str]]:
+    """Model -> (equal, refused or differs; what is said); the last two are how far loss and gradients may differ."""
+    said = {}
     for name, result in found.items():
-        if name in refused:
-            if not isinstance(result, str) or not re.search(refused[name], result):
-                wrong.append(f"{name} is not refused for its reason: {result}")
-            continue
         if isinstance(result, str):
-            wrong.append(f"{name} is refused: {result}")
+            said[name] = ("refused", result)
             continue
         loss, gradients = expected[name]
         apart = difference(result[1], gradients)
-        if abs(result[0] - loss) > of_loss or apart > of_gradients:
-            wrong.append(f"{name}: loss {result[0]} instead of {loss}, gradients are off by {apart:.2g}")
-    return wrong
+        is_equal = abs(result[0] - loss) <= of_loss and apart <= of_gradients
+        text = f"loss {result[0]} instead of {loss}, gradients are off by {apart:.2g}"
+        said[name] = ("equal", "") if is_equal else ("differs", text)
+    return said
+
+
+def what_is_wrong(said: Mapping[str, tuple[str, str]], refused: Mapping[str, str]) -> list[str]:
+    """``refused``: patterns; all other models must be equal."""
+    return [
+        f"{name} is not refused for its reason: {text}" if name in refused else f"{name} {word}: {text}"
+        for name, (word, text) in said.items()
+        if word != ("refused" if name in refused else "equal") or not re.search(refused.get(name, ""), text)
+    ]

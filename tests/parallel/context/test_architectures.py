@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from lockstep import Accelerator, DistributedDataParallelKwargs
 from lockstep.errors import UsageError
-from parallel.context.comparing import fast_and_all, what_is_wrong
+from parallel.context.comparing import fast_and_all, verdicts, what_is_wrong
 from parallel.tensor.architectures import ARCHITECTURES, difference, make_batch, make_model
+from tests.frozen.verdicts import hold
 
 BY_HAND = r"attention computed by hand.* transformers has no other attention for \w+: leave cp out"
 CONVOLUTION = r"has a convolution with a kernel of \[4\], which would need the neighbours"
@@ -75,11 +76,12 @@ def split(method: str, names: list[str]) -> list[Any]:
 def test_each_architecture_equals_itself_or_says_why_not(run_distributed, method: str, names: Any) -> None:
     refused = REFUSED | (REFUSED_BY_RING if method == "ring" else {})
     expected = {name: run(name, make_model(name)) for name in names if name not in refused}
-    wrong = []
-    for found in run_distributed(split, 2, method, list(names), timeout_s=240):
-        wrong += what_is_wrong(
-            dict(zip(names, found, strict=True)), expected, refused, difference, 1e-4, 1e-3
-        )
+    ranks = [
+        verdicts(dict(zip(names, found, strict=True)), expected, difference, 1e-4, 1e-3)
+        for found in run_distributed(split, 2, method, list(names), timeout_s=240)
+    ]
+    hold(f"context, architectures {method}", ranks)
+    wrong = [one for said in ranks for one in what_is_wrong(said, refused)]
     assert not wrong, "\n".join(wrong)
 
 

@@ -14,6 +14,7 @@ from lockstep.errors import UsageError
 from parallel.expert.fragments import CELLS, Result, plainly, split
 from parallel.tensor.architectures import make_model
 from tests.check.cells import Messages
+from tests.frozen.verdicts import hold
 
 FAST = (
     "two of a dictionary",
@@ -70,17 +71,22 @@ def apart(result: Result, name: str) -> float:
 )
 def test_a_fragment_equals_one_process_or_is_refused(run_distributed: Any, names: Any, verify: str) -> None:
     wrong = []
+    verdicts: list[dict[str, tuple[str, str]]] = []
     for rank, found in enumerate(run_distributed(run, 2, list(names), verify, timeout_s=300)):
+        verdicts.append({})
         for name, (result, said) in zip(names, found, strict=True):
+            verdicts[rank][name] = ("refused", result) if isinstance(result, str) else ("equal", "")
             refused = CELLS[name].refused
             if refused or isinstance(result, str):
                 if not refused or not isinstance(result, str) or not re.search(refused, result):
                     wrong.append(f"{name} on rank {rank} is not refused as it should be: {result}")
                 continue
             if (difference := apart(result, name)) > CELLS[name].tolerance:
+                verdicts[rank][name] = ("differs", str(difference))
                 wrong.append(f"{name} on rank {rank} is off by {difference:.2g}")
             if verify != "off" and rank == 0 and "was verified on the first batch: outputs" not in said:
                 wrong.append(f"{name} was not verified: {said}")
+    hold(f"expert, ep=2 verify={verify}", verdicts)
     assert not wrong, "\n".join(wrong)
 
 

@@ -18,6 +18,7 @@ from lockstep import Accelerator
 from parallel.optimizers import written as w
 from parallel.plain import difference
 from parallel.zero.test_parity import full
+from tests.frozen.verdicts import hold
 
 STEPS = 5
 TOLERANCE = 1e-5
@@ -271,6 +272,11 @@ def trained(accelerator: Accelerator, cell: Cell, seeds_alike: bool) -> dict[str
 STRATEGIES = ["ddp", "zero=1", "zero=2", "zero=3"]
 
 
+def verdict_of(last: str) -> tuple[str, str]:
+    """By the last line of a traceback, a difference, or nothing."""
+    return "refused" if last.startswith("lockstep.errors.") else "differs" if last else "equal", last
+
+
 @pytest.mark.parametrize(
     "strategies",
     [
@@ -296,6 +302,8 @@ def test_optimizers_that_people_write_give_the_numbers_of_one_process(
             found = result[parallel, name]
             if isinstance(found, str) or not (found := difference(found, oracle)) <= TOLERANCE:
                 wrong[parallel, name, rank] = found
+        last = [str(wrong.get((parallel, name, rank), "")).strip().splitlines()[-1:] for rank in range(2)]
+        hold(f"optimizers, {parallel}", [{name: verdict_of("".join(lines))} for lines in last])
     assert not wrong, "\n".join(f"{key}: {value}" for key, value in wrong.items())
 
 

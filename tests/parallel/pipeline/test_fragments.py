@@ -14,6 +14,7 @@ from torch import nn
 
 from lockstep.errors import LockstepError
 from lockstep.parallel.pipeline import PipelineOptions
+from tests.frozen.verdicts import hold
 from tests.parallel.pipeline import architectures, fragments
 from tests.parallel.pipeline.passing import PASSING
 from tests.parallel.pipeline.scenarios import pipeline
@@ -57,8 +58,8 @@ def outcomes(names: list[str]) -> dict[str, tuple[str, str]]:
     return {name: outcome(name) for name in names}
 
 
-def architecture(name: str) -> str:
-    """ "equal" if one training call has plain torch's loss and gradients, else what is wrong."""
+def architecture(name: str) -> tuple[str, str]:
+    """Whether one training call has plain torch's loss and gradients, is refused, or crashes."""
     plain, batch = architectures.build(name), architectures.batch(name)
     expected = plain(**batch).loss
     expected.backward()
@@ -69,21 +70,20 @@ def architecture(name: str) -> str:
         loss = model(**batch).loss
         loss.backward()
     except LockstepError as error:
-        return str(error)
+        return "refused", str(error)
     except Exception:
-        return traceback.format_exc()
+        return "crashed", traceback.format_exc()
     apart = max(
         ((p.grad - wanted[key]).norm() / max(wanted[key].norm().item(), 1e-2 * largest)).item()
         for key, p in model.held_parameters()
         if p.grad is not None
     )
-    is_equal = abs(loss.item() - expected.item()) < TOLERANCE and apart < TOLERANCE
-    return (
-        "equal" if is_equal else f"loss {loss.item()} instead of {expected.item()}, gradients off by {apart}"
-    )
+    if abs(loss.item() - expected.item()) < TOLERANCE and apart < TOLERANCE:
+        return "equal", ""
+    return "differs", f"loss {loss.item()} instead of {expected.item()}, gradients off by {apart}"
 
 
-def each_architecture(names: list[str]) -> dict[str, str]:
+def each_architecture(names: list[str]) -> dict[str, tuple[str, str]]:
     return {name: architecture(name) for name in names}
 
 
@@ -118,7 +118,9 @@ def failure_of(fragment: fragments.Fragment) -> str:
 
 
 def check(run_distributed: Any, names: list[str]) -> None:
-    for results in run_distributed(outcomes, 2, names, timeout_s=300):
+    ranks = run_distributed(outcomes, 2, names, timeout_s=300)
+    hold("pipeline, pp=2", ranks)
+    for results in ranks:
         wrong = {}
         for name, (word, text) in results.items():
             says = FRAGMENTS[name].says
@@ -138,19 +140,20 @@ def test_everything_else_that_people_write_is_right_or_refused(run_distributed: 
 
 def test_experts_of_transformers_in_full_precision_are_right(run_distributed: Any) -> None:
     name = "MixtralForCausalLM"
-    assert run_distributed(each_architecture, 2, [name], timeout_s=120) == [{name: "equal"}] * 2
+    assert run_distributed(each_architecture, 2, [name], timeout_s=120) == [{name: ("equal", "")}] * 2
 
 
 @pytest.mark.exhaustive
 def test_architectures_of_transformers_are_right(run_distributed: Any) -> None:
     names = [*architectures.EQUAL, *architectures.FURTHER]
     assert len(names) >= 45 and len(names) - len(architectures.REFUSED) >= 38
-    for results in run_distributed(each_architecture, 2, names, timeout_s=500):
+    ranks = run_distributed(each_architecture, 2, names, timeout_s=500)
+    hold("pipeline, architectures", ranks)
+    for results in ranks:
         for name, said in architectures.REFUSED.items():
-            assert [part for part in said if part not in results[name]] == [], results[name]
-        assert {k: v for k, v in results.items() if v != "equal"}.keys() == architectures.REFUSED.keys(), (
-            results
-        )
+            assert [part for part in said if part not in results[name][1]] == [], results[name]
+        others = {name: word for name, (word, _) in results.items() if word != "equal"}
+        assert others == dict.fromkeys(architectures.REFUSED, "refused"), results
 
 
 def test_a_rank_that_fails_is_named_on_the_others(run_distributed: Any) -> None:

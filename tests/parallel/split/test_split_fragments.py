@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.frozen.verdicts import hold
 from tests.parallel.split.problem import STRATEGIES, outcomes
 from tests.parallel.split.refusals import REFUSED
 from tests.parallel.split.table import FAST, FRAGMENTS
@@ -22,7 +23,9 @@ def refusals(strategy: str) -> dict[str, str]:
 def check(run_distributed: Any, strategy: str, names: list[str]) -> None:
     says = refusals(strategy)
     wrong = {}
-    for results in run_distributed(outcomes, 2, names, strategy, timeout_s=1500):
+    ranks = run_distributed(outcomes, 2, names, strategy, timeout_s=1500)
+    hold(f"split, {STRATEGIES[strategy]}", ranks)
+    for results in ranks:
         for name, (word, text) in results.items():
             expected = "refused" if name in says else "equal"
             is_said = says.get(name, "") in text or OTHER_RANK in text
