@@ -12,7 +12,7 @@ def now() -> dict[str, str]:
 
 
 def worse(frozen: Mapping[str, str], states: Mapping[str, str]) -> dict[str, str]:
-    """Features that are gone, or whose state has changed otherwise than to "works", or from not working to working."""
+    """Return the features that are gone, or whose state is another one and neither "works" nor a first "works; ..."."""
     return {
         feature: f"{state}; now {states.get(feature, 'gone')}"
         for feature, state in frozen.items()

@@ -17,7 +17,7 @@ ACCELERATES = names.IN_SENTENCES
 
 
 def of_modules(modules: Iterable[str]) -> dict[str, str]:
-    """Name -> what it is, in the modules from which users import; of our classes every public member too."""
+    """Return name -> what it is, for the modules from which users import, with the public members of our classes."""
     found = {}
     for module in map(importlib.import_module, modules):
         for name in names.public(module):
@@ -33,7 +33,7 @@ def of_modules(modules: Iterable[str]) -> dict[str, str]:
 
 
 def of_commands() -> dict[str, str]:
-    """Commands with their options, and the keys of a configuration file."""
+    """Return the commands with their options, and the keys of a configuration file."""
     found = dict.fromkeys(IN_FILES, "key of a file")
     for words, command in commands.walk():
         found[f"lockstep {words}"] = "command"
@@ -47,7 +47,7 @@ def is_ours(value: Any) -> bool:
 
 
 def constructor(kind: type) -> str:
-    """Its arguments, unless another library defines them."""
+    """Return its arguments, unless another library defines them."""
     if issubclass(kind, Enum):
         return "one of " + ", ".join(kind.__members__)
     owner = next(one for one in kind.__mro__ if "__init__" in vars(one))
@@ -55,7 +55,7 @@ def constructor(kind: type) -> str:
 
 
 def members(kind: type) -> Iterator[tuple[str, str]]:
-    """What one of our classes defines, and is not private."""
+    """Yield what one of our classes defines and does not keep private."""
     for name in dir(kind):
         owner = next((one for one in kind.__mro__ if name in vars(one)), None)
         if name.startswith("_") or not is_ours(owner) or name in getattr(kind, "__dataclass_fields__", ()):
@@ -71,7 +71,7 @@ def members(kind: type) -> Iterator[tuple[str, str]]:
 
 
 def signature(function: Any) -> str:
-    """Arguments with their types as the source spells them, and defaults."""
+    """Return the arguments with their types, as the source spells them, and their defaults."""
     if not is_ours(function):
         return "(...)"
     parameters = [

@@ -23,7 +23,7 @@ SPLITS = (
 
 
 def half(precision: str) -> dict[str, Any]:
-    """Adam would make steps of full size of what rounding leaves of small gradients."""
+    """Return the settings of a case in 16 bits. Adam would make full steps of the rounding of small gradients."""
     return {"precision": precision, "optimizer": "sgd"}
 
 
@@ -56,7 +56,11 @@ CASES = [
 ]
 IN_FULL = {"losses": 5e-6, "norms": 2e-5, "moved": 5e-5}
 IN_HALF = {"losses": 5e-4, "norms": 5e-3, "moved": 3e-2}
-"""Relative differences that other kernels may make."""
+"""Relative differences that other kernels may make.
+
+Between AVX-512 with bf16 and the plainest kernels (those of ``ATEN_CPU_CAPABILITY=default``, of oneDNN's SSE41 and of
+MKL's compatible mode) they are 5e-7 in full precision; in 16 bits 1e-5 in losses, 2e-4 in norms and 3e-3 in weights.
+"""
 
 
 def measure(case: Case, run: Callable[..., Any]) -> dict[str, list[float]]:
@@ -66,7 +70,7 @@ def measure(case: Case, run: Callable[..., Any]) -> dict[str, list[float]]:
 
 
 def plainly(case: Case) -> dict[str, list[float]]:
-    """The same of plain torch in one process, in full precision."""
+    """Train in plain torch, in one process and in full precision."""
     result = problem.train(case.model, case.steps, case.accumulation, case.optimizer, layers=case.layers)
     return measured(case, result, result.parameters)
 
@@ -84,7 +88,7 @@ def measured(
 
 
 def apart(case: Case, found: dict[str, list[float]], frozen: dict[str, list[float]]) -> list[str]:
-    """What differs by more than rounding. Both numbers of ``moved`` are compared with the first, the norm."""
+    """Return what differs by more than rounding. Both numbers of ``moved`` are compared with the first, the norm."""
     allowed = IN_FULL if case.precision == "no" else IN_HALF
     return [
         f"{name}: {found[name]} instead of {values}"

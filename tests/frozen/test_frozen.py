@@ -66,6 +66,16 @@ def test_five_steps_give_the_frozen_numbers(run_distributed: Any, case: Case) ->
     assert is_recording({str(case): found}) or numbers.apart(case, found, read("numbers")[str(case)]) == []
 
 
+@pytest.mark.parametrize(
+    ("case", "factor"), [(numbers.CASES[0], 1 + 1e-4), (numbers.CASES[2], 0.95)], ids=str
+)
+def test_numbers_that_move_by_more_than_rounding_are_found(case: Case, factor: float) -> None:
+    frozen = read("numbers")[str(case)]
+    for name, values in frozen.items():
+        found = frozen | {name: [*values[:-1], values[-1] + (factor - 1) * values[0]]}
+        assert len(numbers.apart(case, found, frozen)) == 1
+
+
 PLAIN = {(c.model, c.layers, c.accumulation, c.optimizer): c for c in numbers.CASES if c.precision == "no"}
 
 

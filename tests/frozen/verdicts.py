@@ -49,7 +49,7 @@ def hold(group: str, ranks: Iterable[Mapping[str, Found]]) -> None:
 
 
 def verdict(found: Sequence[Found]) -> str:
-    """Of all ranks: "same", "refused: sentence", or "wrong: what came"."""
+    """Join the ranks' words: "same", "refused: sentence", or "wrong: what came"."""
     words = {WORDS.get(one, "wrong") for one, _ in found}
     if words == {"same"}:
         return "same"
@@ -58,11 +58,12 @@ def verdict(found: Sequence[Found]) -> str:
 
 
 def word(row: str) -> str:
+    """Return the verdict alone, or "" if there is no row."""
     return row.partition(":")[0]
 
 
 def first_sentence(text: str) -> str:
-    """Without what differs between machines, and without the numbers of lines."""
+    """Return it without what differs between machines, and without the numbers of lines."""
     line = (text.strip().splitlines() or [""])[0]
     sentence = re.split(r"(?<=[^.])\. (?=[A-Z])", line)[0]
     sentence = re.sub(r"(?:/[^\s/']+)*/site-packages/", "", sentence.replace(f"{ROOT}/", ""))
