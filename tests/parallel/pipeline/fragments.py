@@ -371,7 +371,7 @@ FRAGMENTS: dict[str, Fragment] = {
         options={"batch_dims": ("ids=0", "labels=0", "cond=1")},
     ),
     "an unknown name": Fragment(
-        options={"batch_dims": ("idz=0",)}, says=("'idz'", "no argument", "Did you mean")
+        options={"batch_dims": ("idz=0",)}, says=("'idz'", "not an argument", "Did you mean")
     ),
     "a mapping": Fragment(
         forward=lambda m, ids, labels, extra: with_mask(m, ids, labels, extra["mask"] * extra["pos"]),
