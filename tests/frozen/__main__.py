@@ -14,11 +14,13 @@ MOST = 0.08
 
 
 def write_verdicts(tests: list[str]) -> None:
-    """Those of some tests beside the others, or all: then rows that no test makes are left out."""
+    """Run some of the tests, or all of them, and write the rows that they make."""
     found = record(tests or verdicts.TESTS)
     if wrong := {row: text for row, text in found.items() if verdicts.word(text) == "wrong"}:
         sys.exit(f"Not written, because no verdict may be wrong: {json.dumps(wrong, indent=1)}")
-    write("verdicts", {**read("verdicts"), **found} if tests else found)
+    if not tests and (others := read("verdicts").keys() - found.keys()):
+        print("No test made these rows. Delete those of cases that are gone:", *sorted(others), sep="\n  ")
+    write("verdicts", {**read("verdicts"), **found})
 
 
 def write_names_and_features() -> None:
@@ -38,7 +40,8 @@ def since(commit: str) -> None:
         changed = {key: now.get(key, "removed") for key, value in before.items() if now.get(key) != value}
         print(f"{file}: {len(changed)} of {len(before)} entries changed")
         if file == "verdicts":
-            changed = {key: text for key, text in changed.items() if before[key] == "same"}
+            of = {key: (verdicts.word(before[key]), verdicts.word(text)) for key, text in changed.items()}
+            changed = {key: text for key, text in changed.items() if of[key][0] == "same" != of[key][1]}
             share = len(changed) / len(before)
             print(f"same numbers before, and not now: {len(changed)}, {share:.1%}")
         for key, text in changed.items():

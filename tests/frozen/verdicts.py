@@ -1,7 +1,8 @@
 """What becomes of each odd model and loop under each strategy: plain torch's numbers, or a refusal in a sentence.
 
 The tests of such cases compare with plain torch and pass what came to ``hold``, which compares it with the row of
-``verdicts.json``.
+``verdicts.json``. A row "same: stated by its test" or "refused: stated by its test: words" has the verdict that the
+test expects: it was not recorded yet.
 """
 
 from __future__ import annotations
