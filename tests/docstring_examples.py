@@ -30,13 +30,6 @@ NOT_RUN = {
     "lockstep.utils.DeepSpeedPlugin.set_deepspeed_weakref": "needs the package deepspeed",
     "lockstep.utils.FP8RecipeKwargs": "needs the package transformer_engine",
     "lockstep.utils.TERecipeKwargs": "needs the package transformer_engine",
-    "lockstep.utils.apply_fp8_autowrap": "needs the package transformer_engine and a GPU",
-    "lockstep.utils.contextual_fp8_autocast": "needs the package transformer_engine and a GPU",
-    "lockstep.utils.convert_model": "needs the package transformer_engine and a GPU",
-    "lockstep.utils.get_driver_version": "needs a GPU of NVIDIA",
-    "lockstep.utils.load_and_quantize_model": "needs the package bitsandbytes and a GPU",
-    "lockstep.utils.map_pytorch_optim_to_deepspeed": "needs the package deepspeed",
-    "lockstep.utils.replace_with_bnb_layers": "needs the package bitsandbytes",
 }
 """Examples that are only compiled, each with the reason."""
 

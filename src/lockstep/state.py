@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 from lockstep.accelerator import Accelerator
-from lockstep.comm.tree import StateDict
 from lockstep.config.enums import DistributedType
 from lockstep.errors import ArgumentError
 from lockstep.runtime.run_state import PartialState, RunState
@@ -17,38 +15,8 @@ __all__ = [
     "DistributedType",
     "GradientState",
     "PartialState",
-    "ThreadLocalSharedDict",
-    "do_nothing",
     "is_initialized",
 ]
-
-
-class ThreadLocalSharedDict(threading.local):
-    """A class attribute that is a dict, which all instances share. Each thread has its own.
-
-    Args:
-        thread_local: Ignored: there is always one dict for each thread.
-
-    Examples:
-        ```python
-        from lockstep.state import ThreadLocalSharedDict
-
-        class Shared:
-            values = ThreadLocalSharedDict()
-
-        Shared().values["step"] = 3
-        assert Shared().values == {"step": 3}  # another instance, the same dict
-        ```
-    """
-
-    def __init__(self, thread_local: bool = False) -> None:
-        self._storage: dict[str, object] = {}
-
-    def __get__(self, obj: object, objtype: type | None = None) -> StateDict:
-        return self._storage
-
-    def __set__(self, obj: object, value: StateDict) -> None:
-        self._storage = value
 
 
 class _SharedByLatest:
@@ -170,15 +138,3 @@ def is_initialized() -> bool:
         ```
     """
     return Accelerator.latest() is not None
-
-
-def do_nothing(*args: object, **kwargs: object) -> None:
-    """Do nothing. ``args`` and ``kwargs`` may be anything.
-
-    Examples:
-        ```python
-        from lockstep.state import do_nothing
-
-        assert do_nothing("whatever", key=1) is None
-        ```
-    """

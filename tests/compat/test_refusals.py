@@ -63,10 +63,7 @@ FEATURES: dict[str, tuple[bool, str]] = {
     r"apex": ("bf16" in {str(word) for word in lockstep.utils.PrecisionType}, "bf16|fp16"),
     r"tuning": ("tune" in COMMANDS, "lockstep tune"),
     r"hybrid engine": (hasattr(Accelerator, "summon_full_params"), "summon_full_params"),
-    r"bitsandbytes|weights of 8 bits": (
-        hasattr(lockstep.utils, "load_and_quantize_model"),
-        "load_and_quantize_model",
-    ),
+    r"bitsandbytes|weights of 8 bits": (True, "BitsAndBytesConfig"),
 }
 # these are something else, which does not exist
 OTHERWISE = {

@@ -15,7 +15,6 @@ WHOLE = ("lockstep", "lockstep.nn", "lockstep.testing")
 IN_SENTENCES = (
     "lockstep.utils",
     "lockstep.big_modeling",
-    "lockstep.checkpointing",
     "lockstep.hooks",
     "lockstep.data_loader",
     "lockstep.inference",

@@ -13,8 +13,8 @@ from pathlib import Path
 import click
 import yaml
 
-from lockstep.cli.cluster_config import ClusterConfig, settings_of
 from lockstep.cli.main import cli
+from lockstep.compat.accelerate.config_file import load
 from lockstep.config.enums import PrecisionType
 from lockstep.config.files import JsonObject
 from lockstep.config.sources import user_config_file
@@ -26,13 +26,16 @@ default_config_file = str(user_config_file())
 _FIXED = {
     "compute_environment": "LOCAL_MACHINE",
     "debug": False,
+    "distributed_type": "NO",
     "machine_rank": 0,
+    "mixed_precision": "no",
     "num_machines": 1,
+    "use_cpu": False,
 }
 
 
 class FileSettings:
-    """The settings of a configuration file of ours, as they are written."""
+    """The settings of a configuration file, as they are written, with what Accelerate takes where it says nothing."""
 
     def __init__(self, settings: dict[str, object]) -> None:
         self._settings = settings
@@ -46,18 +49,17 @@ class FileSettings:
         return dict(self._settings)
 
 
-def load_config_from_file(config_file: str | None) -> ClusterConfig | FileSettings:
-    """A configuration file, checked; None: the one that ``lockstep config`` wrote.
-
-    One in Accelerate's form is a ``ClusterConfig``; what only Lockstep's form can say has no field there.
+def load_config_from_file(config_file: str | None) -> FileSettings:
+    """Read a configuration file, checked; None: the one that ``lockstep config`` wrote.
 
     Raises:
         ConfigError: it cannot be read, or is no configuration.
     """
-    settings = settings_of(config_file)
-    if ClusterConfig.unknown(settings):
-        return FileSettings(settings)
-    return ClusterConfig.of(settings)
+    path = Path(config_file or user_config_file())
+    load(path)
+    settings: dict[str, object] = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    # YAML reads an unquoted NO as false.
+    return FileSettings({**_FIXED, **settings, "distributed_type": settings.get("distributed_type") or "NO"})
 
 
 def write_basic_config(mixed_precision: str = "no", save_location: str = default_config_file) -> Path | bool:

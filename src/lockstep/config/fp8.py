@@ -112,8 +112,8 @@ class AORecipeKwargs(KwargsHandler):
 
 @dataclass
 class TERecipeKwargs(KwargsHandler):
-    """How NVIDIA's TransformerEngine scales 8-bit floating point numbers, for scripts that call
-    ``apply_fp8_autowrap``.
+    """How NVIDIA's TransformerEngine scales 8-bit floating point numbers, as a
+    description; nothing here computes by it.
 
     ``mixed_precision="fp8"`` trains by torchao here; see ``AORecipeKwargs``. A field that is None is read from the
     variable ``ACCELERATE_FP8_<FIELD>``, or has the default that is named below.

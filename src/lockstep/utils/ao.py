@@ -8,57 +8,14 @@ from functools import partial
 from torch import nn
 
 from lockstep.parallel.float8 import filter_linear_layers, find_first_last_linear_layers
-from lockstep.utils.imports import torchao_required
 
 __all__ = [
     "convert_model_to_fp8_ao",
-    "filter_first_and_last_linear_layers",
     "filter_linear_layers",
     "find_first_last_linear_layers",
-    "has_ao_layers",
 ]
 
 
-def filter_first_and_last_linear_layers(module: nn.Module, fqn: str) -> bool:
-    """Return whether a module can be converted to 8-bit floating point; see ``filter_linear_layers``.
-
-    Args:
-        module: The module, in which the names of the first and the last linear layer are looked for.
-        fqn: Its name in the model.
-
-    Examples:
-        ```python
-        import torch
-        from lockstep.utils import filter_first_and_last_linear_layers
-
-        assert not filter_first_and_last_linear_layers(torch.nn.Linear(16, 8), "head")  # 8 is not divisible by 16
-        ```
-    """
-    first, last = find_first_last_linear_layers(module)
-    return filter_linear_layers(module, fqn, [name for name in (first, last) if name is not None])
-
-
-@torchao_required
-def has_ao_layers(model: nn.Module) -> bool:
-    """Return whether ``model`` has layers that torchao has converted to 8-bit floating point.
-
-    Raises:
-        ImportError: torchao is not installed.
-
-    Examples:
-        ```python
-        import torch
-        from lockstep.utils import has_ao_layers
-
-        assert not has_ao_layers(torch.nn.Linear(16, 16))
-        ```
-    """
-    from torchao.float8.float8_linear import Float8Linear
-
-    return any(isinstance(module, Float8Linear) for module in model.modules())
-
-
-@torchao_required
 def convert_model_to_fp8_ao(
     model: nn.Module, config: object = None, module_filter_func: Callable[..., bool] | None = None
 ) -> None:
@@ -79,11 +36,11 @@ def convert_model_to_fp8_ao(
         ```python
         import torch
         from torchao.float8 import Float8LinearConfig
-        from lockstep.utils import convert_model_to_fp8_ao, has_ao_layers
+        from lockstep.utils import convert_model_to_fp8_ao
 
         model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(3)))
         convert_model_to_fp8_ao(model, Float8LinearConfig(emulate=True))  # the layer in the middle
-        assert has_ao_layers(model)
+        assert type(model[1]).__name__ == "Float8Linear"
         ```
     """
     from torchao.float8 import convert_to_float8_training

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 from torch import nn
 
 from lockstep.config.enums import StringEnum as BaseEnum
@@ -32,8 +31,6 @@ from lockstep.utils import (
 )
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
     from lockstep.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin
 else:
     __getattr__ = lazy_names(
@@ -43,7 +40,6 @@ else:
 __all__ = [
     "AutocastKwargs",
     "BaseEnum",
-    "BnbQuantizationConfig",
     "ComputeEnvironment",
     "CustomDtype",
     "DDPCommunicationHookType",
@@ -63,11 +59,9 @@ __all__ = [
     "ProfileKwargs",
     "ProjectConfiguration",
     "RNGType",
-    "TensorInformation",
     "TorchContextParallelConfig",
     "TorchDynamoPlugin",
     "TorchTensorParallelConfig",
-    "TorchTensorParallelPlugin",
     "get_module_class_from_name",
 ]
 
@@ -86,28 +80,6 @@ class CustomDtype(BaseEnum):
     FP8 = "fp8"
     INT4 = "int4"
     INT2 = "int2"
-
-
-@dataclass
-class TensorInformation:
-    """The shape and the dtype of a tensor that another rank has.
-
-    Args:
-        shape: The shape, such as ``torch.Size([8, 4])``.
-        dtype: The dtype, such as ``torch.float32``.
-
-    Examples:
-        ```python
-        import torch
-        from lockstep.utils import TensorInformation, get_data_structure
-
-        known = get_data_structure(torch.zeros(8, 4))
-        assert known == TensorInformation(torch.Size([8, 4]), torch.float32)
-        ```
-    """
-
-    shape: torch.Size
-    dtype: torch.dtype
 
 
 @dataclass
@@ -135,26 +107,6 @@ class TorchTensorParallelConfig:
     def __post_init__(self) -> None:
         if self.enable_async_tp:
             raise ConfigError("enable_async_tp=True is not available. Leave it out.")
-
-
-@dataclass
-class TorchTensorParallelPlugin:
-    """Accelerate's former description of tensor parallel. ``Accelerator`` does not take it: pass ``parallel="tp=2"``.
-
-    Args:
-        tp_size: The number of ranks over which layers are split.
-        torch_device_mesh: A mesh of torch.
-
-    Examples:
-        ```python
-        from lockstep.utils import TorchTensorParallelPlugin
-
-        assert TorchTensorParallelPlugin(tp_size=2).tp_size == 2  # Accelerator takes parallel="tp=2"
-        ```
-    """
-
-    tp_size: int = 1
-    torch_device_mesh: DeviceMesh | None = None
 
 
 @dataclass
@@ -224,75 +176,6 @@ class DeepSpeedSequenceParallelConfig:
             )
         if self.sp_attn_implementation is None:
             self.sp_attn_implementation = "sdpa"
-
-
-@dataclass
-class BnbQuantizationConfig:
-    """How ``load_and_quantize_model`` quantises linear layers with the package bitsandbytes.
-
-    Args:
-        load_in_8bit: Quantise to 8 bits (LLM.int8). Set either this or ``load_in_4bit``.
-        llm_int8_threshold: With 8 bits, columns of the input with a larger value are multiplied in 16 bits.
-        load_in_4bit: Quantise to 4 bits (QLoRA).
-        bnb_4bit_quant_type: ``"fp4"`` or ``"nf4"``: how 4 bits stand for a number.
-        bnb_4bit_use_double_quant: With 4 bits, quantise the scales as well.
-        bnb_4bit_compute_dtype: The type of the computation with 4 bits: ``"fp32"``, ``"fp16"``, ``"bf16"`` or a
-            ``torch.dtype``.
-        torch_dtype: The type of all other floating-point weights. None: float16.
-        skip_modules: Names of modules that are not quantised. None: those of ``get_keys_to_not_convert``.
-        keep_in_fp32_modules: Parts of names of weights that stay in float32. None: there are none.
-
-    Raises:
-        ValueError: both or none of ``load_in_8bit`` and ``load_in_4bit`` are on, or a value is not allowed.
-
-    References: Dettmers et al., LLM.int8(), NeurIPS 2022; Dettmers et al., QLoRA, NeurIPS 2023.
-
-    Examples:
-        ```python
-        import torch
-        from lockstep.utils import BnbQuantizationConfig
-
-        config = BnbQuantizationConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype="bf16")
-        assert config.bnb_4bit_compute_dtype == torch.bfloat16
-        ```
-    """
-
-    load_in_8bit: bool = False
-    llm_int8_threshold: float = 6.0
-    load_in_4bit: bool = False
-    bnb_4bit_quant_type: str = "fp4"
-    bnb_4bit_use_double_quant: bool = False
-    bnb_4bit_compute_dtype: str | torch.dtype = "fp16"
-    torch_dtype: torch.dtype | None = None
-    skip_modules: list[str] | None = None
-    keep_in_fp32_modules: list[str] | None = None
-    target_dtype: CustomDtype | torch.dtype | None = field(init=False, default=None)
-
-    def __post_init__(self) -> None:
-        for name in ("load_in_8bit", "load_in_4bit", "bnb_4bit_use_double_quant"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(
-                    f"{name} is {getattr(self, name)!r}, but must be True or False. Pass one of them."
-                )
-        if self.load_in_4bit == self.load_in_8bit:
-            raise ConfigError("load_in_8bit and load_in_4bit are both on, or both off. Choose one of them.")
-        if self.bnb_4bit_quant_type not in ("fp4", "nf4"):
-            raise ConfigError(
-                f"bnb_4bit_quant_type is {self.bnb_4bit_quant_type!r}, but must be 'fp4' or 'nf4'. Use one of them."
-            )
-        types = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-        if isinstance(self.bnb_4bit_compute_dtype, str):
-            if self.bnb_4bit_compute_dtype not in types:
-                raise ConfigError(
-                    f"bnb_4bit_compute_dtype is {self.bnb_4bit_compute_dtype!r}, but must be one of "
-                    f"{', '.join(types)}, or a torch.dtype. Pass one of them."
-                )
-            self.bnb_4bit_compute_dtype = types[self.bnb_4bit_compute_dtype]
-        self.skip_modules = [] if self.skip_modules is None else self.skip_modules
-        self.keep_in_fp32_modules = [] if self.keep_in_fp32_modules is None else self.keep_in_fp32_modules
-        self.target_dtype = CustomDtype.INT4 if self.load_in_4bit else torch.int8
-        if self.torch_dtype is None:
-            self.torch_dtype = torch.float16
 
 
 def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:

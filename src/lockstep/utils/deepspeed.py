@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from lockstep.compat.deepspeed.hf_config import HfDeepSpeedConfig
 from lockstep.compat.deepspeed.optimizers import DummyOptim, DummyScheduler
 from lockstep.errors import UsageError
-from lockstep.utils.imports import deepspeed_required
 
 if TYPE_CHECKING:
     from lockstep.compat.deepspeed.plugin import DeepSpeedPlugin
@@ -22,7 +19,6 @@ __all__ = [
     "DummyScheduler",
     "HfDeepSpeedConfig",
     "get_active_deepspeed_plugin",
-    "map_pytorch_optim_to_deepspeed",
 ]
 
 
@@ -49,41 +45,6 @@ def get_active_deepspeed_plugin(state: object) -> DeepSpeedPlugin:
     if plugin is None:
         raise ValueError("This run has no DeepSpeed plugin. Pass deepspeed_plugin to Accelerator.")
     return plugin
-
-
-@deepspeed_required
-def map_pytorch_optim_to_deepspeed(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return an optimizer of the package deepspeed for the CPU, with the settings of a torch optimizer.
-
-    Here ``parallel="zero=3 offload=optimizer"`` steps any optimizer on the CPU, without that package.
-
-    Args:
-        optimizer: An Adagrad or Lion gets the class of that name. All others get DeepSpeed's Adam.
-
-    Raises:
-        ImportError: deepspeed is not installed.
-
-    Examples:
-        ```python
-        import torch
-        from lockstep.utils import map_pytorch_optim_to_deepspeed
-
-        optimizer = torch.optim.AdamW(torch.nn.Linear(4, 1).parameters(), lr=0.01)
-        assert type(map_pytorch_optim_to_deepspeed(optimizer)).__name__ == "DeepSpeedCPUAdam"
-        ```
-    """
-    options = {name: value for name, value in optimizer.defaults.items() if name in ("lr", "weight_decay")}
-    name = type(optimizer).__name__.removesuffix("32bit")
-    bits = getattr(optimizer, "optim_bits", getattr(getattr(optimizer, "args", None), "optim_bits", 32))
-    if name == "Adagrad" and bits == 32:
-        from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad as CPUOptimizer
-    elif name == "Lion" and bits == 32:
-        from deepspeed.ops.lion import DeepSpeedCPULion as CPUOptimizer
-    else:
-        from deepspeed.ops.adam import DeepSpeedCPUAdam as CPUOptimizer
-
-        options["adamw_mode"] = name == "AdamW" and bits == 32
-    return CPUOptimizer(optimizer.param_groups, **options)
 
 
 class _OfDeepSpeedsEngine:

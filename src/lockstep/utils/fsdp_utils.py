@@ -6,9 +6,11 @@ libraries look for them. ``Accelerator.save_state`` writes neither: its own form
 
 from __future__ import annotations
 
+import functools
 import os
+import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -28,55 +30,23 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 
 from lockstep.checkpoint.weights.model import save_object
-from lockstep.config.sources import export_environment
-from lockstep.errors import CheckpointError, UsageError
-from lockstep.lazy import lazy_names
+from lockstep.errors import CheckpointError, ConfigError, UsageError
 from lockstep.parallel.parallel_model import unwrap
 from lockstep.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
-from lockstep.utils.modeling import get_grad_scaler, is_peft_model
+from lockstep.utils.dataclasses import get_module_class_from_name
+from lockstep.utils.modeling import is_peft_model
 
 if TYPE_CHECKING:
-    from lockstep.utils.fsdp_prepare import (
-        ensure_weights_retied,
-        fsdp2_apply_ac,
-        fsdp2_canonicalize_names,
-        fsdp2_prepare_auto_wrap_policy,
-        fsdp2_prepare_model,
-        fsdp2_switch_optimizer_parameters,
-        get_parameters_from_modules,
-    )
-else:
-    __getattr__ = lazy_names(
-        __name__,
-        dict.fromkeys(
-            (
-                "ensure_weights_retied",
-                "fsdp2_apply_ac",
-                "fsdp2_canonicalize_names",
-                "fsdp2_prepare_auto_wrap_policy",
-                "fsdp2_prepare_model",
-                "fsdp2_switch_optimizer_parameters",
-                "get_parameters_from_modules",
-            ),
-            "lockstep.utils.fsdp_prepare",
-        ),
-    )
+    from lockstep.accelerator import Accelerator
 
 __all__ = [
     "FSDP_MODEL_NAME",
     "OPTIMIZER_NAME",
     "SAFE_WEIGHTS_NAME",
     "WEIGHTS_NAME",
-    "disable_fsdp_ram_efficient_loading",
-    "enable_fsdp_ram_efficient_loading",
-    "ensure_weights_retied",
-    "fsdp2_apply_ac",
-    "fsdp2_canonicalize_names",
     "fsdp2_load_full_state_dict",
     "fsdp2_prepare_auto_wrap_policy",
     "fsdp2_prepare_model",
-    "fsdp2_switch_optimizer_parameters",
-    "get_fsdp2_grad_scaler",
     "get_parameters_from_modules",
     "load_fsdp_model",
     "load_fsdp_optimizer",
@@ -84,8 +54,6 @@ __all__ = [
     "save_fsdp_model",
     "save_fsdp_optimizer",
 ]
-
-RAM_VARIABLE = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 
 
 def _is_whole(fsdp_plugin: object) -> bool:
@@ -445,38 +413,6 @@ def _joined_shards(folder: Path, output: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def enable_fsdp_ram_efficient_loading() -> None:
-    """Let transformers load weights on rank 0 only: set ``FSDP_CPU_RAM_EFFICIENT_LOADING`` in this process.
-
-    Examples:
-        ```python
-        import os
-        from lockstep.utils import clear_environment, enable_fsdp_ram_efficient_loading
-
-        with clear_environment():
-            enable_fsdp_ram_efficient_loading()
-            assert os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "True"
-        ```
-    """
-    export_environment({"ACCELERATE_USE_FSDP": "True", RAM_VARIABLE: "True"})
-
-
-def disable_fsdp_ram_efficient_loading() -> None:
-    """Let transformers load weights on every rank again, after ``enable_fsdp_ram_efficient_loading``.
-
-    Examples:
-        ```python
-        import os
-        from lockstep.utils import clear_environment, disable_fsdp_ram_efficient_loading
-
-        with clear_environment():
-            disable_fsdp_ram_efficient_loading()
-            assert os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "False"
-        ```
-    """
-    export_environment({RAM_VARIABLE: "False"})
-
-
 def fsdp2_load_full_state_dict(
     accelerator: object, model: nn.Module, full_sd: Mapping[str, torch.Tensor], cpu_offload: bool = False
 ) -> None:
@@ -508,14 +444,114 @@ def fsdp2_load_full_state_dict(
     set_model_state_dict(unwrap(model, keep_compile=False), dict(full_sd), options=options)
 
 
-def get_fsdp2_grad_scaler(**kwargs: Any) -> torch.amp.GradScaler:
-    """Return a ``torch.amp.GradScaler`` for this process's device. ``kwargs`` are its arguments.
+# -- steps in which a model is sharded; ``accelerator.prepare`` does all of them
+
+
+def fsdp2_prepare_auto_wrap_policy(fsdp2_plugin: Any, model: nn.Module) -> Callable[[nn.Module], bool] | None:
+    """Return a function module -> bool that tells which modules ``auto_wrap_policy`` chooses. None: there is no
+    policy.
+
+    Args:
+        fsdp2_plugin: A ``FullyShardedDataParallelPlugin``.
+        model: The model.
+
+    Raises:
+        ValueError: ``model`` has no module of a class in ``transformer_cls_names_to_wrap``.
 
     Examples:
         ```python
-        from lockstep.utils import get_fsdp2_grad_scaler
+        import torch
+        from lockstep.utils import FullyShardedDataParallelPlugin, fsdp2_prepare_auto_wrap_policy
 
-        assert get_fsdp2_grad_scaler(init_scale=1024.0).get_scale() == 1024.0
+        plugin = FullyShardedDataParallelPlugin(
+            auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["TransformerEncoderLayer"]
+        )
+        model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(8, 2), num_layers=2)
+        is_block = fsdp2_prepare_auto_wrap_policy(plugin, model)
+        assert is_block(model.layers[0]) and not is_block(model.layers[0].linear1)
         ```
     """
-    return get_grad_scaler(**kwargs)
+    from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
+
+    policy = fsdp2_plugin.auto_wrap_policy
+    policy = policy.func if isinstance(policy, functools.partial) else policy
+    word = str(policy).upper() if isinstance(policy, str) else ""
+    if policy is transformer_auto_wrap_policy or word == "TRANSFORMER_BASED_WRAP":
+        names = fsdp2_plugin.transformer_cls_names_to_wrap
+        names = getattr(model, "_no_split_modules", None) or () if names is None else names
+        found = {name: get_module_class_from_name(model, name) for name in names}
+        for name, kind in found.items():
+            if kind is None:
+                raise ConfigError(
+                    f"{type(model).__name__} has no module of the class {name}. Check the name."
+                )
+        kinds = tuple(kind for kind in found.values() if kind is not None)
+        return lambda module: isinstance(module, kinds)
+    if policy is size_based_auto_wrap_policy or word == "SIZE_BASED_WRAP":
+        least = fsdp2_plugin.min_num_params or 0
+        return lambda module: sum(parameter.numel() for parameter in module.parameters()) > least
+    return None
+
+
+def fsdp2_prepare_model(accelerator: Accelerator, model: nn.Module) -> nn.Module:
+    """Return the model, sharded as the run asks for. A model that is sharded already is returned as it is.
+
+    Args:
+        accelerator: The ``Accelerator``.
+        model: The model.
+
+    Raises:
+        UsageError: the run does not shard models.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep import Accelerator
+        from lockstep.utils import fsdp2_prepare_model, model_has_dtensor
+
+        accelerator = Accelerator(parallel="zero=3")
+        model = fsdp2_prepare_model(accelerator, torch.nn.Linear(4, 1))
+        assert model_has_dtensor(model) == (accelerator.num_processes > 1)
+        ```
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    if isinstance(unwrap(model, keep_compile=False), FSDPModule):
+        return model
+    if not accelerator.is_fsdp2:
+        raise UsageError(
+            f"parallel='{accelerator.parallel}' does not shard models. Pass fsdp_plugin or parallel='zero=3' to "
+            "Accelerator."
+        )
+    prepared: nn.Module = accelerator.prepare_model(model)
+    return prepared
+
+
+def get_parameters_from_modules(
+    modules: Iterable[nn.Module] | str | None, model: nn.Module, device: torch.device | str
+) -> set[nn.Parameter]:
+    """Move some modules to a device, and return all their parameters.
+
+    Args:
+        modules: The modules, or a regular expression that matches their whole names. None: there are none.
+        model: The model in which names are looked for.
+        device: The device.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep.utils import get_parameters_from_modules
+
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+        assert get_parameters_from_modules("1", model, "cpu") == set(model[1].parameters())
+        ```
+    """
+    if modules is None:
+        return set()
+    if isinstance(modules, str):
+        pattern = re.compile(modules)
+        modules = [module for name, module in model.named_modules() if pattern.fullmatch(name)]
+    found: set[nn.Parameter] = set()
+    for module in modules:
+        found.update(module.to(device).parameters())
+    return found

@@ -4,28 +4,23 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from lockstep.comm.tree import StateDict
 from lockstep.config.enums import DistributedType
-from lockstep.config.handlers import AutocastKwargs
 from lockstep.config.values import bytes_of
-from lockstep.offload.device_map.infer import first_fitting, infer_auto_device_map, partners
+from lockstep.offload.device_map.infer import infer_auto_device_map
 from lockstep.offload.device_map.memory import (
     compute_module_sizes,
-    compute_module_total_buffer_size,
     get_balanced_memory,
     get_max_layer_size,
     get_max_memory,
 )
 from lockstep.offload.device_map.placement import check_device_map, find_tied_parameters
 from lockstep.offload.dispatch.loading import load_checkpoint_in_model
-from lockstep.offload.dispatch.module_hooks import Device
 from lockstep.offload.dispatch.storage import (
     align_module_device,
     get_state_dict_offloaded_model,
@@ -33,16 +28,13 @@ from lockstep.offload.dispatch.storage import (
 )
 from lockstep.offload.files.offload_folder import regions_of
 from lockstep.offload.files.stored import MappedFiles
-from lockstep.parallel.autocast import autocast
 from lockstep.parallel.parallel_model import unwrap
 from lockstep.runtime import process
 from lockstep.runtime.available import is_peft_available
-from lockstep.utils.constants import SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
+from lockstep.utils.constants import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from lockstep.utils.module_tensors import (
-    check_device_same,
     dtype_byte_size,
     get_non_persistent_buffers,
-    id_tensor_storage,
     named_module_tensors,
     retie_parameters,
     set_module_tensor_to_device,
@@ -53,33 +45,24 @@ DevicePlace = TypeVar("DevicePlace")
 
 __all__ = [
     "SAFE_WEIGHTS_NAME",
-    "WEIGHTS_INDEX_NAME",
     "WEIGHTS_NAME",
     "align_module_device",
     "calculate_maximum_sizes",
     "check_device_map",
-    "check_device_same",
     "check_tied_parameters_in_config",
     "check_tied_parameters_on_same_device",
     "clean_device_map",
     "compute_module_sizes",
-    "compute_module_total_buffer_size",
     "convert_file_size_to_int",
     "dtype_byte_size",
-    "fallback_allocate",
     "find_tied_parameters",
     "get_balanced_memory",
     "get_grad_scaler",
     "get_max_layer_size",
     "get_max_memory",
-    "get_mixed_precision_context_manager",
-    "get_module_leaves",
-    "get_module_size_with_ties",
     "get_non_persistent_buffers",
-    "get_state_dict_from_offload",
     "get_state_dict_offloaded_model",
     "has_offloaded_params",
-    "id_tensor_storage",
     "infer_auto_device_map",
     "is_peft_model",
     "load_checkpoint_in_model",
@@ -89,82 +72,6 @@ __all__ = [
     "retie_parameters",
     "set_module_tensor_to_device",
 ]
-
-
-def get_module_size_with_ties(
-    tied_params: Sequence[str],
-    module_size: int,
-    module_sizes: Mapping[str, int],
-    modules_to_treat: Sequence[tuple[str, nn.Module]],
-) -> tuple[int, list[str], list[nn.Module]]:
-    """Return the bytes of a module together with those modules that share its tied weights. Tied weights count once.
-
-    Args:
-        tied_params: Names under which other modules have weights of the module.
-        module_size: The bytes of the module.
-        module_sizes: Name -> bytes, from ``compute_module_sizes``.
-        modules_to_treat: Pairs (name, module) among which those other modules are looked for.
-
-    Returns:
-        The bytes, the names of the other modules, and these modules.
-
-    Examples:
-        ```python
-        import torch
-        from lockstep.utils import compute_module_sizes, get_module_size_with_ties
-
-        model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(10, 4), "head": torch.nn.Linear(4, 10)})
-        model["head"].weight = model["embed"].weight
-        sizes = compute_module_sizes(model)  # a tied weight counts under its first name
-        others = [("head", model["head"])]
-        size, names, _ = get_module_size_with_ties(["head.weight"], sizes["embed"], sizes, others)
-        assert size == 160 + 40 and names == ["head"]  # with the bias of the head
-        ```
-    """
-    found = partners(tied_params, list(modules_to_treat))
-    extra = sum(module_sizes[holder] - module_sizes[name] for name, (holder, _) in found)
-    modules: list[Any] = [module for _, (_, module) in found]
-    return module_size + extra, [holder for _, (holder, _) in found], modules
-
-
-def fallback_allocate(
-    modules: list[tuple[str, nn.Module]],
-    module_sizes: Mapping[str, int],
-    size_limit: int | str,
-    no_split_module_classes: Sequence[str] | None = None,
-    tied_parameters: Sequence[list[str]] | None = None,
-) -> tuple[str | None, nn.Module | torch.Tensor | None, Sequence[tuple[str, nn.Module | torch.Tensor]]]:
-    """Find the first module, or the first module inside of one, that has at most ``size_limit`` bytes.
-
-    Args:
-        modules: Pairs (name, module) that are searched.
-        module_sizes: Name -> bytes, from ``compute_module_sizes``.
-        size_limit: Bytes, or a text such as ``"10GiB"``.
-        no_split_module_classes: Names of classes of modules that stay whole.
-        tied_parameters: Groups of names of tied weights, from ``find_tied_parameters``. They count with the module.
-
-    Returns:
-        Its name, the module, and the other pairs. If none fits: None, None and ``modules``.
-
-    Examples:
-        ```python
-        import torch
-        from lockstep.utils import compute_module_sizes, fallback_allocate
-
-        model = torch.nn.Sequential(torch.nn.Linear(100, 100), torch.nn.Linear(10, 1))
-        parts = list(model.named_children())
-        name, module, others = fallback_allocate(parts, compute_module_sizes(model), size_limit="1KB")
-        assert name == "1" and module is model[1] and len(others) == 1
-        ```
-    """
-    try:
-        room = convert_file_size_to_int(size_limit)
-    except ValueError:
-        return None, None, modules
-    parts: Any = modules
-    return first_fitting(
-        parts, module_sizes, room, tuple(no_split_module_classes or ()), tied_parameters or ()
-    )
 
 
 def convert_file_size_to_int(size: int | str) -> int:
@@ -292,22 +199,6 @@ def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]
     return sizes[""], get_max_layer_size(parts, sizes, undivided)  # type: ignore[arg-type]
 
 
-def get_module_leaves(module_sizes: Mapping[str, int]) -> list[str]:
-    """Return the names in ``module_sizes`` (name -> bytes) that have no parts: single parameters and buffers.
-
-    Examples:
-        ```python
-        import torch
-        from lockstep.utils import compute_module_sizes, get_module_leaves
-
-        sizes = compute_module_sizes(torch.nn.Sequential(torch.nn.Linear(4, 1)))
-        assert get_module_leaves(sizes) == ["0.weight", "0.bias"]
-        ```
-    """
-    parents = {name.rpartition(".")[0] for name in module_sizes if name}
-    return [name for name in module_sizes if name not in parents]
-
-
 def load_offloaded_weights(
     model: nn.Module, index: Mapping[str, Mapping[str, object]] | None, offload_folder: str | os.PathLike[str]
 ) -> None:
@@ -376,43 +267,6 @@ def load_state_dict(
     }
 
 
-def get_state_dict_from_offload(
-    module: nn.Module,
-    module_name: str,
-    state_dict: StateDict,
-    device_to_put_offload: Device = "cpu",
-) -> StateDict:
-    """Replace the entries of an offloaded module in a state dict by values on a device, in place, and return the
-    state dict.
-
-    Args:
-        module: The module. Only its own parameters are replaced.
-        module_name: The name of one of its tensors in the model. The part before the last dot is the name of the
-            module.
-        state_dict: Name -> tensor of any shape.
-        device_to_put_offload: The device.
-
-    Examples:
-        ```python
-        import torch
-        from lockstep import disk_offload
-        from lockstep.utils import get_state_dict_from_offload
-
-        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
-        disk_offload(model, "state_of_modules", execution_device="cpu")
-        state = get_state_dict_from_offload(model[0], "0.weight", {"0.weight": None})
-        assert state["0.weight"].shape == (8, 4)
-        ```
-    """
-    prefix = module_name.rpartition(".")[0]
-    with align_module_device(module, device_to_put_offload):
-        for name, tensor in module.named_parameters(recurse=False):
-            key = f"{prefix}.{name}" if prefix else name
-            if key in state_dict:
-                state_dict[key] = tensor.detach().to(device_to_put_offload)
-    return state_dict
-
-
 def is_peft_model(model: object) -> bool:
     """Return whether ``model``, or the model inside of its wrappers, is one of the package peft.
 
@@ -446,33 +300,3 @@ def get_grad_scaler(distributed_type: DistributedType | None = None, **kwargs: A
         ```
     """
     return torch.amp.GradScaler(process.start_runtime().device.type, **kwargs)
-
-
-def get_mixed_precision_context_manager(
-    native_amp: bool = False, autocast_kwargs: AutocastKwargs | None = None
-) -> AbstractContextManager[object]:
-    """Return a context manager: autocast in the precision of the latest ``Accelerator``.
-
-    Args:
-        native_amp: False: the context manager does nothing.
-        autocast_kwargs: Options of autocast.
-
-    Examples:
-        ```python
-        import torch
-        from lockstep import Accelerator
-        from lockstep.utils import get_mixed_precision_context_manager
-
-        accelerator = Accelerator(mixed_precision="bf16")
-        x = torch.ones(2, 2, device=accelerator.device)
-        with get_mixed_precision_context_manager(native_amp=True):
-            assert (x @ x).dtype == torch.bfloat16
-        ```
-    """
-    from lockstep.accelerator import Accelerator
-
-    latest = Accelerator.latest()
-    precision = "no" if latest is None else latest.mixed_precision
-    if not native_amp or precision == "no":
-        return nullcontext()
-    return autocast(precision, process.start_runtime().device, autocast_kwargs or AutocastKwargs())

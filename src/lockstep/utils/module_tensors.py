@@ -41,49 +41,6 @@ def dtype_byte_size(dtype: torch.dtype | CustomDtype) -> float:
     return {CustomDtype.FP8: 1.0, CustomDtype.INT4: 0.5, CustomDtype.INT2: 0.25}[CustomDtype(dtype)]
 
 
-def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
-    """Return the device, the address and the bytes of the memory of a tensor. They are equal for tensors that share
-    memory.
-
-    Args:
-        tensor: A tensor of any shape.
-
-    Examples:
-        ```python
-        import torch
-        from lockstep.utils import id_tensor_storage
-
-        x = torch.zeros(8, 4)
-        assert id_tensor_storage(x) == id_tensor_storage(x[2:])  # one memory
-        assert id_tensor_storage(x) != id_tensor_storage(x.clone())
-        ```
-    """
-    storage = tensor.untyped_storage()
-    address = tensor.data_ptr() if tensor.device.type == "xla" else storage.data_ptr()
-    return tensor.device, address, storage.nbytes()
-
-
-def check_device_same(first_device: torch.device, second_device: torch.device) -> bool:
-    """Return whether two devices are the same one. ``cuda`` without an index is ``cuda:0``.
-
-    Args:
-        first_device: A device.
-        second_device: Another device.
-
-    Examples:
-        ```python
-        import torch
-        from lockstep.utils import check_device_same
-
-        assert check_device_same(torch.device("cuda"), torch.device("cuda:0"))
-        ```
-    """
-    first, second = torch.device(first_device), torch.device(second_device)
-    if first.type in ("cpu", "meta"):
-        return first.type == second.type
-    return (first.type, first.index or 0) == (second.type, second.index or 0)
-
-
 def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:
     """Return the names of the buffers that a state dict leaves out.
 

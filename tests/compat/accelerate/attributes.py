@@ -19,7 +19,6 @@ from accelerate.utils import (
     GradientAccumulationPlugin,
     ProjectConfiguration,
     compile_regions,
-    get_model_tp_size,
 )
 from torch import nn
 from torch.utils.data import DataLoader
@@ -225,13 +224,6 @@ for _ in range(2):
         optimizer.step()
         optimizer.zero_grad()
 say("a list of parameters", norm.item(), [parameter.tolist() for _, parameter in model.named_parameters()])
-
-for config in (None, {"tp_size": 2}, SimpleNamespace(tp_size=4), SimpleNamespace(), {}):
-    split = nn.Linear(1, 1)
-    split.config = SimpleNamespace(distributed_config=config)
-    say("tp_size", get_model_tp_size(split))
-split.tp_size = 8
-say("tp_size", get_model_tp_size(split), get_model_tp_size(nn.Linear(1, 1)))
 
 
 class Tower(nn.Module):

@@ -4,22 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import platform
 import tempfile
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration, PartialState
-from accelerate.data_loader import (
-    BatchSamplerShard,
-    DataLoaderDispatcher,
-    DataLoaderShard,
-)
 from accelerate.hooks import attach_align_device_hook, remove_hook_from_module
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState, GradientState
@@ -28,12 +19,10 @@ from accelerate.utils import (
     ProjectConfiguration,
     TorchContextParallelConfig,
     TorchDynamoPlugin,
-    check_os_kernel,
     extract_model_from_parallel,
     has_offloaded_params,
     pad_across_processes,
     patch_environment,
-    purge_accelerate_environment,
     save,
 )
 from accelerate.utils.operations import convert_outputs_to_fp32
@@ -84,19 +73,6 @@ say("gradient state alone", GradientState().sync_gradients, GradientState().num_
 
 # -- loaders
 
-varying = [[0, 1, 2], [3, 4], [5, 6, 7, 8], [9, 10, 11], [12, 13]]
-for batches in (varying, varying[:4], varying[:1], [*varying, [14], [15, 16]]):
-    for ranks in (2, 3):
-        for even in (True, False):
-            parts = [BatchSamplerShard(batches, ranks, rank, even_batches=even) for rank in range(ranks)]
-            say("varying batches", [list(part) for part in parts], [len(part) for part in parts])
-for refused in (
-    lambda: BatchSamplerShard(varying, 2, 0, split_batches=True),
-    lambda: BatchSamplerShard(BatchSampler(range(9), 3, False), 2, 0, split_batches=True),
-):
-    kind, text = caught(refused)
-    say("slices", kind, "split_batches" in text)
-
 
 class Numbered(BatchSampler):
     epoch = 0
@@ -113,7 +89,7 @@ say("epoch is told at once", numbered.epoch, loader.gradient_state.sync_gradient
 for dispatched in (True, False):
     config = DataLoaderConfiguration(dispatch_batches=dispatched)
     prepared = Accelerator(cpu=True, dataloader_config=config).prepare(DataLoader(list(range(4))))
-    say("kind", isinstance(prepared, DataLoaderDispatcher), isinstance(prepared, DataLoaderShard))
+    say("rows", [batch.tolist() for batch in prepared])
     config = DataLoaderConfiguration(dispatch_batches=dispatched, use_stateful_dataloader=True)
     prepared = Accelerator(cpu=True, dataloader_config=config).prepare(DataLoader(list(range(4))))
     from torchdata.stateful_dataloader import StatefulDataLoader
@@ -137,40 +113,6 @@ with patch_environment(
     plugin = TorchDynamoPlugin()
     say("compiled as launched", plugin.to_kwargs(), TorchDynamoPlugin(backend="eager").to_kwargs())
 
-
-class Plain:
-    def test_plain(self) -> None:
-        os.environ["ACCELERATE_OF_TEST"] = "0"
-
-
-@purge_accelerate_environment
-class Base(Plain):
-    def test_base(self) -> None:
-        os.environ["ACCELERATE_OF_TEST"] = "1"
-
-
-class Derived(Base):
-    def test_derived(self) -> None:
-        os.environ["ACCELERATE_OF_TEST"] = "2"
-
-    def other(self) -> None:
-        os.environ["ACCELERATE_OF_OTHER"] = "3"
-
-
-Base().test_plain()
-Base().test_base()
-Derived().test_base()
-Derived().test_derived()
-Derived().other()
-say("purged", "ACCELERATE_OF_TEST" in os.environ, os.environ.pop("ACCELERATE_OF_OTHER"))
-
-with patch("platform.uname", return_value=SimpleNamespace(release="5.4.0-35-generic", system="Linux")):
-    with (
-        patch("platform.system", return_value="Linux"),
-        patch("platform.release", return_value="5.4.0-35-generic"),
-    ):
-        check_os_kernel()
-say("kernel", platform.system(), len(heard.said), "5.4.0" in heard.said[-1], "5.5.0" in heard.said[-1])
 
 module = nn.Linear(2, 2)
 offloaded = [has_offloaded_params(module)]

@@ -17,7 +17,7 @@ from accelerate import (
     init_empty_weights,
     load_checkpoint_in_model,
 )
-from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard, prepare_data_loader
+from accelerate.data_loader import prepare_data_loader
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from accelerate.utils import (
     DataLoaderConfiguration,
@@ -29,12 +29,10 @@ from accelerate.utils import (
     set_module_tensor_to_device,
     str_to_bool,
 )
-from accelerate.utils.dataclasses import BnbQuantizationConfig
 from accelerate.utils.deepspeed import get_active_deepspeed_plugin
 from accelerate.utils.modeling import check_device_map, convert_file_size_to_int
-from accelerate.utils.offload import OffloadedWeightsLoader
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import DataLoader
 
 warnings.simplefilter("ignore")
 accelerator = Accelerator(cpu=True)
@@ -54,8 +52,6 @@ def case(name: str, call: Any) -> None:
 
 
 model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-samples = BatchSampler(range(10), 3, False)
-no_size: Any = [[0, 1], [2]]
 case("precision", lambda: Accelerator(cpu=True, mixed_precision="fp7"))
 case(
     "steps twice",
@@ -69,8 +65,6 @@ case(
     ),
 )
 case("dispatch and workers", lambda: DataLoaderConfiguration(dispatch_batches=True, data_seed="x") and 1 / 0)
-case("split uneven", lambda: BatchSamplerShard(samples, 2, 0, split_batches=True))
-case("stream uneven", lambda: IterableDatasetShard([1, 2], batch_size=3, num_processes=2, split_batches=True))
 case(
     "loader uneven",
     lambda: prepare_data_loader(
@@ -101,10 +95,6 @@ with tempfile.TemporaryDirectory() as folder:
     Path(folder, "bad.json").write_text("{")
     case("state", lambda: accelerator.load_state(str(Path(folder, "missing"))))
 case("state of nothing", accelerator.load_state)
-case("offloaded", lambda: OffloadedWeightsLoader())
-case("quantised", lambda: BnbQuantizationConfig())
-case("quantised twice", lambda: BnbQuantizationConfig(load_in_8bit=True, load_in_4bit=True))
-case("quantised type", lambda: BnbQuantizationConfig(load_in_4bit=True, bnb_4bit_quant_type="x"))
 case("no plugin", lambda: get_active_deepspeed_plugin(accelerator.state))
 case("no batch fits", lambda: find_executable_batch_size(lambda batch_size: 1, starting_batch_size=0)())
 case("batch size first", lambda: find_executable_batch_size(lambda batch_size: 1)(2))

@@ -303,7 +303,7 @@ def _refuse(offload_8bit_bnb: bool, full_state_dict: bool, broadcast_from_rank0:
     if offload_8bit_bnb:
         raise ConfigError(
             "offload_8bit_bnb=True asks for weights of 8 bits outside of the device, which is not supported. Leave "
-            "it out, and load the model by load_and_quantize_model onto a device that has room for it."
+            "it out, and load the model by transformers' BitsAndBytesConfig onto a device that has room for it."
         )
     if broadcast_from_rank0 or not full_state_dict:
         raise ConfigError(

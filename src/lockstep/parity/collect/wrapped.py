@@ -351,7 +351,8 @@ def _distributed_sampler(loader: DataLoader[object]) -> DistributedSampler[int] 
 def _loaders_of_accelerate() -> list[type]:
     """Its classes, which read from another loader, and a batch ahead of the script."""
     module = sys.modules.get("accelerate.data_loader")
-    return [] if module is None else [module.DataLoaderShard, module.DataLoaderDispatcher]
+    names = ("DataLoaderShard", "DataLoaderDispatcher")
+    return [getattr(module, name) for name in names if hasattr(module, name)]
 
 
 def _in_turn(loader: DataLoader[object], orders: list[Iterator[int]]) -> Iterator[object]:
