@@ -83,18 +83,6 @@ class LoaderProgress:
     resumption: Resumption | None = None
 
 
-class OwnProgress(LoaderProgress):
-    """How far a loader is that says itself when it ends: one that was not made by ``prepare``."""
-
-    @property
-    def end_of_data(self) -> bool:
-        return bool(getattr(self.loader, "end_of_dataloader", False))
-
-    @end_of_data.setter
-    def end_of_data(self, value: bool) -> None:
-        """It is the loader's."""
-
-
 class PluginKwargs(dict[str, Any]):
     """How windows are counted, by Accelerate's names; a value that is set here is set in the state."""
 
@@ -224,13 +212,6 @@ class StepState:
     def dataloader_references(self) -> list[Any]:
         """The loaders over which loops run now, the outermost first."""
         return [None, *(progress.loader for progress in self.running)]
-
-    def _add_dataloader(self, dataloader: object) -> None:
-        """A loader that is not a prepared one starts an iteration; it has ``end_of_dataloader`` and ``remainder``."""
-        self.begin(OwnProgress(dataloader))
-
-    def _remove_dataloader(self, dataloader: object) -> None:
-        self.running = [progress for progress in self.running if progress.loader is not dataloader]
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
         self.sync_gradients = sync_gradients

@@ -10,7 +10,6 @@ import yaml
 from lockstep.compat.accelerate.config_file import ONLY_IN_ACCELERATE, from_yaml
 from lockstep.compat.accelerate.sections import LAYOUT_PREFIX
 from lockstep.compat.fsdp.section import PREFIX, STRATEGY_WORDS
-from lockstep.config.files import JsonObject
 from lockstep.config.parallel import Parallel
 from lockstep.config.values import FALSE_WORDS
 from lockstep.config.world import BatchSizes, fitted
@@ -66,16 +65,6 @@ def converted_to_fsdp2(file: YamlFile) -> tuple[str, list[str]]:
         ConfigError: the file is not valid, has no such section, or asks for what FSDP 2 does not do.
     """
     from_yaml(file)
-    data, notes = in_words_of_fsdp2(file)
-    return yaml.safe_dump(data), notes
-
-
-def in_words_of_fsdp2(file: YamlFile) -> tuple[JsonObject, list[str]]:
-    """``converted_to_fsdp2`` as data, with keys that are not known left as they are.
-
-    Raises:
-        ConfigError: there is no such section, or it asks for what FSDP 2 does not do.
-    """
     section = file.data.get("fsdp_config")
     if not isinstance(section, dict) or not section:
         raise ConfigError(
@@ -83,7 +72,7 @@ def in_words_of_fsdp2(file: YamlFile) -> tuple[JsonObject, list[str]]:
         )
     old = {key.removeprefix(PREFIX): value for key, value in section.items()}
     if str(old.get("version", 1)) == "2":
-        return dict(file.data), [f"{file.name} is for FSDP 2 already: nothing changed."]
+        return yaml.safe_dump(dict(file.data)), [f"{file.name} is for FSDP 2 already: nothing changed."]
     word = str(old.pop("sharding_strategy", None) or old.get("reshard_after_forward") or "FULL_SHARD").lower()
     asked = STRATEGY_WORDS.get(word, {"zero": 2 if word in FALSE_WORDS else 3})
     if asked["zero"] == 0:
@@ -108,7 +97,7 @@ def in_words_of_fsdp2(file: YamlFile) -> tuple[JsonObject, list[str]]:
         notes.append(
             f"{word.upper()} became parallelism_config: each of the {machines} machines shards one replica."
         )
-    return data, notes
+    return yaml.safe_dump(data), notes
 
 
 # What `accelerate config` writes into each file, where nothing else was asked and another key cannot say it.

@@ -237,65 +237,52 @@ def _value(name: str) -> Callable[[list[object]], object]:
 # -------------------------------------------------------------------------------------------------- list
 
 
-def _listed() -> dict[tuple[str, str], Symbol | TorchDtype]:
-    found: dict[tuple[str, str], Symbol | TorchDtype] = {}
-
-    def add(
-        modules: tuple[str, ...], name: str, make: Callable[[PickledItems], object] | None, about: str = ""
-    ) -> None:
-        for module in modules:
-            full = f"{module}.{name}"
-            found[module, name] = Symbol(full, make or _constant(full), about)
-
-    for dtype in ITEM_BYTES:
-        found["torch", dtype] = TorchDtype(dtype)
-    for legacy, dtype in _LEGACY_STORAGES.items():
-        add(("torch", "torch.cuda"), f"{legacy}Storage", None, dtype)
-    add(("torch", "torch.storage"), "UntypedStorage", None, "uint8")
-    for version in ("_rebuild_tensor", "_rebuild_tensor_v2"):
-        add(("torch._utils",), version, _tensor_v2, "rebuild")
-    add(("torch._utils",), "_rebuild_tensor_v3", _tensor_v3, "rebuild")
-    add(("torch._utils",), "_rebuild_parameter", _parameter, "rebuild")
-    add(("torch._utils",), "_rebuild_parameter_with_state", _parameter, "rebuild")
-    add(("torch._tensor",), "_rebuild_from_type_v2", _tensor_of_type)
-    add(("torch",), "Tensor", None, "tensor type")
-    add(("torch.nn.parameter",), "Parameter", None, "tensor type")
-    add(("torch.nn.parameter",), "Buffer", None, "tensor type")
-    add(("torch._C",), "Generator", _generator)
-    add(("torch",), "Size", _size)
-    add(("torch",), "device", _joining("torch.device", ":"))
-    add(("torch.serialization",), "_get_layout", _joining("torch.layout", ""))
-    for path in _PATHS:
-        add(("pathlib", "pathlib._local"), path, _joining(path, "/"))
-    add(("collections",), "OrderedDict", _mapping)
-    add(("collections",), "defaultdict", _mapping)
-    add(("collections",), "Counter", _counter)
-    add(("collections",), "deque", _items("deque"))
-    builtins = ("builtins", "__builtin__")
-    for kind in ("set", "frozenset", "list", "tuple"):
-        add(builtins, kind, _items(kind))
+_BUILTINS = ("builtins", "__builtin__")
+_NUMPY_ARRAYS = ("numpy.core.multiarray", "numpy._core.multiarray")
+# Modules -> names -> what a call makes, None where the name stands for a type only -> what the name is about.
+_TABLE: tuple[tuple[Sequence[str], Sequence[str], Callable[[PickledItems], object] | None, str], ...] = (
+    *((("torch", "torch.cuda"), (f"{legacy}Storage",), None, dtype) for legacy, dtype in _LEGACY_STORAGES.items()),
+    (("torch", "torch.storage"), ("UntypedStorage",), None, "uint8"),
+    (("torch._utils",), ("_rebuild_tensor", "_rebuild_tensor_v2"), _tensor_v2, "rebuild"),
+    (("torch._utils",), ("_rebuild_tensor_v3",), _tensor_v3, "rebuild"),
+    (("torch._utils",), ("_rebuild_parameter", "_rebuild_parameter_with_state"), _parameter, "rebuild"),
+    (("torch._tensor",), ("_rebuild_from_type_v2",), _tensor_of_type, ""),
+    (("torch",), ("Tensor",), None, "tensor type"),
+    (("torch.nn.parameter",), ("Parameter", "Buffer"), None, "tensor type"),
+    (("torch._C",), ("Generator",), _generator, ""),
+    (("torch",), ("Size",), _size, ""),
+    (("torch",), ("device",), _joining("torch.device", ":"), ""),
+    (("torch.serialization",), ("_get_layout",), _joining("torch.layout", ""), ""),
+    *((("pathlib", "pathlib._local"), (path,), _joining(path, "/"), "") for path in _PATHS),
+    (("collections",), ("OrderedDict", "defaultdict"), _mapping, ""),
+    (("collections",), ("Counter",), _counter, ""),
+    (("collections",), ("deque",), _items("deque"), ""),
+    *((_BUILTINS, (kind,), _items(kind), "") for kind in ("set", "frozenset", "list", "tuple")),
     # As the factory of a defaultdict.
-    for kind in ("int", "float"):
-        add(builtins, kind, None)
-    add(builtins, "dict", _mapping)
-    add(builtins, "bytes", _bytes)
-    add(builtins, "bytearray", _bytes)
-    add(builtins, "object", None, "object")
-    add(("_codecs",), "encode", _encoded)
-    add(("copyreg", "copy_reg"), "_reconstructor", _reconstructed)
-    for package in ("numpy.core", "numpy._core"):
-        add((f"{package}.multiarray",), "_reconstruct", empty_array)
-        add((f"{package}.multiarray",), "scalar", scalar)
-        add((f"{package}.numeric",), "_frombuffer", array_of_buffer)
-    add(("numpy",), "ndarray", None, "array type")
-    add(("numpy",), "dtype", array_type)
-    for module, names in _RECORDS.items():
-        for name in names:
-            add((module,), name, _record(f"{module}.{name}"), "record")
-    for module, names in _ENUMERATIONS.items():
-        for name in names:
-            add((module,), name, _value(name))
-    return found
-
-
-_ALLOWED = _listed()
+    (_BUILTINS, ("int", "float"), None, ""),
+    (_BUILTINS, ("dict",), _mapping, ""),
+    (_BUILTINS, ("bytes", "bytearray"), _bytes, ""),
+    (_BUILTINS, ("object",), None, "object"),
+    (("_codecs",), ("encode",), _encoded, ""),
+    (("copyreg", "copy_reg"), ("_reconstructor",), _reconstructed, ""),
+    (_NUMPY_ARRAYS, ("_reconstruct",), empty_array, ""),
+    (_NUMPY_ARRAYS, ("scalar",), scalar, ""),
+    (("numpy.core.numeric", "numpy._core.numeric"), ("_frombuffer",), array_of_buffer, ""),
+    (("numpy",), ("ndarray",), None, "array type"),
+    (("numpy",), ("dtype",), array_type, ""),
+    *(
+        ((module,), (name,), _record(f"{module}.{name}"), "record")
+        for module, names in _RECORDS.items()
+        for name in names
+    ),
+    *(((module,), (name,), _value(name), "") for module, names in _ENUMERATIONS.items() for name in names),
+)  # fmt: skip
+_ALLOWED: dict[tuple[str, str], Symbol | TorchDtype] = {
+    **{("torch", dtype): TorchDtype(dtype) for dtype in ITEM_BYTES},
+    **{
+        (module, name): Symbol(f"{module}.{name}", make or _constant(f"{module}.{name}"), about)
+        for modules, names, make, about in _TABLE
+        for module in modules
+        for name in names
+    },
+}
