@@ -1,6 +1,5 @@
 """Names that scripts import from ``accelerate.big_modeling``. Re-exports only."""
 
-from lockstep.offload.dispatch.casting_hooks import attach_layerwise_casting_hooks
 from lockstep.offload.dispatch.cpu_hooks import cpu_offload_with_hook
 from lockstep.offload.dispatch.dispatch import (
     cpu_offload,
@@ -11,7 +10,6 @@ from lockstep.offload.dispatch.dispatch import (
 from lockstep.offload.dispatch.empty import init_empty_weights, init_on_device
 
 __all__ = [
-    "attach_layerwise_casting_hooks",
     "cpu_offload",
     "cpu_offload_with_hook",
     "disk_offload",

@@ -18,14 +18,12 @@ from lockstep.offload.dispatch.module_hooks import (
 )
 
 if TYPE_CHECKING:
-    from lockstep.offload.dispatch.casting_hooks import LayerwiseCastingHook
     from lockstep.offload.dispatch.cpu_hooks import CpuOffload, UserCpuOffloadHook
 else:
     __getattr__ = lazy_names(
         __name__,
         {
             "CpuOffload": "lockstep.offload.dispatch.cpu_hooks",
-            "LayerwiseCastingHook": "lockstep.offload.dispatch.casting_hooks",
             "UserCpuOffloadHook": "lockstep.offload.dispatch.cpu_hooks",
         },
     )
@@ -33,7 +31,6 @@ else:
 __all__ = [
     "AlignDevicesHook",
     "CpuOffload",
-    "LayerwiseCastingHook",
     "ModelHook",
     "SequentialHook",
     "UserCpuOffloadHook",

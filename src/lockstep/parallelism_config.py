@@ -29,16 +29,6 @@ AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
 """Of the mesh, outermost first."""
 
 
-def _enabled(axis: str, text: str) -> property:
-    """Whether an axis has several ranks."""
-    return property(lambda config: bool(config._active(axis)), doc=text)
-
-
-def _names_of(axes: tuple[str, ...], text: str) -> property:
-    """Those of these axes that have several ranks."""
-    return property(lambda config: config._active(*axes), doc=text)
-
-
 @dataclass
 class ParallelismConfig:
     """The number of ranks on each axis of the mesh, in the words of Accelerate's class of this name.
@@ -119,28 +109,55 @@ class ParallelismConfig:
 
     # -- which axes there are --------------------------------------------------------------------------
 
-    dp_replicate_enabled = _enabled(
-        "dp_replicate", "Whether there are several groups that hold a whole model each."
-    )
-    dp_shard_enabled = _enabled("dp_shard", "Whether each weight is sharded over several ranks.")
-    tp_enabled = _enabled("tp", "Whether layers are split over several ranks.")
-    cp_enabled = _enabled("cp", "Whether the sequence is split over several ranks, with ``cp_size``.")
-    sp_enabled = _enabled("sp", "Whether the sequence is split over several ranks, with ``sp_size``.")
-    dp_dim_names = _names_of(
-        ("dp_replicate", "dp_shard"),
-        "The names of the axes of data parallel training that have several ranks.",
-    )
-    non_dp_dim_names = _names_of(("tp", "cp", "sp"), "The names of the other axes that have several ranks.")
-    dp_shard_cp_dim_names = _names_of(
-        ("dp_shard", "cp"), "The names of those of the axes ``dp_shard`` and ``cp`` that have several ranks."
-    )
-    dp_cp_dim_names = _names_of(
-        ("dp_replicate", "dp_shard", "cp"),
-        "The names of those of the axes ``dp_replicate``, ``dp_shard`` and ``cp`` that have several ranks.",
-    )
-    active_mesh_dims = _names_of(
-        AXES, "The names of the axes that have several ranks, in the order of the mesh."
-    )
+    @property
+    def dp_replicate_enabled(self) -> bool:
+        """Whether there are several groups that hold a whole model each."""
+        return self._size("dp_replicate") > 1
+
+    @property
+    def dp_shard_enabled(self) -> bool:
+        """Whether each weight is sharded over several ranks."""
+        return self._size("dp_shard") > 1
+
+    @property
+    def tp_enabled(self) -> bool:
+        """Whether layers are split over several ranks."""
+        return self._size("tp") > 1
+
+    @property
+    def cp_enabled(self) -> bool:
+        """Whether the sequence is split over several ranks, with ``cp_size``."""
+        return self._size("cp") > 1
+
+    @property
+    def sp_enabled(self) -> bool:
+        """Whether the sequence is split over several ranks, with ``sp_size``."""
+        return self._size("sp") > 1
+
+    @property
+    def active_mesh_dims(self) -> list[str]:
+        """The names of the axes that have several ranks, in the order of the mesh."""
+        return [axis for axis in AXES if self._size(axis) > 1]
+
+    @property
+    def dp_dim_names(self) -> list[str]:
+        """The names of the axes of data parallel training that have several ranks."""
+        return self._active("dp_replicate", "dp_shard")
+
+    @property
+    def non_dp_dim_names(self) -> list[str]:
+        """The names of the other axes that have several ranks."""
+        return self._active("tp", "cp", "sp")
+
+    @property
+    def dp_shard_cp_dim_names(self) -> list[str]:
+        """The names of those of the axes ``dp_shard`` and ``cp`` that have several ranks."""
+        return self._active("dp_shard", "cp")
+
+    @property
+    def dp_cp_dim_names(self) -> list[str]:
+        """The names of those of the axes ``dp_replicate``, ``dp_shard`` and ``cp`` that have several ranks."""
+        return self._active("dp_replicate", "dp_shard", "cp")
 
     @property
     def fsdp_dim_names(self) -> list[str]:

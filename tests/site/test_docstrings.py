@@ -23,7 +23,7 @@ CLASSES = {path: value for path, value in EVERYTHING.items() if isinstance(value
 
 
 def test_all_functions_classes_methods_and_properties_are_looked_at() -> None:
-    assert len(EVERYTHING) > 600
+    assert len(EVERYTHING) > 550
     assert "lockstep.Accelerator.device" in EVERYTHING
     assert "lockstep.utils.fsdp2_prepare_model" in EVERYTHING
 

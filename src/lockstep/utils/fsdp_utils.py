@@ -507,11 +507,11 @@ def fsdp2_prepare_model(accelerator: Accelerator, model: nn.Module) -> nn.Module
         ```python
         import torch
         from lockstep import Accelerator
-        from lockstep.utils import fsdp2_prepare_model, model_has_dtensor
+        from lockstep.utils import fsdp2_prepare_model
 
         accelerator = Accelerator(parallel="zero=3")
         model = fsdp2_prepare_model(accelerator, torch.nn.Linear(4, 1))
-        assert model_has_dtensor(model) == (accelerator.num_processes > 1)
+        assert fsdp2_prepare_model(accelerator, model) is model
         ```
     """
     from torch.distributed.fsdp import FSDPModule

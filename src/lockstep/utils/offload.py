@@ -40,12 +40,14 @@ def offload_weight(
         ```python
         import os
         import torch
-        from lockstep.utils import load_offloaded_weight, offload_weight, save_offload_index
+        from lockstep.utils import load_offloaded_weights, offload_weight, save_offload_index
 
         os.makedirs("raw_weights", exist_ok=True)
         index = offload_weight(torch.arange(4.0), "weight", "raw_weights", index={})
         save_offload_index(index, "raw_weights")
-        assert load_offloaded_weight("raw_weights/weight.dat", index["weight"]).tolist() == [0, 1, 2, 3]
+        model = torch.nn.LayerNorm(4)
+        load_offloaded_weights(model, index, "raw_weights")
+        assert model.weight.tolist() == [0, 1, 2, 3]
         ```
     """
     data = weight.detach().to("cpu").contiguous()

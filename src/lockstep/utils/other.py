@@ -128,11 +128,11 @@ def compile_regions(module: nn.Module, **compile_kwargs: object) -> nn.Module:
     Examples:
         ```python
         import torch
-        from lockstep.utils import compile_regions, has_compiled_regions
+        from lockstep.utils import compile_regions
 
         model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(8, 2), num_layers=2)
         compiled = compile_regions(model, backend="eager")
-        assert has_compiled_regions(compiled) and not has_compiled_regions(model)
+        assert compiled is not model and compiled.layers[0].linear1.weight is model.layers[0].linear1.weight
         ```
     """
     compiled = _with_compiled_blocks(module, compile_kwargs)

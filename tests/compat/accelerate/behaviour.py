@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from accelerate import PartialState, hooks
-from accelerate.big_modeling import attach_layerwise_casting_hooks
 from accelerate.data_loader import SeedableRandomSampler, SkipBatchSampler
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import modeling, offload, operations, other
@@ -124,17 +123,6 @@ for devices, offloads in (
     hooks.attach_align_device_hook_on_blocks(model, devices, offloads, weights_map=weights)
     say("blocks", [type(getattr(m, "_hf_hook", None)).__name__ for m in model.modules()])
     say("blocks output", torch.equal(model(x), expected), [str(p.device) for p in model.parameters()])
-model = small()
-attach_layerwise_casting_hooks(model, torch.bfloat16, torch.float32, skip_modules_pattern=("norm",))
-say(
-    "casting",
-    [str(p.dtype) for p in model.parameters()],
-    model(x).dtype,
-    [str(p.dtype) for p in model.parameters()],
-)
-model = small()
-attach_layerwise_casting_hooks(model, torch.bfloat16, torch.float32)
-say("casting whole", [str(p.dtype) for p in model.parameters()], model(x).dtype)
 
 # -- tensors of modules
 

@@ -29,7 +29,7 @@ def lines(*words: str, path: str, script: str) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("script", "least"), [("behaviour.py", 60), ("objects.py", 20), ("steps.py", 35), ("attributes.py", 45)]
+    ("script", "least"), [("behaviour.py", 60), ("objects.py", 20), ("steps.py", 25), ("attributes.py", 45)]
 )
 def test_each_name_does_what_it_does_there(script: str, least: int) -> None:
     pytest.importorskip("accelerate")

@@ -31,8 +31,8 @@ OFFERED: dict[str, dict[str, str]] = {
     },
     "accelerate.big_modeling": {
         "lockstep.big_modeling": """
-            attach_layerwise_casting_hooks cpu_offload cpu_offload_with_hook disk_offload
-            dispatch_model init_empty_weights init_on_device load_checkpoint_and_dispatch
+            cpu_offload cpu_offload_with_hook disk_offload dispatch_model init_empty_weights
+            init_on_device load_checkpoint_and_dispatch
         """,
         "lockstep.utils": "check_device_map infer_auto_device_map load_checkpoint_in_model",
     },
@@ -64,10 +64,9 @@ OFFERED: dict[str, dict[str, str]] = {
     },
     "accelerate.hooks": {
         "lockstep.hooks": """
-            AlignDevicesHook CpuOffload LayerwiseCastingHook ModelHook SequentialHook
-            UserCpuOffloadHook add_hook_to_module attach_align_device_hook
-            attach_align_device_hook_on_blocks attach_execution_device_hook
-            remove_hook_from_module remove_hook_from_submodules
+            AlignDevicesHook CpuOffload ModelHook SequentialHook UserCpuOffloadHook
+            add_hook_to_module attach_align_device_hook attach_align_device_hook_on_blocks
+            attach_execution_device_hook remove_hook_from_module remove_hook_from_submodules
         """,
     },
     "accelerate.inference": {
@@ -437,5 +436,9 @@ NOT_OFFERED: dict[str, dict[str, str]] = {
         "accelerate.utils.transformer_engine": """
             apply_fp8_autowrap contextual_fp8_autocast convert_model has_transformer_engine_layers
         """,
+    },
+    "no program is known to import it. Use enable_layerwise_casting() of diffusers.": {
+        "accelerate.big_modeling": "attach_layerwise_casting_hooks",
+        "accelerate.hooks": "LayerwiseCastingHook",
     },
 }

@@ -35,8 +35,7 @@ class DeepSpeedPlugin:
         offload_param_nvme_path: The folder that ``offload_param_device="nvme"`` needs.
         zero3_init_flag: No effect on models; a warning says so. Build the model on the meta device instead.
         zero3_save_16bit_model: No effect: ``save_model`` always writes whole weights.
-        transformer_moe_cls_names: Class names of mixtures of experts, separated by commas; ``set_moe_leaf_modules``
-            checks them. They have no other effect: experts are sharded as other blocks are.
+        transformer_moe_cls_names: Accepted, without effect: experts are sharded as other blocks are.
         enable_msamp: Refused: MS-AMP is not supported. Use ``mixed_precision="fp8"``.
         msamp_opt_level: Accepted, without effect.
 
@@ -52,7 +51,7 @@ class DeepSpeedPlugin:
         assert plugin.zero_stage == 3
         assert plugin.get_value("zero_optimization.stage") == 3
         assert plugin.is_auto("train_micro_batch_size_per_gpu")
-        plugin.deepspeed_config_process(train_micro_batch_size_per_gpu=8)  # every key that is "auto"
+        plugin.fill_match("train_micro_batch_size_per_gpu", train_micro_batch_size_per_gpu=8)
         assert plugin.deepspeed_config["train_micro_batch_size_per_gpu"] == 8
         ```
     """
@@ -150,37 +149,6 @@ class DeepSpeedPlugin:
         ):
             mismatches.append(
                 f"{ds_key_long} is {configured} in the configuration, but {kwargs[ds_key_long]} was passed"
-            )
-
-    def deepspeed_config_process(
-        self,
-        prefix: str = "",
-        mismatches: list[str] | None = None,
-        config: Mapping[str, object] | None = None,
-        must_match: bool = True,
-        **kwargs: object,
-    ) -> None:
-        """Call ``fill_match`` for each key of the configuration.
-
-        Args:
-            prefix: The section of ``config`` with a dot behind it. It is for the call by itself.
-            mismatches: As in ``fill_match``.
-            config: A section of the configuration. None: the whole.
-            must_match: As in ``fill_match``.
-            kwargs: As in ``fill_match``.
-
-        Raises:
-            ValueError: a key is ``"auto"`` and has no value in ``kwargs``, or values differ that must match.
-        """
-        differing = [] if mismatches is None else mismatches
-        for key, value in (self.deepspeed_config if config is None else config).items():
-            if isinstance(value, dict):
-                self.deepspeed_config_process(f"{prefix}{key}.", differing, value, must_match, **kwargs)
-            else:
-                self.fill_match(f"{prefix}{key}", differing, must_match, **kwargs)
-        if differing and not prefix:
-            raise ConfigError(
-                f"{'; '.join(differing)}. Make them equal, or write 'auto' into the configuration."
             )
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
@@ -316,26 +284,3 @@ class DeepSpeedPlugin:
         known.unset_hf_deepspeed_config()
         # transformers keeps a weak reference only.
         self.dschf = known.HfDeepSpeedConfig(config)
-
-    def set_moe_leaf_modules(self, model: Any) -> None:
-        """Check that ``model`` has modules of each class in ``transformer_moe_cls_names``. Nothing is changed.
-
-        Raises:
-            ValueError: ``model`` has no module of such a class.
-
-        Examples:
-            ```python
-            import torch
-            from lockstep.nn import MixtureOfExperts
-            from lockstep.utils import DeepSpeedPlugin
-
-            plugin = DeepSpeedPlugin(zero_stage=3, transformer_moe_cls_names="MixtureOfExperts")
-            plugin.set_moe_leaf_modules(torch.nn.Sequential(MixtureOfExperts(8, 16, num_experts=2)))
-            ```
-        """
-        classes = {type(module).__name__ for module in model.modules()}
-        for name in filter(None, (self.transformer_moe_cls_names or "").split(",")):
-            if name not in classes:
-                raise ConfigError(
-                    f"{type(model).__name__} has no module of the class {name}. Check the name."
-                )

@@ -1,7 +1,7 @@
 """Hooks around the forward of a module, under the names and arguments that scripts know from Accelerate.
 
 A hook is at ``module._hf_hook``, and the forward that it surrounds at ``module._old_forward``; other libraries look
-there. Hooks that are ready to use are in ``align_hooks``, ``cpu_hooks`` and ``casting_hooks``.
+there. Hooks that are ready to use are in ``align_hooks`` and ``cpu_hooks``.
 ``dispatch_model`` needs none of them: its weights are streamed (see ``weights``).
 """
 
