@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import warnings
 from collections.abc import Collection, Iterable, Set
+from types import FrameType, ModuleType
 
 import torch
 from torch import nn
@@ -18,8 +20,11 @@ from lockstep.errors import ConfigError, UsageError
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.torch_internals import autograd
 from lockstep.torch_internals.modules import OWN_ATTRIBUTES, buffers_of
-from lockstep.torch_internals.tensors import storage_key
+from lockstep.torch_internals.tensors import has_storage, storage_key, storage_uses
 from lockstep.user_call import OF_ALL_RANKS, UserCall, call_on_one_rank
+
+MOST_LINKS = 8
+"""From an attribute of a module to a tensor: a function, its closure, a list, and so on."""
 
 
 class PreparedObjects:
@@ -164,7 +169,8 @@ def refuse_offloaded_quantized(model: nn.Module) -> None:
 def refuse_aliases(model: nn.Module, parallel: Parallel) -> None:
     """Raise UsageError for tensors in the memory of a parameter, which is about to get another memory.
 
-    Such are parameters that were tied by ``.data``, and detached weights in buffers and attributes.
+    Such are parameters that were tied by ``.data``, and detached weights in buffers, attributes, and what these hold.
+    Warns where only the script holds such a tensor, as in a ``state_dict()`` that it may not need any more.
     """
     kind = type(model).__name__
     # Storage -> (first element, behind the last one, name) of the parameters in it
@@ -186,29 +192,67 @@ def refuse_aliases(model: nn.Module, parallel: Parallel) -> None:
                 "you make the optimizer: head.weight = embedding.weight."
             )
         places.setdefault(storage_key(parameter), []).append((*_elements(parameter), name))
-    # The stages of a pipeline keep their parameters.
-    if not (parallel.shards or parallel.tp > 1):
-        return
+    known, plain_types = set(map(id, model.parameters())), (torch.Tensor, nn.Parameter)
     for prefix, module in model.named_modules():
         values = {**buffers_of(module), **{n: v for n, v in vars(module).items() if n not in OWN_ATTRIBUTES}}
         for name, value in values.items():
             for one in (value, *(part for _, part in children(value) or ())):
                 # Spectral norm and pruning keep the weight as an attribute, and compute it anew in each forward.
-                if type(one) is not torch.Tensor or hasattr(module, f"{name}_orig") or not one.numel():
+                if hasattr(module, f"{name}_orig"):
+                    known.add(id(one))
+                elif type(one) not in plain_types or id(one) in known or not one.numel():
                     continue
-                if (first := owner(one)) is not None:
-                    raise UsageError(
-                        f"'{prefix + '.' if prefix else ''}{name}' of {kind} is a tensor in the memory of the "
-                        f"parameter '{first}', as weight.detach() is. parallel='{parallel}' gives the parameter other "
-                        "memory, so the tensor would keep its first values. Read the parameter where you need it, or "
-                        "keep a clone()."
-                    )
+                elif (first := owner(one)) is not None:
+                    raise _alias(f"'{prefix + '.' if prefix else ''}{name}' of {kind}", first, parallel)
+    # Each parameter counts in its storage, and so does the storage's Python object. To look at all objects takes long.
+    if all((storage_uses(p) or 0) <= 1 + len(places.get(storage_key(p), ())) for p in model.parameters()):
+        return
+    suspects = [
+        (one, first)
+        for one in gc.get_objects()
+        if type(one) in (torch.Tensor, nn.Parameter)
+        and id(one) not in known
+        and has_storage(one)
+        and one.numel()
+        if (first := owner(one)) is not None
+    ]
+    for one, first in suspects:
+        if _is_kept(one):
+            raise _alias("What a module or an optimizer holds, or a function in one,", first, parallel)
+    for _, first in suspects[:1]:
+        warnings.warn(str(_alias("What the script holds", first, parallel)), stacklevel=4)
+
+
+def _alias(what: str, parameter: str, parallel: Parallel) -> UsageError:
+    return UsageError(
+        f"{what} is a tensor in the memory of the parameter '{parameter}', as weight.detach() is. "
+        f"parallel='{parallel}' gives the parameter other memory, or trains it on another rank, so the tensor would "
+        "keep its first values. Read the parameter where you need it, or keep a clone()."
+    )
 
 
 def _elements(tensor: torch.Tensor) -> tuple[int, int]:
     """The first element in its storage, and the one behind the last; of one with gaps only the first."""
     start = int(tensor.storage_offset())
-    return start, start + (tensor.numel() if tensor.is_contiguous() else 1)
+    extent = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (extent if extent == tensor.numel() else 1)
+
+
+def _is_kept(value: object) -> bool:
+    """Whether containers, objects and closures lead from a module or an optimizer to ``value``."""
+    seen: set[int] = set()
+    found = [value]
+    for _ in range(MOST_LINKS):
+        found = [one for one in gc.get_referrers(*found) if id(one) not in seen and not _is_scope(one)]
+        if any(issubclass(type(one), (nn.Module, Optimizer)) for one in found):
+            return True
+        seen |= set(map(id, found))
+    return False
+
+
+def _is_scope(value: object) -> bool:
+    """Whether it has names that a script or a module gave to everything."""
+    return isinstance(value, (FrameType, ModuleType)) or (isinstance(value, dict) and "__builtins__" in value)
 
 
 def check_called(models: Collection[ParallelModel], world_size: int, loss: torch.Tensor) -> None:

@@ -13,13 +13,20 @@ from lockstep.comm.dtensor import is_dtensor
 from lockstep.comm.tree import LossFunction
 from lockstep.errors import UsageError
 from lockstep.parallel.parallel_model import ParallelModel
+from lockstep.parallel.tensor.communication import PART_BEGINS, PART_ENDS
 from lockstep.preparation.run_context import RunContext
+from lockstep.torch_internals import autograd
 
 if TYPE_CHECKING:
     from lockstep.check.verification import Verification
 
 ROUNDING = 16
 """Times the precision of the loss, by which equal computations may differ."""
+_OF_A_PART = (
+    "Such are activations between two split layers, which a module keeps in an attribute or a hook takes out. Compute "
+    "such a term from what the module returns, or keep the layers of this module whole with a tp_plan of your own. To "
+    "train anyway, pass verify='off'."
+)
 
 
 class Verifications:
@@ -103,6 +110,12 @@ class Verifications:
         mesh = self._run.meshes.axis("tp")
         if mesh is None or self._run.options.parallel.verify == "off":
             return
+        # Few nodes: a sum over the ranks ends each path through a split layer. No value shows a term over itself.
+        if any(node.name() in PART_BEGINS for node in autograd.nodes_of(loss, PART_ENDS)):
+            raise UsageError(
+                f"A term of the loss was computed from a part of a tensor, and each of the ranks that share the layers "
+                f"of a model (tp={mesh.size()}) has another part. {_OF_A_PART}"
+            )
         self._backwards += 1
         # Seldom, because on an accelerator reading waits for it. A power of two has one bit.
         if self._backwards & (self._backwards - 1):
@@ -122,10 +135,7 @@ class Verifications:
             raise UsageError(
                 f"The ranks that share the layers of a model (tp={mesh.size()}) computed different losses of the same "
                 f"batch: {', '.join(f'{value:.7g}' for value in found.tolist())}. So a term of the loss was computed "
-                "from a part of a tensor. Such are activations between two split layers, which a module keeps in an "
-                "attribute or a hook takes out. Or random numbers differ between the ranks. Compute such a term from "
-                "what the module returns, or keep the layers of this module whole with a tp_plan of your own. To "
-                "train anyway, pass verify='off'."
+                f"from a part of a tensor, or random numbers differ between the ranks. {_OF_A_PART}"
             )
 
     def clear(self) -> None:

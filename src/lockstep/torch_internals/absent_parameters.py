@@ -43,7 +43,7 @@ class AbsentTensor(torch.Tensor):
                 # Such as for noise, of which every rank draws all.
                 return device
             # Setting a gradient to None, as ``zero_grad`` does, changes nothing.
-            if name in ("backward", "register_hook") or (
+            if name in ("backward", "register_hook", "register_post_accumulate_grad_hook") or (
                 attribute is torch.Tensor.grad and name == "__get__"
             ):
                 raise _refusal(about)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, TypeAlias
 
 import torch
@@ -98,12 +98,15 @@ def sequence_number(node: Node) -> int:
     return int(node._sequence_nr())
 
 
-def nodes_of(tensor: torch.Tensor) -> Iterator[Node]:
-    """The nodes of the graph behind a tensor of any shape, but for those that accumulate into leaves."""
-    return (node for node in _graph_of(tensor) if not hasattr(node, "variable"))
+def nodes_of(tensor: torch.Tensor, ends: Collection[str] = ()) -> Iterator[Node]:
+    """The nodes of the graph behind a tensor of any shape, but for those that accumulate into leaves.
+
+    ``ends``: names of nodes behind which it is not followed.
+    """
+    return (node for node in _graph_of(tensor, ends) if not hasattr(node, "variable"))
 
 
-def _graph_of(tensor: torch.Tensor) -> Iterator[Any]:
+def _graph_of(tensor: torch.Tensor, ends: Collection[str] = ()) -> Iterator[Any]:
     # Not recursive: the graph of a deep model may be deeper than Python's stack.
     waiting, seen = [tensor.grad_fn], set()
     while waiting:
@@ -112,7 +115,8 @@ def _graph_of(tensor: torch.Tensor) -> Iterator[Any]:
             continue
         seen.add(node)
         yield node
-        waiting += [following for following, _ in node.next_functions]
+        if node.name() not in ends:
+            waiting += [following for following, _ in node.next_functions]
 
 
 def traceback_of(node: Any) -> list[str]:

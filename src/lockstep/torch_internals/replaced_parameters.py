@@ -14,7 +14,9 @@ from torch import nn
 from lockstep.errors import UsageError
 
 _HARMLESS = ("__get__", "__repr__", "__hash__", "__format__", "__reduce_ex__", "__deepcopy__")
-_VALUES = (torch.Tensor.data, torch.Tensor.grad)
+_VALUES = tuple(
+    getattr(torch.Tensor, name) for name in ("data", "grad", "T", "mT", "H", "mH", "real", "imag")
+)
 _LOOKS = (
     "size",
     "dim",

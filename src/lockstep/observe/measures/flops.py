@@ -57,6 +57,7 @@ class FlopCounts:
         self._depth = 0
         self._of_micro_batch: list[Hashable] = []
         self._of_step: list[MicroBatch] = []
+        self._backward_now: MicroBatch = ()
         self._kinds: list[MicroBatch] = []
         self._counts: StepCounts | None = None
         self._steps = 0
@@ -90,6 +91,7 @@ class FlopCounts:
         micro_batch = (averages, *self._of_micro_batch)
         self._of_micro_batch.clear()
         self._of_step.append(micro_batch)
+        self._backward_now = micro_batch
         if micro_batch in self._backwards or not may_count or not self._may_count(self._backwards):
             return
         self._in_backward = self._begin_counting()
@@ -100,7 +102,7 @@ class FlopCounts:
             counter, self._in_backward = self._in_backward, None
             self._end_counting(counter)
             if is_complete:
-                self._remember(self._backwards, self._of_step[-1], counter.counts)
+                self._remember(self._backwards, self._backward_now, counter.counts)
 
     def is_compiled(self) -> None:
         """Operations of compiled code cannot be seen, and looking on would run it in other ways."""

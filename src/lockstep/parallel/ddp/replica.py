@@ -71,6 +71,7 @@ class DistributedDataParallel(TorchDDP):
         self._is_armed = self._is_spent = False
         self._has_own = False
         self._pass = -1
+        self._steps = 0
         self._alike = CopiesAlike(module, self.process_group)
         configure(self)
 
@@ -114,11 +115,16 @@ class DistributedDataParallel(TorchDDP):
         Raises as ``forward``. Collective where the loss depends on parameters of the module.
         """
         is_armed, self._is_armed = self._is_armed and not self._is_spent, False
-        if is_armed or not self.require_backward_grad_sync or self.static_graph or is_joining(self):
+        syncs = self.require_backward_grad_sync
+        if is_armed or (self._has_own and not syncs) or self.static_graph or is_joining(self):
             return
         # Only where no forward made the reducer ready, since to walk through the graph takes about 1 µs a node.
         trained = set(map(id, trained_parameters(self.module)))
-        if any(id(leaf) in trained for leaf in leaves_of(loss)) and self._follow_module():
+        if not any(id(leaf) in trained for leaf in leaves_of(loss)):
+            return
+        if not syncs:
+            self._has_own = True
+        elif self._follow_module():
             self._prepare_again([loss])
             self._is_spent = self._has_own = False
 
@@ -145,20 +151,42 @@ class DistributedDataParallel(TorchDDP):
             ) from error
 
     def check_averaged(self, stepped: Callable[[], set[int]]) -> None:
-        """Raise UsageError if every backward since the last step of these (by ``id``) was one of ``no_sync``.
+        """Raise UsageError if the gradients for a step of these parameters (by ``id``) differ between the ranks.
 
-        Unless the script has averaged the gradients itself, so that they are equal. Collective in that case.
+        This is asked where every backward since the last step was one of ``no_sync``; and in the first step, the
+        second, the fourth, the eighth, and so on, for gradients that no reducer has seen. Collective then.
         """
-        if not self._has_own or stepped().isdisjoint(map(id, self._trained)):
+        if is_joining(self) or not self._trained or stepped().isdisjoint(map(id, self._trained)):
             return
-        self._has_own = False
-        found = [p.grad for p in self._trained if p.grad is not None and p.grad.layout is torch.strided]
-        if not found or differences(found, self.process_group).max() <= TOLERANCE:
+        has_own, self._has_own = self._has_own, False
+        self._steps += 1
+        # A power of two has one bit.
+        if not has_own and self._steps & (self._steps - 1):
             return
+        gradients = (p.grad for p in self._trained)
+        # Those that a rank lacks have a place, too: all send as many numbers.
+        found = [
+            torch.zeros_like(p[:0] if p.dim() else p) if g is None or g.layout is not torch.strided else g
+            for p, g in zip(self._trained, gradients, strict=True)
+        ]
+        off = differences(found, self.process_group)
+        worst = int(off.argmax())
+        if off[worst] <= TOLERANCE:
+            return
+        kind = type(self.module).__name__
+        if has_own:
+            raise UsageError(
+                f"The step would use gradients of {kind} from this rank only, because each backward since the last "
+                "step ran inside no_sync. Run the last forward and backward before a step outside no_sync, which "
+                "averages the accumulated gradients."
+            )
+        names = {id(p): name for name, p in self.module.named_parameters()}
         raise UsageError(
-            f"The step would use gradients of {type(self.module).__name__} from this rank only, because each "
-            "backward since the last step ran inside no_sync. Run the last forward and backward before a step "
-            "outside no_sync, which averages the accumulated gradients."
+            f"The gradient of '{names.get(id(self._trained[worst]), '?')}' of {kind} is not equal on all ranks, so "
+            "this step would let them drift apart. Such are gradients of loss.backward() on what is no output of the "
+            "prepared model, of torch.autograd.grad, of a checkpoint with use_reentrant=True around the model, or "
+            "changed by numbers of this rank's rows. Call accelerator.backward(loss) and use_reentrant=False, or "
+            "average what you set: p.grad = accelerator.reduce(gradient, 'mean')."
         )
 
     def mark_used(self, parameters: Sequence[torch.Tensor]) -> None:

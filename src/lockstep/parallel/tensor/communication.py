@@ -32,6 +32,15 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
+PART_BEGINS = ("_CopyBackward", "_SplitBackward", "_GatherSequenceBackward")
+"""Nodes of a graph whose results are used in parts: behind them each rank has its own."""
+PART_ENDS = (
+    *("_ReduceBackward", "_GatherBackward", "_ScatterSequenceBackward", "_CrossEntropyBackward"),
+    *("_ToTorchTensorBackward", "RedistributeBackward"),
+)
+"""Nodes whose results are whole again. The last two are DTensor's."""
+
+
 def part_of(size: int, mesh: DeviceMesh) -> tuple[int, int]:
     """(start, length) of this rank's part of ``size`` elements."""
     chunk = -(-size // mesh.size())
