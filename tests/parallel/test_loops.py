@@ -25,6 +25,7 @@ CHANGED = "changed this rank's own gradient"
 LEFT_OUT = "without a gradient, which parallel='ddp' averages"
 DIVIDE = "loss.backward(), which does not divide"
 PARTED = "is no longer equal on all ranks"
+APART = "is not equal on all ranks, so this step"
 OWN = "this rank only, because each backward since the last step ran inside no_sync"
 CHANGED_APART = "was changed by the script in this step while it was gathered"
 OWN_IN_WINDOW = "was changed inside an accumulation window, where it is the gradient of this rank only"
@@ -39,7 +40,7 @@ OWN_GRADIENTS = {
 OF_DDP = {
     **OWN_GRADIENTS,
     "weights_that_follow_the_ranks_rows": PARTED,
-    "curvature_by_autograd_grad": PARTED,
+    "curvature_by_autograd_grad": APART,
     "stepped_without_a_last_backward": OWN,
     "features_of_the_root_alone": LEFT_OUT,
     "a_backward_for_each_head": LEFT_OUT,

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from lockstep import Accelerator, DistributedDataParallelKwargs
+from lockstep.errors import UsageError
 from parallel.zero_scenarios import Plain, clip_and_step, learn, step_and_clear
 
 STEPS = 4
@@ -49,6 +51,10 @@ def evaluate(model: Any, x: torch.Tensor) -> None:
         model(x)
 
 
+def asks(x: torch.Tensor) -> torch.Tensor:
+    return x.requires_grad_()
+
+
 Loss = Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
 LOSSES: dict[str, Loss] = {
     "forward by its name": lambda model, x, y: F.mse_loss(model.forward(x), y),
@@ -59,6 +65,24 @@ LOSSES: dict[str, Loss] = {
     "both, the module first": lambda model, x, y: F.mse_loss(inner(model)(x), y) + F.mse_loss(model(x), y),
     "features and a penalty": lambda model, x, y: (
         F.mse_loss(model(x), y) + inner(model).features(x).square().mean()
+    ),
+    "two inputs": lambda model, x, y: (
+        F.mse_loss(inner(model)(x), y) + (inner(model)(x) - inner(model)(x.flip(1))).square().mean()
+    ),
+    "a checkpointed part": lambda model, x, y: F.mse_loss(
+        inner(model).head(checkpoint(inner(model).features, x, use_reentrant=False))
+        + inner(model).other(inner(model).features(x)),
+        y,
+    ),
+    "a reentrant part": lambda model, x, y: F.mse_loss(
+        inner(model).head(features := checkpoint(inner(model).features, asks(x), use_reentrant=True))
+        + inner(model).other(features),
+        y,
+    ),
+    "the model, reentrant": lambda model, x, y: F.mse_loss(checkpoint(model, asks(x), use_reentrant=True), y),
+    "a penalty of gradients by inputs": lambda model, x, y: (
+        F.mse_loss(out := inner(model)(asks(x)), y)
+        + torch.autograd.grad(out.sum(), x, create_graph=True)[0].square().mean()
     ),
     "a penalty of weights": lambda model, x, y: (
         F.mse_loss(inner(model)(x), y) + sum(p.square().sum() for p in model.parameters())
@@ -165,3 +189,59 @@ def on_ranks(loops: list[str], parallel: str) -> dict[str, dict[str, torch.Tenso
 
 def on_one(loops: list[str]) -> dict[str, dict[str, torch.Tensor]]:
     return {loop: train(Plain(2 if loop.startswith("window") else 1), loop) for loop in loops}
+
+
+def beside(run: Any, model: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+    run.backward(F.mse_loss(model(x), y))
+    inner(model).features(x).square().mean().backward()
+
+
+def by_autograd_grad(run: Any, model: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+    run.backward(F.mse_loss(model(x), y))
+    parameters = list(model.parameters())
+    found = torch.autograd.grad(F.l1_loss(inner(model)(x), y), parameters)
+    for p, gradient in zip(parameters, found, strict=True):
+        p.grad += gradient
+
+
+def reentrant(run: Any, model: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+    run.backward(F.mse_loss(checkpoint(inner(model), asks(x), use_reentrant=True), y))
+
+
+def in_no_sync(run: Any, model: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+    with run.no_sync(model):
+        run.backward(F.mse_loss(inner(model)(x), y))
+
+
+def scaled_by_own_rows(run: Any, model: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+    run.backward(F.mse_loss(model(x), y))
+    for p in model.parameters():
+        p.grad *= x.norm()
+
+
+OWN = {
+    beside: "is not equal on all ranks",
+    by_autograd_grad: "is not equal on all ranks",
+    reentrant: "is not equal on all ranks",
+    in_no_sync: "from this rank only, because each backward since the last step ran inside no_sync",
+    scaled_by_own_rows: "is not equal on all ranks",
+}
+"""Ways to gradients that are this rank's own."""
+
+
+def refusals() -> dict[str, str]:
+    """What the first step says to each."""
+    found = {}
+    for way in OWN:
+        accelerator = Accelerator(cpu=True)
+        plain = Net()
+        model, optimizer = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+        before = [p.detach().clone() for p in plain.parameters()]
+        way(accelerator, model, *rows(accelerator, 0))
+        try:
+            optimizer.step()
+        except UsageError as error:
+            found[way.__name__] = str(error)
+        assert all(torch.equal(a, b) for a, b in zip(before, plain.parameters(), strict=True))
+        accelerator.free_memory()
+    return found

@@ -50,3 +50,12 @@ def reordered_and_frozen() -> None:
 
 def test_another_order_with_other_trainable_parameters_is_refused(run_distributed: Any) -> None:
     run_distributed(reordered_and_frozen, 2)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_step_of_gradients_of_one_rank_is_refused_before_it_is_made(
+    run_distributed: Any, world_size: int
+) -> None:
+    for found in run_distributed(problem.refusals, world_size):
+        for way, words in problem.OWN.items():
+            assert words in found.get(way.__name__, ""), way.__name__

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.optim.swa_utils
 from torch import Tensor, nn
 
 WIDTH = 8
@@ -251,6 +252,52 @@ def a_step_by_hand_on_what_is_here(run: Run) -> None:
 
 
 @equal
+def groups_by_depth(run: Run) -> None:
+    groups = [{"params": [p], "lr": 0.1 * 0.8**i} for i, p in enumerate(run.model.parameters())]
+    optimizer = run.prepare(torch.optim.SGD(groups))
+    for _ in range(2):
+        run.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@equal
+def an_optimizer_for_each_block(run: Run) -> None:
+    run.loss()
+    named = list(run.model.named_parameters())
+    of_blocks = [[p for name, p in named if name.startswith(f"layers.{i}.")] for i in range(4)]
+    parts = [*of_blocks, [p for name, p in named if not name.startswith("layers.")]]
+    optimizers = [run.prepare(torch.optim.SGD(part, lr=0.1)) for part in parts]
+    for _ in range(2):
+        run.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@equal
+def decayed_by_groups_of_the_optimizer(run: Run) -> None:
+    run.loss()
+    optimizer = run.made_optimizer()
+    run.backward()
+    optimizer.step()
+    with torch.no_grad():
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.mul_(0.9)
+
+
+@equal
+def gradients_centralised_where_they_are(run: Run) -> None:
+    def centralise() -> None:
+        for p in run.model.parameters():
+            if not p.is_meta and p.dim() > 1:
+                p.grad.sub_(p.grad.mean(1, keepdim=True))
+
+    run.steps(2, centralise)
+
+
+@equal
 def clipped_by_accelerator(run: Run) -> None:
     norms: list[float] = []
     run.steps(3, lambda: norms.append(float(run.clip(run.model.parameters(), 0.1))))
@@ -277,6 +324,34 @@ def total_norm_of_torch(run: Run) -> None:
     run.steps(
         1, lambda: nn.utils.get_total_norm([p.grad for p in run.model.parameters() if p.grad is not None])
     )
+
+
+@refused
+def norm_of_all_at_once(run: Run) -> None:
+    run.steps(1, lambda: torch._foreach_norm([p.grad for p in run.model.parameters()]))
+
+
+@refused
+def noise_on_gradients(run: Run) -> None:
+    run.steps(1, lambda: [p.grad.add_(torch.randn_like(p.grad)) for p in run.model.parameters()])
+
+
+@refused
+def importance_of_weights(run: Run) -> None:
+    run.backward()
+    assert {name: p.grad.square() for name, p in run.model.named_parameters()}
+
+
+@refused
+def an_optimizer_in_backward(run: Run) -> None:
+    for p in run.model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: None)
+
+
+@refused
+def torch_averaged_model(run: Run) -> None:
+    run.steps(1)
+    torch.optim.swa_utils.AveragedModel(run.model)
 
 
 @refused

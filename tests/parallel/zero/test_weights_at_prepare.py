@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import warnings
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -64,8 +67,63 @@ def in_a_dict(model: Any) -> None:
     model.kept = {"bias": model.layers[2][0].bias.data}
 
 
+def in_a_nested_list(model: Any) -> None:
+    model.kept = {"weights": [{"tok": model.tok.weight.detach()}]}
+
+
+def in_an_object(model: Any) -> None:
+    model.kept = SimpleNamespace(prototypes=model.tok.weight.data)
+
+
+def in_a_closure(model: Any) -> None:
+    weight = model.tok.weight.detach()
+    model.score = lambda x: x @ weight.T
+
+
+def in_a_view_with_a_graph(model: Any) -> None:
+    weight = model.tok.weight.T
+    model.score = lambda x: x @ weight
+
+
+def in_a_partial(model: Any) -> None:
+    model.score = partial(F.linear, weight=model.tok.weight.detach())
+
+
+def in_a_hook(model: Any) -> None:
+    weight = model.tok.weight.data
+    model.head.register_forward_hook(lambda module, args, out: out + args[0] @ weight.T)
+
+
+def as_a_frozen_parameter(model: Any) -> None:
+    model.kept = [nn.Parameter(model.tok.weight.data, requires_grad=False)]
+
+
+def of_a_transposed_parameter(model: Any) -> None:
+    model.tok.weight = nn.Parameter(torch.randn(8, 16).t())
+    model.row = model.tok.weight.data[3]
+
+
+OUTSIDE: list[Any] = []
+
+
+def in_another_model(model: Any) -> None:
+    teacher: Any = LM()
+    teacher.tok.weight.data = model.tok.weight.data
+    OUTSIDE[:] = [teacher]
+
+
+def in_an_optimizer(model: Any) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.param_groups[0]["anchor"] = [model.tok.weight.data]
+    OUTSIDE[:] = [optimizer]
+
+
 TIES = [tied_by_data, tied_by_another_shape, tied_transposed]
-ALIASES = [detached, in_a_block, in_a_buffer, in_a_list, in_a_dict]
+ALIASES = [
+    *(detached, in_a_block, in_a_buffer, in_a_list, in_a_dict, in_a_nested_list, in_an_object, in_a_closure),
+    *(in_a_view_with_a_graph, in_a_partial, in_a_hook, as_a_frozen_parameter, of_a_transposed_parameter),
+    *(in_another_model, in_an_optimizer),
+]
 
 
 def tied_right(model: Any) -> None:
@@ -95,13 +153,42 @@ RIGHT = [tied_right, in_one_storage, kept_copies, spectral]
 
 
 def refused(parallel: str) -> None:
-    changes = TIES if "pp" in parallel else [*TIES, *ALIASES]
-    for change in changes:
+    for change in [*TIES, *ALIASES]:
         accelerator = Accelerator(cpu=True, parallel=parallel)
         model = LM()
         change(model)
         words = "two parameters in one memory" if change in TIES else "in the memory of the parameter"
         expect_refusal(UsageError, words, accelerator.prepare, model)
+        OUTSIDE.clear()
+
+
+def warned_of(parallel: str) -> None:
+    model = LM()
+    state = model.state_dict()
+    with pytest.warns(UserWarning, match="What the script holds is a tensor in the memory of the parameter"):
+        Accelerator(cpu=True, parallel=parallel).prepare(model)
+    assert state
+    model = LM()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Accelerator(cpu=True, parallel=parallel).prepare(model)
+
+
+def test_a_state_dict_from_before_prepare_is_warned_of(run_distributed: Any) -> None:
+    run_distributed(warned_of, 2, "zero=2")
+
+
+def transposed_by_a_closure() -> None:
+    accelerator = Accelerator(cpu=True, parallel="zero=2")
+    plain: Any = LM()
+    weight = plain.tok.weight
+    accelerator.prepare(plain)
+    expect_refusal(UsageError, "The script used a parameter that a model had before", lambda: weight.T)
+
+
+def test_the_transpose_of_a_parameter_from_before_prepare_is_refused(run_distributed: Any) -> None:
+    run_distributed(transposed_by_a_closure, 2)
 
 
 @pytest.mark.parametrize(

@@ -59,18 +59,29 @@ class CopiesAlike:
     def _compare(self, trained: list[nn.Parameter]) -> None:
         if not trained:
             return
-        off = differences(trained, self._group)
-        worst = int(off.argmax())
-        if off[worst] <= TOLERANCE:
+        apart = most_apart(trained, trained, self._module, self._group)
+        if apart is None:
             return
-        names: dict[int, str] = {id(p): name for name, p in self._module.named_parameters()}
+        name, off = apart
         raise UsageError(
-            f"'{names.get(id(trained[worst]), '?')}' of {type(self._module).__name__} is no longer equal on all "
-            f"ranks: its sums differ by {off[worst].item():.0e}. An optimizer step used gradients or numbers of "
-            "one rank only. Call the model that accelerator.prepare() returned, not the module inside it, and "
-            "compute losses from its outputs. If an optimizer or a hook uses numbers of this rank's rows, "
-            "average them first: accelerator.reduce(tensor, 'mean')."
+            f"'{name}' of {type(self._module).__name__} is no longer equal on all ranks: its sums differ by {off:.0e}. "
+            "An optimizer step used gradients or numbers of one rank only. Call the model that accelerator.prepare() "
+            "returned, not the module inside it, and compute losses from its outputs. If an optimizer or a hook uses "
+            "numbers of this rank's rows, average them first: accelerator.reduce(tensor, 'mean')."
         )
+
+
+def most_apart(
+    tensors: Sequence[torch.Tensor],
+    parameters: Sequence[nn.Parameter],
+    module: nn.Module,
+    group: dist.ProcessGroup,
+) -> tuple[str, float] | None:
+    """The parameter whose tensor differs most between the ranks, and how far; None where all are equal. Collective."""
+    off = differences(tensors, group)
+    worst = int(off.argmax())
+    names = {id(p): name for name, p in module.named_parameters()}
+    return None if off[worst] <= TOLERANCE else (names.get(id(parameters[worst]), "?"), off[worst].item())
 
 
 def differences(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> torch.Tensor:

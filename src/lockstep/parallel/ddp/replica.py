@@ -25,11 +25,10 @@ from lockstep.comm.tree import Kwargs, StateDict, tensor_leaves
 from lockstep.errors import UsageError
 from lockstep.model.changes import attributes_set
 from lockstep.parallel.ddp.consistency import (
-    TOLERANCE,
     CopiesAlike,
     average_before_hooks,
-    differences,
     guard_hooks,
+    most_apart,
 )
 from lockstep.torch_internals.autograd import at_end_of_backward as at_end_of_pass
 from lockstep.torch_internals.autograd import current_backward as current_pass
@@ -163,15 +162,13 @@ class DistributedDataParallel(TorchDDP):
         # A power of two has one bit.
         if not has_own and self._steps & (self._steps - 1):
             return
-        gradients = (p.grad for p in self._trained)
         # Those that a rank lacks have a place, too: all send as many numbers.
         found = [
-            torch.zeros_like(p[:0] if p.dim() else p) if g is None or g.layout is not torch.strided else g
-            for p, g in zip(self._trained, gradients, strict=True)
+            torch.zeros_like(p) if p.grad is None or p.grad.layout is not torch.strided else p.grad
+            for p in self._trained
         ]
-        off = differences(found, self.process_group)
-        worst = int(off.argmax())
-        if off[worst] <= TOLERANCE:
+        apart = most_apart(found, self._trained, self.module, self.process_group)
+        if apart is None:
             return
         kind = type(self.module).__name__
         if has_own:
@@ -180,13 +177,12 @@ class DistributedDataParallel(TorchDDP):
                 "step ran inside no_sync. Run the last forward and backward before a step outside no_sync, which "
                 "averages the accumulated gradients."
             )
-        names = {id(p): name for name, p in self.module.named_parameters()}
         raise UsageError(
-            f"The gradient of '{names.get(id(self._trained[worst]), '?')}' of {kind} is not equal on all ranks, so "
-            "this step would let them drift apart. Such are gradients of loss.backward() on what is no output of the "
-            "prepared model, of torch.autograd.grad, of a checkpoint with use_reentrant=True around the model, or "
-            "changed by numbers of this rank's rows. Call accelerator.backward(loss) and use_reentrant=False, or "
-            "average what you set: p.grad = accelerator.reduce(gradient, 'mean')."
+            f"The gradient of '{apart[0]}' of {kind} is not equal on all ranks, so this step would let them drift "
+            "apart. Such are gradients of loss.backward() on what is no output of the prepared model, of "
+            "torch.autograd.grad, of a checkpoint with use_reentrant=True around the model, or changed by numbers of "
+            "this rank's rows. Call accelerator.backward(loss) and use_reentrant=False, or average what you set: "
+            "p.grad = accelerator.reduce(gradient, 'mean')."
         )
 
     def mark_used(self, parameters: Sequence[torch.Tensor]) -> None:

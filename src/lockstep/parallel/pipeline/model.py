@@ -171,6 +171,14 @@ class PipelineModel(ModuleAround):
         """First name -> what is listed in the place of each parameter where other ranks have it."""
         return dict(self._local.layout.elsewhere)
 
+    def __deepcopy__(self, memo: dict[int, object]) -> PipelineModel:
+        """Refuse a copy, which would have neither the other ranks' parameters nor the group."""
+        raise UsageError(
+            f"{type(self.module).__name__} is divided into stages and cannot be copied with copy.deepcopy, as by "
+            "AveragedModel(model). Copy the model before accelerator.prepare(), prepare the copy, too, and update it "
+            "by zip(average.parameters(), model.parameters())."
+        )
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Of this rank's parameters."""
         self.module.zero_grad(set_to_none)

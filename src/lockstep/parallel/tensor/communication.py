@@ -36,9 +36,9 @@ PART_BEGINS = ("_CopyBackward", "_SplitBackward", "_GatherSequenceBackward")
 """Nodes of a graph whose results are used in parts: behind them each rank has its own."""
 PART_ENDS = (
     *("_ReduceBackward", "_GatherBackward", "_ScatterSequenceBackward", "_CrossEntropyBackward"),
-    *("_ToTorchTensorBackward", "RedistributeBackward"),
+    *("_ToTorchTensorBackward", "_FromTorchTensorBackward", "RedistributeBackward"),
 )
-"""Nodes whose results are whole again. The last two are DTensor's."""
+"""Nodes whose results are whole again, or parts that DTensor knows as such: the last three are its own."""
 
 
 def part_of(size: int, mesh: DeviceMesh) -> tuple[int, int]:
