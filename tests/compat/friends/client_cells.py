@@ -316,3 +316,139 @@ def setfit(folder: Path) -> Result:
     return trainer.st_trainer.state.log_history, trainer.st_trainer.accelerator.get_state_dict(
         model.model_body
     )
+
+
+@cell
+def fastai(folder: Path) -> Result:
+    import fastai.callback.schedule
+    import fastai.distributed
+    from fastai.basics import DataLoader, DataLoaders, Learner
+
+    set_seed(0)
+    pictures = Pictures(32).pictures.flatten(1)
+    rows = list(zip(pictures, (pictures.mean(1) > pictures.mean()).long(), strict=True))
+    loaders = DataLoaders(
+        DataLoader(rows, bs=4, shuffle=state().num_processes == 1), DataLoader(rows[:8], bs=4), device="cpu"
+    )
+    model = nn.Sequential(nn.Linear(pictures.shape[1], 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
+    learner = Learner(loaders, model, loss_func=nn.CrossEntropyLoss(), path=folder, metrics=[])
+    losses: list[dict[str, Any]] = []
+    # SyncBatchNorm is for GPUs.
+    with learner.no_bar(), learner.distrib_ctx(sync_bn=False):
+        learner.fit_one_cycle(2, 1e-2)
+    losses += [{"loss": float(loss)} for loss in learner.recorder.losses]
+    losses += [dict(zip(("train", "valid"), map(float, line), strict=False)) for line in learner.recorder.values]
+    return losses, {name: value.float() for name, value in model.state_dict().items()}
+
+
+def accmt_run(folder: Path, resume: bool = False) -> Result:
+    import transformers
+
+    # transformers 5 has it no more, and the package imports it.
+    if not hasattr(transformers, "DataCollatorForWholeWordMask"):
+        transformers.DataCollatorForWholeWordMask = transformers.DataCollatorForLanguageModeling
+    import accmt as library
+
+    class Module(library.AcceleratorModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, 8), nn.Tanh(), nn.Linear(8, 1))
+
+        def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+            loss = (self.model(batch).squeeze(1) - batch.mean((1, 2, 3))).square().mean()
+            losses.append({"loss": loss.item()})
+            return loss
+
+        def validation_step(self, key: object, batch: torch.Tensor) -> dict[str, torch.Tensor]:
+            loss = (self.model(batch).squeeze(1) - batch.mean((1, 2, 3))).square().mean()
+            losses.append({"checked": loss.item()})
+            return {"loss": loss}
+
+    losses: list[dict[str, Any]] = []
+    library.accelerator.free_memory()
+    set_seed(0)
+    trainer = library.Trainer(
+        hps_config=library.HyperParameters(
+            epochs=2,
+            batch_size=4,
+            optimizer="AdamW",
+            optim_kwargs={"lr": 1e-3},
+            scheduler="LinearWithWarmup",
+            scheduler_kwargs={"warmup_ratio": 0.2},
+        ),
+        model_path=str(folder / "model"),
+        track_name="tiny",
+        grad_accumulation_steps=2,
+        checkpoint_every="2steps",
+        dataloader_num_workers=0,
+        destroy_after_training=False,
+        resume=resume,
+    )
+    module = Module()
+    trainer.fit(module, Pictures(32), Pictures(8))
+    return losses, library.accelerator.get_state_dict(module.model)
+
+
+@cell
+def accmt(folder: Path) -> Result:
+    return accmt_run(folder)
+
+
+@cell
+def lm_eval(folder: Path) -> Result:
+    """Several processes divide the requests; it looks for as many GPUs."""
+    import json
+    from unittest import mock
+
+    import lm_eval as library
+    from cell import gpt2, save_once, sentences, tokenizer
+    from lm_eval.tasks import TaskManager
+
+    def write() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        gpt2().save_pretrained(folder / "model")
+        tokenizer().save_pretrained(folder / "model")
+        rows = [
+            {"question": text, "choices": text.split()[:3], "answer": 1} for text in sentences(13, 4, 8, 5)
+        ]
+        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        shared = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(folder / "rows.jsonl")}}}
+        tasks = {
+            "choose": {
+                "output_type": "multiple_choice", "doc_to_text": "{{question}}", "doc_to_target": "{{answer}}",
+                "doc_to_choice": "{{choices}}", "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+            },
+            "continue": {
+                "output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{question}}",
+                "metric_list": [{"metric": "word_perplexity"}],
+            },
+            "generate": {
+                "output_type": "generate_until", "doc_to_text": "{{question}}", "doc_to_target": "{{choices[1]}}",
+                "generation_kwargs": {"until": ["w5"], "max_gen_toks": 6}, "metric_list": [{"metric": "exact_match"}],
+            },
+        }
+        (folder / "tasks").mkdir()
+        for name, task in tasks.items():
+            whole = {"task": f"tiny_{name}", "test_split": "test", **shared, **task}
+            (folder / "tasks" / f"{name}.yaml").write_text(json.dumps(whole))
+
+    save_once(write)
+    with mock.patch("torch.cuda.device_count", lambda: state().num_processes):
+        results = library.simple_evaluate(
+            model="hf",
+            model_args={"pretrained": str(folder / "model"), "device": "cpu"},
+            tasks=["tiny_choose", "tiny_continue", "tiny_generate"],
+            task_manager=TaskManager(include_path=str(folder / "tasks"), include_defaults=False),
+            batch_size=2,
+        )
+    if results is None:  # not the main process
+        return [], {}
+    samples = [
+        {"sample": float(sum(map(ord, json.dumps(line["resps"], default=str))))}
+        for lines in results["samples"].values()
+        for line in lines
+    ]
+    measured = [
+        {name.partition(",")[0]: value for name, value in line.items() if isinstance(value, float)}
+        for line in results["results"].values()
+    ]
+    return measured + samples, {"none": torch.ones(1)}
