@@ -321,7 +321,7 @@ def setfit(folder: Path) -> Result:
 @cell
 def fastai(folder: Path) -> Result:
     import fastai.callback.schedule
-    import fastai.distributed
+    import fastai.distributed  # noqa: F401
     from fastai.basics import DataLoader, DataLoaders, Learner
 
     set_seed(0)
@@ -333,15 +333,19 @@ def fastai(folder: Path) -> Result:
     model = nn.Sequential(nn.Linear(pictures.shape[1], 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
     learner = Learner(loaders, model, loss_func=nn.CrossEntropyLoss(), path=folder, metrics=[])
     losses: list[dict[str, Any]] = []
-    # SyncBatchNorm is for GPUs.
+    # SyncBatchNorm is for GPUs, and so are the indices that its loader broadcasts.
+    torch.Tensor.cuda = lambda self: self  # type: ignore[method-assign, assignment]
     with learner.no_bar(), learner.distrib_ctx(sync_bn=False):
         learner.fit_one_cycle(2, 1e-2)
     losses += [{"loss": float(loss)} for loss in learner.recorder.losses]
-    losses += [dict(zip(("train", "valid"), map(float, line), strict=False)) for line in learner.recorder.values]
+    losses += [
+        dict(zip(("train", "valid"), map(float, line), strict=False)) for line in learner.recorder.values
+    ]
     return losses, {name: value.float() for name, value in model.state_dict().items()}
 
 
-def accmt_run(folder: Path, resume: bool = False) -> Result:
+@cell
+def accmt(folder: Path) -> Result:
     import transformers
 
     # transformers 5 has it no more, and the package imports it.
@@ -380,17 +384,12 @@ def accmt_run(folder: Path, resume: bool = False) -> Result:
         grad_accumulation_steps=2,
         checkpoint_every="2steps",
         dataloader_num_workers=0,
+        dataloader_pin_memory=False,
         destroy_after_training=False,
-        resume=resume,
     )
     module = Module()
     trainer.fit(module, Pictures(32), Pictures(8))
     return losses, library.accelerator.get_state_dict(module.model)
-
-
-@cell
-def accmt(folder: Path) -> Result:
-    return accmt_run(folder)
 
 
 @cell
@@ -411,19 +410,30 @@ def lm_eval(folder: Path) -> Result:
             {"question": text, "choices": text.split()[:3], "answer": 1} for text in sentences(13, 4, 8, 5)
         ]
         (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        shared = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(folder / "rows.jsonl")}}}
+        shared = {
+            "dataset_path": "json",
+            "dataset_kwargs": {"data_files": {"test": str(folder / "rows.jsonl")}},
+        }
         tasks = {
             "choose": {
-                "output_type": "multiple_choice", "doc_to_text": "{{question}}", "doc_to_target": "{{answer}}",
-                "doc_to_choice": "{{choices}}", "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+                "output_type": "multiple_choice",
+                "doc_to_text": "{{question}}",
+                "doc_to_target": "{{answer}}",
+                "doc_to_choice": "{{choices}}",
+                "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
             },
             "continue": {
-                "output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{question}}",
+                "output_type": "loglikelihood_rolling",
+                "doc_to_text": "",
+                "doc_to_target": "{{question}}",
                 "metric_list": [{"metric": "word_perplexity"}],
             },
             "generate": {
-                "output_type": "generate_until", "doc_to_text": "{{question}}", "doc_to_target": "{{choices[1]}}",
-                "generation_kwargs": {"until": ["w5"], "max_gen_toks": 6}, "metric_list": [{"metric": "exact_match"}],
+                "output_type": "generate_until",
+                "doc_to_text": "{{question}}",
+                "doc_to_target": "{{choices[1]}}",
+                "generation_kwargs": {"until": ["w5"], "max_gen_toks": 6},
+                "metric_list": [{"metric": "exact_match"}],
             },
         }
         (folder / "tasks").mkdir()
@@ -431,8 +441,9 @@ def lm_eval(folder: Path) -> Result:
             whole = {"task": f"tiny_{name}", "test_split": "test", **shared, **task}
             (folder / "tasks" / f"{name}.yaml").write_text(json.dumps(whole))
 
+    state()
     save_once(write)
-    with mock.patch("torch.cuda.device_count", lambda: state().num_processes):
+    with mock.patch("torch.cuda.device_count", return_value=state().num_processes):
         results = library.simple_evaluate(
             model="hf",
             model_args={"pretrained": str(folder / "model"), "device": "cpu"},
