@@ -66,7 +66,7 @@ def test_a_script_gives_the_losses_and_weights_of_accelerate(
         end(start(run, place, is_here, processes, **variables))
     assert far(words_there, here, there, "alone" if processes == 1 else "ddp") == []
     if processes == 1:
-        # Accelerate's loaders begin the epoch anew, or in another order, where ours continue.
+        # Accelerate's loaders begin the epoch from the start, or in another order, where ours continue.
         for cell in resumed:
             apart = difference(here / cell, here / cell.removesuffix("_resumed"), goes_on=True)
             assert max(apart) <= MOST["alone"], cell
