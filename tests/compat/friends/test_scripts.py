@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.compat.friends.compare import difference
-from tests.compat.friends.test_friends import MOST, end, far, start
+from tests.compat.friends.test_friends import MOST, end, start
 
 SCRIPTS = {
     "transformers": (
@@ -34,6 +34,9 @@ ALONE = {
     "feature_extraction_resumed": "its checkpoint lies inside of a window, of which Accelerate keeps no gradients",
 }
 """Cells that are not compared with several processes of Accelerate, and why."""
+
+ROUNDED = {"diffusers": 2e-5, "peft": 2e-5}
+"""Weights on two processes: new ones are small beside the others, and a last digit of a gradient is seen in them."""
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +67,11 @@ def test_a_script_gives_the_losses_and_weights_of_accelerate(
     for run, place, is_here in ((words, here, True), (words_there, there, False)):
         variables = {"ACCELERATE_USE_CPU": "true", "HF_HOME": str(tmp_path / "cache" / place.name)}
         end(start(run, place, is_here, processes, **variables))
-    assert far(words_there, here, there, "alone" if processes == 1 else "ddp") == []
+    for cell in compared:
+        numbers, weights = difference(here / cell, there / cell)
+        most = MOST["alone" if processes == 1 else "ddp"]
+        assert numbers <= most, cell
+        assert weights <= (most if processes == 1 else ROUNDED.get(library, most)), cell
     if processes == 1:
         # Accelerate's loaders begin the epoch from the start, or in another order, where ours continue.
         for cell in resumed:
