@@ -51,7 +51,7 @@ OF_DDP = {
     "blocks_skipped_on_all_ranks": LEFT_OUT,
     "heads_in_windows": LEFT_OUT,
     "nothing_trained_at_prepare": "had no trainable parameters when it was prepared",
-    "gradients_set_by_hand": "gradients that accelerator.backward did not compute",
+    "gradients_set_by_hand": APART,
     "weights_tied_after_prepare": "of no prepared model",
     "a_hook_set_after_prepare": CHANGED,
     "a_post_accumulate_hook": CHANGED,

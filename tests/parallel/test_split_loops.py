@@ -193,7 +193,11 @@ LOOPS: dict[str, tuple[Callable[[Run], float], str, str]] = {
     "gradient of inputs": (gradient_of_inputs, "requires a gradient", EQUAL),
     "gradient penalty": (gradient_penalty, "requires a gradient", "goes twice through layers"),
     "a graph of gradients": (graph_of_gradients, "gradient of a gradient", EQUAL),
-    "auxiliary losses": (auxiliary_losses, "on another rank of the pipeline", "different losses"),
+    "auxiliary losses": (
+        auxiliary_losses,
+        "on another rank of the pipeline",
+        "computed from a part of a tensor",
+    ),
     "jvp": (jvp, SPLIT, SPLIT),
     "forward mode": (forward_mode, SPLIT, SPLIT),
     "vmap": (vmap, SPLIT, SPLIT),

@@ -217,10 +217,13 @@ def refuse_aliases(model: nn.Module, parallel: Parallel) -> None:
         if (first := owner(one)) is not None
     ]
     for one, first in suspects:
-        if _is_kept(one):
-            raise _alias("What a module or an optimizer holds, or a function in one,", first, parallel)
-    for _, first in suspects[:1]:
-        warnings.warn(str(_alias("What the script holds", first, parallel)), stacklevel=4)
+        keeper = _keeper(one)
+        if keeper is nn.Module:
+            raise _alias("What a module holds, or a function in it,", first, parallel)
+        # What optimizers hold is brought up to date for their step.
+        if keeper is None:
+            warnings.warn(str(_alias("What the script holds", first, parallel)), stacklevel=4)
+            return
 
 
 def _alias(what: str, parameter: str, parallel: Parallel) -> UsageError:
@@ -238,16 +241,17 @@ def _elements(tensor: torch.Tensor) -> tuple[int, int]:
     return start, start + (extent if extent == tensor.numel() else 1)
 
 
-def _is_kept(value: object) -> bool:
-    """Whether containers, objects and closures lead from a module or an optimizer to ``value``."""
+def _keeper(value: object) -> type | None:
+    """The kind of what containers, objects and closures lead from to ``value``: an optimizer or a module."""
     seen: set[int] = set()
     found = [value]
     for _ in range(MOST_LINKS):
         found = [one for one in gc.get_referrers(*found) if id(one) not in seen and not _is_scope(one)]
-        if any(issubclass(type(one), (nn.Module, Optimizer)) for one in found):
-            return True
+        for kind in (Optimizer, nn.Module):
+            if any(issubclass(type(one), kind) for one in found):
+                return kind
         seen |= set(map(id, found))
-    return False
+    return None
 
 
 def _is_scope(value: object) -> bool:

@@ -112,17 +112,11 @@ def in_another_model(model: Any) -> None:
     OUTSIDE[:] = [teacher]
 
 
-def in_an_optimizer(model: Any) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer.param_groups[0]["anchor"] = [model.tok.weight.data]
-    OUTSIDE[:] = [optimizer]
-
-
 TIES = [tied_by_data, tied_by_another_shape, tied_transposed]
 ALIASES = [
     *(detached, in_a_block, in_a_buffer, in_a_list, in_a_dict, in_a_nested_list, in_an_object, in_a_closure),
     *(in_a_view_with_a_graph, in_a_partial, in_a_hook, as_a_frozen_parameter, of_a_transposed_parameter),
-    *(in_another_model, in_an_optimizer),
+    in_another_model,
 ]
 
 

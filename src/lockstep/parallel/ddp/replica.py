@@ -155,13 +155,13 @@ class DistributedDataParallel(TorchDDP):
         This is asked where every backward since the last step was one of ``no_sync``; and in the first step, the
         second, the fourth, the eighth, and so on, for gradients that no reducer has seen. Collective then.
         """
+        self._steps += 1
+        # A power of two has one bit.
+        if not self._has_own and self._steps & (self._steps - 1):
+            return
         if is_joining(self) or not self._trained or stepped().isdisjoint(map(id, self._trained)):
             return
         has_own, self._has_own = self._has_own, False
-        self._steps += 1
-        # A power of two has one bit.
-        if not has_own and self._steps & (self._steps - 1):
-            return
         # Those that a rank lacks have a place, too: all send as many numbers.
         found = [
             torch.zeros_like(p) if p.grad is None or p.grad.layout is not torch.strided else p.grad
