@@ -17,14 +17,14 @@ GROUPS: dict[tuple[str, ...], tuple[int, int]] = {
     ("checkpoint",): (4_520, 3_800),
     ("observe", "history", "report"): (5_870, 4_700),
     ("launch", "control"): (4_520, 3_700),
-    ("compat", "utils", "cli", "."): (6_690, 5_300),
+    ("compat", "utils", "cli", "."): (6_700, 5_300),
     ("config", "preparation", "train", "runtime", "comm", "data", "model", "torch_internals"): (
         12_530,
         10_200,
     ),
     ("plan", "tune", "replay", "shared_memory"): (4_150, 3_700),
 }
-ALL, FILES = (58_910, 46_500), (654, 460)
+ALL, FILES = (58_920, 46_500), (654, 460)
 
 
 def statements(path: Path) -> int:

@@ -199,7 +199,7 @@ OFFERED: dict[str, dict[str, str]] = {
         "lockstep.utils.operations": """
             CannotPadNestedTensorWarning ConvertOutputsToFp32 DistributedOperationException
             GatheredParameters broadcast broadcast_object_list concatenate convert_outputs_to_fp32
-            convert_to_fp32 find_batch_size find_device gather gather_object is_torch_tensor
+            convert_to_fp32 copy_tensor_to_devices find_batch_size find_device gather gather_object is_torch_tensor
             listify pad_across_processes recursively_apply reduce send_to_device slice_tensors
         """,
     },
@@ -378,7 +378,7 @@ NOT_OFFERED: dict[str, dict[str, str]] = {
         "accelerate.utils.dataclasses": "TensorInformation",
         "accelerate.utils.operations": """
             TENSOR_INT_TO_DTYPE TENSOR_TYPE_TO_INT TORCH_DISTRIBUTED_OPERATION_TYPES
-            chained_operation copy_tensor_to_devices gather_tensor_shape get_data_structure
+            chained_operation gather_tensor_shape get_data_structure
             get_shape honor_type ignorant_find_batch_size initialize_tensors is_namedtuple
             is_tensor_information is_torch_xpu_tensor pad_input_tensors verify_operation
         """,
