@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import weakref
 from collections.abc import Callable, Sequence
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -16,12 +17,14 @@ class WeakHook(UncopiedHook):
     """Calls a method, with ``first`` before other arguments, as long as its object lives."""
 
     def __init__(self, method: Callable[..., object], *first: object) -> None:
-        self._method = weakref.WeakMethod(method)
+        assert isinstance(method, MethodType)
+        # Not a WeakMethod, whose call is one more in Python for each batch.
+        self._owner, self._function = weakref.ref(method.__self__), method.__func__
         self._first = first
 
     def __call__(self, *args: object) -> Any:
-        method = self._method()
-        return None if method is None else method(*self._first, *args)
+        owner = self._owner()
+        return None if owner is None else self._function(owner, *self._first, *args)
 
 
 def look_on(
