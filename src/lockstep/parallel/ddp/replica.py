@@ -181,8 +181,8 @@ class DistributedDataParallel(TorchDDP):
             f"The gradient of '{apart[0]}' of {kind} is not equal on all ranks, so this step would let them drift "
             "apart. Such are gradients of loss.backward() on what is no output of the prepared model, and of "
             "torch.autograd.grad. So are those of a checkpoint with use_reentrant=True around the model, and those "
-            "that the script changed by numbers of this rank's rows. Call accelerator.backward(loss) and use_reentrant=False, or average what you set: "
-            "p.grad = accelerator.reduce(gradient, 'mean')."
+            "that the script changed by numbers of this rank's rows. Call accelerator.backward(loss) and "
+            "use_reentrant=False, or average what you set: p.grad = accelerator.reduce(gradient, 'mean')."
         )
 
     def mark_used(self, parameters: Sequence[torch.Tensor]) -> None:
