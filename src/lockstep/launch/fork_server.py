@@ -73,7 +73,8 @@ def _begin(environment: dict[str, str], files: list[int]) -> None:
         os.close(file)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=stream is sys.stderr or stream.isatty())  # type: ignore[union-attr]
-    bare.leave_watch(LAUNCHER, environment[bare.ID_VARIABLE])
+    if launch_id := environment.get(bare.ID_VARIABLE):
+        bare.leave_watch(LAUNCHER, launch_id)
     bare.die_with_parent(SERVER)
     random.seed()
     numpy.random.seed()
