@@ -36,8 +36,11 @@ for step, batch in enumerate(loader):
         break
 accelerator.end_training()
 """
-# What is true of a rank that was stopped.
-TRUE = re.compile(r"ranks? [\d, -]+ (is|are) stopped \(SIGSTOP or a debugger|The ranks went on after")
+# What is true of a rank, or a launcher, that was stopped.
+TRUE = re.compile(
+    r"ranks? [\d, -]+ (is|are) stopped \(SIGSTOP or a debugger|The ranks went on after|"
+    r"its launcher, which has not answered"
+)
 LAUNCHES, BUSY, AT_ONCE, LIMIT_S = 20, 20, 3, 420.0
 
 

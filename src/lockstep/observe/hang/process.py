@@ -144,7 +144,9 @@ class ProcessWatch:
                 if not isinstance(error, SilentError) or time.monotonic() > deadline:
                     raise
                 if not has_said:
-                    say(f"rank {rank} waits for its launcher: {error}")
+                    say(
+                        f"rank {rank} waits for its launcher, which has not answered for {CONNECT_LIMIT_S:g} s."
+                    )
                 has_said = True
                 time.sleep(PAUSE_S)
 
