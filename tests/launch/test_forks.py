@@ -12,7 +12,7 @@ import pytest
 
 from lockstep.launch import ID_VARIABLE, ForkServer, members
 from tests.launch import fork_training as training
-from tests.launch.helpers import START_LIMIT_S, run, start, wait_until
+from tests.launch.helpers import START_LIMIT_S, alive, run, start, wait_until
 
 GONE_WITHIN_S = 2.0
 WHAT_A_SCRIPT_SEES = """
@@ -111,6 +111,17 @@ def test_nothing_is_left_of_a_launcher_with_forks(name: str, tmp_path: Path) -> 
     finally:
         launcher.kill()
         launcher.communicate()
+
+
+def test_forks_end_with_the_process_that_they_are_of(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import time; time.sleep(600)")
+    server = ForkServer((sys.executable, str(script)), print)
+    worker = server.fork(0, (), os.environ, None, None)
+    assert worker is not None and worker.poll() is None
+    server.close()
+    assert worker.wait(5.0) == -signal.SIGKILL
+    wait_until(lambda: not alive(worker.pid), GONE_WITHIN_S)
 
 
 def test_without_an_answer_workers_are_new_processes(monkeypatch: pytest.MonkeyPatch) -> None:

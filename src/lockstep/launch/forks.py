@@ -22,7 +22,8 @@ START_S = 60.0
 
 def can_fork(command: tuple[str, ...]) -> bool:
     """Whether a fork can run a command: on Linux, a script or module of Python."""
-    return sys.platform == "linux" and command[0] == sys.executable
+    runs_python = command[0] == sys.executable and len(command) > 1
+    return sys.platform == "linux" and runs_python and (command[1] == "-m" or not command[1].startswith("-"))
 
 
 class ForkedWorker:
@@ -108,7 +109,7 @@ class ForkServer:
             sent = socket.send_fds(self._channel, [request], files)
             self._channel.sendall(request[sent:])
             deadline = time.monotonic() + START_S
-            while not self._forked and time.monotonic() < deadline and self._channel.fileno() >= 0:
+            while not self._forked and time.monotonic() < deadline and self._channel is not None:
                 self.receive(0.1)
             return ForkedWorker(self, self._forked.pop())
         except (OSError, IndexError):
@@ -141,9 +142,7 @@ class ForkServer:
             except OSError:
                 data = b""
             if not data:
-                # Its forks have ended with it.
-                self.codes |= dict.fromkeys(self._running, -signal.SIGKILL)
-                channel.close()
+                self.close()
                 return
             *lines, self._received = (self._received + data).split(b"\n")
             for message in map(json.loads, lines):
@@ -164,3 +163,5 @@ class ForkServer:
             self._process.kill()
             self._process.wait()
         self._process = self._channel = None
+        self.codes |= dict.fromkeys(self._running, -signal.SIGKILL)
+        self._running.clear()

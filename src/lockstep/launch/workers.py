@@ -174,8 +174,15 @@ class Starter:
         self._control = control
         self._logs = RankLogs(work_dir, plan.log_dir, plan.tee)
         self._store: TCPStore | None = None
-        warm = plan.fault_policy.warm_restarts and can_fork(plan.command)
-        self._forks = ForkServer(plan.command, say) if warm else None
+        self._forks: ForkServer | None = None
+        if plan.fault_policy.warm_restarts:
+            if can_fork(plan.command):
+                self._forks = ForkServer(plan.command, say)
+            else:
+                say(
+                    "lockstep launch: --warm-restarts needs Linux and a script or module of Python; workers are new "
+                    "processes."
+                )
 
     def start(self, place: Round) -> Workers:
         """Start the workers that belong into this place."""
