@@ -19,6 +19,7 @@ import pytest
 from lockstep import ProjectConfiguration
 from lockstep.checkpoint import FoldersInMemory
 from lockstep.checkpoint.format import MANIFEST
+from lockstep.checkpoint.writer import Writer
 from lockstep.errors import LockstepError
 from lockstep.runtime import MemoryFolder
 from tests.checkpoint.test_background import Run, differing
@@ -176,9 +177,13 @@ MACHINES = [[0], [1, 2], [3]]
 def copied(folder: str) -> list[str]:
     run = Run("zero=3", numbered(folder))
     on_machines(run, folder, MACHINES)
-    for _ in range(2):
-        run.train(1)
-        run.accelerator.save_state(in_memory=True)
+    # As where clocks differ, or a second ends between two ranks.
+    with mock.patch.object(
+        module_of(Writer), "now", return_value=f"a clock of rank {run.accelerator.process_index}"
+    ):
+        for _ in range(2):
+            run.train(1)
+            run.accelerator.save_state(in_memory=True)
     run.accelerator.wait_for_everyone()
     return sorted(path.name for path in Path(folder).glob("machine-*/*"))
 

@@ -84,10 +84,13 @@ def write_in_memory(
             if coordinator:
                 memory.check_room(sizes)
 
-        # From each rank to all: whether it has written its files; then their sizes and digests.
+        # From each rank to all: whether it has written its files; then their sizes and digests, and what it knows of
+        # the save. All manifests have that of the first rank: clocks and versions may differ, and what has another
+        # manifest is another checkpoint.
         with raise_on_all_ranks(communicator):
             mine = writer.write_data(staged)
-        written = communicator.gather_object([mine])
+        gathered = communicator.gather_object([(mine, staged.saved)])
+        written, saved = [files for files, _ in gathered], gathered[0][1]
 
         # From the first rank of each machine to all: files that hooks have written there.
         if adds:
@@ -100,7 +103,7 @@ def write_in_memory(
         # From each rank to one on the next machine: its files. Then, from each rank to all: whether all is published.
         _transfer(communicator, memory.copies(written), writer.staging)
         with raise_on_all_ranks(communicator):
-            content = _manifest(staged.saved, written).to_bytes()
+            content = _manifest(saved, written).to_bytes()
             if coordinator:
                 with explained(f"Rank {writer.group.rank} could not publish {writer.directory}", REMEDY):
                     writer.store.publish(writer.directory, writer.staging, content)
