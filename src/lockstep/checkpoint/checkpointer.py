@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from lockstep.checkpoint.contents import CheckpointContents, Hooks
+from lockstep.checkpoint.contents import Hooks
 from lockstep.checkpoint.deferred import DeferredCopies, HostStager
 from lockstep.checkpoint.folders import CheckpointGroup, Folders
 from lockstep.checkpoint.planner import SavePlanner
@@ -145,9 +145,9 @@ class Background:
         """Host memory for the copies."""
         return HostStager()
 
-    def defer(self, contents: CheckpointContents) -> DeferredCopies:
-        """For the copies of a state that are made later."""
-        return DeferredCopies(contents, self._step.clock)
+    def defer(self) -> DeferredCopies:
+        """Return an empty list of copies of a state that are made later."""
+        return DeferredCopies(self._step.clock)
 
     def start(self, work: Callable[[], None], what: str, copies: DeferredCopies) -> None:
         """Run ``work``, which saves ``what``; ``wait`` must have been called since the last start."""
@@ -164,7 +164,7 @@ class Background:
                 self._failure = error
                 logger.error("%s was not saved: %s", what, error)
             finally:
-                copies.close()
+                copies.end()
 
         thread = threading.Thread(target=run, name="lockstep-save", daemon=False)
         try:

@@ -107,9 +107,9 @@ class SaveRequest:
         else:
             files = {file: TensorFile(plan.content(file, tensors, copies.part_of)) for file in plan.mine}
             files = checkpointer.background.stager.stage(files, copies)
-            # The names here would keep clones that ``begin`` lets go of.
+            # The names here would keep clones, too.
             tensors.clear()
-            copies.begin(state)
+            copies.forget(state)
         documents = {rank_file(group.rank): canonical(state.own)}
         if group.is_coordinator:
             documents[STATE] = canonical(state.common)
