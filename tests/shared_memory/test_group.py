@@ -354,7 +354,7 @@ def on_hosts(names: str) -> Iterator[None]:
 
 def on_other_hosts() -> tuple[str, list[float]]:
     start_runtime(cpu=True)
-    with on_hosts("ab"):
+    with on_hosts("aab"):
         group = dist.new_group(backend="shm")
     x = torch.ones(2)
     dist.all_reduce(x, group=group)
@@ -362,41 +362,7 @@ def on_other_hosts() -> tuple[str, list[float]]:
 
 
 def test_ranks_on_different_hosts_use_gloo(run_distributed) -> None:
-    assert run_distributed(on_other_hosts, 2) == [("ProcessGroupGloo", [2.0, 2.0])] * 2
-
-
-def fuzz_on_hosts(names: str, calls: int) -> int:
-    start_runtime(cpu=True)
-    with on_hosts(names):
-        fuzzer = Fuzzer(11, 100_000, subgroups=0)
-    made = fuzzer.run(calls)
-    dist.barrier()
-    return made
-
-
-@pytest.mark.parametrize("names", ["aab", "abab", "aaab"])
-def test_random_calls_over_several_hosts_give_the_values_of_formulas(run_distributed, names: str) -> None:
-    assert min(run_distributed(fuzz_on_hosts, len(names), names, 300)) > 150
-
-
-def sums_over_hosts() -> list[str]:
-    """All-reduces that are not the sums of the hosts' sums, in order."""
-    start_runtime(cpu=True)
-    with on_hosts("abab"):
-        group = dist.new_group(backend="shm")
-    wrong = []
-    for dtype in (torch.float32, torch.bfloat16):
-        for size in SIZES:
-            a, b, c, d = (numbers(rank, size, dtype) for rank in range(4))
-            summed = numbers(dist.get_rank(), size, dtype)
-            dist.all_reduce(summed, group=group)
-            if not torch.equal(summed, (a + c) + (b + d)):
-                wrong.append(f"{dtype} {size}")
-    return wrong
-
-
-def test_sums_run_over_the_ranks_of_each_host_and_then_over_the_hosts(run_distributed) -> None:
-    assert run_distributed(sums_over_hosts, 4) == [[]] * 4
+    assert run_distributed(on_other_hosts, 3) == [("ProcessGroupGloo", [3.0, 3.0])] * 3
 
 
 def kept_after_calls() -> int:

@@ -14,7 +14,7 @@ if not TYPE_CHECKING:
             "memory": ["MemoryRow", "OPTIMIZERS", "state_bytes", "textbook_bytes"],
             "schedule": ["Action", "by_rank", "simulate", "Timeline", "Times"],
             "schedule_case": ["action_lists", "compared", "parse_times"],
-            "schedule_picture": ["COLOURS", "shade", "svg", "text_rows"],
+            "schedule_picture": ["text_rows"],
             "schedule_table": ["checked", "formula_bubble", "RULES"],
             "sizes": ["BYTES", "dtypes", "ModelSize", "NONE", "parse_count", "TABLE"],
             "traffic": ["sent_bytes"],

@@ -14,7 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.config.enums import CPUBackend
-from lockstep.shared_memory.calls import CollectiveOptions, Collectives, GroupCalls, Messages
+from lockstep.shared_memory.algorithms import HostCollectives
+from lockstep.shared_memory.calls import CollectiveOptions, GroupCalls
+from lockstep.shared_memory.channel import Channels
 from lockstep.shared_memory.history import CallHistory
 from lockstep.shared_memory.pending import PendingCall
 from lockstep.shared_memory.slots import Peers
@@ -32,13 +34,13 @@ def alike(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 @leave_out
 class SharedMemoryGroup(dist.ProcessGroup):
-    """Ranks some of which share memory. torch makes it where the backend ``shm`` is asked for.
+    """Ranks that share memory. torch makes it where the backend ``shm`` is asked for.
 
     Args:
-        peers: The ranks of this host; None where there are no others.
+        peers: The ranks.
 
     Attributes:
-        gathered, reduced: Memory for tensors that are made to be gathered or reduced; None: on several hosts.
+        gathered, reduced: Memory for tensors that are made to be gathered or reduced.
 
     It takes CPU tensors of any size and dtype, and the reductions of ``algorithms.COMBINE``. Results are equal bit for
     bit on all ranks and from run to run. What the ranks call is compared: calls that do not belong together raise
@@ -50,20 +52,19 @@ class SharedMemoryGroup(dist.ProcessGroup):
         rank: int,
         ranks: int,
         name: str,
-        peers: Peers | None,
-        collectives: Collectives,
-        messages: Messages,
+        peers: Peers,
+        collectives: HostCollectives,
+        messages: Channels,
     ) -> None:
         super().__init__(rank, ranks)  # type: ignore[call-arg]
         self._name, self._peers = name, peers
         self.history = CallHistory(name)
         self._calls = GroupCalls(rank, ranks, name, collectives, messages, self.history)
         self.gathered, self.reduced = self._calls.gathered, self._calls.reduced
-        if peers is not None:
-            peers.doing = self.history.oldest_pending
+        peers.doing = self.history.oldest_pending
         c10d.set_group_name(self, name)
         self._shown = c10d.group_that_does_nothing(rank, ranks, name)
-        self._leave = self._calls.at_end_of(self, None if peers is None else peers.segment)
+        self._leave = self._calls.at_end_of(self, peers.segment)
 
     # What torch asks a group.
 
@@ -90,13 +91,11 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return self
 
     def set_timeout(self, timeout: timedelta) -> None:
-        if self._peers is not None:
-            self._peers.timeout_s = timeout.total_seconds()
+        self._peers.timeout_s = timeout.total_seconds()
 
     def abort(self) -> None:
         """Let every call of every rank that waits, now or later, raise."""
-        if self._peers is not None:
-            self._peers.abort()
+        self._peers.abort()
 
     def shutdown(self) -> None:
         """Leave: ranks that wait for this one raise."""

@@ -89,11 +89,6 @@ class Pages:
         self._ends = {span.mapping: span.end for span in self._spans}
         self.nbytes = sum(_outer_end(span.end) - _outer_start(span.start) for span in self._spans)
 
-    @property
-    def is_private(self) -> bool:
-        """Whether what is written to some of the tensors does not get into their file."""
-        return any(span.mapping.is_private for span in self._spans)
-
     def check(self) -> None:
         """Raise OffloadError where a file has been truncated: what is mapped behind its end cannot be touched."""
         for mapping, end in self._ends.items():
@@ -264,6 +259,17 @@ def _unwritten(start: int, end: int) -> list[tuple[int, int]]:
             found.append((position, position + length))
         position += length
     return found
+
+
+def is_in_file(tensor: torch.Tensor, mappings: Sequence[FileMapping]) -> bool:
+    """Return whether the memory of a tensor, of any shape, holds what a file holds, and nothing written since."""
+    if tensor.device.type != "cpu" or not tensor.numel() or not tensor.is_contiguous():
+        return False
+    spans = _spans([tensor], mappings)
+    if sum(span.end - span.start for span in spans) != tensor.nbytes:
+        return False
+    pages = [(_outer_start(span.start), _outer_end(span.end)) for span in spans if span.mapping.is_private]
+    return all(_unwritten(*one) == [one] for one in pages)
 
 
 def _touch(start: int, nbytes: int) -> None:
