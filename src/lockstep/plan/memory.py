@@ -186,8 +186,7 @@ def state_bytes(
     All stages hold one block's gradients, and their copy that is being averaged.
 
     ``offload`` moves what is at rest to host memory or to a disk (``state_locations``). The device is taken to be an
-    accelerator. Where it is a CPU, its memory is the host's, without ``fetched``, and with ``copies`` only where there
-    is ``delayed_update``.
+    accelerator. Where it is a CPU, its memory is the host's, without ``fetched`` and ``copies``.
     Parameters offloaded in one process are on the device for ``STREAMED_BLOCKS`` weight groups at a time, or as many as
     ``offload_budget`` has room for.
 
