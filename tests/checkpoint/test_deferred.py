@@ -22,7 +22,6 @@ from lockstep.checkpoint import SMALL_BYTES, DeferredCopies, Writer, save_checkp
 from lockstep.checkpoint.store import LocalStore
 from lockstep.comm import local
 from lockstep.errors import LockstepError, UsageError
-from tests.marks import again
 from tests.patching import module_of
 
 WIDTH, LARGE = 8, SMALL_BYTES // 4 + 100
@@ -204,7 +203,6 @@ CASES = [
     (2, "zero=3", {}, 0),
     (2, "tp=2", {}, 0),
     (2, "pp=2", {}, 0),
-    again(4, "zero=3 tp=2", {}, 0),
 ]
 
 
@@ -273,7 +271,7 @@ def of_numpy(directory: str) -> list[bool]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [2])
 def test_memory_that_is_not_torchs_is_copied_at_once(
     run_distributed: Any, tmp_path: Path, world_size: int
 ) -> None:
@@ -382,7 +380,7 @@ def frozen_model() -> nn.Sequential:
     return model
 
 
-@pytest.mark.parametrize("name", ["0.weight", "1.weight", "table"])
+@pytest.mark.parametrize("name", ["0.weight", "table"])
 def test_memory_that_is_freed_during_a_save_is_saved_as_it_was(tmp_path: Path, name: str) -> None:
     accelerator, plain = Accelerator(cpu=True), frozen_model()
     accelerator.prepare(plain, torch.optim.SGD(plain[0].parameters(), 0.1))

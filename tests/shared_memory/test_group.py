@@ -20,7 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lockstep.errors import CollectiveMismatchError, UsageError
 from lockstep.runtime import end_runtime, start_runtime
 from lockstep.shared_memory import SLOT_BYTES, share
-from lockstep.testing import WorkerPool
 from tests.patching import module_of
 from tests.shared_memory.fuzzing import Fuzzer
 
@@ -45,22 +44,11 @@ def fuzz(seed: int, calls: int, largest: int, seen: bool = False) -> int:
     return made
 
 
-@pytest.mark.parametrize(("ranks", "seen"), [(2, False), (3, False), (3, True), (4, False)])
+@pytest.mark.parametrize(("ranks", "seen"), [(2, False), (3, True), (4, False)])
 def test_random_calls_give_the_values_of_formulas_and_of_gloo(
     run_distributed, ranks: int, seen: bool
 ) -> None:
     assert min(run_distributed(fuzz, ranks, ranks, 600, 200_000, seen)) > 300
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("ranks", "calls"), [(2, 5_000), (3, 3_000), (4, 20_000), (8, 4_000)])
-def test_many_random_calls_give_the_values_of_formulas_and_of_gloo(ranks: int, calls: int) -> None:
-    pool = WorkerPool(max_workers=ranks)
-    try:
-        made = pool.run(fuzz, ranks, 100 + ranks, calls, 1_000_000, timeout_s=580)
-    finally:
-        pool.close()
-    assert min(made) > calls // 3
 
 
 SIZES = (0, 1, 7, SLOT_BYTES // 4 - 1, SLOT_BYTES // 4 + 1, 300_000)
