@@ -85,7 +85,9 @@ class Checkpointer:
         return SaveTarget(self.folders, self.group, self.group, self.planner, True)
 
     def in_memory(self, memory: FoldersInMemory) -> SaveTarget:
-        """The memory of the machines; all ranks write one checkpoint, also where machines share no file system."""
+        """Return the memory of the machines; all ranks write one checkpoint, also where machines share no
+        file system.
+        """
         group = self.group
         # With save_on_each_node a group on disk is one machine; a plan of all ranks cannot be shared with it.
         if len(group.ranks) < self.runtime.world_size:
@@ -195,7 +197,9 @@ class Background:
 
 
 def _group(runtime: Runtime, project: ProjectConfiguration) -> CheckpointGroup:
-    """The ranks that share a directory: all, or those of this machine where machines share no file system."""
+    """Return the ranks that share a directory: all, or those of this machine where machines share no file
+    system.
+    """
     ranks = range(runtime.world_size)
     # The ranks of a machine have consecutive numbers.
     if project.save_on_each_node:

@@ -129,7 +129,7 @@ class FoldersInMemory:
             return StagingArea(store.begin(directory), replaces=False, older=[])
 
     def unlock(self, directory: str) -> None:
-        """The folder is the launch's own."""
+        """Do nothing: the folder is the launch's own."""
 
     def check_room(self, nbytes: Sequence[int]) -> None:
         """Raise CheckpointError if this machine lacks memory for its part, and for its copy of another one's.
@@ -151,7 +151,9 @@ class FoldersInMemory:
             )
 
     def copies(self, written: Sequence[Mapping[str, FileRecord]]) -> list[Transfer]:
-        """What goes to the next machine, of what each rank has ``written``: each rank's to one rank there."""
+        """Return what goes to the next machine, of what each rank has ``written``: each rank's to one rank
+        there.
+        """
         found = []
         for number, ranks in enumerate(self.machines if len(self.machines) > 1 else ()):
             targets = self.machines[(number + 1) % len(self.machines)]
@@ -172,7 +174,7 @@ class FoldersInMemory:
     # For a load -----------------------------------------------------------------------------------------
 
     def found(self) -> dict[str, tuple[bytes, list[str]]]:
-        """The checkpoints here, by name: their manifests, and which of their files are here."""
+        """Return the checkpoints here, by name: their manifests, and which of their files are here."""
         found = {}
         for name in self.store.children(self.path) if self.path else ():
             folder = f"{self.path}/{name}"
@@ -207,7 +209,8 @@ class FoldersInMemory:
             return ""
 
     def missing(self, checkpoint: MemoryCheckpoint, damaged: Sequence[Sequence[str]]) -> list[Transfer]:
-        """What each machine lacks of a checkpoint, from machines that have it; the ranks of both share the work.
+        """Return what each machine lacks of a checkpoint, from machines that have it; the ranks of both
+        share the work.
 
         Args:
             damaged: What each rank has found to be damaged on its machine.
@@ -239,7 +242,7 @@ class FoldersInMemory:
 
 
 def _of_project(folder: str | None, project: ProjectConfiguration) -> str:
-    """A folder for each project: one launch may train several."""
+    """Return a folder for each project: one launch may train several."""
     if folder is None:
         return ""
     place = str(project.project_dir or "")
@@ -255,7 +258,7 @@ def order_of(name: str) -> tuple[float, float]:
 def newest_first(
     on_disk: Sequence[str], in_memory: Sequence[MemoryCheckpoint]
 ) -> list[str | MemoryCheckpoint]:
-    """The order in which to try them."""
+    """Return the order in which to try them."""
     places: list[tuple[tuple[float, float], str | MemoryCheckpoint]] = [
         (order_of(path), path) for path in on_disk
     ]
@@ -279,12 +282,14 @@ def complete(listings: Sequence[Mapping[str, tuple[bytes, Sequence[str]]]]) -> l
 
 
 def file_to_send(path: str, nbytes: int) -> torch.Tensor:
-    """The bytes of a file, mapped."""
+    """Return the bytes of a file, mapped."""
     return torch.from_file(path, shared=False, size=nbytes, dtype=torch.uint8)
 
 
 def file_to_receive(path: str, nbytes: int) -> torch.Tensor:
-    """A new file of this size, mapped. Its memory is taken now: without, a later write would end the process."""
+    """Return a new file of this size, mapped. Its memory is taken now: without, a later write would end the
+    process.
+    """
     with open(path, "wb") as file:
         os.posix_fallocate(file.fileno(), 0, nbytes)
     return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)

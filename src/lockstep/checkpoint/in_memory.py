@@ -30,7 +30,7 @@ from lockstep.errors import CheckpointError
 
 
 def open_memory(checkpointer: Checkpointer) -> FoldersInMemory:
-    """The folders of all machines, made when they are first needed. Collective."""
+    """Return the folders of all machines, made when they are first needed. Collective."""
     communicator, runtime = checkpointer.communicator, checkpointer.runtime
     if checkpointer.memory is None:
         # From each rank to all: on which machine it is, by the first rank there.
@@ -44,7 +44,9 @@ def open_memory(checkpointer: Checkpointer) -> FoldersInMemory:
 
 
 def begin_saving(checkpointer: Checkpointer) -> FoldersInMemory:
-    """The folders of all machines, so that each rank can write into its own. Collective, once a run."""
+    """Return the folders of all machines, so that each rank can write into its own. Collective, once a
+    run.
+    """
     memory, communicator = open_memory(checkpointer), checkpointer.communicator
     if not checkpointer.saves_in_memory:
         # From each rank to all: whether the first rank of its machine could make the folder. Then, from the first ranks
@@ -116,7 +118,7 @@ def write_in_memory(
 
 
 def candidates_in_memory(checkpointer: Checkpointer) -> list[MemoryCheckpoint]:
-    """The checkpoints that the machines together have whole in memory. Collective."""
+    """Return the checkpoints that the machines together have whole in memory. Collective."""
     memory = open_memory(checkpointer)
     # From the first rank of each machine to all: what it has.
     found = memory.found() if memory.group.is_coordinator else {}
@@ -126,7 +128,7 @@ def candidates_in_memory(checkpointer: Checkpointer) -> list[MemoryCheckpoint]:
 
 @contextmanager
 def opened_in_memory(checkpointer: Checkpointer, checkpoint: MemoryCheckpoint) -> Iterator[str]:
-    """The folder of a checkpoint on this machine, with all its files, verified. Collective.
+    """Open the folder of a checkpoint on this machine, with all its files, verified. Collective.
 
     Raises:
         CheckpointError: all copies of a file are damaged, or there is no room for what other machines have of it.

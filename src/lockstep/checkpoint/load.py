@@ -101,7 +101,7 @@ def load_checkpoint(
 
 @contextmanager
 def _verified(checkpointer: Checkpointer, store: Store, directory: str) -> Iterator[str]:
-    """A local folder with a whole checkpoint: it, or a copy on each machine of one that is elsewhere. Collective.
+    """Open a local folder with a whole checkpoint: it, or a copy of one that is elsewhere. Collective.
 
     For a copy each file is read once a machine, its ranks share the work, and its digest is compared meanwhile. It lies
     where ``tempfile`` makes folders (``TMPDIR``), only this user can open it, and it is removed afterwards.

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def call_factory(text: str, arguments: Mapping[str, object]) -> object:
-    """What ``module:name`` gives: an object as it is, a class or function called with ``arguments``.
+    """Return what ``module:name`` gives: an object as it is, a class or function called with ``arguments``.
 
     What it prints goes to stderr.
 
@@ -114,7 +114,7 @@ def _blamed(what: str) -> Iterator[None]:
 
 
 def last_line(error: BaseException) -> str:
-    """The last line of an error's traceback, and where it was raised in a file."""
+    """Return the last line of an error's traceback, and where it was raised in a file."""
     lines = traceback.format_exception_only(type(error), error)[-1].strip().splitlines()
     text = (lines or [type(error).__name__])[0][:300].rstrip(".")
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
@@ -139,7 +139,7 @@ LARGEST = 2**40
 
 
 def configuration(path: Path) -> Path:
-    """The ``config.json`` that a path means.
+    """Return the ``config.json`` that a path means.
 
     Raises:
         UsageError: it means none.
@@ -155,8 +155,8 @@ def configuration(path: Path) -> Path:
 
 
 def built_from_config(path: Path) -> tuple[nn.Module, tuple[str, ...]]:
-    """The model that a ``config.json`` describes, on the meta device: of its ``architectures``, or a causal language
-    model, or else the base model of its type. And notes of what was left out.
+    """Return the model that a ``config.json`` describes, on the meta device: of its ``architectures``, or a
+    causal language model, or else the base model of its type. And notes of what was left out.
 
     Raises:
         ConfigError: the file is no configuration, or its numbers cannot be those of a model.

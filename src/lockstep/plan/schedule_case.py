@@ -63,7 +63,7 @@ class ScheduleCase:
         )
 
     def facts(self) -> dict[str, object]:
-        """The same as numbers, in a stage's units."""
+        """Return the same as numbers, in a stage's units."""
         facts: dict[str, object] = {
             "schedule": str(self.schedule),
             "ranks": self.ranks,
@@ -87,7 +87,7 @@ class ScheduleCase:
 
 
 def counted(name: str, ranks: int, micro_batches: int, stages_per_rank: int, times: Times) -> ScheduleCase:
-    """The schedule ``name``, as torch runs it.
+    """Return the schedule ``name``, as torch runs it.
 
     Raises:
         ConfigError: there is no such schedule, or it does not work with these numbers.
@@ -137,7 +137,7 @@ def _counted(number: int, noun: str, plural: str = "s") -> str:
 
 
 def action_lists(name: str, ranks: int, micro_batches: int, stages_per_rank: int = 0) -> list[list[Action]]:
-    """What torch's schedule does, rank by rank. Communication is left out.
+    """Return what torch's schedule does, rank by rank. Communication is left out.
 
     Raises:
         ConfigError: there is no such schedule, or it does not work with these numbers.

@@ -101,7 +101,7 @@ RULES = {
 
 
 def checked(name: str, ranks: int, micro_batches: int, stages_per_rank: int = 0) -> tuple[Schedule, int]:
-    """The schedule called ``name`` and its stages per rank; 0: as many as it has by default.
+    """Return the schedule called ``name`` and its stages per rank; 0: as many as it has by default.
 
     Raises:
         ConfigError: there is no such schedule, or it does not work with these numbers.

@@ -54,11 +54,11 @@ class GroupCalls:
         self._queue = CallQueue(f"lockstep shared memory {name}")
 
     def at_end_of(self, group: object, segment: Segment) -> Callable[[], object]:
-        """What leaves the group; it is called once, by whoever is first, or when ``group`` is gone."""
+        """Return what leaves the group; it is called once, by whoever is first, or when ``group`` is gone."""
         return weakref.finalize(group, _leave, self._queue, self._messages, segment)
 
     def source_with(self, tag: int) -> int:
-        """The rank whose message with this tag is the next one."""
+        """Return the rank whose message with this tag is the next one."""
         return self._messages.source_with(tag)
 
     def all_reduce(self, tensors: list[Tensor], opts: CollectiveOptions) -> PendingCall:
@@ -279,7 +279,7 @@ class GroupCalls:
         return self._collectives.all_to_all(call, sent, taken)
 
     def _split(self, block: Memory, tensor: Tensor, splits: Sequence[int]) -> list[Memory]:
-        """The parts of the first dimension's rows; without splits, equal ones."""
+        """Return the parts of the first dimension's rows; without splits, equal ones."""
         rows = tensor.shape[0] if tensor.dim() else 0
         if not splits:
             if rows % self._ranks:

@@ -54,7 +54,7 @@ class Ring:
         return WordAtLeast(self, index, least)
 
     def piece(self) -> int:
-        """The address of the next piece."""
+        """Return the address of the next piece."""
         return self.base + RING_HEAD_BYTES + self.done % PIECES * self.piece_bytes
 
     def head(self) -> int:

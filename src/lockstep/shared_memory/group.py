@@ -27,7 +27,9 @@ from lockstep.torch_internals.dispatch import modes_are_active, unseen_by_modes
 
 
 def alike(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """What would be received if every rank sent what this one does: other sizes cannot be shown to modes."""
+    """Return what would be received if every rank sent what this one does: other sizes cannot be shown to
+    modes.
+    """
     with unseen_by_modes():
         return [torch.empty_like(tensor) for tensor in tensors]
 

@@ -30,7 +30,7 @@ FORMAT = 2
 
 
 def make_group(options: Any) -> object:
-    """What torch calls on each rank for a group with this backend.
+    """Return what torch calls on each rank for a group with this backend.
 
     Where the ranks cannot share memory, for a reason that all of them learn, it is gloo.
     """
@@ -63,7 +63,7 @@ def why_not_shared(store: object, rank: int, ranks: int) -> str:
 
 
 def exchange(store: Any, key: str, rank: int, ranks: int, text: str) -> list[str]:
-    """What every rank says under this key."""
+    """Return what every rank says under this key."""
     store.set(f"{key}/{rank}", text)
     keys = [f"{key}/{other}" for other in range(ranks)]
     return [bytes(value).decode() for value in store.multi_get(keys)]

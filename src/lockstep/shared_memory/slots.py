@@ -259,6 +259,6 @@ class RankSlots(Waitable):
         return {rank: UserCall(name, line) for rank, (name, _, line) in names}
 
     def sizes(self) -> list[int]:
-        """What each rank gave as the size of its chunk."""
+        """Return what each rank gave as the size of its chunk."""
         layout = self.peers.layout
         return [self._words[layout.word(rank) + SIZES + self._parity] for rank in range(self.ranks)]

@@ -47,7 +47,7 @@ def verdict(trial: SizeTrial, limit: int | None) -> str:
 
 
 def sentence(result: TuneResult) -> str:
-    """What to take."""
+    """Return what to take."""
     largest, quickest = result.largest, result.quickest
     batch = f"with a global batch of {result.global_batch}"
     if largest is None:
@@ -65,7 +65,7 @@ def sentence(result: TuneResult) -> str:
 
 
 def how_to_use(result: TuneResult) -> list[str]:
-    """The lines to write for the quickest size."""
+    """Return the lines to write for the quickest size."""
     best, facts = result.quickest or result.largest, result.script
     if best is None:
         return []
@@ -82,7 +82,7 @@ def how_to_use(result: TuneResult) -> list[str]:
 
 
 def to_json(result: TuneResult) -> dict[str, object]:
-    """The same for programs. Sizes are rows of a rank, memory is in bytes."""
+    """Return the same for programs. Sizes are rows of a rank, memory is in bytes."""
     trials = []
     for one in result.trials:
         fields = asdict(one)

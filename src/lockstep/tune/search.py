@@ -13,7 +13,7 @@ def divisors(rows: int) -> list[int]:
 
 
 def next_size(sizes: Sequence[int], start: int, fits: Mapping[int, bool]) -> int | None:
-    """The size to try next; None: the largest that fits is known.
+    """Return the size to try next; None: the largest that fits is known.
 
     From ``start`` on sizes are doubled while they fit, or halved until one does; then the gap is bisected. If none
     fits beside the first one, a smaller one is tried too, so that there is something to compare its speed with.

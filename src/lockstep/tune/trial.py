@@ -102,7 +102,7 @@ def run_trial(spec: TrialSpec, words: Sequence[str], flags: Sequence[str], timeo
 def judged(
     ended: TrialEnd, micro_batch: int, accumulation: int, global_batch: int, timeout_s: float
 ) -> SizeTrial:
-    """What came of a size, over all ranks."""
+    """Return what came of a size, over all ranks."""
     facts = ended.facts
     trial = SizeTrial(
         micro_batch,
@@ -121,12 +121,12 @@ def judged(
 
 
 def ruled_out(micro_batch: int, accumulation: int, peak: int) -> SizeTrial:
-    """A size that is not tried, because it would take ``peak`` bytes."""
+    """Return a size that is not tried, because it would take ``peak`` bytes."""
     return SizeTrial(micro_batch, accumulation, SizeVerdict.RULED_OUT, peak=peak)
 
 
 def _failure(ended: TrialEnd, timeout_s: float) -> tuple[SizeVerdict | None, str]:
-    """The verdict and why, where the size does not fit; what one rank says holds for all."""
+    """Return the verdict and why, where the size does not fit; what one rank says holds for all."""
     # What ranks say of themselves comes before what exit codes and output let guess.
     for one in ended.facts:
         if one.over is not None:
@@ -156,7 +156,7 @@ def _known_peak(ended: TrialEnd, verdict: SizeVerdict) -> int | None:
 
 
 def _speed(facts: Sequence[RankReport], global_batch: int) -> tuple[float | None, float | None, int]:
-    """Samples and tokens a second over all ranks, and the number of steps that were timed."""
+    """Return samples and tokens a second over all ranks, and the number of steps that were timed."""
     first = facts[0]
     # Whole steps behind the warm-up; the last one in any case, as there may be no others.
     whole = [
@@ -175,7 +175,7 @@ def _speed(facts: Sequence[RankReport], global_batch: int) -> tuple[float | None
 
 
 def _first_loss(facts: Sequence[RankReport]) -> float | None:
-    """The mean over the ranks with batches of their own."""
+    """Return the mean over the ranks with batches of their own."""
     # Ranks that compute one batch together have one loss.
     losses = {one.data_rank: one.first_loss for one in facts}
     known = [loss for loss in losses.values() if loss is not None]

@@ -214,7 +214,7 @@ def is_divisible(part: nn.Module | torch.Tensor, undivided: Collection[str]) -> 
 
 
 def ties_across(name: str, ties: Iterable[list[str]]) -> list[list[str]]:
-    """The groups of tied names of which some, but not all, are inside of ``name``."""
+    """Return the groups of tied names of which some, but not all, are inside of ``name``."""
     inside = ((group, [_within(other, name) for other in group]) for group in ties)
     return [group for group, are in inside if any(are) and not all(are)]
 
@@ -244,7 +244,7 @@ def _inside(name: str, part: nn.Module | torch.Tensor) -> list[NamedModelPart]:
 
 
 def _cleaned(device_map: Mapping[str, DeviceName]) -> dict[str, DeviceName]:
-    """The same with one entry for each module of which all parts go to one device."""
+    """Return the same with one entry for each module of which all parts go to one device."""
     devices: dict[str, list[DeviceName]] = {}
     for name, device in device_map.items():
         for module in _ancestors(name):

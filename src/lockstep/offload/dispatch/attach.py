@@ -220,7 +220,7 @@ def _streamed(
 
 
 def _blocks(model: nn.Module, undivided: Sequence[str]) -> dict[str, nn.Module]:
-    """What is streamed whole: modules of the classes, and the usual blocks outside of these."""
+    """Return what is streamed whole: modules of the classes, and the usual blocks outside of these."""
     blocks = find_blocks(model)
     classes = set(undivided)
     called = {

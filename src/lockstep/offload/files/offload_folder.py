@@ -47,7 +47,7 @@ class TensorToWrite:
 
 
 def index_of(folder: str) -> dict[str, dict[str, object]]:
-    """The entries of a folder's index; none where there is no folder or index.
+    """Return the entries of a folder's index; none where there is no folder or index.
 
     Raises:
         OffloadError: it cannot be read.

@@ -32,7 +32,9 @@ class Stored(Protocol):
         """Where it comes from and as of when; another text once that has changed."""
 
     def mapped(self, files: MappedFiles) -> torch.Tensor | None:
-        """The tensor as a mapping of its file, with a storage of its own; None where that cannot be."""
+        """Return the tensor as a mapping of its file, with a storage of its own; None where that cannot
+        be.
+        """
 
     def pieces(self, files: MappedFiles) -> Iterator[torch.Tensor]:
         """Its elements in order, in pieces, each of which is only there until the next one is asked for."""
@@ -41,7 +43,7 @@ class Stored(Protocol):
 def read(
     stored: Stored, files: MappedFiles, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> torch.Tensor:
-    """A tensor of a checkpoint in a device's memory, converted."""
+    """Return a tensor of a checkpoint in a device's memory, converted."""
     tensor = torch.empty(stored.shape, dtype=dtype, device=device)
     flat, done = tensor.view(-1), 0
     for piece in stored.pieces(files):
@@ -51,17 +53,17 @@ def read(
 
 
 def pieces_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The elements of a tensor of any shape, as vectors of at most ``PIECE_BYTES`` each."""
+    """Yield the elements of a tensor of any shape, as vectors of at most ``PIECE_BYTES`` each."""
     yield from tensor.detach().contiguous().view(-1).split(PIECE_BYTES // tensor.element_size())
 
 
 def pieces_on_cpu(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The same on the CPU, piece by piece."""
+    """Yield the same on the CPU, piece by piece."""
     return (piece.cpu() for piece in pieces_of(tensor))
 
 
 def converted(pieces: Iterator[torch.Tensor], dtype: torch.dtype) -> Iterator[torch.Tensor]:
-    """The same pieces, (n,) each, in another dtype."""
+    """Yield the same pieces, (n,) each, in another dtype."""
     buffer: torch.Tensor | None = None
     for piece in pieces:
         if piece.dtype == dtype or not piece.numel():
@@ -81,7 +83,7 @@ class MappedFiles:
         self._mappings: list[FileMapping] | None = None
 
     def tensor(self, path: str, offset: int, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
-        """A part of the file; nothing is read."""
+        """Return a part of the file; nothing is read."""
         if not prod(shape):
             return torch.empty(shape, dtype=dtype)
         if path not in self._files:
@@ -92,7 +94,7 @@ class MappedFiles:
         return torch.frombuffer(whole, dtype=dtype, count=prod(shape), offset=offset).view(shape)
 
     def pages(self, tensor: torch.Tensor) -> Pages:
-        """The pages of a tensor that is mapped, by this or in another way before."""
+        """Return the pages of a tensor that is mapped, by this or in another way before."""
         if self._mappings is None:
             self._mappings = file_mappings()
         return Pages([tensor], self._mappings)
@@ -173,11 +175,11 @@ class PickledTensor:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous tensor, uint8 [nbytes], as a view."""
+    """Return the bytes of a contiguous tensor, uint8 [nbytes], as a view."""
     return tensor.detach().view(-1).view(torch.uint8)
 
 
 def file_state(path: str) -> str:
-    """A text that changes when the file does."""
+    """Return a text that changes when the file does."""
     found = os.stat(path)
     return f"{os.path.realpath(path)} {found.st_size} {found.st_mtime_ns}"

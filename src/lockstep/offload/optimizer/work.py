@@ -70,7 +70,7 @@ class StepWork:
         return self.host if self.host is not None and self.host.serves(parameter) else None
 
     def announce(self, entry: KernelEntry) -> None:
-        """A parameter is about to be changed, and its state made if there is none."""
+        """Say that a parameter is about to change. Its state is made if there is none."""
         # In the order in which the optimizer itself would make it.
         self._state.setdefault(entry.parameter, {})
         torch.autograd.graph.increment_version(entry.parameter)
@@ -78,7 +78,7 @@ class StepWork:
             host.note_version(entry.parameter)
 
     def stage(self, item: StepItem) -> None:
-        """What is to be moved for an item, if it lies in files."""
+        """Note what is to be moved for an item, if it lies in files."""
         is_awaited = item.begin()
         for index, entry in enumerate(item.entries):
             host = self._host_of(entry.parameter)
@@ -107,7 +107,7 @@ class StepWork:
                     yield f"state {name}", region
 
     def early_read(self, item: StepItem) -> EarlyRead | None:
-        """What can be read for the next step of an item, which has been stepped."""
+        """Return what can be read for the next step of an item, which has been stepped."""
         regions = in_order(region for p in item.parameters for _, region in self._state_regions(p))
         return EarlyRead(item, regions) if regions and all(r.file.is_direct for r in regions) else None
 
@@ -146,7 +146,7 @@ class StepWork:
             self._send(self.host, item, values)
 
     def _send(self, host: HostSide, item: StepItem, values: list[torch.Tensor]) -> None:
-        """New values to the device; and memory of gradients that came from there is free."""
+        """Send new values to the device, and free the memory of gradients that came from there."""
         for entry, fetched, value in zip(item.entries, item.fetched, values, strict=True):
             if fetched is not None:
                 host.release(fetched)

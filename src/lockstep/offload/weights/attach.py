@@ -172,7 +172,7 @@ def stream_weights(
 
 
 def streamer_of(model: nn.Module) -> Streamer | None:
-    """The streamer of a model whose weights are streamed."""
+    """Return the streamer of a model whose weights are streamed."""
     return model.__dict__.get("_streamer")
 
 

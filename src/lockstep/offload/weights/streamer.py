@@ -116,7 +116,7 @@ class Streamer:
         self.use(group, in_backward=True)
 
     def pass_begins(self) -> None:
-        """The whole model's forward begins: nothing is in use by this thread, whatever an interrupt left behind."""
+        """Begin a forward of the whole model: nothing is in use by this thread, whatever an interrupt left behind."""
         with self._changed:
             self._in_use.pop(threading.get_ident(), None)
 
@@ -171,7 +171,7 @@ class Streamer:
         self._unused.clear()
 
     def __reduce__(self) -> tuple[object, ...]:
-        """A copy of the streamed model, by deepcopy or pickle, is not streamed."""
+        """Return a copy of the streamed model, by deepcopy or pickle, is not streamed."""
         if not self._in_place:
             raise UsageError(
                 "A model whose weights are streamed to a device cannot be copied or pickled. First call "
@@ -196,7 +196,7 @@ class Streamer:
                     self._changed.notify_all()
 
     def _next_choice(self) -> Choice[WeightGroup] | None:
-        """What to do next; it is marked as moving."""
+        """Return what to do next; it is marked as moving."""
         with self._changed:
             if self._ended:
                 return None

@@ -227,7 +227,7 @@ class DeviceMover:
         )
 
     def _when_used(self, group: WeightGroup, take: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """What ``take`` makes of the group's slot, for which the group is loaded if it is not."""
+        """Return what ``take`` makes of the group's slot, for which the group is loaded if it is not."""
         copy = self._copies[group]
         # As it is, and once more when it was requested.
         for _ in range(2):
@@ -309,7 +309,7 @@ class DeviceMover:
                 self._gradients.watch(working)
 
     def _flush_what_failed(self) -> None:
-        """What is left of a backward that ended in an exception, or of a use outside of both passes."""
+        """Flush what is left of a backward that raised, or of a use outside of both passes."""
         if (self._later or self._backward != -1) and not torch_autograd.is_in_backward():
             self.flush()
 
@@ -352,7 +352,7 @@ class _GroupCopy:
 
 
 def _stepped(mover: DeviceMover, optimizer: torch.optim.Optimizer) -> None:
-    """An optimizer has stepped, or begun to (see offload/optimizer/attach.py): fused steps write without a trace."""
+    """Note a step, or its begin (see offload/optimizer/attach.py): fused steps write without a trace."""
     for group in optimizer.param_groups:
         mover.edited(group["params"])
 
