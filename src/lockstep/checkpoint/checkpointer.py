@@ -21,7 +21,7 @@ from lockstep.runtime.process import Runtime
 from lockstep.runtime.step import StepState
 
 if TYPE_CHECKING:
-    from lockstep.checkpoint.folders_in_memory import FoldersInMemory
+    from lockstep.checkpoint.in_memory import FoldersInMemory
 
 logger = logging.getLogger("lockstep.checkpoint")
 

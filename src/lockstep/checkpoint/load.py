@@ -17,10 +17,14 @@ from contextlib import ExitStack, contextmanager
 from lockstep.checkpoint.checkpointer import Checkpointer
 from lockstep.checkpoint.contents import CheckpointContents
 from lockstep.checkpoint.folders import added_files, folder_of
-from lockstep.checkpoint.folders_in_memory import MemoryCheckpoint, newest_first
 from lockstep.checkpoint.format.documents import Manifest, canonical, digest_of
 from lockstep.checkpoint.global_state import first_ranks, global_names, local_names
-from lockstep.checkpoint.in_memory import candidates_in_memory, opened_in_memory
+from lockstep.checkpoint.in_memory import (
+    MemoryCheckpoint,
+    candidates_in_memory,
+    newest_first,
+    opened_in_memory,
+)
 from lockstep.checkpoint.load_plan import create_load_plan
 from lockstep.checkpoint.reader import Checkpoint
 from lockstep.checkpoint.store.base import Store, UnreachableError
