@@ -48,7 +48,7 @@ class ReadItem:
 
 
 def create_read_items(places: Mapping[str, torch.Tensor], index: Index) -> list[ReadItem]:
-    """Return what must be read to fill ``places``, whole tensors or DTensors of which each rank holds its
+    """List what must be read to fill ``places``, whole tensors or DTensors of which each rank holds its
     part.
 
     Raises:

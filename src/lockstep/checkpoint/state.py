@@ -61,7 +61,7 @@ class RankState:
 
 @torch.no_grad()
 def collect(contents: CheckpointContents, rank: int) -> RankState:
-    """Return the state of the run on this rank; tensors are not copied.
+    """Collect the state of the run on this rank; tensors are not copied.
 
     Raises:
         UsageError: a state holds what no checkpoint can.

@@ -87,7 +87,7 @@ class ScheduleCase:
 
 
 def counted(name: str, ranks: int, micro_batches: int, stages_per_rank: int, times: Times) -> ScheduleCase:
-    """Return the schedule ``name``, as torch runs it.
+    """Count the schedule ``name``, as torch runs it.
 
     Raises:
         ConfigError: there is no such schedule, or it does not work with these numbers.

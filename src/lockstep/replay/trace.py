@@ -95,7 +95,7 @@ class MicroBatchTrace:
     loss_line: str = ""
 
     def key(self, number: int) -> tuple[str, int]:
-        """Return the same for the same call of every micro-batch: the module's name, and which of its
+        """Return what is the same for the same call of every micro-batch: the module's name, and which of its
         calls.
         """
         name = self.calls[number].name

@@ -103,46 +103,45 @@ class SharedMemoryGroup(dist.ProcessGroup):
         """Leave: ranks that wait for this one raise."""
         self._leave()
 
+    def _show(self, name: str, *arguments: object) -> None:
+        """Let a mode that looks on see a call, made to a backend that does nothing."""
+        if modes_are_active():
+            getattr(self._shown, name)(*arguments)
+
     # Collectives, under the names by which torch calls them. Each first goes through torch's dispatcher where a mode
     # looks on, to a backend that does nothing.
 
     def allreduce(self, tensors: list[Tensor], opts: CollectiveOptions = None) -> PendingCall:
         opts = opts or dist.AllreduceOptions()
-        if modes_are_active():
-            self._shown.allreduce(tensors, opts)
+        self._show("allreduce", tensors, opts)
         if tensors[0].is_sparse:
             return self._calls.all_reduce_sparse(tensors, opts)
         return self._calls.all_reduce(tensors, opts)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: CollectiveOptions = None) -> PendingCall:
         opts = opts or dist.AllreduceCoalescedOptions()
-        if modes_are_active():
-            self._shown.allreduce_coalesced(tensors, opts)
+        self._show("allreduce_coalesced", tensors, opts)
         return self._calls.all_reduce(tensors, opts)
 
     def reduce(self, tensors: list[Tensor], opts: CollectiveOptions) -> PendingCall:
-        if modes_are_active():
-            self._shown.reduce(tensors, opts)
+        self._show("reduce", tensors, opts)
         return self._calls.reduce(tensors, opts)
 
     def broadcast(self, tensors: list[Tensor], opts: CollectiveOptions = None) -> PendingCall:
         opts = opts or dist.BroadcastOptions()
-        if modes_are_active():
-            self._shown.broadcast(tensors, opts)
+        self._show("broadcast", tensors, opts)
         return self._calls.broadcast(tensors, opts)
 
     def barrier(self, opts: CollectiveOptions = None) -> PendingCall:
         opts = opts or dist.BarrierOptions()
-        if modes_are_active():
-            self._shown.barrier(opts)
+        self._show("barrier", opts)
         return self._calls.barrier(opts)
 
     def allgather(
         self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: CollectiveOptions = None
     ) -> PendingCall:
         opts = opts or c10d.AllgatherOptions()
-        if modes_are_active():
-            self._shown.allgather(output_tensors, input_tensors, opts)
+        self._show("allgather", output_tensors, input_tensors, opts)
         return self._calls.all_gather(output_tensors, input_tensors, opts, output_tensors)
 
     def _allgather_base(self, output: Tensor, input: Tensor, opts: CollectiveOptions = None) -> PendingCall:
@@ -160,8 +159,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self, outputs: list[Tensor], inputs: list[Tensor], opts: CollectiveOptions = None
     ) -> PendingCall:
         opts = opts or c10d.AllgatherOptions()
-        if modes_are_active():
-            self._shown.allgather_into_tensor_coalesced(outputs, inputs, opts)
+        self._show("allgather_into_tensor_coalesced", outputs, inputs, opts)
         return self._calls.all_gather_flat(outputs, inputs, opts, outputs)
 
     all_gather_single_coalesced: Any = allgather_into_tensor_coalesced
@@ -170,39 +168,34 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self, output_lists: list[list[Tensor]], input_list: list[Tensor], opts: CollectiveOptions = None
     ) -> PendingCall:
         opts = opts or c10d.AllgatherOptions()
-        if modes_are_active():
-            self._shown.allgather_coalesced(output_lists, input_list, opts)
+        self._show("allgather_coalesced", output_lists, input_list, opts)
         outputs = [list(of_one) for of_one in zip(*output_lists, strict=True)]
         return self._calls.all_gather(outputs, input_list, opts, output_lists)
 
     def gather(
         self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: CollectiveOptions
     ) -> PendingCall:
-        if modes_are_active():
-            self._shown.gather(output_tensors, input_tensors, opts)
+        self._show("gather", output_tensors, input_tensors, opts)
         return self._calls.gather(output_tensors, input_tensors, opts)
 
     def scatter(
         self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: CollectiveOptions
     ) -> PendingCall:
-        if modes_are_active():
-            self._shown.scatter(output_tensors, input_tensors, opts)
+        self._show("scatter", output_tensors, input_tensors, opts)
         return self._calls.scatter(output_tensors, input_tensors, opts)
 
     def reduce_scatter(
         self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: CollectiveOptions = None
     ) -> PendingCall:
         opts = opts or dist.ReduceScatterOptions()
-        if modes_are_active():
-            self._shown.reduce_scatter(output_tensors, input_tensors, opts)
+        self._show("reduce_scatter", output_tensors, input_tensors, opts)
         return self._calls.reduce_scatter(output_tensors, input_tensors, opts)
 
     def _reduce_scatter_base(
         self, output: Tensor, input: Tensor, opts: CollectiveOptions = None
     ) -> PendingCall:
         opts = opts or dist.ReduceScatterOptions()
-        if modes_are_active():
-            self._shown._reduce_scatter_base(output, input, opts)
+        self._show("_reduce_scatter_base", output, input, opts)
         return self._calls.reduce_scatter_flat([output], [input], opts, output)
 
     reduce_scatter_single: Any = _reduce_scatter_base
@@ -211,8 +204,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self, outputs: list[Tensor], inputs: list[Tensor], opts: CollectiveOptions = None
     ) -> PendingCall:
         opts = opts or dist.ReduceScatterOptions()
-        if modes_are_active():
-            self._shown.reduce_scatter_tensor_coalesced(outputs, inputs, opts)
+        self._show("reduce_scatter_tensor_coalesced", outputs, inputs, opts)
         return self._calls.reduce_scatter_flat(outputs, inputs, opts, outputs)
 
     reduce_scatter_single_coalesced: Any = reduce_scatter_tensor_coalesced
@@ -244,13 +236,11 @@ class SharedMemoryGroup(dist.ProcessGroup):
     # Messages between two ranks.
 
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> PendingCall:
-        if modes_are_active():
-            self._shown.send(tensors, dst, tag)
+        self._show("send", tensors, dst, tag)
         return self._calls.send(tensors, dst, tag)
 
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> PendingCall:
-        if modes_are_active():
-            self._shown.recv(tensors, src, tag)
+        self._show("recv", tensors, src, tag)
         return self._calls.receive(tensors, src, tag)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> PendingCall:

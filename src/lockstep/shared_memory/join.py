@@ -30,7 +30,7 @@ FORMAT = 2
 
 
 def make_group(options: Any) -> object:
-    """Return what torch calls on each rank for a group with this backend.
+    """Make a group with this backend, as torch calls it on each rank.
 
     Where the ranks cannot share memory, for a reason that all of them learn, it is gloo.
     """

@@ -71,7 +71,7 @@ class Segment:
 
     @staticmethod
     def create(size: int) -> Segment:
-        """Return a new one of so many bytes, all zero but for its token.
+        """Make a new one of so many bytes, all zero but for its token.
 
         Raises:
             OSError: the system gives no such memory.

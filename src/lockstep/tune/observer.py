@@ -192,7 +192,7 @@ class TrialObserver(RunObserver):
         os._exit(OVER_LIMIT)
 
     def refuse(self, why: str) -> NoReturn:
-        """Return this script cannot be tuned; every rank finds the same."""
+        """End the trial of a script that cannot be tuned; every rank finds the same."""
         self.facts.refused = why
         self.end()
 

@@ -124,7 +124,7 @@ class Tuner:
         )
 
     def _tried(self, size: int, rows: int, facts: RankReport) -> SizeTrial:
-        """Return a trial of one size, or what is foreseen of it."""
+        """Try one size, or return what is foreseen of it."""
         accumulation = rows // size
         peak = self._foreseen(size)
         if peak is not None:

@@ -24,10 +24,10 @@ class Store(Protocol):
     """Whether its files can be read as they lie; of others a copy is made."""
 
     def begin(self, directory: str) -> str:
-        """Return an empty staging area for a checkpoint that will be ``directory``; returns where it is."""
+        """Make an empty staging area for a checkpoint that will be ``directory``, and return where it is."""
 
     def write(self, path: str, chunks: Iterable[Chunk]) -> FileRecord:
-        """Return a new file with these contents, on the disk when this returns."""
+        """Write a new file with these contents, on the disk when this returns."""
 
     def seal(self, path: str) -> FileRecord:
         """Bring a staged file that others wrote onto the disk."""

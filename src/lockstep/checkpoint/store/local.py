@@ -221,7 +221,7 @@ class LocalStore:
 
 
 def _opened(path: str) -> io.FileIO:
-    """Return a plain file, open for reading. Raises CheckpointError for anything else, for which opening
+    """Open a plain file for reading. Raises CheckpointError for anything else, for which opening
     could wait.
     """
     if stat.S_ISLNK(os.lstat(path).st_mode):

@@ -62,7 +62,7 @@ class Objects:
             raise self._unreachable(path, error) from self._cause(error)
 
     def upload(self, path: str, chunks: Iterable[Chunk]) -> FileRecord:
-        """Return a file with these contents; a part of it at a time is in memory. Raises OSError."""
+        """Write a file with these contents; a part of it at a time is in memory. Raises OSError."""
         digest = Digest()
         try:
             file_system, place = self._opened(path)

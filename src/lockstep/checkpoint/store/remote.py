@@ -144,7 +144,7 @@ class RemoteStore:
         return None
 
     def lock(self, path: str, what: str) -> Lock:
-        """Return the record lies in ``what`` and not at ``path``: beside a bucket there is no place."""
+        """Return a lock whose record lies in ``what`` and not at ``path``: beside a bucket there is no place."""
         return self._owned.setdefault(what, Ownership(self._objects, what))
 
     # The layout -------------------------------------------------------------------------------------

@@ -210,7 +210,7 @@ def read_listed(store: Store, directory: str) -> Manifest:
 
 
 def make_folder(manifest: Manifest, directory: str) -> str:
-    """Return a temporary folder with the manifest of a checkpoint whose files will lie beside it."""
+    """Make a temporary folder with the manifest of a checkpoint whose files will lie beside it."""
     needed = sum(entry.size for entry in manifest.files.values())
     try:
         folder = tempfile.mkdtemp(prefix="lockstep-load-")

@@ -171,7 +171,7 @@ class Streamer:
         self._unused.clear()
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Return a copy of the streamed model, by deepcopy or pickle, is not streamed."""
+        """Have copies of the streamed model, by deepcopy or pickle, not streamed."""
         if not self._in_place:
             raise UsageError(
                 "A model whose weights are streamed to a device cannot be copied or pickled. First call "

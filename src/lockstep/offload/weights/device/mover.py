@@ -208,9 +208,11 @@ class DeviceMover:
         return found if found is not None and found[1].tensor is tensor else None
 
     def working_at(self, group: WeightGroup, offset: int) -> WorkingTensor:
+        """Return what has the byte at ``offset`` of the group's memory."""
         return next(w for w in reversed(self._copies[group].working) if w.offset <= offset)
 
     def view(self, saved: SavedView) -> torch.Tensor:
+        """Return it in the memory that the group has now, for which it is loaded if it has none."""
         return self._when_used(
             saved.group,
             lambda buffer: saved.marked(view_of(buffer, saved.dtype, saved.size, saved.stride, saved.offset)),
