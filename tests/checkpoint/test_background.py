@@ -27,6 +27,23 @@ from lockstep.errors import LockstepError
 from tests.warm_interpreter import WarmInterpreter
 
 
+class Counter:
+    """An object of the user's whose state are a number and a tensor, both changed in place."""
+
+    def __init__(self) -> None:
+        self.values, self.sums = [0], torch.zeros(3)
+
+    def count(self) -> None:
+        self.values.append(len(self.values))
+        self.sums += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"values": self.values, "sums": self.sums}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.values, self.sums = list(state["values"]), state["sums"].clone()
+
+
 class Run:
     def __init__(self, parallel: str | None = None, project: ProjectConfiguration | None = None) -> None:
         torch.set_num_threads(1)
@@ -35,6 +52,8 @@ class Run:
         model = nn.Sequential(nn.Linear(5, 9), nn.BatchNorm1d(9), nn.Linear(9, 2))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        self.counter = Counter()
+        self.accelerator.register_for_checkpointing(self.counter)
 
     def train(self, steps: int) -> None:
         for _ in range(steps):
@@ -42,6 +61,28 @@ class Run:
             self.accelerator.backward(F.cross_entropy(self.model(rows), labels))
             self.optimizer.step()
             self.optimizer.zero_grad()
+            self.counter.count()
+
+    def state(self) -> dict[str, Any]:
+        found = {name: whole(t) for name, t in self.model.state_dict().items()}
+        for i, values in enumerate(self.optimizer.state.values()):
+            found |= {f"{i}.{key}": whole(value) for key, value in values.items()}
+        generator = torch.get_rng_state()
+        return found | {
+            "sums": self.counter.sums.clone(),
+            "values": list(self.counter.values),
+            "rng": generator,
+        }
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+
+def differing(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+    assert a.keys() == b.keys()
+    equal = {n: torch.equal(a[n], b[n]) if isinstance(a[n], torch.Tensor) else a[n] == b[n] for n in a}
+    return [name for name, same in equal.items() if not same]
 
 
 @contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -19,7 +18,6 @@ from checkpoint.crash import sabotage, trials
 from checkpoint.crash.crashes import Outcome
 from checkpoint.crash.lost_writes import Disk
 from checkpoint.crash.operations import Operation
-from checkpoint.crash.system_calls import STRACE, changes
 from checkpoint.crash.trials import TRIALS, Trial, make
 from lockstep.testing import server_environment
 
@@ -98,32 +96,21 @@ def test_the_harness_finds_what_is_wrong_with_a_careless_writer(executor, broken
 
 
 @pytest.fixture(scope="module")
-def traced(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
-    """The folder, what the run itself recorded, and what strace did, where there is one."""
+def traced(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the run itself recorded, and what Python's audit events told."""
     place = Path(os.path.realpath(tmp_path_factory.mktemp("traced")))
-    folder, record, calls = place / "run", place / "record", place / "calls"
+    folder, record = place / "run", place / "record"
     folder.mkdir()
     command = [sys.executable, "-m", "checkpoint.crash.traced", str(folder), str(record)]
-    if shutil.which("strace"):
-        command = [*STRACE, "-o", str(calls), *command]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    return folder, record, calls
+    return record
 
 
-def test_the_recorder_sees_every_system_call_that_changes_a_file(traced: tuple[Path, Path, Path]) -> None:
-    folder, record, calls = traced
-    if not calls.exists():
-        pytest.skip("strace is not installed")
-    seen = json.loads(record.read_text())["seen"]
-    assert len(seen) > 200
-    assert changes(calls, folder) == seen
-
-
-def test_the_recorder_sees_what_python_audits(traced: tuple[Path, Path, Path]) -> None:
-    record = json.loads(traced[1].read_text())
+def test_the_recorder_sees_what_python_audits(traced: Path) -> None:
+    record = json.loads(traced.read_text())
     assert len(record["tried"]) > 80
     assert without_repetition(record["audited"]) == without_repetition(record["tried"])
 
