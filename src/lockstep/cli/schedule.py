@@ -23,10 +23,10 @@ STYLES = {
 }
 
 NOTES = (
-    "bubble: idle / (idle + useful) over all ranks, while any of them works. formula: the same by the paper's formula, "
-    "'-' where it does not hold. waiting: idle time between a rank's first action and its last alone. step: its time "
-    "with a stage's times as given, divided by the stages on a rank. in flight: micro-batches whose activations a rank "
-    "holds at most, in those of all its layers. Sending takes no time here."
+    "bubble: idle / (idle + useful) over all ranks, while any of them works. waiting: idle time between a rank's first "
+    "action and its last alone. step: its time with a stage's times as given, divided by the stages on a rank. in "
+    "flight: micro-batches whose activations a rank holds at most, in those of all its layers. Sending takes no time "
+    "here."
 )
 
 EPILOG = """\b
@@ -102,9 +102,9 @@ def _print(cases: list[ScheduleCase], with_timeline: bool) -> None:
     if not console.is_terminal:
         console.width = 110
     console.print(Text(cases[0].sizes if len(cases) > 1 else cases[0].title), style="bold")
-    titles = ("schedule", "stages", "bubble", "formula", "", "waiting", "step", "in flight")
+    titles = ("schedule", "stages", "bubble", "waiting", "step", "in flight")
     rows = [case.cells() for case in cases]
-    print_table(titles, rows, right=("stages", "bubble", "formula", "waiting", "step"))
+    print_table(titles, rows, right=("stages", "bubble", "waiting", "step"))
     if with_timeline and cases[0].timeline is not None:
         _print_timeline(console, cases[0].timeline)
     console.print(Text(f"\n{NOTES}"))

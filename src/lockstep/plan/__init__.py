@@ -15,7 +15,7 @@ if not TYPE_CHECKING:
             "schedule": ["Action", "by_rank", "simulate", "Timeline", "Times"],
             "schedule_case": ["action_lists", "compared", "parse_times"],
             "schedule_picture": ["text_rows"],
-            "schedule_table": ["checked", "formula_bubble", "RULES"],
+            "schedule_table": ["checked", "RULES"],
             "sizes": ["BYTES", "dtypes", "ModelSize", "NONE", "parse_count", "TABLE"],
             "traffic": ["sent_bytes"],
         },

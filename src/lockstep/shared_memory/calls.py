@@ -57,10 +57,6 @@ class GroupCalls:
         """Return what leaves the group; it is called once, by whoever is first, or when ``group`` is gone."""
         return weakref.finalize(group, _leave, self._queue, self._messages, segment)
 
-    def source_with(self, tag: int) -> int:
-        """Return the rank whose message with this tag is the next one."""
-        return self._messages.source_with(tag)
-
     def all_reduce(self, tensors: list[Tensor], opts: CollectiveOptions) -> PendingCall:
         reduction = self._reduction(opts, tensors)
         with unseen_by_modes():

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.config.enums import CPUBackend
+from lockstep.errors import UsageError
 from lockstep.shared_memory.algorithms import HostCollectives
 from lockstep.shared_memory.calls import CollectiveOptions, GroupCalls
 from lockstep.shared_memory.channel import Channels
@@ -244,4 +245,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return self._calls.receive(tensors, src, tag)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> PendingCall:
-        return self.recv(tensors, self._calls.source_with(tag), tag)
+        raise UsageError(
+            f"Group {self._name} uses shared memory, in which a message has a ring of its own for each sender. Name "
+            "the rank that sends it (src=), or make a group with backend='gloo'."
+        )

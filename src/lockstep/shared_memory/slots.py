@@ -98,11 +98,11 @@ class Peers:
                         "not call it. Look at what that rank does, or raise the timeout of the process group."
                     )
 
-    def check(self, awaited: int, is_missing: Callable[[], bool] = lambda: True) -> None:
+    def check(self, awaited: int, is_missing: Callable[[], bool]) -> None:
         """Raise if the group was left or aborted, or a rank that is needed has ended.
 
         Args:
-            awaited: The rank that is waited for; -1: none in particular.
+            awaited: The rank that is waited for.
             is_missing: Whether what it is to bring about is not there.
         """
         if self.segment.is_released:
