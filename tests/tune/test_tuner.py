@@ -101,18 +101,6 @@ def test_another_global_batch_is_tuned(forks: Forks) -> None:
     )
 
 
-def test_sizes_above_the_limit_are_not_tried(forks: Forks) -> None:
-    # A row takes 40 MiB, and as much again for a product: blocks that the C library gives back to the system at once.
-    one_row = forks.tune(["--batch-size", 1, "--mib", 40]).trials[0].peak or 0
-    words = ["--batch-size", 1, "--accumulate", 8, "--mib", 40]
-    result = forks.tune(words, memory_limit=one_row + 160 * MIB, steps=3)
-    verdicts = {trial.micro_batch: trial.verdict for trial in result.trials}
-    assert verdicts == {1: V.FITS, 2: V.FITS, 4: V.RULED_OUT}
-    foreseen = result.trials[-1].peak or 0
-    assert 190 * MIB < foreseen - one_row < 290 * MIB  # 3 rows more are 240
-    assert "not tried: would take more than the limit" in " ".join(" ".join(row) for row in rows(result))
-
-
 def test_a_rank_ends_itself_at_the_limit(forks: Forks) -> None:
     small = forks.tune(["--batch-size", 1]).trials[0].peak or 0
     result = forks.tune(["--batch-size", 4, "--mib", 40], 2, memory_limit=small + 250 * MIB, steps=3)

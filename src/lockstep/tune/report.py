@@ -21,9 +21,7 @@ def rows(result: TuneResult) -> list[tuple[str, ...]]:
             str(one.accumulation),
             _rate(one.samples_per_s),
             _rate(one.tokens_per_s),
-            ""
-            if one.peak is None
-            else ("~" if one.verdict is SizeVerdict.RULED_OUT else "") + memory_text(one.peak),
+            "" if one.peak is None else memory_text(one.peak),
             verdict(one, result.limit),
         )
         for one in result.trials
@@ -36,8 +34,6 @@ def verdict(trial: SizeTrial, limit: int | None) -> str:
     match trial.verdict:
         case SizeVerdict.FITS:
             return "fits"
-        case SizeVerdict.RULED_OUT:
-            return f"not tried: would take more than the limit{of}"
         case SizeVerdict.OVER_LIMIT:
             return f"does not fit: over the limit{of}"
         case SizeVerdict.TOO_SLOW | SizeVerdict.FAILED:

@@ -25,7 +25,6 @@ class SizeVerdict(str, Enum):
     OUT_OF_MEMORY = "out of memory"
     OVER_LIMIT = "over the limit"
     KILLED = "killed"
-    RULED_OUT = "ruled out"
     TOO_SLOW = "no answer"
     FAILED = "failed"
 
@@ -39,7 +38,7 @@ class SizeTrial:
         accumulation: Micro-batches of a step.
         verdict: The worst of any rank.
         why: In words, for a size that does not fit.
-        peak: Bytes of the rank with the most; of a size that was ruled out what it would take; None: not known.
+        peak: Bytes of the rank with the most; None: not known.
         samples_per_s: Over all ranks, the median of the steps behind the first ones; None: not known.
         tokens_per_s: Likewise; None: batches have no ``input_ids``.
         steps: So many were timed.
@@ -118,11 +117,6 @@ def judged(
     return replace(
         trial, samples_per_s=samples, tokens_per_s=tokens, steps=steps, first_loss=_first_loss(facts)
     )
-
-
-def ruled_out(micro_batch: int, accumulation: int, peak: int) -> SizeTrial:
-    """Return a size that is not tried, because it would take ``peak`` bytes."""
-    return SizeTrial(micro_batch, accumulation, SizeVerdict.RULED_OUT, peak=peak)
 
 
 def _failure(ended: TrialEnd, timeout_s: float) -> tuple[SizeVerdict | None, str]:
