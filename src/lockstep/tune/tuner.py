@@ -110,9 +110,8 @@ class Tuner:
         start = max(size for size in sizes if size <= micro)
         # The script's own size divides its rows: the run from which they are known is a trial, too.
         if (start, rows // start) == (micro, accumulation):
-            self._keep_trial(
-                judged(ended, micro, accumulation, rows * facts.data_ranks, self.request.timeout_s)
-            )
+            global_batch = rows * facts.data_ranks
+            self._trials[micro] = judged(ended, micro, accumulation, global_batch, self.request.timeout_s)
         fits = {size: trial.fits for size, trial in self._trials.items()}
         while (size := next_size(sizes, start, fits)) is not None:
             self._trials[size] = self._tried(size, rows, facts)
