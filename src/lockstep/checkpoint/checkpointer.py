@@ -68,7 +68,6 @@ class Checkpointer:
         self.group = _group(runtime, project)
         self.folders = Folders(project, self.group, runtime.world_size)
         self.background = Background(step)
-        self.has_warned_of_added = False
         self.memory: FoldersInMemory | None = None
         self.saves_in_memory = False
         self._memory_planner: SavePlanner | None = None
