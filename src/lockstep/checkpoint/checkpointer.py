@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import Any
 
 from lockstep.checkpoint.contents import Hooks
 from lockstep.checkpoint.deferred import DeferredCopies, HostStager
@@ -20,9 +20,6 @@ from lockstep.errors import CheckpointError
 from lockstep.runtime.process import Runtime
 from lockstep.runtime.step import StepState
 
-if TYPE_CHECKING:
-    from lockstep.checkpoint.in_memory import FoldersInMemory
-
 logger = logging.getLogger("lockstep.checkpoint")
 
 
@@ -31,14 +28,14 @@ class SaveTarget:
     """Where a save goes.
 
     Args:
-        folders: They know where the next checkpoint is made.
+        folders: They know where the next checkpoint is made: ``Folders``, or ``FoldersInMemory``.
         group: The ranks that write one checkpoint together.
         sharing: Of these, the ranks that see the folder in which this rank writes.
         planner: Makes the plans of the group.
         holds_all: Whether all that the group writes comes to lie in that folder.
     """
 
-    folders: Folders | FoldersInMemory
+    folders: Any
     group: CheckpointGroup
     sharing: CheckpointGroup
     planner: SavePlanner
@@ -68,7 +65,7 @@ class Checkpointer:
         self.group = _group(runtime, project)
         self.folders = Folders(project, self.group, runtime.world_size)
         self.background = Background(step)
-        self.memory: FoldersInMemory | None = None
+        self.memory: Any = None
         self.saves_in_memory = False
         self._memory_planner: SavePlanner | None = None
         self._gloo: Communicator | None = None
@@ -83,10 +80,8 @@ class Checkpointer:
         """The project's folders."""
         return SaveTarget(self.folders, self.group, self.group, self.planner, True)
 
-    def in_memory(self, memory: FoldersInMemory) -> SaveTarget:
-        """Return the memory of the machines; all ranks write one checkpoint, also where machines share no
-        file system.
-        """
+    def in_memory(self, memory: Any) -> SaveTarget:
+        """Return the target of a save in memory. All ranks write one checkpoint, whatever machines share."""
         group = self.group
         # With save_on_each_node a group on disk is one machine; a plan of all ranks cannot be shared with it.
         if len(group.ranks) < self.runtime.world_size:

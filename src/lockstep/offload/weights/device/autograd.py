@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -22,9 +22,6 @@ from lockstep.offload.weights.device.working import WorkingTensor
 from lockstep.offload.weights.groups import WeightGroup
 from lockstep.torch_internals import autograd as torch_autograd
 from lockstep.torch_internals import tensors as torch_tensors
-
-if TYPE_CHECKING:
-    from lockstep.offload.weights.device.mover import DeviceMover
 
 
 @dataclass(frozen=True)
@@ -72,7 +69,23 @@ class SavedCast:
     offset: int
 
 
-def saved_tensors_hooks_of(weights: DeviceMover) -> saved_tensors_hooks:
+class SavedWeights(Protocol):
+    """Where the weights of groups are."""
+
+    def group_of_storage(self, storage: int) -> WeightGroup | None: ...
+
+    def group_of_parameter(self, tensor: torch.Tensor) -> tuple[WeightGroup, WorkingTensor] | None: ...
+
+    def working_at(self, group: WeightGroup, offset: int) -> WorkingTensor:
+        """Return what has the byte at ``offset`` of the group's memory."""
+
+    def view(self, saved: SavedView) -> torch.Tensor:
+        """Return it in the memory that the group has now; it is loaded if it has none."""
+
+    def cast(self, saved: SavedCast) -> torch.Tensor: ...
+
+
+def saved_tensors_hooks_of(weights: SavedWeights) -> saved_tensors_hooks:
     """Replace what autograd saves of ``weights``. Other tensors are left to the hooks around these, if any."""
     outer: Any = torch_autograd.saved_tensors_hooks_now()
 
@@ -92,7 +105,7 @@ def saved_tensors_hooks_of(weights: DeviceMover) -> saved_tensors_hooks:
 
 
 def _weight(
-    weights: DeviceMover, saved: SavedView | SavedCast, working: WorkingTensor, version: tuple[int, int]
+    weights: SavedWeights, saved: SavedView | SavedCast, working: WorkingTensor, version: tuple[int, int]
 ) -> torch.Tensor:
     if working.version != version:
         raise _modified(saved.size)
@@ -106,7 +119,7 @@ def _kept(tensor: torch.Tensor, version: int) -> torch.Tensor:
     return tensor
 
 
-def _recipe(weights: DeviceMover, tensor: torch.Tensor) -> SavedView | SavedCast | None:
+def _recipe(weights: SavedWeights, tensor: torch.Tensor) -> SavedView | SavedCast | None:
     if tensor.layout is not torch.strided or not torch_tensors.has_storage(tensor):
         return None
     group = weights.group_of_storage(torch_tensors.storage_key(tensor))
