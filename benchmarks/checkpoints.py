@@ -9,7 +9,7 @@ same everywhere: weights, two moments, and the small rest. Only Lockstep's is ve
 
 Then Lockstep trains some steps without saving, saves in the background, and trains as many steps again while that save
 is copied and written. "stands still" is the time in which the main thread does nothing for training: the call of
-``save_state``, and what ``backward`` and ``optimizer.step()`` wait for copies. "slower" is how much longer the steps
+``save_state``, and what ``optimizer.step()`` waits for copies. "slower" is how much longer the steps
 take than those before: it has what the writing threads take from cores and memory that training needs, too.
 """
 
@@ -118,8 +118,7 @@ class StandStill:
         without = seconds(lambda _: self._train(steps), folder)
         blocked = seconds(lambda _: accelerator.save_state(folder, blocking=False), folder)
         copies = accelerator._step.being_saved
-        for name in ("before_step", "before_backward"):
-            setattr(copies, name, self._timed(getattr(copies, name)))
+        copies.before_step = self._timed(copies.before_step)
         self._waited_s = 0.0
         while_saved = seconds(lambda _: self._train(steps), folder)
         waited = of_slowest(self._waited_s)

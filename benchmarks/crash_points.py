@@ -27,13 +27,13 @@ from common import Report
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from checkpoint.crash.crashes import Outcome
-from checkpoint.crash.torch_checkpoint import IN_PLACE, NEW_DIRECTORIES
-from checkpoint.crash.trials import TRIALS, killed, killed_twice, make, pool
+from checkpoint.crash.trials import TRIALS, killed, killed_twice, make, pool, really_killed
+from torch_checkpoint import IN_PLACE, NEW_DIRECTORIES
 
 SLICES, QUICK_SLICES = 8, 40
 RESULTS = ("N", "N-1", "none", "unreadable", "mixed")
 PEERS = [IN_PLACE, NEW_DIRECTORIES]
-KILLS = (killed, killed_twice)
+KILLS = (killed, really_killed, killed_twice)
 
 
 def main() -> None:

@@ -47,7 +47,7 @@ def verified(capsys: pytest.CaptureFixture[str], path: Path, *options: str) -> t
     return ended.value.code, capsys.readouterr().out
 
 
-def test_what_was_added_is_passed_over_and_said_once(
+def test_what_was_added_is_passed_over(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = Run()
@@ -56,8 +56,7 @@ def test_what_was_added_is_passed_over_and_said_once(
     with caplog.at_level(logging.WARNING, "lockstep.checkpoint"):
         for _ in range(2):
             assert run.load(tmp_path / "state") == 3
-    assert len(caplog.messages) == 1
-    assert "holds .git/HEAD, latest, model/config.json and 3 more, which was added" in caplog.messages[0]
+    assert caplog.messages == []
     code, output = verified(capsys, tmp_path / "state")
     assert code == 0
     assert "6 files were added to it later, which loading passes over: .git/HEAD, latest" in output

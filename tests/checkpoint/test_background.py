@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import logging
 import textwrap
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -99,47 +98,6 @@ def writes(before: Any) -> Iterator[None]:
         yield
 
 
-def goes_on(parallel: str | None, directory: str) -> dict[str, Any]:
-    run = Run(parallel)
-    run.train(2)
-    release = threading.Event()
-    with writes(lambda path: release.wait()):
-        expected = run.state()
-        found = run.accelerator.save_state(directory, blocking=False)
-        published = Path(directory).exists()
-        run.train(3)
-        release.set()
-        run.train(3)  # while it is written
-        run.accelerator.wait_for_checkpoint()
-    later = run.state()
-    run.accelerator.load_state(directory)
-    return {
-        "named": found == directory,
-        "published at once": published,
-        "trained": differing(later, expected),
-        "differs": differing(run.state(), expected),
-        "threads": [t.name for t in threading.enumerate() if t.name.startswith("lockstep-save")],
-    }
-
-
-@pytest.mark.parametrize(
-    ("world_size", "parallel"),
-    [(1, None), (2, None), (2, "zero=1"), (2, "zero=3"), (4, "zero=2 replicate=2")],
-)
-def test_what_is_saved_are_the_values_at_the_call(
-    run_distributed: Any, tmp_path: Path, world_size: int, parallel: str | None
-) -> None:
-    directory = tmp_path / "state"
-    for found in run_distributed(goes_on, world_size, parallel, str(directory)):
-        assert found["named"]
-        assert not found["published at once"]
-        assert {"sums", "values", "rng", "0.exp_avg"} < set(found["trained"])
-        assert found["differs"] == []
-        assert found["threads"] == []
-    saved_files.assert_manifest_tells_the_truth(directory)
-    saved_files.tensors(directory)
-
-
 def shares(parallel: str | None, directory: str) -> dict[str, Any]:
     run = Run(parallel)
     run.train(1)
@@ -158,7 +116,7 @@ def shares(parallel: str | None, directory: str) -> dict[str, Any]:
     return {"sizes": sizes, "same memory": places[0] == places[1], "copies": len(places[0])}
 
 
-@pytest.mark.parametrize(("world_size", "parallel"), [(1, None), (2, None), (2, "zero=3"), (4, "zero=1")])
+@pytest.mark.parametrize(("world_size", "parallel"), [(1, None), (2, "zero=3")])
 def test_the_memory_is_one_copy_of_what_this_rank_writes(
     run_distributed: Any, tmp_path: Path, world_size: int, parallel: str | None
 ) -> None:
@@ -176,8 +134,8 @@ def test_the_memory_is_one_copy_of_what_this_rank_writes(
         assert found["copies"] > 3
 
 
-def fails(kind: str, directory: str) -> dict[str, Any]:
-    """Rank 1 cannot write its second save; the next call after that is of this kind."""
+def fails(directory: str) -> list[dict[str, Any]]:
+    """Rank 1 cannot write a save; the next call after that is of another kind each time."""
     records: list[str] = []
     handler = logging.Handler(logging.ERROR)
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
@@ -190,36 +148,33 @@ def fails(kind: str, directory: str) -> dict[str, Any]:
         if rank == 1:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    with writes(full):
-        accelerator.save_state(f"{directory}/second", blocking=False)
-        run.train(1)
-        accelerator._checkpointer.background._thread.join()  # type: ignore[union-attr]
-    calls = {
-        "wait": accelerator.wait_for_checkpoint,
-        "save": lambda: accelerator.save_state(f"{directory}/third"),
-        "save in background": lambda: accelerator.save_state(f"{directory}/third", blocking=False),
-        "load": lambda: accelerator.load_state(f"{directory}/first"),
-        "end": accelerator.end_training,
-    }
-    error = ""
-    try:
-        calls[kind]()
-    except LockstepError as failure:
-        error = str(failure)
-    accelerator.wait_for_everyone()
-    there = sorted(path.name for path in Path(directory).iterdir())
-    accelerator.wait_for_everyone()
-    accelerator.save_state(f"{directory}/again", blocking=False)  # it is said once
-    accelerator.wait_for_checkpoint()
-    accelerator.load_state(f"{directory}/again")
-    return {"error": error, "log": records, "there": there}
+    found = []
+    for call in (
+        accelerator.wait_for_checkpoint,
+        lambda: accelerator.save_state(f"{directory}/third"),
+        lambda: accelerator.save_state(f"{directory}/third", blocking=False),
+        lambda: accelerator.load_state(f"{directory}/first"),
+        accelerator.end_training,
+    ):
+        records.clear()
+        with writes(full):
+            accelerator.save_state(f"{directory}/second", blocking=False)
+            run.train(1)
+            accelerator._checkpointer.background._thread.join()  # type: ignore[union-attr]
+        with pytest.raises(LockstepError) as error:
+            call()
+        accelerator.wait_for_everyone()
+        there = sorted(path.name for path in Path(directory).iterdir())
+        accelerator.wait_for_everyone()
+        found.append({"error": str(error.value), "log": list(records), "there": there})
+        accelerator.wait_for_checkpoint()  # it is said once
+    return found
 
 
-@pytest.mark.parametrize("kind", ["wait", "save", "save in background", "load", "end"])
 def test_a_failure_is_logged_and_raised_by_the_next_call_on_all_ranks(
-    run_distributed: Any, tmp_path: Path, kind: str
+    run_distributed: Any, tmp_path: Path
 ) -> None:
-    for found in run_distributed(fails, 2, kind, str(tmp_path)):
+    for found in [one for rank in run_distributed(fails, 2, str(tmp_path)) for one in rank]:
         assert f"{tmp_path}/second, which was being saved in the background, was not saved" in found["error"]
         assert "Rank 1 could not write" in found["error"]
         assert "No space left on device" in found["error"]
@@ -250,9 +205,8 @@ def one_at_a_time(directory: str) -> list[Any]:
     return seen
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_there_are_never_two_at_once(run_distributed: Any, tmp_path: Path, world_size: int) -> None:
-    for seen in run_distributed(one_at_a_time, world_size, str(tmp_path)):
+def test_there_are_never_two_at_once(run_distributed: Any, tmp_path: Path) -> None:
+    for seen in run_distributed(one_at_a_time, 2, str(tmp_path)):
         assert [one for one in seen if isinstance(one, bool)] == [True] * 3
         assert all(len(names) == 1 for names in seen if isinstance(names, list))
 
@@ -322,7 +276,7 @@ SCRIPT = """
 """
 
 
-@pytest.mark.parametrize("kind", ["ends", "raises", "fails"])
+@pytest.mark.parametrize("kind", ["raises", "fails"])
 def test_a_process_does_not_end_before_its_save(
     warm_interpreter: WarmInterpreter, tmp_path: Path, kind: str
 ) -> None:

@@ -10,7 +10,7 @@ import pytest
 from checkpoint.damage import KINDS
 from checkpoint.damage_trial import Bench, Outcome
 
-EACH, EACH_ON_TWO_RANKS = 11, 1
+EACH, EACH_ON_TWO_RANKS = 4, 1
 SHOWS_TENSORS = (
     "flipped bit of any file",
     "overwritten bytes",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -19,15 +18,8 @@ from checkpoint.crash import sabotage, trials
 from checkpoint.crash.crashes import Outcome
 from checkpoint.crash.lost_writes import Disk
 from checkpoint.crash.operations import Operation
-from checkpoint.crash.system_calls import STRACE, changes
-from checkpoint.crash.trials import TRIALS, make
+from checkpoint.crash.trials import TRIALS, Trial, make
 from lockstep.testing import server_environment
-from tests.marks import again
-
-LEAST_KILLED, LEAST_KILLED_TWICE = 1040, 560  # points in all slices
-
-few_and_more = pytest.mark.parametrize("slices", [20, pytest.param(4, marks=pytest.mark.exhaustive)])
-"""Into how many slices the points are cut, one of which is taken of each trial."""
 
 
 @pytest.fixture(scope="module")
@@ -44,55 +36,58 @@ def results(outcomes: list[Outcome]) -> Counter[str]:
     return Counter(one.result for one in outcomes)
 
 
-def made(executor: ProcessPoolExecutor, kinds: set[object], slices: int, taken: int) -> list[Outcome]:
-    chosen = [trial for trial in TRIALS if trial.kind in kinds and trial.scenario.ranks == 1]
-    return [one for _, outcomes in make(executor, chosen, slices, taken) for one in outcomes]
+def made(executor: ProcessPoolExecutor, kind: object, slices: int, ranks: int = 1) -> list[Outcome]:
+    chosen = [trial for trial in TRIALS if trial.kind is kind and trial.scenario.ranks == ranks]
+    return [one for _, outcomes in make(executor, chosen, slices, taken=1) for one in outcomes]
 
 
-@few_and_more
-def test_a_run_that_is_killed_anywhere_continues_at_the_save_or_the_one_before(executor, slices: int) -> None:
-    found = results(made(executor, {trials.killed}, slices, taken=1))
-    assert found.total() >= LEAST_KILLED / slices
+def test_a_run_that_is_killed_anywhere_continues_at_the_save_or_the_one_before(executor) -> None:
+    numbered = Trial(trials.killed, trials.LIMIT_1)
+    found = results([one for _, outcomes in make(executor, [numbered], 2, 2) for one in outcomes])
+    assert found.total() >= 180
     assert min(found["N"], found["N-1"], found["none"]) > 0
 
 
-@few_and_more
-def test_the_run_that_resumes_may_be_killed_too(executor, slices: int) -> None:
-    found = results(made(executor, {trials.killed_twice}, slices, taken=1))
-    assert found.total() >= LEAST_KILLED_TWICE / slices
+def test_so_does_one_that_saves_in_another_way(executor) -> None:
+    found = results(made(executor, trials.killed, slices=20))
+    assert found.total() >= 45
+    assert min(found["N"], found["N-1"], found["none"]) > 0
+
+
+def test_the_run_that_resumes_may_be_killed_too(executor) -> None:
+    found = results(made(executor, trials.killed_twice, slices=20))
+    assert found.total() >= 20
     assert min(found["N"], found["N-1"]) > 0
 
 
-def test_a_rank_that_is_killed_alone_or_with_the_others_leaves_a_whole_checkpoint(executor) -> None:
-    chosen = [trial for trial in TRIALS if trial.kind is trials.killed and trial.scenario.ranks == 2]
-    found = [one for _, outcomes in make(executor, chosen, 25, 1) for one in outcomes]
-    assert results(found).total() >= 10
-    assert {one.point.split(",")[0] for one in found} == {"rank 0", "rank 1"}
+@pytest.mark.parametrize(("ranks", "slices"), [(1, 50), (2, 60)])
+def test_a_rank_that_a_signal_ends_leaves_a_whole_checkpoint(executor, ranks: int, slices: int) -> None:
+    found = made(executor, trials.really_killed, slices, ranks)
+    assert results(found).total() >= 3 * ranks
+    assert {one.point.split(",")[0] for one in found} == {f"rank {rank}" for rank in range(ranks)}
 
 
 def test_what_was_not_synced_may_be_lost(executor) -> None:
-    found = results(made(executor, {trials.power_off, trials.killed_then_power_off}, slices=40, taken=1))
+    found = results(
+        [*made(executor, trials.power_off, 120), *made(executor, trials.killed_then_power_off, 120)]
+    )
     assert min(found["N"], found["N-1"], found["none"]) > 0
 
 
 def test_a_broken_disk_fails_the_save_and_nothing_else(executor) -> None:
-    found = results(made(executor, {trials.failed}, slices=16, taken=1))
+    found = results(made(executor, trials.failed, slices=48))
     assert min(found["N"], found["N-1"]) > 0
 
 
 def test_a_broken_disk_of_one_rank_fails_the_save_on_both(executor) -> None:
-    chosen = [trial for trial in TRIALS if trial.kind is trials.failed and trial.scenario.ranks == 2]
-    found = [one for _, outcomes in make(executor, chosen, 40, 1) for one in outcomes]
-    assert results(found).total() >= 6
+    assert results(made(executor, trials.failed, 80, ranks=2)).total() >= 6
 
 
 @pytest.mark.parametrize(
     ("broken", "kind", "seen"),
     [
-        again(sabotage.replaces_in_place, trials.killed, {"unreadable"}),
         (sabotage.prunes_first, trials.killed, {"unreadable"}),
         (sabotage.syncs_nothing, trials.power_off, {"unreadable"}),
-        again(sabotage.replaces_file_by_file, trials.killed, {"mixed"}),
     ],
 )
 def test_the_harness_finds_what_is_wrong_with_a_careless_writer(executor, broken, kind, seen) -> None:
@@ -101,32 +96,21 @@ def test_the_harness_finds_what_is_wrong_with_a_careless_writer(executor, broken
 
 
 @pytest.fixture(scope="module")
-def traced(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
-    """The folder, what the run itself recorded, and what strace did, where there is one."""
+def traced(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the run itself recorded, and what Python's audit events told."""
     place = Path(os.path.realpath(tmp_path_factory.mktemp("traced")))
-    folder, record, calls = place / "run", place / "record", place / "calls"
+    folder, record = place / "run", place / "record"
     folder.mkdir()
     command = [sys.executable, "-m", "checkpoint.crash.traced", str(folder), str(record)]
-    if shutil.which("strace"):
-        command = [*STRACE, "-o", str(calls), *command]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    return folder, record, calls
+    return record
 
 
-def test_the_recorder_sees_every_system_call_that_changes_a_file(traced: tuple[Path, Path, Path]) -> None:
-    folder, record, calls = traced
-    if not calls.exists():
-        pytest.skip("strace is not installed")
-    seen = json.loads(record.read_text())["seen"]
-    assert len(seen) > 200
-    assert changes(calls, folder) == seen
-
-
-def test_the_recorder_sees_what_python_audits(traced: tuple[Path, Path, Path]) -> None:
-    record = json.loads(traced[1].read_text())
+def test_the_recorder_sees_what_python_audits(traced: Path) -> None:
+    record = json.loads(traced.read_text())
     assert len(record["tried"]) > 80
     assert without_repetition(record["audited"]) == without_repetition(record["tried"])
 

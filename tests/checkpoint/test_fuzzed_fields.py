@@ -172,21 +172,10 @@ def wrong_of(
     return wrong
 
 
-@pytest.mark.parametrize("kind", ["adamw", pytest.param("sgd", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("document", ["body", "common", "own", "index"])
-def test_each_field_is_checked_before_anything_changes(tmp_path: Path, document: str, kind: str) -> None:
-    draft = saved(tmp_path / "saved", kind)
-    assert (
-        wrong_of(draft, tmp_path / "forged", document, document, lambda number: number % 23 == 0, kind) == []
-    )
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("document", ["body", "common", "own", "index"])
-def test_each_field_with_each_value(tmp_path: Path, document: str) -> None:
+def test_each_field_is_checked_before_anything_changes(tmp_path: Path, document: str) -> None:
     draft = saved(tmp_path / "saved")
-    every = 3 if document == "index" else 1  # its entries look alike
-    assert wrong_of(draft, tmp_path / "forged", document, document, lambda n: n % every == 0, "adamw") == []
+    assert wrong_of(draft, tmp_path / "forged", document, document, lambda n: n % 41 == 0, "adamw") == []
 
 
 def other_tensors(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -205,9 +194,8 @@ def other_tensors(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("kind", ["adamw", "sgd"])
-def test_each_tensor_is_checked_before_anything_changes(tmp_path: Path, kind: str) -> None:
-    draft, run, wrong, count = saved(tmp_path / "saved", kind), Small(kind), [], 0
+def test_each_tensor_is_checked_before_anything_changes(tmp_path: Path) -> None:
+    draft, run, wrong, count = saved(tmp_path / "saved"), Small(), [], 0
     for name, entry in draft.index.items():
         piece = entry["pieces"][0]
         stored = draft.tensors(piece["file"])[piece["key"]]
@@ -223,7 +211,7 @@ def test_each_tensor_is_checked_before_anything_changes(tmp_path: Path, kind: st
             count += 1
             if found:
                 wrong.append(f"{name} is {what}: {found}")
-                run = Small(kind)
+                run = Small()
     assert count > 60
     assert wrong == []
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import nn
@@ -21,36 +22,37 @@ from lockstep.checkpoint.store import DirectoryLock
 from lockstep.errors import CheckpointError
 from tests.refusals import expect_refusal
 
-HOLDER = """
-import importlib.util, sys, time
-from lockstep.checkpoint.store import DirectoryLock
-lock = DirectoryLock(sys.argv[1], sys.argv[2])
-try:
-    lock.acquire()
-except Exception as error:
-    print(error, flush=True)
-else:
-    print("held", flush=True)
-    time.sleep(float(sys.argv[3]))
-"""
+
+def hold(path: str, seconds: float, tell: Connection) -> None:
+    try:
+        lock = DirectoryLock(path, "the run")
+        lock.acquire()
+    except Exception as error:
+        tell.send(str(error))
+    else:
+        tell.send("held")
+        time.sleep(seconds)
+    os._exit(0)
 
 
 @contextmanager
-def holder(path: Path, seconds: float = 60) -> Iterator[subprocess.Popen[str]]:
-    """Another process that tries to take the lock and says on a line what became of that."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(path), "the run", str(seconds)], stdout=subprocess.PIPE, text=True
-    )
+def holder(path: Path, seconds: float = 60) -> Iterator[Any]:
+    """Another process that tries to take the lock and says what became of that."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=hold, args=(str(path), seconds, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    process.says = ours  # type: ignore[attr-defined]
     try:
         yield process
     finally:
         process.kill()
-        process.wait()
+        process.join()
 
 
-def said(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    return process.stdout.readline().strip()
+def said(process: Any) -> str:
+    return str(process.says.recv())
 
 
 def test_a_second_process_is_refused_at_once_and_told_who_is_there(tmp_path: Path) -> None:
@@ -87,7 +89,7 @@ def test_a_killed_process_holds_nothing_and_its_file_is_taken_over(tmp_path: Pat
     with holder(path) as other:
         assert said(other) == "held"
         os.kill(other.pid, signal.SIGKILL)
-        other.wait()
+        other.join()
     assert json.loads(path.read_text())["process"] == other.pid
     lock = DirectoryLock(str(path), "x")
     lock.acquire()
@@ -190,7 +192,7 @@ def test_a_failed_save_lets_go_of_its_lock(tmp_path: Path) -> None:
     handle.remove()
     with holder(tmp_path / "state.lock", seconds=0) as other:
         assert said(other) == "held"
-        other.wait()
+        other.join()
     accelerator.save_state(tmp_path / "state")
 
 

@@ -56,8 +56,7 @@ def save(directory: str, max_shard_size: Any, precision: str = "no") -> dict[str
     return {name: tensor.clone() for name, tensor in plain.state_dict().items()}
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16"])
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(("world_size", "precision"), [(1, "no"), (2, "bf16")])
 def test_one_file_holds_a_small_model(
     run_distributed, tmp_path: Path, world_size: int, precision: str
 ) -> None:
@@ -66,7 +65,7 @@ def test_one_file_holds_a_small_model(
     assert problems.difference(load_file(tmp_path / "model.safetensors"), state) == 0
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [2])
 def test_shards_hold_no_more_than_asked_for_and_the_index_names_each(
     run_distributed, tmp_path: Path, world_size: int
 ) -> None:
@@ -138,8 +137,9 @@ SMALL = {
 MODELS = {"bert": bert, "llama": llama, "mixtral": mixtral, "t5": t5}
 
 
-@pytest.mark.parametrize("max_shard_size", ["10GB", "20KB"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "max_shard_size"), [("bert", "10GB"), ("llama", "20KB"), ("mixtral", "20KB"), ("t5", "10GB")]
+)
 def test_transformers_loads_what_was_saved_and_nothing_else_is_needed(
     tmp_path: Path, name: str, max_shard_size: str
 ) -> None:
@@ -156,8 +156,7 @@ def test_transformers_loads_what_was_saved_and_nothing_else_is_needed(
     assert problems.difference(loaded.state_dict(), accelerator.get_state_dict(prepared)) == 0
 
 
-@pytest.mark.parametrize("name", ["bert", "llama", "t5"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("name", "dtype"), [("llama", torch.float32), ("t5", torch.bfloat16)])
 def test_configurations_and_names_are_those_that_save_pretrained_writes(
     tmp_path: Path, name: str, dtype: torch.dtype
 ) -> None:
@@ -212,7 +211,7 @@ def save_zero(directory: str, stage: int) -> dict[str, torch.Tensor]:
     return plain
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [3])
 def test_transformers_loads_what_a_sharded_run_saved(run_distributed, tmp_path: Path, stage: int) -> None:
     state = run_distributed(save_zero, 2, str(tmp_path), stage)[0]
     assert json.loads((tmp_path / "config.json").read_bytes())["architectures"] == ["BertForMaskedLM"]
@@ -304,8 +303,9 @@ def weights(number: int, count: int = 4) -> dict[str, torch.Tensor]:
 SIZES = {"one file": 10**6, "2 shards": 1024, "4 shards": 512}
 
 
-@pytest.mark.parametrize("after", SIZES)
-@pytest.mark.parametrize("before", SIZES)
+@pytest.mark.parametrize(
+    ("before", "after"), [("one file", "4 shards"), ("4 shards", "2 shards"), ("2 shards", "one file")]
+)
 def test_a_save_leaves_its_own_files_and_those_of_others(tmp_path: Path, before: str, after: str) -> None:
     others = {"tokenizer.json": b"{}", "model.txt": b"x", "model-best.safetensors": b"y", "a.partial": b"z"}
     for name, content in others.items():
@@ -364,11 +364,8 @@ while True:
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ("one file", "one file"),
         ("one file", "2 shards"),
         ("2 shards", "one file"),
-        pytest.param("2 shards", "2 shards", marks=pytest.mark.exhaustive),
-        ("4 shards", "2 shards"),
     ],
 )
 def test_a_save_that_is_killed_anywhere_leaves_the_earlier_weights_or_the_new_ones(

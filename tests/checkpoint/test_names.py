@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 from lockstep import Accelerator
 from lockstep.checkpoint.store import LocalStore, verify_checkpoint
 from lockstep.checkpoint.weights import open_weights
 from lockstep.errors import UsageError
-from lockstep.offload.files import MappedFiles, TensorToWrite, read, write_to_folder
 from lockstep.utils import save
 from tests.refusals import expect_refusal
 
@@ -95,19 +93,3 @@ def test_names_that_other_programs_could_not_read_are_refused_before_a_file_is_t
     with pytest.raises(UsageError):
         save({name: torch.ones(1)}, tmp_path / "file", safe_serialization=True)
     assert not (tmp_path / "file").exists()
-
-
-def test_an_offload_folder_holds_any_name(tmp_path: Path) -> None:
-    values = {
-        name: torch.full((2,), float(i)) for i, name in enumerate(["__metadata__", "__metadata__'", "a"])
-    }
-    kept = [
-        TensorToWrite(name, value.dtype, value.shape, lambda value=value: iter([value]))
-        for name, value in values.items()
-    ]
-    regions = write_to_folder(str(tmp_path), kept)
-    file = load_file(next(tmp_path.glob("offload*.safetensors")))
-    assert len(file) == 3
-    files = MappedFiles()
-    found = {name: read(region, files, torch.float32) for name, region in regions.items()}
-    assert all(torch.equal(found[name], value) for name, value in values.items())

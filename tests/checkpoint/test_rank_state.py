@@ -65,7 +65,7 @@ def load_mine(directory: str, from_rank: int | None) -> bool:
     return equal(item.state, Mine(accelerator.process_index if from_rank is None else from_rank).state)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2])
 def test_each_rank_gets_its_own_object_back(run_distributed: Any, tmp_path: Path, world_size: int) -> None:
     directory = str(tmp_path / "state")
     run_distributed(save_mine, world_size, directory)
@@ -74,7 +74,7 @@ def test_each_rank_gets_its_own_object_back(run_distributed: Any, tmp_path: Path
     assert run_distributed(load_mine, other, directory, 0) == [True] * other
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2])
 def test_tensors_of_objects_that_are_equal_on_all_ranks_are_stored_once(
     run_distributed: Any, tmp_path: Path, world_size: int
 ) -> None:
@@ -128,8 +128,7 @@ def buffers_that_differ(broadcast: bool, directory: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("broadcast", [True, False])
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(("world_size", "broadcast"), [(4, True), (2, False)])
 def test_buffers_that_differ_by_rank_come_back_on_their_rank(
     run_distributed: Any, tmp_path: Path, world_size: int, broadcast: bool
 ) -> None:
@@ -208,8 +207,7 @@ def through_a_checkpoint(kind: str, with_hook: bool, directory: str) -> bool:
     return equal(fresh.extra, extras()[kind]) and torch.equal(fresh.inner.weight, model.inner.weight)
 
 
-@pytest.mark.parametrize("with_hook", [False, True])
-@pytest.mark.parametrize("kind", list(extras()))
+@pytest.mark.parametrize(("kind", "with_hook"), [(kind, i % 2 > 0) for i, kind in enumerate(extras())])
 def test_extra_state_of_modules_comes_back(
     run_distributed: Any, tmp_path: Path, kind: str, with_hook: bool
 ) -> None:
@@ -279,7 +277,7 @@ def average(text: str, seed: int, directory: str, load: bool) -> dict[str, torch
     return {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in item.weights.items()}
 
 
-@pytest.mark.parametrize("saving", [(2, "zero=3"), (4, "zero=2 replicate=2"), (2, "ddp"), (1, "ddp")])
+@pytest.mark.parametrize("saving", [(4, "zero=2 replicate=2"), (1, "ddp")])
 def test_sharded_tensors_of_objects_are_stored_once_and_load_in_other_layouts(
     run_distributed: Any, tmp_path: Path, saving: tuple[int, str]
 ) -> None:

@@ -126,8 +126,7 @@ def uninterrupted() -> list[float]:
     return Training(seed=1).train(13)[7:]
 
 
-@pytest.mark.parametrize("blocking", [True, False])
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(("world_size", "blocking"), [(1, True), (2, False)])
 def test_a_run_that_continues_from_objects_is_the_run_that_was_not_interrupted(
     run_distributed, bucket: Path, world_size: int, blocking: bool
 ) -> None:
@@ -164,7 +163,7 @@ def numbered(project: str) -> tuple[list[str], float, int]:
     return names, number, run.accelerator.save_iteration
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [2])
 def test_numbered_checkpoints_of_a_remote_project_are_kept_up_to_the_limit(
     run_distributed, bucket: Path, world_size: int
 ) -> None:

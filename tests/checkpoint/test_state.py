@@ -118,8 +118,9 @@ def uninterrupted(precision: str, before: int, scheduler: str) -> dict[str, Any]
     }
 
 
-@pytest.mark.parametrize("before", [3, 5, 8])
-@pytest.mark.parametrize(("world_size", "precision"), [(1, "fp16"), (2, "no"), (2, "fp16"), (4, "bf16")])
+@pytest.mark.parametrize(
+    ("world_size", "precision", "before"), [(1, "fp16", 3), (2, "no", 5), (2, "fp16", 8), (4, "bf16", 5)]
+)
 def test_a_run_that_continues_is_bit_for_bit_the_run_that_was_not_interrupted(
     run_distributed, tmp_path: Path, world_size: int, precision: str, before: int
 ) -> None:
@@ -176,7 +177,7 @@ def named_saves(directory: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [2])
 def test_numbered_checkpoints_are_kept_up_to_the_limit(
     run_distributed, tmp_path: Path, world_size: int
 ) -> None:
@@ -231,7 +232,7 @@ def hooked(directory: str) -> list[Any]:
     return seen
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [2])
 def test_hooks_see_the_models_and_may_take_some_over(
     run_distributed, tmp_path: Path, world_size: int
 ) -> None:
@@ -349,7 +350,7 @@ def refused(kind: str, directory: str) -> str:
         ("hook on the last rank", "the disk is full"),
     ],
 )
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [2])
 def test_what_cannot_be_saved_or_loaded_is_an_error_on_every_rank(
     run_distributed, tmp_path: Path, world_size: int, kind: str, words: str
 ) -> None:

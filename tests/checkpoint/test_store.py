@@ -182,26 +182,6 @@ def test_a_save_that_was_cut_is_not_there_and_the_next_one_clears_it(tmp_path: P
     assert run.load(target) == 1
 
 
-def test_cut_between_moving_the_old_one_aside_and_publishing(tmp_path: Path) -> None:
-    run, target = Run(), tmp_path / "state"
-    checkpoint_at(run, tmp_path / "state.old", 1)
-    checkpoint_at(run, tmp_path / "state.partial", 2)
-    assert run.load(target) == 1
-    run.save(target, 3)
-    assert run.load(target) == 3
-    assert below(tmp_path) == ["state"]
-
-
-def test_cut_between_publishing_and_removing_the_old_one(tmp_path: Path) -> None:
-    run, target = Run(), tmp_path / "state"
-    checkpoint_at(run, target, 2)
-    checkpoint_at(run, tmp_path / "state.old", 1)
-    assert run.load(target) == 2
-    run.save(target, 3)
-    assert run.load(target) == 3
-    assert below(tmp_path) == ["state"]
-
-
 def test_the_old_one_is_loaded_where_its_successor_is_damaged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -231,15 +211,6 @@ def test_the_old_one_outlives_a_failed_save_over_a_damaged_successor(tmp_path: P
     run.save(target, 4)
     assert run.load(target) == 4
     assert below(tmp_path) == ["state"]
-
-
-def test_half_a_removal_does_not_stand_in_the_way(tmp_path: Path) -> None:
-    run, target = Run(), tmp_path / "state"
-    checkpoint_at(run, target, 1)
-    (tmp_path / "state.removed").mkdir()
-    (tmp_path / "state.removed" / "manifest.json").write_text("{}")
-    STORE.remove(str(target))
-    assert below(tmp_path) == []
 
 
 def test_removing_does_not_follow_links(tmp_path: Path) -> None:

@@ -60,15 +60,10 @@ def test_a_folder_is_where_the_words_say() -> None:
     st.sampled_from(["", "zero=1", "zero=3", "ddp"]),
     st.sampled_from(list(Offload)),
     st.one_of(st.just("cpu"), st.text(min_size=1)),
-    st.booleans(),
 )
-def test_a_line_reads_back_as_what_it_was_made_from(
-    words: str, offload: Offload, place: str, delayed: bool
-) -> None:
+def test_a_line_reads_back_as_what_it_was_made_from(words: str, offload: Offload, place: str) -> None:
     try:
-        plan = Parallel.parse(words or None).merged(
-            offload=offload, offload_to=place, delayed_update=delayed or None
-        )
+        plan = Parallel.parse(words or None).merged(offload=offload, offload_to=place)
     except ConfigError:
         return
     assert Parallel.parse(str(plan)) == plan
@@ -86,10 +81,6 @@ def test_a_line_reads_back_as_what_it_was_made_from(
         ("offload", {"offload_to": "/a\0"}, "has spaces or control characters"),
         ("offload", {"offload_to": 3}, "neither cpu nor a folder"),
         ("offload_to=/a", {}, "offload_to says how to offload, but nothing is offloaded"),
-        ("offload=none zero=3 delayed_update", {}, "delayed_update says how to offload"),
-        ("offload delayed_update", {}, "Use offload=optimizer, or drop delayed_update"),
-        ("offload=params delayed_update", {}, "Use offload=optimizer, or drop delayed_update"),
-        ("offload=optimizer delayed_update=perhaps", {}, "delayed_update=perhaps"),
         ("offload=optimizer tp=2", {}, "Drop tp, or use a stage of ZeRO with offload=all"),
         ("offload=optimizer zero=1 cp=2", {}, "Drop cp"),
         ("offload zero=3 offload_to=/a pp=2", {}, "offload_to=/a goes with ddp and ZeRO only. Drop pp"),

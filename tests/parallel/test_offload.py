@@ -196,41 +196,6 @@ def test_gradients_are_written_once_and_read_once_also_if_they_are_clipped(
     accelerator.free_memory()
 
 
-def test_a_delayed_update_shows_one_step_later() -> None:
-    """The oracle is the plain loop with the delay written out: gradients of the parameters of the step before."""
-    torch.manual_seed(0)
-    plain, shown = Model(), Model()
-    shown.load_state_dict(plain.state_dict())
-    reference = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-    for tokens, _ in zip(batches(), range(4), strict=False):
-        shown.zero_grad()
-        loss_of(shown, tokens).backward()
-        late = [parameter.detach().clone() for parameter in plain.parameters()]
-        for parameter, other in zip(plain.parameters(), shown.parameters(), strict=True):
-            parameter.grad = None if other.grad is None else other.grad.clone()
-        reference.step()
-        with torch.no_grad():
-            for parameter, other in zip(shown.parameters(), late, strict=True):
-                parameter.copy_(other)
-
-    accelerator = Accelerator(cpu=True, parallel="offload=optimizer delayed_update")
-    torch.manual_seed(0)
-    model: Any = Model()
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    model, optimizer = accelerator.prepare(model, optimizer)
-    losses = []
-    for tokens, _ in zip(batches(), range(4), strict=False):
-        optimizer.zero_grad()
-        loss = loss_of(model, tokens)
-        accelerator.backward(loss)
-        optimizer.step()
-        losses.append(loss.item())
-    state = accelerator.get_state_dict(model)  # shows the last step too
-    for ours, expected in zip(state.values(), plain.state_dict().values(), strict=True):
-        assert torch.equal(ours, expected)
-    accelerator.free_memory()
-
-
 def peak_of_training(blocks: int, parallel: str) -> int:
     """Bytes of memory that training takes above what the process had before, in a process of its own."""
     code = f"""

@@ -349,7 +349,7 @@ model = torch.nn.Linear(2, 3)
 @pytest.mark.parametrize(
     ("name", "arguments", "sentence"),
     [
-        ("needs", {}, "missing a required argument: 'depth'"),
+        ("needs", {}, "missing 1 required positional argument: 'depth'"),
         ("needs", {"dpeth": 1}, "--args"),
         ("fails", {}, "ValueError: no such size (user.py:4)"),
         ("exits", {}, "SystemExit: 4"),
@@ -413,8 +413,7 @@ def test_what_is_not_there_is_refused(text: str, sentence: str) -> None:
         ({"model_type": "lama"}, "Did you mean 'llama'?"),
         ({"model_type": "new", "auto_map": {"AutoModel": "code.Model"}}, "code of its own"),
         ({"model_type": None}, "is not a model of transformers"),
-        ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000 is more than"),
-        ({"hidden_size": 10**30}, "hidden_size="),
+        ({"hidden_size": 10**30}, "transformers cannot build this llama"),
         ({"hidden_size": -4}, "transformers cannot build this llama"),
         ({"hidden_size": "many"}, "transformers cannot build this llama"),
     ],

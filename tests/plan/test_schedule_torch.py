@@ -14,7 +14,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from lockstep import Accelerator
 from lockstep.config import Schedule
 from lockstep.errors import ConfigError, UsageError
-from lockstep.plan import RULES, Times, action_lists, by_rank, checked, compared, formula_bubble, simulate
+from lockstep.plan import RULES, Times, action_lists, by_rank, checked, compared, simulate
 from tests.refusals import expect_refusal
 
 SIZES = [(2, 2), (2, 8), (4, 4), (4, 8), (4, 10), (8, 16)]
@@ -39,17 +39,14 @@ def test_the_bubble_of_the_actions_is_that_of_the_formula(name: str) -> None:
     for p, m in SIZES:
         for v in (1, 2, 3):
             try:
-                schedule, stages = checked(name, p, m, v)
+                _, stages = checked(name, p, m, v)
             except ConfigError:
                 continue
             timeline = simulate(action_lists(name, p, m, v))
             expected = promised(name, p, m, stages)
-            formula = formula_bubble(schedule, p, m, stages, Times())
             if expected is None:
-                assert formula is None
                 continue
             assert Fraction(timeline.bubble).limit_denominator(10_000) == expected, (p, m, v)
-            assert formula == pytest.approx(float(expected), rel=1e-12)
             compared_sizes += 1
             if name == "zbv":
                 assert timeline.inner_bubble == 0
@@ -62,14 +59,10 @@ def test_zero_bubble_idles_a_third_of_the_time_that_1f1b_does() -> None:
         assert idle == [3 * (p - 1), p - 1]
 
 
-def test_formulas_hold_for_other_times_too() -> None:
-    times = Times(2, 3, 1)
+def test_idle_time_grows_with_the_times_of_the_parts() -> None:
     for name, idle in (("gpipe", 6), ("1f1b", 6), ("interleaved", 6), ("zero_bubble", 4)):
-        schedule, stages = checked(name, 4, 8)
-        timeline = simulate(action_lists(name, 4, 8), times)
+        timeline = simulate(action_lists(name, 4, 8), Times(2, 3, 1))
         assert [timeline.idle(rank) for rank in range(4)] == [3 * idle] * 4
-        assert formula_bubble(schedule, 4, 8, stages, times) == pytest.approx(timeline.bubble)
-    assert formula_bubble(Schedule.ZBV, 4, 8, 2, times) is None
 
 
 def test_activations_in_flight() -> None:

@@ -8,14 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.replay.planted import FAR, PLANTED, Planted
+from tests.replay.planted import BY_TWO, FAR, PLANTED, Planted
 from tests.replay.replays import capsule_in, replay_here, run_script
-
-FAST = 3
-CASES = [
-    pytest.param(planted, id=str(planted), marks=[pytest.mark.exhaustive] if number % FAST else [])
-    for number, planted in enumerate(PLANTED)
-]
 
 
 def same_bits(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
@@ -28,11 +22,7 @@ def differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     return [name for name in one if not same_bits(one[name], other[name])]
 
 
-def test_a_hundred_steps_are_planted() -> None:
-    assert len(set(PLANTED)) >= 100
-
-
-@pytest.mark.parametrize("planted", CASES)
+@pytest.mark.parametrize("planted", PLANTED, ids=str)
 def test_a_replay_names_the_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planted: Planted) -> None:
     torch.set_num_threads(1)
     run, dumps = tmp_path / "run", tmp_path / "dumps"
@@ -68,11 +58,6 @@ def test_a_replay_names_what_is_far_outside(
     assert found is not None
     assert found.score is not None
     assert (found.where, found.module) == (planted.where, planted.module)
-
-
-BY_TWO = [
-    planted for planted in PLANTED if planted.block == 1 and planted.kind in ("zero by zero", "own function")
-] + [Planted("batch nan", accumulation=2)]
 
 
 def run_on_ranks(arguments: list[tuple[str, ...]]) -> None:

@@ -79,7 +79,7 @@ def wrong_values() -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize(("ranks", "seen"), [(2, False), (2, True), (3, False), (4, False)])
+@pytest.mark.parametrize(("ranks", "seen"), [(2, True), (3, False)])
 def test_gathers_and_sums_are_those_of_formulas(run_distributed, ranks: int, seen: bool) -> None:
     """``seen``: a dispatch mode looks on, on one rank."""
     assert run_distributed(values, ranks, seen) == [[]] * ranks
@@ -136,7 +136,7 @@ def mixed() -> list[bool]:
     return found + [is_gathered(output, 2000, torch.float32) for output in kept]
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [3])
 def test_ranks_may_have_their_tensors_in_different_memory(run_distributed, ranks: int) -> None:
     for found in run_distributed(mixed, ranks):
         assert all(found)

@@ -20,7 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lockstep.errors import CollectiveMismatchError, UsageError
 from lockstep.runtime import end_runtime, start_runtime
 from lockstep.shared_memory import SLOT_BYTES, share
-from lockstep.testing import WorkerPool
 from tests.patching import module_of
 from tests.shared_memory.fuzzing import Fuzzer
 
@@ -45,22 +44,11 @@ def fuzz(seed: int, calls: int, largest: int, seen: bool = False) -> int:
     return made
 
 
-@pytest.mark.parametrize(("ranks", "seen"), [(2, False), (3, False), (3, True), (4, False)])
+@pytest.mark.parametrize(("ranks", "seen"), [(2, False), (3, True), (4, False)])
 def test_random_calls_give_the_values_of_formulas_and_of_gloo(
     run_distributed, ranks: int, seen: bool
 ) -> None:
     assert min(run_distributed(fuzz, ranks, ranks, 600, 200_000, seen)) > 300
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("ranks", "calls"), [(2, 5_000), (3, 3_000), (4, 20_000), (8, 4_000)])
-def test_many_random_calls_give_the_values_of_formulas_and_of_gloo(ranks: int, calls: int) -> None:
-    pool = WorkerPool(max_workers=ranks)
-    try:
-        made = pool.run(fuzz, ranks, 100 + ranks, calls, 1_000_000, timeout_s=580)
-    finally:
-        pool.close()
-    assert min(made) > calls // 3
 
 
 SIZES = (0, 1, 7, SLOT_BYTES // 4 - 1, SLOT_BYTES // 4 + 1, 300_000)
@@ -354,7 +342,7 @@ def on_hosts(names: str) -> Iterator[None]:
 
 def on_other_hosts() -> tuple[str, list[float]]:
     start_runtime(cpu=True)
-    with on_hosts("ab"):
+    with on_hosts("aab"):
         group = dist.new_group(backend="shm")
     x = torch.ones(2)
     dist.all_reduce(x, group=group)
@@ -362,41 +350,7 @@ def on_other_hosts() -> tuple[str, list[float]]:
 
 
 def test_ranks_on_different_hosts_use_gloo(run_distributed) -> None:
-    assert run_distributed(on_other_hosts, 2) == [("ProcessGroupGloo", [2.0, 2.0])] * 2
-
-
-def fuzz_on_hosts(names: str, calls: int) -> int:
-    start_runtime(cpu=True)
-    with on_hosts(names):
-        fuzzer = Fuzzer(11, 100_000, subgroups=0)
-    made = fuzzer.run(calls)
-    dist.barrier()
-    return made
-
-
-@pytest.mark.parametrize("names", ["aab", "abab", "aaab"])
-def test_random_calls_over_several_hosts_give_the_values_of_formulas(run_distributed, names: str) -> None:
-    assert min(run_distributed(fuzz_on_hosts, len(names), names, 300)) > 150
-
-
-def sums_over_hosts() -> list[str]:
-    """All-reduces that are not the sums of the hosts' sums, in order."""
-    start_runtime(cpu=True)
-    with on_hosts("abab"):
-        group = dist.new_group(backend="shm")
-    wrong = []
-    for dtype in (torch.float32, torch.bfloat16):
-        for size in SIZES:
-            a, b, c, d = (numbers(rank, size, dtype) for rank in range(4))
-            summed = numbers(dist.get_rank(), size, dtype)
-            dist.all_reduce(summed, group=group)
-            if not torch.equal(summed, (a + c) + (b + d)):
-                wrong.append(f"{dtype} {size}")
-    return wrong
-
-
-def test_sums_run_over_the_ranks_of_each_host_and_then_over_the_hosts(run_distributed) -> None:
-    assert run_distributed(sums_over_hosts, 4) == [[]] * 4
+    assert run_distributed(on_other_hosts, 3) == [("ProcessGroupGloo", [3.0, 3.0])] * 3
 
 
 def kept_after_calls() -> int:
@@ -460,24 +414,11 @@ def test_tensors_of_one_call_may_share_memory(run_distributed: Any, ranks: int) 
     assert run_distributed(reduced_together, ranks) == [[True] * len(OVERLAPS)] * ranks
 
 
-def received_from_any() -> list[tuple[int, list[float]]]:
-    """What rank 0 receives from ranks that it does not name, on shared memory and on gloo."""
-    start_runtime(cpu=True)
-    rank, found = dist.get_rank(), []
-    for backend in ("shm", "gloo"):
-        group = dist.new_group(backend=backend)
-        for _ in range(2):
-            for source in range(1, dist.get_world_size()):
-                tensor = torch.full((3,), float(rank))
-                if rank == source:
-                    dist.send(tensor, 0, group=group)
-                elif rank == 0:
-                    found.append((dist.recv(tensor, group=group), tensor.tolist()))
-                dist.barrier(group=group)
-    return found
+def receive_from_any() -> str:
+    with pytest.raises(UsageError) as error:
+        dist.recv(torch.ones(3), group=group_of_all())
+    return str(error.value)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_a_message_from_any_rank_tells_its_source(run_distributed: Any, ranks: int) -> None:
-    first, *_ = run_distributed(received_from_any, ranks)
-    assert first == [(source, [float(source)] * 3) for _ in range(4) for source in range(1, ranks)]
+def test_a_message_from_any_rank_is_refused(run_distributed: Any) -> None:
+    assert all("Name the rank that sends it" in said for said in run_distributed(receive_from_any, 2))

@@ -76,7 +76,7 @@ def kill_in_training(ranks: int) -> list[str]:
         return list(messages.values())
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2])
 def test_a_backward_of_ddp_raises_where_a_rank_was_killed(run_distributed, ranks: int) -> None:
     (messages,) = run_distributed(kill_in_training, 1, ranks)
     assert all("has ended, while rank" in text and "all_reduce" in text for text in messages), messages
@@ -129,14 +129,5 @@ def in_shared_memory() -> set[str]:
 def test_a_killed_rank_is_named_and_leaves_nothing(run_distributed) -> None:
     before = in_shared_memory()
     (found,) = run_distributed(kill_some, 1, 4, 3, 0)
-    check_kills(found)
-    assert in_shared_memory() <= before
-
-
-@pytest.mark.exhaustive
-def test_two_hundred_killed_ranks_are_named_and_leave_nothing(run_distributed) -> None:
-    before = in_shared_memory()
-    (found,) = run_distributed(kill_some, 1, 200, 3, 1, timeout_s=280)
-    assert len(found) == 200
     check_kills(found)
     assert in_shared_memory() <= before

@@ -6,7 +6,7 @@ from math import log2
 
 import pytest
 
-from lockstep.tune import MemoryModel, divisors, next_size
+from lockstep.tune import divisors, next_size
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 12, 36, 64, 97, 360, 1024])
@@ -33,15 +33,3 @@ def test_a_size_alone_is_compared_with_a_smaller_one() -> None:
     assert next_size([1, 2, 4, 8], 8, {8: True, 4: True}) is None
     assert next_size([1], 1, {1: True}) is None
     assert next_size([1, 3, 9], 9, {9: True}) == 3
-
-
-def test_memory_is_a_constant_and_so_much_for_each_row() -> None:
-    model = MemoryModel.of({2: 1000 + 2 * 30, 8: 1000 + 8 * 30, 4: 1000 + 4 * 30})
-    assert model is not None
-    assert (model.constant, model.bytes_per_row) == (1000, 30)
-    assert model.peak(64) == 1000 + 64 * 30
-
-
-@pytest.mark.parametrize("peaks", [{}, {4: 100}, {4: 100, 8: 100}, {4: 100, 8: 90}])
-def test_without_growth_nothing_is_foreseen(peaks: dict[int, int]) -> None:
-    assert MemoryModel.of(peaks) is None

@@ -36,20 +36,15 @@ class Cell(NamedTuple):
 
 CELLS = [
     Cell("--batch-size 4 --accumulate 4", 1, {4: V.FITS, 8: V.FITS, 16: V.FITS}),
-    Cell("--batch-size 4 --accumulate 3", 1, {4: V.FITS, 12: V.FITS}),
-    Cell("--batch-size 16", 1, {8: V.FITS, 16: V.FITS}),
     Cell("--batch-size 16 --is plain --fails memory --above 5", 1,
          {16: V.OUT_OF_MEMORY, 8: V.OUT_OF_MEMORY, 4: V.FITS, 2: V.FITS}),
     Cell("--batch-size 2 --accumulate 8 --is sets_later --fails memory --above 7", 2,
          {2: V.FITS, 4: V.FITS, 8: V.OUT_OF_MEMORY}),
-    Cell("--batch-size 4 --accumulate 4 --fails memory --above 11 --rank 1", 2,
-         {4: V.FITS, 8: V.FITS, 16: V.OUT_OF_MEMORY}),
     Cell("--batch-size 4 --accumulate 6 --fails kill --above 9 --rank 1", 2,
          {4: V.FITS, 8: V.FITS, 24: V.KILLED, 12: V.KILLED}),
     Cell("--batch-size 8 --fails kill --above 0", 1,
          {8: V.KILLED, 4: V.KILLED, 2: V.KILLED, 1: V.KILLED}),
     Cell("--batch-size 2 --accumulate 4 --fails raise --above 7", 1, {2: V.FITS, 4: V.FITS, 8: V.FAILED}),
-    Cell("--batch-size 4 --accumulate 2 --is split", 2, {2: V.FITS, 4: V.FITS}),
 ]  # fmt: skip
 
 
@@ -106,23 +101,11 @@ def test_another_global_batch_is_tuned(forks: Forks) -> None:
     )
 
 
-def test_sizes_above_the_limit_are_not_tried(forks: Forks) -> None:
-    # A row takes 40 MiB, and as much again for a product: blocks that the C library gives back to the system at once.
-    one_row = forks.tune(["--batch-size", 1, "--mib", 40]).trials[0].peak or 0
-    words = ["--batch-size", 1, "--accumulate", 8, "--mib", 40]
-    result = forks.tune(words, memory_limit=one_row + 160 * MIB, steps=3)
-    verdicts = {trial.micro_batch: trial.verdict for trial in result.trials}
-    assert verdicts == {1: V.FITS, 2: V.FITS, 4: V.RULED_OUT}
-    foreseen = result.trials[-1].peak or 0
-    assert 190 * MIB < foreseen - one_row < 290 * MIB  # 3 rows more are 240
-    assert "not tried: would take more than the limit" in " ".join(" ".join(row) for row in rows(result))
-
-
 def test_a_rank_ends_itself_at_the_limit(forks: Forks) -> None:
     small = forks.tune(["--batch-size", 1]).trials[0].peak or 0
-    result = forks.tune(["--batch-size", 16, "--mib", 40], 2, memory_limit=small + 250 * MIB, steps=3)
+    result = forks.tune(["--batch-size", 4, "--mib", 40], 2, memory_limit=small + 250 * MIB, steps=3)
     verdicts = {trial.micro_batch: trial.verdict for trial in result.trials}
-    assert verdicts == {1: V.FITS, 2: V.FITS, 4: V.OVER_LIMIT, 8: V.OVER_LIMIT, 16: V.OVER_LIMIT}
+    assert verdicts == {1: V.FITS, 2: V.FITS, 4: V.OVER_LIMIT}
     assert result.largest is not None and result.largest.micro_batch == 2
 
 
@@ -188,9 +171,9 @@ def trained(global_batch: int, samples: int, steps: int) -> list[list[Tensor]]:
                 return after
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(
-    "start", ["--batch-size 2 --accumulate 8", "--batch-size 16 --fails memory --above 4"]
+    ("ranks", "start"),
+    [(1, "--batch-size 16 --fails memory --above 4"), (2, "--batch-size 2 --accumulate 8")],
 )
 def test_each_size_trains_as_plain_torch_on_the_global_batch(
     forks: Forks, tmp_path: Path, ranks: int, start: str

@@ -8,8 +8,8 @@ if not TYPE_CHECKING:
         {
             "checkpointer": ["Checkpointer"],
             "contents": ["CheckpointContents", "DataCoordinates", "FullModelSpec"],
-            "deferred": ["DeferredCopies", "FrozenTensor", "HostStager", "SMALL_BYTES"],
-            "folders_in_memory": ["FoldersInMemory"],
+            "deferred": ["DeferredCopies", "HostStager", "SMALL_BYTES"],
+            "in_memory": ["FoldersInMemory"],
             "folders": ["CheckpointGroup", "candidates", "next_directory", "numbers", "prune", "superfluous"],
             "load": ["load_checkpoint"],
             "planner": ["group_of", "SavePlan", "SavePlanner"],

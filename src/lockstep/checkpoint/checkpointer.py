@@ -8,9 +8,9 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import Any
 
-from lockstep.checkpoint.contents import CheckpointContents, Hooks
+from lockstep.checkpoint.contents import Hooks
 from lockstep.checkpoint.deferred import DeferredCopies, HostStager
 from lockstep.checkpoint.folders import CheckpointGroup, Folders
 from lockstep.checkpoint.planner import SavePlanner
@@ -20,9 +20,6 @@ from lockstep.errors import CheckpointError
 from lockstep.runtime.process import Runtime
 from lockstep.runtime.step import StepState
 
-if TYPE_CHECKING:
-    from lockstep.checkpoint.folders_in_memory import FoldersInMemory
-
 logger = logging.getLogger("lockstep.checkpoint")
 
 
@@ -31,14 +28,14 @@ class SaveTarget:
     """Where a save goes.
 
     Args:
-        folders: They know where the next checkpoint is made.
+        folders: They know where the next checkpoint is made: ``Folders``, or ``FoldersInMemory``.
         group: The ranks that write one checkpoint together.
         sharing: Of these, the ranks that see the folder in which this rank writes.
         planner: Makes the plans of the group.
         holds_all: Whether all that the group writes comes to lie in that folder.
     """
 
-    folders: Folders | FoldersInMemory
+    folders: Any
     group: CheckpointGroup
     sharing: CheckpointGroup
     planner: SavePlanner
@@ -68,8 +65,7 @@ class Checkpointer:
         self.group = _group(runtime, project)
         self.folders = Folders(project, self.group, runtime.world_size)
         self.background = Background(step)
-        self.has_warned_of_added = False
-        self.memory: FoldersInMemory | None = None
+        self.memory: Any = None
         self.saves_in_memory = False
         self._memory_planner: SavePlanner | None = None
         self._gloo: Communicator | None = None
@@ -84,8 +80,8 @@ class Checkpointer:
         """The project's folders."""
         return SaveTarget(self.folders, self.group, self.group, self.planner, True)
 
-    def in_memory(self, memory: FoldersInMemory) -> SaveTarget:
-        """The memory of the machines; all ranks write one checkpoint, also where machines share no file system."""
+    def in_memory(self, memory: Any) -> SaveTarget:
+        """Return the target of a save in memory. All ranks write one checkpoint, whatever machines share."""
         group = self.group
         # With save_on_each_node a group on disk is one machine; a plan of all ranks cannot be shared with it.
         if len(group.ranks) < self.runtime.world_size:
@@ -145,9 +141,9 @@ class Background:
         """Host memory for the copies."""
         return HostStager()
 
-    def defer(self, contents: CheckpointContents) -> DeferredCopies:
-        """For the copies of a state that are made later."""
-        return DeferredCopies(contents, self._step.clock)
+    def defer(self) -> DeferredCopies:
+        """Return an empty list of copies of a state that are made later."""
+        return DeferredCopies(self._step.clock)
 
     def start(self, work: Callable[[], None], what: str, copies: DeferredCopies) -> None:
         """Run ``work``, which saves ``what``; ``wait`` must have been called since the last start."""
@@ -164,7 +160,7 @@ class Background:
                 self._failure = error
                 logger.error("%s was not saved: %s", what, error)
             finally:
-                copies.close()
+                copies.end()
 
         thread = threading.Thread(target=run, name="lockstep-save", daemon=False)
         try:
@@ -195,7 +191,9 @@ class Background:
 
 
 def _group(runtime: Runtime, project: ProjectConfiguration) -> CheckpointGroup:
-    """The ranks that share a directory: all, or those of this machine where machines share no file system."""
+    """Return the ranks that share a directory: all, or those of this machine where machines share no file
+    system.
+    """
     ranks = range(runtime.world_size)
     # The ranks of a machine have consecutive numbers.
     if project.save_on_each_node:

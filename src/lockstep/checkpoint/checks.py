@@ -237,7 +237,7 @@ def _on_small_parameters(
 def _distinct(
     members: list[tuple[str, Mapping[str, object], tuple[int, ...]]],
 ) -> list[tuple[str, Mapping[str, object]]]:
-    """The first name of each kind of state, and that state, as of a small parameter."""
+    """Return the first name of each kind of state, and that state, as of a small parameter."""
     alike: dict[str, tuple[str, Mapping[str, object]]] = {}
     for name, saved_state, shape in members:
         small = {key: _small(value, shape) for key, value in saved_state.items()}
@@ -246,7 +246,9 @@ def _distinct(
 
 
 def _class_of_torch(optimizer: torch.optim.Optimizer) -> type:
-    """The class that can be made anew: that of an offloaded step is a subclass with the same name and module."""
+    """Return the class that can be made anew: that of an offloaded step is a subclass with the same name and
+    module.
+    """
     return next(
         kind
         for kind in type(optimizer).__mro__

@@ -95,7 +95,7 @@ class FullModelSpec:
 
 
 def ties_of(model: nn.Module) -> dict[str, str]:
-    """The first name of each weight that has several, by the others."""
+    """Return the first name of each weight that has several, by the others."""
     firsts: dict[int, str] = {}
     names = (
         (name, firsts.setdefault(id(p), name)) for name, p in model.named_parameters(remove_duplicate=False)
@@ -122,17 +122,17 @@ class CheckpointContents:
     keep_waiting: Callable[[list[StateDict]], None] | None = None
 
     def whole_of(self, number: int) -> FullModelSpec:
-        """What is known of a model's other ranks."""
+        """Return what is known of a model's other ranks."""
         return self.whole.get(number, NO_TIES)
 
     def stateful(self, *kinds: str) -> Iterator[tuple[str, Any]]:
-        """The parts of these kinds with their names."""
+        """Yield the parts of these kinds with their names."""
         for kind in kinds:
             for i, item in enumerate(self.parts.get(kind, ())):
                 yield f"{kind}.{i}", item
 
     def only(self, kinds: Collection[str]) -> CheckpointContents:
-        """The models, and the parts of these kinds."""
+        """Return the models, and the parts of these kinds."""
         return replace(self, parts={kind: items for kind, items in self.parts.items() if kind in kinds})
 
     def counts(self) -> dict[str, int]:
@@ -142,7 +142,7 @@ class CheckpointContents:
 
 
 def checked_stateful(objects: Iterable[object]) -> list[object]:
-    """The objects, if all of them can be saved and loaded; else UsageError."""
+    """Return the objects, if all of them can be saved and loaded; else UsageError."""
     objects = list(objects)
     refused = [
         f"Item at index {index} is a {type(item).__name__}"

@@ -113,7 +113,7 @@ class Folders:
         return store, candidates(None if input_dir is None else path, self._project, store)
 
     def next_number(self) -> int:
-        """The number of the project's next checkpoint, once one has been loaded."""
+        """Return the number of the project's next checkpoint, once one has been loaded."""
         return number_after(self._project, self._store_and_folder(None)[0])
 
     def unlock(self, directory: str) -> None:
@@ -204,13 +204,15 @@ def candidates(input_dir: str | None, project: ProjectConfiguration, store: Stor
 
 
 def numbers(folder: str, store: Store) -> list[int]:
-    """The numbers of the checkpoints ``checkpoint_<i>`` in ``folder``, ascending; others are ignored."""
+    """Return the numbers of the checkpoints ``checkpoint_<i>`` in ``folder``, ascending; others are
+    ignored.
+    """
     matches = (re.fullmatch(r"checkpoint_(0|[1-9]\d{0,17})", name) for name in store.children(folder))
     return sorted(int(match[1]) for match in matches if match)
 
 
 def number_after(project: ProjectConfiguration, store: Store) -> int:
-    """The number of the next checkpoint, once one has been loaded: above all that are there."""
+    """Return the number of the next checkpoint, once one has been loaded: above all that are there."""
     there = numbers(folder_of(project), store)
     return there[-1] + 1 if there else project.iteration
 
@@ -218,7 +220,8 @@ def number_after(project: ProjectConfiguration, store: Store) -> int:
 def superfluous(
     directory: str, project: ProjectConfiguration, store: Store, damaged: Collection[str] = ()
 ) -> list[str]:
-    """The checkpoints beyond ``total_limit``, once ``directory`` is one of them: the ``damaged``, then the oldest.
+    """Return the checkpoints beyond ``total_limit``, once ``directory`` is one of them: the ``damaged``,
+    then the oldest.
 
     Numbered folders that no ``save_state`` wrote are not counted and stay.
     """
@@ -263,7 +266,7 @@ def clear_unfinished(folder: str, store: Store) -> None:
 
 
 def folder_of(project: ProjectConfiguration) -> str:
-    """The folder of a project's numbered checkpoints."""
+    """Return the folder of a project's numbered checkpoints."""
     if project.project_dir is None:
         raise UsageError(
             "automatic_checkpoint_naming needs a place. Pass project_dir to ProjectConfiguration."
@@ -284,7 +287,8 @@ def refuse_unfinished(directory: str) -> str:
 
 
 def added_files(store: Store, directory: str) -> list[str]:
-    """What lies in a published checkpoint and is not in its manifest, by relative name; links are not followed.
+    """Return what lies in a published checkpoint and is not in its manifest, by relative name; links are not
+    followed.
 
     Where the manifest is damaged, it is what has a name that no file of ours has.
     """

@@ -128,7 +128,7 @@ class GlobalNames:
 
 
 def local_names(contents: CheckpointContents) -> Document:
-    """This rank's part of ``GlobalNames``, as JSON."""
+    """Return this rank's part of ``GlobalNames``, as JSON."""
     names = ParameterNames(contents.models, {i: whole.ties for i, whole in contents.whole.items()})
     return {
         "models": {str(i): list(model.state_dict()) for i, model in enumerate(contents.models)},
@@ -137,7 +137,7 @@ def local_names(contents: CheckpointContents) -> Document:
 
 
 def global_names(documents: list[Document]) -> GlobalNames:
-    """What all ranks' ``local_names`` say together."""
+    """Return what all ranks' ``local_names`` say together."""
     found = GlobalNames({}, {})
     for document in _distinct(documents):
         for number, names in document["models"].items():
@@ -156,7 +156,7 @@ def _distinct(documents: list[Document]) -> list[Document]:
 
 
 def _parameter_order(contents: CheckpointContents) -> dict[str, int]:
-    """The places of parameters in whole models."""
+    """Return the places of parameters in whole models."""
     names = (f"{i}.{name}" for i, whole in sorted(contents.whole.items()) for name in whole.names)
     return {name: place for place, name in enumerate(names)}
 

@@ -16,17 +16,20 @@ from contextlib import ExitStack, contextmanager
 
 from lockstep.checkpoint.checkpointer import Checkpointer
 from lockstep.checkpoint.contents import CheckpointContents
-from lockstep.checkpoint.folders import added_files, folder_of
-from lockstep.checkpoint.folders_in_memory import MemoryCheckpoint, newest_first
+from lockstep.checkpoint.folders import folder_of
 from lockstep.checkpoint.format.documents import Manifest, canonical, digest_of
 from lockstep.checkpoint.global_state import first_ranks, global_names, local_names
-from lockstep.checkpoint.in_memory import candidates_in_memory, opened_in_memory
+from lockstep.checkpoint.in_memory import (
+    MemoryCheckpoint,
+    candidates_in_memory,
+    newest_first,
+    opened_in_memory,
+)
 from lockstep.checkpoint.load_plan import create_load_plan
 from lockstep.checkpoint.reader import Checkpoint
 from lockstep.checkpoint.store.base import Store, UnreachableError
 from lockstep.checkpoint.store.verify import download, make_folder, read_listed, verify_checkpoint
 from lockstep.comm.collectives import raise_on_all_ranks
-from lockstep.config.values import join_names
 from lockstep.errors import LockstepError, NoCheckpointError
 
 logger = logging.getLogger("lockstep.checkpoint")
@@ -87,9 +90,8 @@ def load_checkpoint(
             assert first_failure is not None
             raise first_failure
         is_on_disk = not isinstance(place, MemoryCheckpoint)
-        _warn_of_choice_and_added(
-            checkpointer, store if is_on_disk else None, str(place), first_failure is not None
-        )
+        if first_failure is not None and group.is_coordinator:
+            logger.warning("Loading %s instead.", place)
         _restore(checkpointer, folder, contents)
 
     # From each rank to all: whether it could look for the number of the next checkpoint.
@@ -101,7 +103,7 @@ def load_checkpoint(
 
 @contextmanager
 def _verified(checkpointer: Checkpointer, store: Store, directory: str) -> Iterator[str]:
-    """A local folder with a whole checkpoint: it, or a copy on each machine of one that is elsewhere. Collective.
+    """Open a local folder with a whole checkpoint: it, or a copy of one that is elsewhere. Collective.
 
     For a copy each file is read once a machine, its ranks share the work, and its digest is compared meanwhile. It lies
     where ``tempfile`` makes folders (``TMPDIR``), only this user can open it, and it is removed afterwards.
@@ -185,24 +187,3 @@ def _restore(checkpointer: Checkpointer, folder: str, contents: CheckpointConten
             folder,
             " and ".join(plan.left),
         )
-
-
-def _warn_of_choice_and_added(
-    checkpointer: Checkpointer, store: Store | None, directory: str, is_second_choice: bool
-) -> None:
-    """Say that an older checkpoint is loaded, and, once a run, that files were added to one that is on disk."""
-    if not checkpointer.group.is_coordinator:
-        return
-    # In other stores files of a checkpoint lie in a folder of their own.
-    looks = store is not None and store.is_local and not checkpointer.has_warned_of_added
-    names = added_files(store, directory) if store is not None and looks else []
-    if names:
-        checkpointer.has_warned_of_added = True
-        logger.warning(
-            "%s holds %s, which was added after the checkpoint was saved and is not loaded. All saved files are "
-            "there, unchanged.",
-            directory,
-            join_names(names),
-        )
-    if is_second_choice:
-        logger.warning("Loading %s instead.", directory)

@@ -255,7 +255,7 @@ def _ties(places: dict[str, torch.Tensor]) -> dict[str, set[str]]:
 
 
 def _sharded_in(item: Stateful, name: str, world_size: int) -> dict[str, torch.Tensor]:
-    """The DTensors that an object holds now, by the names under which they are saved."""
+    """Return the DTensors that an object holds now, by the names under which they are saved."""
     if world_size == 1:
         return {}
     tensors: dict[str, torch.Tensor] = {}

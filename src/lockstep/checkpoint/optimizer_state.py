@@ -86,7 +86,7 @@ class OptimizerPlaces:
         }
 
     def state_dict(self) -> Document:
-        """What the optimizer's ``load_state_dict`` takes, once ``tensors`` have been filled."""
+        """Return what the optimizer's ``load_state_dict`` takes, once ``tensors`` have been filled."""
         state: Document = decode(self._value, self.tensors)
         if not self._by_name:
             return state
@@ -107,7 +107,7 @@ class OptimizerPlaces:
         return {**state, "state": states, "param_groups": groups}
 
     def small(self, index: Index) -> list[str]:
-        """The tensors that a step takes for numbers: those that have not the shape of a parameter."""
+        """Return the tensors that a step takes for numbers: those that have not the shape of a parameter."""
         found = []
         for name in self.tensors:
             key, owner = self._owners.get(name, ("", None))
@@ -173,7 +173,7 @@ class OptimizerPlaces:
                 number += 1
 
     def _of_this_rank(self) -> dict[str, object]:
-        """The saved value without the parameters of other ranks."""
+        """Return the saved value without the parameters of other ranks."""
         value: Document = self._value
         groups = [
             {**group, "params": [name for name in group["params"] if name in self._parameters]}

@@ -82,7 +82,9 @@ class SavePlan:
         tensors: Tensors,
         part_of: Callable[[str, torch.Tensor], torch.Tensor] = lambda _, tensor: local(tensor),
     ) -> dict[str, torch.Tensor]:
-        """What this rank writes into ``file``, by the keys there: views of the parts that it has of ``tensors``."""
+        """Return what this rank writes into ``file``, by the keys there: views of the parts that it has of
+        ``tensors``.
+        """
         found = {}
         for key, name in self.mine[file].items():
             region, part = self.regions[file, key], part_of(name, tensors[name])
@@ -105,7 +107,7 @@ class SavePlanner:
         self._plan: SavePlan | None = None
 
     def signature(self, tensors: Tensors, own: Collection[str] = ()) -> str:
-        """A digest of what a plan depends on, of this rank's ``tensors``."""
+        """Return a digest of what a plan depends on, of this rank's ``tensors``."""
         # All that a plan depends on, and no values: the same digest on each rank means that the last plan still
         # holds.
         described = [
@@ -124,7 +126,7 @@ class SavePlanner:
         return self._plan is None or signatures != self._signatures
 
     def create_local_plan(self, tensors: Tensors, own: Collection[str] = ()) -> list[LocalShards]:
-        """What this rank has."""
+        """Return what this rank has."""
         return [_local_shards(name, tensor, name in own) for name, tensor in tensors.items()]
 
     def create_global_plan(
@@ -182,7 +184,9 @@ def _global_plan(local_plans: list[list[LocalShards]], rank: int, ranks: list[in
 
 
 def _deduplicated(local_plans: list[list[LocalShards]]) -> list[list[WriteItem]]:
-    """What each rank writes: of the ranks that hold the same region, that with the fewest bytes so far."""
+    """Return what each rank writes: of the ranks that hold the same region, that with the fewest bytes so
+    far.
+    """
     holders: dict[tuple[object, ...], list[tuple[int, WriteItem]]] = {}
     for number, of_rank in enumerate(local_plans):
         for one in of_rank:
@@ -237,7 +241,7 @@ def _add_chunk(index: Index, item: WriteItem, chunk: ChunkMetadata) -> None:
 
 
 def _into_files(items: list[WriteItem], rank: int) -> dict[str, list[WriteItem]]:
-    """The items by file: models apart from the rest, in parts that can be written at the same time."""
+    """Return the items by file: models apart from the rest, in parts that can be written at the same time."""
     # Models apart from the rest: other libraries read model files alone.
     groups: dict[str, list[WriteItem]] = {}
     for item in items:
@@ -256,7 +260,7 @@ def _into_files(items: list[WriteItem], rank: int) -> dict[str, list[WriteItem]]
 
 
 def group_of(name: str) -> str:
-    """The files in which a tensor of this name is: ``model``, ``model_1``, ... or ``state``."""
+    """Return the files in which a tensor of this name is: ``model``, ``model_1``, ... or ``state``."""
     match = re.match(r"model\.(\d+)\.", name)
     if match is None:
         return "state"

@@ -48,7 +48,8 @@ class ReadItem:
 
 
 def create_read_items(places: Mapping[str, torch.Tensor], index: Index) -> list[ReadItem]:
-    """What must be read to fill ``places``, whole tensors or DTensors of which each rank holds its part.
+    """List what must be read to fill ``places``, whole tensors or DTensors of which each rank holds its
+    part.
 
     Raises:
         CheckpointError: a tensor is not in the checkpoint or has another shape.
@@ -57,7 +58,9 @@ def create_read_items(places: Mapping[str, torch.Tensor], index: Index) -> list[
 
 
 def create_read_items_as(places: Mapping[str, tuple[str, torch.Tensor]], index: Index) -> list[ReadItem]:
-    """The same, of places that are known by other names than the tensors, which stand first in the pairs."""
+    """Return the same, of places that are known by other names than the tensors, which stand first in the
+    pairs.
+    """
     found: list[ReadItem] = []
     for name, (saved, tensor) in places.items():
         if saved not in index:
@@ -109,7 +112,7 @@ class _SortedChunks:
 
 
 def _read_of(chunk: ChunkMetadata, region: ShardRegion, part: torch.Tensor, name: str) -> ReadItem | None:
-    """What of the chunk belongs into the region of this rank's part; None if nothing does.
+    """Return what of the chunk belongs into the region of this rank's part; None if nothing does.
 
     The same elements have three addresses: in the whole tensor (``starts``), in the chunk, where they are read
     (``from_``), and in this rank's part, where they go (``inside``). All have as many numbers as the tensor has dims.
@@ -163,13 +166,13 @@ class Checkpoint:
         return list(self.manifest.saved.ranks)
 
     def state(self) -> Document:
-        """What is common to all ranks and no tensor, as ``codec.encode`` returned it."""
+        """Return what is common to all ranks and no tensor, as ``codec.encode`` returned it."""
         document = self._document(STATE)
         checked(CommonState, document, f"{self.root}/{STATE}")
         return document
 
     def of_rank(self, rank: int) -> Document:
-        """What this rank alone had."""
+        """Return what this rank alone had."""
         return self._document(rank_file(rank))
 
     def fill(self, places: Mapping[str, torch.Tensor]) -> None:
@@ -237,7 +240,7 @@ class Checkpoint:
         }
 
     def _reader(self, file: str) -> TensorReader:
-        """An open file of tensors: its header is read once."""
+        """Return an open file of tensors: its header is read once."""
         if file not in self._readers:
             self._readers[file] = TensorReader(f"{self.root}/{file}")
         return self._readers[file]

@@ -79,7 +79,7 @@ def save_checkpoint(
         contents = list_contents()
         store, directory = folders.next(output_dir)
         state = collect(contents, target.group.rank)
-        copies = None if blocking else background.defer(contents)
+        copies = None if blocking else background.defer()
         is_numbered = output_dir is None and not in_memory
         called = SaveRequest(
             checkpointer, target, contents, settings, add_files, is_numbered, store, directory, state, copies
@@ -104,7 +104,7 @@ def save_checkpoint(
 
     with ExitStack() as undo:
         if copies is not None:
-            undo.callback(copies.close)
+            undo.callback(copies.release)
         if len({blocks for blocks, _, _ in called}) > 1:
             raise UsageError(
                 "The ranks called save_state with different values of blocking. Pass the same value on every rank."

@@ -56,7 +56,7 @@ class Sources:
             self.rank = checkpoint.ranks[0]
 
     def documents(self) -> list[Document]:
-        """What each rank that saved alone had, as far as it matters to the others."""
+        """Return what each rank that saved alone had, as far as it matters to the others."""
         first = self._heads[self._checkpoint.ranks[0]]
         return [self._heads.get(other, first) for other in self._ranks_to_read()]
 
@@ -73,7 +73,9 @@ class Sources:
         return len(self._heads) < self._saved
 
     def _ranks_to_read(self) -> Iterable[int]:
-        """The ranks that are looked at: all of this world, or of another those whose state is there."""
+        """Return the ranks that are looked at: all of this world, or of another those whose state is
+        there.
+        """
         return range(self._saved) if self.same_places else self._checkpoint.ranks
 
     def _saved_places(self) -> dict[int, DataCoordinates]:
@@ -97,7 +99,7 @@ class Sources:
 
 
 def _head(document: Document) -> Document:
-    """What other ranks look at: its place, and its open window."""
+    """Return what other ranks look at: its place, and its open window."""
     return {
         key: value
         for key, value in document.items()
@@ -184,7 +186,7 @@ def _work_on_each(documents: list[Document], work: Callable[[Document], FoundVal
 
 
 def _checked(state: Document, checkpoint: Checkpoint) -> Document:
-    """The state of a window, if it has the form that one can have; see ``preparation.window``."""
+    """Return the state of a window, if it has the form that one can have; see ``preparation.window``."""
     try:
         _check_form(state)
     except (TypeError, ValueError, KeyError) as error:
@@ -339,7 +341,7 @@ def _drop_others(states: list[Document], here: set[str]) -> None:
 
 
 def decoded(checkpoint: Checkpoint, document: object, like: Mapping[str, torch.Tensor] | None = None) -> Any:
-    """A document with its tensors: laid out as the DTensors in ``like``, by name, else whole."""
+    """Return a document with its tensors: laid out as the DTensors in ``like``, by name, else whole."""
     names = dict.fromkeys(tensor_names(document))
     spread = {
         name: empty_like(like[name], checkpoint.index[name])

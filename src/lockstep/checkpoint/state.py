@@ -61,7 +61,7 @@ class RankState:
 
 @torch.no_grad()
 def collect(contents: CheckpointContents, rank: int) -> RankState:
-    """The state of the run on this rank; tensors are not copied.
+    """Collect the state of the run on this rank; tensors are not copied.
 
     Raises:
         UsageError: a state holds what no checkpoint can.
@@ -172,7 +172,7 @@ def memory_key(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def rename_tensors(document: object, names: dict[str, str]) -> object:
-    """What ``codec.encode`` returned, with its tensors under other names."""
+    """Return what ``codec.encode`` returned, with its tensors under other names."""
     if isinstance(document, list):
         return [rename_tensors(item, names) for item in document]
     if not isinstance(document, dict):
@@ -201,7 +201,9 @@ class ParameterNames:
                 self._kept_alive.append(parameter)
 
     def by_group(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-        """The names of an optimizer's parameters, group by group; ``#n`` for the n-th if no model has it."""
+        """Return the names of an optimizer's parameters, group by group; ``#n`` for the n-th if no model has
+        it.
+        """
         names: list[list[str]] = []
         number = 0
         for group in optimizer.param_groups:
@@ -215,7 +217,9 @@ class ParameterNames:
 def encode_optimizer(
     optimizer: torch.optim.Optimizer, names: list[list[str]], tensors: dict[str, torch.Tensor], path: str
 ) -> object:
-    """The optimizer's ``state_dict`` with parameters by name; of another shape than torch's as it is."""
+    """Return the optimizer's ``state_dict`` with parameters by name; of another shape than torch's as it
+    is.
+    """
     state = optimizer.state_dict()
     if not is_standard(state):
         return {"by_name": False, "value": encode(state, tensors, path)}

@@ -62,7 +62,7 @@ class Summary:
         return sum(entry.size for entry in self.manifest.files.values())
 
     def facts(self, with_tensors: bool) -> Document:
-        """The summary as plain values."""
+        """Return the summary as plain values."""
         files = {name: entry.model_dump() for name, entry in sorted(self.manifest.files.items())}
         groups = {
             group.name: {
@@ -82,7 +82,7 @@ class Summary:
 
 
 def summarize(store: Store, directory: str) -> Summary:
-    """What is in a checkpoint. Its manifest and index are verified, its tensors are not read.
+    """Return what is in a checkpoint. Its manifest and index are verified, its tensors are not read.
 
     Raises:
         NoCheckpointError: there is none.
@@ -110,7 +110,7 @@ def _document(store: Store, root: str, manifest: Manifest, name: str) -> bytes:
 
 
 def checkpoints_in(store: Store, directory: str) -> list[str]:
-    """The checkpoints that ``directory`` stands for, in the order in which loading tries them.
+    """Return the checkpoints that ``directory`` stands for, in the order in which loading tries them.
 
     It is a checkpoint itself (with the one that it replaced, where that is still there), or a folder of numbered ones,
     or a project with such a folder.
@@ -134,7 +134,9 @@ def checkpoints_in(store: Store, directory: str) -> list[str]:
 
 
 def _owner(name: str) -> str:
-    """The object that a tensor belongs to: ``model.0``, ``optimizer.1``; all that ranks alone have is ``rank``."""
+    """Return the object that a tensor belongs to: ``model.0``, ``optimizer.1``; all that ranks alone have is
+    ``rank``.
+    """
     kind, _, rest = name.partition(".")
     return kind if kind == "rank" else f"{kind}.{rest.partition('.')[0]}"
 

@@ -99,7 +99,9 @@ class SaveRequest:
             self.copies.freeze(self.state)
 
     def stage(self, plan: SavePlan, tensors: dict[str, torch.Tensor]) -> StagedState:
-        """What this rank will write. Of a save in the background only what is to be copied is kept of the state."""
+        """Return what this rank will write. Of a save in the background only what is to be copied is kept of
+        the state.
+        """
         checkpointer, state, copies = self.checkpointer, self.state, self.copies
         group = self.target.group
         if copies is None:
@@ -107,9 +109,9 @@ class SaveRequest:
         else:
             files = {file: TensorFile(plan.content(file, tensors, copies.part_of)) for file in plan.mine}
             files = checkpointer.background.stager.stage(files, copies)
-            # The names here would keep clones that ``begin`` lets go of.
+            # The names here would keep clones, too.
             tensors.clear()
-            copies.begin(state)
+            copies.forget(state)
         documents = {rank_file(group.rank): canonical(state.own)}
         if group.is_coordinator:
             documents[STATE] = canonical(state.common)
@@ -204,7 +206,7 @@ class Writer:
             self.store.publish(self.directory, self.staging, manifest.to_bytes())
 
     def seal_added(self, known: Collection[str]) -> dict[str, FileRecord]:
-        """What lies in the staging area beside ``known`` files: hooks have made it.
+        """Return what lies in the staging area beside ``known`` files: hooks have made it.
 
         Raises:
             CheckpointError: one is no plain file.
@@ -250,7 +252,7 @@ def yield_to_training() -> None:
 
 
 def now() -> str:
-    """The time in UTC, as ISO 8601."""
+    """Return the time in UTC, as ISO 8601."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 

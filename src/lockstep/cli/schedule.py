@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -24,17 +23,17 @@ STYLES = {
 }
 
 NOTES = (
-    "bubble: idle / (idle + useful) over all ranks, while any of them works. formula: the same by the paper's formula, "
-    "'-' where it does not hold. waiting: idle time between a rank's first action and its last alone. step: its time "
-    "with a stage's times as given, divided by the stages on a rank. in flight: micro-batches whose activations a rank "
-    "holds at most, in those of all its layers. Sending takes no time here."
+    "bubble: idle / (idle + useful) over all ranks, while any of them works. waiting: idle time between a rank's first "
+    "action and its last alone. step: its time with a stage's times as given, divided by the stages on a rank. in "
+    "flight: micro-batches whose activations a rank holds at most, in those of all its layers. Sending takes no time "
+    "here."
 )
 
 EPILOG = """\b
 Examples:
   lockstep schedule 1f1b --ranks 4 --micro-batches 8
   lockstep schedule interleaved --ranks 4 --micro-batches 8 --stages-per-rank 3
-  lockstep schedule zbv --ranks 4 --micro-batches 8 -o zbv.svg
+  lockstep schedule zbv --ranks 4 --micro-batches 8
   lockstep schedule zero_bubble --times 1,1.2,0.8
   lockstep schedule --compare --ranks 4 --micro-batches 8
 """
@@ -50,7 +49,6 @@ Examples:
 @click.option("--times", default="1,2", metavar="F,B|F,I,W",
               help="Times of forward and backward of a stage (default: 1,2), or of forward, backward of the "
               "input and backward of the weights. Two numbers divide the backward in halves.")  # fmt: skip
-@click.option("-o", "--output", metavar="FILE.svg", help="Write a picture instead of a timeline in text.")
 @click.option("--compare", is_flag=True, help="One row for each schedule.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(
@@ -59,7 +57,6 @@ def command(
     micro_batches: str,
     stages_per_rank: str,
     times: str,
-    output: str | None,
     compare: bool,
     as_json: bool,
 ) -> None:
@@ -71,13 +68,10 @@ def command(
     if compare == (name is not None):
         what = f"--compare is for all schedules, not {name!r} alone" if name else "No schedule is named"
         raise click.UsageError(f"{what}. Give a schedule, such as 1f1b, or --compare, but not both.")
-    if compare and output:
-        raise click.UsageError("-o draws one schedule, but --compare shows all. Name one, or drop -o.")
     if compare and stages_per_rank != "0":
         raise click.UsageError(
             "--stages-per-rank belongs to one schedule, but --compare shows all. Name one, or drop it."
         )
-    picture = _picture_path(output)
     most = 10**6
     sizes = (
         parse_integer(ranks, "--ranks", 1, most),
@@ -85,13 +79,11 @@ def command(
         parse_integer(stages_per_rank, "--stages-per-rank", 0, most),
     )
     cases = _cases(name, *sizes, parse_times(times))
-    if picture is not None:
-        _write_picture(picture, cases[0])
     if as_json:
         facts = [case.facts() for case in cases]
         click.echo(json.dumps(facts if compare else facts[0], indent=2))
         return
-    _print(cases, with_timeline=not compare and picture is None)
+    _print(cases, with_timeline=not compare)
 
 
 def _cases(name: str | None, ranks: int, micro_batches: int, stages: int, times: Times) -> list[ScheduleCase]:
@@ -102,28 +94,6 @@ def _cases(name: str | None, ranks: int, micro_batches: int, stages: int, times:
     return [counted(name, ranks, micro_batches, stages, times)]
 
 
-def _picture_path(output: str | None) -> Path | None:
-    if output is None:
-        return None
-    path = Path(output)
-    if path.suffix.lower() != ".svg":
-        raise click.UsageError(f"-o {output[:200]!r} is not an SVG file. Give a name that ends in .svg.")
-    return path
-
-
-def _write_picture(path: Path, case: ScheduleCase) -> None:
-    from lockstep.plan.schedule_picture import svg
-
-    assert case.timeline is not None
-    try:
-        path.write_text(svg(case.timeline, case.title), encoding="utf-8")
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        reason = getattr(error, "strerror", None) or str(error)
-        raise click.UsageError(
-            f"{str(path)[:200]!r} cannot be written: {reason}. Name another file."
-        ) from error
-
-
 def _print(cases: list[ScheduleCase], with_timeline: bool) -> None:
     from rich.console import Console
     from rich.text import Text
@@ -132,9 +102,9 @@ def _print(cases: list[ScheduleCase], with_timeline: bool) -> None:
     if not console.is_terminal:
         console.width = 110
     console.print(Text(cases[0].sizes if len(cases) > 1 else cases[0].title), style="bold")
-    titles = ("schedule", "stages", "bubble", "formula", "", "waiting", "step", "in flight")
+    titles = ("schedule", "stages", "bubble", "waiting", "step", "in flight")
     rows = [case.cells() for case in cases]
-    print_table(titles, rows, right=("stages", "bubble", "formula", "waiting", "step"))
+    print_table(titles, rows, right=("stages", "bubble", "waiting", "step"))
     if with_timeline and cases[0].timeline is not None:
         _print_timeline(console, cases[0].timeline)
     console.print(Text(f"\n{NOTES}"))
@@ -147,7 +117,7 @@ def _print_timeline(console: Console, timeline: Timeline) -> None:
 
     rows = text_rows(timeline)
     if not rows:
-        console.print(Text("\nThe timeline is too long for text. Add -o FILE.svg for a picture."))
+        console.print(Text("\nThe timeline is too long for text. Take fewer micro-batches."))
         return
     lines = [Text.assemble(*((text, STYLES.get(kind, "")) for text, kind in row)) for row in rows]
     label = len(f"rank {len(rows)} ")

@@ -177,7 +177,6 @@ def _say_plan(request: TuneRequest, data_ranks: int) -> None:
     click.echo(
         f"2. Larger ones, doubled while they fit, then bisected; or smaller ones, if it does not fit. Sizes: {sizes}."
     )
-    click.echo("Sizes that would take more than the limit, by the two largest that fit, are not tried.")
 
 
 @contextmanager

@@ -49,8 +49,6 @@ class Parallel:
     - ``offload_to``: where it is kept: ``cpu`` (host memory), or a folder (without spaces in its path).
     - ``offload_budget``: the most bytes (or a text such as ``4GB``) of parameters in the device's memory at once.
       They are brought there block by block. 0: four times the largest block.
-    - ``delayed_update``: with ``offload=optimizer``, apply a step while the next forward and backward run. These run
-      on the parameters from before the step, so the result differs from that of other runs.
     - ``forward_prefetch``: gather the next block's parameters before the current block runs.
     - ``sync_batchnorm``: compute the statistics of batch normalisation over the batches of all ranks.
     - ``activation``: which activations of a block are kept for backward: ``none`` (all), ``full`` (only its inputs;
@@ -112,7 +110,6 @@ class Parallel:
     offload: Offload = Offload.NONE
     offload_to: str = HOST
     offload_budget: int = 0
-    delayed_update: bool = False
     forward_prefetch: bool = False
     sync_batchnorm: bool = False
     activation: Activation = Activation.NONE
@@ -333,18 +330,13 @@ class Parallel:
 
     def _check_offloaded(self) -> None:
         if self.offload is Offload.NONE:
-            for name in ("offload_to", "offload_budget", "delayed_update"):
+            for name in ("offload_to", "offload_budget"):
                 if getattr(self, name) != getattr(Parallel, name):
                     raise ConfigError(
                         f"parallel: {name} says how to offload, but nothing is offloaded. Add offload=optimizer, "
                         f"params or all, or drop {name}."
                     )
             return
-        if self.delayed_update and self.offload is not Offload.OPTIMIZER:
-            raise ConfigError(
-                f"parallel='{self}': delayed_update needs parameters on the device, but offload={self.offload} "
-                "moves them away. Use offload=optimizer, or drop delayed_update."
-            )
         if self.offload_budget and not self.offloads_params:
             raise ConfigError(
                 f"parallel='{self}': offload_budget is for offloaded parameters, but offload={self.offload} "

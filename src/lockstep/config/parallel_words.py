@@ -200,7 +200,6 @@ PARSERS: dict[str, Callable[[Any, str], object]] = {
     "offload": _offload,
     "offload_to": _offload_to,
     "offload_budget": bytes_of,
-    "delayed_update": parse_bool,
     "forward_prefetch": parse_bool,
     "sync_batchnorm": parse_bool,
     "activation": _word_parser(Activation),
@@ -227,7 +226,6 @@ PARSERS: dict[str, Callable[[Any, str], object]] = {
 SWITCHED_ON = {
     "compile": Compile.BLOCKS.value,
     "offload": Offload.ALL.value,
-    "delayed_update": "true",
     "forward_prefetch": "true",
     "sync_batchnorm": "true",
     "sequence_parallel": "true",

@@ -17,7 +17,7 @@ from lockstep.offload.copies import Copies, Event, HostPool, copies_of, dense_st
 
 
 def beside_accelerator(device: torch.device) -> Copies | None:
-    """Copies to and from an accelerator; None for devices whose tensors stay where they are."""
+    """Return copies to and from an accelerator; None for devices whose tensors stay where they are."""
     return None if device.type in ("cpu", "meta") else copies_of(device)
 
 
@@ -117,7 +117,9 @@ class _OffloadedInput:
             self._on_device = None
 
     def use(self) -> torch.Tensor:
-        """The tensor, for the stream that is current. Others that will be used next start to come back."""
+        """Return the tensor, for the stream that is current. Others that will be used next start to come
+        back.
+        """
         self._copies.follow()
         self._uses += 1
         self._come_back()

@@ -25,14 +25,14 @@ class Copies:
         self._device = device
 
     def follow(self) -> None:
-        """The stream that is current in this thread is the one that computes."""
+        """Take the stream that is current in this thread for the one that computes."""
 
     def computed(self) -> Event:
         """All that the device was given to compute by now."""
         return None
 
     def after(self, event: Event) -> None:
-        """Copies that are given from now on run after ``event``."""
+        """Let copies that are given from now on run after ``event``."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy between tensors of one shape and dtype, which must be kept until it is done."""
@@ -43,7 +43,7 @@ class Copies:
         return None
 
     def compute_after(self, event: Event) -> None:
-        """What is given to compute from now on runs after ``event``."""
+        """Let what is given to compute from now on run after ``event``."""
 
     def is_done(self, event: Event) -> bool:
         return True
@@ -65,7 +65,7 @@ class Copies:
 
 
 def copies_of(device: torch.device) -> Copies:
-    """Copies to and from ``device``: on a side stream where it has streams, else at once."""
+    """Return copies to and from ``device``: on a side stream where it has streams, else at once."""
     if device.type != "cpu" and hasattr(torch.get_device_module(device), "Stream"):
         return SideStream(device)
     return Copies(device)
@@ -147,7 +147,9 @@ def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
 def view_of(
     buffer: torch.Tensor, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int], offset: int = 0
 ) -> torch.Tensor:
-    """A tensor of ``size`` in the memory of ``buffer``, uint8 [n], ``offset`` bytes after its first."""
+    """Return a tensor of ``size`` in the memory of ``buffer``, uint8 [n], ``offset`` bytes after its
+    first.
+    """
     # set_ counts in elements, from the beginning of the storage.
     first = (buffer.storage_offset() + offset) // dtype.itemsize
     view = torch.empty(0, dtype=dtype, device=buffer.device)
@@ -201,5 +203,5 @@ class Staging:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a tensor without gaps, in the order in which it lies."""
+    """Return the memory of a tensor without gaps, in the order in which it lies."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -219,7 +219,7 @@ def cheapest(rows: Iterable[TrainingRow]) -> TrainingRow | None:
 
 
 def least_memory(rows: Iterable[TrainingRow]) -> TrainingRow | None:
-    """The row that needs least on the device."""
+    """Return the row that needs least on the device."""
     return _least(rows, lambda row: not row.reason, lambda row: row.device)
 
 
@@ -235,7 +235,7 @@ NOTHING = "nothing fits"
 def suggestions(
     limits: Limits, inference: Sequence[InferenceRow], training: Sequence[TrainingRow]
 ) -> dict[str, str]:
-    """What to write, by what it is for; empty where no limit says what fits."""
+    """Return what to write, by what it is for; empty where no limit says what fits."""
     if limits.hold(0, 0, 0) is None:
         return {}
     found: dict[str, str] = {}
@@ -268,7 +268,7 @@ def _call(row: InferenceRow, limits: Limits) -> str:
 
 
 def _exact(size: int) -> str:
-    """A size as ``max_memory`` takes it: in the largest unit that loses nothing."""
+    """Return a size as ``max_memory`` takes it: in the largest unit that loses nothing."""
     for exponent, letter in ((4, "T"), (3, "G"), (2, "M"), (1, "K")):
         for base, unit in ((1000, "B"), (1024, "iB")):
             if size and size % base**exponent == 0:

@@ -115,8 +115,8 @@ def _bytes_in_blocks(blocks: Iterable[nn.Module], dtype: str) -> int:
 
 
 def _faked(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype) -> nn.Module:
-    """A copy of the model in training mode whose tensors have no values but say that they are a CPU's, with its
-    parameters in ``dtype``."""
+    """Return a copy of the model in training mode whose tensors have no values but say that they are a
+    CPU's, with its parameters in ``dtype``."""
     import torch
 
     with mode:

@@ -10,7 +10,7 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def call_factory(text: str, arguments: Mapping[str, object]) -> object:
-    """What ``module:name`` gives: an object as it is, a class or function called with ``arguments``.
+    """Return what ``module:name`` gives: an object as it is, a class or function called with ``arguments``.
 
     What it prints goes to stderr.
 
@@ -40,7 +40,6 @@ def call_factory(text: str, arguments: Mapping[str, object]) -> object:
             if arguments:
                 raise UsageError(f"{text} is an object, which takes no arguments. Drop --args.")
             return made
-        _check_arguments(made, text, arguments)
         with _blamed(f"Calling {text} failed"):
             return made(**arguments)
 
@@ -76,22 +75,6 @@ def _attribute(module: ModuleType, name: str, place: str) -> object:
     return found
 
 
-def _check_arguments(made: Callable[..., object], text: str, arguments: Mapping[str, object]) -> None:
-    try:
-        signature = inspect.signature(made)
-    except (TypeError, ValueError):
-        # It is a built-in; calling it will tell.
-        return
-    try:
-        signature.bind(**arguments)
-    except TypeError as error:
-        raise UsageError(
-            f"{text} cannot be called with {', '.join(arguments) or 'no arguments'}: {error}. It takes "
-            f"{repr_short(str(signature), 100)}; give keyword arguments with --args '{{\"name\": value}}', or name a "
-            "function that needs none."
-        ) from None
-
-
 @contextlib.contextmanager
 def _first_on_path(folder: Path) -> Iterator[None]:
     sys.path.insert(0, str(folder))
@@ -114,7 +97,7 @@ def _blamed(what: str) -> Iterator[None]:
 
 
 def last_line(error: BaseException) -> str:
-    """The last line of an error's traceback, and where it was raised in a file."""
+    """Return the last line of an error's traceback, and where it was raised in a file."""
     lines = traceback.format_exception_only(type(error), error)[-1].strip().splitlines()
     text = (lines or [type(error).__name__])[0][:300].rstrip(".")
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
@@ -128,18 +111,16 @@ def last_line(error: BaseException) -> str:
 def _hint(error: BaseException) -> str:
     if "meta" in str(error):
         return " It is built on the meta device, without values: move what reads values out of it."
+    if isinstance(error, TypeError):
+        return " Give keyword arguments with --args '{\"name\": value}', or name a function that needs none."
     return " Correct it, or try it in Python."
 
 
-# Layers, or experts in one: each is an object here.
-MOST_MODULES = 100_000
 QUANTIZED = "Its weights are quantised, and the configuration does not show how. Name its files of weights."
-# For any other number.
-LARGEST = 2**40
 
 
 def configuration(path: Path) -> Path:
-    """The ``config.json`` that a path means.
+    """Return the ``config.json`` that a path means.
 
     Raises:
         UsageError: it means none.
@@ -155,11 +136,11 @@ def configuration(path: Path) -> Path:
 
 
 def built_from_config(path: Path) -> tuple[nn.Module, tuple[str, ...]]:
-    """The model that a ``config.json`` describes, on the meta device: of its ``architectures``, or a causal language
-    model, or else the base model of its type. And notes of what was left out.
+    """Return the model that a ``config.json`` describes, on the meta device: of its ``architectures``, or a
+    causal language model, or else the base model of its type. And notes of what was left out.
 
     Raises:
-        ConfigError: the file is no configuration, or its numbers cannot be those of a model.
+        ConfigError: the file is no configuration.
         UsageError: its type is not known, needs code of its own, or the model cannot be built.
         MissingExtraError: transformers is not installed.
     """
@@ -221,22 +202,4 @@ def _read(path: Path) -> dict[str, object]:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}. Check its path.") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path} is not UTF-8 text. Name the config.json of a model.") from None
-    _check_numbers(data, path)
     return data
-
-
-def _check_numbers(data: object, path: Path, name: str = "") -> None:
-    """Raise ConfigError for numbers that no model has; with so many layers, building it would not end."""
-    if isinstance(data, dict):
-        for key, value in data.items():
-            _check_numbers(value, path, str(key))
-    elif isinstance(data, list):
-        for value in data:
-            _check_numbers(value, path, name)
-    elif isinstance(data, int) and not isinstance(data, bool):
-        counts = any(word in name for word in ("layer", "expert", "depth", "block")) and "dim" not in name
-        most = MOST_MODULES if counts else LARGEST
-        if abs(data) > most:
-            raise ConfigError(
-                f"{path}: {name}={repr_short(data)} is more than {most}, which no model has. Correct it."
-            )

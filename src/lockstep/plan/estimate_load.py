@@ -59,7 +59,7 @@ def facts_of_files(path: Path) -> ModelFacts:
 
 
 def _group_name(name: str) -> str:
-    """The block that a tensor is in, which is its name up to the first number, or else its module."""
+    """Return the block that a tensor is in, which is its name up to the first number, or else its module."""
     parts = name.split(".")
     number = next((i for i, part in enumerate(parts[:-1]) if NUMBER.fullmatch(part)), None)
     return ".".join(parts[: number + 1] if number is not None else parts[:-1])

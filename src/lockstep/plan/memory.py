@@ -172,7 +172,7 @@ def state_bytes(
     largest_group: int = 0,
     micro_batches: int = 1,
 ) -> MemoryRow:
-    """The state of a model with ``parameters`` parameters on one of ``ranks`` ranks.
+    """Return the state of a model with ``parameters`` parameters on one of ``ranks`` ranks.
 
     Weights, gradients and optimizer state are fp32. With AdamW they are 4 + 4 + 8 bytes a parameter in one
     process; DDP adds 4 of buckets (unless ``gradient_as_bucket_view``). Under ZeRO every stage keeps them
@@ -186,8 +186,7 @@ def state_bytes(
     All stages hold one block's gradients, and their copy that is being averaged.
 
     ``offload`` moves what is at rest to host memory or to a disk (``state_locations``). The device is taken to be an
-    accelerator. Where it is a CPU, its memory is the host's, without ``fetched``, and with ``copies`` only where there
-    is ``delayed_update``.
+    accelerator. Where it is a CPU, its memory is the host's, without ``fetched`` and ``copies``.
     Parameters offloaded in one process are on the device for ``STREAMED_BLOCKS`` weight groups at a time, or as many as
     ``offload_budget`` has room for.
 
@@ -247,7 +246,7 @@ def _refuse_uncounted(parallel: Parallel, ranks: int) -> None:
 def textbook_bytes(
     parameters: int, shard: int, stage: int, weights: int = 4, gradients: int = 4, optimizer: int = 8
 ) -> int:
-    """The paper's formula (section 3 and figure 1), with so many bytes a parameter for each part.
+    """Return the paper's formula (section 3 and figure 1), with so many bytes a parameter for each part.
 
     Stage 0 (data parallel): everything whole. Stage 1 divides the optimizer state by ``shard``, stage 2 also
     gradients, stage 3 also weights. fp32 training with Adam is 4, 4, 8; the paper's mixed precision 2, 2, 12,

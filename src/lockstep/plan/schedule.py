@@ -74,15 +74,15 @@ class Timeline:
         return max((spans[-1].end for spans in self.ranks if spans), default=0)
 
     def busy(self, rank: int) -> float:
-        """The time in which ``rank`` works."""
+        """Return the time in which ``rank`` works."""
         return sum(span.end - span.start for span in self.ranks[rank])
 
     def idle(self, rank: int) -> float:
-        """The time in which ``rank`` does not work while some rank does, or will."""
+        """Return the time in which ``rank`` does not work while some rank does, or will."""
         return self.makespan - self.busy(rank)
 
     def waits(self, rank: int) -> float:
-        """The part of ``idle`` between the rank's first action and its last."""
+        """Return the part of ``idle`` between the rank's first action and its last."""
         spans = self.ranks[rank]
         return spans[-1].end - spans[0].start - self.busy(rank) if spans else 0
 
@@ -101,7 +101,9 @@ class Timeline:
         return self._share([self.waits(rank) for rank in range(len(self.ranks))])
 
     def in_flight(self, rank: int) -> int:
-        """The most (stage, micro-batch) pairs whose activations ``rank`` holds at a time: from F until B or W."""
+        """Return the most (stage, micro-batch) pairs whose activations ``rank`` holds at a time: from F
+        until B or W.
+        """
         in_memory = most = 0
         for span in self.ranks[rank]:
             # A micro-batch's activations are kept until the backward of its weights.
@@ -115,7 +117,7 @@ class Timeline:
 
 
 def by_rank(records: Iterable[Sequence[int | str]]) -> list[list[Action]]:
-    """Records (rank, stage, kind, micro-batch), each rank's in its order, as a list for each rank.
+    """Divide records (rank, stage, kind, micro-batch), each rank's in its order, into a list for each rank.
 
     Raises:
         UsageError: a record is not of this form.
@@ -138,7 +140,7 @@ def _action(record: Sequence[int | str]) -> Action:
 
 
 def simulate(orders: Sequence[Sequence[Action]], times: Times = Times()) -> Timeline:
-    """The timeline of ``orders``: element r has the actions of rank r, one after the other.
+    """Return the timeline of ``orders``: element r has the actions of rank r, one after the other.
 
     Raises:
         UsageError: an action is there twice, or waits for something that never runs.
@@ -175,7 +177,7 @@ def simulate(orders: Sequence[Sequence[Action]], times: Times = Times()) -> Time
 
 
 def needs(action: Action, stages: int) -> list[ScheduleResult]:
-    """What an action needs, of ``stages`` stages in all."""
+    """Return what an action needs, of ``stages`` stages in all."""
     stage, batch = action.stage, action.micro_batch
     if action.kind == "F":
         return [ScheduleResult("F", stage - 1, batch)] if stage else []
@@ -186,7 +188,7 @@ def needs(action: Action, stages: int) -> list[ScheduleResult]:
 
 
 def results(action: Action) -> list[ScheduleResult]:
-    """What an action gives; ``B`` what ``I`` and ``W`` give."""
+    """Return what an action gives; ``B`` what ``I`` and ``W`` give."""
     kinds = "IW" if action.kind == "B" else action.kind
     return [ScheduleResult(kind, action.stage, action.micro_batch) for kind in kinds]
 

@@ -1,4 +1,4 @@
-"""One schedule with its numbers, counted in torch's order of work and by formula, and the rows of a comparison.
+"""One schedule with its numbers, counted in torch's order of work, and the rows of a comparison.
 
 Torch is imported when it is asked for that order. Read is what torch does not document: which methods of a stage a
 schedule calls, and ``pipeline_order``.
@@ -13,7 +13,7 @@ from lockstep.config.enums import Schedule
 from lockstep.config.values import decimal_number, repr_short
 from lockstep.errors import ConfigError, UsageError
 from lockstep.plan.schedule import Action, Timeline, Times, simulate
-from lockstep.plan.schedule_table import RULES, checked, formula_bubble
+from lockstep.plan.schedule_table import RULES, checked
 
 
 @dataclass(frozen=True)
@@ -40,30 +40,22 @@ class ScheduleCase:
             f"{_counted(self.micro_batches, 'micro-batch', 'es')}{bubble}"
         )
 
-    @property
-    def formula(self) -> float | None:
-        """The bubble by the formula of the schedule's paper; None where it does not hold."""
-        return formula_bubble(self.schedule, self.ranks, self.micro_batches, self.stages_per_rank, self.times)
-
     def cells(self) -> tuple[str, ...]:
-        """schedule, stages, bubble, formula, its idle time, waiting, step, in flight."""
+        """schedule, stages, bubble, waiting, step, in flight."""
         timeline, stages = self.timeline, self.stages_per_rank
         if timeline is None:
-            return (str(self.schedule), *["-"] * 6, self.reason)
-        formula = self.formula
+            return (str(self.schedule), *["-"] * 4, self.reason)
         return (
             str(self.schedule),
             str(stages),
             f"{timeline.bubble:.2%}",
-            "-" if formula is None else f"{formula:.2%}",
-            RULES[self.schedule].formula,
             f"{timeline.inner_bubble:.2%}",
             f"{timeline.makespan / stages:g}",
             " ".join(f"{count / stages:g}" for count in self._in_flight(timeline)),
         )
 
     def facts(self) -> dict[str, object]:
-        """The same as numbers, in a stage's units."""
+        """Return the same as numbers, in a stage's units."""
         facts: dict[str, object] = {
             "schedule": str(self.schedule),
             "ranks": self.ranks,
@@ -74,8 +66,6 @@ class ScheduleCase:
         return facts | {
             "stages_per_rank": self.stages_per_rank,
             "bubble": self.timeline.bubble,
-            "formula": self.formula,
-            "source": RULES[self.schedule].source,
             "waiting": self.timeline.inner_bubble,
             "makespan": self.timeline.makespan,
             "idle": [self.timeline.idle(rank) for rank in range(self.ranks)],
@@ -87,7 +77,7 @@ class ScheduleCase:
 
 
 def counted(name: str, ranks: int, micro_batches: int, stages_per_rank: int, times: Times) -> ScheduleCase:
-    """The schedule ``name``, as torch runs it.
+    """Count the schedule ``name``, as torch runs it.
 
     Raises:
         ConfigError: there is no such schedule, or it does not work with these numbers.
@@ -137,7 +127,7 @@ def _counted(number: int, noun: str, plural: str = "s") -> str:
 
 
 def action_lists(name: str, ranks: int, micro_batches: int, stages_per_rank: int = 0) -> list[list[Action]]:
-    """What torch's schedule does, rank by rank. Communication is left out.
+    """Return what torch's schedule does, rank by rank. Communication is left out.
 
     Raises:
         ConfigError: there is no such schedule, or it does not work with these numbers.

@@ -49,7 +49,9 @@ class ModelSize:
 
 
 def parse_count(text: str, origin: str) -> int:
-    """A number of parameters such as ``1.3B``, ``350M``, ``7e9`` or ``124439808``; raises ConfigError."""
+    """Return a number of parameters such as ``1.3B``, ``350M``, ``7e9`` or ``124439808``; raises
+    ConfigError.
+    """
     match = COUNT.fullmatch(text.strip())
     number = Decimal(match[1]) * UNITS[match[2].upper()] if match else Decimal(0)
     if not 1 <= number <= MAX_PARAMETERS or number % 1:

@@ -33,7 +33,7 @@ class Traffic:
 def sent_bytes(
     size: ModelSize, ranks: int, parallel: Parallel, mixed_precision: str, micro_batches: int = 1
 ) -> Traffic:
-    """What a rank sends in a step of ``micro_batches`` micro-batches, k below. In elements:
+    """Return what a rank sends in a step of ``micro_batches`` micro-batches, k below. In elements:
 
     - DDP: one all-reduce of the gradients, 2 Psi (N - 1) / N.
     - stage 1: one all-gather and one reduce-scatter, 2 Psi (N - 1) / N.
@@ -93,5 +93,5 @@ def averaging_time(nbytes: int, ranks: int, bandwidth: float) -> AveragingTime:
 
 
 def _ring(ranks: int) -> Fraction:
-    """The share of a tensor that each of ``ranks`` ranks sends to gather or to scatter it."""
+    """Return the share of a tensor that each of ``ranks`` ranks sends to gather or to scatter it."""
     return Fraction(ranks - 1, ranks)

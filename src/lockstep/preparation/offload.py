@@ -118,7 +118,6 @@ class OffloadManager:
                 optimizer,
                 self._groups,
                 folder=folder,
-                delayed=self._parallel.delayed_update,
                 device=self._device if self._device in devices else torch.device("cpu"),
             )
 

@@ -62,8 +62,6 @@ class TrainingMethods(AcceleratorParts):
         if not self._step.has_given_batches:
             self._preparation.loaders.warn_of_unused()
         self._preparation.verifications.before_backward(loss)
-        if self._step.being_saved is not None:
-            self._step.being_saved.before_backward()
         self._step.clock.backward_begins()
         scaled = self._accumulation.scale(loss, weight, self._preparation.gradients)
         if self._scaler is not None:

@@ -18,7 +18,7 @@ LEAST_ORDINARY = 4
 
 
 def not_finite(traces: Iterable[MicroBatchTrace]) -> ReplayFinding | None:
-    """The first module, in the first micro-batch, that made what is not finite; None: all is finite.
+    """Return the first module, in the first micro-batch, that made what is not finite; None: all is finite.
 
     In a forward that is the module that has finite inputs, and an output that is not, or calls another with what it has
     spoilt itself. -inf alone counts only where what follows does not get over it, as a softmax does.
@@ -132,7 +132,8 @@ Key = tuple[object, ...]
 def far_outside(
     traces: Sequence[MicroBatchTrace], ordinary: Sequence[MicroBatchTrace]
 ) -> ReplayFinding | None:
-    """The first module whose output, or else the gradient that it passes on, is far above those of ordinary batches.
+    """Return the first module whose output, or else the gradient that it passes on, is far above those of
+    ordinary batches.
 
     Of several micro-batches the one in which something is farthest away is looked at.
     """
@@ -158,7 +159,7 @@ def _score(usual: dict[Key, RecentValues], key: Key, size: float) -> float:
 
 
 def _sizes(trace: MicroBatchTrace) -> list[tuple[int, bool, float]]:
-    """(number of the call, whether that is what it gave, root mean square), in the order of time."""
+    """Return (number of the call, whether that is what it gave, root mean square), in the order of time."""
     calls = [(number, has_ended, trace.calls[number]) for number, has_ended in trace.order]
     sizes = [(number, ended, call.rms if ended else call.inputs_rms) for number, ended, call in calls]
     return [(number, ended, size) for number, ended, size in sizes if size is not None]

@@ -138,7 +138,7 @@ class ReplayedRun(RunObserver):
     # -- batches -----------------------------------------------------------------------------------------
 
     def _batches_of(self, loader: PreparedLoader, batches: Iterator[object]) -> Iterator[object]:
-        """The capsule's, and behind them the loader's own."""
+        """Yield the capsule's batches, and behind them the loader's own."""
         # The loader's first batch is read before: the capsule's get the types of its containers.
         own = next(batches, _NOTHING)
         if own is _NOTHING:
@@ -171,7 +171,7 @@ class ReplayedRun(RunObserver):
         return self._turn == len(self._ranks)
 
     def _next(self) -> KeptBatch | None:
-        """The next micro-batch of the capsule; None: there are no more."""
+        """Return the next micro-batch of the capsule; None: there are no more."""
         if self._is_ordinary:
             return None
         rank, found = self._ranks[self._turn]
@@ -285,7 +285,7 @@ class ReplayedRun(RunObserver):
     # -- the end -----------------------------------------------------------------------------------------
 
     def verdict(self) -> ReplayVerdict:
-        """What was found. Raises UsageError: the script ended before it had made the step."""
+        """Return what was found. Raises UsageError: the script ended before it had made the step."""
         if not self._is_ordinary:
             raise UsageError(
                 "The script ended before its first optimizer step. Replay it with arguments with which it "
@@ -318,7 +318,7 @@ class ReplayedRun(RunObserver):
 
 
 def like(own: object, kept: object) -> Any:
-    """What was kept, in containers of the types that the loader makes: a capsule has plain ones."""
+    """Return what was kept, in containers of the types that the loader makes: a capsule has plain ones."""
     if isinstance(own, Mapping) and isinstance(kept, Mapping) and type(own) is not type(kept):
         values: dict[object, object] = {key: like(own.get(key), value) for key, value in kept.items()}
         return type(own)(values)  # type: ignore[call-arg]

@@ -95,6 +95,8 @@ class MicroBatchTrace:
     loss_line: str = ""
 
     def key(self, number: int) -> tuple[str, int]:
-        """The same for the same call of every micro-batch: the module's name, and which of its calls."""
+        """Return what is the same for the same call of every micro-batch: the module's name, and which of its
+        calls.
+        """
         name = self.calls[number].name
         return name, sum(call.name == name for call in self.calls[:number])

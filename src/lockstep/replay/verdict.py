@@ -94,7 +94,7 @@ RIGHT = ("rank", "micro-batch", "in the run", "in the replay")
 
 
 def sentence(verdict: ReplayVerdict) -> str:
-    """What was the first to go wrong in the step."""
+    """Return what was the first to go wrong in the step."""
     found = verdict.finding
     if found is None:
         compared = (
@@ -122,7 +122,7 @@ def _named(found: ReplayFinding) -> str:
 
 
 def rows(verdict: ReplayVerdict) -> list[tuple[str, ...]]:
-    """A line for each number that the run and its replay have."""
+    """Return a line for each number that the run and its replay have."""
     return [_row(one) for one in verdict.compared]
 
 

@@ -29,7 +29,7 @@ class ModuleWatch:
         self._open: list[int] = []
 
     def begin(self, trace: MicroBatchTrace | None) -> None:
-        """A micro-batch comes."""
+        """Begin the trace of a micro-batch."""
         self._trace, self._open = trace, []
 
     def watch(self, model: nn.Module, prefix: str) -> None:
@@ -155,7 +155,7 @@ def health(value: object) -> tuple[Health, str]:
 
 
 def rms(value: object) -> float | None:
-    """The root mean square of all tensors in it; None: not finite, or no numbers."""
+    """Return the root mean square of all tensors in it; None: not finite, or no numbers."""
     tensors = [tensor for tensor in _numbers(value) if tensor.numel()]
     if not tensors:
         return None
@@ -185,7 +185,7 @@ def _are_finite(gradients: NodeGradients) -> bool:
 
 
 def line_of(node: object) -> str:
-    """The innermost line outside of libraries that made a node; "": not known."""
+    """Return the innermost line outside of libraries that made a node; "": not known."""
     for entry in reversed(torch_autograd.traceback_of(node)):
         if not any(part in entry for part in LIBRARIES):
             place, _, code = entry.strip().partition("\n")

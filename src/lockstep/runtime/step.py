@@ -124,13 +124,10 @@ class Turns(Protocol):
 
 
 class StateBeingSaved(Protocol):
-    """A state that is copied while training goes on: whoever is about to change it says so, and waits."""
+    """A state that is copied while training goes on: an optimizer waits for that before it steps."""
 
-    def before_step(self, optimizer: object) -> None:
-        """What this optimizer changes is about to change."""
-
-    def before_backward(self) -> None:
-        """Gradients are about to change."""
+    def before_step(self) -> None:
+        """Wait until it is copied."""
 
 
 @dataclass

@@ -1,13 +1,12 @@
 """Collectives of the ranks of one host through memory that they share, as a backend of ``torch.distributed``.
 
 backend       how torch gets to know it
-join          making a group; gloo where memory cannot be shared
+join          making a group; gloo where memory cannot be shared, as by ranks of several hosts
 group         torch's methods
 pending       calls in their order, and torch's handles for them
 tensors       contiguous memory for the tensors of a call
 algorithms    the collectives, as rows of steps
 buffers       memory for tensors that are made to be gathered or reduced
-hosts         the same for ranks on several hosts: gloo between their first ranks
 channel       messages between two ranks
 slots         two slots for each rank, counters, waiting, ranks that have ended
 segment       anonymous memory that several processes map, and where things lie in it

@@ -50,8 +50,8 @@ class Memory(NamedTuple):
 
 
 def memory_of(tensor: Tensor) -> Memory:
-    """The memory, (n,), of a contiguous CPU tensor of any shape, which the caller keeps, without its history: what is
-    written is seen by no version counter, as with any other backend."""
+    """Return the memory, (n,), of a contiguous CPU tensor of any shape, which the caller keeps, without its
+    history: what is written is seen by no version counter, as with any other backend."""
     address, size = tensor.data_ptr(), tensor.numel()
     if size == 0:
         return Memory(address, torch.empty(0, dtype=tensor.dtype))
@@ -66,7 +66,9 @@ def memory_of(tensor: Tensor) -> Memory:
 
 
 def own_memory(tensor: Tensor) -> Memory:
-    """The memory of a contiguous tensor, of any shape, made for the call. Kept for as long as what is returned."""
+    """Return the memory of a contiguous tensor, of any shape, made for the call. Kept for as long as what is
+    returned.
+    """
     return Memory(tensor.data_ptr(), tensor.view(-1))
 
 
@@ -81,12 +83,12 @@ class RankReduction(NamedTuple):
         return COMBINE[self.kind]
 
     def before(self, block: Memory) -> None:
-        """What this rank's own values become first, in place."""
+        """Prepare this rank's own values, in place."""
         if self.factor is not None:
             block.flat.mul_(self.factor)
 
     def after(self, total: Tensor, ranks: int) -> None:
-        """What the combined values [n] become, in place."""
+        """Finish the combined values [n], in place."""
         if self.kind == dist.ReduceOp.AVG:
             total.div_(ranks)
 

@@ -73,7 +73,7 @@ class Regions:
         return tensor
 
     def use_of(self, tensor: Tensor) -> int | None:
-        """What was remembered; None: the tensor was not made here."""
+        """Return what was remembered; None: the tensor was not made here."""
         (address, use), self._given = self._given, NOT_GIVEN
         return use if address and address == tensor.data_ptr() else None
 
@@ -136,7 +136,7 @@ class GatheredBuffers(Regions):
         self._calls = 0
 
     def allocate(self, count: int, dtype: torch.dtype) -> Tensor:
-        """The output (count,) of the next all-gather of the group."""
+        """Return the output (count,) of the next all-gather of the group."""
         # The number of the next gather, so that all ranks choose the same region without a word.
         number = self._calls + 1
         region = number % self.count
@@ -189,7 +189,7 @@ class ReducedBuffers(Regions):
         self._is_busy = False
 
     def allocate(self, count: int, dtype: torch.dtype) -> Tensor:
-        """The input (count,) of the next reduce-scatter of the group.
+        """Return the input (count,) of the next reduce-scatter of the group.
 
         Raises:
             RuntimeError: a rank has ended that still has to read the last one.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,6 @@ from lockstep.shared_memory.buffers import GatheredBuffers, ReducedBuffers
 from lockstep.shared_memory.call_code import call_code
 from lockstep.shared_memory.channel import Channels
 from lockstep.shared_memory.history import CallHistory
-from lockstep.shared_memory.hosts import GlooMessages, HierarchicalCollectives
 from lockstep.shared_memory.pending import CallQueue, PendingCall
 from lockstep.shared_memory.segment import Segment
 from lockstep.shared_memory.slots import CollectiveSteps
@@ -26,22 +25,18 @@ from lockstep.torch_internals.dispatch import unseen_by_modes
 # What of torch's options is looked at; engines in C++ give them all.
 CollectiveOptions = Any
 
-Collectives: TypeAlias = HostCollectives | HierarchicalCollectives
-Messages: TypeAlias = Channels | GlooMessages
 
-
-def _leave(queue: CallQueue, messages: Messages, segment: Segment | None) -> None:
+def _leave(queue: CallQueue, messages: Channels, segment: Segment) -> None:
     queue.close()
     messages.close()
-    if segment is not None:
-        segment.release()
+    segment.release()
 
 
 class GroupCalls:
     """The collectives and messages of one group. Results are equal bit for bit on all ranks and from run to run.
 
     Attributes:
-        gathered, reduced: Memory for tensors that are made to be gathered or reduced; None: on several hosts.
+        gathered, reduced: Memory for tensors that are made to be gathered or reduced.
     """
 
     def __init__(
@@ -49,26 +44,18 @@ class GroupCalls:
         rank: int,
         ranks: int,
         name: str,
-        collectives: Collectives,
-        messages: Messages,
+        collectives: HostCollectives,
+        messages: Channels,
         history: CallHistory,
     ) -> None:
         self._me, self._ranks, self._name = rank, ranks, name
         self._collectives, self._messages, self._history = collectives, messages, history
-        self.gathered: GatheredBuffers | None = None
-        self.reduced: ReducedBuffers | None = None
-        if isinstance(collectives, HostCollectives):
-            self.gathered = GatheredBuffers(collectives.slots)
-            self.reduced = ReducedBuffers(collectives.slots)
+        self.gathered, self.reduced = GatheredBuffers(collectives.slots), ReducedBuffers(collectives.slots)
         self._queue = CallQueue(f"lockstep shared memory {name}")
 
-    def at_end_of(self, group: object, segment: Segment | None) -> Callable[[], object]:
-        """What leaves the group; it is called once, by whoever is first, or when ``group`` is gone."""
+    def at_end_of(self, group: object, segment: Segment) -> Callable[[], object]:
+        """Return what leaves the group; it is called once, by whoever is first, or when ``group`` is gone."""
         return weakref.finalize(group, _leave, self._queue, self._messages, segment)
-
-    def source_with(self, tag: int) -> int:
-        """The rank whose message with this tag is the next one."""
-        return self._messages.source_with(tag)
 
     def all_reduce(self, tensors: list[Tensor], opts: CollectiveOptions) -> PendingCall:
         reduction = self._reduction(opts, tensors)
@@ -170,11 +157,9 @@ class GroupCalls:
         return self._submit("all_gather", rows, inputs, result, staging, opts)
 
     def _gather_flat(self, output: Tensor, mine: Memory, places: Sequence[int]) -> CollectiveSteps:
-        gathered, collectives = self.gathered, self._collectives
-        use = None if gathered is None else gathered.use_of(output)
-        if gathered is not None and use is not None:
-            assert isinstance(collectives, HostCollectives)
-            return gathered.all_gather(collectives, mine, places, use)
+        collectives, use = self._collectives, self.gathered.use_of(output)
+        if use is not None:
+            return self.gathered.all_gather(collectives, mine, places, use)
         return collectives.all_gather(
             call_code("all_gather", mine.flat.numel(), mine.flat.dtype), mine, places
         )
@@ -239,12 +224,10 @@ class GroupCalls:
                         whole.flat.chunk(self._ranks) if out.size else [whole.flat] * self._ranks
                     )
                 ]
-                reduced, collectives = self.reduced, self._collectives
-                use = None if reduced is None else reduced.use_of(tensor)
+                use = self.reduced.use_of(tensor)
                 # A factor would have to be multiplied into the input itself, which the caller keeps.
-                if reduced is not None and use is not None and reduction.factor is None:
-                    assert isinstance(collectives, HostCollectives)
-                    rows.append(reduced.reduce_scatter(collectives, parts, out, reduction, use))
+                if use is not None and reduction.factor is None:
+                    rows.append(self.reduced.reduce_scatter(self._collectives, parts, out, reduction, use))
                 else:
                     rows.append(self._reduce_parts(parts, out, reduction, staging))
         return self._submit("reduce_scatter", rows, inputs, result, staging, opts)
@@ -292,7 +275,7 @@ class GroupCalls:
         return self._collectives.all_to_all(call, sent, taken)
 
     def _split(self, block: Memory, tensor: Tensor, splits: Sequence[int]) -> list[Memory]:
-        """The parts of the first dimension's rows; without splits, equal ones."""
+        """Return the parts of the first dimension's rows; without splits, equal ones."""
         rows = tensor.shape[0] if tensor.dim() else 0
         if not splits:
             if rows % self._ranks:

@@ -8,7 +8,6 @@ somebody asks. A message lies in memory of the group: it arrives even if its sen
 from __future__ import annotations
 
 import ctypes
-import time
 from collections import deque
 
 from lockstep.errors import CollectiveMismatchError
@@ -17,8 +16,6 @@ from lockstep.shared_memory.pending import CallQueue
 from lockstep.shared_memory.segment import PIECES, RING_HEAD_BYTES, WORDS_A_LINE
 from lockstep.shared_memory.slots import CollectiveSteps, Peers, Waitable
 
-# A rank that receives from any other looks this often.
-POLL_S = 50e-6
 # Each counter on a cache line of its own, as one is written by the sender and the other by the receiver.
 WRITTEN, TAKEN, HEADS = 0, WORDS_A_LINE, 2 * WORDS_A_LINE
 # Two words for each piece: the bytes of the whole message, and the tag.
@@ -54,7 +51,7 @@ class Ring:
         return WordAtLeast(self, index, least)
 
     def piece(self) -> int:
-        """The address of the next piece."""
+        """Return the address of the next piece."""
         return self.base + RING_HEAD_BYTES + self.done % PIECES * self.piece_bytes
 
     def head(self) -> int:
@@ -143,31 +140,6 @@ class Channels:
             start += count
             if start >= size:
                 return
-
-    def source_with(self, tag: int) -> int:
-        """Wait until some rank has sent something with this tag, and say which.
-
-        Raises:
-            RuntimeError: a rank has ended, or time is up.
-        """
-        deadline = time.monotonic() + self.peers.timeout_s
-        while True:
-            # A futex is one word: the rings of several ranks can only be looked at in turn.
-            for source in range(self.peers.layout.ranks):
-                if source != self.peers.rank and self._has(source, tag):
-                    return source
-            time.sleep(POLL_S)
-            self.peers.check(-1)
-            if time.monotonic() > deadline:
-                raise RuntimeError(
-                    f"Timed out: no rank has sent a message with tag {tag}. Look at the rank that should send it."
-                )
-
-    def _has(self, source: int, tag: int) -> bool:
-        if self._kept.get((source, tag % 2**64)):
-            return True
-        ring = self._ring(False, source)
-        return ring.words[WRITTEN] > ring.done and ring.words[ring.head() + 1] == tag % 2**64
 
     def _check_size(self, size: int, block: Memory, source: int, tag: int) -> None:
         if size != block.size:

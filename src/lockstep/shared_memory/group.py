@@ -14,7 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.config.enums import CPUBackend
-from lockstep.shared_memory.calls import CollectiveOptions, Collectives, GroupCalls, Messages
+from lockstep.errors import UsageError
+from lockstep.shared_memory.algorithms import HostCollectives
+from lockstep.shared_memory.calls import CollectiveOptions, GroupCalls
+from lockstep.shared_memory.channel import Channels
 from lockstep.shared_memory.history import CallHistory
 from lockstep.shared_memory.pending import PendingCall
 from lockstep.shared_memory.slots import Peers
@@ -25,20 +28,22 @@ from lockstep.torch_internals.dispatch import modes_are_active, unseen_by_modes
 
 
 def alike(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """What would be received if every rank sent what this one does: other sizes cannot be shown to modes."""
+    """Return what would be received if every rank sent what this one does: other sizes cannot be shown to
+    modes.
+    """
     with unseen_by_modes():
         return [torch.empty_like(tensor) for tensor in tensors]
 
 
 @leave_out
 class SharedMemoryGroup(dist.ProcessGroup):
-    """Ranks some of which share memory. torch makes it where the backend ``shm`` is asked for.
+    """Ranks that share memory. torch makes it where the backend ``shm`` is asked for.
 
     Args:
-        peers: The ranks of this host; None where there are no others.
+        peers: The ranks.
 
     Attributes:
-        gathered, reduced: Memory for tensors that are made to be gathered or reduced; None: on several hosts.
+        gathered, reduced: Memory for tensors that are made to be gathered or reduced.
 
     It takes CPU tensors of any size and dtype, and the reductions of ``algorithms.COMBINE``. Results are equal bit for
     bit on all ranks and from run to run. What the ranks call is compared: calls that do not belong together raise
@@ -50,20 +55,19 @@ class SharedMemoryGroup(dist.ProcessGroup):
         rank: int,
         ranks: int,
         name: str,
-        peers: Peers | None,
-        collectives: Collectives,
-        messages: Messages,
+        peers: Peers,
+        collectives: HostCollectives,
+        messages: Channels,
     ) -> None:
         super().__init__(rank, ranks)  # type: ignore[call-arg]
         self._name, self._peers = name, peers
         self.history = CallHistory(name)
         self._calls = GroupCalls(rank, ranks, name, collectives, messages, self.history)
         self.gathered, self.reduced = self._calls.gathered, self._calls.reduced
-        if peers is not None:
-            peers.doing = self.history.oldest_pending
+        peers.doing = self.history.oldest_pending
         c10d.set_group_name(self, name)
         self._shown = c10d.group_that_does_nothing(rank, ranks, name)
-        self._leave = self._calls.at_end_of(self, None if peers is None else peers.segment)
+        self._leave = self._calls.at_end_of(self, peers.segment)
 
     # What torch asks a group.
 
@@ -90,58 +94,55 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return self
 
     def set_timeout(self, timeout: timedelta) -> None:
-        if self._peers is not None:
-            self._peers.timeout_s = timeout.total_seconds()
+        self._peers.timeout_s = timeout.total_seconds()
 
     def abort(self) -> None:
         """Let every call of every rank that waits, now or later, raise."""
-        if self._peers is not None:
-            self._peers.abort()
+        self._peers.abort()
 
     def shutdown(self) -> None:
         """Leave: ranks that wait for this one raise."""
         self._leave()
+
+    def _show(self, name: str, *arguments: object) -> None:
+        """Let a mode that looks on see a call, made to a backend that does nothing."""
+        if modes_are_active():
+            getattr(self._shown, name)(*arguments)
 
     # Collectives, under the names by which torch calls them. Each first goes through torch's dispatcher where a mode
     # looks on, to a backend that does nothing.
 
     def allreduce(self, tensors: list[Tensor], opts: CollectiveOptions = None) -> PendingCall:
         opts = opts or dist.AllreduceOptions()
-        if modes_are_active():
-            self._shown.allreduce(tensors, opts)
+        self._show("allreduce", tensors, opts)
         if tensors[0].is_sparse:
             return self._calls.all_reduce_sparse(tensors, opts)
         return self._calls.all_reduce(tensors, opts)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: CollectiveOptions = None) -> PendingCall:
         opts = opts or dist.AllreduceCoalescedOptions()
-        if modes_are_active():
-            self._shown.allreduce_coalesced(tensors, opts)
+        self._show("allreduce_coalesced", tensors, opts)
         return self._calls.all_reduce(tensors, opts)
 
     def reduce(self, tensors: list[Tensor], opts: CollectiveOptions) -> PendingCall:
-        if modes_are_active():
-            self._shown.reduce(tensors, opts)
+        self._show("reduce", tensors, opts)
         return self._calls.reduce(tensors, opts)
 
     def broadcast(self, tensors: list[Tensor], opts: CollectiveOptions = None) -> PendingCall:
         opts = opts or dist.BroadcastOptions()
-        if modes_are_active():
-            self._shown.broadcast(tensors, opts)
+        self._show("broadcast", tensors, opts)
         return self._calls.broadcast(tensors, opts)
 
     def barrier(self, opts: CollectiveOptions = None) -> PendingCall:
         opts = opts or dist.BarrierOptions()
-        if modes_are_active():
-            self._shown.barrier(opts)
+        self._show("barrier", opts)
         return self._calls.barrier(opts)
 
     def allgather(
         self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: CollectiveOptions = None
     ) -> PendingCall:
         opts = opts or c10d.AllgatherOptions()
-        if modes_are_active():
-            self._shown.allgather(output_tensors, input_tensors, opts)
+        self._show("allgather", output_tensors, input_tensors, opts)
         return self._calls.all_gather(output_tensors, input_tensors, opts, output_tensors)
 
     def _allgather_base(self, output: Tensor, input: Tensor, opts: CollectiveOptions = None) -> PendingCall:
@@ -159,8 +160,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self, outputs: list[Tensor], inputs: list[Tensor], opts: CollectiveOptions = None
     ) -> PendingCall:
         opts = opts or c10d.AllgatherOptions()
-        if modes_are_active():
-            self._shown.allgather_into_tensor_coalesced(outputs, inputs, opts)
+        self._show("allgather_into_tensor_coalesced", outputs, inputs, opts)
         return self._calls.all_gather_flat(outputs, inputs, opts, outputs)
 
     all_gather_single_coalesced: Any = allgather_into_tensor_coalesced
@@ -169,39 +169,34 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self, output_lists: list[list[Tensor]], input_list: list[Tensor], opts: CollectiveOptions = None
     ) -> PendingCall:
         opts = opts or c10d.AllgatherOptions()
-        if modes_are_active():
-            self._shown.allgather_coalesced(output_lists, input_list, opts)
+        self._show("allgather_coalesced", output_lists, input_list, opts)
         outputs = [list(of_one) for of_one in zip(*output_lists, strict=True)]
         return self._calls.all_gather(outputs, input_list, opts, output_lists)
 
     def gather(
         self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: CollectiveOptions
     ) -> PendingCall:
-        if modes_are_active():
-            self._shown.gather(output_tensors, input_tensors, opts)
+        self._show("gather", output_tensors, input_tensors, opts)
         return self._calls.gather(output_tensors, input_tensors, opts)
 
     def scatter(
         self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: CollectiveOptions
     ) -> PendingCall:
-        if modes_are_active():
-            self._shown.scatter(output_tensors, input_tensors, opts)
+        self._show("scatter", output_tensors, input_tensors, opts)
         return self._calls.scatter(output_tensors, input_tensors, opts)
 
     def reduce_scatter(
         self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: CollectiveOptions = None
     ) -> PendingCall:
         opts = opts or dist.ReduceScatterOptions()
-        if modes_are_active():
-            self._shown.reduce_scatter(output_tensors, input_tensors, opts)
+        self._show("reduce_scatter", output_tensors, input_tensors, opts)
         return self._calls.reduce_scatter(output_tensors, input_tensors, opts)
 
     def _reduce_scatter_base(
         self, output: Tensor, input: Tensor, opts: CollectiveOptions = None
     ) -> PendingCall:
         opts = opts or dist.ReduceScatterOptions()
-        if modes_are_active():
-            self._shown._reduce_scatter_base(output, input, opts)
+        self._show("_reduce_scatter_base", output, input, opts)
         return self._calls.reduce_scatter_flat([output], [input], opts, output)
 
     reduce_scatter_single: Any = _reduce_scatter_base
@@ -210,8 +205,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self, outputs: list[Tensor], inputs: list[Tensor], opts: CollectiveOptions = None
     ) -> PendingCall:
         opts = opts or dist.ReduceScatterOptions()
-        if modes_are_active():
-            self._shown.reduce_scatter_tensor_coalesced(outputs, inputs, opts)
+        self._show("reduce_scatter_tensor_coalesced", outputs, inputs, opts)
         return self._calls.reduce_scatter_flat(outputs, inputs, opts, outputs)
 
     reduce_scatter_single_coalesced: Any = reduce_scatter_tensor_coalesced
@@ -243,14 +237,15 @@ class SharedMemoryGroup(dist.ProcessGroup):
     # Messages between two ranks.
 
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> PendingCall:
-        if modes_are_active():
-            self._shown.send(tensors, dst, tag)
+        self._show("send", tensors, dst, tag)
         return self._calls.send(tensors, dst, tag)
 
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> PendingCall:
-        if modes_are_active():
-            self._shown.recv(tensors, src, tag)
+        self._show("recv", tensors, src, tag)
         return self._calls.receive(tensors, src, tag)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> PendingCall:
-        return self.recv(tensors, self._calls.source_with(tag), tag)
+        raise UsageError(
+            f"Group {self._name} uses shared memory, in which a message has a ring of its own for each sender. Name "
+            "the rank that sends it (src=), or make a group with backend='gloo'."
+        )

@@ -61,7 +61,7 @@ class CallHistory:
         )
 
     def oldest_pending(self) -> str:
-        """The call that is waited for, as people read it."""
+        """Return the call that is waited for, as people read it."""
         for call in list(self._calls):
             if not call.is_done():
                 sizes = ", ".join(str(list(size)) for size in call.sizes)

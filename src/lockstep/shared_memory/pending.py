@@ -79,7 +79,7 @@ class PendingCall(dist.Work):
             self.end(error)
 
     def end(self, error: BaseException | None = None) -> None:
-        """It is done, or failed."""
+        """Mark the call as done, or failed."""
         try:
             if error is None and self.staging is not None:
                 self.staging.finish()

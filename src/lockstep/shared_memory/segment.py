@@ -71,7 +71,7 @@ class Segment:
 
     @staticmethod
     def create(size: int) -> Segment:
-        """A new one of so many bytes, all zero but for its token.
+        """Make a new one of so many bytes, all zero but for its token.
 
         Raises:
             OSError: the system gives no such memory.
@@ -85,7 +85,7 @@ class Segment:
 
     @staticmethod
     def open(address: SegmentAddress) -> Segment:
-        """That of another process.
+        """Map that of another process.
 
         Raises:
             OSError: this process may not open it, or it is another one.
@@ -153,7 +153,7 @@ class GroupLayout:
         return self.ring(self.ranks, 0)
 
     def word(self, rank: int) -> int:
-        """The index of the first word of a rank's line."""
+        """Return the index of the first word of a rank's line."""
         return (1 + rank) * WORDS_A_LINE
 
     def slot(self, rank: int, parity: int) -> int:

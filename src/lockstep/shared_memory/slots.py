@@ -98,11 +98,11 @@ class Peers:
                         "not call it. Look at what that rank does, or raise the timeout of the process group."
                     )
 
-    def check(self, awaited: int, is_missing: Callable[[], bool] = lambda: True) -> None:
+    def check(self, awaited: int, is_missing: Callable[[], bool]) -> None:
         """Raise if the group was left or aborted, or a rank that is needed has ended.
 
         Args:
-            awaited: The rank that is waited for; -1: none in particular.
+            awaited: The rank that is waited for.
             is_missing: Whether what it is to bring about is not there.
         """
         if self.segment.is_released:
@@ -259,6 +259,6 @@ class RankSlots(Waitable):
         return {rank: UserCall(name, line) for rank, (name, _, line) in names}
 
     def sizes(self) -> list[int]:
-        """What each rank gave as the size of its chunk."""
+        """Return what each rank gave as the size of its chunk."""
         layout = self.peers.layout
         return [self._words[layout.word(rank) + SIZES + self._parity] for rank in range(self.ranks)]

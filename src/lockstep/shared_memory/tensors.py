@@ -59,7 +59,7 @@ class CallTensors:
         return memory_of(dense)
 
     def apart_from(self, block: Memory, others: Sequence[Memory]) -> Memory:
-        """The block, or a copy of it if it lies in the memory of one of the others."""
+        """Return the block, or a copy of it if it lies in the memory of one of the others."""
         for other in others:
             if _overlap(block, other):
                 copy = block.flat.clone()

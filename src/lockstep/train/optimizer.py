@@ -183,7 +183,7 @@ class PreparedOptimizer(Optimizer):
 
     def _step(self, closure: Any) -> object:
         if self.gradient_state.being_saved is not None:
-            self.gradient_state.being_saved.before_step(self.optimizer)
+            self.gradient_state.being_saved.before_step()
         self.gradient_state.clock.stepped()
         if self._before_first_step is not None:
             self._before_first_step(self.optimizer)

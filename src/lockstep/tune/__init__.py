@@ -11,7 +11,7 @@ if not TYPE_CHECKING:
             "memory": ["limit_of_rank", "MemoryWatch", "peak_of_rank"],
             "remarks": ["refuse_sums", "remarks_on"],
             "report": ["how_to_use", "rows", "sentence", "to_json"],
-            "search": ["divisors", "MemoryModel", "next_size"],
+            "search": ["divisors", "next_size"],
             "spec": ["RankReport", "TrialSpec"],
             "trial": ["judged", "SizeVerdict", "TrialEnd", "WORKER"],
             "tuner": ["CouldNotTune", "Tuner", "TuneRequest", "TuneResult"],

@@ -39,7 +39,7 @@ def resident() -> int:
 
 
 def peak_of_rank(device: torch.device) -> int:
-    """The most bytes that this rank has taken: of torch's allocator on CUDA, else of the process."""
+    """Return the most bytes that this rank has taken: of torch's allocator on CUDA, else of the process."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     try:

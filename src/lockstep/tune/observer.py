@@ -148,7 +148,7 @@ class TrialObserver(RunObserver):
         self._write()
 
     def forward_begins(self) -> None:
-        """A prepared model is called: a loop without ``accumulate`` has its micro-batches counted here."""
+        """Count micro-batches of a loop without ``accumulate``, when a prepared model is called."""
         step = self._step
         if step is None or not any(model.module.training for model in self._models):
             return
@@ -159,7 +159,7 @@ class TrialObserver(RunObserver):
             step.sync_gradients = is_last or self._batches % self._spec.accumulation == 0
 
     def _step_ends(self) -> None:
-        """The loop asks for the batch behind a step."""
+        """Measure a step, when the loop asks for the batch behind it."""
         # The host runs ahead: the step is over when its kernels are.
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
@@ -192,12 +192,12 @@ class TrialObserver(RunObserver):
         os._exit(OVER_LIMIT)
 
     def refuse(self, why: str) -> NoReturn:
-        """This script cannot be tuned; every rank finds the same."""
+        """End the trial of a script that cannot be tuned; every rank finds the same."""
         self.facts.refused = why
         self.end()
 
     def fail(self, error: BaseException) -> None:
-        """The script has raised ``error``; if it follows from the end of another rank, it is no reason."""
+        """Report that the script has raised ``error``, unless it follows from the end of another rank."""
         if is_consequence(error):
             self._write()
             return
@@ -206,7 +206,7 @@ class TrialObserver(RunObserver):
         self._write()
 
     def finish(self) -> None:
-        """The script has come to its end."""
+        """Report that the script has come to its end."""
         # The last step has no batch behind it that would end it.
         if self._optimizer_steps() > self._steps_seen and self._batches:
             self._step_ends()

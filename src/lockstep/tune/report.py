@@ -21,9 +21,7 @@ def rows(result: TuneResult) -> list[tuple[str, ...]]:
             str(one.accumulation),
             _rate(one.samples_per_s),
             _rate(one.tokens_per_s),
-            ""
-            if one.peak is None
-            else ("~" if one.verdict is SizeVerdict.RULED_OUT else "") + memory_text(one.peak),
+            "" if one.peak is None else memory_text(one.peak),
             verdict(one, result.limit),
         )
         for one in result.trials
@@ -36,8 +34,6 @@ def verdict(trial: SizeTrial, limit: int | None) -> str:
     match trial.verdict:
         case SizeVerdict.FITS:
             return "fits"
-        case SizeVerdict.RULED_OUT:
-            return f"not tried: would take more than the limit{of}"
         case SizeVerdict.OVER_LIMIT:
             return f"does not fit: over the limit{of}"
         case SizeVerdict.TOO_SLOW | SizeVerdict.FAILED:
@@ -47,7 +43,7 @@ def verdict(trial: SizeTrial, limit: int | None) -> str:
 
 
 def sentence(result: TuneResult) -> str:
-    """What to take."""
+    """Return what to take."""
     largest, quickest = result.largest, result.quickest
     batch = f"with a global batch of {result.global_batch}"
     if largest is None:
@@ -65,7 +61,7 @@ def sentence(result: TuneResult) -> str:
 
 
 def how_to_use(result: TuneResult) -> list[str]:
-    """The lines to write for the quickest size."""
+    """Return the lines to write for the quickest size."""
     best, facts = result.quickest or result.largest, result.script
     if best is None:
         return []
@@ -82,7 +78,7 @@ def how_to_use(result: TuneResult) -> list[str]:
 
 
 def to_json(result: TuneResult) -> dict[str, object]:
-    """The same for programs. Sizes are rows of a rank, memory is in bytes."""
+    """Return the same for programs. Sizes are rows of a rank, memory is in bytes."""
     trials = []
     for one in result.trials:
         fields = asdict(one)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 
 def divisors(rows: int) -> list[int]:
@@ -13,7 +12,7 @@ def divisors(rows: int) -> list[int]:
 
 
 def next_size(sizes: Sequence[int], start: int, fits: Mapping[int, bool]) -> int | None:
-    """The size to try next; None: the largest that fits is known.
+    """Return the size to try next; None: the largest that fits is known.
 
     From ``start`` on sizes are doubled while they fit, or halved until one does; then the gap is bisected. If none
     fits beside the first one, a smaller one is tried too, so that there is something to compare its speed with.
@@ -41,25 +40,3 @@ def next_size(sizes: Sequence[int], start: int, fits: Mapping[int, bool]) -> int
         half = next((size for size in reversed(sizes) if 2 * size <= low), None)
         return None if half is None or half in fits else half
     return None
-
-
-@dataclass(frozen=True)
-class MemoryModel:
-    """Peak bytes of a rank: a constant (weights, optimizer, program), and activations for each row."""
-
-    constant: float
-    bytes_per_row: float
-
-    @classmethod
-    def of(cls, peaks: Mapping[int, int]) -> MemoryModel | None:
-        """By the two largest sizes that were measured: rows -> bytes; None: there are no two, or nothing grows."""
-        known = sorted(peaks.items())[-2:]
-        if len(known) < 2:
-            return None
-        (fewer, less), (more, most) = known
-        slope = (most - less) / (more - fewer)
-        return cls(most - slope * more, slope) if slope > 0 else None
-
-    def peak(self, rows: int) -> int:
-        """Bytes that a micro-batch of so many rows takes."""
-        return round(self.constant + self.bytes_per_row * rows)

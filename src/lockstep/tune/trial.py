@@ -25,7 +25,6 @@ class SizeVerdict(str, Enum):
     OUT_OF_MEMORY = "out of memory"
     OVER_LIMIT = "over the limit"
     KILLED = "killed"
-    RULED_OUT = "ruled out"
     TOO_SLOW = "no answer"
     FAILED = "failed"
 
@@ -39,7 +38,7 @@ class SizeTrial:
         accumulation: Micro-batches of a step.
         verdict: The worst of any rank.
         why: In words, for a size that does not fit.
-        peak: Bytes of the rank with the most; of a size that was ruled out what it would take; None: not known.
+        peak: Bytes of the rank with the most; None: not known.
         samples_per_s: Over all ranks, the median of the steps behind the first ones; None: not known.
         tokens_per_s: Likewise; None: batches have no ``input_ids``.
         steps: So many were timed.
@@ -102,7 +101,7 @@ def run_trial(spec: TrialSpec, words: Sequence[str], flags: Sequence[str], timeo
 def judged(
     ended: TrialEnd, micro_batch: int, accumulation: int, global_batch: int, timeout_s: float
 ) -> SizeTrial:
-    """What came of a size, over all ranks."""
+    """Return what came of a size, over all ranks."""
     facts = ended.facts
     trial = SizeTrial(
         micro_batch,
@@ -120,13 +119,8 @@ def judged(
     )
 
 
-def ruled_out(micro_batch: int, accumulation: int, peak: int) -> SizeTrial:
-    """A size that is not tried, because it would take ``peak`` bytes."""
-    return SizeTrial(micro_batch, accumulation, SizeVerdict.RULED_OUT, peak=peak)
-
-
 def _failure(ended: TrialEnd, timeout_s: float) -> tuple[SizeVerdict | None, str]:
-    """The verdict and why, where the size does not fit; what one rank says holds for all."""
+    """Return the verdict and why, where the size does not fit; what one rank says holds for all."""
     # What ranks say of themselves comes before what exit codes and output let guess.
     for one in ended.facts:
         if one.over is not None:
@@ -156,7 +150,7 @@ def _known_peak(ended: TrialEnd, verdict: SizeVerdict) -> int | None:
 
 
 def _speed(facts: Sequence[RankReport], global_batch: int) -> tuple[float | None, float | None, int]:
-    """Samples and tokens a second over all ranks, and the number of steps that were timed."""
+    """Return samples and tokens a second over all ranks, and the number of steps that were timed."""
     first = facts[0]
     # Whole steps behind the warm-up; the last one in any case, as there may be no others.
     whole = [
@@ -175,7 +169,7 @@ def _speed(facts: Sequence[RankReport], global_batch: int) -> tuple[float | None
 
 
 def _first_loss(facts: Sequence[RankReport]) -> float | None:
-    """The mean over the ranks with batches of their own."""
+    """Return the mean over the ranks with batches of their own."""
     # Ranks that compute one batch together have one loss.
     losses = {one.data_rank: one.first_loss for one in facts}
     known = [loss for loss in losses.values() if loss is not None]

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lockstep.errors import LockstepError
-from lockstep.tune.search import MemoryModel, divisors, next_size
+from lockstep.tune.search import divisors, next_size
 from lockstep.tune.spec import RankReport, TrialSpec
-from lockstep.tune.trial import SizeTrial, TrialEnd, judged, ruled_out, run_trial
+from lockstep.tune.trial import SizeTrial, TrialEnd, judged, run_trial
 
 TrialRun = Callable[[TrialSpec], TrialEnd]
 """Makes one trial."""
@@ -110,12 +110,11 @@ class Tuner:
         start = max(size for size in sizes if size <= micro)
         # The script's own size divides its rows: the run from which they are known is a trial, too.
         if (start, rows // start) == (micro, accumulation):
-            self._keep_trial(
-                judged(ended, micro, accumulation, rows * facts.data_ranks, self.request.timeout_s)
-            )
+            global_batch = rows * facts.data_ranks
+            self._trials[micro] = judged(ended, micro, accumulation, global_batch, self.request.timeout_s)
         fits = {size: trial.fits for size, trial in self._trials.items()}
         while (size := next_size(sizes, start, fits)) is not None:
-            self._keep_trial(self._tried(size, rows, facts))
+            self._trials[size] = self._tried(size, rows, facts)
             fits[size] = self._trials[size].fits
         trials = tuple(trial for _, trial in sorted(self._trials.items()))
         limits = [one.limit for trial in trials for one in trial.ranks if one.limit is not None]
@@ -124,11 +123,8 @@ class Tuner:
         )
 
     def _tried(self, size: int, rows: int, facts: RankReport) -> SizeTrial:
-        """A trial of one size, or what is foreseen of it."""
+        """Try one size."""
         accumulation = rows // size
-        peak = self._foreseen(size)
-        if peak is not None:
-            return ruled_out(size, accumulation, peak)
         self.tell(len(self._trials), f"micro-batch {size}, {accumulation} accumulation steps")
         ended = self._ended(size, accumulation, facts, rows * facts.data_ranks)
         self._refuse(ended.facts)
@@ -136,20 +132,6 @@ class Tuner:
         if trial.fits:
             self._check_rows(trial, rows * facts.data_ranks)
         return trial
-
-    def _foreseen(self, size: int) -> int | None:
-        """Bytes that a size would take, where that is more than a rank may; else None."""
-        fitting = {number: trial for number, trial in self._trials.items() if trial.fits and trial.peak}
-        model = MemoryModel.of({number: trial.peak or 0 for number, trial in fitting.items()})
-        limits = [one.limit for trial in fitting.values() for one in trial.ranks if one.limit is not None]
-        # The line through the two largest sizes is trusted only beyond them.
-        if model is None or not limits or size < max(fitting):
-            return None
-        peak = model.peak(size)
-        return peak if peak > min(limits) else None
-
-    def _keep_trial(self, trial: SizeTrial) -> None:
-        self._trials[trial.micro_batch] = trial
 
     def _ended(
         self,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -190,33 +189,6 @@ def _named(point: Point, log: list[Operation]) -> str:
     operation = log[point.number] if point.number < len(log) else "the end"
     where = "in the middle of" if point.half else "before"
     return f"rank {point.rank}, {where} operation {point.number}: {operation}"
-
-
-def crash_twice(scenario: Scenario, first: Point, log: list[Operation], every: int = 1) -> list[Outcome]:
-    """After a crash at ``first``, kill the process that resumes, at every ``every``-th point of its next save."""
-    outcomes = []
-    with folder_for() as folder:
-        left, copy = folder / "left", folder / "copy"
-        left.mkdir()
-        written = write(left, scenario, first)
-        # The log of a resumed run tells how many points there are; it is done to a copy, at the same path.
-        left.rename(folder / "kept")
-        kept = folder / "kept"
-        shutil.copytree(kept, copy, symlinks=True)
-        again = write(copy, scenario, saves=1, resume=True)[0].log
-        shutil.rmtree(copy)
-        for point in points_of(again)[first.number % every :: every]:
-            shutil.copytree(kept, copy, symlinks=True)
-            second = write(copy, scenario, point, saves=1, resume=True)
-            description = f"{_named(first, log)}; then {_named(point, again)}"
-            if (loaded := second[0].loaded) not in _allowed(written):
-                outcomes.append(
-                    Outcome(scenario.name, description, "wrong", f"{loaded} was loaded after {written}")
-                )
-            else:
-                outcomes.append(check(copy, scenario, _allowed(second), description))
-            shutil.rmtree(copy)
-    return outcomes
 
 
 @contextmanager

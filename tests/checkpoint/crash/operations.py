@@ -1,8 +1,8 @@
 """Every operation that a process does on files below a folder: counted, recorded, and stopped where a test says.
 
 ``Interposer`` replaces the functions of ``os`` and ``open`` in this process, for good. Whoever calls them is caught:
-Lockstep, ``shutil``, hooks; from Python 3.11 on ``pathlib`` too. That nothing gets past it is shown with ``strace``
-(test_crash_points.py).
+Lockstep, ``shutil``, hooks; from Python 3.11 on ``pathlib`` too. Python's audit events show
+that nothing gets past it (test_crash_points.py).
 """
 
 from __future__ import annotations

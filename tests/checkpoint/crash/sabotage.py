@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,8 +11,7 @@ from unittest.mock import patch
 from checkpoint.crash.crashes import Outcome
 from checkpoint.crash.subject import Scenario
 from checkpoint.crash.trials import EXPLICIT, LIMIT_1, Slice
-from lockstep.checkpoint import Writer, load_checkpoint, numbers
-from lockstep.checkpoint.format import MANIFEST
+from lockstep.checkpoint import numbers
 from lockstep.checkpoint.store import LocalStore
 from patching import module_of
 
@@ -23,22 +21,9 @@ Broken = Callable[[], Any]
 def outcomes(broken: Broken, kind: Callable[[Scenario, Slice], list[Outcome]]) -> list[Outcome]:
     """Trials with the mistake in this process, whose children inherit it."""
     scenario = LIMIT_1 if broken is prunes_first else EXPLICIT
-    slices = 6 if kind.__name__ == "killed" else 20
+    slices = 6 if kind.__name__ == "killed" else 40
     with broken():
         return kind(scenario, (slices, 1))
-
-
-@contextmanager
-def replaces_in_place() -> Iterator[None]:
-    """The checkpoint that is replaced is removed before the new one is there."""
-    publish = LocalStore.publish
-
-    def hasty(self: Any, directory: str, staging: str, manifest: bytes) -> None:
-        shutil.rmtree(directory, ignore_errors=True)
-        publish(self, directory, staging, manifest)
-
-    with patch.object(LocalStore, "publish", hasty):
-        yield
 
 
 @contextmanager
@@ -65,23 +50,4 @@ def syncs_nothing() -> Iterator[None]:
             return (lambda handle: None) if name == "fsync" else getattr(os, name)
 
     with patch.object(module_of(LocalStore), "os", Lazy()):
-        yield
-
-
-@contextmanager
-def replaces_file_by_file() -> Iterator[None]:
-    """Each file takes the place of the older one of its name, and nobody looks whether they belong together."""
-
-    def hasty(self: Any, directory: str, staging: str, manifest: bytes) -> None:
-        self.write(f"{staging}/{MANIFEST}", [manifest])
-        os.makedirs(directory, exist_ok=True)
-        for name in sorted(os.listdir(staging)):
-            os.replace(f"{staging}/{name}", f"{directory}/{name}")
-        os.rmdir(staging)
-
-    with (
-        patch.object(LocalStore, "publish", hasty),
-        patch.object(module_of(load_checkpoint), "verify_checkpoint", lambda store, directory, share: None),
-        patch.object(module_of(Writer), "verify_checkpoint", lambda store, directory, share: None),
-    ):
         yield

@@ -15,14 +15,21 @@ from multiprocessing.context import BaseContext
 
 import torch
 
-from checkpoint.crash.crashes import Outcome, crash, crash_twice, folder_for, points_of, write
+from checkpoint.crash.crashes import Outcome, crash, folder_for, points_of, write
 from checkpoint.crash.failures import FAILURES, fail, operations
-from checkpoint.crash.power_failures import after_a_crash, after_one_run, load
+from checkpoint.crash.power_failures import (
+    after_a_crash,
+    after_kills,
+    after_one_kill,
+    after_one_run,
+    after_two_kills,
+    allowed_in,
+    load,
+)
 from checkpoint.crash.processes import Tell, run
 from checkpoint.crash.subject import Scenario, Subject, known_seeds
 
-LIMIT_1, LIMIT_2 = Scenario("total_limit=1", limit=1), Scenario("total_limit=2", limit=2)
-KEEP_ALL = Scenario("no total_limit")
+LIMIT_1 = Scenario("total_limit=1", limit=1)
 EXPLICIT = Scenario("one directory", explicit=True)
 BACKGROUND = Scenario("in the background", limit=1, blocking=False)
 HOOKS = Scenario("hook that writes files", explicit=True, hooks=True)
@@ -35,11 +42,16 @@ Slice = tuple[int, int]
 
 
 def killed(scenario: Scenario, part: Slice) -> list[Outcome]:
-    """Killed at any point of the first save ever and of those after it; each rank in turn, alone or with the others."""
+    """Killed at any point of the first save ever and of those after it."""
+    return [load(scenario, left) for left in after_one_kill(scenario)[part[1] :: part[0]]]
+
+
+def really_killed(scenario: Scenario, part: Slice) -> list[Outcome]:
+    """The same by a signal; each rank in turn, every other time the rest of the ranks with it."""
     with folder_for() as folder:
         written = write(folder, scenario)
     points = [point for rank, one in enumerate(written) for point in points_of(one.log, rank=rank)]
-    if scenario.ranks > 1:  # every other time the rest of the ranks is killed with it
+    if scenario.ranks > 1:
         points = [replace(point, at_once=i % 2 == 1) for i, point in enumerate(points)]
     return [crash(scenario, point, written[point.rank].log) for point in points[part[1] :: part[0]]]
 
@@ -48,11 +60,11 @@ def killed_twice(scenario: Scenario, part: Slice) -> list[Outcome]:
     """Killed in the last save; the process that resumes is killed too, at every 16th point, each time others."""
     with folder_for() as folder:
         (written,) = write(folder, scenario)
-    points = points_of(written.log, first=written.ends[-2])
+    lefts = after_kills(written.log, allowed_in(written), first=written.ends[-2])
     return [
-        outcome
-        for point in points[part[1] :: part[0]]
-        for outcome in crash_twice(scenario, point, written.log, every=16)
+        load(scenario, one)
+        for first in lefts[part[1] :: part[0]]
+        for one in after_two_kills(scenario, written, first)[first.number % 16 :: 16]
     ]
 
 
@@ -97,8 +109,8 @@ class Trial:
 
 
 TRIALS = [
-    *(Trial(killed, s) for s in (LIMIT_1, LIMIT_2, KEEP_ALL, EXPLICIT, BACKGROUND, HOOKS, THREADS)),
-    *(Trial(killed, s) for s in (RANKS, RANKS_NUMBERED)),
+    *(Trial(killed, s) for s in (LIMIT_1, EXPLICIT, BACKGROUND, HOOKS, THREADS)),
+    *(Trial(really_killed, s) for s in (BACKGROUND, RANKS, RANKS_NUMBERED)),
     *(Trial(killed_twice, s) for s in (LIMIT_1, EXPLICIT, BACKGROUND)),
     *(Trial(power_off, s) for s in (LIMIT_1, EXPLICIT, HOOKS)),
     *(Trial(killed_then_power_off, s) for s in (LIMIT_1, EXPLICIT)),

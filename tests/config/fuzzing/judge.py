@@ -82,9 +82,7 @@ def nonsense_in_line(line: str) -> str | None:
     how = [name for name in ("replicate", "hpz") if said.get(name, "no") not in ("1", "0", "false", "no")]
     if stage == "0" and how:
         return f"{line!r} shards nothing but says how"
-    if said.get("offload", "none") in ("none", "false", "no", "0") and (
-        said.get("offload_to", "cpu") != "cpu" or said.get("delayed_update", "false") in ("true", "")
-    ):
+    if said.get("offload", "none") in ("none", "false", "no", "0") and said.get("offload_to", "cpu") != "cpu":
         return f"{line!r} offloads nothing but says how"
     if said.get("hpz", "0") != "0" and stage != "3":
         return f"hpz was accepted with zero={stage}"

@@ -36,7 +36,6 @@ WORDS: dict[str, Pool] = {
     "reduce": words({"fp32": "fp32", "bf16": "bf16"}, "fp8 | 32 | int8"),
     "offload": words({"true": "all", "false": "none", "optimizer": "optimizer"}, "maybe | 2 | disk"),
     "offload_to": words({"cpu": "cpu", "/scratch": "/scratch"}, "nvme | disk", ""),
-    "delayed_update": words({"true": True, "false": False}, "perhaps"),
     "forward_prefetch": words({"true": True, "no": False}, "often"),
     "sync_batchnorm": words({"true": True, "no": False}, "often"),
     "activation": words({"none": "none", "full": "full", "offload": "offload"}, "some | FULL_ON | 1"),

@@ -56,7 +56,6 @@ def test_maps_of_random_models_are_those_of_accelerate() -> None:
         ties = find_tied_parameters(model)
         assert sorted(ties) == sorted(theirs.find_tied_parameters(model))
         options |= {
-            "fallback_allocation": rng.random() < 0.4,
             "clean_result": rng.random() < 0.7,
             "offload_buffers": rng.random() < 0.5,
         }

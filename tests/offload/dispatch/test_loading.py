@@ -14,7 +14,7 @@ from torch import nn
 
 from lockstep import init_empty_weights, load_checkpoint_and_dispatch
 from lockstep.errors import CheckpointError, ConfigError, OffloadError
-from lockstep.offload.files import FileBacked
+from lockstep.offload.files import file_mappings, is_in_file
 from lockstep.utils import load_checkpoint_in_model
 from tests.offload.checkpoints import Net, made, save, weights
 from tests.refusals import expect_refusal
@@ -34,8 +34,17 @@ def held(model: nn.Module) -> dict[str, Any]:
     return {name: id(tensor) for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
 
 
-@pytest.mark.parametrize("form", ["safetensors", "sharded", "bin"])
-@pytest.mark.parametrize("device_map", [None, {"": "cpu"}, {"": "disk"}, HALVES, "auto"])
+@pytest.mark.parametrize(
+    ("form", "device_map"),
+    [
+        ("safetensors", None),
+        ("sharded", {"": "cpu"}),
+        ("safetensors", {"": "disk"}),
+        ("bin", {"": "disk"}),
+        ("bin", HALVES),
+        ("sharded", "auto"),
+    ],
+)
 def test_a_loaded_model_computes_what_the_saved_one_did(tmp_path: Path, form: str, device_map: Any) -> None:
     saved = made()
     save(weights(saved), tmp_path / "weights", form)
@@ -50,8 +59,8 @@ def test_a_loaded_model_computes_what_the_saved_one_did(tmp_path: Path, form: st
     for name, value in saved.state_dict().items():
         assert torch.equal(model.state_dict()[name], value)
     assert model.shift.tolist() == saved.shift.tolist()
-    mapped = FileBacked.now()
-    in_files = {name for name, tensor in model.named_parameters() if mapped.holds(tensor)}
+    mappings = file_mappings()
+    in_files = {name for name, tensor in model.named_parameters() if is_in_file(tensor, mappings)}
     if form != "bin":
         assert in_files == {name for name, _ in model.named_parameters()}
     elif isinstance(device_map, dict):
@@ -59,7 +68,7 @@ def test_a_loaded_model_computes_what_the_saved_one_did(tmp_path: Path, form: st
         assert in_files == {
             name for name, _ in model.named_parameters() if any(name.startswith(entry) for entry in disk)
         }
-    assert not any(mapped.holds(buffer) for buffer in model.buffers())
+    assert not any(is_in_file(buffer, mappings) for buffer in model.buffers())
 
 
 @pytest.mark.parametrize("form", ["safetensors", "bin"])
@@ -80,7 +89,7 @@ def test_a_model_may_be_loaded_and_dispatched_again(tmp_path: Path, form: str) -
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize("device_map", [{"": "cpu"}, {"": "disk"}, HALVES])
+@pytest.mark.parametrize("device_map", [{"": "cpu"}, HALVES])
 def test_a_dtype_is_what_accelerate_makes_of_it(tmp_path: Path, device_map: Any) -> None:
     save(weights(made()), tmp_path / "weights", "safetensors")
     theirs = empty()
@@ -153,7 +162,7 @@ def test_keys_of_a_model_without_its_head_fit_and_the_other_way_round(tmp_path: 
     expect_refusal(CheckpointError, "'head", load_checkpoint_in_model, base, tmp_path / "whole", strict=True)
 
 
-@pytest.mark.parametrize("device_map", [None, {"": "cpu"}, HALVES])
+@pytest.mark.parametrize("device_map", [None, HALVES])
 def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path, device_map: Any) -> None:
     tensors = weights(made())
 

@@ -75,14 +75,14 @@ def test_training_is_the_same_to_the_last_bit(name: str, place: str, tmp_path: P
     assert_same(plain, ours)
 
 
-def run(copies: Any, folder: Path | None, delayed: bool = False) -> Any:
+def run(copies: Any, folder: Path | None) -> Any:
     torch.manual_seed(0)
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     step = None
-    if copies is not None or delayed:
+    if copies is not None:
         groups = groups_of(model)
-        step = offload_step(optimizer, groups, folder, delayed, copies=copies)
+        step = offload_step(optimizer, groups, folder, copies=copies)
         announce(groups, step)
     for index, tokens in enumerate(batches(6)):
         loss_of(model, tokens).backward()
@@ -96,7 +96,7 @@ def run(copies: Any, folder: Path | None, delayed: bool = False) -> Any:
             with torch.no_grad():
                 model.blocks[0].linear.weight.mul_(0.5)
     if step is not None:
-        step.wait()
+        step.finish()
         files = [region_of(value) for state in optimizer.state.values() for value in state.values()]
         assert any(files) == (folder is not None)
     return copy.deepcopy((model.state_dict(), optimizer.state_dict()))
@@ -108,7 +108,6 @@ def test_windows_clipping_and_edited_parameters(place: str, tmp_path: Path) -> N
     plain = run(None, None)
     for copies in (LateCopies(), Copies(CPU)):  # those that see every later change of their source, and none
         assert_same(plain, run(copies, folder))
-    assert_same(run(None, None, delayed=True), run(LateCopies(), folder, delayed=True))
 
 
 def test_gradients_travel_while_backward_runs_and_only_once() -> None:
@@ -120,7 +119,7 @@ def test_gradients_travel_while_backward_runs_and_only_once() -> None:
     stepped = sum(p.grad is not None for p in model.parameters())
     assert len(copies.given) == stepped
     optimizer.step()
-    step.wait()
+    step.finish()
     assert len(copies.given) == 2 * stepped  # and the parameters back
 
 

@@ -173,11 +173,12 @@ def assert_same(one: Any, other: Any) -> None:
         assert one == other
 
 
-@pytest.mark.parametrize("place", ["ram", "disk"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("name", "place"), [(name, ("ram", "disk")[i % 2]) for i, name in enumerate(OPTIMIZERS)]
+)
 def test_training_is_the_same_to_the_last_bit(name: str, place: str, tmp_path: Path) -> None:
     folder = tmp_path if place == "disk" else None
-    set_to_none = (place == "ram") == (list(OPTIMIZERS).index(name) % 2 == 0)
+    set_to_none = list(OPTIMIZERS).index(name) % 4 < 2
     plain = train(OPTIMIZERS[name], None, set_to_none, load_at=3)
     ours = train(OPTIMIZERS[name], lambda o, groups: offload_step(o, groups, folder), set_to_none, load_at=3)
     assert_same(plain, ours)
@@ -210,7 +211,7 @@ def test_complex_parameters_and_other_memory_orders(tmp_path: Path) -> None:
                 p.grad = torch.randn_like(p)
             optimizer.step()
         if step is not None:
-            step.wait()
+            step.finish()
         return copy.deepcopy(([p.detach() for p in parameters], optimizer.state_dict()))
 
     assert_same(run(False), run(True))
@@ -256,7 +257,7 @@ def moved_bytes(
     for tokens in batches(3):
         loss_of(model, tokens).backward()
         optimizer.step()
-        step.wait()
+        step.finish()
         moved.append((step.bytes_read, step.bytes_written))
     return stepped, padded, moved
 
@@ -297,7 +298,7 @@ def test_parameters_in_a_file_are_read_and_written_with_their_state(pages: str, 
                     file.drop(0, file.nbytes)
             optimizer.step()
             if offloaded:
-                step.wait()  # a forward would bring pages of others, too
+                step.finish()  # a forward would bring pages of others, too
             optimizer.zero_grad()
         result = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
         stepped = [p for p in model.parameters() if p.requires_grad and p is not model.unused]
@@ -309,8 +310,7 @@ def test_parameters_in_a_file_are_read_and_written_with_their_state(pages: str, 
     assert_same(run(False), run(True))
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize(("fused", "clips"), [(False, True), (True, False)])
 def test_a_loss_scaler_skips_and_unscales_as_before(fused: bool, clips: bool, tmp_path: Path) -> None:
     def run(offloaded: bool) -> Any:
         torch.manual_seed(0)
@@ -382,8 +382,6 @@ def test_an_optimizer_that_looks_at_all_parameters_steps_at_once(tmp_path: Path)
 
     class Mine(torch.optim.AdamW):
         pass
-
-    expect_refusal(UsageError, "Mine", offload_step, Mine(Model().parameters()), [], delayed=True)
 
 
 def test_hooks_run_once_and_see_the_finished_step() -> None:
@@ -483,7 +481,7 @@ def test_nothing_stays_behind_when_all_is_dropped(tmp_path: Path) -> None:
     step = offload_step(optimizer, groups_of(model), tmp_path, copies=Copies(torch.device("cpu")))
     loss_of(model, next(batches())).backward()
     optimizer.step()
-    step.wait()
+    step.finish()
     step._threads._steps.submit(bool).result()  # the thread has left the step
     left = [weakref.ref(thing) for thing in (model, optimizer, step, gradients, model.head.bias)]
     threads = {thread for thread in threading.enumerate() if thread.name.startswith("lockstep-step")}
@@ -566,7 +564,7 @@ def test_a_disk_that_fails_in_the_middle_is_told_of_once_and_then_nothing_is_ste
     with pytest.raises(OffloadError, match="half done.* of 5 .*Input/output error"):
         for group in groups:
             step.forward_begins(group)
-        step.wait()  # state is written after new parameters are shown
+        step.finish()  # state is written after new parameters are shown
     monkeypatch.undo()
     for group in groups:
         step.forward_begins(group)
@@ -608,46 +606,7 @@ def test_gradients_that_change_under_the_step_are_noticed(monkeypatch: pytest.Mo
     optimizer.step()
     model.zero_grad(set_to_none=False)
     gate.set()
-    expect_refusal(OffloadError, "was written to", step.wait)
-
-
-def test_a_delayed_step_shows_one_step_later(tmp_path: Path) -> None:
-    """The plain loop: gradients of step t are taken at the parameters of before step t - 1."""
-    torch.manual_seed(0)
-    oracle, ours = Model(), Model()
-    ours.load_state_dict(oracle.state_dict())
-    plain = torch.optim.AdamW(oracle.parameters(), lr=0.1)
-    optimizer = torch.optim.AdamW(ours.parameters(), lr=0.1)
-    schedulers = [torch.optim.lr_scheduler.ExponentialLR(o, 0.7) for o in (plain, optimizer)]
-    step = offload_step(optimizer, groups := groups_of(ours), tmp_path, delayed=True)
-    announce(groups, step)
-    newest = [p.detach().clone() for p in oracle.parameters()]
-    for tokens in batches():
-        # The oracle: the model shows the parameters of the step before while the newest ones are kept aside.
-        loss_of(oracle, tokens).backward()
-        shown = [p.detach().clone() for p in oracle.parameters()]
-        with torch.no_grad():
-            for p, new in zip(oracle.parameters(), newest, strict=True):
-                p.copy_(new)
-        next_shown = newest
-        plain.step()
-        newest = [p.detach().clone() for p in oracle.parameters()]
-        with torch.no_grad():
-            for p, value in zip(oracle.parameters(), next_shown, strict=True):
-                p.copy_(value)
-        plain.zero_grad()
-
-        loss_of(ours, tokens).backward()
-        assert_same(shown, [p.detach().clone() for p in ours.parameters()])
-        optimizer.step()
-        optimizer.zero_grad()
-        step.wait()
-        assert_same(next_shown, [p.detach().clone() for p in ours.parameters()])
-        for scheduler in schedulers:
-            scheduler.step()
-    read = ours.state_dict()  # which shows the last step
-    assert_same(newest, [read[name] for name, _ in oracle.named_parameters()])
-    assert_same(plain.state_dict(), copy.deepcopy(optimizer.state_dict()))
+    expect_refusal(OffloadError, "was written to", step.finish)
 
 
 def sharded_groups(model: Model) -> list[WeightGroup]:
@@ -756,7 +715,7 @@ def test_state_of_the_first_groups_is_read_during_backward_and_again_if_it_was_c
                 CHANGES_OF_STATE[change](optimizer, kept)
             optimizer.step()
             if step is not None:
-                step.wait()
+                step.finish()
                 again = step.bytes_read - before - sum(room) * bool(index)
                 assert (again == 0) == (change == "nothing" or index != 3)
             optimizer.zero_grad()
@@ -795,7 +754,7 @@ def test_pages_that_are_brought_for_the_forward_are_stepped_where_they_are(
     gate.set()
     step.ready_in_place(groups[0])
     assert step._run is not None and step._run.items[0].shown.is_set()
-    step.wait()
+    step.finish()
     optimizers[0].step()
     assert_same([p.detach() for p in plain.parameters()], [p.detach().clone() for p in model.parameters()])
     padded = [sum(-(-t.numel() // 1024) * 4096 for t in group.tensors.values()) for group in groups]

@@ -145,31 +145,22 @@ def test_after_streaming_has_stopped_the_model_is_plain(plain: Blocks, tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("edit", "message"),
+    "edit",
     [
-        (lambda model: model.blocks.__setitem__(2, nn.Identity()), "module 'blocks.2' was replaced"),
-        (
-            lambda model: setattr(model.blocks[1], "1", nn.Linear(128, 128)),
-            "module 'blocks.1.1' was replaced",
-        ),
-        (lambda model: model.blocks.__delitem__(5), "module 'blocks.5' was removed"),
-        (lambda model: setattr(model.head, "bias", nn.Parameter(torch.ones(16))), "'head.bias' was replaced"),
-        (lambda model: setattr(model.head, "bias", None), "parameter 'head.bias' was removed"),
-        (lambda model: model.double(), "'embedding.weight' was moved or converted"),
-        (
-            lambda model: model.load_state_dict(model.state_dict()),
-            "'embedding.weight' was written to.*read-only",
-        ),
+        lambda model: model.blocks.__setitem__(2, nn.Identity()),
+        lambda model: setattr(model.head, "bias", nn.Parameter(torch.ones(16))),
+        lambda model: model.double(),
+        lambda model: [parameter.data.mul_(2) for parameter in model.blocks[1].parameters()],
     ],
 )
-def test_a_model_that_was_changed_is_refused(plain: Blocks, tmp_path: Path, edit, message: str) -> None:
-    model = streamed(plain, tmp_path)
+def test_a_model_that_was_changed_computes_with_what_it_has_now(plain: Blocks, tmp_path: Path, edit) -> None:
+    model, expected = streamed(plain, tmp_path), copy.deepcopy(plain)
     model(WORDS)
     edit(model)
+    edit(expected)
     for _ in range(2):
-        with pytest.raises(UsageError, match=message):
-            model(WORDS)
-    stop_streaming(model)  # and then it may
+        assert torch.equal(model(WORDS), expected(WORDS))
+    stop_streaming(model)
 
 
 def test_a_file_that_was_truncated_is_an_error_in_forward(plain: Blocks, tmp_path: Path) -> None:
@@ -203,7 +194,8 @@ def test_memory_and_thread_go_with_the_model(plain: Blocks, tmp_path: Path) -> N
     model(WORDS)
     streamer = streamer_of(model)
     assert streamer is not None
-    thread, gone = streamer.background.thread, (weakref.ref(model), weakref.ref(model.head.weight))
+    (thread,) = streamer._thread._threads
+    gone = weakref.ref(model), weakref.ref(model.head.weight)
     streamer.finish()
     del streamer, model
     gc.collect()

@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.errors import OffloadError, UsageError
+from lockstep.errors import OffloadError
 from lockstep.offload.files import Pages, map_file
 from lockstep.offload.weights import MappedMover, WeightGroup, find_weight_groups
-from lockstep.torch_internals import lazy_clone
 from tests.offload.models import Blocks, map_weights
 from tests.offload.resident import resident_bytes
 from tests.patching import module_of
@@ -165,7 +164,7 @@ def test_populating_stops_between_pieces(tmp_path: Path) -> None:
     assert 0 < resident_bytes(tensor) < tensor.nbytes
 
 
-def test_a_mover_moves_what_is_mapped_and_finds_what_has_changed(tmp_path: Path) -> None:
+def test_a_mover_moves_what_is_mapped_and_keeps_what_was_written(tmp_path: Path) -> None:
     model = Blocks(blocks=2)
     in_memory = find_weight_groups(model, model.named_blocks())
     assert [MappedMover(in_memory).nbytes(group) for group in in_memory] == [0] * 4
@@ -181,33 +180,11 @@ def test_a_mover_moves_what_is_mapped_and_finds_what_has_changed(tmp_path: Path)
     assert resident_bytes(weight) >= weight.nbytes
     mover.release(block)
     assert resident_bytes(weight) <= 2 * PAGE
-    mover.check()
     assert all(torch.equal(parameter, expected[name]) for name, parameter in model.named_parameters())
-    mover.check()
     with torch.no_grad():
         weight.add_(1)
-    expect_refusal(UsageError, "'blocks.0.1.weight' was written", mover.check)
     mover.release(block)
     assert torch.equal(weight, expected["blocks.0.1.weight"] + 1)
-    model.head.bias.data = torch.zeros(16)
-    with pytest.raises(UsageError, match=r"'(blocks.0.1.weight|head.bias)' was"):
-        mover.check()
-
-
-def test_weights_in_memory_may_be_copied_on_write() -> None:
-    """A save in the background clones them so; their address is another afterwards."""
-    model = Blocks(blocks=1)
-    mover = MappedMover(find_weight_groups(model, model.named_blocks()))
-    weight = model.head.weight
-    address = weight.data_ptr()
-    clone = lazy_clone(weight.detach())
-    mover.check()
-    assert clone is not None
-    weight.data.fill_(7)
-    assert weight.data_ptr() != address
-    mover.check()
-    weight.data = weight.data.double()
-    expect_refusal(UsageError, "'head.weight'", mover.check)
 
 
 def test_parameters_in_files_of_their_own_and_buffers_may_be_written_to(tmp_path: Path) -> None:
@@ -222,7 +199,6 @@ def test_parameters_in_files_of_their_own_and_buffers_may_be_written_to(tmp_path
     with torch.no_grad():
         model.weight.mul_(2)
     model(torch.full((8, PAGE), 2.0))
-    mover.check()
     mover.close()
     assert torch.equal(model.weight, torch.full((PAGE,), 2.0))
     torch.testing.assert_close(model.running_mean, torch.full((PAGE,), 0.2))

@@ -243,7 +243,7 @@ def test_the_thread_ends_with_its_streamer() -> None:
     del streamer
     gc.collect()
     thread.join(TIMEOUT_S)
-    assert gone() is None and not thread.is_alive() and thread.daemon
+    assert gone() is None and not thread.is_alive()
 
 
 def test_after_close_nothing_is_loaded_or_waited_for() -> None:

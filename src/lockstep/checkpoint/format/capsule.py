@@ -123,7 +123,7 @@ class RankCapsule:
     inexact: str = ""
 
     def write(self, folder: Path, rank: int) -> None:
-        """Raises UsageError: a batch is of a kind that no file holds."""
+        """Write the rank's files. Raises UsageError: a batch is of a kind that no file holds."""
         tensors: dict[str, torch.Tensor] = {}
         document = {
             "batches": [encode(vars(each), tensors, f"batch.{i}") for i, each in enumerate(self.batches)],
@@ -138,7 +138,7 @@ class RankCapsule:
 
     @classmethod
     def read(cls, folder: Path, rank: int) -> RankCapsule:
-        """Raises ConfigError: the rank's files are not there, or not whole."""
+        """Read one rank's files. Raises ConfigError: they are not there, or not whole."""
         from lockstep.checkpoint.format.documents import validated
 
         name = f"rank-{rank}"

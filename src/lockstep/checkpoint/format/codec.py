@@ -31,7 +31,8 @@ _DTYPES = {
 
 
 def encode(value: object, tensors: dict[str, torch.Tensor], path: str) -> object:
-    """A JSON value for ``value``; tensors are put into ``tensors`` under the path of their place, as they are.
+    """Return a JSON value for ``value``; tensors are put into ``tensors`` under the path of their place, as
+    they are.
 
     Raises:
         UsageError: an object that is neither a plain value, a container nor a tensor.
@@ -74,7 +75,7 @@ def encode(value: object, tensors: dict[str, torch.Tensor], path: str) -> object
 
 
 def decode(value: object, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """The inverse of ``encode``.
+    """Return the inverse of ``encode``.
 
     Raises:
         CheckpointError: ``value`` is nothing that ``encode`` returns, or names a tensor that is not there.
@@ -95,7 +96,7 @@ def decode(value: object, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 def tensor_names(value: object) -> list[str]:
-    """The names of all tensors in what ``encode`` returned."""
+    """Return the names of all tensors in what ``encode`` returned."""
     if isinstance(value, list):
         return [name for item in value for name in tensor_names(item)]
     if not isinstance(value, dict):

@@ -57,7 +57,7 @@ class Digest:
 
 
 def record_of(chunks: Iterable[Chunk]) -> FileRecord:
-    """The record of a file with this content."""
+    """Return the record of a file with this content."""
     digest = Digest()
     for chunk in chunks:
         digest.update(chunk)
@@ -123,7 +123,7 @@ def _is_deep(document: Any) -> bool:
 
 
 def parse_json(content: bytes, path: str) -> object:
-    """A JSON document without duplicate keys and without numbers that JSON lacks, and not too deep.
+    """Return a JSON document without duplicate keys and without numbers that JSON lacks, and not too deep.
 
     Raises:
         CheckpointError: it is none.
@@ -243,13 +243,13 @@ class Manifest(BaseModel):
     files: dict[str, FileEntry]
 
     def to_bytes(self) -> bytes:
-        """The manifest as a file that names its own digest."""
+        """Return the manifest as a file that names its own digest."""
         body = self.model_dump()
         return canonical({"blake3": digest_of(canonical(body)), "manifest": body})
 
     @staticmethod
     def from_bytes(content: bytes, path: str) -> Manifest:
-        """The inverse of ``to_bytes``.
+        """Return the inverse of ``to_bytes``.
 
         Raises:
             CheckpointError: a bit differs from what was written, or it is of another version.

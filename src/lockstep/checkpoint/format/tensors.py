@@ -82,7 +82,7 @@ def index_to_bytes(index: Index) -> bytes:
 
 
 def index_from_bytes(content: bytes, manifest: Manifest, path: str) -> Index:
-    """The tensors of a checkpoint, by name.
+    """Return the tensors of a checkpoint, by name.
 
     Raises:
         CheckpointError: chunks lie outside of their tensor or don't fill it, or files of them are not listed.
@@ -148,7 +148,7 @@ def _check_chunks(name: str, entry: TensorEntry, path: str) -> None:
 
 
 def in_parts(items: Iterable[Item], nbytes: Callable[[Item], int], limit: int) -> list[list[Item]]:
-    """The items in order, in parts of at most ``limit`` bytes, or of one that is larger."""
+    """Return the items in order, in parts of at most ``limit`` bytes, or of one that is larger."""
     parts: list[list[Item]] = [[]]
     size = 0
     for item in items:
@@ -199,7 +199,7 @@ class TensorFile:
     current: str = ""
 
     def chunks(self) -> Iterator[bytes | memoryview]:
-        """The file's content: header, then tensor after tensor, one at a time copied to the host if need be."""
+        """Yield the content: header, then tensor after tensor, one at a time copied to the host if need be."""
         yield self.header()
         for name, tensor in self.tensors.items():
             self.current = name
@@ -207,7 +207,7 @@ class TensorFile:
                 yield elements_of(tensor)
 
     def header(self) -> bytes:
-        """The file's first bytes: their number, and where each tensor will be."""
+        """Return the file's first bytes: their number, and where each tensor will be."""
         header: dict[str, object] = {METADATA: self.metadata}
         end = 0
         for name, tensor in self.tensors.items():
@@ -227,7 +227,7 @@ class TensorFile:
 
 
 def elements_of(tensor: torch.Tensor) -> memoryview:
-    """The elements of a tensor of any shape in their order, as bytes in host memory."""
+    """Return the elements of a tensor of any shape in their order, as bytes in host memory."""
     return as_bytes(tensor.detach().cpu()).numpy().data
 
 
@@ -259,7 +259,9 @@ def _is_unicode(name: str) -> bool:
 
 
 def dtype_name(tensor: torch.Tensor, name: str) -> str:
-    """What safetensors calls the tensor's dtype. Raises UsageError where it has none or the layout is not dense."""
+    """Return what safetensors calls the tensor's dtype. Raises UsageError where it has none or the layout is
+    not dense.
+    """
     if tensor.dtype not in DTYPE_NAMES or tensor.layout is not torch.strided or tensor.is_nested:
         raise UsageError(
             f"{name} is a tensor of {tensor.dtype}, layout {tensor.layout}, which safetensors files cannot hold. "
@@ -279,7 +281,7 @@ class TensorReader:
             raise self._error("it", error) from error
 
     def describe(self, key: str) -> tuple[str, list[int]]:
-        """The dtype of the tensor ``key`` by its name in the file, and its shape."""
+        """Return the dtype of the tensor ``key`` by its name in the file, and its shape."""
         try:
             found = self._file.get_slice(key)
             return str(found.get_dtype()), list(found.get_shape())

@@ -13,7 +13,7 @@ from lockstep.lazy import names_of_modules
 
 
 def store_for(path: str | os.PathLike[str]) -> tuple[Store, str]:
-    """The store, and the path in its own form: a local path, or a URL that shows no credentials.
+    """Return the store, and the path in its own form: a local path, or a URL that shows no credentials.
 
     Raises:
         ConfigError: fsspec cannot open the URL, or it is none that directories can lie below.

@@ -24,10 +24,10 @@ class Store(Protocol):
     """Whether its files can be read as they lie; of others a copy is made."""
 
     def begin(self, directory: str) -> str:
-        """An empty staging area for a checkpoint that will be ``directory``; returns where it is."""
+        """Make an empty staging area for a checkpoint that will be ``directory``, and return where it is."""
 
     def write(self, path: str, chunks: Iterable[Chunk]) -> FileRecord:
-        """A new file with these contents, on the disk when this returns."""
+        """Write a new file with these contents, on the disk when this returns."""
 
     def seal(self, path: str) -> FileRecord:
         """Bring a staged file that others wrote onto the disk."""
@@ -48,10 +48,10 @@ class Store(Protocol):
         """Where the checkpoint ``directory`` may be found, best first."""
 
     def read(self, path: str, limit: int) -> bytes:
-        """The whole file, of at most ``limit`` bytes."""
+        """Return the whole file, of at most ``limit`` bytes."""
 
     def blocks(self, path: str) -> Iterator[Chunk]:
-        """The file in pieces of some MB; each is valid until the next is asked for."""
+        """Yield the file in pieces of some MB; each is valid until the next is asked for."""
 
     def files(self, root: str) -> dict[str, int | None]:
         """Sizes in bytes of all files below ``root``, by relative name; None for links and special files."""
@@ -69,7 +69,7 @@ class Store(Protocol):
         """Bytes that can be written there, where that can be known."""
 
     def lock(self, path: str, what: str) -> Lock:
-        """A lock on ``what``, not yet acquired, that others see at ``path``."""
+        """Return a lock on ``what``, not yet acquired, that others see at ``path``."""
 
 
 class Lock(Protocol):

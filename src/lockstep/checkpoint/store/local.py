@@ -221,7 +221,9 @@ class LocalStore:
 
 
 def _opened(path: str) -> io.FileIO:
-    """A plain file, open for reading. Raises CheckpointError for anything else, for which opening could wait."""
+    """Open a plain file for reading. Raises CheckpointError for anything else, for which opening
+    could wait.
+    """
     if stat.S_ISLNK(os.lstat(path).st_mode):
         raise CheckpointError(
             f"{path} is a link, but a checkpoint holds plain files. Replace it by a copy of its target."
@@ -338,7 +340,7 @@ class DirectoryLock:
 
 
 def this_process() -> dict[str, object]:
-    """What a lock says of the process that holds it."""
+    """Return what a lock says of the process that holds it."""
     return {"host": socket.gethostname(), "process": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
 
 

@@ -53,7 +53,7 @@ class Objects:
             pass
 
     def put(self, path: str, content: bytes) -> None:
-        """A small file with this content, in one request; what was there is replaced."""
+        """Write a small file with this content, in one request; what was there is replaced."""
         try:
             with self._reaching(path) as (file_system, place):
                 file_system.pipe_file(place, content)
@@ -62,7 +62,7 @@ class Objects:
             raise self._unreachable(path, error) from self._cause(error)
 
     def upload(self, path: str, chunks: Iterable[Chunk]) -> FileRecord:
-        """A file with these contents; a part of it at a time is in memory. Raises OSError."""
+        """Write a file with these contents; a part of it at a time is in memory. Raises OSError."""
         digest = Digest()
         try:
             file_system, place = self._opened(path)
@@ -84,12 +84,12 @@ class Objects:
         return record
 
     def get(self, path: str) -> bytes:
-        """The whole file. Raises FileNotFoundError."""
+        """Return the whole file. Raises FileNotFoundError."""
         with self._reaching(path) as (file_system, place):
             return bytes(file_system.cat_file(place))
 
     def blocks(self, path: str) -> Iterator[bytes]:
-        """The file in pieces of ``PART_BYTES``. Raises FileNotFoundError."""
+        """Yield the file in pieces of ``PART_BYTES``. Raises FileNotFoundError."""
         size = self.size(path)
         for start in range(0, size, PART_BYTES):
             end = min(start + PART_BYTES, size)
@@ -121,7 +121,7 @@ class Objects:
         return True
 
     def entries(self, folder: str) -> dict[str, int | None]:
-        """What lies directly in ``folder``: sizes of files in bytes by name, None for folders.
+        """Return what lies directly in ``folder``: sizes of files in bytes by name, None for folders.
 
         Raises:
             CheckpointError: a link or a special file is among them.
@@ -183,13 +183,15 @@ class Objects:
             file_system.rmdir(place)
 
     def _opened(self, path: str) -> tuple[fsspec.AbstractFileSystem, str]:
-        """The file system, of this thread where it needs one for each (fsspec keeps them), and the path there."""
+        """Return the file system, of this thread where it needs one for each (fsspec keeps them), and the
+        path there.
+        """
         file_system, place = url_to_fs(self._url.real(path))
         return file_system, str(place)
 
     @contextmanager
     def _reaching(self, path: str) -> Iterator[tuple[fsspec.AbstractFileSystem, str]]:
-        """The file system and the path there; inside, what it raises names the path, without credentials."""
+        """Give the file system and the path there. Inside, errors name the path without credentials."""
         try:
             yield self._opened(path)
         except LockstepError:
@@ -275,7 +277,7 @@ class Ownership:
             pass
 
     def _read(self) -> tuple[str, str]:
-        """The run in the record, and words for it."""
+        """Return the run in the record, and words for it."""
         try:
             record = json.loads(self._objects.get(self._path))
             return str(record["run"]), described(record)

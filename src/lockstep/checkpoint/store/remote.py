@@ -144,7 +144,7 @@ class RemoteStore:
         return None
 
     def lock(self, path: str, what: str) -> Lock:
-        """The record lies in ``what`` and not at ``path``: beside a bucket there is no place."""
+        """Return a lock whose record lies in ``what`` and not at ``path``: beside a bucket there is no place."""
         return self._owned.setdefault(what, Ownership(self._objects, what))
 
     # The layout -------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ class RemoteStore:
         return sorted(filter(FOLDER.fullmatch, names), key=_checkpoint_number, reverse=True)
 
     def _manifest(self, directory: str) -> Manifest | None:
-        """What is published; None if nothing is, or if it is damaged."""
+        """Return what is published; None if nothing is, or if it is damaged."""
         try:
             return read_manifest(self, directory)
         except UnreachableError:
@@ -169,7 +169,9 @@ class RemoteStore:
         return self.exists(directory) if manifest is None else manifest.folder == folder
 
     def _set_aside_in(self, directory: str) -> list[str]:
-        """The folders with a manifest of their own that ``manifest.json`` does not name, the newest first."""
+        """Return the folders with a manifest of their own that ``manifest.json`` does not name, the newest
+        first.
+        """
         found = [
             name
             for name in self._folders(directory)
@@ -250,7 +252,7 @@ def _checkpoint_number(folder: str) -> int:
 
 
 def remote_store(text: str) -> tuple[RemoteStore, str]:
-    """The store of a URL, and the URL as messages may show it.
+    """Return the store of a URL, and the URL as messages may show it.
 
     Raises:
         ConfigError: fsspec cannot open it, or nothing can lie below it.

@@ -29,7 +29,7 @@ class Url:
         return self.shown.partition("://")[0]
 
     def real(self, shown: str) -> str:
-        """The URL, with its credentials, of a path that begins like this one."""
+        """Return the URL, with its credentials, of a path that begins like this one."""
         prefix = f"{self.protocol}://{HIDDEN}@"
         if self.userinfo and shown.startswith(prefix):
             return f"{self.protocol}://{self.userinfo}@{shown.removeprefix(prefix)}"
@@ -51,7 +51,7 @@ class Url:
 
 
 def parse_url(text: str) -> Url:
-    """A URL without slashes at its end, and its credentials apart.
+    """Return a URL without slashes at its end, and its credentials apart.
 
     Raises:
         ConfigError: nothing can lie below it, or its credentials are missing or cannot be told from its path.
@@ -82,7 +82,7 @@ def parse_url(text: str) -> Url:
 
 
 def without_caches(text: str) -> str:
-    """The URL behind fsspec's caches, which would show what another process has replaced meanwhile.
+    """Return the URL behind fsspec's caches, which would show what another process has replaced meanwhile.
 
     Raises:
         ConfigError: something else than a cache stands before "::", such as an archive.
@@ -101,7 +101,7 @@ def without_caches(text: str) -> str:
 
 
 def local_path(url: str) -> str | None:
-    """The path on this machine that a URL names, or None if it names another place."""
+    """Return the path on this machine that a URL names, or None if it names another place."""
     protocol, separator, path = url.partition("://")
     if not separator:
         return url

@@ -35,7 +35,7 @@ class NoManifestError(CheckpointError):
 
 
 def read_manifest(store: Store, directory: str) -> Manifest:
-    """The manifest of a checkpoint.
+    """Return the manifest of a checkpoint.
 
     Raises:
         NoCheckpointError: there is nothing at all.
@@ -73,7 +73,7 @@ def is_published(store: Store, directory: str) -> bool:
 
 
 def root_of(directory: str, manifest: Manifest) -> str:
-    """The folder in which the files are."""
+    """Return the folder in which the files are."""
     return f"{directory}/{manifest.folder}" if manifest.folder else directory
 
 
@@ -152,7 +152,7 @@ def _hashed(store: Store, path: str, seen: Callable[[int], object]) -> FileRecor
 
 
 def _inside(store: Store, root: str, manifest: Manifest, name: str) -> str:
-    """A sentence on which tensors are in the file, where that can be known."""
+    """Return a sentence on which tensors are in the file, where that can be known."""
     try:
         path = f"{root}/{TENSORS}"
         index = index_from_bytes(store.read(path, LIMIT), manifest, path)
@@ -203,14 +203,14 @@ def in_parallel(work: Callable[[S], T], items: Iterable[S]) -> list[T]:
 
 
 def read_listed(store: Store, directory: str) -> Manifest:
-    """The manifest of a checkpoint, all files of which are there, each with its size."""
+    """Return the manifest of a checkpoint, all files of which are there, each with its size."""
     manifest = read_manifest(store, directory)
     check_names(store, root_of(directory, manifest), manifest)
     return manifest
 
 
 def make_folder(manifest: Manifest, directory: str) -> str:
-    """A temporary folder with the manifest of a checkpoint whose files will lie beside it."""
+    """Make a temporary folder with the manifest of a checkpoint whose files will lie beside it."""
     needed = sum(entry.size for entry in manifest.files.values())
     try:
         folder = tempfile.mkdtemp(prefix="lockstep-load-")

@@ -60,8 +60,8 @@ def open_weights(
     dtype: torch.dtype | None = None,
     seen: ByteProgress = lambda count: None,
 ) -> Weights:
-    """The weights in ``source``: those of a folder as transformers reads it, or of one file, or of a checkpoint, which
-    is verified as a whole. Of several models in it ``model`` is the number of the one.
+    """Return the weights in ``source``: those of a folder as transformers reads it, or of one file, or of a
+    checkpoint, which is verified as a whole. Of several models in it ``model`` is the number of the one.
 
     Raises:
         CheckpointError: something is damaged or missing; names it.
@@ -112,7 +112,7 @@ def _in_order(models: Iterable[str]) -> list[str]:
 
 
 def _only_one(directory: str, numbers: list[str], index: Index) -> int:
-    """The number of the model in a checkpoint that has one."""
+    """Return the number of the model in a checkpoint that has one."""
     if len(numbers) == 1:
         return int(numbers[0])
     if not numbers:
@@ -132,7 +132,9 @@ def _only_one(directory: str, numbers: list[str], index: Index) -> int:
 
 
 def _of_folder(folder: str, dtype: torch.dtype | None) -> Weights:
-    """What transformers would take: ``model.safetensors`` first, then an index; else the only such file there."""
+    """Return what transformers would take: ``model.safetensors`` first, then an index; else the only such
+    file there.
+    """
     store = LocalStore()
     if not os.path.isdir(folder):
         if os.path.exists(folder):
@@ -190,7 +192,9 @@ def _of_index(folder: str, name: str) -> Index:
 
 
 def _of_files(path: str, file: str | None = None) -> Index:
-    """The tensors of one safetensors file, each a chunk of its own; the library checks header and size."""
+    """Return the tensors of one safetensors file, each a chunk of its own; the library checks header and
+    size.
+    """
     found: Index = {}
     try:
         check_plain_file(path)
@@ -213,7 +217,7 @@ def _of_files(path: str, file: str | None = None) -> Index:
 
 
 def _documents(folder: str, dtype: torch.dtype | None) -> dict[str, bytes]:
-    """The configurations beside weights, with the dtype that these will have."""
+    """Return the configurations beside weights, with the dtype that these will have."""
     found = {}
     for name in CONFIGURATIONS:
         path = f"{folder}/{name}"

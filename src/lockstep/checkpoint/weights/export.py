@@ -37,7 +37,7 @@ def is_pretrained(model: nn.Module) -> bool:
 
 
 def configurations(model: Any) -> dict[str, bytes]:
-    """The files that ``save_pretrained`` writes beside the weights, by name: none for other models.
+    """Return the files that ``save_pretrained`` writes beside the weights, by name: none for other models.
 
     Raises:
         CheckpointError: transformers refuses to write them.
@@ -69,7 +69,7 @@ def configurations(model: Any) -> dict[str, bytes]:
 
 
 def named_to_save(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """The names under which to save a model's tensors, one for each that several names share.
+    """Return the names under which to save a model's tensors, one for each that several names share.
 
     Of tied weights it is the one that the model ties the others to, where it says so, else the first; what the model
     does not want to be saved is left out.
@@ -243,7 +243,9 @@ def collect_stages(
 def _described(
     state: Mapping[str, object], spec: FullModelSpec
 ) -> tuple[dict[str, torch.Tensor], list[tuple[str, str, object]]]:
-    """The tensors by their first names, and (name, first name, value or a tensor without elements) of each entry."""
+    """Return the tensors by their first names, and (name, first name, value or a tensor without elements) of
+    each entry.
+    """
     tensors: dict[str, torch.Tensor] = {}
     entries: list[tuple[str, str, object]] = []
     places: dict[object, str] = {}
@@ -307,7 +309,9 @@ def write_pickled(
 
 
 def _own_memory(value: object) -> object:
-    """A tensor without the rest of a larger memory that it is a view of: that would be in the file as well."""
+    """Return a tensor without the rest of a larger memory that it is a view of: that would be in the file as
+    well.
+    """
     if not isinstance(value, torch.Tensor):
         return value
     value = value.detach().cpu()

@@ -84,7 +84,7 @@ def write_tensor_file(
 
 
 def unwritten(path: str, error: Exception, tensor: str = "") -> CheckpointError:
-    """The error for a file of weights, and the tensor in it, that could not be written."""
+    """Return the error for a file of weights, and the tensor in it, that could not be written."""
     where = f" at tensor {tensor}" if tensor else ""
     return CheckpointError(
         f"{path} could not be written{where}: {error}. Make room there or mend its permissions, or save elsewhere; "
@@ -120,7 +120,7 @@ def slabs(shape: tuple[int, ...], limit: int) -> Iterator[TensorRegion]:
 
 
 def overlap(region: TensorRegion, chunk: ChunkMetadata) -> TensorRegion | None:
-    """What of a tensor is both in the region and in the chunk."""
+    """Return what of a tensor is both in the region and in the chunk."""
     starts = tuple(map(max, region[0], chunk.offsets))
     ends = [
         min(offset + length, other + size)
@@ -157,7 +157,7 @@ class ChunkedTensors:
         return self._dtype if self._dtype is not None and dtype in CASTABLE else dtype
 
     def elements(self, name: str) -> Iterator[memoryview]:
-        """The elements of a tensor in their order, as bytes, slab after slab; each is valid until the next.
+        """Yield the elements of a tensor in their order, as bytes, slab after slab; each is valid until the next.
 
         Raises:
             CheckpointError: a file does not have what it should, or a number is too large for the dtype.

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from lockstep.errors import ConfigError
 from lockstep.offload.device_map.memory import (
     DeviceName,
     MaxMemory,
@@ -57,13 +58,13 @@ def infer_auto_device_map(
         clean_result: Join the entries of a module whose parts all go to one device into one entry.
         offload_buffers: Whether buffers are offloaded with the weights beside them. Otherwise a warning tells if the
             accelerators may be too small for them.
-        fallback_allocation: If the next part is too large for an empty device, place a later one there that fits.
+        fallback_allocation: True is refused: parts are placed in the order of the model.
 
     Returns:
         Name of a module or tensor -> index of an accelerator, ``"mps"``, ``"cpu"`` or ``"disk"``.
 
     Raises:
-        ConfigError: a device, a size or a dtype is unknown.
+        ConfigError: a device, a size or a dtype is unknown, or a fallback is asked for.
 
     Examples:
         ```python
@@ -75,6 +76,11 @@ def infer_auto_device_map(
         assert device_map["0"] == "cpu" and device_map["2"] == "disk"
         ```
     """
+    if fallback_allocation:
+        raise ConfigError(
+            "fallback_allocation=True would place later parts of the model before earlier ones, which is not "
+            "supported. Leave it out, and name the devices of such parts in a device map."
+        )
     limits = get_max_memory(max_memory)
     filling = _Filling(
         limits=limits,
@@ -87,7 +93,6 @@ def infer_auto_device_map(
             *model.named_buffers(recurse=False),
         ],
         level=logging.INFO if verbose else logging.DEBUG,
-        falls_back=fallback_allocation,
     )
     device_map = filling.run()
     if not offload_buffers:
@@ -105,7 +110,6 @@ class _Filling:
     undivided: set[str]
     waiting: list[NamedModelPart]
     level: int
-    falls_back: bool
     used: dict[DeviceName, int] = field(default_factory=dict)
     placed: dict[str, DeviceName] = field(default_factory=dict)
 
@@ -147,8 +151,6 @@ class _Filling:
         ):
             return
         if size >= room and self._divide(name, part):
-            return
-        if self.used[device] == 0 and self.falls_back and self._fall_back(name, part, together):
             return
         if self.used[device] == 0:
             reserved = self._largest if device in self._borrowing else 0
@@ -200,17 +202,6 @@ class _Filling:
                 return True
         return False
 
-    def _fall_back(self, name: str, part: nn.Module | torch.Tensor, together: int) -> bool:
-        """Bring the first waiting part that fits the empty device to the front; False where there is none."""
-        room = self.limits[self._devices[0]] - max(self._largest, together)
-        found, inner, rest = first_fitting(
-            self.waiting, self.sizes, room, self.undivided, self.ties, buffers=True
-        )
-        if found is None or inner is None:
-            return False
-        self.waiting = [(found, inner), (name, part), *rest]
-        return True
-
     def _find_largest(self) -> None:
         modules = [(name, part) for name, part in self.waiting if isinstance(part, nn.Module)]
         self._largest, self._largest_names = get_max_layer_size(modules, self.sizes, self.undivided)
@@ -223,7 +214,7 @@ def is_divisible(part: nn.Module | torch.Tensor, undivided: Collection[str]) -> 
 
 
 def ties_across(name: str, ties: Iterable[list[str]]) -> list[list[str]]:
-    """The groups of tied names of which some, but not all, are inside of ``name``."""
+    """Return the groups of tied names of which some, but not all, are inside of ``name``."""
     inside = ((group, [_within(other, name) for other in group]) for group in ties)
     return [group for group, are in inside if any(are) and not all(are)]
 
@@ -238,57 +229,22 @@ def partners(tied: Iterable[str], parts: list[NamedModelPart]) -> list[tuple[str
     return found
 
 
-def first_fitting(
-    parts: list[NamedModelPart],
-    sizes: Mapping[str, int],
-    room: int,
-    undivided: Collection[str] = (),
-    ties: Iterable[list[str]] = (),
-    buffers: bool = False,
-) -> tuple[str | None, nn.Module | torch.Tensor | None, list[NamedModelPart]]:
-    """The first of these parts, or of their children, of at most ``room`` bytes with all that is tied to it.
-
-    Returns its name, itself, and what is left of ``parts`` (None, None and all of them where nothing fits). With
-    ``buffers`` those of a divided part are parts as well.
-    """
-    search, ties = list(parts), list(ties)
-    while search:
-        name, part = search.pop(0)
-        tied = [other for group in ties_across(name, ties) for other in group if not _within(other, name)]
-        extra = (sizes.get(holder, 0) - sizes.get(other, 0) for other, (holder, _) in partners(tied, search))
-        if sizes.get(name, 0) + sum(extra) <= room:
-            return name, part, _without(name, parts, buffers)
-        if is_divisible(part, undivided):
-            search = _inside(name, part, buffers) + search
-    return None, None, parts
-
-
-def _without(found: str, parts: list[NamedModelPart], buffers: bool) -> list[NamedModelPart]:
-    """``parts`` without ``found``: those that it is in, as their children."""
-    left, index = list(parts), 0
-    while left[index][0] != found:
-        name, part = left[index]
-        if _within(found, name):
-            left[index : index + 1] = _inside(name, part, buffers)
-        else:
-            index += 1
-    del left[index]
-    return left
-
-
 def _within(name: str, module_name: str) -> bool:
     return module_name == "" or f"{name}.".startswith(f"{module_name}.")
 
 
-def _inside(name: str, part: nn.Module | torch.Tensor, buffers: bool = True) -> list[NamedModelPart]:
+def _inside(name: str, part: nn.Module | torch.Tensor) -> list[NamedModelPart]:
     assert isinstance(part, nn.Module)
-    own: list[NamedModelPart] = [*part.named_parameters(recurse=False), *part.named_children()]
-    own += part.named_buffers(recurse=False) if buffers else ()
+    own: list[NamedModelPart] = [
+        *part.named_parameters(recurse=False),
+        *part.named_children(),
+        *part.named_buffers(recurse=False),
+    ]
     return [(f"{name}.{key}", child) for key, child in own]
 
 
 def _cleaned(device_map: Mapping[str, DeviceName]) -> dict[str, DeviceName]:
-    """The same with one entry for each module of which all parts go to one device."""
+    """Return the same with one entry for each module of which all parts go to one device."""
     devices: dict[str, list[DeviceName]] = {}
     for name, device in device_map.items():
         for module in _ancestors(name):

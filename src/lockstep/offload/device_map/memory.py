@@ -18,7 +18,7 @@ NamedModelPart = tuple[str, ModelPart]
 
 
 def dtype_of(dtype: torch.dtype | str | None, origin: str = "dtype") -> torch.dtype | None:
-    """A dtype from itself or its name, such as ``"float16"`` or ``"torch.float16"``.
+    """Return a dtype from itself or its name, such as ``"float16"`` or ``"torch.float16"``.
 
     Raises:
         ConfigError: there is no such dtype.
@@ -314,7 +314,8 @@ def _slack(model: nn.Module, sizes: Mapping[str, int], undivided: list[str]) -> 
 def budget_of(
     memory_budget: int | str | None, max_memory: MaxMemory | None, main: torch.device, chosen_here: bool
 ) -> int | None:
-    """The budget as asked for, else the main device's share of ``max_memory``; None: what a few blocks take.
+    """Return the budget as asked for, else the main device's share of ``max_memory``; None: what a few
+    blocks take.
 
     ``chosen_here``: the device map was made for what is free, which on a CPU is then the budget.
 
@@ -336,7 +337,7 @@ def budget_of(
 def for_streaming(
     budget: int | None, placements: list[TensorPlacement], streamed: list[TensorPlacement], main: torch.device
 ) -> int | None:
-    """What a budget leaves for streamed weights beside those that stay on the main device.
+    """Return what a budget leaves for streamed weights beside those that stay on the main device.
 
     Raises:
         OffloadError: it leaves nothing.

@@ -88,7 +88,7 @@ def _registered(module: nn.Module, is_parameter: bool) -> torch_modules.Register
 
 
 def like(parameter: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
-    """A parameter of the same class, ``requires_grad`` and attributes around ``data``."""
+    """Return a parameter of the same class, ``requires_grad`` and attributes around ``data``."""
     if not isinstance(parameter, nn.Parameter):
         return data
     kind = type(parameter)
@@ -241,7 +241,7 @@ def assign_placements(
     main_device: torch.device,
     offload_buffers: bool = False,
 ) -> list[TensorPlacement]:
-    """The placement of every tensor. The map is checked before.
+    """Return the placement of every tensor. The map is checked before.
 
     Buffers of offloaded modules are kept where they are used unless ``offload_buffers``; those that are not
     persistent always are, as no file has them.
@@ -281,7 +281,7 @@ def _placement(
 
 
 def _outer_names(name: str) -> list[str]:
-    """The name and those of the modules around it, the nearest first."""
+    """Return the name and those of the modules around it, the nearest first."""
     parts = name.split(".") if name else []
     return [".".join(parts[:count]) for count in range(len(parts), -1, -1)]
 

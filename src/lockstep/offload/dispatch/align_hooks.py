@@ -132,7 +132,7 @@ class AlignDevicesHook(ModelHook):
         return module
 
     def _bring(self, module: nn.Module, name: str, value: torch.Tensor) -> None:
-        """A tensor of the module on the device where it runs, in the type that it has there."""
+        """Bring a tensor of the module to the device where it runs, in the type that it has there."""
         here = _tensor(module, name)
         device = value.device if self.execution_device is None else as_device(self.execution_device)
         if value is here and here.device == device:

@@ -15,7 +15,7 @@ from lockstep.model.blocks import find_blocks
 from lockstep.offload import weights
 from lockstep.offload.device_map.memory import for_streaming
 from lockstep.offload.device_map.placement import CPU, TensorPlacement
-from lockstep.offload.files.stored import FileBacked
+from lockstep.offload.files.pages import file_mappings, is_in_file
 from lockstep.offload.weights.groups import find_weight_groups
 from lockstep.torch_internals import modules as torch_modules
 
@@ -206,11 +206,11 @@ def _streamed(
             if placement.is_offloaded and placement.execution == main and placement.ref.tensor.numel()
         ]
     # On the CPU, only what is mapped from a file takes less memory when it is not in use.
-    backed = FileBacked.now()
+    mappings = file_mappings()
     mapped = [
         placement
         for placement in placements
-        if placement.device == CPU and backed.holds(placement.ref.tensor)
+        if placement.device == CPU and is_in_file(placement.ref.tensor, mappings)
     ]
     needed = sum(placement.ref.tensor.nbytes for placement in placements if placement.device == CPU)
     if any(placement.on_disk for placement in mapped) or (budget is not None and needed > budget):
@@ -220,7 +220,7 @@ def _streamed(
 
 
 def _blocks(model: nn.Module, undivided: Sequence[str]) -> dict[str, nn.Module]:
-    """What is streamed whole: modules of the classes, and the usual blocks outside of these."""
+    """Return what is streamed whole: modules of the classes, and the usual blocks outside of these."""
     blocks = find_blocks(model)
     classes = set(undivided)
     called = {

@@ -56,7 +56,7 @@ class CpuOffload(ModelHook):
 
 
 def default_device() -> torch.device:
-    """The first accelerator, else the CPU."""
+    """Return the first accelerator, else the CPU."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return torch.device("cpu")

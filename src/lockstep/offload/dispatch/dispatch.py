@@ -35,7 +35,7 @@ def resolve_device_map(
     dtype: torch.dtype | str | None = None,
     offload_buffers: bool = False,
 ) -> dict[str, object]:
-    """The device map that is meant: itself, or the one that a strategy's name stands for.
+    """Return the device map that is meant: itself, or the one that a strategy's name stands for.
 
     Raises:
         ConfigError: there is no such strategy.

@@ -88,7 +88,7 @@ def match(
 def loaded_dtype(
     ref: TensorRef, stored: Stored, dtype: torch.dtype | None, in_fp32: Iterable[str]
 ) -> torch.dtype:
-    """What a tensor becomes: ``dtype`` if it is of floating point, else what the model has.
+    """Return what a tensor becomes: ``dtype`` if it is of floating point, else what the model has.
 
     ``in_fp32``: parts of names that are float32 where float16 is asked for.
     """
@@ -227,7 +227,9 @@ class _TensorLoad:
 def _prepared(
     loads: list[_TensorLoad], folder: StrPath | None, in_place: bool
 ) -> list[tuple[_TensorLoad, torch.Tensor]]:
-    """The data of each tensor; nothing of the model changes, except that with ``in_place`` what has values there."""
+    """Return the data of each tensor; nothing of the model changes, except that with ``in_place`` what has
+    values there.
+    """
     files = MappedFiles()
     mapped: dict[int, torch.Tensor] = {}
     for load in loads:

@@ -258,7 +258,7 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
 
 
 def as_device(device: Device) -> torch.device:
-    """A device, of which a number is an accelerator's."""
+    """Return a device, of which a number is an accelerator's."""
     if not isinstance(device, int):
         return torch.device(device)
     accelerator = torch.accelerator.current_accelerator(check_available=True)

@@ -17,7 +17,8 @@ from lockstep.offload.dispatch.align_hooks import AlignDevicesHook
 from lockstep.offload.dispatch.attach import OFFLOADED
 from lockstep.offload.dispatch.loading import StrPath
 from lockstep.offload.files.offload_folder import TensorToWrite, index_of, regions_of, write_to_folder
-from lockstep.offload.files.stored import FileBacked, FileRegion, MappedFiles, pieces_on_cpu, read
+from lockstep.offload.files.pages import file_mappings, is_in_file
+from lockstep.offload.files.stored import FileRegion, MappedFiles, pieces_on_cpu, read
 from lockstep.torch_internals import modules as torch_modules
 from lockstep.torch_internals import tensors as torch_tensors
 
@@ -123,13 +124,13 @@ def _written(
     files: MappedFiles,
 ) -> dict[str, torch.Tensor]:
     """Tensors of the disk that no file has, written to the folder."""
-    backed = FileBacked.now()
+    mappings = file_mappings()
     new = [
         (placement, tensor)
         for placement in placements
         if placement.on_disk
         and (tensor := data.get(placement.name, placement.ref.tensor)).numel()
-        and not backed.holds(tensor)
+        and not is_in_file(tensor, mappings)
     ]
     if not new:
         return {}

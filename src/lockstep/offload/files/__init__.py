@@ -10,8 +10,8 @@ if not TYPE_CHECKING:
         {
             "checkpoint_files": ["stored_tensors"],
             "direct": ["aligned_buffer", "ALIGNMENT", "OffloadFile", "region_of"],
-            "offload_folder": ["FileWriter", "index_of", "regions_of", "TensorToWrite", "write_to_folder"],
-            "pages": ["map_file", "Pages"],
-            "stored": ["FileBacked", "MappedFiles", "read"],
+            "offload_folder": ["index_of", "regions_of", "TensorToWrite", "write_to_folder"],
+            "pages": ["file_mappings", "is_in_file", "map_file", "Pages"],
+            "stored": ["MappedFiles", "read"],
         },
     )

@@ -26,7 +26,7 @@ SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
 
 
 def stored_tensors(checkpoint: str | os.PathLike[str]) -> Mapping[str, Stored]:
-    """The tensors of a checkpoint by name. Headers are read and checked, no values.
+    """Return the tensors of a checkpoint by name. Headers are read and checked, no values.
 
     Raises:
         CheckpointError: there is no checkpoint, or one of its files is missing or damaged.
@@ -60,7 +60,7 @@ def stored_tensors(checkpoint: str | os.PathLike[str]) -> Mapping[str, Stored]:
 
 
 def _indexed(index_path: str) -> Mapping[str, Stored]:
-    """The tensors of all shards that an index names."""
+    """Return the tensors of all shards that an index names."""
     try:
         index = json.loads(read_plain_file(index_path, LARGEST_INDEX_BYTES))
     except (OSError, ValueError, RecursionError) as error:
@@ -115,7 +115,7 @@ def _tensors_of(path: str) -> Mapping[str, Stored]:
 
 
 def _unpickled(path: str) -> Mapping[str, Stored]:
-    """The tensors of a file of ``torch.save``, mapped where its format allows that."""
+    """Return the tensors of a file of ``torch.save``, mapped where its format allows that."""
     is_mapped = True
     try:
         try:
@@ -148,7 +148,7 @@ LONGEST_HEADER = 100_000_000
 
 
 def read_header(path: str) -> dict[str, FileRegion]:
-    """The tensors of a safetensors file by name.
+    """Return the tensors of a safetensors file by name.
 
     Raises:
         CheckpointError: it cannot be read, is shorter or longer than its header says, or the header is damaged.
@@ -186,7 +186,7 @@ def read_header(path: str) -> dict[str, FileRegion]:
 
 
 def header_bytes(tensors: dict[str, tuple[torch.dtype, torch.Size]]) -> bytes:
-    """The first bytes of a file of these tensors, one after another."""
+    """Return the first bytes of a file of these tensors, one after another."""
     header: dict[str, object] = {METADATA: {"format": "pt"}}
     end = 0
     for name, (dtype, shape) in tensors.items():

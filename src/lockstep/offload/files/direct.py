@@ -27,7 +27,7 @@ _MOST_AT_ONCE = 1 << 30
 
 
 def aligned(nbytes: int) -> int:
-    """The least multiple of ``ALIGNMENT`` that is not below ``nbytes``."""
+    """Return the least multiple of ``ALIGNMENT`` that is not below ``nbytes``."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
@@ -43,7 +43,9 @@ def aligned_buffer(nbytes: int) -> torch.Tensor:
 
 
 def region_of(tensor: torch.Tensor) -> tuple[OffloadFile, int] | None:
-    """The file in which a tensor's memory lies, and the offset of its first element in bytes; None for others."""
+    """Return the file in which a tensor's memory lies, and the offset of its first element in bytes; None
+    for others.
+    """
     mark = getattr(tensor.untyped_storage(), "_offload_region", None)
     if mark is None:
         return None
@@ -88,7 +90,7 @@ class OffloadFile:
         return self.nbytes - self._placed
 
     def place(self, nbytes: int) -> int:
-        """The offset of a region of ``nbytes`` that nobody else has.
+        """Return the offset of a region of ``nbytes`` that nobody else has.
 
         Raises:
             OffloadError: Less than that is left.
@@ -105,7 +107,9 @@ class OffloadFile:
             return offset
 
     def tensor(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """The region at ``offset`` as a contiguous tensor with a storage of its own, mapped from the file."""
+        """Return the region at ``offset`` as a contiguous tensor with a storage of its own, mapped from the
+        file.
+        """
         count = 1
         for size in shape:
             count *= size
@@ -334,7 +338,9 @@ class OffloadedParameters:
 
     @torch.no_grad()
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same values (any shape) as a tensor that is mapped from the file; it is written past the page cache."""
+        """Return the same values (any shape) as a tensor that is mapped from the file; it is written past
+        the page cache.
+        """
         if not tensor.numel():
             return tensor
         offset = self._file.place(aligned(tensor.nbytes))

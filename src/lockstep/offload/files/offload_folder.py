@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import prod
-from types import TracebackType
 
 import torch
 
@@ -25,8 +24,7 @@ from lockstep.config.files import check_plain_file, read_plain_file, replacing
 from lockstep.config.values import repr_short
 from lockstep.errors import CheckpointError, OffloadError
 from lockstep.offload.device_map.memory import dtype_of
-from lockstep.offload.files.checkpoint_files import METADATA, header_bytes, read_header
-from lockstep.offload.files.direct import aligned_buffer
+from lockstep.offload.files.checkpoint_files import header_bytes, read_header
 from lockstep.offload.files.stored import FileRegion, MappedFiles, as_bytes, read
 
 INDEX = "index.json"
@@ -49,7 +47,7 @@ class TensorToWrite:
 
 
 def index_of(folder: str) -> dict[str, dict[str, object]]:
-    """The entries of a folder's index; none where there is no folder or index.
+    """Return the entries of a folder's index; none where there is no folder or index.
 
     Raises:
         OffloadError: it cannot be read.
@@ -124,12 +122,11 @@ def write_to_folder(folder: str, tensors: list[TensorToWrite]) -> dict[str, File
                 _check_fits(folder, item, there[item.name], str(index[item.name].get("source", "")))
         new = [item for item in tensors if item.name not in there]
         if new:
-            keys = _keys([item.name for item in new])
-            part = _write_part(folder, new, keys)
+            part = _write_part(folder, new)
             for item in new:
                 index[item.name] = {
                     "safetensors_file": part,
-                    "weight_name": keys[item.name],
+                    "weight_name": item.name,
                     "dtype": str(item.dtype).removeprefix("torch."),
                     "shape": list(item.shape),
                     "source": item.source,
@@ -169,36 +166,21 @@ def _holds(region: FileRegion, pieces: Iterator[torch.Tensor]) -> bool:
     return True
 
 
-def _keys(names: list[str]) -> dict[str, str]:
-    """The names by which a file holds these tensors: their own, but for the one that the format keeps for itself."""
-    keys = {name: name for name in names}
-    if METADATA in keys:
-        key = METADATA
-        while key in names:
-            key += "'"
-        keys[METADATA] = key
-    return keys
-
-
-def _write_part(folder: str, tensors: list[TensorToWrite], keys: Mapping[str, str]) -> str:
-    """Write a new file of these tensors, one at a time, with these keys for their names, and return its name."""
+def _write_part(folder: str, tensors: list[TensorToWrite]) -> str:
+    """Write a new file of these tensors, one at a time, and return its name."""
     needed = sum(item.nbytes for item in tensors)
     partial = ""
     try:
         descriptor, partial = tempfile.mkstemp(prefix="offload-", suffix=".partial", dir=folder)
-        try:
-            header = header_bytes({keys[item.name]: (item.dtype, item.shape) for item in tensors})
+        header = header_bytes({item.name: (item.dtype, item.shape) for item in tensors})
+        with open(descriptor, "wb") as file:
             if hasattr(os, "posix_fallocate"):
                 # A disk that is too small is found here.
                 os.posix_fallocate(descriptor, 0, len(header) + needed)
-        finally:
-            os.close(descriptor)
-        with FileWriter(partial) as file:
-            file.write(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+            file.write(header)
             for item in tensors:
                 for piece in item.pieces():
-                    file.write(as_bytes(piece))
-            file.finish()
+                    file.write(as_bytes(piece.contiguous()).numpy().data)
         # As files are mostly made; those of mkstemp are for this user alone.
         os.chmod(partial, 0o644)
         number = 1
@@ -259,63 +241,3 @@ def _unwritten(folder: str, needed: int, error: OSError) -> OffloadError:
         f"Nothing can be offloaded to {folder}: {error.strerror or error}. Name a folder on a local disk that this "
         "user may write to."
     )
-
-
-BUFFER_BYTES = 8 * 2**20
-
-
-class FileWriter:
-    """Collects bytes and writes them in large aligned parts; where the file system allows, directly.
-
-    As a context, of which leaving closes the file. The file is there already, with its full size.
-    """
-
-    def __init__(self, path: str) -> None:
-        self._file = os.open(path, os.O_WRONLY)
-        try:
-            self._direct = os.open(path, os.O_WRONLY | getattr(os, "O_DIRECT", 0))
-        except OSError:
-            self._direct = os.dup(self._file)
-        self._buffer = aligned_buffer(BUFFER_BYTES)
-        self._filled = 0
-        self._offset = 0
-
-    def __enter__(self) -> FileWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        os.close(self._direct)
-        os.close(self._file)
-
-    def write(self, data: torch.Tensor) -> None:
-        """Append bytes, uint8 [n]. Raises OSError."""
-        for part in data.split(BUFFER_BYTES):
-            while part.numel():
-                taken = part[: BUFFER_BYTES - self._filled]
-                self._buffer[self._filled : self._filled + taken.numel()].copy_(taken)
-                self._filled += taken.numel()
-                part = part[taken.numel() :]
-                if self._filled == BUFFER_BYTES:
-                    self._flush()
-
-    def finish(self) -> None:
-        """Write what is left. Raises OSError."""
-        os.close(self._direct)
-        # The last part is not aligned, so it goes through the page cache.
-        self._direct = os.dup(self._file)
-        self._flush()
-
-    def _flush(self) -> None:
-        data, done = self._buffer.numpy().data[: self._filled], 0
-        while done < len(data):
-            try:
-                done += os.pwrite(self._direct, data[done:], self._offset + done)
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-                # Some file systems open a file so, but then write only what is aligned otherwise.
-                done += os.pwrite(self._file, data[done:], self._offset + done)
-        self._offset += done
-        self._filled = 0

@@ -89,11 +89,6 @@ class Pages:
         self._ends = {span.mapping: span.end for span in self._spans}
         self.nbytes = sum(_outer_end(span.end) - _outer_start(span.start) for span in self._spans)
 
-    @property
-    def is_private(self) -> bool:
-        """Whether what is written to some of the tensors does not get into their file."""
-        return any(span.mapping.is_private for span in self._spans)
-
     def check(self) -> None:
         """Raise OffloadError where a file has been truncated: what is mapped behind its end cannot be touched."""
         for mapping, end in self._ends.items():
@@ -149,7 +144,7 @@ class _AddressRange:
 
 
 def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors in host memory of which it is made: itself, the local part of a DTensor, those of a quantized one."""
+    """Yield the tensors in host memory of which it is made, such as the local part of a DTensor."""
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
         # A DTensor's mesh is among them.
@@ -233,7 +228,7 @@ def _share_present(tensor: torch.Tensor) -> float | None:
 
 
 def _page_entries(start: int, end: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
-    """What the system says of the pages from ``start`` to ``end``: too few where it does not tell."""
+    """Return what the system says of the pages from ``start`` to ``end``: too few where it does not tell."""
     try:
         with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
             return np.frombuffer(
@@ -247,7 +242,9 @@ def _page_entries(start: int, end: int) -> np.ndarray[tuple[int], np.dtype[np.ui
 
 
 def _unwritten(start: int, end: int) -> list[tuple[int, int]]:
-    """The pages from ``start`` to ``end`` that are no copies made by writing to a private mapping, as ranges."""
+    """Return the pages from ``start`` to ``end`` that are no copies made by writing to a private mapping, as
+    ranges.
+    """
     entries = _page_entries(start, end)
     if len(entries) < (end - start) // _PAGE:
         # What is not known is not let go.
@@ -264,6 +261,17 @@ def _unwritten(start: int, end: int) -> list[tuple[int, int]]:
             found.append((position, position + length))
         position += length
     return found
+
+
+def is_in_file(tensor: torch.Tensor, mappings: Sequence[FileMapping]) -> bool:
+    """Return whether the memory of a tensor, of any shape, holds what a file holds, and nothing written since."""
+    if tensor.device.type != "cpu" or not tensor.numel() or not tensor.is_contiguous():
+        return False
+    spans = _spans([tensor], mappings)
+    if sum(span.end - span.start for span in spans) != tensor.nbytes:
+        return False
+    pages = [(_outer_start(span.start), _outer_end(span.end)) for span in spans if span.mapping.is_private]
+    return all(_unwritten(*one) == [one] for one in pages)
 
 
 def _touch(start: int, nbytes: int) -> None:
@@ -289,7 +297,7 @@ def _outer_end(address: int) -> int:
 
 
 def map_file(path: str | PathLike[str], writable: bool = False) -> torch.Tensor:
-    """The bytes of a file as a uint8 tensor that is read from disk where it is used.
+    """Return the bytes of a file as a uint8 tensor that is read from disk where it is used.
 
     ``writable``: what is written to the tensor is written to the file; otherwise it stays in memory, and
     the file does not change.

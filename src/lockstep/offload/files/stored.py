@@ -32,7 +32,9 @@ class Stored(Protocol):
         """Where it comes from and as of when; another text once that has changed."""
 
     def mapped(self, files: MappedFiles) -> torch.Tensor | None:
-        """The tensor as a mapping of its file, with a storage of its own; None where that cannot be."""
+        """Return the tensor as a mapping of its file, with a storage of its own; None where that cannot
+        be.
+        """
 
     def pieces(self, files: MappedFiles) -> Iterator[torch.Tensor]:
         """Its elements in order, in pieces, each of which is only there until the next one is asked for."""
@@ -41,7 +43,7 @@ class Stored(Protocol):
 def read(
     stored: Stored, files: MappedFiles, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> torch.Tensor:
-    """A tensor of a checkpoint in a device's memory, converted."""
+    """Return a tensor of a checkpoint in a device's memory, converted."""
     tensor = torch.empty(stored.shape, dtype=dtype, device=device)
     flat, done = tensor.view(-1), 0
     for piece in stored.pieces(files):
@@ -51,17 +53,17 @@ def read(
 
 
 def pieces_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The elements of a tensor of any shape, as vectors of at most ``PIECE_BYTES`` each."""
+    """Yield the elements of a tensor of any shape, as vectors of at most ``PIECE_BYTES`` each."""
     yield from tensor.detach().contiguous().view(-1).split(PIECE_BYTES // tensor.element_size())
 
 
 def pieces_on_cpu(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The same on the CPU, piece by piece."""
+    """Yield the same on the CPU, piece by piece."""
     return (piece.cpu() for piece in pieces_of(tensor))
 
 
 def converted(pieces: Iterator[torch.Tensor], dtype: torch.dtype) -> Iterator[torch.Tensor]:
-    """The same pieces, (n,) each, in another dtype."""
+    """Yield the same pieces, (n,) each, in another dtype."""
     buffer: torch.Tensor | None = None
     for piece in pieces:
         if piece.dtype == dtype or not piece.numel():
@@ -81,7 +83,7 @@ class MappedFiles:
         self._mappings: list[FileMapping] | None = None
 
     def tensor(self, path: str, offset: int, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
-        """A part of the file; nothing is read."""
+        """Return a part of the file; nothing is read."""
         if not prod(shape):
             return torch.empty(shape, dtype=dtype)
         if path not in self._files:
@@ -92,7 +94,7 @@ class MappedFiles:
         return torch.frombuffer(whole, dtype=dtype, count=prod(shape), offset=offset).view(shape)
 
     def pages(self, tensor: torch.Tensor) -> Pages:
-        """The pages of a tensor that is mapped, by this or in another way before."""
+        """Return the pages of a tensor that is mapped, by this or in another way before."""
         if self._mappings is None:
             self._mappings = file_mappings()
         return Pages([tensor], self._mappings)
@@ -173,59 +175,11 @@ class PickledTensor:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous tensor, uint8 [nbytes], as a view."""
+    """Return the bytes of a contiguous tensor, uint8 [nbytes], as a view."""
     return tensor.detach().view(-1).view(torch.uint8)
 
 
 def file_state(path: str) -> str:
-    """A text that changes when the file does."""
+    """Return a text that changes when the file does."""
     found = os.stat(path)
     return f"{os.path.realpath(path)} {found.st_size} {found.st_mtime_ns}"
-
-
-@dataclass(frozen=True)
-class FileBacked:
-    """The parts of this process's memory that hold what a file holds, and nothing that was written to them since."""
-
-    ranges: list[tuple[int, int]]
-
-    @classmethod
-    def now(cls) -> FileBacked:
-        """As the kernel lists them; nothing where it does not."""
-        ranges: list[tuple[int, int]] = []
-        try:
-            with open("/proc/self/smaps", encoding="utf-8", errors="replace") as listing:
-                current: tuple[int, int] | None = None
-                for line in listing:
-                    words = line.split(None, 5)
-                    # A line of addresses begins a mapping; the lines that follow tell of it.
-                    if not words[0].endswith(":"):
-                        start, end = (int(word, 16) for word in words[0].split("-"))
-                        # Field 5 is the inode, which is 0 where no file is mapped.
-                        is_file = len(words) > 5 and words[4] != "0"
-                        current = (start, end) if is_file else None
-                    elif current is not None and words[0] == "Anonymous:":
-                        # Pages of a private mapping that were written to are in memory alone.
-                        if words[1] == "0":
-                            ranges.append(current)
-                        current = None
-        except (OSError, ValueError):
-            return cls([])
-        return cls(_joined(ranges))
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        if tensor.device.type != "cpu" or not tensor.numel() or not tensor.is_contiguous():
-            return False
-        begin = tensor.data_ptr()
-        return any(start <= begin and begin + tensor.nbytes <= end for start, end in self.ranges)
-
-
-def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Neighbours as one: the kernel divides a mapping where its parts were advised differently."""
-    joined: list[tuple[int, int]] = []
-    for start, end in sorted(ranges):
-        if joined and joined[-1][1] == start:
-            joined[-1] = (joined[-1][0], end)
-        else:
-            joined.append((start, end))
-    return joined

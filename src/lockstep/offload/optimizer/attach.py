@@ -29,7 +29,6 @@ def offload_step(
     optimizer: Optimizer,
     groups: Sequence[WeightGroup],
     folder: Path | None = None,
-    delayed: bool = False,
     device: torch.device = _CPU,
     copies: Copies | None = None,
 ) -> OffloadedStep:
@@ -47,7 +46,7 @@ def offload_step(
             f"The step of this {type(optimizer).__name__} is offloaded already. Prepare each optimizer once."
         )
     _refuse_replaced_step(optimizer)
-    offloaded = OffloadedStep(optimizer, groups, folder, delayed, device, copies)
+    offloaded = OffloadedStep(optimizer, groups, folder, device, copies)
     wait, before_load = WaitHook(offloaded.finish), WaitHook(offloaded.before_load)
     modules = {id(module): module for group in groups for root in group.modules for module in root.modules()}
     for module in modules.values():
@@ -99,12 +98,12 @@ class _Offloaded(Optimizer):
     # A property goes before the entry of the same name in the instance's dict, where torch keeps the state.
     @property
     def state(self) -> Any:
-        self._offloaded_step.wait()
+        self._offloaded_step.finish()
         return vars(self)["state"]
 
     @state.setter
     def state(self, state: object) -> None:
-        self._offloaded_step.wait()
+        self._offloaded_step.finish()
         vars(self)["state"] = state
         self._offloaded_step.after_load()
 
@@ -123,7 +122,7 @@ class _Offloaded(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         # Zeros are written into gradients that the step may still read.
         if not set_to_none:
-            self._offloaded_step.wait()
+            self._offloaded_step.finish()
         super().zero_grad(set_to_none)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:

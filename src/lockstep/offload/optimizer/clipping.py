@@ -43,7 +43,7 @@ class GradientNotes:
         self._unscaled: dict[int, TensorWeakRef] = {}
 
     def keep(self, offset: int, gradient: torch.Tensor, norm: KnownNorm) -> None:
-        """The gradient (mapped, of any shape) was written at ``offset``, and nobody has seen it yet."""
+        """Note a gradient (mapped, of any shape) that was written at ``offset``, and that nobody has seen yet."""
         self._known[offset] = torch_tensors.version(gradient), norm
 
     def forget(self, offset: int) -> None:
@@ -60,7 +60,9 @@ class GradientNotes:
         unscaled.scale_later(gradient, scale)
 
     def find(self, offset: int, gradient: torch.Tensor, norm_type: float) -> torch.Tensor | None:
-        """The norm of a gradient (mapped, of any shape) if it is known and of this version of the gradient."""
+        """Return the norm of a gradient (mapped, of any shape) if it is known and of this version of the
+        gradient.
+        """
         self.norm_type = norm_type
         version, known = self._known.get(offset, (0, None))
         if known is None or known.norm_type != norm_type or version != torch_tensors.version(gradient):
@@ -76,7 +78,9 @@ class OffloadedGradients(OffloadFile):
         self.notes = GradientNotes()
 
     def norm(self, offset: int, gradient: torch.Tensor, norm_type: float) -> torch.Tensor | None:
-        """The norm of a gradient (mapped, of any shape) if it is known and the gradient is what was written."""
+        """Return the norm of a gradient (mapped, of any shape) if it is known and the gradient is what was
+        written.
+        """
         norm = self.notes.find(offset, gradient, norm_type)
         # Writes through ``gradient.data`` have no version, but they bring pages to memory.
         return norm if norm is not None and self.is_direct and is_untouched(gradient) else None

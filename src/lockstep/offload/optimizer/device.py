@@ -110,7 +110,7 @@ class HostSide:
 
     @torch.no_grad()
     def master(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The copy that is stepped, of the parameter's shape and with its value of now."""
+        """Return the copy that is stepped, of the parameter's shape and with its value of now."""
         if id(parameter) not in self._masters:
             self._add(parameter)
         master = self._masters[id(parameter)]
@@ -121,7 +121,7 @@ class HostSide:
         return master
 
     def note_version(self, parameter: torch.Tensor) -> None:
-        """What was changed by now in a parameter is, or will be, in its copy."""
+        """Note that what was changed by now in a parameter is, or will be, in its copy."""
         self._versions[id(parameter)] = torch_tensors.version(parameter)
 
     @torch.no_grad()
@@ -168,12 +168,12 @@ class HostSide:
         return FetchedGradient(host, self.copies.copied(), buffer)
 
     def arrived(self, fetched: FetchedGradient) -> torch.Tensor:
-        """The gradient, when it is on the host."""
+        """Return the gradient, when it is on the host."""
         self.copies.wait(fetched.event)
         return fetched.host
 
     def release(self, fetched: FetchedGradient) -> None:
-        """The gradient has been used."""
+        """Take back the memory of a gradient that has been used."""
         with self._lock:
             self._pool.give_back(fetched.buffer)
 
@@ -201,7 +201,9 @@ class _HostTensor:
 
 
 def keep_on_host(state_dict: StateDict) -> dict[str, object]:
-    """A state_dict whose tensors, numbers excepted, ``load_state_dict`` leaves where they are; see ``take_kept``."""
+    """Return a state_dict whose tensors, numbers excepted, ``load_state_dict`` leaves where they are; see
+    ``take_kept``.
+    """
     state = {
         index: {
             name: _HostTensor(v) if isinstance(v, torch.Tensor) and v.dim() else v for name, v in own.items()
@@ -225,5 +227,5 @@ def take_kept(parameter: torch.Tensor, state: dict[str, object]) -> None:
 
 
 def _like(flat: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same shape, dtype and order of dimensions in given bytes."""
+    """Return a tensor of the same shape, dtype and order of dimensions in given bytes."""
     return view_of(flat, tensor.dtype, tensor.shape, dense_strides(tensor))

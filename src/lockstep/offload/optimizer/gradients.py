@@ -116,7 +116,7 @@ class GradientFile:
         parameter.grad = None
 
     def _put_back(self) -> None:
-        """What nothing was added to: ``torch.autograd.grad`` calls the hooks, but leaves gradients alone."""
+        """Put back what nothing was added to: ``torch.autograd.grad`` calls the hooks, but leaves gradients alone."""
         while len(self._earlier):
             parameter, earlier = self._earlier.popitem()
             if parameter.grad is None:
@@ -148,7 +148,7 @@ class GradientFile:
             self._finish_writes_after_backward()
 
     def _in_memory(self, earlier: torch.Tensor, offset: int) -> torch.Tensor:
-        """What came before for the same parameter; it is good until the next call."""
+        """Return what came before for the same parameter; it is good until the next call."""
         if region_of(earlier) != (self.file, offset):
             return earlier
         if not self._earlier_buffer.numel():

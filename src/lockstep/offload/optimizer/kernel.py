@@ -136,7 +136,8 @@ class OptimizerSettings:
 
 
 def settings_of(optimizer: Optimizer, optimizer_class: type[Optimizer]) -> OptimizerSettings:
-    """The settings of now: a scheduler or loss scaler may change them, also in place, before the step is made.
+    """Return the settings of now: a scheduler or loss scaler may change them, also in place, before the step
+    is made.
 
     They are those of a step on the host.
     """
@@ -202,7 +203,7 @@ def _part_of(
     states: list[dict[str, object]],
     state: dict[object, dict[str, object]],
 ) -> None:
-    """A step of a copy of the optimizer that has these parameters alone, and no hooks."""
+    """Step a copy of the optimizer that has these parameters alone, and no hooks."""
     by_group: dict[int, list[nn.Parameter]] = {}
     for entry, parameter, own in zip(entries, parameters, states, strict=True):
         by_group.setdefault(entry.group, []).append(parameter)

@@ -5,7 +5,7 @@ waits for the step of that group. State that lives in files is read before and w
 memory holds that of three groups at most. Every kernel is the user's optimizer's own, so that results are the same to
 the last bit.
 
-Reference: Rajbhandari et al., ZeRO-Infinity, SC 2021; Ren et al., ZeRO-Offload, USENIX ATC 2021 (delayed update).
+Reference: Rajbhandari et al., ZeRO-Infinity, SC 2021.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from lockstep.comm.dtensor import local
 from lockstep.errors import OffloadError, UsageError
 from lockstep.offload.copies import Copies, copies_of
-from lockstep.offload.files.direct import OffloadFile, region_of
+from lockstep.offload.files.direct import OffloadFile
 from lockstep.offload.optimizer.device import HostSide
 from lockstep.offload.optimizer.kernel import KernelEntry, settings_of, why_not_separable
 from lockstep.offload.optimizer.states import StateFiles
@@ -45,15 +44,11 @@ class OffloadedStep:
         optimizer: Whose parameters and state are stepped.
         groups: In the order of the forward; several may share a parameter.
         folder: Where state as large as its parameter is kept; None keeps it in host memory.
-        delayed: A step shows in the parameters only at the next one, so that the forward waits for nothing: forward and
-            backward are made with the parameters of the step before. What reads parameters on the whole, and
-            ``finish``, show it earlier.
         device: Where parameters are; those on another device than the host's are stepped on the host.
         copies: To and from ``device``; by default none for the host's own.
 
     Raises:
-        UsageError: State is to be kept in ``folder`` or the step delayed, but the optimizer looks at parameters
-            together; or the step is to be delayed with parameters that are kept in a file.
+        UsageError: State is to be kept in ``folder``, but the optimizer looks at parameters together.
         OffloadError: There is too little space in ``folder``, or it cannot be written to.
     """
 
@@ -62,7 +57,6 @@ class OffloadedStep:
         optimizer: Optimizer,
         groups: Sequence[WeightGroup],
         folder: Path | None = None,
-        delayed: bool = False,
         device: torch.device = _CPU,
         copies: Copies | None = None,
     ) -> None:
@@ -70,7 +64,6 @@ class OffloadedStep:
             copies = copies_of(device)
         self._optimizer = optimizer
         self._class = type(optimizer)
-        self._delayed = delayed
         self._groups = list(groups)
         self._groups_of: dict[int, list[WeightGroup]] = {}
         for group in groups:
@@ -78,10 +71,10 @@ class OffloadedStep:
                 self._groups_of.setdefault(id(tensor), []).append(group)
         why = why_not_separable(self._class, optimizer.param_groups)
         self.is_blockwise = why is None
-        self._check(why, folder, delayed, copies is not None)
+        self._check(why, folder, copies is not None)
         files = StateFiles(folder, self._class, optimizer.param_groups) if folder is not None else None
         host = HostSide(self._parameters(), device, folder, copies) if copies is not None else None
-        self._work = StepWork(optimizer, files, host, delayed)
+        self._work = StepWork(optimizer, files, host)
         self._threads = StepThreads(self._work.stage, self._work.compute)
         self._undo = ExitStack()
         self._undo.callback(self._threads.close)
@@ -97,21 +90,15 @@ class OffloadedStep:
     def _parameters(self) -> Iterator[torch.Tensor]:
         return (p for group in self._optimizer.param_groups for p in group["params"])
 
-    def _check(self, why: str | None, folder: Path | None, delayed: bool, on_host: bool) -> None:
+    def _check(self, why: str | None, folder: Path | None, on_host: bool) -> None:
         wishes = {
             "keep its state on disk": folder is not None,
-            "delay its step": delayed,
             "step it in host memory": on_host,
         }
         wanted = next((wish for wish, wished in wishes.items() if wished), None)
         if wanted is not None and why is not None:
             raise UsageError(
                 f"Cannot {wanted}: {why}. Use one of torch.optim, such as AdamW, or offload to host memory."
-            )
-        if delayed and any(region_of(local(p.detach())) for p in self._parameters()):
-            raise UsageError(
-                "delayed_update keeps the parameters of two steps in memory, but these parameters are on disk "
-                "to save memory. Offload only the optimizer, or leave delayed_update out."
             )
 
     def _files(self) -> Iterator[OffloadFile]:
@@ -230,8 +217,8 @@ class OffloadedStep:
             self._broken = self._run.describe_error()
             raise self._broken from self._run.error
 
-    def wait(self) -> None:
-        """Until all groups are stepped.
+    def finish(self) -> None:
+        """Wait until all groups are stepped.
 
         Raises:
             OffloadError: The step failed.
@@ -243,19 +230,6 @@ class OffloadedStep:
             self._raise_error()
             self._run = None
             self._waits_for = {}
-
-    def finish(self) -> None:
-        """``wait``, and show a delayed step in the parameters.
-
-        Raises:
-            OffloadError: The step failed.
-        """
-        self.wait()
-        if self._broken is None:
-            with torch.no_grad():
-                for parameter, value in self._work.unpublished:
-                    parameter.copy_(value)
-        self._work.unpublished.clear()
 
     def refuse_if_broken(self) -> None:
         """Raise again what made a step fail, until state is loaded."""
@@ -285,14 +259,13 @@ class OffloadedStep:
         Raises:
             OffloadError: Its step failed.
         """
-        if not self._delayed:
-            self._wait(self._waits_for.get(id(group), ()))
+        self._wait(self._waits_for.get(id(group), ()))
 
     def forward_ended(self, group: WeightGroup) -> None:
         """Nothing to do."""
 
     def backward_begins(self, group: WeightGroup) -> None:
-        """Before new gradients of ``group`` may take the place of those that a delayed step still reads, wait for it.
+        """Wait for the step of ``group`` before new gradients may take the place of those that it still reads.
 
         Raises:
             OffloadError: Its step failed.
@@ -302,9 +275,8 @@ class OffloadedStep:
 
     def ready(self, group: WeightGroup) -> None:
         """For other threads: until ``group`` is stepped, or has failed to be, which ``forward_begins`` then raises."""
-        if not self._delayed:
-            for item in self._waits_for.get(id(group), ()):
-                item.shown.wait()
+        for item in self._waits_for.get(id(group), ()):
+            item.shown.wait()
 
     def ready_in_place(self, group: WeightGroup) -> None:
         """``ready`` for who brings the pages of mapped parameters. A step that has not begun uses these pages."""

@@ -29,7 +29,7 @@ class StepRegion:
     place: int = 0
 
     def within(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The tensor as it lies in a buffer, uint8 [nbytes]: a view of its shape and dtype."""
+        """Return the tensor as it lies in a buffer, uint8 [nbytes]: a view of its shape and dtype."""
         like = self.like
         data = buffer[self.place : self.place + like.numel() * like.element_size()].view(like.dtype)
         return torch.as_strided(data, like.shape, like.stride(), data.storage_offset())
@@ -84,7 +84,7 @@ def write_all(regions: Iterable[StepRegion], buffer: torch.Tensor) -> None:
 
 
 def _runs(regions: Iterable[StepRegion]) -> Iterator[tuple[StepRegion, int]]:
-    """The first of each run of regions that follow each other in file and buffer, and the run's size."""
+    """Yield the first of each run of regions that follow each other in file and buffer, and the run's size."""
     # They come ``in_order``: neighbours in the file are neighbours in the buffer.
     first: StepRegion | None = None
     nbytes = 0
@@ -107,7 +107,9 @@ _COPIED_AT_ONCE = 8 << 20
 
 
 def like_parameter(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """A state tensor as the optimizer would have it: a DTensor if it is a shard, as its parameter is."""
+    """Return a state tensor as the optimizer would have it: a DTensor if it is a shard, as its parameter
+    is.
+    """
     if not is_dtensor(parameter) or is_dtensor(value) or not is_large(value, parameter):
         return value
     from torch.distributed.tensor import DTensor

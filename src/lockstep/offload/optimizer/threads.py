@@ -71,7 +71,7 @@ class StepItem:
             return self._is_awaited
 
     def show(self) -> None:
-        """New values are where the forward finds them."""
+        """Say that new values are where the forward finds them."""
         self.succeeded = True
         self.shown.set()
 
@@ -99,7 +99,7 @@ class StepRun:
                 self.error, self.failed = error, item
 
     def describe_error(self) -> OffloadError:
-        """What went wrong, for the thread that computes."""
+        """Return what went wrong, for the thread that computes."""
         stepped = sum(item.succeeded for item in self.items)
         where = self.failed.name if self.failed is not None else "the worker"
         return OffloadError(
@@ -208,7 +208,7 @@ class StepThreads:
         return self._early
 
     def forget_early(self) -> None:
-        """What was read early is not what is in the files any more."""
+        """Drop what was read early: the files have something else now."""
         early, self._early = self._early, []
         if early:
             self._steps.submit(self._forget, early)

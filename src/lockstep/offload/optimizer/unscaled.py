@@ -52,12 +52,14 @@ def scale_later(gradient: torch.Tensor, scale: GradientScale) -> None:
 
 
 def scale_of(gradient: torch.Tensor) -> GradientScale | None:
-    """What is still to be done to a gradient of any kind; None: nothing."""
+    """Return what is still to be done to a gradient of any kind; None: nothing."""
     return vars(gradient)[_PENDING].scale if type(gradient) is _Unscaled else None
 
 
 def as_in_file(gradient: torch.Tensor) -> torch.Tensor:
-    """The gradient, of any shape, as it is in its file, scaled or not: with the same memory and version."""
+    """Return the gradient, of any shape, as it is in its file, scaled or not: with the same memory and
+    version.
+    """
     if type(gradient) is not _Unscaled:
         return gradient
     with torch_tensors.functions_of_subclasses_disabled():

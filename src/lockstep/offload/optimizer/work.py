@@ -37,17 +37,12 @@ class StepWork:
         optimizer: Whose state is stepped.
         files: Where large state is kept, if not in memory.
         host: Of parameters that are on a device.
-        delayed: New values are put aside in ``unpublished``, with the parameters that are to have them.
     """
 
-    def __init__(
-        self, optimizer: Optimizer, files: StateFiles | None, host: HostSide | None, delayed: bool
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, files: StateFiles | None, host: HostSide | None) -> None:
         self._optimizer = optimizer
         self.files = files
         self.host = host
-        self._delayed = delayed
-        self.unpublished: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._freed = FreedMemory()
 
     @property
@@ -75,23 +70,22 @@ class StepWork:
         return self.host if self.host is not None and self.host.serves(parameter) else None
 
     def announce(self, entry: KernelEntry) -> None:
-        """A parameter is about to be changed, and its state made if there is none."""
+        """Say that a parameter is about to change. Its state is made if there is none."""
         # In the order in which the optimizer itself would make it.
         self._state.setdefault(entry.parameter, {})
-        if not self._delayed:
-            torch.autograd.graph.increment_version(entry.parameter)
-            if (host := self._host_of(entry.parameter)) is not None:
-                host.note_version(entry.parameter)
+        torch.autograd.graph.increment_version(entry.parameter)
+        if (host := self._host_of(entry.parameter)) is not None:
+            host.note_version(entry.parameter)
 
     def stage(self, item: StepItem) -> None:
-        """What is to be moved for an item, if it lies in files."""
+        """Note what is to be moved for an item, if it lies in files."""
         is_awaited = item.begin()
         for index, entry in enumerate(item.entries):
             host = self._host_of(entry.parameter)
             item.fetched.append(
                 host.fetch(entry.parameter, entry.watched, entry.gradient) if host is not None else None
             )
-            value = region_to_move(entry.value, changes=not self._delayed)
+            value = region_to_move(entry.value, changes=True)
             if value is not None and self._is_stepped_in_place(entry.value, is_awaited):
                 item.in_place.append(value)
             elif value is not None:
@@ -103,7 +97,7 @@ class StepWork:
 
     def _is_stepped_in_place(self, value: torch.Tensor, is_awaited: bool) -> bool:
         """Parameters of which backward has left the pages, or of which somebody brings them for the forward."""
-        return self.host is None and not self._delayed and (is_awaited or is_mostly_present(value))
+        return self.host is None and (is_awaited or is_mostly_present(value))
 
     def _state_regions(self, parameter: torch.Tensor) -> Iterator[tuple[str, StepRegion]]:
         for name, value in self._state.get(parameter, {}).items():
@@ -113,7 +107,7 @@ class StepWork:
                     yield f"state {name}", region
 
     def early_read(self, item: StepItem) -> EarlyRead | None:
-        """What can be read for the next step of an item, which has been stepped."""
+        """Return what can be read for the next step of an item, which has been stepped."""
         regions = in_order(region for p in item.parameters for _, region in self._state_regions(p))
         return EarlyRead(item, regions) if regions and all(r.file.is_direct for r in regions) else None
 
@@ -124,9 +118,7 @@ class StepWork:
 
         values, gradients, states = [], [], []
         for index, entry in enumerate(item.entries):
-            value = from_buffer(index, VALUE, entry.value)
-            # Until a delayed step is shown, forwards need the values of before.
-            values.append(value.clone() if self._delayed else value)
+            values.append(from_buffer(index, VALUE, entry.value))
             fetched = item.fetched[index]
             if fetched is not None and self.host is not None:
                 gradients.append(self.host.arrived(fetched))
@@ -150,20 +142,15 @@ class StepWork:
         if self.files is not None:
             # What the kernel needs on the way, and state that is new.
             self._freed.add(4 * sum(value.numel() * value.element_size() for value in values))
-        if self._delayed:
-            self.unpublished += [
-                (local(e.parameter), value) for e, value in zip(item.entries, values, strict=True)
-            ]
         if self.host is not None:
             self._send(self.host, item, values)
 
     def _send(self, host: HostSide, item: StepItem, values: list[torch.Tensor]) -> None:
-        """New values to the device; and memory of gradients that came from there is free."""
+        """Send new values to the device, and free the memory of gradients that came from there."""
         for entry, fetched, value in zip(item.entries, item.fetched, values, strict=True):
             if fetched is not None:
                 host.release(fetched)
-                if not self._delayed:
-                    host.publish(entry.parameter, value)
+                host.publish(entry.parameter, value)
         item.published = host.copies.copied()
         if item.others or item.states:
             # The buffer that holds the values will hold others.

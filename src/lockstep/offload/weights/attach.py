@@ -125,41 +125,6 @@ class _EndHook(_GroupHook):
             listener.backward_begins(self._group)
 
 
-class Edits:
-    """What ``model`` consists of when this is made: all its modules, and the parameters of ``groups``."""
-
-    def __init__(self, model: nn.Module, groups: Sequence[WeightGroup]) -> None:
-        # Not the modules that hold them, among which is the model: nothing here shall keep it.
-        self._modules: list[_StreamedEntry] = []
-        self._parameters: list[_StreamedEntry] = []
-        streamed = {id(tensor) for group in groups for tensor in group.tensors.values()}
-        for name, module in model.named_modules():
-            prefix = f"{name}." if name else ""
-            for key, child in torch_modules.children_of(module).items():
-                self._modules.append((torch_modules.children_of(module), key, child, prefix + key))
-            for key, parameter in torch_modules.parameters_of(module).items():
-                # fully_shard puts whole ones in the place of DTensors, and may leave them there.
-                if id(parameter) in streamed and not hasattr(parameter, "__tensor_flatten__"):
-                    self._parameters.append(
-                        (torch_modules.parameters_of(module), key, parameter, prefix + key)
-                    )
-
-    def check(self) -> None:
-        """Raise UsageError where something else is there now, or nothing."""
-        for kind, places in (("module", self._modules), ("parameter", self._parameters)):
-            for members, key, original, name in places:
-                if members.get(key) is not original:
-                    what = "replaced" if members.get(key) is not None else "removed"
-                    raise UsageError(
-                        f"The {kind} '{name}' was {what} while the model's weights are streamed. "
-                        "End streaming first, change the model, and then begin again."
-                    )
-
-
-# What holds it, under which key, itself, and its full name.
-_StreamedEntry = tuple[dict[str, object], str, object, str]
-
-
 def stream_weights(
     model: nn.Module,
     groups: Sequence[WeightGroup],
@@ -182,7 +147,7 @@ def stream_weights(
 
     Raises:
         OffloadError: The budget is less than what is used at once.
-        UsageError: The model is streamed already. Later, by a forward: the model was changed meanwhile.
+        UsageError: The model is streamed already.
     """
     torch_modules.probe()
     torch_tensors.probe()
@@ -194,21 +159,20 @@ def stream_weights(
     if ahead < 0 or (budget is not None and budget < 0):
         raise OffloadError(f"ahead={ahead} and budget={budget} must not be negative. Leave them out.")
     if device.type == "cpu":
-        mapped = MappedMover(groups)
-        streamer = _streamer(groups, mapped, budget, ahead, ready, in_place=True)
-        all_listeners, check = [*listeners, streamer], mapped.check
+        streamer = _streamer(groups, MappedMover(groups), budget, ahead, ready, in_place=True)
+        all_listeners, flush = [*listeners, streamer], None
     else:
-        streamer, all_listeners, check = _to_device(groups, device, budget, ahead, listeners, ready)
+        streamer, all_listeners, flush = _to_device(groups, device, budget, ahead, listeners, ready)
     hooks = listen(model, groups, all_listeners)
     # Before all other hooks, since it was registered last.
-    root = _PassBegins(streamer, Edits(model, groups), check)
+    root = _PassBegins(streamer, flush)
     hooks.add(model.register_forward_pre_hook(root, prepend=True, with_kwargs=True))
     model.__dict__.update(_streamer=streamer, _streamer_hooks=hooks)
     return streamer
 
 
 def streamer_of(model: nn.Module) -> Streamer | None:
-    """The streamer of a model whose weights are streamed."""
+    """Return the streamer of a model whose weights are streamed."""
     return model.__dict__.get("_streamer")
 
 
@@ -270,15 +234,14 @@ def _to_device(
 
 
 class _PassBegins(StreamingHook):
-    """Before each forward of the whole model: it must be what is streamed."""
+    """A hook before each forward of the whole model, which forgets what an interrupt left behind."""
 
-    def __init__(self, streamer: Streamer, edits: Edits, check: Callable[[], None]) -> None:
+    def __init__(self, streamer: Streamer, flush: Callable[[], None] | None) -> None:
         super().__init__()
         self._streamer = streamer
-        self._edits = edits
-        self._check = check
+        self._flush = flush
 
     def run(self, *args: object) -> None:
-        self._check()
-        self._edits.check()
+        if self._flush is not None:
+            self._flush()
         self._streamer.pass_begins()

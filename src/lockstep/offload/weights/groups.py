@@ -42,7 +42,7 @@ class WeightGroup:
 def find_weight_groups(
     model: nn.Module, blocks: Mapping[str, nn.Module], wanted: Callable[[str], bool] = lambda name: True
 ) -> list[WeightGroup]:
-    """The groups of ``model``, in order of registration; every wanted tensor is in exactly one.
+    """Return the groups of ``model``, in order of registration; every wanted tensor is in exactly one.
 
     Outside of ``blocks`` (name -> module) each module that has tensors of its own is a group, and a module of
     torch.nn that may use its children's weights itself (MultiheadAttention) is one as a whole. Tensors of

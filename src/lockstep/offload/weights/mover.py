@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-import torch
-
-from lockstep.errors import OffloadError, UsageError
-from lockstep.offload.files.pages import FileMapping, Pages, file_mappings
+from lockstep.errors import OffloadError
+from lockstep.offload.files.pages import Pages, file_mappings
 from lockstep.offload.weights.groups import WeightGroup, enclosing_groups
-from lockstep.torch_internals import tensors as torch_tensors
 
 
 class Mover(Protocol):
@@ -64,13 +61,6 @@ class MappedMover:
     def __init__(self, groups: Sequence[WeightGroup]) -> None:
         mappings = file_mappings()
         self._pages = {group: Pages(group.tensors.values(), mappings) for group in groups}
-        # Buffers may be written to: BatchNorm's statistics are.
-        self._weights = [
-            _MappedWeight(name, tensor, mappings)
-            for group in groups
-            for name, tensor in group.tensors.items()
-            if isinstance(tensor, torch.nn.Parameter) and not hasattr(tensor, "__tensor_flatten__")
-        ]
         self._stopped = False
 
     def nbytes(self, group: WeightGroup) -> int:
@@ -94,45 +84,3 @@ class MappedMover:
         self.stop()
         for pages in self._pages.values():
             pages.drop()
-
-    def check(self) -> None:
-        """Raise where weights are elsewhere now, or differ from what is in their file.
-
-        Raises:
-            UsageError: a parameter was moved, or one was written to that is mapped from a file that is only read.
-        """
-        for weight in self._weights:
-            weight.check()
-
-
-class _MappedWeight:
-    """What a parameter was when streaming began."""
-
-    def __init__(self, name: str, parameter: torch.nn.Parameter, mappings: Sequence[FileMapping]) -> None:
-        self._name = name
-        self._parameter = parameter
-        self._place = _place(parameter)
-        self._is_read_only = Pages([parameter], mappings).is_private
-        self._version = self._is_read_only and _version(parameter)
-
-    def check(self) -> None:
-        if _place(self._parameter) != self._place:
-            raise UsageError(
-                f"The parameter '{self._name}' was moved or converted while the model's weights are streamed. "
-                "End streaming first, change the model, and then begin again."
-            )
-        if self._is_read_only and _version(self._parameter) != self._version:
-            raise UsageError(
-                f"The parameter '{self._name}' was written to, but it is mapped from a checkpoint file that is "
-                "read-only, so the change would be lost. Load the model into memory, or offload it to a folder, "
-                "to change it."
-            )
-
-
-def _place(tensor: torch.Tensor) -> tuple[int, int]:
-    """The same until the tensor gets another storage; not its address, which torch may change where it is copied."""
-    return torch_tensors.storage_key(tensor), int(tensor.storage_offset())
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else torch_tensors.version(tensor)

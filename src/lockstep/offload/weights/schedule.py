@@ -40,7 +40,7 @@ class Successors(Generic[GroupT]):
         self._previous, self._current = self._current, group
 
     def coming(self, n: int) -> Iterator[GroupT]:
-        """The ``n`` groups that will probably be used next, one after the other.
+        """Yield the ``n`` groups that will probably be used next, one after the other.
 
         What was never seen follows the order of registration: around in forward, back in backward.
         """
@@ -94,7 +94,8 @@ def choose_ahead(
     coming: Iterable[GroupT],
     ahead: int,
 ) -> Choice[GroupT] | None:
-    """What to load before it is needed: the first of ``coming`` that isn't ``loaded``. None: nothing now.
+    """Return what to load before it is needed: the first of ``coming`` that isn't ``loaded``. None: nothing
+    now.
 
     Not while ``ahead`` groups that come before it are loaded and ``unused``; and nothing that is used sooner is let go
     for it, nor what is ``in_use``.

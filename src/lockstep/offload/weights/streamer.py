@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from lockstep.errors import OffloadError, UsageError
@@ -86,9 +87,13 @@ class Streamer:
         # What went wrong when they were loaded ahead.
         self._failed: dict[WeightGroup, BaseException] = {}
         self._pid = os.getpid()
-        self.background = LoaderThread(self)
+        self._ended = False
+        # One thread, which ends with this object. It has been called, and has not begun to look.
+        self._thread = ThreadPoolExecutor(1, "weight-streaming")
+        self._is_called = False
+        self._last_call: Future[None] = Future()
         # Guards everything above.
-        self._changed = self.background.changed
+        self._changed = threading.Condition()
 
     # -- told by the model's hooks, in the computing thread ----------------------------------------------
 
@@ -111,7 +116,7 @@ class Streamer:
         self.use(group, in_backward=True)
 
     def pass_begins(self) -> None:
-        """The whole model's forward begins: nothing is in use by this thread, whatever an interrupt left behind."""
+        """Begin a forward of the whole model: nothing is in use by this thread, whatever an interrupt left behind."""
         with self._changed:
             self._in_use.pop(threading.get_ident(), None)
 
@@ -123,7 +128,7 @@ class Streamer:
         Raises:
             OffloadError: it could not be loaded, or what is in use leaves no room for it.
         """
-        if self.background.ended or self._is_elsewhere():
+        if self._ended or self._is_elsewhere():
             return
         with self._changed:
             self._successors.learn(group, in_backward)
@@ -134,8 +139,8 @@ class Streamer:
                 self._wait_for(group)
             self._unused.discard(group)
             if len(self._loaded) < len(self.groups):
-                self.background.wake()
-            if self.background.ended:
+                self._wake()
+            if self._ended:
                 return
         self.mover.bind(group)
 
@@ -145,25 +150,28 @@ class Streamer:
         Raises:
             Exception: whatever went wrong with groups that were not used since.
         """
-        if not self.background.ended and not self._is_elsewhere():
-            self.background.wake()
-            self.background.wait_until_idle()
+        if not self._ended and not self._is_elsewhere():
+            with self._changed:
+                self._wake()
+            self._last_call.result()
             with self._changed:
                 for group in self._failed:
                     raise self._failed.pop(group)
 
     def close(self) -> None:
         """End the background thread and let go what is loaded; may be called again."""
-        if self.background.ended or self._is_elsewhere():
+        if self._ended or self._is_elsewhere():
             return
-        self.background.end()
-        self.background.join()
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+        self._thread.shutdown()
         self.mover.close()
         self._loaded.clear()
         self._unused.clear()
 
     def __reduce__(self) -> tuple[object, ...]:
-        """A copy of the streamed model, by deepcopy or pickle, is not streamed."""
+        """Have copies of the streamed model, by deepcopy or pickle, not streamed."""
         if not self._in_place:
             raise UsageError(
                 "A model whose weights are streamed to a device cannot be copied or pickled. First call "
@@ -175,6 +183,8 @@ class Streamer:
 
     def work(self) -> None:
         """Load and let go what should be, until there is nothing to do."""
+        with self._changed:
+            self._is_called = False
         while (choice := self._next_choice()) is not None:
             try:
                 self._carry_out(choice)
@@ -186,9 +196,9 @@ class Streamer:
                     self._changed.notify_all()
 
     def _next_choice(self) -> Choice[WeightGroup] | None:
-        """What to do next; it is marked as moving."""
+        """Return what to do next; it is marked as moving."""
         with self._changed:
-            if self.background.ended:
+            if self._ended:
                 return None
             choice = self._choose()
             if choice is not None:
@@ -233,7 +243,7 @@ class Streamer:
             self.mover.load(choice.load)
         with self._changed:
             self._moving.discard(choice.load)
-            if room and not self.background.ended:
+            if room and not self._ended:
                 self._count(choice.load)
             self._changed.notify_all()
 
@@ -257,20 +267,24 @@ class Streamer:
 
     # -- with the condition held, in the computing thread ------------------------------------------------
 
+    def _wake(self) -> None:
+        """Let the thread look for work, soon."""
+        if not self._is_called and not self._ended:
+            self._is_called = True
+            self._last_call = self._thread.submit(_work, weakref.ref(self))
+
     def _wait_for(self, group: WeightGroup) -> None:
         started = time.perf_counter()
         self._wanted.append(group)
-        self.background.wake()
+        self._wake()
         try:
-            self._changed.wait_for(
-                lambda: self._is_there(group) or group in self._failed or self.background.ended
-            )
+            self._changed.wait_for(lambda: self._is_there(group) or group in self._failed or self._ended)
         finally:
             self._wanted.remove(group)
             self.counters.waited_s += time.perf_counter() - started
         if group in self._failed:
             # There may be others to load, and other threads that wait for this one.
-            self.background.wake()
+            self._wake()
             raise self._failed.pop(group)
 
     def _is_there(self, group: WeightGroup) -> bool:
@@ -296,69 +310,8 @@ class Streamer:
         )
 
 
-class LoaderThread:
-    """Calls ``work`` of a streamer in a daemon thread, soon after each ``wake``.
-
-    The thread ends with ``end`` or with the streamer, of which it has no reference while it waits.
-
-    ``changed``: the condition with which it waits; the streamer guards its state with it.
-    """
-
-    def __init__(self, streamer: Streamer) -> None:
-        self.changed = threading.Condition()
-        self.ended = False
-        # There may be work, or it is being done.
-        self._awake = False
-        self._called = False
-        weakref.finalize(streamer, self.end)
-        self.thread = threading.Thread(
-            target=_run, args=(self, weakref.ref(streamer)), name="weight-streaming", daemon=True
-        )
-        self.thread.start()
-
-    def wake(self) -> None:
-        """There may be something to do."""
-        with self.changed:
-            self._awake = self._called = True
-            self.changed.notify_all()
-
-    def wait_until_idle(self) -> None:
-        """Wait until what there was to do has been done."""
-        with self.changed:
-            self.changed.wait_for(lambda: not self._awake or not self.thread.is_alive())
-
-    def end(self) -> None:
-        """Have the thread end after what it is doing."""
-        with self.changed:
-            self.ended = True
-            self.changed.notify_all()
-
-    def join(self) -> None:
-        """Wait until the thread has ended."""
-        if threading.current_thread() is not self.thread:
-            self.thread.join()
-
-    def wait_for_call(self) -> bool:
-        """Wait for the next ``wake``; False: the thread shall end."""
-        with self.changed:
-            # A wake during the work may mean more of it: only without one is the thread idle.
-            if not self._called:
-                self._awake = False
-                self.changed.notify_all()
-            self.changed.wait_for(lambda: self._called or self.ended)
-            self._called = False
-            return not self.ended
-
-
-def _run(background: LoaderThread, reference: weakref.ref[Streamer]) -> None:
-    try:
-        while background.wait_for_call():
-            streamer = reference()
-            if streamer is None:
-                return
-            streamer.work()
-            # The streamer may go while this thread waits.
-            del streamer
-    finally:
-        # Nobody shall wait for it.
-        background.end()
+def _work(reference: weakref.ref[Streamer]) -> None:
+    # The streamer may go while the thread has nothing to do.
+    streamer = reference()
+    if streamer is not None:
+        streamer.work()

@@ -181,8 +181,7 @@ def assert_same(ours: dict[str, Any], plain: dict[str, Any]) -> None:
         assert value is None or torch.equal(ours[name], value), name
 
 
-@pytest.mark.parametrize("way", ["eager", "streamer"])
-@pytest.mark.parametrize("block", [Block, Attending, Normed])
+@pytest.mark.parametrize(("block", "way"), [(Block, "eager"), (Attending, "streamer"), (Normed, "streamer")])
 def test_training_is_the_plain_one_bit_for_bit(block: Callable[[], nn.Module], way: str) -> None:
     model = build(block)
     model.layers[1].requires_grad_(False)
@@ -194,8 +193,7 @@ def test_training_is_the_plain_one_bit_for_bit(block: Callable[[], nn.Module], w
     assert_same(train(model), train(other))  # plain again
 
 
-@pytest.mark.parametrize("pinned", [True, False])
-@pytest.mark.parametrize("way", ["eager", "streamer"])
+@pytest.mark.parametrize(("pinned", "way"), [(True, "eager"), (False, "streamer"), (True, "streamer")])
 def test_whatever_uses_memory_waits_for_the_copies_of_it(
     monkeypatch: pytest.MonkeyPatch, way: str, pinned: bool
 ) -> None:
@@ -264,8 +262,7 @@ def test_fused_steps_which_leave_no_trace_are_seen() -> None:
         assert_same(train(model, fused=True), plain)
 
 
-@pytest.mark.parametrize("mode", ["full", "selective"])
-@pytest.mark.parametrize("way", ["eager", "streamer"])
+@pytest.mark.parametrize(("mode", "way"), [("selective", "eager"), ("full", "streamer")])
 def test_recomputed_blocks_train_the_same(way: str, mode: str) -> None:
     for block in (Block, Normed):
         model = build(block)
@@ -331,8 +328,7 @@ def language_steps(model: Any) -> dict[str, Any]:
     return {**seen, "generated": generated, **model.state_dict()}
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("checkpointing", "tied"), [(False, True), (True, False)])
 def test_a_transformers_llama_trains_and_generates_the_same(checkpointing: bool, tied: bool) -> None:
     model, plain = llama(tie_word_embeddings=tied), llama(tie_word_embeddings=tied)
     if checkpointing:

@@ -77,10 +77,10 @@ class SavedWeights(Protocol):
     def group_of_parameter(self, tensor: torch.Tensor) -> tuple[WeightGroup, WorkingTensor] | None: ...
 
     def working_at(self, group: WeightGroup, offset: int) -> WorkingTensor:
-        """What has the byte at ``offset`` of the group's memory."""
+        """Return what has the byte at ``offset`` of the group's memory."""
 
     def view(self, saved: SavedView) -> torch.Tensor:
-        """In the memory that the group has now; it is loaded if it has none."""
+        """Return it in the memory that the group has now; it is loaded if it has none."""
 
     def cast(self, saved: SavedCast) -> torch.Tensor: ...
 
@@ -135,7 +135,7 @@ def _recipe(weights: SavedWeights, tensor: torch.Tensor) -> SavedView | SavedCas
 
 
 def _cast_parameter(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The parameter that ``tensor`` was cast from, and not been written to since."""
+    """Return the parameter that ``tensor`` was cast from, and not been written to since."""
     cast = tensor.grad_fn
     if cast is None or type(cast).__name__ != "ToCopyBackward0" or torch_tensors.version(tensor):
         return None

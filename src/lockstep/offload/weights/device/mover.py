@@ -208,9 +208,11 @@ class DeviceMover:
         return found if found is not None and found[1].tensor is tensor else None
 
     def working_at(self, group: WeightGroup, offset: int) -> WorkingTensor:
+        """Return what has the byte at ``offset`` of the group's memory."""
         return next(w for w in reversed(self._copies[group].working) if w.offset <= offset)
 
     def view(self, saved: SavedView) -> torch.Tensor:
+        """Return it in the memory that the group has now, for which it is loaded if it has none."""
         return self._when_used(
             saved.group,
             lambda buffer: saved.marked(view_of(buffer, saved.dtype, saved.size, saved.stride, saved.offset)),
@@ -227,7 +229,7 @@ class DeviceMover:
         )
 
     def _when_used(self, group: WeightGroup, take: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """What ``take`` makes of the group's slot, for which the group is loaded if it is not."""
+        """Return what ``take`` makes of the group's slot, for which the group is loaded if it is not."""
         copy = self._copies[group]
         # As it is, and once more when it was requested.
         for _ in range(2):
@@ -309,7 +311,7 @@ class DeviceMover:
                 self._gradients.watch(working)
 
     def _flush_what_failed(self) -> None:
-        """What is left of a backward that ended in an exception, or of a use outside of both passes."""
+        """Flush what is left of a backward that raised, or of a use outside of both passes."""
         if (self._later or self._backward != -1) and not torch_autograd.is_in_backward():
             self.flush()
 
@@ -352,7 +354,7 @@ class _GroupCopy:
 
 
 def _stepped(mover: DeviceMover, optimizer: torch.optim.Optimizer) -> None:
-    """An optimizer has stepped, or begun to (see offload/optimizer/attach.py): fused steps write without a trace."""
+    """Note a step, or its begin (see offload/optimizer/attach.py): fused steps write without a trace."""
     for group in optimizer.param_groups:
         mover.edited(group["params"])
 

@@ -60,7 +60,7 @@ class Slots:
         self._lock = threading.Lock()
 
     def take(self, nbytes: int) -> Slot:
-        """A slot of ``nbytes``.
+        """Return a slot of ``nbytes``.
 
         Raises:
             OffloadError: with it the slots in use are more than the budget.
@@ -149,7 +149,7 @@ class WorkingTensor:
         return self.host_tensor.numel() * self.host_tensor.element_size()
 
     def host_state(self) -> tuple[int, ...]:
-        """Changes whenever the host tensor is written to or gets other memory."""
+        """Return what changes whenever the host tensor is written to or gets other memory."""
         return self.host_tensor.data_ptr(), torch_tensors.version(self.host_tensor), self.edits
 
     @property
@@ -167,7 +167,7 @@ class WorkingTensor:
         self.tensor.data = self._nothing
 
     def record_version(self) -> None:
-        """What is written to it from now on is to get to the host."""
+        """Have what is written to it from now on get to the host."""
         self._written = torch_tensors.version(self.tensor)
 
     @property
@@ -198,7 +198,7 @@ class WorkingWeights:
                     self._flat.append(module)
 
     def check(self) -> None:
-        """Raises UsageError if a module has other tensors than those that are streamed."""
+        """Raise UsageError if a module has other tensors than those that are streamed."""
         for working, _ in self.replaced():
             raise UsageError(
                 f"'{working.name}' was replaced in the model after streaming of its weights had begun. Write to "
@@ -218,14 +218,14 @@ class WorkingWeights:
         self._renew_flat_weights()
 
     def replaced(self) -> Iterator[tuple[WorkingTensor, torch.Tensor | None]]:
-        """What a forward has put in the place of the working tensor, and of which."""
+        """Yield what a forward has put in the place of a working tensor, and of which."""
         for module, registered, key, working in self._places:
             tensor = registered(module).get(key)
             if tensor is not working.tensor and tensor is not working.host_tensor:
                 yield working, tensor
 
     def trained(self) -> set[WorkingTensor]:
-        """What belongs to modules in training mode."""
+        """Return what belongs to modules in training mode."""
         return {working for module, *_, working in self._places if module.training}
 
     def _renew_flat_weights(self) -> None:
@@ -235,7 +235,7 @@ class WorkingWeights:
 
 
 def lay_out(group: WeightGroup, device: torch.device) -> tuple[list[WorkingTensor], int]:
-    """The working tensors of a group, one behind the other in a slot, and the slot's bytes."""
+    """Return the working tensors of a group, one behind the other in a slot, and the slot's bytes."""
     found = []
     end = 0
     for name, host_tensor in group.tensors.items():
