@@ -11,7 +11,7 @@ from lockstep.compat.checkpoints.reader import ForeignReader
 from lockstep.compat.checkpoints.roles import is_weights, optimizer
 from lockstep.compat.checkpoints.source import CheckpointSource
 from lockstep.compat.checkpoints.state import ImportedState, generator_states, require_plain
-from lockstep.compat.checkpoints.tensors import StoredTensor
+from lockstep.compat.checkpoints.tensors import StoredObject
 from lockstep.errors import CheckpointError
 
 _SAMPLER = "accelerate.data_loader.SeedableRandomSampler"
@@ -186,7 +186,7 @@ def _position(value: object) -> dict[str, int]:
 
 
 def _sampler(value: object) -> dict[str, object]:
-    if not isinstance(value, StoredTensor) or value.name != _SAMPLER:
+    if not isinstance(value, StoredObject) or value.name != _SAMPLER:
         return {}
     pairs = {"epoch": value.get("epoch"), "seed": value.get("initial_seed")}
     return {key: item for key, item in pairs.items() if type(item) is int}

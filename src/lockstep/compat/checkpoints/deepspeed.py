@@ -18,7 +18,7 @@ from lockstep.comm.tree import StateDict
 from lockstep.compat.checkpoints.reader import ForeignReader
 from lockstep.compat.checkpoints.roles import is_optimizer, is_weights, optimizer
 from lockstep.compat.checkpoints.state import ImportedState, require_plain
-from lockstep.compat.checkpoints.tensors import StoredTensor
+from lockstep.compat.checkpoints.tensors import StoredObject
 from lockstep.compat.checkpoints.universal import is_universal, read_universal
 from lockstep.compat.checkpoints.zero import (
     ZeroSpan,
@@ -287,7 +287,7 @@ def _groups_and_states(
 
 def _scaler(reader: ForeignReader, file: str, saved: object) -> dict[str, object] | None:
     """``torch.amp.GradScaler.state_dict()`` of a dynamic loss scale; a static one is no state."""
-    if not isinstance(saved, StoredTensor) or saved.name != _LOSS_SCALER:
+    if not isinstance(saved, StoredObject) or saved.name != _LOSS_SCALER:
         return None
     try:
         window, factor = int(saved.get("scale_window")), float(saved.get("scale_factor"))

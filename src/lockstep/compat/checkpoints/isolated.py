@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from lockstep.errors import CheckpointError
 from lockstep.words import escape
@@ -46,8 +47,8 @@ class RefusedError(Exception):
 
 def unpickle(
     parts: Sequence[tuple[int, int, int]], memory_bytes: int = MEMORY_BYTES, wall_s: float = WALL_S
-) -> list[object]:
-    """JSON of each part ``(descriptor, start, length)``, by one restricted process.
+) -> list[dict[str, Any]]:
+    """Return the JSON of each part ``(descriptor, start, number of pickles)``, by one restricted process.
 
     Raises:
         RefusedError: a part is not what torch or pickle write, or names something that is not allowed.
@@ -111,14 +112,18 @@ def _converse(process: subprocess.Popen[bytes], request: bytes, wall_s: float) -
     return b"".join(received[output]), b"".join(received[error])
 
 
-def _values(answer: bytes, error: bytes, code: int, count: int) -> list[object]:
+def _values(answer: bytes, error: bytes, code: int, count: int) -> list[dict[str, Any]]:
     # What follows the last line break was cut off.
     lines = answer.split(b"\n")[:-1]
     try:
         answers = [json.loads(line) for line in lines]
     except (ValueError, RecursionError):
         answers = []
-    values = [entry["value"] for entry in answers if isinstance(entry, dict) and "value" in entry]
+    values = [
+        entry
+        for entry in answers
+        if isinstance(entry, dict) and entry.keys() == {"values", "storages", "end"}
+    ]
     if code == 0 and len(values) == count:
         return values
     if answers and isinstance(answers[-1], dict) and "refused" in answers[-1]:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from lockstep.comm.tree import StateDict
-from lockstep.compat.checkpoints.tensors import StoredTensor
+from lockstep.compat.checkpoints.tensors import StoredObject
 from lockstep.errors import CheckpointError
 
 
@@ -87,14 +87,14 @@ def require_plain(value: object, where: str) -> None:
     waiting = [(value, where)]
     while waiting:
         item, place = waiting.pop()
-        if isinstance(item, StoredTensor):
+        if isinstance(item, StoredObject):
             raise CheckpointError(
                 f"{place} is an object of {item.name}, which only its own library can read. Save its values in a "
                 "dict, or leave this part out with skip."
             )
         if isinstance(item, dict):
             waiting += [(entry, f"{place}[{key!r}]") for key, entry in item.items()]
-            waiting += [(key, f"a key of {place}") for key in item if isinstance(key, (StoredTensor, tuple))]
+            waiting += [(key, f"a key of {place}") for key in item if isinstance(key, (StoredObject, tuple))]
         elif isinstance(item, (list, tuple, set, frozenset, deque)):
             waiting += [(entry, f"{place}[{i}]") for i, entry in enumerate(item)]
 
