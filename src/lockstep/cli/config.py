@@ -31,18 +31,12 @@ Examples:
   lockstep config --config-file two_machines.yaml --num-processes 16 --num-machines 2 \\
       --main-process-ip 10.0.0.1 --main-process-port 29500
   lockstep config default --mixed-precision bf16
-  lockstep config update --config-file old.yaml
   lockstep config convert ds_config.json --ranks 4 -o run.yaml
 """
 
 DEFAULT_EPILOG = """\b
 Examples:
   lockstep config default --mixed-precision bf16
-"""
-
-UPDATE_EPILOG = """\b
-Examples:
-  lockstep config update --config-file old.yaml
 """
 
 WHERE = "Where to write (default: the file that launch reads by default)."
@@ -128,19 +122,6 @@ def default_command(config_file: str | None, mixed_precision: str) -> None:
         click.echo(
             f"{path} exists and was left as it is. Remove it, or name another by --config-file.", err=True
         )
-
-
-@command.command("update", epilog=UPDATE_EPILOG)
-@options_of("config_file", help={"config_file": "The file (default: the one that launch reads by default)."})
-def update_command(config_file: str | None) -> None:
-    """Write a file again in the current form: old keys get their new names, and missing keys their defaults."""
-    from lockstep.compat.accelerate.write import updated, write_text
-    from lockstep.config.yaml_file import read_yaml
-
-    path = Path(config_file) if config_file else user_config_file()
-    text, changes = updated(read_yaml(path))
-    write_text(path, text)
-    click.echo(f"Updated {path}: {', '.join(changes) or 'nothing changed'}.")
 
 
 @command.command("convert", epilog=CONVERT_EPILOG)

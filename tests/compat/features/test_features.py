@@ -74,8 +74,9 @@ def test_each_feature_gives_the_numbers_that_it_gives_with_accelerate(tmp_path: 
 def test_the_loops_of_the_guides_give_the_numbers_that_they_give_with_accelerate(ranks: int) -> None:
     pytest.importorskip("accelerate")
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"] if ranks > 1 else []
-    there = results(start(*launch, str(GUIDES), path=""))
-    here = results(start(*LAUNCH[:-3], str(ranks), *LAUNCH[-2:], "--as-accelerate", str(GUIDES), path=SOURCE))
+    ours = (*LAUNCH[:-3], str(ranks), *LAUNCH[-2:], "--as-accelerate")
+    runs = start(*launch, str(GUIDES), path=""), start(*ours, str(GUIDES), path=SOURCE)
+    there, here = map(results, runs)
     assert len(there) == {1: 17, 2: 32}[ranks]  # one more is printed by the function of a notebook
     assert here.keys() == there.keys()
     assert {name: (here[name], there[name]) for name in there if not same(here[name], there[name])} == {}

@@ -267,13 +267,13 @@ NOT_OFFERED: dict[str, dict[str, str]] = {
         "accelerate.commands.config.cluster": "get_cluster_input",
         "accelerate.commands.config.config": "get_user_input",
     },
-    "models of the Hub are counted without making them. Use lockstep estimate-memory, or lockstep estimate.": {
+    "models of the Hub are counted without making them. Use lockstep estimate.": {
         "accelerate.commands.estimate": """
             add_timm_hub_prefix check_has_model create_ascii_table create_empty_model gather_data
             verify_on_hub
         """,
     },
-    "it is a step inside of a command. Use lockstep to-fsdp2.": {
+    "it is a step inside of a command. Lockstep reads files for FSDP 1 as they are.": {
         "accelerate.commands.to_fsdp2": "ARGUMENT_KEY_MAPPING ARGUMENT_VALUE_MAPPING ConversionStatus",
     },
     "processes are started in another way. Use lockstep launch, and its --dry-run to see what would run.": {

@@ -19,7 +19,6 @@ from lockstep.compat.checkpoints.reader import ForeignReader
 from lockstep.compat.checkpoints.roles import is_optimizer, is_weights, optimizer
 from lockstep.compat.checkpoints.state import ImportedState, require_plain
 from lockstep.compat.checkpoints.tensors import StoredObject
-from lockstep.compat.checkpoints.universal import is_universal, read_universal
 from lockstep.compat.checkpoints.zero import (
     ZeroSpan,
     checked_shape,
@@ -64,9 +63,8 @@ def tag_folder(reader: ForeignReader, folder: str = "") -> str | None:
     """The folder of the tag that ``latest`` names, or ``folder`` itself; None if neither is DeepSpeed's."""
     if is_deepspeed(reader.source.below(folder)):
         return folder
-    beside = [f"{folder}/{name}" if folder else name for name in ("latest", "latest_universal")]
-    latest = next((name for name in beside if name in reader.source), None)
-    if latest is None:
+    latest = f"{folder}/latest" if folder else "latest"
+    if latest not in reader.source:
         return None
     tag = reader.source.text(latest, 4096).strip()
     if not re.fullmatch(r"[\w.\-]+", tag) or tag in (".", ".."):
@@ -94,9 +92,7 @@ def read_deepspeed(reader: ForeignReader, folder: str) -> ImportedState:
         raise reader.broken(models[0], "it has no 'module'")
     state = ImportedState("DeepSpeed", world_size=len(optims) or first.get("dp_world_size"))
     state.step = first.get("global_steps")
-    if is_universal(reader, folder):
-        _read_universal(reader, folder, first, models[0], state)
-    elif optims:
+    if optims:
         _read_zero(reader, loaded, models[0], optims, state)
     else:
         _read_plain(reader, first, models[0], state)
@@ -107,6 +103,11 @@ def read_deepspeed(reader: ForeignReader, folder: str) -> ImportedState:
 def _files(reader: ForeignReader, folder: str) -> tuple[list[str], list[str]]:
     """The files with models and with optimizers, by rank."""
     prefix = f"{re.escape(folder)}/" if folder else ""
+    if reader.source.matching(rf"{prefix}zero/([^/]+)/(\w+)\.pt"):
+        raise CheckpointError(
+            f"{reader.path(folder)} is of DeepSpeed's universal form, which cannot be imported. Import the checkpoint "
+            "that ds_to_universal.py was given."
+        )
     found = [reader.source.matching(prefix + pattern) for pattern in (_MODEL, _OPTIMIZER)]
     cut = [n for n in reader.source.below(folder) if re.match(r"(layer_|expert_|expp_rank_)", n)]
     cut += [name for files in found for (_, tensor_rank), name in files.items() if int(tensor_rank)]
@@ -159,23 +160,6 @@ def _read_zero(
         f"{optims[0]} and those of {world - 1} more ranks: ZeRO stage {partitions.stage}, put together; its fp32 "
         "weights became the weights",
     ]
-
-
-def _read_universal(
-    reader: ForeignReader, folder: str, first: StateDict, name: str, state: ImportedState
-) -> None:
-    weights, moments, common = read_universal(reader, folder, first.get("param_shapes"))
-    require_plain(moments, f"{folder}/zero")
-    # The module has what ZeRO does not own; stage 3 leaves empty places for the rest.
-    for key, value in first["module"].items():
-        if isinstance(value, torch.Tensor) and value.numel():
-            weights.setdefault(key, value)
-    state.models.append(weights)
-    state.optimizers.append(moments)
-    state.scaler = _scaler(reader, name, common.get("loss_scaler"))
-    state.notes.append(
-        f"{folder}/zero: weights in fp32 and state of the optimizer, of DeepSpeed's universal form"
-    )
 
 
 def _optimizer_state(reader: ForeignReader, file: str, value: object) -> dict[str, object]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from dataclasses import replace
 from typing import Any
 
 from torch.optim import Optimizer, lr_scheduler
@@ -14,7 +13,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from lockstep.compat.deepspeed.lr_schedule_params import parse_schedule, refuse_unknown
 from lockstep.compat.deepspeed.lr_schedules import (
     SCHEDULES,
-    OneCycle,
     ScheduledLR,
     WarmupCosineLR,
     WarmupDecayLR,
@@ -75,6 +73,10 @@ _NOT_FROM_A_FILE = (
 )
 
 
+REPLACED = {"OneCycle": "OneCycleLR", "LRRangeTest": "LinearLR"}
+"""Schedules of DeepSpeed that are not offered -> what of torch does nearly the same."""
+
+
 def build_scheduler(
     config: SchedulerConfig | None, dummy: DummyScheduler, optimizer: Optimizer, steps_per_call: int = 1
 ) -> LRScheduler:
@@ -121,6 +123,11 @@ def _called(make: Any, optimizer: Optimizer) -> Any:
 def _from_config(
     config: SchedulerConfig, dummy: DummyScheduler, optimizer: Optimizer, steps_per_call: int
 ) -> Any:
+    if config.type in REPLACED:
+        raise ConfigError(
+            f"The schedule {config.type} of DeepSpeed is not available. Name torch's {REPLACED[config.type]} with its "
+            "parameters instead."
+        )
     if config.type not in SCHEDULES:
         return _torch_scheduler(config, dummy, optimizer)
     warmup_steps = parse_integer(dummy.warmup_num_steps, "DummyScheduler.warmup_num_steps", 0)
@@ -141,13 +148,6 @@ def _from_config(
     schedule = parse_schedule(config.type, params, len(optimizer.param_groups))
     if isinstance(schedule, (WarmupDecayLR, WarmupCosineLR)):
         _warn_of_endless_warmup(schedule)
-    if isinstance(schedule, OneCycle) and schedule.cycle_momentum and "betas" not in optimizer.defaults:
-        if "cycle_momentum" in params:
-            raise ConfigError(
-                f"scheduler.params.cycle_momentum is true, but {type(optimizer).__name__} has no betas to "
-                "change. Set cycle_momentum to false, or use Adam."
-            )
-        schedule = replace(schedule, cycle_momentum=False)
     return ScheduledLR(optimizer, schedule)
 
 
