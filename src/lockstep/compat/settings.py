@@ -97,7 +97,7 @@ def from_parallelism_config(config: object, alone: bool = True) -> Translation:
             f"parallelism_config describes {ranks.value} ranks ({ranks.source}), but this run has {here} "
             f"processes. Start {ranks.value} processes, or change the sizes."
         )
-    return Translation(settings, found.warnings, found.rows)
+    return Translation(settings, found.warnings)
 
 
 def _unread_file() -> list[str]:
@@ -223,7 +223,7 @@ def _fsdp(section: Mapping[str, tuple[str, str]], machines: int) -> Translation:
         for name in section
         if name not in known
     )
-    return Translation(found.settings, (*found.warnings, *vain), found.rows)
+    return Translation(found.settings, (*found.warnings, *vain))
 
 
 def _deepspeed(section: Mapping[str, tuple[str, str]]) -> Translation:
@@ -238,4 +238,4 @@ def _deepspeed(section: Mapping[str, tuple[str, str]]) -> Translation:
     if all(value == "none" for key, value in section.values() if key == FILE_KEY):
         stage = f"DeepSpeed's default, stage {DEFAULT_STAGE} (environment variable ACCELERATE_USE_DEEPSPEED)"
         asked.setdefault("zero", SettingValue(DEFAULT_STAGE, stage))
-    return Translation(asked, found.warnings, found.rows)
+    return Translation(asked, found.warnings)

@@ -251,8 +251,7 @@ def _spread(file: YamlFile, config: RunConfig) -> Translation:
     for key in written.keys() - given.keys():
         READERS[key](written[key], file.at(key))
     asked = merge_settings(*(part.settings for part in parts))
-    rows = tuple(row for part in parts for row in part.rows)
-    return Translation(asked, tuple(text for part in parts for text in part.warnings), rows)
+    return Translation(asked, tuple(text for part in parts for text in part.warnings))
 
 
 def _settings(

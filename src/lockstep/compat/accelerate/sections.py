@@ -30,7 +30,7 @@ def from_mpirun(section: Mapping[str, object], where: str) -> Translation:
     found = translate(MPI_KEYS, section, where)
     if "hostfile" not in found.settings:
         return found
-    return Translation({**found.settings, "mpi": SettingValue(True, where)}, found.warnings, found.rows)
+    return Translation({**found.settings, "mpi": SettingValue(True, where)}, found.warnings)
 
 
 DYNAMO_SECTION, DYNAMO_PREFIX = "dynamo_config", "dynamo_"
@@ -137,4 +137,4 @@ def from_layout(section: Mapping[str, object], where: str, alone: bool = True) -
     size = math.prod(degree.value for degree in sizes)
     if size > 1:
         settings["processes"] = SettingValue(size, " x ".join(degree.source for degree in sizes))
-    return Translation(settings, found.warnings, found.rows)
+    return Translation(settings, found.warnings)

@@ -31,7 +31,7 @@ def from_deepspeed(config: object, where: str = "the DeepSpeed configuration") -
     if not isinstance(config, Mapping):
         raise ConfigError(f"{where} is of type {type(config).__name__}. Give a path or a mapping.")
     found = translate(KEYS, config, where)
-    return Translation(finish(found), found.warnings, found.rows)
+    return Translation(finish(found), found.warnings)
 
 
 def finish(found: Translation) -> dict[str, SettingValue]:

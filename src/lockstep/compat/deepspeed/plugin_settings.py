@@ -47,11 +47,8 @@ def from_deepspeed_plugin(plugin: Any) -> Translation:
     own = translate(DEEPSPEED_KEYS, fields, "deepspeed_plugin")
     settings = finish(own)
     warnings = [*described.warnings, *own.warnings]
-    rows = (*described.rows, *own.rows)
     merged = merge_settings(described.settings, settings)
-    return Translation(
-        in_place_of_trainers(merged) if by_trainer else merged, tuple(dict.fromkeys(warnings)), rows
-    )
+    return Translation(in_place_of_trainers(merged) if by_trainer else merged, tuple(dict.fromkeys(warnings)))
 
 
 def named_plugins(plugin: object, plugins: object) -> dict[str, Any]:

@@ -96,13 +96,13 @@ def from_deepspeed_section(section: Mapping[str, object], where: str) -> Transla
         settings.setdefault(
             "zero", SettingValue(DEFAULT_STAGE, f"DeepSpeed's default, stage {DEFAULT_STAGE} ({where})")
         )
-        return Translation(settings, own.warnings, own.rows)
+        return Translation(settings, own.warnings)
     if not isinstance(path, str):
         raise ConfigError(f"{where}: {FILE_KEY} is not a path. Give the name of a JSON file.")
     # Only to see whether they agree: workers read the file themselves.
     merge_settings(settings, from_deepspeed(path).settings)
     settings[FILE_KEY] = SettingValue(path, f"{FILE_KEY}={path} ({where})")
-    return Translation(settings, own.warnings, own.rows)
+    return Translation(settings, own.warnings)
 
 
 def _check_launcher(settings: Mapping[str, SettingValue], section: Mapping[str, object], where: str) -> None:

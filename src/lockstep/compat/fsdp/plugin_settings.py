@@ -52,7 +52,7 @@ def from_fsdp_plugin(plugin: object, machines: int = 1) -> Translation:
         extra["blocks"] = SettingValue(rule, f"auto_wrap_policy ({where})")
     mixed = translate(POLICY_KEYS, policy, f"{where}.mixed_precision_policy")
     extra |= {name: given for name, given in mixed.settings.items() if given.value}
-    return Translation({**found.settings, **extra}, (*found.warnings, *mixed.warnings), found.rows)
+    return Translation({**found.settings, **extra}, (*found.warnings, *mixed.warnings))
 
 
 POLICY_KEYS: Table = {

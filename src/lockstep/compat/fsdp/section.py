@@ -102,7 +102,7 @@ def from_fsdp(
     """
     known = table or {**KEYS, **{prefix + key: rule for key, rule in KEYS.items()}}
     found = translate(known, config, where)
-    return Translation(finish(found.settings, where, machines), found.warnings, found.rows)
+    return Translation(finish(found.settings, where, machines), found.warnings)
 
 
 def finish(found: Mapping[str, SettingValue], where: str, machines: int) -> dict[str, SettingValue]:
