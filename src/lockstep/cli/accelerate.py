@@ -34,7 +34,7 @@ Examples:
 
 @click.group("accelerate", cls=LazyGroup, commands_by_name=COMMANDS_OF_ACCELERATE, epilog=EPILOG)
 def command() -> None:
-    """The commands of accelerate, with its options in both spellings."""
+    """Run the commands of accelerate, with its options in both spellings."""
 
 
 @click.command(

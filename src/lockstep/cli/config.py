@@ -158,7 +158,7 @@ SHARDING = {
 
 
 def ask() -> dict[str, object]:
-    """The answers, by the names of settings."""
+    """Return the answers, by the names of settings."""
     gpus = count_gpus()
     click.echo(f"This machine has {gpus} GPUs. Enter takes the answer in brackets.", err=True)
     answers: dict[str, Any] = _machines()

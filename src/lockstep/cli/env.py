@@ -41,7 +41,7 @@ def command(no_torch: bool, as_json: bool, config_file: str | None) -> None:
 
 
 def _settings(path: str) -> dict[str, object]:
-    """What the file says, by the names of settings."""
+    """Return what the file says, by the names of settings."""
     from lockstep.compat.accelerate.config_file import load
 
     return load(path).config.model_dump(mode="json", exclude_unset=True, exclude_none=True)

@@ -53,7 +53,7 @@ def convert(path: str | Path, ranks: int | None = None) -> Converted:
 
 
 def _accelerate_file(path: str | Path) -> YamlFile | None:
-    """The file as YAML, or None when it is a DeepSpeed JSON."""
+    """Return the file as YAML, or None when it is a DeepSpeed JSON."""
     if Path(path).suffix.lower() != ".json":
         return read_yaml(path)
     data = read_json(path)
@@ -61,7 +61,7 @@ def _accelerate_file(path: str | Path) -> YamlFile | None:
 
 
 def _settings(asked: Mapping[str, SettingValue], given: ValuesByName, ranks: int | None) -> dict[str, object]:
-    """The settings of a file of ours that say the same.
+    """Return the settings of a file of ours that say the same.
 
     Raises:
         ConfigError: they contradict each other, or the batch sizes need the number of processes.
@@ -105,7 +105,7 @@ def _settings(asked: Mapping[str, SettingValue], given: ValuesByName, ranks: int
 
 
 def _implied(batch: BatchSizes) -> int | None:
-    """The number of processes when the three batch sizes say it."""
+    """Return the number of processes when the three batch sizes say it."""
     if batch.train is None or batch.micro is None or batch.accumulation is None:
         return None
     processes, rest = divmod(batch.train, batch.micro * batch.accumulation)

@@ -31,7 +31,7 @@ class Used:
 
 
 def same(setting: str) -> Used:
-    """A key with the meaning, and so the values, of a setting of ours."""
+    """Return a key with the meaning, and so the values, of a setting of ours."""
     return Used(setting, SETTINGS[setting].kind.read)
 
 
@@ -73,7 +73,7 @@ class Translation:
 
 
 def section(rule: NoEffect | Refused, *keys: str) -> Table:
-    """A section that ``enabled`` switches; the other keys are its details."""
+    """Return a section that ``enabled`` switches; the other keys are its details."""
     return {"enabled": rule, **{key: Detail("enabled") for key in keys}}
 
 
@@ -108,7 +108,7 @@ def translate(table: Table, data: object, where: str, prefix: str = "") -> Trans
 
 
 def _entries(table: Table, data: object, prefix: str) -> Iterator[tuple[KeyRule, str, object]]:
-    """The rule, path and value of each key that has a value."""
+    """Yield the rule, path and value of each key that has a value."""
     if not isinstance(data, Mapping):
         at = prefix.rstrip(".") + ": " if prefix else ""
         raise ConfigError(f"{at}{repr_short(data)} is not a section of keys. Write keys and values below it.")
@@ -125,7 +125,7 @@ def _entries(table: Table, data: object, prefix: str) -> Iterator[tuple[KeyRule,
 
 
 def _apply(rule: KeyRule, path: str, value: object) -> tuple[Mapping[str, object], str]:
-    """The settings that a key says, and why it has no effect if it asks for something."""
+    """Return the settings that a key says, and why it has no effect if it asks for something."""
     if isinstance(rule, Detail) or (isinstance(value, str) and value == AUTO):
         return {}, ""
     try:

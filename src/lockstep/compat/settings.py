@@ -77,7 +77,7 @@ def external_settings(
 
 
 def from_parallelism_config(config: object, alone: bool = True) -> Translation:
-    """The sizes of axes that an object with the fields of ``ParallelismConfig`` has.
+    """Return the sizes of axes that an object with the fields of ``ParallelismConfig`` has.
 
     Raises:
         ConfigError: it has none of these fields, the sequence is split in two ways, or the ranks are not as many as
@@ -111,7 +111,7 @@ def _unread_file() -> list[str]:
 
 
 def check_named_file(environ: Environ | None = None) -> str | None:
-    """The configuration file that LOCKSTEP_CONFIG_FILE names.
+    """Return the configuration file that LOCKSTEP_CONFIG_FILE names.
 
     Raises:
         ConfigError: the file cannot be read, or is no configuration.
@@ -141,7 +141,7 @@ def _machines() -> int:
 def environment_settings(
     environ: Mapping[str, str] | None = None, machines: int | None = None
 ) -> Translation:
-    """What the variables of ``accelerate launch`` for FSDP and DeepSpeed ask for; messages have their names.
+    """Return what the variables of ``accelerate launch`` for FSDP and DeepSpeed ask for, by their names.
 
     ``machines``: of the run; None: as this process's place says.
 
@@ -176,7 +176,7 @@ FSDP_VARIABLES = {"transformer_cls_to_wrap": "transformer_layer_cls_to_wrap"}
 
 
 def accelerate_sections(environ: Environ) -> dict[str, dict[str, tuple[str, str]]]:
-    """The sections ``fsdp_config`` and ``deepspeed_config`` that ``accelerate launch`` put into the environment.
+    """Return the sections ``fsdp_config`` and ``deepspeed_config`` that ``accelerate launch`` put into the environment.
 
     Each is a mapping from variables to their (key, value).
     """

@@ -140,7 +140,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _of_accelerate(name: str) -> object:
-    """What ``accelerate.utils`` has under this name, from the module where it is here."""
+    """Return what ``accelerate.utils`` has under this name, from the module where it is here."""
     from lockstep.compat.accelerate.interface import GATHERING, NotOffered, find
 
     found = None if name.startswith("_") else find(GATHERING, name)

@@ -285,7 +285,7 @@ class _StatePaths:
         self.accelerator.wait_for_everyone()
 
     def load(self, shards: dict[str, Any] | None) -> dict[str, Any]:
-        """The whole state, or ``shards`` with the values that were saved."""
+        """Return the whole state, or ``shards`` with the values that were saved."""
         self.accelerator.wait_for_everyone()
         if shards is None:
             if not self._single_file.is_file():
@@ -318,7 +318,7 @@ def _model_state(model: nn.Module, whole: bool, adapter_only: bool) -> dict[str,
 
 
 def _with_adapter_names(model: Any, state: Mapping[str, object]) -> dict[str, Any]:
-    """The names under which a model of peft has its adapters: files leave out which of them it is."""
+    """Return the names under which a model of peft has its adapters: files leave out which of them it is."""
     adapter = model.active_adapter
     names = {
         name.replace(f".{adapter}.", ".").removesuffix(f".{adapter}"): name for name in model.state_dict()

@@ -189,7 +189,7 @@ def _origins(file: YamlFile, values: dict[str, object]) -> dict[str, str]:
 
 
 def _without_idle_sections(file: YamlFile) -> tuple[YamlFile, list[str]]:
-    """The file without sections that ``distributed_type: NO`` switches off, and a warning for each of them."""
+    """Return the file without sections that ``distributed_type: NO`` switches off, and a warning for each of them."""
     # YAML reads an unquoted NO as false.
     if file.data.get("distributed_type") not in (DistributedType.NO, False):
         return file, []
@@ -206,7 +206,7 @@ def _without_idle_sections(file: YamlFile) -> tuple[YamlFile, list[str]]:
 
 
 def _check_section(file: YamlFile, key: str, value: object) -> None:
-    """A section that asks for something must be one, and belong to the distributed_type."""
+    """Check that a section that asks for something is one, and belongs to the distributed_type."""
     if is_off(value):
         return
     if not isinstance(value, dict):
@@ -224,7 +224,7 @@ def _check_section(file: YamlFile, key: str, value: object) -> None:
 
 
 def _spread(file: YamlFile, config: RunConfig) -> Translation:
-    """What the sections say together, and a distributed_type without its section."""
+    """Return what the sections say together, and a distributed_type without its section."""
     kind = file.data.get("distributed_type")
     written = {key: file.data[key] for key in SECTIONS if isinstance(file.data.get(key), dict)}
     given = {key: section for key, section in written.items() if not is_off(section)}
@@ -257,7 +257,7 @@ def _spread(file: YamlFile, config: RunConfig) -> Translation:
 def _settings(
     file: YamlFile, config: RunConfig, asked: Mapping[str, SettingValue]
 ) -> tuple[dict[str, object], dict[str, str]]:
-    """The settings of ``RunConfig`` that follow, and the source of each word of ``parallel``.
+    """Return the settings of ``RunConfig`` that follow, and the source of each word of ``parallel``.
 
     The file's own keys must agree with them.
     """
@@ -301,7 +301,7 @@ def _check_kind(file: YamlFile, key: str, value: object) -> None:
 
 
 def _apply_type(file: YamlFile, values: dict[str, object]) -> None:
-    """What ``distributed_type`` says beyond the other keys, and where it contradicts them."""
+    """Add what ``distributed_type`` says beyond the other keys, and refuse what contradicts it."""
     kind = file.data.get("distributed_type")
     if kind == DistributedType.MULTI_CPU:
         values.setdefault("use_cpu", True)

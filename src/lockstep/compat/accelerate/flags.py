@@ -80,7 +80,7 @@ def check_refused(options: dict[str, object]) -> None:
 def spread_settings(
     given: dict[str, SettingValue], options: dict[str, object]
 ) -> tuple[dict[str, SettingValue], tuple[str, ...]]:
-    """The settings that these options mean, and warnings; ``given`` are the other flags.
+    """Return the settings that these options mean, and warnings; ``given`` are the other flags.
 
     Raises:
         ConfigError: a value is not allowed, or flags contradict each other.

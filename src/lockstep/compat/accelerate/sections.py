@@ -22,7 +22,7 @@ MPI_KEYS: Table = {
 
 
 def from_mpirun(section: Mapping[str, object], where: str) -> Translation:
-    """The section ``mpirun_config``: mpirun starts the processes, on the hosts of a file.
+    """Translate the section ``mpirun_config``: mpirun starts the processes, on the hosts of a file.
 
     Raises:
         ConfigError: a key is unknown, or has a value that is not allowed.
@@ -42,7 +42,7 @@ DYNAMO_KEYS: Table = {
 
 
 def from_dynamo(section: Mapping[str, object], where: str) -> Translation:
-    """The section ``dynamo_config``: how ``torch.compile`` compiles; the prefix of its keys may be left out.
+    """Translate the section ``dynamo_config``: how ``torch.compile`` compiles; the prefix of its keys may be left out.
 
     Raises:
         ConfigError: a key is unknown, or has a value that is not allowed.
@@ -74,7 +74,7 @@ FP8_KEYS: Table = {
 
 
 def from_fp8(section: Mapping[str, object], where: str) -> Translation:
-    """The section ``fp8_config``: how linear layers compute in 8 bits; the prefix of its keys may be left out.
+    """Translate the section ``fp8_config``, how linear layers compute in 8 bits; its keys may lack their prefix.
 
     Raises:
         ConfigError: a key is unknown, or asks for another package than torchao.
@@ -103,7 +103,7 @@ LAYOUT_KEYS: Table = {
 
 
 def from_layout(section: Mapping[str, object], where: str, alone: bool = True) -> Translation:
-    """The section ``parallelism_config``: ``processes`` is the number of ranks that it describes.
+    """Translate the section ``parallelism_config``: ``processes`` is the number of ranks that it describes.
 
     ``alone``: nothing else says a stage, so that its shards are those of stage 3.
 

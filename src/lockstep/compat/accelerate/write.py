@@ -28,7 +28,7 @@ def write_config(path: Path, answers: Mapping[str, object]) -> None:
 
 
 def as_yaml(settings: Mapping[str, object]) -> str:
-    """Settings as lines of YAML, in their order."""
+    """Return settings as lines of YAML, in their order."""
     return yaml.safe_dump(dict(settings), sort_keys=False)
 
 

@@ -31,7 +31,7 @@ def is_accelerate(source: CheckpointSource) -> bool:
 
 
 def read_accelerate(reader: ForeignReader) -> ImportedState:
-    """The state that ``save_state`` wrote.
+    """Return the state that ``save_state`` wrote.
 
     Raises:
         CheckpointError: a part is missing, refused or of a form that is not read.

@@ -46,7 +46,7 @@ class DcpEntry:
 
 
 def read_dcp(reader: ForeignReader, folder: str) -> dict[str, object]:
-    """The nested dict that was saved in ``folder`` (``""``: the source itself), with whole tensors.
+    """Return the nested dict that was saved in ``folder`` (``""``: the source itself), with whole tensors.
 
     Raises:
         CheckpointError: a file is missing, points out of the folder, or does not hold what the metadata says.
@@ -144,7 +144,7 @@ def _entry(key: Any, about: Any, file_parts: dict[Any, FilePart], paths: dict[st
 
 
 def _assemble(reader: ForeignReader, name: str, key: str, entry: DcpEntry, parts: list[Any]) -> torch.Tensor:
-    """The tensor, put together from its chunks, which must cover it exactly once."""
+    """Return the tensor, put together from its chunks, which must cover it exactly once."""
     assert entry.shape is not None
     assert entry.dtype is not None
     for chunk, part in zip(entry.chunks, parts, strict=True):

@@ -60,7 +60,7 @@ def is_deepspeed(names: list[str]) -> bool:
 
 
 def tag_folder(reader: ForeignReader, folder: str = "") -> str | None:
-    """The folder of the tag that ``latest`` names, or ``folder`` itself; None if neither is DeepSpeed's."""
+    """Return the folder of the tag that ``latest`` names, or ``folder`` itself; None if neither is DeepSpeed's."""
     if is_deepspeed(reader.source.below(folder)):
         return folder
     latest = f"{folder}/latest" if folder else "latest"
@@ -79,7 +79,7 @@ def tag_folder(reader: ForeignReader, folder: str = "") -> str | None:
 
 
 def read_deepspeed(reader: ForeignReader, folder: str) -> ImportedState:
-    """The state in ``folder``, one tag.
+    """Return the state in ``folder``, one tag.
 
     Raises:
         CheckpointError: ranks are missing, the model was cut over tensor, pipeline or expert ranks, or the files
@@ -101,7 +101,7 @@ def read_deepspeed(reader: ForeignReader, folder: str) -> ImportedState:
 
 
 def _files(reader: ForeignReader, folder: str) -> tuple[list[str], list[str]]:
-    """The files with models and with optimizers, by rank."""
+    """Return the files with models and with optimizers, by rank."""
     prefix = f"{re.escape(folder)}/" if folder else ""
     if reader.source.matching(rf"{prefix}zero/([^/]+)/(\w+)\.pt"):
         raise CheckpointError(
@@ -172,7 +172,7 @@ def _optimizer_state(reader: ForeignReader, file: str, value: object) -> dict[st
 
 
 def _partitions(first: StateDict, saved: list[StateDict], reader: ForeignReader) -> Partitions:
-    """Raises KeyError, TypeError or ValueError where the files are not of DeepSpeed's form."""
+    """Read the partitions. Raises KeyError, TypeError or ValueError where the files are not of DeepSpeed's form."""
     is_stage_3 = "fp32_flat_groups" in saved[0]
     vectors_key, inner_key = (
         ("fp32_flat_groups", "optimizer_state_dict")
@@ -228,7 +228,7 @@ def _weights(models: list[StateDict], partitions: Partitions) -> dict[str, torch
 
 
 def _moments(partitions: Partitions, saved: dict[str, object]) -> dict[str, object]:
-    """The inner optimizer's state by the names of the parameters."""
+    """Return the inner optimizer's state by the names of the parameters."""
     groups, states = _groups_and_states(partitions.inner, saved)
     numbers = [number for group in groups for number in group["params"]]
     if len(numbers) != len(partitions.vectors[0]):
@@ -309,7 +309,7 @@ def _read_plain(reader: ForeignReader, first: StateDict, name: str, state: Impor
 
 
 def _read_rest(first: dict[str, object], name: str, state: ImportedState) -> None:
-    """The scheduler, and what the script gave as ``client_state``."""
+    """Read the scheduler, and what the script gave as ``client_state``."""
     scheduler = first.get("lr_scheduler")
     if isinstance(scheduler, dict):
         require_plain(scheduler, f"{name}['lr_scheduler']")

@@ -31,15 +31,15 @@ class ForeignReader:
         self.scratch = Scratch()
 
     def read(self, name: str) -> Any:
-        """The value of a pickled file. Raises CheckpointError, with the file's name and why."""
+        """Return the value of a pickled file. Raises CheckpointError, with the file's name and why."""
         return self.read_all([name])[0]
 
     def read_all(self, names: Sequence[str]) -> list[Any]:
-        """The values of pickled files."""
+        """Return the values of pickled files."""
         return self.read_parts([(name, 0, -1) for name in names])
 
     def read_parts(self, file_parts: Sequence[FilePart]) -> list[object]:
-        """The values of parts of files; the length -1 reaches to the end."""
+        """Return the values of parts of files; the length -1 reaches to the end."""
         names = list(dict.fromkeys(name for name, _, _ in file_parts))
         values: dict[int, object] = {}
         # In batches, as a process may have only so many files open.
@@ -100,7 +100,7 @@ class ForeignReader:
         return (self.broken if is_damaged else self.refused)(name, escape(str(refusal)[:MAX_MESSAGE]))
 
     def read_safetensors(self, name: str) -> dict[str, torch.Tensor]:
-        """The tensors of a safetensors file. Raises CheckpointError if it is none."""
+        """Return the tensors of a safetensors file. Raises CheckpointError if it is none."""
         # This refuses a link, and what is no regular file.
         os.close(self.source.open(name))
         try:
@@ -113,7 +113,7 @@ class ForeignReader:
         return self.source.root / name
 
     def refused(self, name: str, reason: str) -> CheckpointError:
-        """The error for a file that the restricted process refused."""
+        """Return the error for a file that the restricted process refused."""
         way_out = (
             f"Leave it out with skip ({name!r}) if the run does not need it. Otherwise load it on a machine "
             "where you trust it, and save only tensors and plain values."
@@ -123,7 +123,7 @@ class ForeignReader:
         return CheckpointError(f"{self.path(name)} was refused: {reason}. {way_out}")
 
     def broken(self, name: str, reason: str) -> CheckpointError:
-        """The error for a file whose content contradicts itself."""
+        """Return the error for a file whose content contradicts itself."""
         return CheckpointError(
             f"{self.path(name)} is damaged, or is not of the kind that its name says: {reason}. Copy it again."
         )

@@ -33,7 +33,7 @@ class StoredObject:
     state: Any
 
     def get(self, key: str) -> Any:
-        """An entry of its state; None if there is none."""
+        """Return an entry of its state; None if there is none."""
         return self.state.get(key) if isinstance(self.state, dict) else None
 
 
@@ -85,7 +85,7 @@ class MappedFile:
         self._storages: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
 
     def storage(self, start: int, nbytes: int, crc32: int | None, dtype: torch.dtype) -> torch.Tensor:
-        """The bytes from ``start`` as one row of ``dtype``; always the same object for the same place.
+        """Return the bytes from ``start`` as one row of ``dtype``; always the same object for the same place.
 
         Raises:
             CheckpointError: they are not those that the file's checksum was made of.

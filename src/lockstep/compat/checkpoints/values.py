@@ -82,7 +82,7 @@ class _Decoder:
         return {_key(self.value(key)): self.value(item) for key, item in node.get("pairs", ())}
 
     def argument(self, node: Any, of_type: bool) -> Any:
-        """A value, or what is an argument only. ``of_type``: a tuple has the arguments of a further call."""
+        """Return a value, or what is an argument only. ``of_type``: a tuple has the arguments of a further call."""
         kind = node["$"] if isinstance(node, dict) else ""
         if kind == "tuple" and of_type:
             return tuple(self.argument(item, False) for item in node["items"])
@@ -91,7 +91,7 @@ class _Decoder:
         return _listed(*node["items"]) if kind == "name" else self.value(node)
 
     def call(self, node: Any) -> Any:
-        """What a name makes of its arguments, then of what is put into it."""
+        """Return what a name makes of its arguments, then of what is put into it."""
         target, arguments, *appended = node["items"]
         name = _listed(*target["items"])
         make = None if isinstance(name, torch.dtype) else _MAKERS[name]
@@ -110,7 +110,7 @@ class _Decoder:
 
 
 def _listed(module: str, name: str) -> Name | torch.dtype:
-    """The entry of the list. Raises Refused, by name, for anything else."""
+    """Return the entry of the list. Raises Refused, by name, for anything else."""
     if module == "torch" and name in DTYPES:
         return DTYPES[name]
     if (module, name) not in _MAKERS:
@@ -119,7 +119,7 @@ def _listed(module: str, name: str) -> Name | torch.dtype:
 
 
 def _key(key: Any) -> Any:
-    """A key that is cheap to hash, whoever chose it."""
+    """Return a key that is cheap to hash, whoever chose it."""
     for part in key if isinstance(key, tuple) else (key,):
         if not (
             part is None
@@ -131,7 +131,7 @@ def _key(key: Any) -> Any:
 
 
 def _with_state(made: Any, state: Any) -> Any:
-    """What BUILD does."""
+    """Give an object its state, as BUILD does."""
     if isinstance(made, StoredObject):
         return replace(made, state=state)
     if isinstance(made, Unbuilt):
@@ -165,7 +165,7 @@ def _tensor_v3(
 
 
 def _with_lazy(tensor: torch.Tensor, lazy: dict[str, bool] | None) -> torch.Tensor:
-    """The tensor with what is still to be done to its elements: conjugation, negation."""
+    """Return the tensor with what is still to be done to its elements: conjugation, negation."""
     for word, is_set in (lazy or {}).items():
         done = {"conj": tensor.conj().resolve_conj, "neg": tensor.neg}[word]
         tensor = done() if is_set else tensor
@@ -179,7 +179,7 @@ def _parameter(tensor: object, *_: object) -> torch.Tensor:
 
 
 def _tensor_of_type(function: Any, kind: Any, arguments: Any, _: object) -> Any:
-    """The attributes of a tensor are left out."""
+    """Rebuild a tensor of another type; its attributes are left out."""
     if function not in _REBUILDERS or kind not in _TENSOR_TYPES:
         raise Refused(f"its pickle rebuilds {kind} by {function}")
     return _REBUILDERS[function](*arguments)

@@ -35,7 +35,7 @@ def from_deepspeed(config: object, where: str = "the DeepSpeed configuration") -
 
 
 def finish(found: Translation) -> dict[str, SettingValue]:
-    """Settings that follow from several keys together.
+    """Return settings that follow from several keys together.
 
     Raises:
         ConfigError: they contradict each other.
@@ -115,7 +115,7 @@ def _precision(settings: dict[str, SettingValue]) -> None:
 
 
 def _loss_scale(settings: dict[str, SettingValue]) -> None:
-    """A fixed loss scale is a dynamic one that never changes."""
+    """Turn a fixed loss scale into a dynamic one that never changes."""
     fixed = settings.pop("loss_scale", None)
     if fixed is not None:
         settings["init_scale"] = fixed

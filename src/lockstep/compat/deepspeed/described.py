@@ -26,7 +26,7 @@ from lockstep.train.scheduler import SCHEDULERS
 
 
 def build_described(objects: tuple[object, ...], options: Options, world_size: int) -> tuple[object, ...]:
-    """The objects, with optimizers and schedulers that ``options`` describe in place of ``Dummy...`` ones.
+    """Return the objects, with optimizers and schedulers that ``options`` describe in place of ``Dummy...`` ones.
 
     Raises:
         UsageError: a real optimizer or scheduler beside a description of one.
@@ -80,7 +80,7 @@ REPLACED = {"OneCycle": "OneCycleLR", "LRRangeTest": "LinearLR"}
 def build_scheduler(
     config: SchedulerConfig | None, dummy: DummyScheduler, optimizer: Optimizer, steps_per_call: int = 1
 ) -> LRScheduler:
-    """The schedule of the file for ``optimizer``; it counts steps of the optimizer on all processes together.
+    """Return the schedule of the file for ``optimizer``; it counts steps of the optimizer on all processes together.
 
     The result has ``counts_optimizer_steps = True``: a prepared scheduler advances it once in each step.
     ``warmup_max_lr: "auto"`` is each parameter group's own learning rate.

@@ -16,7 +16,7 @@ Parser = Callable[[object, str], Any]
 
 
 def parse_schedule(name: str, params: Mapping[str, object], groups: int) -> LRSchedule:
-    """The schedule ``name`` of ``SCHEDULES`` for an optimizer with that many parameter groups.
+    """Return the schedule ``name`` of ``SCHEDULES`` for an optimizer with that many parameter groups.
 
     Raises:
         ConfigError: a parameter is unknown, missing, of the wrong kind or out of range.
