@@ -101,7 +101,6 @@ _MODULE_OF = {
     "is_xpu_available": "lockstep.runtime.available",
     "KwargsHandler": "lockstep.config.handlers",
     "listify": "lockstep.comm.tree",
-    "load": "lockstep.utils.other",
     "load_checkpoint_in_model": "lockstep.offload.dispatch.loading",
     "LoggerType": "lockstep.config.enums",
     "offload_state_dict": "lockstep.offload.dispatch.storage",
