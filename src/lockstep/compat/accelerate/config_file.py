@@ -6,7 +6,7 @@ something that does not exist here yet.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -17,13 +17,8 @@ from lockstep.compat.accelerate.sections import (
     DYNAMO_SECTION,
     FP8_SECTION,
     MPI_SECTION,
-    from_dynamo,
-    from_fp8,
-    from_layout,
-    from_mpirun,
+    read_section,
 )
-from lockstep.compat.deepspeed.yaml_section import from_deepspeed_section
-from lockstep.compat.fsdp.section import from_fsdp
 from lockstep.compat.rules import Translation, is_off
 from lockstep.config.enums import ComputeEnvironment, DistributedType
 from lockstep.config.merge import (
@@ -96,15 +91,6 @@ SECTIONS = {
     MPI_SECTION: ("launching by mpirun", None),
     DYNAMO_SECTION: ("compilation", None),
     FP8_SECTION: ("training in 8 bits", None),
-}
-
-READERS: dict[str, Callable[[dict[str, object], str], Translation]] = {
-    "fsdp_config": from_fsdp,
-    "deepspeed_config": from_deepspeed_section,
-    "parallelism_config": from_layout,
-    MPI_SECTION: from_mpirun,
-    DYNAMO_SECTION: from_dynamo,
-    FP8_SECTION: from_fp8,
 }
 
 ONLY_IN_ACCELERATE = ("compute_environment", "distributed_type")
@@ -232,24 +218,14 @@ def _spread(file: YamlFile, config: RunConfig) -> Translation:
         raise ConfigError(
             f"{file.at('fsdp_config')} and {file.at('deepspeed_config')} both shard the model. Remove one of them."
         )
-    parts = []
-    if "fsdp_config" in given or kind == DistributedType.FSDP:
-        where = file.at("fsdp_config" if "fsdp_config" in file.data else "distributed_type")
-        parts.append(from_fsdp(written.get("fsdp_config", {}), where, config.num_machines))
-    if "deepspeed_config" in given or kind == DistributedType.DEEPSPEED:
-        where = file.at("deepspeed_config" if "deepspeed_config" in file.data else "distributed_type")
-        parts.append(from_deepspeed_section(written.get("deepspeed_config", {}), where))
-    if "parallelism_config" in given:
-        where = file.at("parallelism_config")
-        parts.append(from_layout(given["parallelism_config"], where, alone=not parts))
-    if MPI_SECTION in given:
-        parts.append(from_mpirun(given[MPI_SECTION], file.at(MPI_SECTION)))
-    for key in (DYNAMO_SECTION, FP8_SECTION):
-        if key in given:
-            parts.append(READERS[key](given[key], file.at(key)))
+    parts: list[Translation] = []
+    for key, (_, own) in SECTIONS.items():
+        if key in given or (own is not None and kind == own):
+            where = file.at(key if key in file.data else "distributed_type")
+            parts.append(read_section(key, written.get(key, {}), where, config.num_machines, alone=not parts))
     # Such a section asks for nothing, but a misspelt key may mean more.
     for key in written.keys() - given.keys():
-        READERS[key](written[key], file.at(key))
+        read_section(key, written[key], file.at(key))
     asked = merge_settings(*(part.settings for part in parts))
     return Translation(asked, tuple(text for part in parts for text in part.warnings))
 

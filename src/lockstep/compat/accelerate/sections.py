@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
-from lockstep.compat.deepspeed.yaml_section import file_name
+from lockstep.compat.deepspeed.yaml_section import file_name, from_deepspeed_section
+from lockstep.compat.fsdp.section import from_fsdp
 from lockstep.compat.rules import Detail, NoEffect, Refused, Table, Translation, Used, same, translate
 from lockstep.config import readers as read
 from lockstep.config.settings import SETTINGS
@@ -138,3 +139,26 @@ def from_layout(section: Mapping[str, object], where: str, alone: bool = True) -
     if size > 1:
         settings["processes"] = SettingValue(size, " x ".join(degree.source for degree in sizes))
     return Translation(settings, found.warnings)
+
+
+def read_section(
+    key: str, section: Mapping[str, object], where: str, machines: int = 1, alone: bool = True
+) -> Translation:
+    """Translate the section ``key`` of Accelerate's file. ``alone``: no other one shards models.
+
+    Raises:
+        ConfigError: a key is unknown or refused, or has a value that is not allowed.
+    """
+    if key == "fsdp_config":
+        return from_fsdp(section, where, machines)
+    if key == "parallelism_config":
+        return from_layout(section, where, alone)
+    return _READERS[key](section, where)
+
+
+_READERS: dict[str, Callable[[Mapping[str, object], str], Translation]] = {
+    "deepspeed_config": from_deepspeed_section,
+    MPI_SECTION: from_mpirun,
+    DYNAMO_SECTION: from_dynamo,
+    FP8_SECTION: from_fp8,
+}
