@@ -244,9 +244,9 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
             'print(\'{"values": [], "storages": [], "end": 0}\')\nsys.exit(\'gave up \\x1b[31m\')',
             r"gave up \?\[31m",
         ),
-        ("print('x')", "it said: nothing"),
-        ("print('[' * 100000)", "it said: nothing"),
-        ("print('[1, 2]')", "it said: nothing"),
+        ("print('x')", "it said: x"),
+        ("print('[' * 100000)", r"it said: \[\["),
+        ("print('[1, 2]')", r"it said: \[1, 2\]"),
     ],
 )
 def test_a_process_that_ends_oddly_is_reported(code: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:

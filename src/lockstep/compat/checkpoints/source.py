@@ -97,7 +97,10 @@ class CheckpointSource:
         if name not in self.names:
             raise CheckpointError(f"{self.path} has no file {name!r}. Copy the whole checkpoint again.")
         try:
-            descriptor = self._open_below(name)
+            # The user has named a single file, and may name a link. Links to folders were listed, not followed.
+            follow = os.O_NOFOLLOW if self.is_folder else 0
+            # Without O_NONBLOCK a named pipe would wait for its writer.
+            descriptor = os.open(self.root / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | follow)
         except OSError as error:
             if (self.root / name).is_symlink():
                 raise CheckpointError(
@@ -111,24 +114,6 @@ class CheckpointSource:
             os.close(descriptor)
             raise CheckpointError(f"{self.root / name} is not a regular file. Copy the checkpoint again.")
         return descriptor
-
-    def _open_below(self, name: str) -> int:
-        """Open folder by folder, so that none of them can be a link."""
-        # Without O_NONBLOCK a named pipe would wait for its writer.
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-        # The user has named this file, and may name a link; what is in a folder was not named.
-        if not self.is_folder:
-            return os.open(self.path, flags)
-        here = os.open(self.root, flags | os.O_DIRECTORY)
-        try:
-            *folders, file = name.split("/")
-            for folder in folders:
-                below = os.open(folder, flags | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=here)
-                os.close(here)
-                here = below
-            return os.open(file, flags | os.O_NOFOLLOW, dir_fd=here)
-        finally:
-            os.close(here)
 
     def text(self, name: str, limit: int = 2**26) -> str:
         """Return the text of a small file. Raises CheckpointError if it is none."""
