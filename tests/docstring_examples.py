@@ -27,7 +27,6 @@ NOT_RUN = {
     "lockstep.tracking.SwanLabTracker": "needs the package swanlab",
     "lockstep.tracking.TrackioTracker": "needs the package trackio",
     "lockstep.tracking.WandBTracker": "needs the package wandb",
-    "lockstep.utils.DeepSpeedPlugin.set_deepspeed_weakref": "needs the package deepspeed",
     "lockstep.utils.FP8RecipeKwargs": "needs the package transformer_engine",
     "lockstep.utils.TERecipeKwargs": "needs the package transformer_engine",
 }

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 
 def _external_settings(*asked: Any) -> ExternalSettings:
-    """What plugins, a DeepSpeed JSON or Accelerate's variables ask for: imported when there are some."""
+    """Return what plugins, a DeepSpeed JSON or Accelerate's variables ask for: imported when there are some."""
     from lockstep.compat.settings import external_settings
 
     return external_settings(*asked)
@@ -209,7 +209,7 @@ class Accelerator(
     # The steps of the constructor ---------------------------------------------------------------------
 
     def _resolved(self, given: Mapping[str, Any], further: Mapping[str, object]) -> Options:
-        """The arguments, merged with what environment and files say."""
+        """Return the arguments, merged with what environment and files say."""
         refused = {name: given[name] for name in NOT_OPTIONS if name in given}
         fields = parallel_fields({**further, **refused}, inspect.signature(type(self)).parameters)
         arguments = AcceleratorArguments.of(given, parallel_fields=fields)
@@ -224,7 +224,7 @@ class Accelerator(
 
     @staticmethod
     def _joined(options: Options) -> process.Runtime:
-        """This process, as a member of the process group."""
+        """Return this process, as a member of the process group."""
         runtime = process.start_runtime(options.cpu, options.init)
         if options.fp8 is not None:
             from lockstep.parallel.float8 import check_float8
@@ -235,7 +235,7 @@ class Accelerator(
         return runtime
 
     def _watching(self, options: Options) -> hang.ProcessWatch:
-        """The watch of this process, which saves a checkpoint before a stop."""
+        """Return the watch of this process, which saves a checkpoint before a stop."""
         watch = hang.watch_process(self.runtime, options.watch, options.grace_s)
         watch.save_with(self._save_at_boundary)
         return watch
@@ -249,7 +249,7 @@ class Accelerator(
         return LossScaler(self.runtime.device, options.scaler, lambda: self.meshes.stage_group, whole)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy, and what is unpickled, has the same arguments and nothing prepared."""
+        """Give a copy, and what is unpickled, the same arguments and nothing prepared."""
         return partial(type(self), **self._arguments), ()
 
     @classmethod
@@ -424,7 +424,7 @@ class Accelerator(
         self.state.deepspeed_plugin = plugin
 
     def _fsdp_plugin(self) -> object:
-        """The plugin that was passed, or one that says how models are sharded; None: they are not."""
+        """Return the plugin that was passed, or one that says how models are sharded; None: they are not."""
         if not self.is_fsdp2:
             return None
         from lockstep.compat.fsdp.plugin import resolved_plugin

@@ -6,5 +6,5 @@ DISTRIBUTION = "lockstep-torch"
 
 
 def install_command(extra: str) -> str:
-    """The line that installs the optional packages ``extra``."""
+    """Return the line that installs the optional packages ``extra``."""
     return f"pip install '{DISTRIBUTION}[{extra}]'"

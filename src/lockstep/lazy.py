@@ -8,7 +8,7 @@ from importlib import import_module
 
 
 def lazy_names(package: str, modules: Mapping[str, str]) -> Callable[[str], object]:
-    """The ``__getattr__`` of ``package``.
+    """Return the ``__getattr__`` of ``package``.
 
     Args:
         package: The ``__name__`` of the package.
@@ -27,7 +27,7 @@ def lazy_names(package: str, modules: Mapping[str, str]) -> Callable[[str], obje
 
 
 def names_of_modules(package: str, modules: Mapping[str, Sequence[str]]) -> Callable[[str], object]:
-    """The ``__getattr__`` of ``package``: what is imported from it by those who need not know its files.
+    """Return the ``__getattr__`` of ``package``: what is imported from it by those who need not know its files.
 
     The library itself imports from the file, so that each module loads what it needs and no more. For mypy a
     ``__getattr__`` makes any name exist: declare it where ``TYPE_CHECKING`` is false.

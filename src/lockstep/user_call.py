@@ -63,7 +63,7 @@ class UserCall(NamedTuple):
 
 
 def user_call(thread: int | None = None) -> UserCall:
-    """What a thread's innermost line of the user's has called: that of this thread, else of the main one."""
+    """Return what a thread's innermost line of the user's has called: that of this thread, else of the main one."""
     for one in (thread or threading.get_ident(), threading.main_thread().ident):
         found = call_in((frame, frame.f_lineno) for frame in reversed(list(frames_of(one))))
         if found.line:
@@ -72,7 +72,7 @@ def user_call(thread: int | None = None) -> UserCall:
 
 
 def frames_of(thread: int | None) -> Iterator[FrameType]:
-    """The frames of a thread, innermost first."""
+    """Return the frames of a thread, innermost first."""
     frame = sys._current_frames().get(thread or 0)
     while frame is not None:
         yield frame
@@ -80,7 +80,7 @@ def frames_of(thread: int | None) -> Iterator[FrameType]:
 
 
 def call_in(frames: Iterable[tuple[FrameType, int]]) -> UserCall:
-    """What the innermost line outside of installed packages called.
+    """Return what the innermost line outside of installed packages called.
 
     Args:
         frames: Outermost first, with the line in each.
@@ -96,7 +96,7 @@ def call_in(frames: Iterable[tuple[FrameType, int]]) -> UserCall:
 
 
 def name_of(frame: FrameType) -> str:
-    """The function's name, with its class if it is ours: "Accelerator.save_state"."""
+    """Return the function's name, with its class if it is ours: "Accelerator.save_state"."""
     if frame.f_code.co_name.endswith(MODULE_CALL):
         return "forward"
     owner = frame.f_locals.get("self") if frame.f_code.co_filename.startswith(OURS) else None
@@ -109,7 +109,7 @@ def name_of(frame: FrameType) -> str:
 
 
 def in_different_calls(calls: Mapping[int, UserCall]) -> str:
-    """A sentence of what each rank has called, and one of advice; "" where all are in the same call of one line."""
+    """Return a sentence of what each rank has called, and one of advice; "" where all are in the same call."""
     if len(set(calls.values())) < 2:
         return ""
     by_call: dict[UserCall, list[int]] = {}
@@ -128,7 +128,7 @@ def in_different_calls(calls: Mapping[int, UserCall]) -> str:
 
 
 def one_rank_line() -> str:
-    """The line at which this thread's script has let one rank alone make a call, such as "train.py:63"; "": nowhere."""
+    """Return the line at which the script lets one rank alone make a call, such as "train.py:63"; "": nowhere."""
     for frame in frames_of(threading.get_ident()):
         file = frame.f_code.co_filename
         if not file.startswith(OURS) and frame.f_lineno in lines_of_one_rank(file):
@@ -138,7 +138,7 @@ def one_rank_line() -> str:
 
 @functools.cache
 def lines_of_one_rank(file: str) -> frozenset[int]:
-    """The lines of a script that stand under ``if accelerator.is_main_process``, or under that and more."""
+    """Return the lines of a script that stand under ``if accelerator.is_main_process``, or under that and more."""
     chosen = (
         node.body for node in nodes_of(file) if isinstance(node, ast.If) and chooses_one_rank(node.test)
     )
@@ -151,7 +151,7 @@ def lines_of_one_rank(file: str) -> frozenset[int]:
 
 
 def call_on_one_rank(file: str, names: Iterable[str]) -> UserCall:
-    """The first of these methods that a script calls under such an ``if``, and nowhere else; or an empty one."""
+    """Return the first of these methods that a script calls under such an ``if``, and nowhere else; or an empty one."""
     lines = lines_of_one_rank(file)
     found: dict[str, list[int]] = {}
     for node in nodes_of(file):

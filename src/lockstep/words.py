@@ -68,7 +68,7 @@ def whole(number: float) -> str:
 
 
 def digits(number: float, significant: int = 3) -> str:
-    """A number with so many significant digits: 2.31, 0.0003, 3e-7, 1,250."""
+    """Return a number with so many significant digits: 2.31, 0.0003, 3e-7, 1,250."""
     if math.isnan(number):
         return "NaN"
     if math.isinf(number):
@@ -90,7 +90,7 @@ def percent(share: float) -> str:
 
 
 def date(seconds: float) -> str:
-    """A time since 1970 in UTC, to the minute."""
+    """Return a time since 1970 in UTC, to the minute."""
     try:
         return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     except (ValueError, OverflowError, OSError):
@@ -103,7 +103,7 @@ def count(number: int, noun: str, plural: str = "") -> str:
 
 
 def listed(words: Sequence[str], last: str = "and") -> str:
-    """a, b and c."""
+    """Join words as in "a, b and c"."""
     return f"{', '.join(words[:-1])} {last} {words[-1]}" if len(words) > 1 else "".join(words)
 
 
@@ -138,7 +138,7 @@ def runs_of(numbers: Iterable[int], to: str) -> list[str]:
 
 
 def two_digits(number: float) -> str:
-    """A distance with two digits: 3e-7, 0.21, 12."""
+    """Return a distance with two digits: 3e-7, 0.21, 12."""
     if not math.isfinite(number):
         return "infinite"
     if number == 0:
@@ -147,7 +147,7 @@ def two_digits(number: float) -> str:
 
 
 def seven_digits(number: float) -> str:
-    """A number of the run with the digits in which two may differ."""
+    """Return a number of the run with the digits in which two may differ."""
     return f"{number:.7g}"
 
 

@@ -6,15 +6,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import accelerate
 import pytest
 import torch
-import yaml
 from accelerate.commands.accelerate_cli import main as their_main
 from accelerate.commands.launch import launch_command_parser as their_launch_parser
-from accelerate.commands.to_fsdp2 import convert_config_to_fsdp2
 from accelerate.utils import merge_fsdp_weights as their_merge
 from safetensors.torch import load_file
 from torch.distributed import checkpoint
@@ -23,7 +20,6 @@ from cli.calling import call, check_refused
 from lockstep.cli import COMMANDS_OF_ACCELERATE, launch_command, launch_command_parser, load_config_from_file
 from lockstep.compat.accelerate import load
 from lockstep.errors import ConfigError
-from lockstep.utils import Parallel
 from tests.command import LOCKSTEP
 from tests.compat.accelerate.their_config import ANSWERS, write
 from tests.refusals import expect_refusal
@@ -57,6 +53,13 @@ def test_the_commands_are_those_of_accelerate(
         assert call(capsys, "accelerate", name, "--help")[0] == 0
         assert call(capsys, "accelerate", name.replace("-", "_"), "--help")[0] == 0
     check_refused(capsys, ["accelerate", "lanch"], "Did you mean 'launch'?")
+    for name, instead in (
+        ("estimate_memory", "lockstep estimate"),
+        ("to-fsdp2", "as they are"),
+        ("tpu-config", "GPUs"),
+    ):
+        code, _, err = call(capsys, "accelerate", name, "x", "--dtypes", "float32")
+        assert code == 1 and instead in err
 
 
 # -- launch --------------------------------------------------------------------------------------------------
@@ -134,35 +137,6 @@ def test_config_default_writes_a_file_and_replaces_none(
     assert "was left as it is" in err
 
 
-@pytest.mark.parametrize("name", [name for name in ANSWERS if "machines" not in name])
-def test_config_update_changes_nothing_in_a_file_of_today(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "c.yaml"
-    write(path, ANSWERS[name])
-    before = yaml.safe_load(path.read_text())
-    capsys.readouterr()  # what Accelerate printed
-    said = call(capsys, "config", "update", "--config_file", path)
-    assert said[:2] == (0, f"Updated {path}: nothing changed.\n")
-    assert yaml.safe_load(path.read_text()) == before
-
-
-def test_config_update_renames_old_keys_and_adds_what_is_missing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "c.yaml"
-    path.write_text("distributed_type: MULTI_CPU\nnum_processes: 2\ndynamo_backend: INDUCTOR\n")
-    before = load(path).config.given()
-    assert call(capsys, "config", "update", "--config-file", path)[0] == 0
-    written = yaml.safe_load(path.read_text())
-    assert "dynamo_backend" not in written
-    assert (written["dynamo_config"], written["use_cpu"]) == ({"dynamo_backend": "INDUCTOR"}, True)
-    after = load(path).config.given()
-    assert {name: after[name] for name in before} == before
-    path.write_text("num_proceses: 2\n")
-    check_refused(capsys, ["config", "update", "--config_file", str(path)], "Did you mean 'num_processes'?")
-
-
 # -- test, env -----------------------------------------------------------------------------------------------
 
 
@@ -175,6 +149,8 @@ def test_the_self_check_runs_as_a_file_says(name: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "All 5 checks passed." in done.stdout
     assert "2 processes on cpu" in done.stdout
+    for title in ("process group", "reduce", "broadcast", "data order", "gradient"):
+        assert title in done.stdout
 
 
 def test_env_shows_what_a_file_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -233,108 +209,9 @@ def test_what_cannot_be_merged_is_refused(
         capsys, ["merge-weights", str(folder.parent), "out"], "has pytorch_model_fsdp_0. Name one of them."
     )
     inside = [str(folder), str(folder / "out"), "--remove-checkpoint-dir"]
-    check_refused(capsys, ["merge-weights", *inside], "--remove-checkpoint-dir deletes")
+    check_refused(capsys, ["merge-weights", *inside], "which is to be removed")
     assert (folder / ".metadata").exists()
     check_refused(capsys, ["merge-weights", str(tmp_path / "none"), str(tmp_path / "out")], "none")
-
-
-# -- estimate-memory -----------------------------------------------------------------------------------------
-
-
-def test_memory_is_counted_by_dtype(capsys: pytest.CaptureFixture[str]) -> None:
-    line = ["estimate_memory", "torch.nn:Bilinear", "--dtypes", "float32", "bfloat16", "int4"]
-    code, _, err = call(capsys, *line)
-    # It needs arguments, which only `lockstep estimate` takes.
-    assert (code, "in1_features" in err) == (2, True)
-    line[1] = "tests.cli.test_accelerate:million"
-    code, out, err = call(capsys, *line)
-    assert code == 0, err
-    rows = [line.split("  ") for line in out.splitlines() if line.startswith(("float", "bfloat", "int"))]
-    cells = {row[0].strip(): [cell.strip() for cell in row[1:] if cell.strip()] for row in rows}
-    assert list(cells) == ["float32", "bfloat16", "int4"]
-    # 2^20 weights: 4, 2 and half a byte each; Adam trains with weights, gradients and two moments in float32
-    assert [cells[dtype][1] for dtype in cells] == ["4.00 MiB", "2.00 MiB", "512 KiB"]
-    assert cells["float32"][2] == "16.0 MiB"
-    assert cells["int4"][2] == "N/A"
-
-
-def million() -> torch.nn.Module:
-    return torch.nn.Linear(1024, 1024, bias=False)
-
-
-def test_models_that_cannot_be_counted_are_refused(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    check_refused(capsys, ["estimate-memory", "no-such/model"], "module:Class")
-    check_refused(
-        capsys, ["estimate-memory", "x", "--trust_remote_code"], "--trust-remote-code asks to run code"
-    )
-    check_refused(capsys, ["estimate-memory", "x", "--dtypes", "float64"], "'float64'")
-
-
-# -- to-fsdp2 ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "name", [name for name in ANSWERS if name.startswith("FSDP 1") and "replicas" not in name]
-)
-def test_a_file_for_fsdp_1_becomes_one_for_fsdp_2(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path, out = tmp_path / "one.yaml", tmp_path / "two.yaml"
-    write(path, ANSWERS[name])
-    assert call(capsys, "accelerate", "to-fsdp2", "--config_file", path, "--output_file", out)[0] == 0
-    theirs = convert_config_to_fsdp2(yaml.safe_load(path.read_text()))
-    ours = yaml.safe_load(out.read_text())
-    assert ours["fsdp_config"] == theirs["fsdp_config"]
-    # it means what it meant, which Accelerate's own loses for replicas
-    before, after = (Parallel.parse(load(file).config.parallel) for file in (path, out))
-    assert (before.zero, before.replicate, before.offload, before.activation, before.blocks) == (
-        after.zero, after.replicate, after.offload, after.activation, after.blocks,
-    )  # fmt: skip
-
-
-def test_keys_without_their_prefix_keep_their_form(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "one.yaml"
-    write(path, ANSWERS["FSDP 1"])
-    file: dict[str, Any] = yaml.safe_load(path.read_text())
-    plain = {key.removeprefix("fsdp_"): value for key, value in file["fsdp_config"].items()}
-    plain |= {"version": 1, "state_dict_type": "LOCAL_STATE_DICT"}
-    path.write_text(yaml.safe_dump(file | {"fsdp_config": plain}))
-    before = load(path).config.parallel
-    assert call(capsys, "to-fsdp2", "--config-file", path, "--overwrite")[0] == 0
-    after = yaml.safe_load(path.read_text())["fsdp_config"]
-    assert (after["version"], after["state_dict_type"]) == (2, "SHARDED_STATE_DICT")
-    assert not any(key.startswith("fsdp_") for key in after)
-    assert load(path).config.parallel == before
-
-
-def test_to_fsdp2_replaces_no_file_unasked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, other = tmp_path / "one.yaml", tmp_path / "two.yaml"
-    write(path, ANSWERS["FSDP 1"])
-    before: dict[str, Any] = yaml.safe_load(path.read_text())
-    other.write_text("mine")
-    words = ["to-fsdp2", "--config-file", str(path)]
-    check_refused(capsys, words, "There is no --output-file")
-    check_refused(capsys, [*words, "--output-file", str(other)], "was left as it is")
-    check_refused(
-        capsys, ["to-fsdp2", "--config_file", str(tmp_path / "none.yaml"), "--overwrite"], "none.yaml"
-    )
-    assert call(capsys, *words, "--overwrite")[0] == 0
-    assert (
-        yaml.safe_load(path.read_text())["fsdp_config"]["fsdp_version"]
-        == 2
-        != before["fsdp_config"]["fsdp_version"]
-    )
-    code, _, err = call(capsys, *words, "--overwrite")
-    assert (code, "is for FSDP 2 already" in err) == (0, True)
-    write(path, ANSWERS["FSDP 1, replicas"])
-    check_refused(capsys, [*words, "--overwrite"], "NO_SHARD replicates the model")
-    write(path, ANSWERS["one CPU"])
-    check_refused(capsys, [*words, "--overwrite"], "has no section fsdp_config")
 
 
 # -- functions that other libraries call ---------------------------------------------------------------------

@@ -55,10 +55,10 @@ def write(name: str, content: Any) -> Path:
     return path
 
 
-def test_a_deepspeed_file_becomes_yaml_on_the_standard_output_and_a_table_beside_it(
+def test_a_deepspeed_file_becomes_yaml_on_the_standard_output(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    code, out, err = call(capsys, "config", "convert", write("ds.json", STAGE3), "--ranks", 4)
+    code, out, _ = call(capsys, "config", "convert", write("ds.json", STAGE3), "--ranks", 4)
     assert code == 0
     assert yaml.safe_load(out) == {
         "num_processes": 4,
@@ -69,7 +69,6 @@ def test_a_deepspeed_file_becomes_yaml_on_the_standard_output_and_a_table_beside
         "micro_batch_size": 4,
         "gradient_clipping": 1.0,
     }
-    assert [line for line in err.splitlines() if "zero_hpz_partition_size" in line and "hpz=2" in line]
 
 
 def test_a_converted_file_is_read_back_with_the_same_meaning(capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,13 +82,9 @@ def test_a_converted_file_is_read_back_with_the_same_meaning(capsys: pytest.Capt
     assert again[0] == 0 and load("again.yaml").config == config
 
 
-def test_every_key_of_a_file_is_in_the_table(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = call(capsys, "config", "convert", write("a.yaml", FSDP), "-o", "b.yaml")
+def test_a_key_without_effect_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = call(capsys, "config", "convert", write("a.yaml", FSDP), "-o", "b.yaml")
     assert code == 0
-    for key in yaml.safe_load(FSDP)["fsdp_config"]:
-        assert f"fsdp_config.{key}" in out
-    for key in set(yaml.safe_load(FSDP)) - {"fsdp_config"}:
-        assert key in out
     assert "fsdp_cpu_ram_efficient_loading=True has no effect" in err
     config = load("b.yaml").config
     assert (config.parallel, config.num_processes) == ("zero=3 activation=full blocks=Block", 4)
@@ -100,11 +95,10 @@ def test_a_file_that_names_a_deepspeed_file_takes_it_in(capsys: pytest.CaptureFi
     text = (
         "distributed_type: DEEPSPEED\nnum_processes: 4\ndeepspeed_config: {deepspeed_config_file: ds.json}\n"
     )
-    code, out, err = call(capsys, "config", "convert", write("a.yaml", text))
+    code, out, _ = call(capsys, "config", "convert", write("a.yaml", text))
     assert code == 0
     settings = yaml.safe_load(out)
     assert settings["parallel"].startswith("zero=3 hpz=2") and "deepspeed_config_file" not in settings
-    assert "zero_optimization.stage" in err
 
 
 def test_batch_sizes_over_all_processes_need_their_number(capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,16 +129,10 @@ def test_bad_input_is_exit_code_2_and_one_message(
     assert err.count("Error: ") == 1 and sentence in err.partition("Error: ")[2]
 
 
-def test_refused_keys_are_all_in_the_table(capsys: pytest.CaptureFixture[str]) -> None:
-    path = write("ds.json", {"zero_optimization": {"stage": 9}, "foo": 1, "autotuning": {"enabled": True}})
-    _, _, err = call(capsys, "config", "convert", path)
-    assert err.count("refused: ") == 3
-
-
 def test_keys_of_services_are_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
     path = write("ds.json", {"comet": {"enabled": True, "api_key": "a secret"}})
     code, out, err = call(capsys, "config", "convert", path)
-    assert code == 0 and "comet.api_key" in err and "a secret" not in out + err
+    assert code == 0 and "comet.enabled" in err and "a secret" not in out + err
 
 
 def test_an_existing_file_is_kept_unless_forced(capsys: pytest.CaptureFixture[str]) -> None:

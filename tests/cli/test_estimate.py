@@ -50,6 +50,14 @@ def test_counts_and_rows_as_json(capsys: pytest.CaptureFixture[str], model: str)
     assert found["suggestions"] == {}
 
 
+def test_a_number_of_parameters_is_enough(capsys: pytest.CaptureFixture[str]) -> None:
+    found = estimate(capsys, "1.6B", "--ranks", "8", "--precision", "no")
+    assert (found["parameters"], found["blocks"]) == (1_600_000_000, 32)
+    devices = {row["parallel"]: row["device"] for row in found["training"]}
+    # 16 bytes on each rank and the buckets of DDP; or an eighth of them, and two blocks that are gathered
+    assert devices["ddp"] > 16 * 1_600_000_000 > devices["zero=3"] > 2 * 1_600_000_000
+
+
 def test_the_time_of_averages_by_kind(capsys: pytest.CaptureFixture[str], model: str) -> None:
     """Of 8 blocks' gradients at 1 MB a second: a ring's 2 (N - 1) / N, and a server's 2 N."""
     once = 4 * 8 * BLOCK / 1e6
@@ -138,6 +146,8 @@ def test_activations_are_counted_when_a_batch_is_given(
     ("arguments", "message"),
     [
         (["nowhere"], "is no file or folder"),
+        (["1.5"], "MODEL='1.5' is not a whole number"),
+        (["1e99"], "MODEL='1e99' is not a whole number"),
         (["MODEL", "--memory", "much"], "--memory='much' is not a size"),
         (["MODEL", "--memory", "-3GB"], "is not a size"),
         (["MODEL", "--ranks", "0"], "--ranks=0 is not an integer from 1"),

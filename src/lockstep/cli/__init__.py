@@ -16,7 +16,7 @@ if not TYPE_CHECKING:
 
 
 def run_lockstep(arguments: list[str] | None = None) -> None:
-    """The command ``lockstep`` with these arguments, or those of this process. Ends in ``SystemExit``."""
+    """Run the command ``lockstep`` with these arguments, or those of this process. Ends in ``SystemExit``."""
     from lockstep.cli.main import main
 
     main(arguments)

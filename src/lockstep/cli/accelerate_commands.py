@@ -130,7 +130,7 @@ class LaunchParser(argparse.ArgumentParser):
 
 
 def _attributes(words: Sequence[str]) -> dict[str, object]:
-    """What the words say, by Accelerate's names; what they do not say is None, and False of switches."""
+    """Return what the words say, by Accelerate's names; what they do not say is None, and False of switches."""
     from lockstep.cli.launch import command
 
     given = command.make_context("launch", list(words), resilient_parsing=True).params
@@ -147,7 +147,7 @@ def _attributes(words: Sequence[str]) -> dict[str, object]:
 
 
 def launch_command_parser(subparsers: object = None) -> LaunchParser:
-    """What reads the words that ``launch_command`` gets."""
+    """Return what reads the words that ``launch_command`` gets."""
     if subparsers is not None:
         raise ConfigError(
             "The options of `lockstep launch` cannot be added to another command. Call `lockstep launch` itself."

@@ -180,7 +180,7 @@ def _parallel(words: str | None) -> Parallel:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
-    """A line on a terminal that says what is being done."""
+    """Show a line on a terminal that says what is being done."""
     from rich.console import Console
 
     console = Console(stderr=True)

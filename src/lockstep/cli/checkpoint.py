@@ -280,7 +280,7 @@ def convert_command(
 
 
 def _opened(source: str, model: int | None, dtype: str | None) -> Weights:
-    """The weights of ``source``, verified with a progress bar."""
+    """Return the weights of ``source``, verified with a progress bar."""
     import torch
 
     from lockstep.checkpoint.weights.convert import open_weights

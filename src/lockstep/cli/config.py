@@ -8,14 +8,12 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import click
 
 from lockstep.cli.values import IntegerRange, options_of, value_type
-from lockstep.compat.rules import Row
 from lockstep.config.checks import MAX_PROCESSES
 from lockstep.config.settings import SETTINGS
 from lockstep.config.sources import user_config_file
@@ -31,18 +29,12 @@ Examples:
   lockstep config --config-file two_machines.yaml --num-processes 16 --num-machines 2 \\
       --main-process-ip 10.0.0.1 --main-process-port 29500
   lockstep config default --mixed-precision bf16
-  lockstep config update --config-file old.yaml
   lockstep config convert ds_config.json --ranks 4 -o run.yaml
 """
 
 DEFAULT_EPILOG = """\b
 Examples:
   lockstep config default --mixed-precision bf16
-"""
-
-UPDATE_EPILOG = """\b
-Examples:
-  lockstep config update --config-file old.yaml
 """
 
 WHERE = "Where to write (default: the file that launch reads by default)."
@@ -130,19 +122,6 @@ def default_command(config_file: str | None, mixed_precision: str) -> None:
         )
 
 
-@command.command("update", epilog=UPDATE_EPILOG)
-@options_of("config_file", help={"config_file": "The file (default: the one that launch reads by default)."})
-def update_command(config_file: str | None) -> None:
-    """Write a file again in the current form: old keys get their new names, and missing keys their defaults."""
-    from lockstep.compat.accelerate.write import updated, write_text
-    from lockstep.config.yaml_file import read_yaml
-
-    path = Path(config_file) if config_file else user_config_file()
-    text, changes = updated(read_yaml(path))
-    write_text(path, text)
-    click.echo(f"Updated {path}: {', '.join(changes) or 'nothing changed'}.")
-
-
 @command.command("convert", epilog=CONVERT_EPILOG)
 @click.argument("source", metavar="FILE")
 @click.option("--output", "-o", type=str, help="Where to write (default: the standard output).")
@@ -151,19 +130,16 @@ def update_command(config_file: str | None) -> None:
 def convert_command(source: str, output: str | None, ranks: int | None, force: bool) -> None:
     """Turn FILE, an Accelerate YAML or a DeepSpeed JSON, into a configuration file of Lockstep.
 
-    A table says what happened to each key. Without --output, the table goes to the standard error.
+    A line on the standard error names each key that asks for something and has no effect.
     """
     from lockstep.compat.accelerate.write import as_yaml, write_text
     from lockstep.compat.convert import convert
     from lockstep.errors import ConfigError
 
-    found = convert(source, ranks)
-    _print_rows(found.rows, to_stderr=output is None)
-    for warning in found.warnings:
-        click.echo(warning, err=True)
-    if found.error is not None:
-        raise ConfigError(found.error)
-    text = f"# Converted from {Path(source).name!r}, for `lockstep launch`.\n" + as_yaml(found.settings)
+    settings, warnings = convert(source, ranks)
+    for warning in warnings:
+        click.echo(escape(warning), err=True)
+    text = f"# Converted from {Path(source).name!r}, for `lockstep launch`.\n" + as_yaml(settings)
     if output is None:
         click.echo(text, nl=False)
         return
@@ -173,35 +149,16 @@ def convert_command(source: str, output: str | None, ranks: int | None, force: b
     click.echo(f"Wrote {output}. Use it with: lockstep launch --config-file {output}")
 
 
-def _print_rows(rows: Iterable[Row], to_stderr: bool) -> None:
-    """What became of each key, as a table."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    from lockstep.config.values import repr_short
-
-    table = Table()
-    for name in ("key", "value", "became"):
-        table.add_column(name, overflow="fold")
-    for row in rows:
-        words = row.text if row.outcome.value in ("used", "off") else f"{row.outcome}: {row.text}"
-        value = "***" if row.path.endswith("api_key") else repr_short(row.value)
-        table.add_row(*(Text(escape(text)) for text in (row.path, value, words.strip("=:. "))))
-    Console(stderr=to_stderr, highlight=False).print(table)
-
-
 SHARDING = {
     "none": "",
     "zero=1": "the optimizer's state",
     "zero=2": "and gradients",
     "zero=3": "and weights",
 }
-BACKENDS = ("no", "inductor", "aot_eager", "eager", "cudagraphs")
 
 
 def ask() -> dict[str, object]:
-    """The answers, by the names of settings."""
+    """Return the answers, by the names of settings."""
     gpus = count_gpus()
     click.echo(f"This machine has {gpus} GPUs. Enter takes the answer in brackets.", err=True)
     answers: dict[str, Any] = _machines()
@@ -222,7 +179,7 @@ def ask() -> dict[str, object]:
     answers[steps.name] = click.prompt(
         "Micro-batches in a step", default=steps.default, type=value_type(steps)
     )
-    return answers | _compilation()
+    return answers
 
 
 def _machines() -> dict[str, object]:
@@ -250,25 +207,6 @@ def _sharding() -> dict[str, object]:
     if click.confirm("Compute activations again in backward, to save memory", default=False):
         words.append("activation=full")
     return {"parallel": " ".join(words)}
-
-
-def _compilation() -> dict[str, object]:
-    backend = click.prompt("Compile with torch.compile", default="no", type=click.Choice(BACKENDS))
-    if backend == "no":
-        return {}
-    answers: dict[str, object] = {"dynamo_backend": backend}
-    if not click.confirm("With other options than the usual ones", default=False):
-        return answers
-    mode = SETTINGS["dynamo_mode"]
-    answers[mode.name] = click.prompt("Mode", default=mode.kind.words[0], type=value_type(mode))
-    for name, question in (
-        ("dynamo_use_fullgraph", "Fail where a model does not compile to one graph"),
-        ("dynamo_use_dynamic", "Compile for all shapes"),
-        ("dynamo_use_regional_compilation", "Compile repeated blocks one by one"),
-    ):
-        if click.confirm(question, default=False):
-            answers[name] = True
-    return answers
 
 
 def count_gpus() -> int:

@@ -20,6 +20,7 @@ Examples:
   lockstep estimate downloads/llama --memory 24GB --host-memory 64GB --ranks 1,4
   lockstep estimate config.json --memory 80GB --batch 4 --sequence 4096
   lockstep estimate weights.safetensors --memory 8GB --cpu
+  lockstep estimate 1.3B --ranks 1,2,4,8
   lockstep estimate config.json --ranks 8,64 --bandwidth 12GB
 """
 
@@ -51,7 +52,7 @@ def command(model: str, arguments: str | None, optimizer: str, as_json: bool, **
     """Count the memory of MODEL, and show which settings fit.
 
     MODEL is a module path (package.module:Class or file.py:function), the folder or config.json of a transformers
-    model, or a folder or file of safetensors. No weights are made or read.
+    model, a folder or file of safetensors, or a number of parameters (7B). No weights are made or read.
     """
     from lockstep.cli.values import process_counts
     from lockstep.config.files import parse_json

@@ -156,7 +156,7 @@ command = LaunchCommand(
 
 
 def _flags(ctx: click.Context, options: dict[str, object], sentences: list[str]) -> dict[str, SettingValue]:
-    """The settings that were given as flags. Warnings are added to ``sentences``."""
+    """Return the settings that were given as flags. Warnings are added to ``sentences``."""
     given = {
         name: SettingValue(value, f"flag --{dashes(name)}")
         for name, value in options.items()
@@ -178,7 +178,7 @@ def _flags(ctx: click.Context, options: dict[str, object], sentences: list[str])
 
 
 def _of_several_machines(given: dict[str, SettingValue]) -> dict[str, SettingValue]:
-    """The settings of flags that say two at once, or may be repeated."""
+    """Return the settings of flags that say two at once, or may be repeated."""
     found: dict[str, SettingValue] = {}
     if "num_machines" in given:
         least, most = given["num_machines"].value
@@ -205,7 +205,7 @@ def _of_several_machines(given: dict[str, SettingValue]) -> dict[str, SettingVal
 
 
 def _with_words(setting: SettingValue, asked: Mapping[str, SettingValue]) -> SettingValue:
-    """The setting ``parallel`` with what else says words of it."""
+    """Return the setting ``parallel`` with what else says words of it."""
     own = values_of_settings({"parallel": (setting.value, setting.source)})
     own = {
         name: SettingValue(given.value, setting.words.get(name, given.source)) for name, given in own.items()
@@ -216,7 +216,7 @@ def _with_words(setting: SettingValue, asked: Mapping[str, SettingValue]) -> Set
 
 
 def _described(setting: SettingValue) -> Translation:
-    """The DeepSpeed configuration, if there is one, checked before anything starts."""
+    """Return the DeepSpeed configuration, if there is one, checked before anything starts."""
     return from_deepspeed(setting.value) if setting.value is not None else Translation({})
 
 
@@ -227,7 +227,7 @@ def _without_effect(
     plan: LaunchPlan,
     loaded: LoadedConfig | None,
 ) -> Iterator[str]:
-    """A sentence on each flag of this command that the script gets, and on GPUs that are asked for and not there."""
+    """Yield a sentence on each flag that the script gets, and on GPUs that are asked for and not there."""
     target = program.target
     for flag in misplaced(ctx, program.arguments, target):
         yield (
@@ -248,7 +248,7 @@ def _without_effect(
 def _file(
     path: str | None, sentences: list[str], also: Path | None
 ) -> tuple[dict[str, SettingValue], LoadedConfig | None]:
-    """The settings of the configuration file, if one is given or the user has a default one, and what else it says.
+    """Return the settings of the configuration file that is given, or of the user's default one, and what else it says.
 
     Warnings are added to ``sentences``. ``also`` is a default file where the user has none of ours.
     """
@@ -288,7 +288,7 @@ def _device_count(settings: dict[str, SettingValue]) -> int:
 
 
 def _print(plan: LaunchPlan) -> None:
-    """What ``--dry-run`` shows: of manifests their text alone, for ``kubectl`` to read."""
+    """Print what ``--dry-run`` shows: of manifests their text alone, for ``kubectl`` to read."""
     from rich.console import Console
 
     from lockstep.launch.backend import get_backend

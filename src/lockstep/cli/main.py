@@ -33,17 +33,9 @@ COMMANDS = {
     "schedule": ("lockstep.cli.schedule", "Show a pipeline schedule and count its bubble."),
     "test": ("lockstep.cli.test", "Check on this machine that distributed training is right."),
     "accelerate": ("lockstep.cli.accelerate", "The commands of accelerate, with its options."),
-    "estimate-memory": (
-        "lockstep.cli.accelerate:estimate_memory",
-        "As in accelerate: a model's memory by dtype.",
-    ),
     "merge-weights": (
         "lockstep.cli.accelerate:merge_weights",
         "As in accelerate: sharded weights to one file.",
-    ),
-    "to-fsdp2": (
-        "lockstep.cli.accelerate:to_fsdp2",
-        "As in accelerate: a file for FSDP 1 to one for FSDP 2.",
     ),
 }
 

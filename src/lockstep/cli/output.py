@@ -23,7 +23,7 @@ UNBROKEN = 1000
 
 @contextmanager
 def progress(what: str, total: int | None) -> Iterator[Callable[[int], None]]:
-    """A bar on the terminal, if there is one; the function that is yielded takes bytes that were done."""
+    """Show a bar on the terminal, if there is one; the function that is yielded takes bytes that were done."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -50,7 +50,7 @@ def print_table(titles: Sequence[str], rows: Iterable[Sequence[str]], right: Col
 
 
 def table_text(titles: Sequence[str], rows: Iterable[Sequence[str]], right: Collection[str] = ()) -> str:
-    """The same as text, without a line's end behind it."""
+    """Return the same as text, without a line's end behind it."""
     from rich.console import Console
 
     console = Console(file=io.StringIO(), width=UNBROKEN, highlight=False, force_terminal=False)

@@ -181,7 +181,7 @@ def _say_plan(request: TuneRequest, data_ranks: int) -> None:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[int, str], None]]:
-    """A bar on a terminal: trials that are over, and the one that runs."""
+    """Show a bar on a terminal: trials that are over, and the one that runs."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 

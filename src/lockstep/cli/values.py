@@ -65,7 +65,7 @@ class FlagArguments(TypedDict, total=False):
 
 
 def option(setting: Setting) -> click.Option:
-    """The flag of a setting."""
+    """Return the flag of a setting."""
     return click.Option([*setting.flags.split(), setting.name], **_arguments(setting))
 
 
@@ -96,7 +96,7 @@ def options_of(
 
 
 def value_type(setting: Setting) -> click.ParamType:
-    """What click reads the setting's values by."""
+    """Return what click reads the setting's values by."""
     kind = setting.kind
     if kind.words:
         return click.Choice(list(kind.words), case_sensitive=False)

@@ -8,7 +8,7 @@ if not TYPE_CHECKING:
     __getattr__ = names_of_modules(
         __name__,
         {
-            "rules": ["NoEffect", "Outcome", "Refused", "Translation", "walk"],
+            "rules": ["NoEffect", "Refused", "Translation"],
             "settings": ["DEEPSPEED_VARIABLES", "environment_settings", "external_settings"],
         },
     )

@@ -1,4 +1,4 @@
-"""What becomes of each key of a foreign configuration: tables of rules, and the walk that applies them.
+"""What becomes of each key of a foreign configuration: tables of rules, and what applies them.
 
 A table is a mapping from keys to rules, or to tables for sections. Every key that is not in it is refused, so
 that nothing is ignored by accident.
@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-from lockstep.config.enums import StringEnum
 from lockstep.config.files import check_depth
 from lockstep.config.merge import merge_settings
 from lockstep.config.settings import SETTINGS
@@ -18,7 +17,6 @@ from lockstep.config.values import FALSE_WORDS, SettingValue, repr_short, sugges
 from lockstep.errors import ConfigError
 
 AUTO = "auto"
-NOTHING = "asks for nothing"
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,7 @@ class Used:
 
 
 def same(setting: str) -> Used:
-    """A key with the meaning, and so the values, of a setting of ours."""
+    """Return a key with the meaning, and so the values, of a setting of ours."""
     return Used(setting, SETTINGS[setting].kind.read)
 
 
@@ -66,37 +64,16 @@ KeyRule = Used | NoEffect | Refused | Detail
 Table = Mapping[str, "KeyRule | Table"]
 
 
-class Outcome(StringEnum):
-    """What became of a key."""
-
-    USED = "used"
-    AUTO = "auto"
-    OFF = "off"
-    NO_EFFECT = "no effect"
-    REFUSED = "refused"
-
-
-class Row(NamedTuple):
-    """One key: its value, what became of it, in words, and the settings that it says."""
-
-    path: str
-    value: object
-    outcome: Outcome
-    text: str
-    settings: Mapping[str, object] = {}
-
-
 @dataclass(frozen=True)
 class Translation:
     """A foreign configuration in our settings; ``settings`` has only those that were said."""
 
     settings: Mapping[str, SettingValue]
     warnings: tuple[str, ...] = ()
-    rows: tuple[Row, ...] = ()
 
 
 def section(rule: NoEffect | Refused, *keys: str) -> Table:
-    """A section that ``enabled`` switches; the other keys are its details."""
+    """Return a section that ``enabled`` switches; the other keys are its details."""
     return {"enabled": rule, **{key: Detail("enabled") for key in keys}}
 
 
@@ -109,60 +86,63 @@ def is_off(value: object) -> bool:
     return value is None or value is False or value == []
 
 
-def walk(table: Table, data: object, prefix: str = "") -> Iterator[Row]:
-    """One row for each key of ``data``."""
+def translate(table: Table, data: object, where: str, prefix: str = "") -> Translation:
+    """Apply a table; ``where`` begins the messages. Keys of one setting must agree.
+
+    Raises:
+        ConfigError: a key is unknown, refused, or has a value that is not allowed.
+    """
+    check_depth(data, where)
+    found: list[dict[str, SettingValue]] = []
+    warnings = []
+    try:
+        for rule, path, value in _entries(table, data, prefix):
+            settings, without_effect = _apply(rule, path, value)
+            source = f"{path}={repr_short(value)}"
+            found.append({name: SettingValue(item, f"{source} ({where})") for name, item in settings.items()})
+            if without_effect:
+                warnings.append(f"{where}: {source} has no effect: {without_effect}.")
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    return Translation(merge_settings(*found), tuple(warnings))
+
+
+def _entries(table: Table, data: object, prefix: str) -> Iterator[tuple[KeyRule, str, object]]:
+    """Yield the rule, path and value of each key that has a value."""
     if not isinstance(data, Mapping):
-        yield Row(
-            prefix.rstrip("."),
-            data,
-            Outcome.REFUSED,
-            f"{repr_short(data)} is not a section of keys. Write keys and values below it.",
-        )
-        return
+        at = prefix.rstrip(".") + ": " if prefix else ""
+        raise ConfigError(f"{at}{repr_short(data)} is not a section of keys. Write keys and values below it.")
     for key, value in data.items():
         path = f"{prefix}{key}"
         rule = table.get(key) if isinstance(key, str) else None
         if rule is None:
             near = suggestion(str(key), table) or f" Known keys: {', '.join(list(table)[:8])} ..."
-            yield Row(repr_short(path)[1:-1], value, Outcome.REFUSED, f"this key is not known.{near}")
-        elif isinstance(rule, Mapping):
-            if value is not None:
-                yield from walk(rule, value, path + ".")
-        else:
-            yield _row(rule, path, value)
+            raise ConfigError(f"{repr_short(path)[1:-1]}: this key is not known.{near}")
+        if isinstance(rule, Mapping):
+            yield from () if value is None else _entries(rule, value, path + ".")
+        elif value is not None:
+            yield rule, path, value
 
 
-def _row(rule: KeyRule, path: str, value: object) -> Row:
+def _apply(rule: KeyRule, path: str, value: object) -> tuple[Mapping[str, object], str]:
+    """Return the settings that a key says, and why it has no effect if it asks for something."""
+    if isinstance(rule, Detail) or (isinstance(value, str) and value == AUTO):
+        return {}, ""
     try:
-        return _apply(rule, path, value)
-    except ConfigError as error:
-        return Row(path, value, Outcome.REFUSED, str(error).removeprefix(f"{path}"))
-
-
-def _apply(rule: KeyRule, path: str, value: object) -> Row:
-    if isinstance(value, str) and value == AUTO:
         if isinstance(rule, Used):
-            return Row(path, value, Outcome.AUTO, "what the code says")
-        return Row(path, value, Outcome.OFF, rule.why if isinstance(rule, NoEffect) else NOTHING)
-    if value is None:
-        return Row(path, value, Outcome.OFF, NOTHING)
-    if isinstance(rule, Detail):
-        return Row(path, value, Outcome.OFF, f"a detail of {rule.of}")
-    if isinstance(rule, Used):
-        result = rule.read(value, path)
-        settings = result if not rule.to else {} if result is None else {rule.to: result}
-        text = ", ".join(f"{name}={_short(item)}" for name, item in settings.items())
-        return Row(path, value, Outcome.USED if settings else Outcome.OFF, text or NOTHING, settings)
-    if isinstance(rule, NoEffect) and rule.read is not None:
-        rule.read(value, path)
-    asks = _asks_for_something(value, rule.default)
+            result = rule.read(value, path)
+            return (result if not rule.to else {} if result is None else {rule.to: result}), ""
+        if isinstance(rule, NoEffect) and rule.read is not None:
+            rule.read(value, path)
+    except ConfigError as error:
+        raise ConfigError(str(error) if str(error).startswith(path) else f"{path}: {error}") from None
+    if not _asks_for_something(value, rule.default):
+        return {}, ""
     if isinstance(rule, NoEffect):
-        why = rule.why if asks or rule.default else NOTHING
-        return Row(path, value, Outcome.NO_EFFECT if asks else Outcome.OFF, why)
-    if asks:
-        text = f"={repr_short(value)} asks for {rule.what}, which is not available. {rule.instead}"
-        return Row(path, value, Outcome.REFUSED, text)
-    return Row(path, value, Outcome.OFF, NOTHING)
+        return {}, rule.why
+    raise ConfigError(
+        f"{path}={repr_short(value)} asks for {rule.what}, which is not available. {rule.instead}"
+    )
 
 
 def _asks_for_something(value: object, default: tuple[object, ...]) -> bool:
@@ -175,46 +155,3 @@ def _asks_for_something(value: object, default: tuple[object, ...]) -> bool:
 def _is_one_of(value: object, known: Iterable[object]) -> bool:
     text = value.lower() if isinstance(value, str) else value
     return any(type(text) in (bool, int, float, str, list) and text == item for item in known)
-
-
-def _short(value: object) -> str:
-    # The type is that of a described optimizer or schedule.
-    text = str(getattr(value, "type", value))
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def translate(table: Table, data: object, where: str, prefix: str = "") -> Translation:
-    """Apply a table; ``where`` begins the messages. Keys of one setting must agree.
-
-    Raises:
-        ConfigError: a key is unknown, refused, or has a value that is not allowed.
-    """
-    check_depth(data, where)
-    rows = tuple(walk(table, data, prefix))
-    for row in rows:
-        if row.outcome is Outcome.REFUSED:
-            raise ConfigError(f"{where}: {joined(row)}")
-    warnings = tuple(
-        f"{where}: {row.path}={repr_short(row.value)} has no effect: {row.text}."
-        for row in rows
-        if row.outcome is Outcome.NO_EFFECT
-    )
-    return Translation(settings_of_rows(rows, where), warnings, rows)
-
-
-def joined(row: Row) -> str:
-    """Key and text of a refused row as one message."""
-    return row.path + (row.text if row.text[:1] in "=:. " else f": {row.text}")
-
-
-def settings_of_rows(rows: Iterable[Row], where: str) -> dict[str, SettingValue]:
-    """The settings that rows say, each with its source."""
-    return merge_settings(
-        *(
-            {
-                key: SettingValue(value, f"{row.path}={repr_short(row.value)} ({where})")
-                for key, value in row.settings.items()
-            }
-            for row in rows
-        )
-    )

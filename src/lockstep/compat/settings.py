@@ -77,7 +77,7 @@ def external_settings(
 
 
 def from_parallelism_config(config: object, alone: bool = True) -> Translation:
-    """The sizes of axes that an object with the fields of ``ParallelismConfig`` has.
+    """Return the sizes of axes that an object with the fields of ``ParallelismConfig`` has.
 
     Raises:
         ConfigError: it has none of these fields, the sequence is split in two ways, or the ranks are not as many as
@@ -97,7 +97,7 @@ def from_parallelism_config(config: object, alone: bool = True) -> Translation:
             f"parallelism_config describes {ranks.value} ranks ({ranks.source}), but this run has {here} "
             f"processes. Start {ranks.value} processes, or change the sizes."
         )
-    return Translation(settings, found.warnings, found.rows)
+    return Translation(settings, found.warnings)
 
 
 def _unread_file() -> list[str]:
@@ -111,7 +111,7 @@ def _unread_file() -> list[str]:
 
 
 def check_named_file(environ: Environ | None = None) -> str | None:
-    """The configuration file that LOCKSTEP_CONFIG_FILE names.
+    """Return the configuration file that LOCKSTEP_CONFIG_FILE names.
 
     Raises:
         ConfigError: the file cannot be read, or is no configuration.
@@ -141,7 +141,7 @@ def _machines() -> int:
 def environment_settings(
     environ: Mapping[str, str] | None = None, machines: int | None = None
 ) -> Translation:
-    """What the variables of ``accelerate launch`` for FSDP and DeepSpeed ask for; messages have their names.
+    """Return what the variables of ``accelerate launch`` for FSDP and DeepSpeed ask for, by their names.
 
     ``machines``: of the run; None: as this process's place says.
 
@@ -176,7 +176,7 @@ FSDP_VARIABLES = {"transformer_cls_to_wrap": "transformer_layer_cls_to_wrap"}
 
 
 def accelerate_sections(environ: Environ) -> dict[str, dict[str, tuple[str, str]]]:
-    """The sections ``fsdp_config`` and ``deepspeed_config`` that ``accelerate launch`` put into the environment.
+    """Return the sections ``fsdp_config`` and ``deepspeed_config`` that ``accelerate launch`` put into the environment.
 
     Each is a mapping from variables to their (key, value).
     """
@@ -223,7 +223,7 @@ def _fsdp(section: Mapping[str, tuple[str, str]], machines: int) -> Translation:
         for name in section
         if name not in known
     )
-    return Translation(found.settings, (*found.warnings, *vain), found.rows)
+    return Translation(found.settings, (*found.warnings, *vain))
 
 
 def _deepspeed(section: Mapping[str, tuple[str, str]]) -> Translation:
@@ -238,4 +238,4 @@ def _deepspeed(section: Mapping[str, tuple[str, str]]) -> Translation:
     if all(value == "none" for key, value in section.values() if key == FILE_KEY):
         stage = f"DeepSpeed's default, stage {DEFAULT_STAGE} (environment variable ACCELERATE_USE_DEEPSPEED)"
         asked.setdefault("zero", SettingValue(DEFAULT_STAGE, stage))
-    return Translation(asked, found.warnings, found.rows)
+    return Translation(asked, found.warnings)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from lockstep.config.values import repr_short
 from lockstep.errors import UsageError
 from lockstep.plan.estimate_model import FLOATS, ElementCounts, ModelFacts, added
+from lockstep.plan.sizes import parse_count
 
 if TYPE_CHECKING:
     import torch
@@ -76,7 +77,7 @@ WEIGHTS = (".safetensors", ".index.json", "pytorch_model.bin")
 def facts_of(
     text: str, arguments: Mapping[str, object] | None = None, batch: int = 0, sequence: int = 0
 ) -> ModelFacts:
-    """Count ``text``: a module path, a configuration of transformers, or weights in files.
+    """Count ``text``: a module path, a configuration of transformers, weights in files, or a number of parameters.
 
     ``arguments``: of what a module path names. ``batch``, ``sequence``: of one micro-batch; with both, activations
     are counted too.
@@ -101,12 +102,41 @@ def facts_of(
         model, notes = built_from_config(configuration(path))
         facts = _facts(model, text, "transformers config", batch, sequence)
         return replace(facts, notes=(*facts.notes, *notes))
+    if text[:1].isdigit() and ":" not in text:
+        return facts_of_count(text)
     if not all(text.rpartition(":")):
         raise UsageError(
-            f"{repr_short(text, 100)} is no file or folder, and no module:Class. Name one of these. Download a "
-            "model of a hub first."
+            f"{repr_short(text, 100)} is no file or folder, no module:Class and no number such as 7B. Name one "
+            "of these. Download a model of a hub first."
         )
     return _facts(_module(text, arguments or {}), text, "module", batch, sequence)
+
+
+BLOCKS = 32
+"""Of a model of which only the number of parameters is known."""
+
+
+def facts_of_count(text: str) -> ModelFacts:
+    """Describe a model of so many parameters in equal blocks.
+
+    Raises:
+        ConfigError: it is no number of parameters.
+    """
+    count = parse_count(text, "MODEL")
+    blocks = min(BLOCKS, count)
+    block = count // blocks
+    return ModelFacts(
+        name=f"a model of {text}",
+        kind="number of parameters",
+        parameters={"float32": count},
+        buffers={},
+        trainable=count,
+        blocks=blocks,
+        block=block,
+        root=count - blocks * block,
+        groups={"a block": {"float32": block}},
+        notes=(f"It is counted as {blocks} equal blocks.",),
+    )
 
 
 def _has_weights(path: Path) -> bool:

@@ -1,6 +1,6 @@
 """How large a model is, and which type each tensor of a training step has.
 
-The types are one table, which ``lockstep env --explain`` and the docs show.
+The types are one table, which the docs show, too.
 """
 
 from __future__ import annotations

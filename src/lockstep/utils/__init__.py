@@ -101,7 +101,6 @@ _MODULE_OF = {
     "is_xpu_available": "lockstep.runtime.available",
     "KwargsHandler": "lockstep.config.handlers",
     "listify": "lockstep.comm.tree",
-    "load": "lockstep.utils.other",
     "load_checkpoint_in_model": "lockstep.offload.dispatch.loading",
     "LoggerType": "lockstep.config.enums",
     "offload_state_dict": "lockstep.offload.dispatch.storage",
@@ -140,7 +139,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _of_accelerate(name: str) -> object:
-    """What ``accelerate.utils`` has under this name, from the module where it is here."""
+    """Return what ``accelerate.utils`` has under this name, from the module where it is here."""
     from lockstep.compat.accelerate.interface import GATHERING, NotOffered, find
 
     found = None if name.startswith("_") else find(GATHERING, name)

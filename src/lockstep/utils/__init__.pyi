@@ -120,7 +120,6 @@ from lockstep.runtime.memory import find_executable_batch_size as find_executabl
 from lockstep.runtime.memory import release_memory as release_memory
 from lockstep.runtime.seed import set_seed as set_seed
 from lockstep.runtime.seed import synchronize_rng_states as synchronize_rng_states
-from lockstep.utils.other import load as load
 
 SAFE_WEIGHTS_INDEX_NAME: str
 SAFE_WEIGHTS_NAME: str

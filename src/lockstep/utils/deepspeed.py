@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from lockstep.compat.deepspeed.plugin import DeepSpeedPlugin
 
 __all__ = [
-    "DeepSpeedEngineWrapper",
-    "DeepSpeedOptimizerWrapper",
     "DeepSpeedSchedulerWrapper",
     "DummyOptim",
     "DummyScheduler",
@@ -55,43 +53,6 @@ class _OfDeepSpeedsEngine:
             f"{type(self).__name__} wraps a part of DeepSpeed's engine, which is not used here. Use the objects "
             "that accelerator.prepare() returns."
         )
-
-
-class DeepSpeedEngineWrapper(_OfDeepSpeedsEngine):
-    """Accelerate's wrapper of DeepSpeed's engine. Here it has no instances; use ``accelerator.backward``.
-
-    Raises:
-        UsageError: when one is made.
-
-    Examples:
-        ```python
-        import torch
-        from lockstep import Accelerator
-        from lockstep.utils import DeepSpeedEngineWrapper
-
-        model = Accelerator().prepare(torch.nn.Linear(4, 1))
-        assert not isinstance(model, DeepSpeedEngineWrapper)
-        ```
-    """
-
-
-class DeepSpeedOptimizerWrapper(_OfDeepSpeedsEngine):
-    """Accelerate's wrapper of DeepSpeed's optimizer. Here it has no instances; ``prepare`` returns a
-    ``PreparedOptimizer``.
-
-    Raises:
-        UsageError: when one is made.
-
-    Examples:
-        ```python
-        import torch
-        from lockstep import Accelerator
-        from lockstep.utils import DeepSpeedOptimizerWrapper
-
-        optimizer = Accelerator().prepare(torch.optim.SGD(torch.nn.Linear(4, 1).parameters(), lr=0.1))
-        assert not isinstance(optimizer, DeepSpeedOptimizerWrapper)
-        ```
-    """
 
 
 class DeepSpeedSchedulerWrapper(_OfDeepSpeedsEngine):

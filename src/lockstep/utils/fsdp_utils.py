@@ -9,17 +9,14 @@ from __future__ import annotations
 import functools
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -288,7 +285,7 @@ class _StatePaths:
         self.accelerator.wait_for_everyone()
 
     def load(self, shards: dict[str, Any] | None) -> dict[str, Any]:
-        """The whole state, or ``shards`` with the values that were saved."""
+        """Return the whole state, or ``shards`` with the values that were saved."""
         self.accelerator.wait_for_everyone()
         if shards is None:
             if not self._single_file.is_file():
@@ -321,7 +318,7 @@ def _model_state(model: nn.Module, whole: bool, adapter_only: bool) -> dict[str,
 
 
 def _with_adapter_names(model: Any, state: Mapping[str, object]) -> dict[str, Any]:
-    """The names under which a model of peft has its adapters: files leave out which of them it is."""
+    """Return the names under which a model of peft has its adapters: files leave out which of them it is."""
     adapter = model.active_adapter
     names = {
         name.replace(f".{adapter}.", ".").removesuffix(f".{adapter}"): name for name in model.state_dict()
@@ -349,7 +346,9 @@ def merge_fsdp_weights(
         remove_checkpoint_dir: Remove ``checkpoint_dir`` afterwards.
 
     Raises:
-        ValueError: ``checkpoint_dir`` is not a sharded checkpoint. The message names folders inside of it that are.
+        ValueError: ``checkpoint_dir`` is no sharded weights, but has folders of them, which the message names; or
+            it is to be removed, and ``output_path`` is in it.
+        CheckpointError: there are no weights, or they are damaged.
 
     Examples:
         ```python
@@ -367,50 +366,9 @@ def merge_fsdp_weights(
             assert load_file("merged_weights/model.safetensors")["weight"].shape == (1, 4)
         ```
     """
-    from lockstep.checkpoint.format.documents import MANIFEST
+    from lockstep.compat.checkpoints.merge import merge_weights
 
-    folder, output = Path(checkpoint_dir), Path(output_path)
-    is_ours = (folder / MANIFEST).is_file()
-    state = _weights_of_checkpoint(folder) if is_ours else _joined_shards(folder, output)
-    output.mkdir(parents=True, exist_ok=True)
-    # Copies: tied weights keep all of their names.
-    copies = {name: value.clone() for name, value in state.items()}
-    name = SAFE_WEIGHTS_NAME if safe_serialization else WEIGHTS_NAME
-    save_object(copies if safe_serialization else state, output / name, safe_serialization)
-    if remove_checkpoint_dir:
-        shutil.rmtree(folder)
-
-
-def _weights_of_checkpoint(folder: Path) -> dict[str, torch.Tensor]:
-    """Of what ``save_state`` wrote."""
-    from safetensors.torch import load_file
-
-    from lockstep.checkpoint.weights.convert import open_weights, write_file
-
-    with TemporaryDirectory(dir=folder.parent) as aside:
-        write_file(open_weights(str(folder)), f"{aside}/{SAFE_WEIGHTS_NAME}", True)
-        return load_file(f"{aside}/{SAFE_WEIGHTS_NAME}")
-
-
-def _joined_shards(folder: Path, output: Path) -> dict[str, torch.Tensor]:
-    """Of what ``save_fsdp_model`` wrote."""
-    if not (folder / ".metadata").is_file():
-        inner = sorted(path.name for path in folder.glob("*") if (path / ".metadata").is_file())
-        near = (
-            f" It has {', '.join(inner)}: name one of them."
-            if inner
-            else " Name the folder of a saved model."
-        )
-        raise ValueError(f"{folder} is no sharded checkpoint (it has no .metadata).{near}")
-    output.mkdir(parents=True, exist_ok=True)
-    joined = output / f"{WEIGHTS_NAME}.partial"
-    try:
-        dcp_to_torch_save(folder, joined)
-        state = torch.load(joined, map_location="cpu", weights_only=True)
-    finally:
-        joined.unlink(missing_ok=True)
-    found: dict[str, torch.Tensor] = state.get("model", state)
-    return found
+    merge_weights(Path(checkpoint_dir), Path(output_path), safe_serialization, remove_checkpoint_dir)
 
 
 def fsdp2_load_full_state_dict(

@@ -190,7 +190,7 @@ def _indexed(index: int) -> torch.device:
 def _type_for(
     source: torch.Tensor, old: torch.Tensor | None, dtype: torch.dtype | None, is_new: bool
 ) -> torch.dtype:
-    """What a value becomes: integers and truth values stay as they are."""
+    """Return what a value becomes: integers and truth values stay as they are."""
     if not (source.is_floating_point() or source.is_complex()):
         return source.dtype
     if dtype is not None:

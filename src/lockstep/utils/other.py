@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import codecs
 from types import MethodType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -24,7 +22,6 @@ from lockstep.utils import (
 )
 
 __all__ = [
-    "TORCH_SAFE_GLOBALS",
     "clear_environment",
     "compile_regions",
     "convert_bytes",
@@ -33,49 +30,10 @@ __all__ = [
     "has_repeated_blocks",
     "is_compiled_module",
     "is_repeated_blocks",
-    "load",
     "patch_environment",
     "save",
     "wait_for_everyone",
 ]
-
-TORCH_SAFE_GLOBALS: list[Any] = [
-    *{type(np.dtype(name)) for name in np.sctypeDict if isinstance(name, str)},
-    codecs.encode,
-    np.dtype,
-    np.ndarray,
-    np.array(0).__reduce__()[0],
-    np.float64(0).__reduce__()[0],
-]
-"""What ``load`` lets torch rebuild beside tensors and plain values: arrays of NumPy, such as states of generators."""
-
-
-def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
-    """Read a file that ``save`` or ``torch.save`` wrote.
-
-    It is ``torch.load`` with ``weights_only=True``, which runs no code from the file. It reads tensors of any shape,
-    plain values and arrays of NumPy.
-
-    Args:
-        f: The path, or an open file.
-        map_location: Where tensors go, as for ``torch.load``. None: the devices that they were saved from.
-        kwargs: Further arguments of ``torch.load``. ``weights_only=False`` also reads other objects.
-
-    Examples:
-        ```python
-        import torch
-        from lockstep import PartialState
-        from lockstep.utils import load, save
-
-        state = PartialState()
-        save({"step": 3, "mean": torch.zeros(4)}, "to_load.pt")  # rank 0 writes
-        state.wait_for_everyone()
-        assert load("to_load.pt")["step"] == 3
-        ```
-    """
-    with torch.serialization.safe_globals(TORCH_SAFE_GLOBALS):
-        return torch.load(f, map_location=map_location, **{"weights_only": True, **kwargs})
-
 
 # -- compiling block by block ----------------------------------------------------------------------------
 

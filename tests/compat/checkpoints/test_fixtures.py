@@ -132,9 +132,8 @@ def test_further_models_optimizers_and_objects_are_read(case: str) -> None:
     assert counter["mean"].tolist() == expected["mean"]
 
 
-def test_a_stateful_loaders_position_is_read_and_the_rest_is_said_to_be_left_out() -> None:
+def test_a_stateful_loaders_position_is_said_to_be_left_out() -> None:
     state, _, _ = read("accelerate-bin")
-    assert state.loaders == [{"batches": 3, "finished": False}]
     assert any("dl_state_dict.bin" in note and "left out" in note for note in state.notes)
 
 

@@ -106,19 +106,6 @@ def test_an_object_of_a_library_is_refused_by_its_place(tmp_path: Path) -> None:
         read_foreign(tmp_path)
 
 
-def test_a_samplers_seed_and_epoch_are_read(tmp_path: Path) -> None:
-    from accelerate.data_loader import SeedableRandomSampler
-    from torch.utils.data import TensorDataset
-
-    generator = torch.Generator()
-    sampler = SeedableRandomSampler(TensorDataset(torch.arange(4)), generator=generator, data_seed=5)
-    sampler.set_epoch(2)
-    saved(tmp_path / "pytorch_model.bin", WEIGHTS)
-    saved(tmp_path / "sampler_1.bin", sampler)
-    saved(tmp_path / "scheduler.bin", {"last_epoch": 1})
-    assert read_foreign(tmp_path).loaders == [None, {"epoch": 2, "seed": 5}]
-
-
 def test_lazy_conjugates_and_negatives_keep_their_signs(tmp_path: Path) -> None:
     values = torch.tensor([[1 + 2j, 3 - 4j], [5j, -6]], dtype=torch.complex64)
     weights = {

@@ -11,7 +11,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.compat import Outcome, walk
 from lockstep.compat.deepspeed import KEYS, from_deepspeed
 from lockstep.config import MAX_FILE_BYTES, BatchSizes, SettingValue, parallel_of, precision_of, read_json
 from lockstep.errors import ConfigError
@@ -286,7 +285,6 @@ def test_any_mapping_gives_settings_or_one_message(config: dict[Any, Any]) -> No
     except ConfigError:
         return
     assert all(isinstance(said, SettingValue) for said in found.settings.values())
-    assert Outcome.REFUSED not in {row.outcome for row in found.rows}
 
 
 @examples(200)
@@ -299,13 +297,3 @@ def test_any_text_gives_settings_or_one_message(
         path.write_text(text, encoding="utf-8", errors="replace")
         with contextlib.suppress(ConfigError):
             from_deepspeed(path)
-
-
-def test_every_key_of_a_file_has_one_row() -> None:
-    def leaves(config: Any) -> int:
-        return sum(
-            leaves(item) if isinstance(item, dict) and "type" not in item else 1 for item in config.values()
-        )
-
-    for config in (STAGE2, STAGE3):
-        assert len(list(walk(KEYS, config))) == leaves(config)

@@ -250,19 +250,6 @@ def test_torchs_schedules_can_be_named() -> None:
     json.dumps(scheduler.state_dict())
 
 
-def test_one_cycle_changes_learning_rates_alone_where_there_are_no_betas() -> None:
-    params: dict[str, Any] = {"cycle_min_lr": 0.1, "cycle_max_lr": 0.3, "cycle_first_step_size": 2}
-    dummy, optimizer = optimizer_of("SGD")
-    scheduler = build_scheduler(SchedulerConfig("OneCycle", params), DummyScheduler(dummy), optimizer)
-    expected = [0.1, 0.2, 0.3, 0.2, 0.1]
-    assert rates(optimizer, scheduler, 5) == [pytest.approx([rate, rate]) for rate in expected]
-    assert "betas" not in optimizer.param_groups[0]
-    with pytest.raises(ConfigError, match="SGD"):
-        build_scheduler(
-            SchedulerConfig("OneCycle", params | {"cycle_momentum": True}), DummyScheduler(dummy), optimizer
-        )
-
-
 @pytest.mark.parametrize(
     ("name", "params", "options", "message"),
     [
@@ -283,6 +270,7 @@ def test_one_cycle_changes_learning_rates_alone_where_there_are_no_betas() -> No
         ("WarmupLR", {"warmup_type": "auto"}, {}, "warmup_type is 'auto'"),
         ("WarmupLR", {}, {"cycle_min_lr": 1}, "no parameter 'cycle_min_lr'"),
         ("WarmupLr", {}, {}, "Did you mean 'WarmupLR'"),
+        ("OneCycle", {}, {}, "Name torch's OneCycleLR"),
         ("LambdaLR", {}, {}, "'LambdaLR' is not available from a file"),
         ("ReduceLROnPlateau", {}, {}, "not available from a file"),
         ("StepLR", {"step": 1}, {}, "no parameter 'step'"),

@@ -1,7 +1,7 @@
 """The schedules of DeepSpeed files, against sequences recorded from ``deepspeed.runtime.lr_schedules``.
 
 The file beside this one says from which version. Each row holds what one optimizer step used: the learning
-rates of two parameter groups (0.2, 0.05 before the schedule began), and the second group's betas.
+rates of two parameter groups (0.2, 0.05 before the schedule began).
 """
 
 from __future__ import annotations
@@ -38,14 +38,12 @@ def steps(optimizer: torch.optim.Optimizer, scheduler: ScheduledLR, count: int) 
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case['type']}-{CASES.index(case)}")
-def test_each_step_has_the_learning_rates_and_betas_of_deepspeed(case: dict[str, Any]) -> None:
+def test_each_step_has_the_learning_rates_of_deepspeed(case: dict[str, Any]) -> None:
     optimizer = adam()
     scheduler = ScheduledLR(optimizer, parse_schedule(case["type"], case["params"], groups=2))
     for i, expected in enumerate(case["lrs"]):
         assert [group["lr"] for group in optimizer.param_groups] == pytest.approx(expected, rel=1e-12), i
         assert scheduler.get_last_lr() == pytest.approx(expected, rel=1e-12)
-        betas = case["betas"][i] if case["params"].get("cycle_momentum", "betas" in case) else (0.9, 0.999)
-        assert optimizer.param_groups[1]["betas"] == pytest.approx(betas, rel=1e-12), i
         optimizer.step()
         scheduler.step()
 
@@ -55,13 +53,11 @@ def test_the_recorded_sequences_cover_every_schedule_beyond_its_end() -> None:
         "WarmupLR",
         "WarmupDecayLR",
         "WarmupCosineLR",
-        "OneCycle",
-        "LRRangeTest",
     }
     assert all(len(case["lrs"]) > case["params"].get("total_num_steps", 0) for case in CASES)
 
 
-@pytest.mark.parametrize("case", [CASES[5], CASES[8], CASES[12]], ids=lambda case: case["type"])
+@pytest.mark.parametrize("case", [CASES[5], CASES[8]], ids=lambda case: case["type"])
 def test_a_run_that_continues_from_its_state_has_the_rest_of_the_sequence(case: dict[str, Any]) -> None:
     schedule = parse_schedule(case["type"], case["params"], groups=2)
     optimizer = adam()
@@ -95,7 +91,6 @@ def test_learning_rates_that_are_tensors_are_changed_in_place() -> None:
         ("WarmupLR", {"warmup_steps": 3}, "Did you mean 'warmup_num_steps'"),
         ("WarmupLR", {"total_num_steps": 3}, "no parameter 'total_num_steps'"),
         ("WarmupDecayLR", {}, "needs total_num_steps"),
-        ("OneCycle", {"cycle_max_lr": 1}, "needs cycle_min_lr"),
         ("WarmupLR", {"warmup_num_steps": 0}, "warmup_num_steps=0"),
         ("WarmupLR", {"warmup_num_steps": 2.5}, "warmup_num_steps=2.5"),
         ("WarmupLR", {"warmup_num_steps": None}, "warmup_num_steps=None"),
@@ -105,9 +100,6 @@ def test_learning_rates_that_are_tensors_are_changed_in_place() -> None:
         ("WarmupLR", {"warmup_max_lr": -1}, "warmup_max_lr is -1"),
         ("WarmupLR", {"warmup_max_lr": True}, "warmup_max_lr is True"),
         ("WarmupLR", {"warmup_max_lr": [1, 2, 3]}, "warmup_max_lr has 3 values"),
-        ("OneCycle", {"cycle_min_lr": 0, "cycle_max_lr": 1, "cycle_first_step_size": 0}, "above 0"),
-        ("OneCycle", {"cycle_min_lr": 0, "cycle_max_lr": 1, "cycle_max_mom": 1}, "cycle_max_mom is 1"),
-        ("LRRangeTest", {"lr_range_test_staircase": "maybe"}, "staircase=maybe is not a truth value"),
     ],
 )
 def test_what_is_not_a_schedule_is_refused_by_name(name: str, params: dict[str, Any], message: str) -> None:

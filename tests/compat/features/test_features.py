@@ -1,4 +1,4 @@
-"""Scripts as in Accelerate's documentation, on two processes: with it, by alias, and with the import changed."""
+"""The loops of Accelerate's guides, with it and by alias."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import pytest
 
 from tests.command import LOCKSTEP
 
-SCRIPT = Path(__file__).with_name("by_feature.py")
 GUIDES = Path(__file__).with_name("guides.py")
 SOURCE = str(Path(__file__).parents[3] / "src")
 LAUNCH = (*LOCKSTEP[1:], "launch", "--cpu", "--nproc", "2", "--num-cpu-threads", "1")
@@ -51,31 +50,14 @@ def same(one: Any, other: Any) -> bool:
     )
 
 
-@pytest.mark.exhaustive
-@pytest.mark.timeout(1000)
-def test_each_feature_gives_the_numbers_that_it_gives_with_accelerate(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate")
-    changed = tmp_path / "changed.py"
-    changed.write_text(SCRIPT.read_text().replace("from accelerate", "from lockstep"))
-    runs = (
-        start("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(SCRIPT), path=""),
-        start(*LAUNCH, "--as-accelerate", str(SCRIPT), path=SOURCE),
-        start(*LAUNCH, str(changed), path=SOURCE),
-    )
-    there, alias, ours = map(results, runs)
-    assert len(there) == 15
-    for here in (alias, ours):
-        assert here.keys() == there.keys()
-        assert [name for name in there if not same(here[name], there[name])] == []
-
-
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_the_loops_of_the_guides_give_the_numbers_that_they_give_with_accelerate(ranks: int) -> None:
     pytest.importorskip("accelerate")
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"] if ranks > 1 else []
-    there = results(start(*launch, str(GUIDES), path=""))
-    here = results(start(*LAUNCH[:-3], str(ranks), *LAUNCH[-2:], "--as-accelerate", str(GUIDES), path=SOURCE))
+    ours = (*LAUNCH[:-3], str(ranks), *LAUNCH[-2:], "--as-accelerate")
+    runs = start(*launch, str(GUIDES), path=""), start(*ours, str(GUIDES), path=SOURCE)
+    there, here = map(results, runs)
     assert len(there) == {1: 17, 2: 32}[ranks]  # one more is printed by the function of a notebook
     assert here.keys() == there.keys()
     assert {name: (here[name], there[name]) for name in there if not same(here[name], there[name])} == {}

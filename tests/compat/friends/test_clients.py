@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.compat.friends.test_friends import end, far, start
+from tests.compat.friends.runs import end, far, start
 
 PACKAGES = {
     "denoising_diffusion": "denoising_diffusion_pytorch",

@@ -1,30 +1,25 @@
-"""Trainer, TRL, PEFT, sentence-transformers and diffusers, unmodified, by alias against the installed Accelerate.
-
-Each run is one process, or two, for all of its cells: most of its time is imports.
-"""
+"""Trainer, TRL, PEFT, sentence-transformers and diffusers, unmodified, by alias against the installed Accelerate."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.command import LOCKSTEP
 from tests.compat.friends.compare import difference
-
-HERE = Path(__file__).parent
-SOURCE = str(HERE.parents[2] / "src")
-LAUNCH = (
-    *LOCKSTEP[1:],
-    "launch",
-    "--cpu",
-    "--num-cpu-threads",
-    "1",
-    "--as-accelerate",
-    "--nproc",
+from tests.compat.friends.packages import deepspeed_package
+from tests.compat.friends.runs import (
+    MOST,
+    RESUMED,
+    SOME_SHARDED,
+    WHOLE,
+    close_to_whole,
+    end,
+    far,
+    on_one,
+    resumed_like_whole,
+    sharded_cells,
+    start,
 )
 
 ALONE = """
@@ -53,12 +48,6 @@ ARGUMENTS_ALONE = {
 ARGUMENTS_TOGETHER = " ".join(
     name for name in f"{ARGUMENTS} {ARGUMENTS_AGAIN} backend".split() if name not in ARGUMENTS_ALONE
 )
-# Trainer repeats a loss for a whole batch; Accelerate keeps as many as there are samples, from the first ranks.
-# Here each rank keeps as many as it has samples. All else is compared.
-OTHER_MEANS = dict.fromkeys(
-    ("split_batches", "dispatch_batches", "dispatch_and_split", "gathered_objects"),
-    ("eval_loss", "test_loss"),
-)
 EXPERIMENTAL = "orpo cpo tpo online_dpo gkd distillation sdft gmpo a2po sdpo"
 
 ALONE += " ".join(f" argument/argument_{name}" for name in ARGUMENTS.split())
@@ -85,63 +74,6 @@ EVERY_STAGE = " ".join(
 )
 TOGETHER_AGAIN += " ".join(f" argument/argument_{name}" for name in ARGUMENTS_TOGETHER.split())
 TOGETHER_AGAIN += " ".join(f" experimental/{name}" for name in EXPERIMENTAL.split())
-MOST = {"alone": 0.0, "ddp": 1e-6, "zero": 1e-5}
-
-
-def start(
-    words: str,
-    out: Path,
-    here: bool,
-    processes: int,
-    packages: str = "",
-    **variables: str,
-) -> subprocess.Popen[str]:
-    """Run cells in so many processes: here by alias, else with Accelerate itself.
-
-    ``packages``: a folder of packages beside those that are installed.
-    """
-    known = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
-    if processes == 1:
-        program = ["-m", "lockstep.compat.accelerate"] if here else []
-    else:
-        other = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
-        program = [*(LAUNCH if here else other), str(processes)]
-    out.mkdir(parents=True, exist_ok=True)
-    settings = {
-        "PYTHONPATH": os.pathsep.join(filter(None, [SOURCE if here else "", packages])),
-        "CELLS_OUT": str(out),
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    return subprocess.Popen(
-        [sys.executable, *program, str(HERE / "run_cells.py"), *words.split()],
-        env=known | settings | variables,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def end(*runs: subprocess.Popen[str]) -> None:
-    said = [(run.communicate(timeout=1700)[0], run.returncode) for run in runs]
-    for text, code in said:
-        assert code == 0, text[-6000:]
-
-
-def far(words: str, here: Path, there: Path, kind: str) -> list[str]:
-    """The cells that are further from Accelerate's, or from the run that they go on with, than ``MOST`` says."""
-    found = []
-    for word in words.split():
-        name, *parallel = word.split("/")[1:]
-        goes_on = name == "unconditional_resumed"
-        other = there / ("unconditional" if goes_on else name)
-        apart = OTHER_MEANS.get(name.removeprefix("argument_"), ()) if kind == "ddp" else ()
-        numbers, weights = difference(here / "-".join([name, *parallel]), other, goes_on, apart)
-        if max(numbers, weights) > MOST[kind]:
-            found.append(f"{word}: numbers {numbers:.1e}, weights {weights:.1e}")
-    return found
 
 
 @pytest.fixture(autouse=True)
@@ -173,13 +105,15 @@ def test_two_processes_and_shards_train_as_with_accelerate_and_resume_on_one(
     together: str, sharded: str, tmp_path: Path
 ) -> None:
     here, there, alone = tmp_path / "here", tmp_path / "there", tmp_path / "alone"
-    goes_on = "diffusion/unconditional_resumed"
-    end(start(f"{together} {goes_on} {sharded}", here, True, 2), start(together, there, False, 2))
+    goes_on, package = "diffusion/unconditional_resumed", deepspeed_package(tmp_path)
+    words = f"{together} {goes_on} {sharded} {sharded_cells(SOME_SHARDED)}"
+    end(start(words, here, True, 2, packages=package), start(f"{together} {WHOLE}", there, False, 2))
     assert far(together, here, there, "ddp") == []
     assert far(goes_on, here, here, "ddp") == []
     assert far(sharded, here, there, "zero") == []
-    # One process, with as many samples in a step: twice the windows.
-    on_one = {"CELLS_FROM": str(here / "kept-zero=3"), "CELLS_WINDOW": "4"}
-    end(start("trainer/taken_up/zero=3", alone, True, 1, **on_one))
+    close_to_whole(SOME_SHARDED, here, there)
+    # One process goes on from two.
+    end(start(f"trainer/taken_up/zero=3 {RESUMED}", alone, True, 1, packages=package, **on_one(here)))
     # Means over other evaluation batches differ, weights do not.
     assert difference(alone / "taken_up-zero=3", there / "taken_up")[1] <= MOST["zero"]
+    resumed_like_whole(alone, there)

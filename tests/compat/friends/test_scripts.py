@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.compat.friends.compare import difference
-from tests.compat.friends.test_friends import MOST, end, start
+from tests.compat.friends.runs import MOST, end, start
 
 SCRIPTS = {
     "transformers": (

@@ -153,7 +153,7 @@ def kept(folder: Path) -> Result:
 
 @cell
 def taken_up(folder: Path) -> Result:
-    origin = Path(os.environ.get("CELLS_FROM", folder.parent / folder.name.replace("taken_up", "kept")))
+    origin = Path(os.environ.get("CELLS_FROM", folder.parent)) / folder.name.replace("taken_up", "kept")
     return train(folder, model=gpt2(dropout=0.0), resume=str(origin / "checkpoint-10"))
 
 

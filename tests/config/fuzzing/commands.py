@@ -15,7 +15,6 @@ from tests.config.fuzzing.files import (
     our_yaml,
     some_word,
 )
-from tests.config.fuzzing.lines import parallel_line
 from tests.config.fuzzing.pools import ANY, RUN, Input, Pool, Raw, chance, integers, split, words
 
 
@@ -119,33 +118,6 @@ def schedule_command(source: random.Random) -> Input:
         given.argv.append("--json")
     if chance(source, 0.05):
         given.argv += ["-o", source.choice(("out.svg", "out.png", "no/such/x.svg", "nul\0.svg", ".svg"))]
-    return given
-
-
-ENV_FLAGS = {
-    "params": words(
-        {"1.3B": 1_300_000_000, "350M": 350_000_000, "7e9": 7_000_000_000, "1000": 1000},
-        "-1 | nan | inf | 1e999 | B | '' | 0 | 1.3X | 1.5",
-        "9" * 5000,
-    ),
-    "ranks": words(
-        {"'1,2'": [1, 2], "4": [4], "'1,2,4,8'": [1, 2, 4, 8]}, "0 | -1 | x | '1,,2' | 1.5", "9" * 400
-    ),
-    "precision": words({"bf16": ANY, "fp16": ANY, "fp8": ANY, "'no'": ANY}, "x | '' | 32"),
-    "optimizer": words({"adamw": ANY, "sgd": ANY, "adam": ANY}, "magic_q | '' | 1"),
-    "blocks": integers(1, 8),
-    "gradient_accumulation_steps": integers(1, 4),
-}
-
-
-def env_command(source: random.Random) -> Input:
-    given = Input("lockstep env")
-    arguments = flags(source, given, ENV_FLAGS, 4, ())
-    line = parallel_line(source) if chance(source, 0.5) else Input("", argv=["all"])
-    given.wrong |= line.wrong
-    given.argv = ["env", "--explain", line.argv[0], *arguments]
-    if chance(source, 0.7):
-        given.argv.append("--json")
     return given
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping
 
 from tests.config.fuzzing.commands import (
     CONFIG_FLAGS,
-    ENV_FLAGS,
     LAUNCH_FLAGS,
     SCHEDULE_FLAGS,
     SWITCHES,
@@ -112,7 +111,6 @@ def inputs() -> Iterator[Input]:
     config = ("config", "--yes", "--force", "--config-file", "out.yaml")
     yield from said("lockstep config", with_values(CONFIG_FLAGS), after(*config))
     yield from said("lockstep schedule", SCHEDULE_FLAGS, after("schedule", "1f1b", "--json"))
-    yield from said("lockstep env", ENV_FLAGS, after("env", "--explain", "all", "--json"))
     yield from said(
         "lockstep launch", with_values(LAUNCH_FLAGS), after("launch", "--dry-run", last=("train.py",))
     )

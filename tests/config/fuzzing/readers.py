@@ -194,15 +194,6 @@ def _scheduled(given: Input, out: str) -> str | None:
     return wrong
 
 
-def _explained(given: Input, out: str) -> str | None:
-    if "--json" not in given.argv:
-        return None
-    facts = json.loads(out)
-    found = {"params": facts["parameters"], "blocks": facts["blocks"]}
-    found["gradient_accumulation_steps"] = facts["gradient_accumulation_steps"]
-    return differs(given, found)
-
-
 def _launched(given: Input, out: str) -> str | None:
     """The end of a plan has ``name value origin`` in each line."""
     if "--k8s" in given.argv:
@@ -245,6 +236,5 @@ PRINTED: dict[str, Callable[[Input, str], str | None]] = {
     "lockstep config": _written,
     "lockstep config convert": _converted,
     "lockstep schedule": _scheduled,
-    "lockstep env": _explained,
     "lockstep launch": _launched,
 }

@@ -55,7 +55,6 @@ MAKERS: tuple[Callable[[random.Random], Input], ...] = (
     commands.config_command,
     commands.convert_command,
     commands.schedule_command,
-    commands.env_command,
     commands.checkpoint_command,
     commands.launch_command,
 )
@@ -86,7 +85,6 @@ def warm_up() -> None:
     for argv in (
         ["schedule", "1f1b", "-o", "warm.svg"],
         ["schedule", "dualpipev", "--json"],
-        ["env", "--explain", "all"],
         ["config", "--yes", "--force", "--config-file", "warm.yaml"],
         ["config", "convert", "warm.yaml"],
         ["checkpoint", "show", "missing"],

@@ -115,7 +115,7 @@ class AliasFinder:
 
 
 def _installed() -> Path | None:
-    """The folder of Accelerate itself, if it is installed. Does not import it."""
+    """Return the folder of Accelerate itself, if it is installed. Does not import it."""
     spec = PathFinder.find_spec(ROOT)
     return None if spec is None or spec.origin is None else Path(spec.origin).parent
 

@@ -6,7 +6,7 @@ something that does not exist here yet.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -17,13 +17,8 @@ from lockstep.compat.accelerate.sections import (
     DYNAMO_SECTION,
     FP8_SECTION,
     MPI_SECTION,
-    from_dynamo,
-    from_fp8,
-    from_layout,
-    from_mpirun,
+    read_section,
 )
-from lockstep.compat.deepspeed.yaml_section import from_deepspeed_section
-from lockstep.compat.fsdp.section import from_fsdp
 from lockstep.compat.rules import Translation, is_off
 from lockstep.config.enums import ComputeEnvironment, DistributedType
 from lockstep.config.merge import (
@@ -96,15 +91,6 @@ SECTIONS = {
     MPI_SECTION: ("launching by mpirun", None),
     DYNAMO_SECTION: ("compilation", None),
     FP8_SECTION: ("training in 8 bits", None),
-}
-
-READERS: dict[str, Callable[[dict[str, object], str], Translation]] = {
-    "fsdp_config": from_fsdp,
-    "deepspeed_config": from_deepspeed_section,
-    "parallelism_config": from_layout,
-    MPI_SECTION: from_mpirun,
-    DYNAMO_SECTION: from_dynamo,
-    FP8_SECTION: from_fp8,
 }
 
 ONLY_IN_ACCELERATE = ("compute_environment", "distributed_type")
@@ -189,7 +175,7 @@ def _origins(file: YamlFile, values: dict[str, object]) -> dict[str, str]:
 
 
 def _without_idle_sections(file: YamlFile) -> tuple[YamlFile, list[str]]:
-    """The file without sections that ``distributed_type: NO`` switches off, and a warning for each of them."""
+    """Return the file without sections that ``distributed_type: NO`` switches off, and a warning for each of them."""
     # YAML reads an unquoted NO as false.
     if file.data.get("distributed_type") not in (DistributedType.NO, False):
         return file, []
@@ -206,7 +192,7 @@ def _without_idle_sections(file: YamlFile) -> tuple[YamlFile, list[str]]:
 
 
 def _check_section(file: YamlFile, key: str, value: object) -> None:
-    """A section that asks for something must be one, and belong to the distributed_type."""
+    """Check that a section that asks for something is one, and belongs to the distributed_type."""
     if is_off(value):
         return
     if not isinstance(value, dict):
@@ -224,7 +210,7 @@ def _check_section(file: YamlFile, key: str, value: object) -> None:
 
 
 def _spread(file: YamlFile, config: RunConfig) -> Translation:
-    """What the sections say together, and a distributed_type without its section."""
+    """Return what the sections say together, and a distributed_type without its section."""
     kind = file.data.get("distributed_type")
     written = {key: file.data[key] for key in SECTIONS if isinstance(file.data.get(key), dict)}
     given = {key: section for key, section in written.items() if not is_off(section)}
@@ -232,33 +218,22 @@ def _spread(file: YamlFile, config: RunConfig) -> Translation:
         raise ConfigError(
             f"{file.at('fsdp_config')} and {file.at('deepspeed_config')} both shard the model. Remove one of them."
         )
-    parts = []
-    if "fsdp_config" in given or kind == DistributedType.FSDP:
-        where = file.at("fsdp_config" if "fsdp_config" in file.data else "distributed_type")
-        parts.append(from_fsdp(written.get("fsdp_config", {}), where, config.num_machines))
-    if "deepspeed_config" in given or kind == DistributedType.DEEPSPEED:
-        where = file.at("deepspeed_config" if "deepspeed_config" in file.data else "distributed_type")
-        parts.append(from_deepspeed_section(written.get("deepspeed_config", {}), where))
-    if "parallelism_config" in given:
-        where = file.at("parallelism_config")
-        parts.append(from_layout(given["parallelism_config"], where, alone=not parts))
-    if MPI_SECTION in given:
-        parts.append(from_mpirun(given[MPI_SECTION], file.at(MPI_SECTION)))
-    for key in (DYNAMO_SECTION, FP8_SECTION):
-        if key in given:
-            parts.append(READERS[key](given[key], file.at(key)))
+    parts: list[Translation] = []
+    for key, (_, own) in SECTIONS.items():
+        if key in given or (own is not None and kind == own):
+            where = file.at(key if key in file.data else "distributed_type")
+            parts.append(read_section(key, written.get(key, {}), where, config.num_machines, alone=not parts))
     # Such a section asks for nothing, but a misspelt key may mean more.
     for key in written.keys() - given.keys():
-        READERS[key](written[key], file.at(key))
+        read_section(key, written[key], file.at(key))
     asked = merge_settings(*(part.settings for part in parts))
-    rows = tuple(row for part in parts for row in part.rows)
-    return Translation(asked, tuple(text for part in parts for text in part.warnings), rows)
+    return Translation(asked, tuple(text for part in parts for text in part.warnings))
 
 
 def _settings(
     file: YamlFile, config: RunConfig, asked: Mapping[str, SettingValue]
 ) -> tuple[dict[str, object], dict[str, str]]:
-    """The settings of ``RunConfig`` that follow, and the source of each word of ``parallel``.
+    """Return the settings of ``RunConfig`` that follow, and the source of each word of ``parallel``.
 
     The file's own keys must agree with them.
     """
@@ -302,7 +277,7 @@ def _check_kind(file: YamlFile, key: str, value: object) -> None:
 
 
 def _apply_type(file: YamlFile, values: dict[str, object]) -> None:
-    """What ``distributed_type`` says beyond the other keys, and where it contradicts them."""
+    """Add what ``distributed_type`` says beyond the other keys, and refuse what contradicts it."""
     kind = file.data.get("distributed_type")
     if kind == DistributedType.MULTI_CPU:
         values.setdefault("use_cpu", True)

@@ -23,6 +23,14 @@ LAYOUT_FLAGS = tuple(sections.LAYOUT_PREFIX + key for key in sections.LAYOUT_KEY
 MPI_FLAGS = tuple(sections.MPI_KEYS)
 FP8_FLAGS = ("fp8_backend", "fp8_pad_inner_dim", "fp8_enable_fsdp_float8_all_gather")
 FOREIGN_FLAGS = (*FSDP_FLAGS, *DEEPSPEED_FLAGS, *LAYOUT_FLAGS, *MPI_FLAGS, *FP8_FLAGS)
+# Section of Accelerate's file -> its flags, the switch that asks for it alone, and how messages call them.
+_SECTIONS = {
+    "fsdp_config": (FSDP_FLAGS, "use_fsdp", "flags --fsdp-*"),
+    "deepspeed_config": (DEEPSPEED_FLAGS, "use_deepspeed", "flags of DeepSpeed"),
+    "parallelism_config": (LAYOUT_FLAGS, "", "flags --parallelism-config-*"),
+    sections.MPI_SECTION: (MPI_FLAGS, "", "flags --mpirun-*"),
+    sections.FP8_SECTION: (FP8_FLAGS, "", "flags --fp8-*"),
+}
 FOREIGN_SWITCHES = ("use_fsdp", "use_deepspeed", "use_parallelism_config")
 # Refused by name, not as unknown: what does not exist here yet.
 UNUSED_SWITCHES = ("same_network", "no_tpu_cluster")
@@ -80,29 +88,19 @@ def check_refused(options: dict[str, object]) -> None:
 def spread_settings(
     given: dict[str, SettingValue], options: dict[str, object]
 ) -> tuple[dict[str, SettingValue], tuple[str, ...]]:
-    """The settings that these options mean, and warnings; ``given`` are the other flags.
+    """Return the settings that these options mean, and warnings; ``given`` are the other flags.
 
     Raises:
         ConfigError: a value is not allowed, or flags contradict each other.
     """
     machines = given["num_machines"].value if "num_machines" in given else 1
     parts: list[Translation] = []
-    section = _given_flags(options, FSDP_FLAGS)
-    if section or options["use_fsdp"]:
-        parts.append(fsdp.from_fsdp(section, "flags --fsdp-*", machines))
-    section = _given_flags(options, DEEPSPEED_FLAGS)
-    if section or options["use_deepspeed"]:
-        section[deepspeed.FILE_KEY] = options[deepspeed.FILE_KEY]
-        parts.append(deepspeed.from_deepspeed_section(section, "flags of DeepSpeed"))
-    section = _given_flags(options, LAYOUT_FLAGS)
-    if section:
-        parts.append(sections.from_layout(section, "flags --parallelism-config-*", alone=not parts))
-    section = _given_flags(options, MPI_FLAGS)
-    if section:
-        parts.append(sections.from_mpirun(section, "flags --mpirun-*"))
-    section = _given_flags(options, FP8_FLAGS)
-    if section:
-        parts.append(sections.from_fp8(section, "flags --fp8-*"))
+    for key, (flags, switch, where) in _SECTIONS.items():
+        section = {name: options[name] for name in flags if options[name] is not None}
+        if section or options.get(switch):
+            if key == "deepspeed_config":
+                section[deepspeed.FILE_KEY] = options[deepspeed.FILE_KEY]
+            parts.append(sections.read_section(key, section, where, machines, alone=not parts))
     if not parts:
         return {}, ()
     asked = merge_settings(*(part.settings for part in parts), _given_by_flags(given, machines))
@@ -125,7 +123,3 @@ def _given_by_flags(given: dict[str, SettingValue], machines: int) -> dict[str, 
             total = given[name].value * factor
             asked["processes"] = SettingValue(total, f"{total} processes ({given[name].source})")
     return asked
-
-
-def _given_flags(options: dict[str, object], names: tuple[str, ...]) -> dict[str, object]:
-    return {name: options[name] for name in names if options[name] is not None}

@@ -92,7 +92,7 @@ MODULES = _read()
 
 
 def find(module: str, name: str) -> Offered | NotOffered | None:
-    """What is known of a name that is a module's own; None: nothing."""
+    """Return what is known of a name that is a module's own; None: nothing."""
     return MODULES.get(module, {}).get(name)
 
 
@@ -105,5 +105,5 @@ def find_imported(module: str, name: str) -> Offered | NotOffered | None:
 
 
 def names_in(module: str) -> Iterator[str]:
-    """The names that a module offers."""
+    """Return the names that a module offers."""
     return (name for name, known in MODULES[module].items() if isinstance(known, Offered))

@@ -73,7 +73,7 @@ OFFERED: dict[str, dict[str, str]] = {
         "lockstep.inference": "prepare_pippy",
     },
     "accelerate.launchers": {
-        "lockstep.launchers": "debug_launcher notebook_launcher test_launch=check_launch",
+        "lockstep.launchers": "debug_launcher notebook_launcher",
     },
     "accelerate.local_sgd": {
         "lockstep.local_sgd": "LocalSGD",
@@ -100,7 +100,7 @@ OFFERED: dict[str, dict[str, str]] = {
         "lockstep.tracking": """
             AimTracker ClearMLTracker CometMLTracker DVCLiveTracker GeneralTracker
             LOGGER_TYPE_TO_CLASS MLflowTracker SwanLabTracker TensorBoardTracker TrackioTracker
-            WandBTracker filter_trackers get_available_trackers on_main_process
+            WandBTracker get_available_trackers on_main_process
             register_tracker_class
         """,
     },
@@ -133,13 +133,13 @@ OFFERED: dict[str, dict[str, str]] = {
     },
     "accelerate.utils.deepspeed": {
         "lockstep.utils.deepspeed": """
-            DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper DeepSpeedSchedulerWrapper DummyOptim
-            DummyScheduler HfDeepSpeedConfig get_active_deepspeed_plugin
+            DeepSpeedSchedulerWrapper DummyOptim DummyScheduler HfDeepSpeedConfig
+            get_active_deepspeed_plugin
         """,
     },
     "accelerate.utils.environment": {
         "lockstep.utils.environment": """
-            check_cuda_fp8_capability check_cuda_p2p_ib_support clear_environment
+            check_cuda_p2p_ib_support clear_environment
             patch_environment str_to_bool
         """,
     },
@@ -199,15 +199,15 @@ OFFERED: dict[str, dict[str, str]] = {
         "lockstep.utils.operations": """
             CannotPadNestedTensorWarning ConvertOutputsToFp32 DistributedOperationException
             GatheredParameters broadcast broadcast_object_list concatenate convert_outputs_to_fp32
-            convert_to_fp32 copy_tensor_to_devices find_batch_size find_device gather gather_object is_torch_tensor
+            convert_to_fp32 find_batch_size find_device gather gather_object is_torch_tensor
             listify pad_across_processes recursively_apply reduce send_to_device slice_tensors
         """,
     },
     "accelerate.utils.other": {
         "lockstep.utils.other": """
-            TORCH_SAFE_GLOBALS clear_environment compile_regions convert_bytes
+            clear_environment compile_regions convert_bytes
             extract_model_from_parallel get_module_children_bottom_up has_repeated_blocks
-            is_compiled_module is_repeated_blocks load patch_environment save wait_for_everyone
+            is_compiled_module is_repeated_blocks patch_environment save wait_for_everyone
         """,
     },
     "accelerate.utils.random": {
@@ -267,13 +267,13 @@ NOT_OFFERED: dict[str, dict[str, str]] = {
         "accelerate.commands.config.cluster": "get_cluster_input",
         "accelerate.commands.config.config": "get_user_input",
     },
-    "models of the Hub are counted without making them. Use lockstep estimate-memory, or lockstep estimate.": {
+    "models of the Hub are counted without making them. Use lockstep estimate.": {
         "accelerate.commands.estimate": """
             add_timm_hub_prefix check_has_model create_ascii_table create_empty_model gather_data
             verify_on_hub
         """,
     },
-    "it is a step inside of a command. Use lockstep to-fsdp2.": {
+    "it is a step inside of a command. Lockstep reads files for FSDP 1 as they are.": {
         "accelerate.commands.to_fsdp2": "ARGUMENT_KEY_MAPPING ARGUMENT_VALUE_MAPPING ConversionStatus",
     },
     "processes are started in another way. Use lockstep launch, and its --dry-run to see what would run.": {
@@ -431,6 +431,14 @@ NOT_OFFERED: dict[str, dict[str, str]] = {
     },
     "no program is known to import it. Use synchronize_rng_states.": {
         "accelerate.utils.random": "CUDA_DISTRIBUTED_TYPES synchronize_rng_state",
+    },
+    "no program is known to import it. Call what it calls: torch, or accelerator.prepare.": {
+        "accelerate.launchers": "test_launch",
+        "accelerate.tracking": "filter_trackers",
+        "accelerate.utils.deepspeed": "DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper",
+        "accelerate.utils.environment": "check_cuda_fp8_capability",
+        "accelerate.utils.operations": "copy_tensor_to_devices",
+        "accelerate.utils.other": "TORCH_SAFE_GLOBALS load",
     },
     "only torchao is used for 8-bit floating point. Use mixed_precision='fp8', with AORecipeKwargs.": {
         "accelerate.utils.transformer_engine": """

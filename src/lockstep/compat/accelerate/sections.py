@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
-from lockstep.compat.deepspeed.yaml_section import file_name
+from lockstep.compat.deepspeed.yaml_section import file_name, from_deepspeed_section
+from lockstep.compat.fsdp.section import from_fsdp
 from lockstep.compat.rules import Detail, NoEffect, Refused, Table, Translation, Used, same, translate
 from lockstep.config import readers as read
 from lockstep.config.settings import SETTINGS
@@ -22,7 +23,7 @@ MPI_KEYS: Table = {
 
 
 def from_mpirun(section: Mapping[str, object], where: str) -> Translation:
-    """The section ``mpirun_config``: mpirun starts the processes, on the hosts of a file.
+    """Translate the section ``mpirun_config``: mpirun starts the processes, on the hosts of a file.
 
     Raises:
         ConfigError: a key is unknown, or has a value that is not allowed.
@@ -30,7 +31,7 @@ def from_mpirun(section: Mapping[str, object], where: str) -> Translation:
     found = translate(MPI_KEYS, section, where)
     if "hostfile" not in found.settings:
         return found
-    return Translation({**found.settings, "mpi": SettingValue(True, where)}, found.warnings, found.rows)
+    return Translation({**found.settings, "mpi": SettingValue(True, where)}, found.warnings)
 
 
 DYNAMO_SECTION, DYNAMO_PREFIX = "dynamo_config", "dynamo_"
@@ -42,7 +43,7 @@ DYNAMO_KEYS: Table = {
 
 
 def from_dynamo(section: Mapping[str, object], where: str) -> Translation:
-    """The section ``dynamo_config``: how ``torch.compile`` compiles; the prefix of its keys may be left out.
+    """Translate the section ``dynamo_config``: how ``torch.compile`` compiles; the prefix of its keys may be left out.
 
     Raises:
         ConfigError: a key is unknown, or has a value that is not allowed.
@@ -74,7 +75,7 @@ FP8_KEYS: Table = {
 
 
 def from_fp8(section: Mapping[str, object], where: str) -> Translation:
-    """The section ``fp8_config``: how linear layers compute in 8 bits; the prefix of its keys may be left out.
+    """Translate the section ``fp8_config``, how linear layers compute in 8 bits; its keys may lack their prefix.
 
     Raises:
         ConfigError: a key is unknown, or asks for another package than torchao.
@@ -103,7 +104,7 @@ LAYOUT_KEYS: Table = {
 
 
 def from_layout(section: Mapping[str, object], where: str, alone: bool = True) -> Translation:
-    """The section ``parallelism_config``: ``processes`` is the number of ranks that it describes.
+    """Translate the section ``parallelism_config``: ``processes`` is the number of ranks that it describes.
 
     ``alone``: nothing else says a stage, so that its shards are those of stage 3.
 
@@ -137,4 +138,27 @@ def from_layout(section: Mapping[str, object], where: str, alone: bool = True) -
     size = math.prod(degree.value for degree in sizes)
     if size > 1:
         settings["processes"] = SettingValue(size, " x ".join(degree.source for degree in sizes))
-    return Translation(settings, found.warnings, found.rows)
+    return Translation(settings, found.warnings)
+
+
+def read_section(
+    key: str, section: Mapping[str, object], where: str, machines: int = 1, alone: bool = True
+) -> Translation:
+    """Translate the section ``key`` of Accelerate's file. ``alone``: no other one shards models.
+
+    Raises:
+        ConfigError: a key is unknown or refused, or has a value that is not allowed.
+    """
+    if key == "fsdp_config":
+        return from_fsdp(section, where, machines)
+    if key == "parallelism_config":
+        return from_layout(section, where, alone)
+    return _READERS[key](section, where)
+
+
+_READERS: dict[str, Callable[[Mapping[str, object], str], Translation]] = {
+    "deepspeed_config": from_deepspeed_section,
+    MPI_SECTION: from_mpirun,
+    DYNAMO_SECTION: from_dynamo,
+    FP8_SECTION: from_fp8,
+}

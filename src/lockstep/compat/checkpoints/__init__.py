@@ -8,14 +8,15 @@ if not TYPE_CHECKING:
     __getattr__ = names_of_modules(
         __name__,
         {
+            "container": ["FileSlice", "find_pickles"],
             "convert": ["read_foreign"],
             "isolated": ["RefusedError", "unpickle"],
-            "restricted.machine": ["Machine"],
+            "restricted.machine": ["Machine", "RefusedFile"],
             "restricted.main": ["Encoder"],
-            "restricted.nodes": ["RefusedFile"],
             "result": ["write_imported"],
             "state": ["describe_state", "ImportedState"],
-            "tensors": ["decode", "MalformedError", "MappedFile", "Scratch"],
+            "tensors": ["MalformedError", "MappedFile", "Refused", "Scratch", "Storage"],
+            "values": ["decode"],
             "zero": ["join_stage_1_and_2", "join_stage_3", "spans_of_stage_1_and_2", "spans_of_stage_3"],
         },
     )

@@ -11,10 +11,8 @@ from lockstep.compat.checkpoints.reader import ForeignReader
 from lockstep.compat.checkpoints.roles import is_weights, optimizer
 from lockstep.compat.checkpoints.source import CheckpointSource
 from lockstep.compat.checkpoints.state import ImportedState, generator_states, require_plain
-from lockstep.compat.checkpoints.tensors import StoredTensor
 from lockstep.errors import CheckpointError
 
-_SAMPLER = "accelerate.data_loader.SeedableRandomSampler"
 _RNG = r"random_states_(\d+)\.pkl"
 _OBJECTS = r"custom_checkpoint_(\d+)\.pkl"
 _SIGNS = (
@@ -33,7 +31,7 @@ def is_accelerate(source: CheckpointSource) -> bool:
 
 
 def read_accelerate(reader: ForeignReader) -> ImportedState:
-    """The state that ``save_state`` wrote.
+    """Return the state that ``save_state`` wrote.
 
     Raises:
         CheckpointError: a part is missing, refused or of a form that is not read.
@@ -49,10 +47,10 @@ def read_accelerate(reader: ForeignReader) -> ImportedState:
         used |= {name for name in source.names if name.startswith(f"{deepspeed}/") or name == "latest"}
     else:
         used |= _read_models(reader, state) | _read_optimizers(reader, state)
-    for read in (_read_schedulers, _read_scaler, _read_objects, _read_generators, _read_loaders):
+    for read in (_read_schedulers, _read_scaler, _read_objects, _read_generators):
         used |= read(reader, state)
     left = [name for name in source.names if name not in used]
-    state.notes += [f"{name}: left out, because save_state does not write it" for name in left]
+    state.notes += [f"{name}: left out, because {_why_left(name)}" for name in left]
     state.notes += [f"{name}: left out, because skip names it" for name in source.skipped]
     if not state.models:
         raise CheckpointError(
@@ -60,6 +58,11 @@ def read_accelerate(reader: ForeignReader) -> ImportedState:
             f"nor pytorch_model_fsdp_0/, only {source.names[:5]}. Copy the whole folder."
         )
     return state
+
+
+def _why_left(name: str) -> str:
+    is_loader = re.fullmatch(r"(dl_state_dict|sampler)(_\d+)?\.bin", name)
+    return "only its own library can read where a loader is" if is_loader else "save_state does not write it"
 
 
 def _dcp_folders(source: CheckpointSource, stem: str) -> list[str]:
@@ -153,43 +156,6 @@ def _read_generators(reader: ForeignReader, state: ImportedState) -> set[str]:
     if files and state.world_size is None:
         state.world_size = len(files)
     return set(files.values())
-
-
-def _read_loaders(reader: ForeignReader, state: ImportedState) -> set[str]:
-    """Positions of stateful loaders, seeds and epochs of samplers; what torchdata keeps inside is left out."""
-    found: dict[int, dict[str, object]] = {}
-    used: set[str] = set()
-    for pattern, known in ((r"dl_state_dict(_\d+)?\.bin", _position), (r"sampler(_\d+)?\.bin", _sampler)):
-        names = {int((n or "0").strip("_")): name for (n,), name in reader.source.matching(pattern).items()}
-        for (number, name), value in zip(names.items(), reader.read_all(list(names.values())), strict=True):
-            used.add(name)
-            about = known(value)
-            found.setdefault(number, {}).update(about)
-            kept = ", ".join(f"{key} {item}" for key, item in about.items()) or "nothing"
-            state.notes.append(
-                f"{name}: of loader {number}, {kept}; the rest is for that library alone and was left out"
-            )
-    if found:
-        state.loaders = [found.get(number) for number in range(max(found) + 1)]
-    return used
-
-
-def _position(value: object) -> dict[str, int]:
-    """What torchdata's StatefulDataLoader counts: batches handed out in this epoch, and whether it is over."""
-    if not isinstance(value, dict):
-        return {}
-    inner = value.get("_snapshot") if isinstance(value.get("_snapshot"), dict) else {}
-    batches = value.get("_num_yielded", inner.get("_snapshot_step") if isinstance(inner, dict) else None)
-    about = {"batches": batches} if type(batches) is int else {}
-    finished = value.get("_iterator_finished")
-    return about | ({"finished": finished} if isinstance(finished, bool) else {})
-
-
-def _sampler(value: object) -> dict[str, object]:
-    if not isinstance(value, StoredTensor) or value.name != _SAMPLER:
-        return {}
-    pairs = {"epoch": value.get("epoch"), "seed": value.get("initial_seed")}
-    return {key: item for key, item in pairs.items() if type(item) is int}
 
 
 def _plain_dict(reader: ForeignReader, name: str, value: object) -> dict[str, object]:

@@ -23,14 +23,14 @@ SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 def read_single(reader: ForeignReader, name: str) -> ImportedState:
-    """The weights, and whatever else a training script put beside them."""
+    """Return the weights, and whatever else a training script put beside them."""
     state = ImportedState("one pickled file")
     sort_entries(reader.read(name), name, state)
     return state
 
 
 def read_sharded(reader: ForeignReader) -> ImportedState:
-    """The weights of ``pytorch_model-0000x-of-0000N.bin`` by ``pytorch_model.bin.index.json``.
+    """Return the weights of ``pytorch_model-0000x-of-0000N.bin`` by ``pytorch_model.bin.index.json``.
 
     Raises:
         CheckpointError: the index names another file than such a one, or the files hold other tensors than it says.
@@ -63,7 +63,7 @@ def _weight_map(reader: ForeignReader) -> dict[str, str]:
 
 
 def read_foreign(src: str | os.PathLike[str], skip: Iterable[str] = ()) -> ImportedState:
-    """The state in ``src``: a file of ``torch.save``, or a folder of Accelerate, FSDP, torch DCP or DeepSpeed.
+    """Return the state in ``src``: a file of ``torch.save``, or a folder of Accelerate, FSDP, torch DCP or DeepSpeed.
 
     Pickles are interpreted in a separate process without rights, and never in this one. ``skip`` names files
     or folders in ``src`` to leave out.
@@ -108,7 +108,7 @@ def _pickled_file(source: CheckpointSource) -> str:
 
 
 def _only_file(source: CheckpointSource) -> str:
-    """The one pickled file of a folder, such as ``pytorch_model.bin`` beside a configuration."""
+    """Return the one pickled file of a folder, such as ``pytorch_model.bin`` beside a configuration."""
     files = [name for name in source.below("") if name.endswith(SUFFIXES)]
     if PICKLED_WEIGHTS in files:
         return PICKLED_WEIGHTS

@@ -15,7 +15,7 @@ import torch
 
 from lockstep.comm.tree import StateDict
 from lockstep.compat.checkpoints.reader import FilePart, ForeignReader
-from lockstep.compat.checkpoints.tensors import StoredTensor
+from lockstep.compat.checkpoints.tensors import StoredObject
 
 METADATA = ".metadata"
 MAX_DEPTH = 60
@@ -46,7 +46,7 @@ class DcpEntry:
 
 
 def read_dcp(reader: ForeignReader, folder: str) -> dict[str, object]:
-    """The nested dict that was saved in ``folder`` (``""``: the source itself), with whole tensors.
+    """Return the nested dict that was saved in ``folder`` (``""``: the source itself), with whole tensors.
 
     Raises:
         CheckpointError: a file is missing, points out of the folder, or does not hold what the metadata says.
@@ -87,8 +87,8 @@ def _entries(reader: ForeignReader, name: str, prefix: str) -> dict[str, DcpEntr
     return entries
 
 
-def _is(value: object, name: str) -> TypeGuard[StoredTensor]:
-    return isinstance(value, StoredTensor) and value.name == name and isinstance(value.state, dict)
+def _is(value: object, name: str) -> TypeGuard[StoredObject]:
+    return isinstance(value, StoredObject) and value.name == name and isinstance(value.state, dict)
 
 
 def _index(index: object) -> tuple[str, ChunkSizes | None]:
@@ -126,7 +126,7 @@ def _entry(key: Any, about: Any, file_parts: dict[Any, FilePart], paths: dict[st
         or any(type(s) not in (str, int) for s in path)
     ):
         raise ValueError(f"the path {str(path)[:80]} of {str(key)[:80]!r}")
-    if isinstance(about, StoredTensor) and about.name == _CLASSES + "BytesStorageMetadata":
+    if isinstance(about, StoredObject) and about.name == _CLASSES + "BytesStorageMetadata":
         return DcpEntry(path, None, None, [DcpChunk((), (), file_parts[key, None])])
     if not _is(about, _CLASSES + "TensorStorageMetadata"):
         raise ValueError(f"{key!r} is neither a tensor nor an object")
@@ -144,7 +144,7 @@ def _entry(key: Any, about: Any, file_parts: dict[Any, FilePart], paths: dict[st
 
 
 def _assemble(reader: ForeignReader, name: str, key: str, entry: DcpEntry, parts: list[Any]) -> torch.Tensor:
-    """The tensor, put together from its chunks, which must cover it exactly once."""
+    """Return the tensor, put together from its chunks, which must cover it exactly once."""
     assert entry.shape is not None
     assert entry.dtype is not None
     for chunk, part in zip(entry.chunks, parts, strict=True):

@@ -18,8 +18,7 @@ from lockstep.comm.tree import StateDict
 from lockstep.compat.checkpoints.reader import ForeignReader
 from lockstep.compat.checkpoints.roles import is_optimizer, is_weights, optimizer
 from lockstep.compat.checkpoints.state import ImportedState, require_plain
-from lockstep.compat.checkpoints.tensors import StoredTensor
-from lockstep.compat.checkpoints.universal import is_universal, read_universal
+from lockstep.compat.checkpoints.tensors import StoredObject
 from lockstep.compat.checkpoints.zero import (
     ZeroSpan,
     checked_shape,
@@ -61,12 +60,11 @@ def is_deepspeed(names: list[str]) -> bool:
 
 
 def tag_folder(reader: ForeignReader, folder: str = "") -> str | None:
-    """The folder of the tag that ``latest`` names, or ``folder`` itself; None if neither is DeepSpeed's."""
+    """Return the folder of the tag that ``latest`` names, or ``folder`` itself; None if neither is DeepSpeed's."""
     if is_deepspeed(reader.source.below(folder)):
         return folder
-    beside = [f"{folder}/{name}" if folder else name for name in ("latest", "latest_universal")]
-    latest = next((name for name in beside if name in reader.source), None)
-    if latest is None:
+    latest = f"{folder}/latest" if folder else "latest"
+    if latest not in reader.source:
         return None
     tag = reader.source.text(latest, 4096).strip()
     if not re.fullmatch(r"[\w.\-]+", tag) or tag in (".", ".."):
@@ -81,7 +79,7 @@ def tag_folder(reader: ForeignReader, folder: str = "") -> str | None:
 
 
 def read_deepspeed(reader: ForeignReader, folder: str) -> ImportedState:
-    """The state in ``folder``, one tag.
+    """Return the state in ``folder``, one tag.
 
     Raises:
         CheckpointError: ranks are missing, the model was cut over tensor, pipeline or expert ranks, or the files
@@ -94,9 +92,7 @@ def read_deepspeed(reader: ForeignReader, folder: str) -> ImportedState:
         raise reader.broken(models[0], "it has no 'module'")
     state = ImportedState("DeepSpeed", world_size=len(optims) or first.get("dp_world_size"))
     state.step = first.get("global_steps")
-    if is_universal(reader, folder):
-        _read_universal(reader, folder, first, models[0], state)
-    elif optims:
+    if optims:
         _read_zero(reader, loaded, models[0], optims, state)
     else:
         _read_plain(reader, first, models[0], state)
@@ -105,8 +101,13 @@ def read_deepspeed(reader: ForeignReader, folder: str) -> ImportedState:
 
 
 def _files(reader: ForeignReader, folder: str) -> tuple[list[str], list[str]]:
-    """The files with models and with optimizers, by rank."""
+    """Return the files with models and with optimizers, by rank."""
     prefix = f"{re.escape(folder)}/" if folder else ""
+    if reader.source.matching(rf"{prefix}zero/([^/]+)/(\w+)\.pt"):
+        raise CheckpointError(
+            f"{reader.path(folder)} is of DeepSpeed's universal form, which cannot be imported. Import the checkpoint "
+            "that ds_to_universal.py was given."
+        )
     found = [reader.source.matching(prefix + pattern) for pattern in (_MODEL, _OPTIMIZER)]
     cut = [n for n in reader.source.below(folder) if re.match(r"(layer_|expert_|expp_rank_)", n)]
     cut += [name for files in found for (_, tensor_rank), name in files.items() if int(tensor_rank)]
@@ -161,23 +162,6 @@ def _read_zero(
     ]
 
 
-def _read_universal(
-    reader: ForeignReader, folder: str, first: StateDict, name: str, state: ImportedState
-) -> None:
-    weights, moments, common = read_universal(reader, folder, first.get("param_shapes"))
-    require_plain(moments, f"{folder}/zero")
-    # The module has what ZeRO does not own; stage 3 leaves empty places for the rest.
-    for key, value in first["module"].items():
-        if isinstance(value, torch.Tensor) and value.numel():
-            weights.setdefault(key, value)
-    state.models.append(weights)
-    state.optimizers.append(moments)
-    state.scaler = _scaler(reader, name, common.get("loss_scaler"))
-    state.notes.append(
-        f"{folder}/zero: weights in fp32 and state of the optimizer, of DeepSpeed's universal form"
-    )
-
-
 def _optimizer_state(reader: ForeignReader, file: str, value: object) -> dict[str, object]:
     state = value.get("optimizer_state_dict") if isinstance(value, dict) else None
     if not isinstance(state, dict):
@@ -188,7 +172,7 @@ def _optimizer_state(reader: ForeignReader, file: str, value: object) -> dict[st
 
 
 def _partitions(first: StateDict, saved: list[StateDict], reader: ForeignReader) -> Partitions:
-    """Raises KeyError, TypeError or ValueError where the files are not of DeepSpeed's form."""
+    """Read the partitions. Raises KeyError, TypeError or ValueError where the files are not of DeepSpeed's form."""
     is_stage_3 = "fp32_flat_groups" in saved[0]
     vectors_key, inner_key = (
         ("fp32_flat_groups", "optimizer_state_dict")
@@ -244,7 +228,7 @@ def _weights(models: list[StateDict], partitions: Partitions) -> dict[str, torch
 
 
 def _moments(partitions: Partitions, saved: dict[str, object]) -> dict[str, object]:
-    """The inner optimizer's state by the names of the parameters."""
+    """Return the inner optimizer's state by the names of the parameters."""
     groups, states = _groups_and_states(partitions.inner, saved)
     numbers = [number for group in groups for number in group["params"]]
     if len(numbers) != len(partitions.vectors[0]):
@@ -287,7 +271,7 @@ def _groups_and_states(
 
 def _scaler(reader: ForeignReader, file: str, saved: object) -> dict[str, object] | None:
     """``torch.amp.GradScaler.state_dict()`` of a dynamic loss scale; a static one is no state."""
-    if not isinstance(saved, StoredTensor) or saved.name != _LOSS_SCALER:
+    if not isinstance(saved, StoredObject) or saved.name != _LOSS_SCALER:
         return None
     try:
         window, factor = int(saved.get("scale_window")), float(saved.get("scale_factor"))
@@ -325,7 +309,7 @@ def _read_plain(reader: ForeignReader, first: StateDict, name: str, state: Impor
 
 
 def _read_rest(first: dict[str, object], name: str, state: ImportedState) -> None:
-    """The scheduler, and what the script gave as ``client_state``."""
+    """Read the scheduler, and what the script gave as ``client_state``."""
     scheduler = first.get("lr_scheduler")
     if isinstance(scheduler, dict):
         require_plain(scheduler, f"{name}['lr_scheduler']")

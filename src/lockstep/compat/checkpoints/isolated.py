@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import select
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from lockstep.errors import CheckpointError
 from lockstep.words import escape
@@ -46,8 +46,8 @@ class RefusedError(Exception):
 
 def unpickle(
     parts: Sequence[tuple[int, int, int]], memory_bytes: int = MEMORY_BYTES, wall_s: float = WALL_S
-) -> list[object]:
-    """JSON of each part ``(descriptor, start, length)``, by one restricted process.
+) -> list[dict[str, Any]]:
+    """Return the JSON of each part ``(descriptor, start, number of pickles)``, by one restricted process.
 
     Raises:
         RefusedError: a part is not what torch or pickle write, or names something that is not allowed.
@@ -59,76 +59,59 @@ def unpickle(
         [sys.executable, "-I", "-S", "-B", "-c", _CODE, str(Path(__file__).parent)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         pass_fds=sorted({descriptor for descriptor, _, _ in parts}),
         env={},
         cwd="/",
         start_new_session=True,
     )
-    try:
-        answer, error = _converse(process, request.encode("ascii"), wall_s)
-    finally:
-        process.kill()
-        code = process.wait()
-        for stream in (process.stdin, process.stdout, process.stderr):
-            if stream is not None:
-                stream.close()
-    return _values(answer, error, code, len(parts))
-
-
-def _converse(process: subprocess.Popen[bytes], request: bytes, wall_s: float) -> tuple[bytes, bytes]:
+    began, watch = time.monotonic(), threading.Timer(wall_s, process.kill)
     assert process.stdin is not None
     assert process.stdout is not None
-    assert process.stderr is not None
-    # The process has ended; its standard error says why.
-    with contextlib.suppress(BrokenPipeError):
-        process.stdin.write(request)
-        process.stdin.close()
-    deadline = time.monotonic() + wall_s
-    received: dict[int, list[bytes]] = {process.stdout.fileno(): [], process.stderr.fileno(): []}
-    output, error = received
-    is_open, total = {output, error}, 0
-    while is_open:
-        ready, _, _ = select.select(list(is_open), [], [], max(0.0, deadline - time.monotonic()))
-        if not ready:
-            raise CheckpointError(
-                f"Reading the pickled files took more than {wall_s:.0f} s and was ended. Import a smaller part "
-                "of the checkpoint, with skip."
-            )
-        for descriptor in ready:
-            chunk = os.read(descriptor, 2**20)
-            received[descriptor].append(chunk)
-            total += len(chunk)
-            if not chunk:
-                is_open.remove(descriptor)
-        if total > MAX_ANSWER_BYTES:
-            raise CheckpointError(
-                f"The pickled files hold more than {MAX_ANSWER_BYTES} bytes of values other than tensors. Leave "
-                "files out with skip."
-            )
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(END_S)
-    return b"".join(received[output]), b"".join(received[error])
-
-
-def _values(answer: bytes, error: bytes, code: int, count: int) -> list[object]:
-    # What follows the last line break was cut off.
-    lines = answer.split(b"\n")[:-1]
+    watch.start()
     try:
-        answers = [json.loads(line) for line in lines]
-    except (ValueError, RecursionError):
-        answers = []
-    values = [entry["value"] for entry in answers if isinstance(entry, dict) and "value" in entry]
+        # A process that has ended says why.
+        with contextlib.suppress(BrokenPipeError), process.stdin:
+            process.stdin.write(request.encode("ascii"))
+        said = process.stdout.read(MAX_ANSWER_BYTES + 1)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(END_S if len(said) <= MAX_ANSWER_BYTES else 0)
+    finally:
+        watch.cancel()
+        process.kill()
+        process.stdout.close()
+        code = process.wait()
+    if time.monotonic() - began >= wall_s:
+        raise CheckpointError(
+            f"Reading the pickled files took more than {wall_s:.0f} s and was ended. Import a smaller part "
+            "of the checkpoint, with skip."
+        )
+    if len(said) > MAX_ANSWER_BYTES:
+        raise CheckpointError(
+            f"The pickled files hold more than {MAX_ANSWER_BYTES} bytes of values other than tensors. Leave "
+            "files out with skip."
+        )
+    return _values(said, code, len(parts))
+
+
+def _values(said: bytes, code: int, count: int) -> list[dict[str, Any]]:
+    values, last = [], "nothing"
+    # What follows the last line break was cut off.
+    for line in said.split(b"\n")[:-1]:
+        try:
+            entry = json.loads(line)
+        except (ValueError, RecursionError):
+            entry = None
+        if isinstance(entry, dict) and entry.keys() == {"values", "storages", "end"}:
+            values.append(entry)
+        elif isinstance(entry, dict) and "refused" in entry:
+            raise RefusedError(len(values), _shortened(str(entry["refused"])), entry.get("damaged") is True)
+        else:
+            last = _shortened(line.decode("utf-8", "replace"))
     if code == 0 and len(values) == count:
         return values
-    if answers and isinstance(answers[-1], dict) and "refused" in answers[-1]:
-        damaged = answers[-1].get("damaged") is True
-        raise RefusedError(len(answers) - 1, _shortened(str(answers[-1]["refused"])), damaged)
-    output = _shortened(
-        error.decode("utf-8", "replace").strip().splitlines()[-1] if error.strip() else "nothing"
-    )
     how = f"signal {-code}" if code < 0 else f"exit code {code}"
-    raise RefusedError(len(values), f"the process that read it ended ({how}; it said: {output})")
+    raise RefusedError(len(values), f"the process that read it ended ({how}; it said: {last})")
 
 
 def _shortened(text: str) -> str:

@@ -10,10 +10,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from lockstep.compat.checkpoints.isolated import RefusedError, unpickle
+from lockstep.compat.checkpoints.container import Container, FileSlice, find_pickles
+from lockstep.compat.checkpoints.isolated import MAX_MESSAGE, RefusedError, unpickle
 from lockstep.compat.checkpoints.source import CheckpointSource
-from lockstep.compat.checkpoints.tensors import MalformedError, MappedFile, Scratch, decode
+from lockstep.compat.checkpoints.tensors import MalformedError, MappedFile, Refused, Scratch
+from lockstep.compat.checkpoints.values import decode
 from lockstep.errors import CheckpointError
+from lockstep.words import escape
 
 MAX_OPEN = 64
 # Name, start, length.
@@ -28,15 +31,15 @@ class ForeignReader:
         self.scratch = Scratch()
 
     def read(self, name: str) -> Any:
-        """The value of a pickled file. Raises CheckpointError, with the file's name and why."""
+        """Return the value of a pickled file. Raises CheckpointError, with the file's name and why."""
         return self.read_all([name])[0]
 
     def read_all(self, names: Sequence[str]) -> list[Any]:
-        """The values of pickled files."""
+        """Return the values of pickled files."""
         return self.read_parts([(name, 0, -1) for name in names])
 
     def read_parts(self, file_parts: Sequence[FilePart]) -> list[object]:
-        """The values of parts of files; the length -1 reaches to the end."""
+        """Return the values of parts of files; the length -1 reaches to the end."""
         names = list(dict.fromkeys(name for name, _, _ in file_parts))
         values: dict[int, object] = {}
         # In batches, as a process may have only so many files open.
@@ -58,33 +61,46 @@ class ForeignReader:
                     raise self.broken(
                         name, f"{length} bytes are read from position {start}, but it has {sizes[name]} bytes"
                     )
-            parts = [
-                (descriptors[name], start, sizes[name] - start if length < 0 else length)
-                for name, start, length in file_parts
+            containers = [
+                self._container(descriptors[name], sizes[name], part)
+                for part in file_parts
+                for name in part[:1]
             ]
-            answers = unpickle(parts)
+            answers = unpickle([(one.part.descriptor, one.start, one.pickles) for one in containers])
             files = {
                 name: MappedFile(fd, str(self.path(name)), self.scratch) for name, fd in descriptors.items()
             }
+            return [
+                self._decoded(answer, container, files[name], name)
+                for answer, container, (name, _, _) in zip(answers, containers, file_parts, strict=True)
+            ]
         except RefusedError as refusal:
             name = file_parts[min(refusal.number, len(file_parts) - 1)][0]
             raise (self.broken if refusal.damaged else self.refused)(name, refusal.reason) from None
         finally:
             for descriptor in descriptors.values():
                 os.close(descriptor)
-        return [
-            self._decoded(answer, files[name], name)
-            for answer, (name, _, _) in zip(answers, file_parts, strict=True)
-        ]
 
-    def _decoded(self, answer: object, file: MappedFile, name: str) -> object:
+    def _container(self, descriptor: int, size: int, file_part: FilePart) -> Container:
+        name, start, length = file_part
         try:
-            return decode(answer, file)
-        except MalformedError as error:
-            raise self.broken(name, f"it describes something impossible: {error}") from None
+            return find_pickles(FileSlice(descriptor, start, size - start if length < 0 else length))
+        except Refused as refusal:
+            raise self._of(refusal, name) from None
+
+    def _decoded(self, answer: Any, container: Container, file: MappedFile, name: str) -> object:
+        try:
+            storages = container.storages(answer["storages"], answer["values"], answer["end"], file)
+            return decode(container.value(answer["values"], answer["end"]), storages)
+        except Refused as refusal:
+            raise self._of(refusal, name) from None
+
+    def _of(self, refusal: Refused, name: str) -> CheckpointError:
+        is_damaged = isinstance(refusal, MalformedError)
+        return (self.broken if is_damaged else self.refused)(name, escape(str(refusal)[:MAX_MESSAGE]))
 
     def read_safetensors(self, name: str) -> dict[str, torch.Tensor]:
-        """The tensors of a safetensors file. Raises CheckpointError if it is none."""
+        """Return the tensors of a safetensors file. Raises CheckpointError if it is none."""
         # This refuses a link, and what is no regular file.
         os.close(self.source.open(name))
         try:
@@ -97,7 +113,7 @@ class ForeignReader:
         return self.source.root / name
 
     def refused(self, name: str, reason: str) -> CheckpointError:
-        """The error for a file that the restricted process refused."""
+        """Return the error for a file that the restricted process refused."""
         way_out = (
             f"Leave it out with skip ({name!r}) if the run does not need it. Otherwise load it on a machine "
             "where you trust it, and save only tensors and plain values."
@@ -107,7 +123,7 @@ class ForeignReader:
         return CheckpointError(f"{self.path(name)} was refused: {reason}. {way_out}")
 
     def broken(self, name: str, reason: str) -> CheckpointError:
-        """The error for a file whose content contradicts itself."""
+        """Return the error for a file whose content contradicts itself."""
         return CheckpointError(
             f"{self.path(name)} is damaged, or is not of the kind that its name says: {reason}. Copy it again."
         )

@@ -78,7 +78,7 @@ def sort_entries(value: Any, where: str, state: ImportedState) -> None:
 
 
 def optimizer(saved: Any, where: str) -> StateDict:
-    """A state of an optimizer, with names for numbers where its groups have ``param_names``.
+    """Return a state of an optimizer, with names for numbers where its groups have ``param_names``.
 
     Raises:
         CheckpointError: it has another form, or parameters that are in no group.

@@ -20,7 +20,7 @@ class CheckpointSource:
     """
 
     def __init__(self, path: str | os.PathLike[str], skip: Iterable[str] = ()) -> None:
-        """Raises CheckpointError if there is nothing, UsageError for a ``skip`` that is not there."""
+        """List what is there. Raises CheckpointError for nothing, UsageError for a ``skip`` that is not there."""
         # Unlike Path.expanduser, this keeps ~nobody.
         self.path = Path(os.path.expanduser(path))
         if not self.path.exists():
@@ -58,13 +58,13 @@ class CheckpointSource:
         return name in self.names
 
     def matching(self, pattern: str) -> dict[tuple[str, ...], str]:
-        """The names that match the whole regular expression, by its groups."""
+        """Return the names that match the whole regular expression, by its groups."""
         matches = {name: re.fullmatch(pattern, name) for name in self.names}
         found = {match.groups(""): name for name, match in matches.items() if match}
         return dict(sorted(found.items()))
 
     def numbered(self, pattern: str) -> list[str]:
-        """The names of a series, whose group is ``""`` or a number: ``optimizer(_1)?.bin``. No gaps.
+        """Return the names of a series, whose group is ``""`` or a number: ``optimizer(_1)?.bin``. No gaps.
 
         Raises:
             CheckpointError: a number is missing and was not skipped.
@@ -83,13 +83,13 @@ class CheckpointSource:
         return [by_number[number] for number in sorted(by_number)]
 
     def below(self, folder: str) -> list[str]:
-        """The names of the files that lie in ``folder``, without it; ``""`` is the top."""
+        """Return the names of the files that lie in ``folder``, without it; ``""`` is the top."""
         prefix = folder + "/" if folder else ""
         rest = [name.removeprefix(prefix) for name in self.names if name.startswith(prefix)]
         return [name for name in rest if "/" not in name]
 
     def open(self, name: str) -> int:
-        """A descriptor of a regular file, to be closed by the caller.
+        """Return a descriptor of a regular file, to be closed by the caller.
 
         Raises:
             CheckpointError: it is a link or no regular file, or cannot be opened.
@@ -97,7 +97,10 @@ class CheckpointSource:
         if name not in self.names:
             raise CheckpointError(f"{self.path} has no file {name!r}. Copy the whole checkpoint again.")
         try:
-            descriptor = self._open_below(name)
+            # The user has named a single file, and may name a link. Links to folders were listed, not followed.
+            follow = os.O_NOFOLLOW if self.is_folder else 0
+            # Without O_NONBLOCK a named pipe would wait for its writer.
+            descriptor = os.open(self.root / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | follow)
         except OSError as error:
             if (self.root / name).is_symlink():
                 raise CheckpointError(
@@ -112,26 +115,8 @@ class CheckpointSource:
             raise CheckpointError(f"{self.root / name} is not a regular file. Copy the checkpoint again.")
         return descriptor
 
-    def _open_below(self, name: str) -> int:
-        """Open folder by folder, so that none of them can be a link."""
-        # Without O_NONBLOCK a named pipe would wait for its writer.
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-        # The user has named this file, and may name a link; what is in a folder was not named.
-        if not self.is_folder:
-            return os.open(self.path, flags)
-        here = os.open(self.root, flags | os.O_DIRECTORY)
-        try:
-            *folders, file = name.split("/")
-            for folder in folders:
-                below = os.open(folder, flags | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=here)
-                os.close(here)
-                here = below
-            return os.open(file, flags | os.O_NOFOLLOW, dir_fd=here)
-        finally:
-            os.close(here)
-
     def text(self, name: str, limit: int = 2**26) -> str:
-        """The text of a small file. Raises CheckpointError if it is none."""
+        """Return the text of a small file. Raises CheckpointError if it is none."""
         descriptor = self.open(name)
         with open(descriptor, "rb") as file:
             data = file.read(limit + 1)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from lockstep.comm.tree import StateDict
-from lockstep.compat.checkpoints.tensors import StoredTensor
+from lockstep.compat.checkpoints.tensors import StoredObject
 from lockstep.errors import CheckpointError
 
 
@@ -23,7 +23,6 @@ class ImportedState:
     - ``optimizers``: as ``torch.optim.Optimizer.state_dict()``, but parameters have names, in ``state`` and in
       ``param_groups``, where the source knows them; else numbers in the order of the groups.
     - ``rng``: by rank, what ``lockstep.runtime.seed.rng_state()`` returns.
-    - ``loaders``: for each data loader what is known of its position, or None.
     - ``step``, ``world_size``: None where the source does not say.
     - ``other``: plain values beside the rest, such as a script's own epoch.
     - ``notes``: what each file became, and what was left out and why.
@@ -36,7 +35,6 @@ class ImportedState:
     scaler: dict[str, object] | None = None
     objects: list[dict[str, object]] = field(default_factory=list)
     rng: dict[int, dict[str, object]] = field(default_factory=dict)
-    loaders: list[dict[str, object] | None] = field(default_factory=list)
     step: int | None = None
     world_size: int | None = None
     other: dict[str, object] = field(default_factory=dict)
@@ -51,7 +49,6 @@ class ImportedState:
             self.scaler,
             self.objects,
             self.rng,
-            self.loaders,
             self.other,
         )
         return len(self.models) == 1 and not any(parts)
@@ -73,7 +70,6 @@ def describe_state(state: ImportedState) -> list[StateRow]:
     rows += [("object", str(i), _keys(entry)) for i, entry in enumerate(state.objects)]
     if state.rng:
         rows.append(("random generators", "", f"of {len(state.rng)} ranks: {sorted(state.rng)}"))
-    rows += [("loader", str(i), _keys(entry or {})) for i, entry in enumerate(state.loaders)]
     if state.step is not None:
         rows.append(("step", "", str(state.step)))
     if state.other:
@@ -87,14 +83,14 @@ def require_plain(value: object, where: str) -> None:
     waiting = [(value, where)]
     while waiting:
         item, place = waiting.pop()
-        if isinstance(item, StoredTensor):
+        if isinstance(item, StoredObject):
             raise CheckpointError(
                 f"{place} is an object of {item.name}, which only its own library can read. Save its values in a "
                 "dict, or leave this part out with skip."
             )
         if isinstance(item, dict):
             waiting += [(entry, f"{place}[{key!r}]") for key, entry in item.items()]
-            waiting += [(key, f"a key of {place}") for key in item if isinstance(key, (StoredTensor, tuple))]
+            waiting += [(key, f"a key of {place}") for key in item if isinstance(key, (StoredObject, tuple))]
         elif isinstance(item, (list, tuple, set, frozenset, deque)):
             waiting += [(entry, f"{place}[{i}]") for i, entry in enumerate(item)]
 

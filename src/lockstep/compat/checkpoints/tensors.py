@@ -1,23 +1,17 @@
-"""From the restricted process's JSON to values: tensors are the bytes of the source files, mapped, not copied."""
+"""The bytes of source files as tensors, mapped, not copied; and memory for tensors that are put together."""
 
 from __future__ import annotations
 
-import base64
 import math
 import mmap
 import os
 import tempfile
 import zlib
-from collections import Counter, deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from lockstep.config.files import JsonObject
 from lockstep.errors import CheckpointError
 
 _SMALL_BYTES = 2**20
@@ -29,26 +23,26 @@ _BY_NAME = (
     "float8_e5m2fnuz", "float8_e8m0fnu",
 )  # fmt: skip
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _BY_NAME if hasattr(torch, name)}
-_ARRAYS = ("b1", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8")
-_SEQUENCES: dict[str, Callable[[list[object]], object]] = {
-    "tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque
-}  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
-class StoredTensor:
+class StoredObject:
     """An object of a class that was not loaded: its full name and the state it was pickled with."""
 
     name: str
     state: Any
 
     def get(self, key: str) -> Any:
-        """An entry of its state; None if there is none."""
+        """Return an entry of its state; None if there is none."""
         return self.state.get(key) if isinstance(self.state, dict) else None
 
 
-class MalformedError(Exception):
-    """An answer of the restricted process that it cannot have meant."""
+class Refused(Exception):
+    """A file holds something that is not read; the text says what."""
+
+
+class MalformedError(Refused):
+    """A file is not whole, or contradicts itself."""
 
 
 class Scratch:
@@ -91,7 +85,7 @@ class MappedFile:
         self._storages: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
 
     def storage(self, start: int, nbytes: int, crc32: int | None, dtype: torch.dtype) -> torch.Tensor:
-        """The bytes from ``start`` as one row of ``dtype``; always the same object for the same place.
+        """Return the bytes from ``start`` as one row of ``dtype``; always the same object for the same place.
 
         Raises:
             CheckpointError: they are not those that the file's checksum was made of.
@@ -135,95 +129,33 @@ class MappedFile:
         self._checked.add((start, nbytes))
 
 
-def decode(value: object, file: MappedFile) -> Any:
-    """The value that a line of the restricted process's JSON stands for; its tensors are in ``file``.
+@dataclass(frozen=True, eq=False)
+class Storage:
+    """The ``nbytes`` of a file from ``start``; ``crc32`` is their checksum, if there is one."""
 
-    Raises:
-        MalformedError: the JSON is not of the form that the process writes.
-        CheckpointError: the file is damaged.
-    """
-    try:
-        return _decode(value, file)
-    except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
-        raise MalformedError(f"{type(error).__name__}: {error}") from None
+    file: MappedFile
+    dtype: torch.dtype
+    start: int
+    nbytes: int
+    crc32: int | None
 
-
-def _decode(value: object, file: MappedFile) -> object:
-    if isinstance(value, list):
-        return [_decode(item, file) for item in value]
-    if not isinstance(value, dict):
-        return value
-    kind = value["$"]
-    if kind in ("dict", "counter"):
-        decoded = {_key(_decode(key, file)): _decode(item, file) for key, item in value["items"]}
-        return Counter(decoded) if kind == "counter" else decoded
-    if kind == "tensor":
-        return _tensor(value, file)
-    if kind == "int":
-        return int(value["value"], 16)
-    if kind == "float":
-        return float(value["value"])
-    if kind == "bytes":
-        return base64.b64decode(value["value"], validate=True)
-    if kind == "dtype":
-        return _dtype(value["value"])
-    if kind == "array":
-        return _array(value)
-    if kind == "record":
-        return StoredTensor(str(value["name"]), _decode(value["state"], file))
-    return _SEQUENCES[kind]([_decode(item, file) for item in value["items"]])
+    def tensor(self, dtype: torch.dtype, offset: int, shape: object, stride: object) -> torch.Tensor:
+        """Return a view of it. Raises MalformedError if it reaches beyond."""
+        # A storage may end within an element of this dtype: the checksum is then of more bytes than are read.
+        rest = self.nbytes % dtype.itemsize
+        row = self.file.storage(self.start, self.nbytes - rest, None if rest else self.crc32, dtype)
+        (offset,), sizes, steps = counts((offset,)), counts(shape), counts(stride)
+        count = math.prod(sizes)
+        # Index of the last element: offset + sum of (length - 1) * stride.
+        last = offset + sum((length - 1) * step for length, step in zip(sizes, steps, strict=True))
+        if count > len(row) or (count and last >= len(row)):
+            raise MalformedError(f"a tensor of shape {sizes} in {len(row)} elements")
+        return row.as_strided(sizes, steps, offset) if count else torch.empty(sizes, dtype=dtype)
 
 
-def _key(key: object) -> object:
-    """Keys that are cheap to hash, whoever chose them."""
-    parts = key if isinstance(key, tuple) else (key,)
-    for part in parts:
-        if not (
-            part is None
-            or isinstance(part, (str, bool, StoredTensor))
-            or (type(part) is int and abs(part) < 2**53)
-        ):
-            raise MalformedError(f"a key of type {type(part).__name__}")
-    return key
-
-
-def _dtype(name: object) -> torch.dtype:
-    if name not in DTYPES:
-        raise MalformedError(f"the dtype {name!r}, which torch {torch.__version__} does not have")
-    return DTYPES[name]
-
-
-def _counts(values: object) -> list[int]:
-    if (
-        not isinstance(values, list)
-        or len(values) > _MAX_DIMS
-        or any(type(v) is not int or v < 0 for v in values)
-    ):
-        raise MalformedError(f"the sizes {values!r}")
-    return values
-
-
-def _tensor(value: JsonObject, file: MappedFile) -> torch.Tensor:
-    dtype, shape, stride = _dtype(value["dtype"]), _counts(value["shape"]), _counts(value["stride"])
-    start, nbytes, crc32 = value["storage"]
-    (offset,) = _counts([value["offset"]])
-    _counts([start, nbytes])
-    # A storage may end within an element of this dtype: the checksum is then of more bytes than are read.
-    rest = nbytes % dtype.itemsize
-    row = file.storage(start, nbytes - rest, None if rest else crc32, dtype)
-    count = math.prod(shape)
-    # Index of the last element: offset + sum of (length - 1) * stride.
-    last = offset + sum((length - 1) * step for length, step in zip(shape, stride, strict=True))
-    if count > len(row) or (count and last >= len(row)):
-        raise MalformedError(f"a tensor of shape {shape} in {len(row)} elements")
-    found = row.as_strided(shape, stride, offset) if count else torch.empty(shape, dtype=dtype)
-    for word in value["lazy"]:
-        found = {"conj": found.conj().resolve_conj, "neg": found.neg}[word]()
-    return found
-
-
-def _array(value: JsonObject) -> npt.NDArray[np.generic]:
-    if value["dtype"] not in _ARRAYS:
-        raise MalformedError(f"an array of {value['dtype']!r}")
-    flat = np.frombuffer(base64.b64decode(value["data"], validate=True), dtype=np.dtype("<" + value["dtype"]))
-    return flat.reshape(_counts(value["shape"]), order="F" if value["fortran"] else "C").copy()
+def counts(values: Any) -> tuple[int, ...]:
+    """Return ``values``, which must be a tuple of integers that are not negative."""
+    is_counts = isinstance(values, tuple) and len(values) <= _MAX_DIMS
+    if not is_counts or any(type(value) is not int or value < 0 for value in values):
+        raise MalformedError(f"the sizes {str(values)[:80]}")
+    return tuple(values)

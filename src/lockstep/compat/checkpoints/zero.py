@@ -63,7 +63,7 @@ def spans_of_stage_3(
 
 
 def join_stage_1_and_2(span: ZeroSpan, by_rank: Sequence[torch.Tensor], scratch: Scratch) -> torch.Tensor:
-    """The parameter, of ``span.shape``, from the ranks' vectors [n]; a view where one rank has all of it.
+    """Return the parameter, of ``span.shape``, from the ranks' vectors [n]; a view where one rank has all of it.
 
     Raises:
         ValueError: elements are missing.
@@ -79,7 +79,7 @@ def join_stage_1_and_2(span: ZeroSpan, by_rank: Sequence[torch.Tensor], scratch:
 
 
 def join_stage_3(span: ZeroSpan, by_rank: Sequence[torch.Tensor], scratch: Scratch) -> torch.Tensor:
-    """The parameter, of ``span.shape``, from the ranks' vectors [n]; a view where there is one rank.
+    """Return the parameter, of ``span.shape``, from the ranks' vectors [n]; a view where there is one rank.
 
     Raises:
         ValueError: elements are missing.

@@ -31,11 +31,11 @@ def from_deepspeed(config: object, where: str = "the DeepSpeed configuration") -
     if not isinstance(config, Mapping):
         raise ConfigError(f"{where} is of type {type(config).__name__}. Give a path or a mapping.")
     found = translate(KEYS, config, where)
-    return Translation(finish(found), found.warnings, found.rows)
+    return Translation(finish(found), found.warnings)
 
 
 def finish(found: Translation) -> dict[str, SettingValue]:
-    """Settings that follow from several keys together.
+    """Return settings that follow from several keys together.
 
     Raises:
         ConfigError: they contradict each other.
@@ -115,7 +115,7 @@ def _precision(settings: dict[str, SettingValue]) -> None:
 
 
 def _loss_scale(settings: dict[str, SettingValue]) -> None:
-    """A fixed loss scale is a dynamic one that never changes."""
+    """Turn a fixed loss scale into a dynamic one that never changes."""
     fixed = settings.pop("loss_scale", None)
     if fixed is not None:
         settings["init_scale"] = fixed

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from dataclasses import replace
 from typing import Any
 
 from torch.optim import Optimizer, lr_scheduler
@@ -14,7 +13,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from lockstep.compat.deepspeed.lr_schedule_params import parse_schedule, refuse_unknown
 from lockstep.compat.deepspeed.lr_schedules import (
     SCHEDULES,
-    OneCycle,
     ScheduledLR,
     WarmupCosineLR,
     WarmupDecayLR,
@@ -28,7 +26,7 @@ from lockstep.train.scheduler import SCHEDULERS
 
 
 def build_described(objects: tuple[object, ...], options: Options, world_size: int) -> tuple[object, ...]:
-    """The objects, with optimizers and schedulers that ``options`` describe in place of ``Dummy...`` ones.
+    """Return the objects, with optimizers and schedulers that ``options`` describe in place of ``Dummy...`` ones.
 
     Raises:
         UsageError: a real optimizer or scheduler beside a description of one.
@@ -75,10 +73,14 @@ _NOT_FROM_A_FILE = (
 )
 
 
+REPLACED = {"OneCycle": "OneCycleLR", "LRRangeTest": "LinearLR"}
+"""Schedules of DeepSpeed that are not offered -> what of torch does nearly the same."""
+
+
 def build_scheduler(
     config: SchedulerConfig | None, dummy: DummyScheduler, optimizer: Optimizer, steps_per_call: int = 1
 ) -> LRScheduler:
-    """The schedule of the file for ``optimizer``; it counts steps of the optimizer on all processes together.
+    """Return the schedule of the file for ``optimizer``; it counts steps of the optimizer on all processes together.
 
     The result has ``counts_optimizer_steps = True``: a prepared scheduler advances it once in each step.
     ``warmup_max_lr: "auto"`` is each parameter group's own learning rate.
@@ -121,6 +123,11 @@ def _called(make: Any, optimizer: Optimizer) -> Any:
 def _from_config(
     config: SchedulerConfig, dummy: DummyScheduler, optimizer: Optimizer, steps_per_call: int
 ) -> Any:
+    if config.type in REPLACED:
+        raise ConfigError(
+            f"The schedule {config.type} of DeepSpeed is not available. Name torch's {REPLACED[config.type]} with its "
+            "parameters instead."
+        )
     if config.type not in SCHEDULES:
         return _torch_scheduler(config, dummy, optimizer)
     warmup_steps = parse_integer(dummy.warmup_num_steps, "DummyScheduler.warmup_num_steps", 0)
@@ -141,13 +148,6 @@ def _from_config(
     schedule = parse_schedule(config.type, params, len(optimizer.param_groups))
     if isinstance(schedule, (WarmupDecayLR, WarmupCosineLR)):
         _warn_of_endless_warmup(schedule)
-    if isinstance(schedule, OneCycle) and schedule.cycle_momentum and "betas" not in optimizer.defaults:
-        if "cycle_momentum" in params:
-            raise ConfigError(
-                f"scheduler.params.cycle_momentum is true, but {type(optimizer).__name__} has no betas to "
-                "change. Set cycle_momentum to false, or use Adam."
-            )
-        schedule = replace(schedule, cycle_momentum=False)
     return ScheduledLR(optimizer, schedule)
 
 

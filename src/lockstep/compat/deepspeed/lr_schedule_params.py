@@ -8,7 +8,7 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from lockstep.compat.deepspeed.lr_schedules import SCHEDULES, LRSchedule, Rate
-from lockstep.config.values import integer_between, parse_bool, repr_short, suggestion
+from lockstep.config.values import integer_between, repr_short, suggestion
 from lockstep.errors import ConfigError
 
 # (value, where it stands) -> the value, or ConfigError.
@@ -16,7 +16,7 @@ Parser = Callable[[object, str], Any]
 
 
 def parse_schedule(name: str, params: Mapping[str, object], groups: int) -> LRSchedule:
-    """The schedule ``name`` of ``SCHEDULES`` for an optimizer with that many parameter groups.
+    """Return the schedule ``name`` of ``SCHEDULES`` for an optimizer with that many parameter groups.
 
     Raises:
         ConfigError: a parameter is unknown, missing, of the wrong kind or out of range.
@@ -54,28 +54,19 @@ def refuse_unknown(names: Mapping[str, object], known: Mapping[str, object], wha
         )
 
 
-def _number(low: float = -math.inf, below: float = math.inf, above: float = -math.inf) -> Parser:
-    def parse(value: Any, origin: str) -> float:
-        number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-        if not number or not (low <= value < below and value > above):
-            bounds = [f"at least {low}"] * (low > -math.inf)
-            bounds += [f"above {above}"] * (above > -math.inf) + [f"below {below}"] * (below < math.inf)
-            raise ConfigError(
-                f"{origin} is {repr_short(value)}, but must be a finite number{' '.join(['', *bounds])}. Change it."
-            )
-        return value
-
-    return parse
+def _not_negative(value: Any, origin: str) -> float:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not number or value < 0:
+        raise ConfigError(
+            f"{origin} is {repr_short(value)}, but must be a finite number of at least 0. Change it."
+        )
+    return value
 
 
-def _list_of(parse_one: Parser) -> Parser:
-    def parse(value: object, origin: str) -> Rate:
-        if isinstance(value, (list, tuple)):
-            return tuple(parse_one(item, origin) for item in value)
-        number: float = parse_one(value, origin)
-        return number
-
-    return parse
+def _rates(value: object, origin: str) -> Rate:
+    if isinstance(value, (list, tuple)):
+        return tuple(_not_negative(item, origin) for item in value)
+    return _not_negative(value, origin)
 
 
 def _warmup_type(value: object, origin: str) -> str:
@@ -85,27 +76,11 @@ def _warmup_type(value: object, origin: str) -> str:
 
 
 _PARSERS: dict[str, Parser] = {
-    "warmup_min_lr": _list_of(_number(low=0)),
-    "warmup_max_lr": _list_of(_number(low=0)),
+    "warmup_min_lr": _rates,
+    "warmup_max_lr": _rates,
     "warmup_num_steps": integer_between(1),
     "warmup_type": _warmup_type,
-    "warmup_min_ratio": _number(low=0),
-    "cos_min_ratio": _number(low=0),
+    "warmup_min_ratio": _not_negative,
+    "cos_min_ratio": _not_negative,
     "total_num_steps": integer_between(1),
-    "cycle_min_lr": _list_of(_number(low=0)),
-    "cycle_max_lr": _list_of(_number(low=0)),
-    "decay_lr_rate": _number(low=0),
-    "cycle_first_step_size": _number(above=0),
-    "cycle_second_step_size": _number(low=0),
-    "cycle_first_stair_count": integer_between(0),
-    "cycle_second_stair_count": integer_between(0),
-    "decay_step_size": _number(low=0),
-    "cycle_momentum": parse_bool,
-    "cycle_min_mom": _list_of(_number(low=0, below=1)),
-    "cycle_max_mom": _list_of(_number(low=0, below=1)),
-    "decay_mom_rate": _number(),
-    "lr_range_test_min_lr": _list_of(_number(low=0)),
-    "lr_range_test_step_size": integer_between(1),
-    "lr_range_test_step_rate": _number(),
-    "lr_range_test_staircase": parse_bool,
 }

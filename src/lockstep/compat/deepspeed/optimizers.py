@@ -125,7 +125,7 @@ class DummyScheduler(Placeholder):
 
 
 def build_optimizer(config: OptimizerConfig | None, dummy: DummyOptim) -> Optimizer:
-    """The optimizer of the file, over the parameters of ``dummy``. Values in the file win.
+    """Return the optimizer of the file, over the parameters of ``dummy``. Values in the file win.
 
     ``Adam`` decays weights as AdamW does unless ``adam_w_mode`` is false, which is DeepSpeed's rule.
 
@@ -164,7 +164,7 @@ def filled(
     section: str,
     placeholder: str,
 ) -> Kwargs:
-    """The file's ``params``: ``"auto"`` replaced by values of ``auto``, what is not there by those of ``absent``.
+    """Return the file's ``params``, with ``auto`` for values that are ``"auto"``, and ``absent`` for missing ones.
 
     Raises:
         ConfigError: a value is ``"auto"`` and there is none to take.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -250,37 +249,3 @@ class DeepSpeedPlugin:
             yield
         finally:
             self.zero3_init_flag = before
-
-    def set_deepspeed_weakref(self) -> None:
-        """Let transformers know the configuration, as it needs for ``from_pretrained``. It asks for the package
-        deepspeed.
-
-        transformers keeps a weak reference only. The plugin holds the object as ``dschf``.
-
-        Raises:
-            ImportError: transformers or deepspeed is not installed.
-
-        Examples:
-            ```python
-            from lockstep.utils import DeepSpeedPlugin
-
-            plugin = DeepSpeedPlugin(zero_stage=3)
-            plugin.set_deepspeed_weakref()  # before transformers makes a model
-            ```
-        """
-        try:
-            from transformers import integrations
-        except ImportError as error:
-            raise ImportError(
-                "set_deepspeed_weakref() needs the package 'transformers'. Install it with: pip install transformers"
-            ) from error
-        config = copy.deepcopy(self.deepspeed_config)
-        for key in ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu"):
-            if config.get(key, "auto") == "auto":
-                config[key] = 1
-        if config.get("train_batch_size") == "auto":
-            del config["train_batch_size"]
-        known: Any = integrations
-        known.unset_hf_deepspeed_config()
-        # transformers keeps a weak reference only.
-        self.dschf = known.HfDeepSpeedConfig(config)

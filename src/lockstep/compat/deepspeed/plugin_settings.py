@@ -47,15 +47,12 @@ def from_deepspeed_plugin(plugin: Any) -> Translation:
     own = translate(DEEPSPEED_KEYS, fields, "deepspeed_plugin")
     settings = finish(own)
     warnings = [*described.warnings, *own.warnings]
-    rows = (*described.rows, *own.rows)
     merged = merge_settings(described.settings, settings)
-    return Translation(
-        in_place_of_trainers(merged) if by_trainer else merged, tuple(dict.fromkeys(warnings)), rows
-    )
+    return Translation(in_place_of_trainers(merged) if by_trainer else merged, tuple(dict.fromkeys(warnings)))
 
 
 def named_plugins(plugin: object, plugins: object) -> dict[str, Any]:
-    """The plugins of ``deepspeed_plugin`` and ``deepspeed_plugins`` by name; the first is the active one.
+    """Return the plugins of ``deepspeed_plugin`` and ``deepspeed_plugins`` by name; the first is the active one.
 
     Raises:
         ConfigError: both were given, an empty container, or something else.
@@ -123,7 +120,7 @@ def is_of_trainer(plugin: Any) -> bool:
 
 
 def left_by_trainer(known: Any) -> dict[str, object]:
-    """What of transformers' ``HfTrainerDeepSpeedConfig`` is for us.
+    """Return what of transformers' ``HfTrainerDeepSpeedConfig`` is for us.
 
     Raises:
         ConfigError: it contradicts the training arguments, or describes a schedule.
@@ -145,7 +142,7 @@ def left_by_trainer(known: Any) -> dict[str, object]:
 
 
 def in_place_of_trainers(settings: Mapping[str, SettingValue]) -> dict[str, SettingValue]:
-    """The settings, whose optimizer takes the place of the one that Trainer makes."""
+    """Return the settings, whose optimizer takes the place of the one that Trainer makes."""
     optimizer = settings.get("optimizer")
     if optimizer is None or optimizer.value is None:
         return dict(settings)

@@ -27,7 +27,7 @@ ONE_MACHINE = ("standard", "nossh")
 
 
 def _launcher(value: object, key: str) -> dict[str, bool]:
-    """The settings of one of DeepSpeed's launchers."""
+    """Return the settings of one of DeepSpeed's launchers."""
     if value in (None, "", "none"):
         return {}
     if value not in MULTINODE_LAUNCHERS:
@@ -46,7 +46,7 @@ def file_name(value: object, key: str) -> str | None:
 
 
 def _filter(value: object, key: str) -> str | None:
-    """A filter on whole hosts."""
+    """Return a filter on whole hosts."""
     if value in ("", "none"):
         return None
     try:
@@ -83,7 +83,7 @@ DEFAULT_STAGE = 2
 
 
 def from_deepspeed_section(section: Mapping[str, object], where: str) -> Translation:
-    """The section ``deepspeed_config``; the file that it names must agree with its other keys.
+    """Translate the section ``deepspeed_config``; the file that it names must agree with its other keys.
 
     Raises:
         ConfigError: a key is unknown or refused, or the file contradicts another key.
@@ -96,13 +96,13 @@ def from_deepspeed_section(section: Mapping[str, object], where: str) -> Transla
         settings.setdefault(
             "zero", SettingValue(DEFAULT_STAGE, f"DeepSpeed's default, stage {DEFAULT_STAGE} ({where})")
         )
-        return Translation(settings, own.warnings, own.rows)
+        return Translation(settings, own.warnings)
     if not isinstance(path, str):
         raise ConfigError(f"{where}: {FILE_KEY} is not a path. Give the name of a JSON file.")
     # Only to see whether they agree: workers read the file themselves.
     merge_settings(settings, from_deepspeed(path).settings)
     settings[FILE_KEY] = SettingValue(path, f"{FILE_KEY}={path} ({where})")
-    return Translation(settings, own.warnings, own.rows)
+    return Translation(settings, own.warnings)
 
 
 def _check_launcher(settings: Mapping[str, SettingValue], section: Mapping[str, object], where: str) -> None:

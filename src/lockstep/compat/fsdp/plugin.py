@@ -234,7 +234,7 @@ def _policy_kind(version: int | None) -> tuple[Any, str]:
 
 
 def resolved_plugin(plugin: object, parallel: Parallel) -> Any:
-    """The plugin with what it does not say itself filled in as a run has it; without one a new one.
+    """Return the plugin with what it does not say itself filled in as a run has it; without one a new one.
 
     Other libraries read it: the version, how states are saved, whether parameters are given up after forward.
     """

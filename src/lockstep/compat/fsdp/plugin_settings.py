@@ -52,7 +52,7 @@ def from_fsdp_plugin(plugin: object, machines: int = 1) -> Translation:
         extra["blocks"] = SettingValue(rule, f"auto_wrap_policy ({where})")
     mixed = translate(POLICY_KEYS, policy, f"{where}.mixed_precision_policy")
     extra |= {name: given for name, given in mixed.settings.items() if given.value}
-    return Translation({**found.settings, **extra}, (*found.warnings, *mixed.warnings), found.rows)
+    return Translation({**found.settings, **extra}, (*found.warnings, *mixed.warnings))
 
 
 POLICY_KEYS: Table = {
@@ -71,7 +71,7 @@ POLICY_FIELDS = ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype")
 
 
 def _policy(policy: object) -> dict[str, object]:
-    """A mixed precision policy, which may be a word, a mapping or torch's object, as a mapping of texts."""
+    """Return a mixed precision policy, which may be a word, a mapping or torch's object, as a mapping of texts."""
     if policy is None:
         return {}
     if isinstance(policy, str):
@@ -98,7 +98,7 @@ def _plain(value: object) -> object:
 
 
 def block_rule(policy: Callable[..., object]) -> Callable[[str, Any], bool]:
-    """A wrap policy of ``torch.distributed.fsdp.wrap`` as a rule (name, module) -> bool."""
+    """Return a wrap policy of ``torch.distributed.fsdp.wrap`` as a rule (name, module) -> bool."""
 
     def is_block(name: str, module: Any) -> bool:
         size = sum(parameter.numel() for parameter in module.parameters())

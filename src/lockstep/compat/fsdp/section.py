@@ -35,7 +35,7 @@ STRUCTURE = "blocks are found by the model's structure, or named with blocks="
 
 
 def _reshard(value: object, key: str) -> dict[str, object]:
-    """True or False, as in FSDP 2, or a word of FSDP 1."""
+    """Read true or false, as in FSDP 2, or a word of FSDP 1."""
     text = str(value).lower()
     if text in STRATEGY_WORDS and not text.isdigit():
         return STRATEGY_WORDS[text]
@@ -102,11 +102,11 @@ def from_fsdp(
     """
     known = table or {**KEYS, **{prefix + key: rule for key, rule in KEYS.items()}}
     found = translate(known, config, where)
-    return Translation(finish(found.settings, where, machines), found.warnings, found.rows)
+    return Translation(finish(found.settings, where, machines), found.warnings)
 
 
 def finish(found: Mapping[str, SettingValue], where: str, machines: int) -> dict[str, SettingValue]:
-    """Settings that follow from several keys together; without a strategy it is FULL_SHARD."""
+    """Return settings that follow from several keys together; without a strategy it is FULL_SHARD."""
     asked = dict(found)
     asked.setdefault("zero", SettingValue(3, f"FULL_SHARD ({where})"))
     hybrid = asked.pop("hybrid", None)

@@ -33,7 +33,7 @@ def lock(memory_bytes: int, cpu_s: int) -> None:
 
 
 def limit(memory_bytes: int, cpu_s: int) -> None:
-    """The layers that the kernel holds."""
+    """Apply the layers that the kernel enforces."""
     if sys.platform == "linux":
         _drop_rights()
     for kind, value in (

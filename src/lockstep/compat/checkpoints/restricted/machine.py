@@ -1,4 +1,4 @@
-"""Python's own reader of pickles, with nothing to call but the constructors of ``symbols``.
+"""Python's own reader of pickles, with nothing to call: what a pickle would call becomes a :class:`Node` that says so.
 
 It is the one of the standard library that is written in Python. Of its opcodes
 (https://docs.python.org/3/library/pickletools.html) those stay that read plain values and move them about. Those that
@@ -17,26 +17,48 @@ import struct
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
-from .nodes import Damaged, Items, Mapping, RefusedFile, Symbol
-from .symbols import build, symbol
-
-PersistentLoad = Callable[[object], Any]
 Operation = Callable[[Any], None]
 
 _PythonUnpickler: Any = pickle._Unpickler
 
 
-class Machine(_PythonUnpickler):
-    """Runs the pickle at which ``file`` stands; afterwards the file stands behind it."""
+class RefusedFile(Exception):
+    """A file holds something that is not read; the text says what."""
 
-    def __init__(self, file: BinaryIO, persistent_load: PersistentLoad) -> None:
+
+class Damaged(RefusedFile):
+    """A file is not whole, or contradicts itself."""
+
+
+class Node:
+    """An inert value of a kind that JSON does not have.
+
+    - ``"tuple"``, ``"set"``, ``"frozenset"``: ``items``.
+    - ``"dict"``: ``pairs`` of keys and values, as keys of a hostile file are never hashed here.
+    - ``"name"``: a module and what the pickle wants of it. Nothing is looked up.
+    - ``"call"``: a name, a tuple of arguments, then what was appended; also ``pairs``, and the ``state`` that was set.
+    - ``"storage"``: the position of its persistent name in ``Machine.storages``.
+    """
+
+    def __init__(self, kind: str, items: list[Any]) -> None:
+        self.kind = kind
+        self.items = items
+        self.pairs: list[tuple[object, object]] = []
+        self.state: object = None
+        self.has_state = False
+
+
+class Machine(_PythonUnpickler):
+    """Runs the pickles at which ``file`` stands, one by one; afterwards the file stands behind them."""
+
+    def __init__(self, file: BinaryIO) -> None:
         # latin-1 is for strings of Python 2.
         super().__init__(file, encoding="latin-1")
         self.file = file
-        self.persistent_load = persistent_load
+        self.storages: list[object] = []
 
     def run(self) -> object:
-        """The value. Raises RefusedFile for anything that is malformed or not allowed."""
+        """Return the value of the next pickle. Raises RefusedFile for anything that is malformed."""
         try:
             return self.load()
         except KeyError as error:
@@ -49,14 +71,20 @@ class Machine(_PythonUnpickler):
                 f"its pickle is damaged near byte {self.file.tell()} ({type(error).__name__})"
             ) from None
 
-    def find_class(self, module: str, name: str) -> object:
-        """A name is compared with the list, never looked up."""
-        return symbol(module, name)
+    def find_class(self, module: str, name: str) -> Node:
+        """Keep a name as two texts."""
+        return Node("name", [module, name])
 
-    def top(self, kind: type) -> Any:
+    def persistent_load(self, identifier: object) -> Node:
+        """Keep what a persistent name says."""
+        self.storages.append(identifier)
+        return Node("storage", [len(self.storages) - 1])
+
+    def top(self, *kinds: str) -> Node:
+        """Return the node on top of the stack. Raises RefusedFile if it is not of these kinds."""
         value = self.stack[-1]
-        if not isinstance(value, kind):
-            raise RefusedFile(f"its pickle fills a {type(value).__name__} as if it were a {kind.__name__}")
+        if not isinstance(value, Node) or value.kind not in kinds:
+            raise RefusedFile(f"its pickle fills something that is not a {kinds[0]}")
         return value
 
     def protocol(self) -> None:
@@ -64,39 +92,43 @@ class Machine(_PythonUnpickler):
         if version > 5:
             raise RefusedFile(f"it is pickled with protocol {version}, but the newest known is 5")
 
-    # What calls.
+    # What would call.
 
     def call(self, target: object, arguments: object) -> None:
-        if not isinstance(target, Symbol):
-            raise RefusedFile(f"its pickle calls a {type(target).__name__}")
-        if not isinstance(arguments, Items) or arguments.kind != "tuple":
-            raise RefusedFile(f"its pickle calls {target.name} with arguments that are not a tuple")
-        self.append(target.make(arguments.items))
+        kinds = [
+            value.kind if isinstance(value, Node) else type(value).__name__ for value in (target, arguments)
+        ]
+        if kinds != ["name", "tuple"]:
+            raise RefusedFile(f"its pickle calls a {kinds[0]} with a {kinds[1]}")
+        self.append(Node("call", [target, arguments]))
 
     def _instantiate(self, target: object, arguments: list[object]) -> None:
-        """Of INST and OBJ."""
-        self.call(target, Items("tuple", arguments))
+        # Of INST and OBJ.
+        self.call(target, Node("tuple", arguments))
 
     def reduce(self) -> None:
         arguments = self.stack.pop()
         self.call(self.stack.pop(), arguments)
 
     def new_object_with_keywords(self) -> None:
-        keywords = self.stack.pop()
-        if not isinstance(keywords, Mapping) or keywords.pairs:
+        if self.top("dict").pairs:
             raise RefusedFile("its pickle makes an object with keyword arguments")
+        self.stack.pop()
         self.reduce()
 
     def build(self) -> None:
         state = self.stack.pop()
-        build(self.stack[-1], state)
+        target = self.top("call")
+        if target.has_state:
+            raise RefusedFile("its pickle gives an object a second state")
+        target.state, target.has_state = state, True
 
-    # What fills: nothing of a file is hashed here.
+    # What would fill.
 
     def put_pairs(self, items: list[object]) -> None:
         if len(items) % 2:
             raise RefusedFile("its pickle has a key without a value")
-        self.top(Mapping).pairs.extend(zip(items[::2], items[1::2], strict=True))
+        self.top("dict", "call").pairs.extend(zip(items[::2], items[1::2], strict=True))
 
     def set_item(self) -> None:
         value = self.stack.pop()
@@ -104,32 +136,24 @@ class Machine(_PythonUnpickler):
 
     def new_mapping(self) -> None:
         items = self.pop_mark()
-        self.append(Mapping())
+        self.append(Node("dict", []))
         self.put_pairs(items)
 
     def append_items(self, items: list[object]) -> None:
         target = self.stack[-1]
-        target = target.items if isinstance(target, Items) and target.kind == "deque" else self.top(list)
-        target.extend(items)
-
-    def add_items(self) -> None:
-        items = self.pop_mark()
-        target = self.top(Items)
-        if target.kind != "set":
-            raise RefusedFile(f"its pickle adds to a {target.kind}")
-        target.items.extend(items)
+        (target if isinstance(target, list) else self.top("call").items).extend(items)
 
     def items_to_mark(self, kind: str) -> None:
         # Before ``append`` is looked up: pop_mark puts another one in its place.
         items = self.pop_mark()
-        self.append(Items(kind, items))
+        self.append(Node(kind, items))
 
     def tuple_of(self, count: int) -> None:
         if len(self.stack) < count:
             raise IndexError
         items = self.stack[-count:]
         del self.stack[-count:]
-        self.append(Items("tuple", items))
+        self.append(Node("tuple", items))
 
     dispatch: dict[int, Operation] = {
         opcode: _PythonUnpickler.dispatch[opcode]
@@ -142,21 +166,24 @@ class Machine(_PythonUnpickler):
         b"\x81": reduce,
         b"\x92": new_object_with_keywords,
         b"b": build,
-        b"}": lambda m: m.append(Mapping()),
+        b"}": lambda m: m.append(Node("dict", [])),
         b"d": new_mapping,
         b"s": set_item,
         b"u": lambda m: m.put_pairs(m.pop_mark()),
         b"a": lambda m: m.append_items([m.stack.pop()]),
         b"e": lambda m: m.append_items(m.pop_mark()),
-        b")": lambda m: m.append(Items("tuple", [])),
+        b")": lambda m: m.append(Node("tuple", [])),
         b"t": lambda m: m.items_to_mark("tuple"),
         b"\x85": lambda m: m.tuple_of(1),
         b"\x86": lambda m: m.tuple_of(2),
         b"\x87": lambda m: m.tuple_of(3),
-        b"\x8f": lambda m: m.append(Items("set", [])),
-        b"\x90": add_items,
+        b"\x8f": lambda m: m.append(Node("set", [])),
+        b"\x90": lambda m: m.add_items(m.pop_mark()),
         b"\x91": lambda m: m.items_to_mark("frozenset"),
         # A bytearray, which is bytes here.
         b"\x96": _PythonUnpickler.load_binbytes8,
     }
     dispatch |= {opcode[0]: operation for opcode, operation in _REPLACED.items()}
+
+    def add_items(self, items: list[object]) -> None:
+        self.top("set").items.extend(items)

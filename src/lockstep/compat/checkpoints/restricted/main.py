@@ -1,8 +1,8 @@
 """The restricted process: a request on standard input, one line of JSON on standard output for each part.
 
-Request: ``{"memory": bytes, "cpu_s": seconds, "parts": [[descriptor, start, length], ...]}``; the descriptors
-are open files that it inherited. Answer: ``{"value": ...}``, or ``{"refused": text, "damaged": bool}`` and no more
-lines.
+Request: ``{"memory": bytes, "cpu_s": seconds, "parts": [[descriptor, start, pickles], ...]}``; the descriptors are
+open files that it inherited, and from ``start`` on so many pickles follow each other. Answer:
+``{"values": [...], "storages": [...], "end": position}``, or ``{"refused": text, "damaged": bool}`` and no more lines.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ import json
 import math
 import os
 
-from .container import FileSlice, load
 from .jail import lock
-from .nodes import Array, Damaged, Items, Mapping, Record, RefusedFile, Tensor, TorchDtype
+from .machine import Damaged, Machine, Node, RefusedFile
 
-MAX_DEPTH = 60
+MAX_DEPTH = 100
 _FREE_UNITS = 200_000
 _UNITS_PER_BYTE = 16
 _EXACT = 2**53
@@ -30,7 +29,7 @@ class Encoder:
         self.left = self.limit
 
     def encode(self, value: object, depth: int = 0) -> object:
-        """Raises RefusedFile for what is nested too deeply, is too much, or stands for a type only."""
+        """Return ``value`` as JSON has it. Raises RefusedFile for what is nested too deeply, or is too much."""
         self._spend(1)
         if depth > MAX_DEPTH:
             raise RefusedFile(f"its values are nested more than {MAX_DEPTH} deep")
@@ -45,40 +44,21 @@ class Encoder:
         if isinstance(value, float):
             return value if math.isfinite(value) else {"$": "float", "value": repr(value)}
         if isinstance(value, bytes):
-            return {"$": "bytes", "value": self._base64(value)}
+            self._spend(len(value) // 8)
+            return {"$": "bytes", "value": base64.b64encode(value).decode("ascii")}
         if isinstance(value, list):
             return [self.encode(item, depth + 1) for item in value]
-        if isinstance(value, Items):
-            return {"$": value.kind, "items": [self.encode(item, depth + 1) for item in value.items]}
-        if isinstance(value, Mapping):
-            pairs = [[self.encode(key, depth + 1), self.encode(item, depth + 1)] for key, item in value.pairs]
-            return {"$": "counter" if value.counts else "dict", "items": pairs}
-        if isinstance(value, Tensor):
-            return self._tensor(value)
-        if isinstance(value, Array) and value.dtype:
-            data = self._base64(value.data)
-            return {
-                "$": "array",
-                "dtype": value.dtype,
-                "shape": value.shape,
-                "data": data,
-                "fortran": value.fortran,
-            }
-        if isinstance(value, TorchDtype):
-            return {"$": "dtype", "value": value.dtype}
-        if isinstance(value, Record):
-            return {"$": "record", "name": value.name, "state": self.encode(value.state, depth + 1)}
-        raise RefusedFile(f"it holds a {type(value).__name__} where a plain value is expected")
-
-    def _tensor(self, value: Tensor) -> object:
-        storage = value.storage
-        place = [storage.start, storage.nbytes, storage.crc32]
-        return {"$": "tensor", "dtype": value.dtype, "storage": place, "offset": value.offset, "shape": value.shape,
-                "stride": value.stride, "lazy": value.lazy}  # fmt: skip
-
-    def _base64(self, data: bytes) -> str:
-        self._spend(len(data) // 8)
-        return base64.b64encode(data).decode("ascii")
+        if not isinstance(value, Node):
+            raise RefusedFile(f"it holds a {type(value).__name__}")
+        found: dict[str, object] = {
+            "$": value.kind,
+            "items": [self.encode(item, depth + 1) for item in value.items],
+        }
+        if value.pairs:
+            found["pairs"] = [[self.encode(item, depth + 1) for item in pair] for pair in value.pairs]
+        if value.has_state:
+            found["state"] = self.encode(value.state, depth + 1)
+        return found
 
     def _spend(self, units: int) -> None:
         self.left -= units
@@ -92,13 +72,15 @@ REFUSED = 3
 
 
 def main() -> None:
-    """Never returns."""
+    """Answer the request. Never returns."""
     request = json.loads(_everything(0))
+    # Opened now, as nothing can be opened later.
+    files = {part[0]: open(part[0], "rb", closefd=False) for part in request["parts"]}  # noqa: SIM115
     lock(int(request["memory"]), int(request["cpu_s"]))
     answered = 0
-    for descriptor, start, length in request["parts"]:
+    for descriptor, start, pickles in request["parts"]:
         try:
-            line = _answer(FileSlice(descriptor, start, length))
+            line = _answer(Machine(files[descriptor]), start, pickles)
         except RefusedFile as refusal:
             _write(json.dumps({"refused": str(refusal), "damaged": isinstance(refusal, Damaged)}))
             os._exit(REFUSED)
@@ -113,9 +95,13 @@ def main() -> None:
     os._exit(DONE)
 
 
-def _answer(part: FileSlice) -> str:
-    value, pickle_bytes = load(part)
-    return json.dumps({"value": Encoder(pickle_bytes).encode(value)}, allow_nan=False)
+def _answer(machine: Machine, start: int, pickles: int) -> str:
+    machine.file.seek(start)
+    values = [machine.run() for _ in range(pickles)]
+    end = machine.file.tell()
+    encoder = Encoder(end - start)
+    values, storages = ([encoder.encode(item) for item in items] for items in (values, machine.storages))
+    return json.dumps({"values": values, "storages": storages, "end": end}, allow_nan=False)
 
 
 def _everything(descriptor: int) -> bytes:

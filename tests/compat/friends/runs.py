@@ -1,0 +1,119 @@
+"""Runs of cells, by alias and with the installed Accelerate, and what is compared of them.
+
+Each run is one process, or two, for all of its cells: most of its time is imports.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.command import LOCKSTEP
+from tests.compat.friends.compare import difference
+
+HERE = Path(__file__).parent
+SOURCE = str(HERE.parents[2] / "src")
+LAUNCH = (
+    *LOCKSTEP[1:],
+    "launch",
+    "--cpu",
+    "--num-cpu-threads",
+    "1",
+    "--as-accelerate",
+    "--nproc",
+)
+
+# Trainer repeats a loss for a whole batch; Accelerate keeps as many as there are samples, from the first ranks.
+# Here each rank keeps as many as it has samples. All else is compared.
+OTHER_MEANS = dict.fromkeys(
+    ("split_batches", "dispatch_batches", "dispatch_and_split", "gathered_objects"),
+    ("eval_loss", "test_loss"),
+)
+MOST = {"alone": 0.0, "ddp": 1e-6, "zero": 1e-5}
+
+
+def start(
+    words: str,
+    out: Path,
+    here: bool,
+    processes: int,
+    packages: str = "",
+    **variables: str,
+) -> subprocess.Popen[str]:
+    """Run cells in so many processes: here by alias, else with Accelerate itself.
+
+    ``packages``: a folder of packages beside those that are installed.
+    """
+    known = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
+    if processes == 1:
+        program = ["-m", "lockstep.compat.accelerate"] if here else []
+    else:
+        other = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
+        program = [*(LAUNCH if here else other), str(processes)]
+    out.mkdir(parents=True, exist_ok=True)
+    settings = {
+        "PYTHONPATH": os.pathsep.join(filter(None, [SOURCE if here else "", packages])),
+        "CELLS_OUT": str(out),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    return subprocess.Popen(
+        [sys.executable, *program, str(HERE / "run_cells.py"), *words.split()],
+        env=known | settings | variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def end(*runs: subprocess.Popen[str]) -> None:
+    said = [(run.communicate(timeout=1700)[0], run.returncode) for run in runs]
+    for text, code in said:
+        assert code == 0, text[-6000:]
+
+
+def far(words: str, here: Path, there: Path, kind: str) -> list[str]:
+    """The cells that are further from Accelerate's, or from the run that they go on with, than ``MOST`` says."""
+    found = []
+    for word in words.split():
+        name, *parallel = word.split("/")[1:]
+        goes_on = name == "unconditional_resumed"
+        other = there / ("unconditional" if goes_on else name)
+        apart = OTHER_MEANS.get(name.removeprefix("argument_"), ()) if kind == "ddp" else ()
+        numbers, weights = difference(here / "-".join([name, *parallel]), other, goes_on, apart)
+        if max(numbers, weights) > MOST[kind]:
+            found.append(f"{word}: numbers {numbers:.1e}, weights {weights:.1e}")
+    return found
+
+
+SOME_SHARDED = "fsdp_full_shard last_fsdp deepspeed_2 deepspeed_3"
+WHOLE = "sharded/whole sharded/whole_last"
+RESUMED = "sharded/last_taken_up_deepspeed sharded/last_taken_up_fsdp/zero=3"
+
+
+def sharded_cells(words: str) -> str:
+    return " ".join(f"sharded/{word}" for word in words.split())
+
+
+def close_to_whole(words: str, here: Path, there: Path) -> None:
+    """Compare the sharded cells ``words`` of two processes with those of whole models."""
+    found = {
+        word: difference(here / word, there / ("whole_last" if word.startswith("last") else "whole"))
+        for word in words.split()
+    }
+    assert {word: far for word, far in found.items() if max(far) > MOST["zero"]} == {}
+
+
+def on_one(here: Path) -> dict[str, str]:
+    """For one process that goes on from two, with as many samples in a step: twice the windows."""
+    return {"CELLS_FROM": str(here), "CELLS_WINDOW": "4"}
+
+
+def resumed_like_whole(alone: Path, there: Path) -> None:
+    """Compare weights. Means over other evaluation batches differ."""
+    for word in RESUMED.split():
+        assert difference(alone / "-".join(word.split("/")[1:]), there / "whole_last")[1] <= MOST["zero"]
