@@ -90,7 +90,6 @@ class Agent:
             return 1
         finally:
             self._end_workers(signal.SIGTERM)
-            self._starter.close()
 
     def _round(self) -> LaunchEnded | None:
         """One round; None if another one follows."""
