@@ -52,20 +52,9 @@ def listening_socket(host: str, port: int) -> socket.socket:
     if not 0 <= port <= 65535:
         raise ConfigError(f"Cannot listen on {where}: ports are 0 to 65535. Correct the port.")
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.create_server(address, family=family, backlog=BACKLOG)
     except (OSError, OverflowError, ValueError) as error:
-        raise ConfigError(f"Cannot listen on {where}: {reason_of(error)}. Correct the address.") from None
-    try:
-        # After a restart; never beside another.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        listener.bind(address)
-        listener.listen(BACKLOG)
-        listener.setblocking(False)
-    except (OSError, OverflowError) as error:
-        listener.close()
         if getattr(error, "errno", None) == errno.EADDRINUSE:
             raise ConfigError(
                 f"Port {port} of {host} is taken by another process. Choose another port, or end that process."
@@ -74,6 +63,7 @@ def listening_socket(host: str, port: int) -> socket.socket:
             f"Cannot listen on {where}: {reason_of(error)}. Name an address of this machine and a port that may "
             f"be used."
         ) from None
+    listener.setblocking(False)
     return listener
 
 

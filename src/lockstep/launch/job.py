@@ -61,7 +61,7 @@ class JobConnection:
             self._others.append(message)
 
     def ask(self, verb: str) -> None:
-        """``stacks``, ``save`` or ``stop``; the answer is among the ``news``. Raises ControlError."""
+        """``stacks`` or ``stop``; the answer is among the ``news``. Raises ControlError."""
         self._send(verb)
 
     def news(self, timeout_s: float) -> list[dict[str, object]]:

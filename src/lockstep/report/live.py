@@ -43,7 +43,7 @@ QUANTITIES = {
     "learning_rate": "learning rate",
     "step_seconds": "seconds a step",
 }
-KEYS = {"d": "dump all ranks' stacks", "s": "save", "x": "stop", "q": "leave"}
+KEYS = {"d": "dump all ranks' stacks", "x": "stop", "q": "leave"}
 
 
 def screen(run: RunHistory, now: float, job: JsonFields | None = None) -> RenderableType:

@@ -19,7 +19,6 @@ else:
     __getattr__ = names_of_modules(
         __name__,
         {
-            "common_save": ["ANSWER_LIMIT_S", "UNDER_WAY"],
             "coordinator": ["Coordinator"],
             "diagnosis": ["diagnose", "Finding", "SILENCE", "Silent"],
             "evidence": ["gather_evidence"],

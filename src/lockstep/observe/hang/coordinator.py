@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
 from lockstep.errors import ControlError
-from lockstep.observe.hang.common_save import CommonSave
 from lockstep.observe.hang.diagnosis import EndedRank, Finding
 from lockstep.observe.hang.hangs import HangJudge, WatchSettings
 from lockstep.observe.hang.processes import ProcessState
@@ -55,8 +54,6 @@ class Coordinator:
         self.commits = 0
         self.at_answer: Callable[[Evidence], None] = lambda evidence: None
         """Is told what a rank does, after ``request_stacks``."""
-        self.at_save: Callable[[str], None] = lambda sentence: None
-        """Is told what came of a save that people asked for."""
         self.start_round(0)
 
     def start_round(self, world_size: int) -> None:
@@ -70,7 +67,6 @@ class Coordinator:
             lambda rank: self._states.get(rank, ProcessState()),
         )
         self._stop = CommonStop(workers)
-        self._save = CommonSave(workers.running, lambda sentence: self.at_save(sentence))
         self._named_stragglers: set[int] = set()
         self._slow_before: set[int] = set()
         self._waited_s: dict[int, float] = {}
@@ -105,11 +101,6 @@ class Coordinator:
             self._note_progress(state, message)
             state.passed = integer_of(message, "boundary")
             self._stop.choose_target()
-        elif verb == "may_save":
-            self._note_progress(state, message)
-            self._save.passed(rank, message.get("number"), integer_of(message, "boundary"))
-        elif verb == "saved":
-            self._save.saved(rank, str(message.get("sentence", ""))[:1000])
         elif verb == "committed":
             self.commits += 1
         elif verb == "stopped":
@@ -234,14 +225,6 @@ class Coordinator:
             state.peer.send({"kind": "watch.explain", "question": FOR_VIEWERS})
         return len(asked)
 
-    def request_save(self, cause: str) -> str:
-        """Have all ranks save at one step boundary; returns why not, in a clause, or "". See ``at_save``."""
-        if self.stop_cause:
-            return "the run is about to stop, and saves then"
-        if self._round.world_size > len(running := self._round.running()):
-            return f"only {len(running)} of {self._round.world_size} ranks are in training"
-        return self._save.request(cause, self._now)
-
     # Stopping together -------------------------------------------------------------------------------
 
     def request_stop(self, cause: str) -> None:
@@ -249,7 +232,6 @@ class Coordinator:
 
         Where no rank has made a step, ``nothing_begun`` becomes true, since there is nothing to save.
         """
-        self._save.withdraw("the run is about to stop")
         self._stop.request(cause)
 
     @property
@@ -277,7 +259,6 @@ class Coordinator:
     def tick(self, now: float) -> None:
         """Look at the time; called a few times a second."""
         self._now = now
-        self._save.look(now)
         running = self._round.running()
         if not running or (self._failed_at is not None and now - self._failed_at < FAILED_LEAVE_S):
             return

@@ -1,5 +1,5 @@
 """The watch inside one process of a run: tells the coordinator what the main thread gets done, answers its questions,
-and closes the gate of the main thread where all ranks are to stop, or to save."""
+and closes the gate of the main thread where all ranks are to stop."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class WorkerWatch:
         rank: Of this process.
         world_size: Number of processes.
         clock: What the main thread gets done.
-        stop, save: See ``StopGate``.
+        stop: See ``StopGate``.
         connect: Connects to the coordinator, or raises ControlError; None for a process alone, which only looks for
             signals. Called again whenever the connection is lost.
         client: What it has returned already, if it has.
@@ -60,9 +60,8 @@ class WorkerWatch:
         departures: Departures,
         signals: StopSignals,
         grace_s: float = 30.0,
-        save: Callable[[str], None] = lambda cause: None,
     ) -> None:
-        self.gate = StopGate(clock, stop, limit_s=grace_s, save=save)
+        self.gate = StopGate(clock, stop, limit_s=grace_s)
         self._rank = rank
         self._world_size = world_size
         self._clock = clock
@@ -124,7 +123,7 @@ class WorkerWatch:
 
     def tell(self, verb: str, **values: object) -> None:
         """Tell the coordinator, if there is one: "ending" and "done" of ``end_training``, "committed" of a checkpoint,
-        "saved" and "stopped" with a sentence for people; the rest is this watch's own."""
+        "stopped" with a sentence for people; the rest is this watch's own."""
         if self._client is None:
             return
         try:
@@ -226,14 +225,6 @@ class WorkerWatch:
             self.tell("passed", boundary=boundary, steps=self._clock.steps)
         elif verb == "target" and isinstance(message.get("boundary"), int):
             self.gate.aim(message["boundary"])
-        elif verb == "save":
-            number = message.get("number")
-            boundary = self.gate.close_to_save(str(message.get("cause", "a request")))
-            self.tell("may_save", number=number, boundary=boundary, steps=self._clock.steps)
-        elif verb == "save_at" and isinstance(message.get("boundary"), int):
-            self.gate.save_at(message["boundary"])
-        elif verb == "no_save":
-            self.gate.save_at(None)
         elif verb == "ranks":
             self._clock.others = message
         elif verb == "news":
