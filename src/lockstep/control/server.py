@@ -1,4 +1,4 @@
-"""The end of a control channel that others connect to: one thread, whose event loop reads, writes and calls the handlers."""
+"""The end of a control channel that others connect to: one thread, whose event loop serves all of them."""
 
 from __future__ import annotations
 
@@ -72,8 +72,9 @@ class ControlConnection:
 
     def end(self) -> None:
         """End the connection, in the server's thread."""
-        self.ended = True
-        self.task.cancel()
+        if not self.ended:
+            self.ended = True
+            self.task.cancel()
 
     def _write(self, payload: bytes) -> None:
         if self.ended or self.session is None or self.writer is None:
@@ -172,9 +173,7 @@ class Server:
         while not future.done() and self._thread.is_alive():
             concurrent.futures.wait([future], TICK_S)
         if not future.done():
-            raise ControlError(
-                "The server is closed or was not started, so it cannot run anything. Start a new server."
-            )
+            raise ControlError("The server does not run, so it cannot run anything. Start a new server.")
         return future.result()
 
     def in_thread(self, function: Callable[[], None]) -> None:

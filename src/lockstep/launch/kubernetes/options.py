@@ -64,7 +64,7 @@ RULES = {
         MAX_SUBDOMAIN,
         "the name of a resource, such as amd.com/gpu",
     ),
-    **dict.fromkeys(("secret", "service_account", "runtime"), SUBDOMAIN),
+    **dict.fromkeys(("secret", "service_account"), SUBDOMAIN),
 }
 
 
@@ -80,8 +80,7 @@ class Claim:
 class KubernetesOptions:
     """What the manifests need beside the launch plan. None: not said.
 
-    ``cpu``, ``memory``, ``gpus`` are those of one machine. ``secret`` names the Secret with the run's secret,
-    ``runtime`` a ClusterTrainingRuntime of the cluster, for a TrainJob that is to use it.
+    ``cpu``, ``memory``, ``gpus`` are those of one machine. ``secret`` names the Secret with the run's secret.
     """
 
     image: str
@@ -94,7 +93,6 @@ class KubernetesOptions:
     secret: str | None = None
     claim: Claim | None = None
     service_account: str | None = None
-    runtime: str | None = None
 
     @property
     def secret_name(self) -> str:
