@@ -28,7 +28,6 @@ if not TYPE_CHECKING:
                 "settings_that_differ",
                 "told_apart",
             ],
-            "expected": ["expected_bytes", "expected_memory"],
             "live": [
                 "bar",
                 "job_screen",

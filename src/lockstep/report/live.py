@@ -35,7 +35,7 @@ STILL_S = 5.0
 """So long a rank may be still before that is marked; as long as the watch waits for a hang."""
 COLOURS = {RunStatus.RUNNING: "green", RunStatus.FINISHED: "blue", RunStatus.STOPPED: "blue"}
 """Of a run's status; any other is red."""
-IN_PLAIN_VIEW = {"start", "peak", "memory", "total"}
+IN_PLAIN_VIEW = {"start", "peak", "total"}
 """Events that are no news."""
 QUANTITIES = {
     "loss": "loss",

@@ -15,7 +15,6 @@ from lockstep.report.compare import (
     settings_that_differ,
     told_apart,
 )
-from lockstep.report.language_model import LanguageModel
 from lockstep.report.numbers import Curve, RunNumbers, numbers_of
 from lockstep.report.summary import chapters, sentences
 
@@ -26,14 +25,12 @@ SINGLE, SEVERAL = "report.html", "comparison.html"
 
 @dataclass(frozen=True)
 class RunReport:
-    """What is said of ``runs``, whose ``names`` tell them apart, at ``now`` (seconds since 1970); and of how long
-    ``language_model`` would take at their rates."""
+    """What is said of ``runs``, whose ``names`` tell them apart, at ``now`` (seconds since 1970)."""
 
     runs: tuple[RunHistory, ...]
     numbers: tuple[RunNumbers, ...]
     names: tuple[str, ...]
     now: float
-    language_model: LanguageModel | None = None
 
     @property
     def default_path(self) -> Path:
@@ -42,18 +39,9 @@ class RunReport:
     def text(self) -> list[tuple[str, list[str]]]:
         """(title, sentences): of one run what it did, of several what differs and each run's own."""
         if len(self.runs) == 1:
-            comparisons = [
-                ("At this rate", self._rate(one)) for one in self.numbers if self.language_model is not None
-            ]
-            return [*chapters(self.numbers[0]), *comparisons]
-        own = [
-            (name, [*sentences(one), *self._rate(one)])
-            for name, one in zip(self.names, self.numbers, strict=True)
-        ]
+            return chapters(self.numbers[0])
+        own = [(name, sentences(one)) for name, one in zip(self.names, self.numbers, strict=True)]
         return [("What differs", comparison_sentences(self.runs, self.names)), *own]
-
-    def _rate(self, numbers: RunNumbers) -> list[str]:
-        return [] if self.language_model is None else [self.language_model.sentence(numbers)]
 
     def page(self) -> str:
         """A complete HTML document that loads nothing."""
@@ -65,17 +53,15 @@ class RunReport:
 
     def to_json(self) -> dict[str, object]:
         """``format``; ``runs``: of each its ``name``, ``path``, ``sentences`` and all that ``plain.to_json`` has;
-        ``language_model_seconds``, if one was asked for; ``comparison``, null for one run: its ``sentences``,
+        ``comparison``, null for one run: its ``sentences``,
         ``settings`` that differ (``name``, ``values``, ``sources``), and for each run after the first where its
         ``numbers`` part from those of the first (``compare.NumbersPart``)."""
-        model = self.language_model
         runs = [
             {
                 "name": name,
                 "path": str(run.path),
-                "sentences": [*sentences(one), *self._rate(one)],
+                "sentences": sentences(one),
                 **to_json(one),
-                **({} if model is None else {"language_model_seconds": plain_value(model.seconds(one))}),
             }
             for name, run, one in zip(self.names, self.runs, self.numbers, strict=True)
         ]
@@ -101,10 +87,8 @@ class RunReport:
         return plain_value({"sentences": sentences, "settings": settings, "numbers": parts})
 
 
-def report_of(
-    paths: Sequence[str | Path], now: float, language_model: LanguageModel | None = None
-) -> RunReport:
-    """Read the folders of these runs; ``language_model``: say how long its training would take.
+def report_of(paths: Sequence[str | Path], now: float) -> RunReport:
+    """Read the folders of these runs.
 
     Raises:
         ConfigError: one of them is no run's folder, or there are too many.
@@ -112,7 +96,7 @@ def report_of(
     check_count(paths)
     runs = tuple(read_run(path) for path in paths)
     numbers = tuple(numbers_of(run, now) for run in runs)
-    return RunReport(runs, numbers, tuple(told_apart(runs)), now, language_model)
+    return RunReport(runs, numbers, tuple(told_apart(runs)), now)
 
 
 def to_json(numbers: RunNumbers) -> dict[str, object]:
@@ -120,10 +104,10 @@ def to_json(numbers: RunNumbers) -> dict[str, object]:
 
     ``status``, ``started``, ``last_sign`` (seconds since 1970), ``starts``, ``world_sizes``, ``steps``,
     ``steps_again``, ``first_step``, ``last_step``, ``total_steps``, ``seconds_left``, ``samples``, ``tokens``,
-    ``epoch``, ``loss``, ``gradient_norm``, ``step_seconds``, ``shares`` (of a step's time), ``device_shares``,
-    ``hidden_communication_share``, ``samples_per_second``, ``tokens_per_second``, ``model_flops_per_second``,
+    ``epoch``, ``loss``, ``gradient_norm``, ``step_seconds``, ``shares`` (of a step's time),
+    ``samples_per_second``, ``tokens_per_second``, ``model_flops_per_second``,
     ``mfu``, ``hfu``, ``recomputation``, ``wall_seconds``, ``goodput``, ``lost_seconds``, ``memory_bytes``,
-    ``memory_expected_bytes``, ``bytes_per_step``, ``bytes_per_step_expected``, ``rank_seconds``, ``slow_ranks``,
+    ``bytes_per_step``, ``rank_seconds``, ``slow_ranks``,
     ``checkpoints``, ``hangs``, ``damage``, ``spikes``, ``batches_skipped``.
     """
     times, wall = numbers.step_times, numbers.goodput
@@ -148,8 +132,6 @@ def to_json(numbers: RunNumbers) -> dict[str, object]:
             name: getattr(times, name) for name in ("mean", "median", "low", "high", "worst", "early", "late")
         },
         "shares": {} if times is None else times.shares,
-        "device_shares": {} if times is None else times.device_shares,
-        "hidden_communication_share": None if times is None else times.hidden_share,
         "samples_per_second": numbers.samples_per_second,
         "tokens_per_second": numbers.tokens_per_second,
         "model_flops_per_second": numbers.model_flops_per_second,
@@ -160,9 +142,7 @@ def to_json(numbers: RunNumbers) -> dict[str, object]:
         "goodput": None if wall is None else wall.share,
         "lost_seconds": {} if wall is None else wall.lost,
         "memory_bytes": numbers.memory,
-        "memory_expected_bytes": numbers.memory_expected,
         "bytes_per_step": numbers.bytes_per_step,
-        "bytes_per_step_expected": numbers.bytes_expected,
         "rank_seconds": numbers.rank_seconds,
         "slow_ranks": numbers.slow_ranks,
         "checkpoints": len(numbers.checkpoints),

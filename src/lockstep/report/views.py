@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from lockstep.history.columns import PARTS, FloatArray, bounded
+from lockstep.history.columns import PARTS, FloatArray
 from lockstep.history.events import RunEvent, named
 from lockstep.history.read import RunHistory
 from lockstep.report.charts import UNLIKE, Chart, PlotLine, Scale, line_chart, stacked_chart
@@ -44,8 +44,8 @@ LANES = (
     ("errors, stops", ("error", "stop"), 5),
 )
 """Title, names of events and colour of each row of marks."""
-KNOWN = {"start", "end", "memory", "peak", "total"}.union(*(names for _, names, _ in LANES))
-NOT_LISTED = ("checkpoint", "memory", "peak", "total")
+KNOWN = {"start", "end", "peak", "total"}.union(*(names for _, names, _ in LANES))
+NOT_LISTED = ("checkpoint", "peak", "total")
 YES_OR_NO = {"True": "yes", "False": "no"}
 OF_EVERY_EVENT = ("event", "time", "attempt", "step")
 FIGURES: dict[str, Callable[[RunNumbers], str]] = {
@@ -212,30 +212,6 @@ def memory_of_run(run: RunHistory) -> Chart | None:
         return stacked_chart("At the peak of a step", at, bands, "bytes", note="rank 0")
     peak = [PlotLine("peak", at, filled["peak"])] if "peak" in filled else []
     return line_chart("Peak of a step", peak, "bytes", from_zero=True, note="rank 0")
-
-
-def memory_of_step(run: RunHistory) -> tuple[Chart, str] | None:
-    """Draw memory over the step that was measured last, with a sentence on where it is highest."""
-    events = named(run.events, "memory")
-    lists = [
-        one for one in (events[-1].items("points") if events else []) if type(one) is list and len(one) > 1
-    ]
-    found = [
-        (bounded(one[0]), bounded(one[1]), plain_text(one[2], 80) if len(one) > 2 else "") for one in lists
-    ]
-    points = sorted(one for one in found if math.isfinite(one[0]) and math.isfinite(one[1]))
-    if len(points) < 2:
-        return None
-    after, size, label = max(points, key=lambda one: one[1])
-    x, y = (np.array([one[place] for one in points]) for place in (0, 1))
-    note = f"step {events[-1].step:.0f}" if math.isfinite(events[-1].step) else ""
-    memory = [PlotLine("memory", x, y, colour=3)]
-    chart = line_chart(
-        "Over one step", memory, "bytes", from_zero=True, x_kind="seconds", note=note, smooth=False
-    )
-    at = f" at {label}" if label else ""
-    assert chart is not None
-    return chart, f"Highest: {bytes_text(size)} after {duration(after)}{at}."
 
 
 # -- on the clock -------------------------------------------------------------------------------------------

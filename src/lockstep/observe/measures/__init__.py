@@ -10,7 +10,6 @@ if not TYPE_CHECKING:
         {
             "assembler": ["StepAssembler"],
             "batches": ["tokens_in"],
-            "device_parts": ["device_parts_of", "DeviceParts", "EVERY"],
             "flops": ["FlopCounts", "FREE_KINDS", "SHARE"],
             "journal": ["Journal", "text_of"],
             "latest": ["latest_numbers"],

@@ -11,7 +11,7 @@ from torch import nn
 
 from lockstep.config.options import Options
 from lockstep.config.world import ParallelDims
-from lockstep.observe.measures.communication import HiddenCommunication, bytes_by_axis, is_seen
+from lockstep.observe.measures.communication import bytes_by_axis, is_seen
 from lockstep.observe.measures.flops import FlopCounts, StepCounts, StepKinds
 from lockstep.observe.measures.memory import MemoryOfSteps
 from lockstep.observe.measures.open_step import OpenStep
@@ -50,7 +50,6 @@ class EndedStep:
     epoch: int | None
     learning_rate: list[float] | None
     kinds: StepKinds
-    device_seconds: dict[str, float] | None
     reported: OpenStep
 
 
@@ -88,7 +87,6 @@ class StepAssembler:
         self._ended: deque[EndedStep] = deque(maxlen=RECENT_STEPS if writer is None else None)
         self._pending: deque[tuple[StepMeasures, OpenStep]] = deque()
         self._others = OtherRanks(state.clock, runtime.world_size)
-        self._hidden = HiddenCommunication(models)
         self._every_s = SHOWN_EVERY_S if writer is None else WRITTEN_EVERY_S
         self._young = YOUNG
         self._next = 0.0
@@ -146,8 +144,6 @@ class StepAssembler:
             tokens=self._others.of_all("tokens", own.get("tokens")),
             learning_rate=ended.learning_rate,
             seconds=self._seconds(ended),
-            hidden_communication_seconds=self._hidden.new() if is_latest else None,
-            device_seconds=ended.device_seconds,
             flops=self._flops_of_all(own),
             bytes=None if counts is None else self._new_bytes(counts),
             memory=self._memory.new() if is_latest else None,

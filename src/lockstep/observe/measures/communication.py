@@ -1,18 +1,13 @@
-"""What a step's communication costs: in time, waited for and hidden; in bytes, by axis of the mesh."""
+"""What a step's communication costs: whether all waiting for it is seen; bytes, by axis of the mesh."""
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 
 from lockstep.config.parallel import Parallel
 from lockstep.config.world import ParallelDims
 from lockstep.parallel.parallel_model import ParallelModel
-from lockstep.torch_internals.c10d import ReducerTimes
-
-EVERY_S = 1.0
-"""How often DDP's times are read, which takes 0.1 ms."""
 
 
 def is_seen(
@@ -29,35 +24,6 @@ def is_seen(
     if axes.pp > 1 or not models:
         return False
     return all(model.communication_is_timed(parallel, axes, device) for model in models)
-
-
-class HiddenCommunication:
-    """Seconds in which DDP's averages travelled while its backward computed, as torch measures them.
-
-    torch measures the first ten backwards of a model in which ranks communicate, and every hundredth after them.
-    """
-
-    def __init__(self, models: Sequence[ParallelModel]) -> None:
-        self._models = models
-        self._next = 0.0
-        self._latest: list[ReducerTimes] = []
-
-    def new(self) -> float | None:
-        """Called at the end of each step: of the latest backward that was measured, if that is another than before."""
-        now = time.monotonic()
-        if now < self._next or not self._models:
-            return None
-        found = [times for model in self._models if (times := model.reducer_times()) is not None]
-        if len(found) < len(self._models):
-            self._next = now + EVERY_S
-            return None
-        if any(times.iteration == 0 for times in found):
-            return None
-        self._next = now + EVERY_S
-        if found == self._latest:
-            return None
-        self._latest = found
-        return sum(times.hidden for times in found)
 
 
 ORDER = ("pp", "replicate", "shard", "cp", "tp")

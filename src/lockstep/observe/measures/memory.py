@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from lockstep.observe.measures.step_memory import allocated_bytes
 from lockstep.observe.state_bytes import count_state
 from lockstep.parallel.parallel_model import ParallelModel
 
@@ -20,6 +19,18 @@ logger = logging.getLogger("lockstep.measures")
 EVERY_S = 1.0
 CHANGE = 0.01
 """Of the peak, from which on it is another one."""
+
+
+def allocated_bytes(device: torch.device) -> int | None:
+    """Return how much there is now: of torch's allocator on a CUDA device, of the process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    if device.type != "cpu":
+        return None
+    # Here, as only a run that trains needs it.
+    import psutil
+
+    return int(psutil.Process().memory_info().rss)
 
 
 class MemoryOfSteps:
@@ -57,7 +68,7 @@ class MemoryOfSteps:
         """The first forward comes."""
         allocated, peak = allocated_bytes(self._device), self._peak()
         if allocated is not None and peak is not None:
-            self._before = allocated(), peak
+            self._before = allocated, peak
 
     def look(self) -> None:
         """Count the state, behind a backward."""

@@ -18,7 +18,6 @@ from lockstep.config.world import ParallelDims
 from lockstep.errors import UsageError
 from lockstep.observe.measures.assembler import EndedStep, StepAssembler
 from lockstep.observe.measures.batches import WaitingBatches
-from lockstep.observe.measures.device_parts import device_parts_of
 from lockstep.observe.measures.flops import FlopCounts, shapes_of
 from lockstep.observe.measures.latest import latest_numbers
 from lockstep.observe.measures.memory import MemoryOfSteps
@@ -26,15 +25,11 @@ from lockstep.observe.measures.onlooker import WeakHook, look_on, look_on_calls
 from lockstep.observe.measures.open_step import OpenStep, learning_rates
 from lockstep.observe.measures.run_folder import RunWriter, bytes_in
 from lockstep.observe.measures.start import describe
-from lockstep.observe.measures.step_memory import StepMemory, allocated_bytes
 from lockstep.parallel.parallel_model import ParallelModel, is_compiled_module
 from lockstep.runtime.clock import keep_time_by
 from lockstep.runtime.failure import first_line
 from lockstep.runtime.process import Runtime
 from lockstep.runtime.step import LoaderProgress, StepState
-
-FOLLOWED_AFTER = 5
-"""Steps of a process, after which memory is followed over one."""
 
 
 class StepRecorder:
@@ -67,8 +62,6 @@ class StepRecorder:
         self._ended = StepAssembler(
             runtime, state, options, self._models, self._flops, self._memory, self._writer
         )
-        self._step_memory: StepMemory | None = None
-        self._steps_here = 0
         self._total_steps: int | None = None
         self._training_on: LoaderProgress | None = None
         self._is_over = False
@@ -81,7 +74,6 @@ class StepRecorder:
         self._loaded_within: dict[str, Any] | None = None
         self._parts = self._clock.parts
         self._before = self._parts.read()
-        self._device_parts = device_parts_of(runtime.device, self._parts)
         keep_time_by(self._clock)
         seams = (
             (self._clock.at_step, self.step_ends),
@@ -284,8 +276,6 @@ class StepRecorder:
         if self._clock.steps > self._steps_before:
             self._end_step(self._parts.read_entered())
         self._ended.finish()
-        if self._step_memory is not None:
-            self._step_memory.end()
         try:
             self._end_writing(reason)
         finally:
@@ -302,11 +292,6 @@ class StepRecorder:
             return
         self._ended.write_peak(self.step)
         self._writer.end(self.step, reason)
-
-    @property
-    def _is_written(self) -> bool:
-        """Whether what is measured is written to a folder, now or once it has begun."""
-        return self._writer is not None and not self._writer.is_closed
 
     def _continue_writing(self) -> None:
         """It is settled that this goes on with the run that is in the folder."""
@@ -338,34 +323,16 @@ class StepRecorder:
 
     def _end_step(self, read: dict[str, float]) -> None:
         self._step += 1
-        self._steps_here += 1
         self._steps_before = self._clock.steps
         reported, self._open = self._open, OpenStep()
         # Now: in the device's queue behind this step, and before the next one.
         if reported.is_on_device:
             reported.send_numbers()
         before, self._before = self._before, read
-        if self._step_memory is not None or self._steps_here == FOLLOWED_AFTER:
-            self._follow_memory(sum(read.values()) - sum(before.values()))
-        device_seconds = None if self._device_parts is None else self._device_parts.step_ends()
         rates = learning_rates(self._optimizers)
         kinds = self._flops.step_ends()
-        self._ended.add(
-            EndedStep(
-                self._step, time.time(), before, read, self._epoch, rates, kinds, device_seconds, reported
-            )
-        )
+        self._ended.add(EndedStep(self._step, time.time(), before, read, self._epoch, rates, kinds, reported))
         if self._loaded_within is not None:
             values, self._loaded_within = self._loaded_within, None
             self._step = self._step if values["step"] is None else values["step"]
             self._write_event("loaded", **values)
-
-    def _follow_memory(self, expected_s: float) -> None:
-        """Over one step of the run, which is like those behind it."""
-        if self._step_memory is not None:
-            self._write_event("memory", step=self._step, points=self._step_memory.end())
-            self._step_memory = None
-        elif self._is_written:
-            allocated = allocated_bytes(self._runtime.device)
-            if allocated is not None:
-                self._step_memory = StepMemory(allocated, lambda: self._parts.part, expected_s)

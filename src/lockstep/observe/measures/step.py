@@ -20,10 +20,6 @@ class StepMeasures:
         gradient_norm: As ``clip_grad_norm_`` returned it, before clipping.
         learning_rate: Of each group of parameters, of at most 8 groups.
         seconds: By part, and their sum as ``total``.
-        hidden_communication_seconds: In which averages travelled behind a backward's computation, of the latest
-            backward that was measured; None: none was since the step before that.
-        device_seconds: By part on a CUDA device, and their sum as ``total``, of the latest step that was measured;
-            None: none was since the step before that.
         flops: Floating-point operations over all ranks: ``model``, of forward and backward; ``hardware``, with those of
             forwards that are computed again.
         memory: Bytes of this rank at the peak, by category.
@@ -41,8 +37,6 @@ class StepMeasures:
     gradient_norm: float | None = None
     learning_rate: list[float] | None = None
     seconds: dict[str, float] | None = None
-    hidden_communication_seconds: float | None = None
-    device_seconds: dict[str, float] | None = None
     flops: dict[str, float] | None = None
     memory: dict[str, int] | None = None
     bytes: dict[str, int] | None = None
