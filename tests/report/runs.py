@@ -197,10 +197,10 @@ def spike(step: int, at: float, action: str = "skip", attempt: int = 0) -> dict[
 
 
 LONG = Synthetic(
-    starts=(Start(1, 100_000, ends=END),),
-    spikes=(20_000, 61_234),
+    starts=(Start(1, 20_000, ends=END),),
+    spikes=(5_000, 12_345),
     save_every=2000,
-    events=(spike(20_000, 7000.0),),
+    events=(spike(5_000, 1700.0),),
 )
 CRASHED = Synthetic(starts=(Start(1, 620, ends=ERROR),), save_every=250, data_wait=0.004)
 RUNNING = Synthetic(starts=(Start(1, 350),), slow_rank=5)

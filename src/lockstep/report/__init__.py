@@ -21,13 +21,6 @@ if not TYPE_CHECKING:
                 "thinned",
                 "WIDTH",
             ],
-            "compare": [
-                "comparison_sentences",
-                "MOST_RUNS",
-                "numbers_part",
-                "settings_that_differ",
-                "told_apart",
-            ],
             "live": [
                 "bar",
                 "job_screen",

@@ -1,102 +1,56 @@
-"""One run, or several beside each other: as sentences, as JSON, as a page."""
+"""One run: as sentences, as JSON, as a page."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.history.read import RunHistory, read_run
-from lockstep.report.compare import (
-    check_count,
-    comparison_sentences,
-    numbers_part,
-    settings_that_differ,
-    told_apart,
-)
 from lockstep.report.numbers import Curve, RunNumbers, numbers_of
 from lockstep.report.summary import chapters, sentences
 
 FORMAT = "lockstep report 1"
-SINGLE, SEVERAL = "report.html", "comparison.html"
-"""The file that is written in the folder of the first run if no other is named."""
 
 
 @dataclass(frozen=True)
 class RunReport:
-    """What is said of ``runs``, whose ``names`` tell them apart, at ``now`` (seconds since 1970)."""
+    """What is said of a run at ``now`` (seconds since 1970)."""
 
-    runs: tuple[RunHistory, ...]
-    numbers: tuple[RunNumbers, ...]
-    names: tuple[str, ...]
+    run: RunHistory
+    numbers: RunNumbers
     now: float
 
     @property
     def default_path(self) -> Path:
-        return self.runs[0].path / (SINGLE if len(self.runs) == 1 else SEVERAL)
+        """The file that is written if no other is named."""
+        return self.run.path / "report.html"
 
     def text(self) -> list[tuple[str, list[str]]]:
-        """(title, sentences): of one run what it did, of several what differs and each run's own."""
-        if len(self.runs) == 1:
-            return chapters(self.numbers[0])
-        own = [(name, sentences(one)) for name, one in zip(self.names, self.numbers, strict=True)]
-        return [("What differs", comparison_sentences(self.runs, self.names)), *own]
+        """Return (title, sentences) of what it did."""
+        return chapters(self.numbers)
 
     def page(self) -> str:
-        """A complete HTML document that loads nothing."""
-        from lockstep.report.page import comparison_page, run_page
+        """Return a complete HTML document that loads nothing."""
+        from lockstep.report.page import run_page
 
-        if len(self.runs) == 1:
-            return run_page(self.runs[0], self.numbers[0], self.now)
-        return comparison_page(self.runs, self.numbers, self.names, self.now)
+        return run_page(self.run, self.numbers, self.now)
 
     def to_json(self) -> dict[str, object]:
-        """``format``; ``runs``: of each its ``name``, ``path``, ``sentences`` and all that ``plain.to_json`` has;
-        ``comparison``, null for one run: its ``sentences``,
-        ``settings`` that differ (``name``, ``values``, ``sources``), and for each run after the first where its
-        ``numbers`` part from those of the first (``compare.NumbersPart``)."""
-        runs = [
-            {
-                "name": name,
-                "path": str(run.path),
-                "sentences": sentences(one),
-                **to_json(one),
-            }
-            for name, run, one in zip(self.names, self.runs, self.numbers, strict=True)
-        ]
-        return {"format": FORMAT, "runs": runs, "comparison": self._comparison()}
-
-    def _comparison(self) -> object:
-        if len(self.runs) == 1:
-            return None
-        first, *others = self.runs
-        settings = [
-            {
-                "name": one.name,
-                "values": [value for value, _ in one.values],
-                "sources": [source for _, source in one.values],
-            }
-            for one in settings_that_differ(self.runs)
-        ]
-        parts = [
-            {"name": name, **vars(numbers_part(first, run))}
-            for name, run in zip(self.names[1:], others, strict=True)
-        ]
-        sentences = comparison_sentences(self.runs, self.names)
-        return plain_value({"sentences": sentences, "settings": settings, "numbers": parts})
+        """Return ``format`` and ``runs``: of the one ``name``, ``path``, ``sentences`` and what ``to_json`` has."""
+        own = {"name": self.run.name, "path": str(self.run.path), "sentences": sentences(self.numbers)}
+        return {"format": FORMAT, "runs": [{**own, **to_json(self.numbers)}]}
 
 
-def report_of(paths: Sequence[str | Path], now: float) -> RunReport:
-    """Read the folders of these runs.
+def report_of(path: str | Path, now: float) -> RunReport:
+    """Read the folder of a run.
 
     Raises:
-        ConfigError: one of them is no run's folder, or there are too many.
+        ConfigError: it is no run's folder.
     """
-    check_count(paths)
-    runs = tuple(read_run(path) for path in paths)
-    numbers = tuple(numbers_of(run, now) for run in runs)
-    return RunReport(runs, numbers, tuple(told_apart(runs)), now)
+    run = read_run(path)
+    return RunReport(run, numbers_of(run, now), now)
 
 
 def to_json(numbers: RunNumbers) -> dict[str, object]:

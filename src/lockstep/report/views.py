@@ -10,10 +10,9 @@ import numpy as np
 from lockstep.history.columns import PARTS, FloatArray
 from lockstep.history.events import RunEvent, named
 from lockstep.history.read import RunHistory
-from lockstep.report.charts import UNLIKE, Chart, PlotLine, Scale, line_chart, stacked_chart
-from lockstep.report.compare import distances
+from lockstep.report.charts import Chart, PlotLine, Scale, line_chart, stacked_chart
 from lockstep.report.numbers import RunNumbers
-from lockstep.words import bytes_text, date, digits, duration, percent, plain_text, short, whole
+from lockstep.words import bytes_text, date, duration, plain_text, short, whole
 
 MOST_LOGGED = 8
 """Charts of what a script has logged."""
@@ -48,24 +47,6 @@ KNOWN = {"start", "end", "peak", "total"}.union(*(names for _, names, _ in LANES
 NOT_LISTED = ("checkpoint", "peak", "total")
 YES_OR_NO = {"True": "yes", "False": "no"}
 OF_EVERY_EVENT = ("event", "time", "attempt", "step")
-FIGURES: dict[str, Callable[[RunNumbers], str]] = {
-    "ended": lambda one: one.status.value,
-    "ranks": lambda one: ", ".join(str(size) for size in one.world_sizes[-4:]),
-    "steps": lambda one: whole(one.steps),
-    "loss at the end": lambda one: digits(one.loss.last, 5) if one.loss else "",
-    "lowest loss": lambda one: digits(one.loss.least, 5) if one.loss else "",
-    "a step": lambda one: duration(one.step_times.median) if one.step_times else "",
-    "samples/s": lambda one: if_known(one.samples_per_second, short),
-    "tokens/s": lambda one: if_known(one.tokens_per_second, short),
-    "MFU": lambda one: if_known(one.peak_share, percent),
-    "goodput": lambda one: if_known(one.goodput.share, percent) if one.goodput else "",
-    "on the clock": lambda one: duration(one.goodput.total) if one.goodput else "",
-    "peak memory": lambda one: bytes_text(one.memory["peak"]) if "peak" in one.memory else "",
-    "sent in a step": lambda one: bytes_text(sum(one.bytes_per_step.values())) if one.bytes_per_step else "",
-    "starts": lambda one: whole(len(one.attempts)),
-    "spikes": lambda one: whole(len(one.spikes)),
-}
-"""Of the table of several runs."""
 
 
 def if_known(value: float, text: Callable[[float], str] = whole) -> str:
@@ -75,18 +56,15 @@ def if_known(value: float, text: Callable[[float], str] = whole) -> str:
 # -- curves -------------------------------------------------------------------------------------------------
 
 
-def curves(runs: Sequence[RunHistory], names: Sequence[str], spikes: Sequence[RunEvent] = ()) -> list[Chart]:
-    """Draw what the runs computed and how fast, over their steps: a chart for each quantity."""
+def curves(run: RunHistory, spikes: Sequence[RunEvent] = ()) -> list[Chart]:
+    """Draw what the run computed and how fast, over its steps: a chart for each quantity."""
     marks = [event.step for event in spikes if math.isfinite(event.step)]
-    alone = len(runs) == 1
     charts = [
-        _quantity("Loss", "loss", runs, names, marks, may_log=True),
-        None if alone else _quantity("Loss by time", "loss", runs, names, by_time=True, may_log=True),
-        _quantity("Gradient norm", "gradient_norm", runs, names, marks, may_log=True),
-        _quantity("Learning rate", "learning_rate", runs, names),
-        _throughput(runs, names),
-        *([_logged(runs[0], name) for name in list(runs[0].steps.logged)[:MOST_LOGGED]] if alone else ()),
-        None if alone else _distances(runs, names),
+        _quantity("Loss", "loss", run, marks, may_log=True),
+        _quantity("Gradient norm", "gradient_norm", run, marks, may_log=True),
+        _quantity("Learning rate", "learning_rate", run, from_zero=True),
+        _throughput(run),
+        *(_logged(run, name) for name in list(run.steps.logged)[:MOST_LOGGED]),
     ]
     return [chart for chart in charts if chart is not None]
 
@@ -94,35 +72,18 @@ def curves(runs: Sequence[RunHistory], names: Sequence[str], spikes: Sequence[Ru
 def _quantity(
     title: str,
     quantity: str,
-    runs: Sequence[RunHistory],
-    names: Sequence[str],
+    run: RunHistory,
     marks: Sequence[float] = (),
-    by_time: bool = False,
     may_log: bool = False,
+    from_zero: bool = False,
 ) -> Chart | None:
-    lines = []
-    for colour, run, name in zip(UNLIKE, runs, names, strict=False):
-        steps, values = run.steps, getattr(run.steps, quantity)
-        rows = steps.kept & steps.written.get(quantity, np.isfinite(values))
-        at = steps.step
-        if by_time:
-            rows &= np.isfinite(steps.time)
-            # A clock may be set back, but the axis has to ascend.
-            at = np.maximum.accumulate(np.nan_to_num(steps.time))
-            at = at - at[rows][:1].sum()
-        if rows.any():
-            lines.append(PlotLine(name or title, at[rows], values[rows], colour))
-        if len(runs) == 1 and lines:
-            lines += _done_again(run, values)
-    return line_chart(
-        title,
-        lines,
-        may_log=may_log,
-        x_kind="seconds" if by_time else "count",
-        marks=marks,
-        note="dotted: spikes" if marks else "",
-        from_zero=quantity == "learning_rate",
-    )
+    steps, values = run.steps, getattr(run.steps, quantity)
+    rows = steps.kept & steps.written.get(quantity, np.isfinite(values))
+    if not rows.any():
+        return None
+    lines = [PlotLine(title, steps.step[rows], values[rows]), *_done_again(run, values)]
+    note = "dotted: spikes" if marks else ""
+    return line_chart(title, lines, may_log=may_log, marks=marks, note=note, from_zero=from_zero)
 
 
 def _done_again(run: RunHistory, values: FloatArray) -> Iterator[PlotLine]:
@@ -135,21 +96,15 @@ def _done_again(run: RunHistory, values: FloatArray) -> Iterator[PlotLine]:
         yield PlotLine("", steps.step[mine], values[mine], colour=3, pale=True)
 
 
-def _throughput(runs: Sequence[RunHistory], names: Sequence[str]) -> Chart | None:
-    """Draw tokens in a second, or samples, or steps; None where the runs do not have the same."""
-    lines, units = [], set()
-    for colour, run, name in zip(UNLIKE, runs, names, strict=False):
-        steps, kept = run.steps, run.steps.kept
-        amounts = {"tokens": steps.tokens, "samples": steps.samples, "steps": np.ones(len(steps))}
-        unit = next((unit for unit, amount in amounts.items() if np.nansum(amount[kept]) > 0), "steps")
-        units.add(unit)
-        rows = kept & np.isfinite(amounts[unit]) & (steps.total > 0) & np.isfinite(steps.total)
-        if rows.any():
-            rate = amounts[unit][rows] / steps.total[rows]
-            lines.append(PlotLine(name or f"{unit}/s", steps.step[rows], rate, colour))
-    if len(units) > 1:
-        return None
-    return line_chart("Throughput", lines, "count", from_zero=True, note=f"{units.pop()}/s")
+def _throughput(run: RunHistory) -> Chart | None:
+    """Draw tokens in a second, or samples, or steps."""
+    steps, kept = run.steps, run.steps.kept
+    amounts = {"tokens": steps.tokens, "samples": steps.samples, "steps": np.ones(len(steps))}
+    unit = next((unit for unit, amount in amounts.items() if np.nansum(amount[kept]) > 0), "steps")
+    rows = kept & np.isfinite(amounts[unit]) & (steps.total > 0) & np.isfinite(steps.total)
+    rate = amounts[unit][rows] / steps.total[rows]
+    lines = [PlotLine(f"{unit}/s", steps.step[rows], rate)] if rows.any() else []
+    return line_chart("Throughput", lines, "count", from_zero=True, note=f"{unit}/s")
 
 
 def _logged(run: RunHistory, name: str) -> Chart | None:
@@ -160,17 +115,6 @@ def _logged(run: RunHistory, name: str) -> Chart | None:
     title = plain_text(name, 80)
     lines = [PlotLine(title, run.steps.step[rows][kept], values)] if np.isfinite(values).any() else []
     return line_chart(title, lines, note="logged")
-
-
-def _distances(runs: Sequence[RunHistory], names: Sequence[str]) -> Chart | None:
-    lines = []
-    for colour, run, name in zip(UNLIKE[1:], runs[1:], names[1:], strict=False):
-        steps, far = distances(runs[0], run)
-        known = np.isfinite(far) & (far > 0)
-        if known.any():
-            lines.append(PlotLine(name, steps[known], far[known], colour))
-    note = f"from {names[0]}, in parts of it"
-    return line_chart("Distance of the losses", lines, may_log=True, note=note)
 
 
 # -- a step's time, and memory ------------------------------------------------------------------------------
