@@ -110,7 +110,6 @@ def _run(
             stack.callback(progress.close)
 
         def upkeep() -> None:
-            guarded.renew()
             if progress is not None:
                 progress.update()
 
@@ -168,7 +167,7 @@ def _progress(plan: LaunchPlan, server: CoordinatorServer | None) -> LaunchProgr
 
     if not wants_line(plan.quiet, inherited_environment().get("TERM", "")):
         return None
-    return LaunchProgress(server.progress, StatusRow(STDERR))
+    return LaunchProgress(server.latest, StatusRow(STDERR))
 
 
 def _rendezvous_address(plan: LaunchPlan) -> RendezvousAddress:

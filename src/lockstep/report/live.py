@@ -109,7 +109,7 @@ def bar(share: float, width: int = BAR) -> str:
 
 
 def ranks_now(job: JsonFields) -> RenderableType:
-    """Show each rank's step and what it is doing now; slow and silent ones are marked."""
+    """Show each rank's step and what it is doing now; silent ones are marked."""
     ranks = job.objects("ranks")
     several_hosts = len({one.text("host") for one in ranks}) > 1
     rows = []
@@ -117,12 +117,10 @@ def ranks_now(job: JsonFields) -> RenderableType:
         host = f" on {one.text('host', 60)}" if several_hosts else ""
         words = [f"rank {whole(one.number('rank'))}{host}", f"step {whole(one.number('steps'))}"]
         silent_s, still_s, ended = one.number("silent_s"), one.number("still_s"), one.text("ended", 100)
-        remark, colour = ("slow", "red") if one.fields.get("is_slow") is True else ("", "green")
-        if ended:
-            remark, colour = "", "blue"
-        elif silent_s >= STILL_S:
+        remark, colour = "", "blue" if ended else "green"
+        if not ended and silent_s >= STILL_S:
             remark, colour = f"silent for {duration(silent_s)}", "red"
-        elif still_s >= STILL_S:
+        elif not ended and still_s >= STILL_S:
             remark, colour = f"nothing done for {duration(still_s)}", "red"
         rows.append(([*words, ended or one.text("part", 40) or "?"], one.number("own_s"), remark, colour))
     return _ranks("ranks now: step, part of it, own seconds of a step", rows)

@@ -37,7 +37,6 @@ LANES = (
     ("checkpoints", ("checkpoint",), 2),
     ("restarts", ("restart", "loaded"), 0),
     ("hangs", ("hang",), 5),
-    ("slow ranks", ("slow",), 7),
     ("spikes", ("spike", "capsule"), 3),
     ("damage", ("damage",), 6),
     ("errors, stops", ("error", "stop"), 5),

@@ -616,32 +616,6 @@ def test_messages_that_make_no_sense_do_no_harm(message: dict[str, Any]) -> None
     run.wait(1.0)
 
 
-def test_a_straggler_is_named_once() -> None:
-    run = Run()
-    for turn in range(80):
-        for rank, peer in enumerate(run.peers):
-            local = 0.4 if rank == 2 else 0.1
-            # In the first half of the time its machine is busy with something else.
-            waited_s = min(turn, 40) * 0.4 if rank == 2 else 0.0
-            run.tell(
-                peer,
-                "heartbeat",
-                ticks=turn,
-                boundaries=turn,
-                slowest_s=0.6,
-                step_s=0.6,
-                local_s=local,
-                waited_s=waited_s,
-            )
-        if turn == 40:
-            assert run.said == []
-        run.now += 0.5
-        run.coordinator.tick(run.now)
-    assert len(run.said) == 1
-    assert "Rank 2" in run.said[0]
-    assert "4.0 times" in run.said[0]
-
-
 def test_a_rank_that_has_failed_is_left_time_to_end_before_others_are_said_to_hang() -> None:
     run = Run(hang_timeout_s=2)
     run.wait(2)

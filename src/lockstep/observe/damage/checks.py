@@ -43,9 +43,8 @@ class DamageWatch:
         self._models = models
         self._together = ranks_step_together
         self._tell = tell
-        self._divergence = Divergence(communicator, options.heal)
+        self._divergence = Divergence(communicator)
         self._trace = GradientTrace()
-        self._optimizers: list[Optimizer] = []
         self._steps: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._skips: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._checked = 0
@@ -55,11 +54,9 @@ class DamageWatch:
         return self._options.bad_gradients != "ignore"
 
     def add(self, optimizer: Optimizer) -> None:
-        self._optimizers.append(optimizer)
         self._steps[optimizer] = self._skips[optimizer] = 0
 
     def clear(self) -> None:
-        self._optimizers.clear()
         self._trace.clear()
 
     def backward(self, loss: torch.Tensor) -> AbstractContextManager[None]:
@@ -106,7 +103,7 @@ class DamageWatch:
         if every and step > self._checked and step % every == 0 and self._together():
             self._checked = step
             try:
-                self._divergence.check(step, self._models, self._optimizers)
+                self._divergence.check(step, self._models)
             except DamageError as error:
                 self._tell(str(error))
                 raise

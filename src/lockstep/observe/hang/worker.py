@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING
 from lockstep.errors import ControlError
 from lockstep.observe.hang.gate import StopGate
 from lockstep.observe.hang.processes import machine_of_process, waited_of_main_thread_s
-from lockstep.observe.log import shows_bar
 from lockstep.runtime import failure
 from lockstep.runtime.clock import StepClock
 from lockstep.runtime.failure import HANG, PREEMPTED, STOP_SIGNALS, Departures, of_signal
@@ -163,7 +162,6 @@ class WorkerWatch:
                 own=dict(clock.own),
                 part=clock.parts.part,
                 waited_s=waited_of_main_thread_s(),
-                bar=shows_bar(),
                 latest=json_numbers(clock.latest() if clock.latest is not None else {}),
             )
             news.poll(1000 * HEARTBEAT_S)
