@@ -220,7 +220,7 @@ TOPICS: dict[str, tuple[Setting, ...]] = {
                 "--slurm-option", is_repeated=True, note="a section such as `{partition: gpu}`"),
         Setting("mpi", kinds.SWITCH, "Start by mpirun (Open MPI) on --hosts or --hostfile.", "--mpi",
                 is_in_other_files=True),
-        Setting("ray", kinds.SWITCH, "Start on a Ray cluster. Needs the package ray[train].", "--ray"),
+        Setting("ray", kinds.SWITCH, "Start on a Ray cluster. Needs the package ray.", "--ray"),
         Setting("k8s", kinds.one_of(*KUBERNETES_KINDS), "Write Kubernetes manifests of this kind.", "--k8s"),
         Setting("k8s_options", kinds.PAIRS, "An option of the manifests, such as image=NAME.", "--k8s-option",
                 is_repeated=True,
