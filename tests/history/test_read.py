@@ -45,9 +45,9 @@ def test_columns_hold_what_the_lines_say(tmp_path: Path) -> None:
 
 def test_a_column_that_is_written_when_it_changes_keeps_its_value() -> None:
     reader = ColumnReader()
-    reader.add([{"step": 1}, {"step": 2, "bytes": {"data": 5}}, {"step": 3}])
-    reader.add([{"step": 4, "bytes": {"data": 7, "tensor": 1}}, {"step": 5}])
-    sent = reader.columns().bytes_sent
+    reader.add([{"step": 1}, {"step": 2, "logged": {"data": 5}}, {"step": 3}])
+    reader.add([{"step": 4, "logged": {"data": 7, "tensor": 1}}, {"step": 5}])
+    sent = reader.columns().logged
     assert np.array_equal(sent["data"].filled_forward(5), [math.nan, 5, 5, 7, 7], equal_nan=True)
     assert np.array_equal(sent["tensor"].filled_forward(5), [math.nan] * 3 + [1, 1], equal_nan=True)
 

@@ -165,12 +165,7 @@ def _steps(run: Synthetic, start: Start, attempt: int, clock: float) -> Iterable
         if step in run.not_finite:
             line["loss"] = math.nan
         if place == 0 or step % 1000 == 0:
-            line["bytes"] = {"data": 4.38e8}
-            line["memory"] = {
-                "weights": 5.0e8, "gradients": 1.24e8, "optimizer": 1.24e8, "other": 3e8,
-                "activations": 8.6e9 + 4e8 * min(step / 20_000, 1),
-                "peak": 9.6e9 + 4e8 * min(step / 20_000, 1),
-            }  # fmt: skip
+            line["memory"] = {"peak": 9.6e9 + 4e8 * min(step / 20_000, 1)}
         if step % 50 == 0:
             line["logged"] = {run.name: 0.9 - 0.8 * math.exp(-step / (0.2 * last))}
         yield line

@@ -16,7 +16,7 @@ from tests.report.runs import BEGIN, HOSTILE, HOSTILE_RUN, RESTARTED, RUNS, Star
 
 NOW = BEGIN + 1e5
 SHORT = {name: run for name, run in RUNS.items() if name != "long"}
-SECTIONS = ["Curves", "Where a step's time goes", "Communication", "Memory", "On the clock", "Checkpoints", "Data",
+SECTIONS = ["Curves", "Where a step's time goes", "Memory", "On the clock", "Checkpoints", "Data",
             "Environment", "Configuration"]  # fmt: skip
 VOID = {"meta", "br", "path"}
 
@@ -85,7 +85,6 @@ def test_sections_without_data_say_what_would_fill_them(tmp_path: Path) -> None:
     for sentence in (
         "The loss is not known: accelerator.backward(loss) tells it.",
         "The time of steps is not known: no line of measures.jsonl has it.",
-        "Bytes that were sent were not counted.",
         "Memory was not measured in this run.",
         "No event and no time was written: events.jsonl is not there.",
         "None was written: a run that stops has to start from the beginning. accelerator.save_state() writes one.",

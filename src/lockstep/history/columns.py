@@ -29,7 +29,6 @@ PARTS = (
     "forward_backward",
 )
 """Of a step's time, in the order in which they are drawn."""
-MEMORY = ("weights", "gradients", "optimizer", "activations", "other")
 WRITTEN = ("loss", "gradient_norm")
 MOST_NAMES = 200
 """Scalars, axes and numbers of ranks that are kept; a file may name any number of them."""
@@ -89,7 +88,6 @@ class StepColumns:
     model_flops: FloatArray
     hardware_flops: FloatArray
     memory: Mapping[str, SparseColumn]
-    bytes_sent: Mapping[str, SparseColumn]
     logged: Mapping[str, SparseColumn]
     rank_times: Mapping[int, RankTimes]
 
@@ -113,7 +111,6 @@ class ColumnReader:
         self._count = 0
         self._blocks: dict[str, list[FloatArray]] = {}
         self._memory: dict[str, SparseColumn] = {}
-        self._bytes: dict[str, SparseColumn] = {}
         self._logged: dict[str, SparseColumn] = {}
         self._ranks: dict[int, RankTimes] = {}
 
@@ -128,8 +125,6 @@ class ColumnReader:
         for row, line in enumerate(lines, self._count):
             if "memory" in line:
                 _add(self._memory, row, line["memory"])
-            if "bytes" in line:
-                _add(self._bytes, row, line["bytes"])
             if "logged" in line:
                 _add(self._logged, row, line["logged"])
         self._add_ranks([line["rank_seconds"] for line in lines if "rank_seconds" in line])
@@ -152,7 +147,6 @@ class ColumnReader:
             parts=parts,
             written={name: every.get(f"{name} written", nothing) > 0 for name in WRITTEN},
             memory=self._memory,
-            bytes_sent=self._bytes,
             logged=self._logged,
             rank_times=self._ranks,
             **{name: every.get(name, nothing) for name in (

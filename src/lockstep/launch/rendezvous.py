@@ -95,7 +95,6 @@ class Rendezvous:
         self._epoch = ""
         self._has_reported_wait = False
         self._listener: socket.socket | None = None
-        self._states: JsonObject = {}
         self._heartbeat_limit_s = math.inf if heartbeat_limit_s is None else heartbeat_limit_s
         self._client = self._connected(coordinator_limit_s)
         self._clock = AwakeClock()
@@ -186,10 +185,6 @@ class Rendezvous:
         with suppress(ControlError):
             self._client.send({"kind": f"rendezvous.{verb}", **facts})
 
-    def show_states(self, states: JsonObject) -> None:
-        """What the system says of workers here, by rank; it goes with the heartbeats."""
-        self._states = states
-
     def close(self) -> None:
         """Leave."""
         self._ended.set()
@@ -267,7 +262,7 @@ class Rendezvous:
 
     def _heartbeat(self) -> None:
         while not self._ended.wait(HEARTBEAT_S):
-            self.tell("heartbeat", states=self._states)
+            self.tell("heartbeat")
 
 
 def verb_of(message: Mapping[str, object] | None) -> str:

@@ -118,11 +118,6 @@ class Workers:
         """Process ids of those that still run."""
         return [process.pid for process in self._processes.values() if process.poll() is None]
 
-    @property
-    def pids_of_ranks(self) -> dict[int, int]:
-        """The process of each rank here, also of those that have ended."""
-        return {self.ranks[local]: process.pid for local, process in self._processes.items()}
-
     def exit_codes(self) -> dict[int, int]:
         """By local rank, of those that have ended; negative for a signal."""
         codes = {local: process.poll() for local, process in self._processes.items()}

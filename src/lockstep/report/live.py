@@ -61,7 +61,7 @@ def screen(run: RunHistory, now: float, job: JsonFields | None = None) -> Render
             "tokens_per_second": numbers.tokens_per_second,
             "samples_per_second": numbers.samples_per_second,
             "mfu": numbers.peak_share,
-            "peak_bytes": numbers.memory.get("peak", math.nan),
+            "peak_bytes": numbers.peak_memory,
         }
         curves = {name: getattr(steps, name) for name in ("loss", "gradient_norm", "learning_rate")}
         known = {

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lockstep.history.attempts import Attempt, RunStatus, attempts_of, status_of
-from lockstep.history.columns import MEMORY, PARTS, BoolArray, FloatArray
+from lockstep.history.columns import PARTS, BoolArray, FloatArray
 from lockstep.history.events import RunEvent, named
 from lockstep.history.goodput import Goodput, goodput_of
 from lockstep.history.read import RunHistory
@@ -60,10 +60,9 @@ class RunNumbers:
 
     ``steps``: optimizer steps that count, ``again``: those that were done and thrown away. ``total_steps``: of the
     whole training, if the script has said it. ``tokens_missing``: steps of which tokens are not known.
-    ``bytes_per_step``: by axis, that this rank sends. ``memory``: bytes at the highest peak, by category and with
-    ``peak``. ``slow_ranks``: how many times the median rank's time each of them takes. ``recomputation``: FLOPs that
-    the hardware does for each one of the model. ``peak_share``: of the accelerators' peak (MFU), ``hardware_share``
-    with what is computed twice (HFU).
+    ``peak_memory``: bytes. ``slow_ranks``: how many times the median rank's time each of them takes.
+    ``recomputation``: FLOPs that the hardware does for each one of the model. ``peak_share``: of the accelerators' peak
+    (MFU), ``hardware_share`` with what is computed twice (HFU).
     """
 
     status: RunStatus
@@ -90,8 +89,7 @@ class RunNumbers:
     peak_share: float
     hardware_share: float
     recomputation: float
-    memory: Mapping[str, float]
-    bytes_per_step: Mapping[str, float]
+    peak_memory: float
     rank_seconds: tuple[float, ...]
     slow_ranks: Mapping[int, float]
     checkpoints: tuple[RunEvent, ...]
@@ -157,10 +155,9 @@ def numbers_of(run: RunHistory, now: float) -> RunNumbers:
         recomputation=_ratio(
             float(np.nansum(steps.hardware_flops[both])), float(np.nansum(steps.model_flops[both]))
         ),
-        memory=_peak_memory(run),
-        bytes_per_step={
-            axis: column.values[-1] for axis, column in steps.bytes_sent.items() if column.values
-        },
+        peak_memory=max(steps.memory["peak"].values, default=math.nan)
+        if "peak" in steps.memory
+        else math.nan,
         rank_seconds=rank_seconds,
         slow_ranks=_slow(rank_seconds, step_times),
         checkpoints=tuple(named(run.events, "checkpoint")),
@@ -246,21 +243,6 @@ def _like_last(attempts: list[Attempt]) -> BoolArray:
     sizes = [str(one.world_size) for one in stepped]
     rows = [one.rows for one, size in zip(stepped, sizes, strict=True) if size == sizes[-1]]
     return np.logical_or.reduce(rows)
-
-
-def _peak_memory(run: RunHistory) -> dict[str, float]:
-    """The line with the greatest ``peak`` that any has."""
-    columns = run.steps.memory
-    if not columns:
-        return {}
-    count = len(run.steps)
-    memory = {name: columns[name].filled_forward(count) for name in (*MEMORY, "peak") if name in columns}
-    if "peak" not in memory:
-        memory["peak"] = np.nansum(np.vstack(list(memory.values())), axis=0) if memory else np.zeros(0)
-    if not np.isfinite(memory["peak"]).any():
-        return {}
-    row = int(np.nanargmax(memory["peak"]))
-    return {name: float(values[row]) for name, values in memory.items() if np.isfinite(values[row])}
 
 
 def _rank_seconds(run: RunHistory, attempts: list[Attempt]) -> tuple[float, ...]:

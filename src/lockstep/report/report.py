@@ -60,8 +60,8 @@ def to_json(numbers: RunNumbers) -> dict[str, object]:
     ``steps_again``, ``first_step``, ``last_step``, ``total_steps``, ``seconds_left``, ``samples``, ``tokens``,
     ``epoch``, ``loss``, ``gradient_norm``, ``step_seconds``, ``shares`` (of a step's time),
     ``samples_per_second``, ``tokens_per_second``, ``model_flops_per_second``,
-    ``mfu``, ``hfu``, ``recomputation``, ``wall_seconds``, ``goodput``, ``lost_seconds``, ``memory_bytes``,
-    ``bytes_per_step``, ``rank_seconds``, ``slow_ranks``,
+    ``mfu``, ``hfu``, ``recomputation``, ``wall_seconds``, ``goodput``, ``lost_seconds``, ``peak_memory_bytes``,
+    ``rank_seconds``, ``slow_ranks``,
     ``checkpoints``, ``hangs``, ``damage``, ``spikes``, ``batches_skipped``.
     """
     times, wall = numbers.step_times, numbers.goodput
@@ -95,8 +95,7 @@ def to_json(numbers: RunNumbers) -> dict[str, object]:
         "wall_seconds": None if wall is None else wall.total,
         "goodput": None if wall is None else wall.share,
         "lost_seconds": {} if wall is None else wall.lost,
-        "memory_bytes": numbers.memory,
-        "bytes_per_step": numbers.bytes_per_step,
+        "peak_memory_bytes": numbers.peak_memory,
         "rank_seconds": numbers.rank_seconds,
         "slow_ranks": numbers.slow_ranks,
         "checkpoints": len(numbers.checkpoints),

@@ -242,6 +242,6 @@ def headline(numbers: RunNumbers) -> list[tuple[str, str]]:
         ("MFU", percent(numbers.peak_share) if math.isfinite(numbers.peak_share) else ""),
         ("goodput", percent(wall.share) if wall and math.isfinite(wall.share) else ""),
         ("on the clock", duration(wall.total) if wall else ""),
-        ("peak memory", bytes_text(numbers.memory["peak"]) if "peak" in numbers.memory else ""),
+        ("peak memory", bytes_text(numbers.peak_memory) if math.isfinite(numbers.peak_memory) else ""),
     ]
     return [(name, value) for name, value in rows if value]

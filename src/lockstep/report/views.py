@@ -32,7 +32,6 @@ PART_NAMES = {
 }
 PART_COLOURS = {part: place % 10 for place, part in enumerate(PARTS)}
 """The last has the first one's: with it there is no other of the two."""
-MEMORY_COLOURS = {"weights": 0, "gradients": 1, "optimizer": 2, "activations": 3, "other": 9}
 LANES = (
     ("checkpoints", ("checkpoint",), 2),
     ("restarts", ("restart", "loaded"), 0),
@@ -132,29 +131,14 @@ def step_seconds(run: RunHistory, shares: Mapping[str, float]) -> Chart | None:
     return stacked_chart("Seconds of a step", run.steps.step[rows], bands, "seconds")
 
 
-def sent_rows(run: RunHistory, bytes_per_step: Mapping[str, float]) -> list[Sequence[object]]:
-    """Return axis, bytes of a step, bytes of all steps."""
-    count, kept = len(run.steps), run.steps.kept
-    return [
-        (axis, bytes_text(value), bytes_text(float(np.nansum(run.steps.bytes_sent[axis].filled_forward(count)[kept]))))
-        for axis, value in bytes_per_step.items()
-    ]  # fmt: skip
-
-
 def memory_of_run(run: RunHistory) -> Chart | None:
-    """Draw memory at the peak of a step, over the run: by category, where categories are known."""
-    memory, kept = run.steps.memory, run.steps.kept
-    filled = {name: column.filled_forward(len(run.steps))[kept] for name, column in memory.items()}
-    bands = [
-        (name if "activations" in memory or name != "other" else "other, with activations", filled[name], colour)
-        for name, colour in MEMORY_COLOURS.items()
-        if name in filled and np.isfinite(filled[name]).any()
-    ]  # fmt: skip
-    at = run.steps.step[kept]
-    if bands:
-        return stacked_chart("At the peak of a step", at, bands, "bytes", note="rank 0")
-    peak = [PlotLine("peak", at, filled["peak"])] if "peak" in filled else []
-    return line_chart("Peak of a step", peak, "bytes", from_zero=True, note="rank 0")
+    """Draw the peak of memory, over the run."""
+    if "peak" not in run.steps.memory:
+        return None
+    kept = run.steps.kept
+    values = run.steps.memory["peak"].filled_forward(len(run.steps))[kept]
+    lines = [PlotLine("peak", run.steps.step[kept], values)]
+    return line_chart("Peak of a step", lines, "bytes", from_zero=True, note="rank 0")
 
 
 # -- on the clock -------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ else:
                 "totals_of_ranks",
                 "WatchedRank",
             ],
-            "processes": ["machine_of_process", "process_state", "ProcessState", "states_of"],
+            "processes": ["machine_of_process", "process_state", "ProcessState"],
             "records": ["Evidence", "PendingCollective", "SourceLine"],
             "wording": ["named"],
             "worker": ["json_numbers", "StopSignals", "WorkerWatch"],

@@ -13,7 +13,6 @@ from dataclasses import replace
 from lockstep.errors import ControlError
 from lockstep.observe.hang.diagnosis import EndedRank, Finding
 from lockstep.observe.hang.hangs import HangJudge, WatchSettings
-from lockstep.observe.hang.processes import ProcessState
 from lockstep.observe.hang.ranks import (
     CommonStop,
     WatchedRank,
@@ -43,7 +42,6 @@ class Coordinator:
     def __init__(self, settings: WatchSettings, say: Callable[[str], None]) -> None:
         self._settings = settings
         self._say = say
-        self._states: dict[int, ProcessState] = {}
         self._questions = itertools.count(1)
         self._now = 0.0
         self.commits = 0
@@ -59,7 +57,6 @@ class Coordinator:
             workers,
             self._say,
             self._questions,
-            lambda rank: self._states.get(rank, ProcessState()),
         )
         self._stop = CommonStop(workers)
         self._next_report = 0.0
@@ -117,10 +114,6 @@ class Coordinator:
         """A launcher has seen that this rank's process ended with exit code 0."""
         last = self._round.ended[rank].last if rank in self._round.ended else None
         self._note_end(EndedRank(rank, "has ended with exit code 0", last))
-
-    def process_states(self, states: Mapping[int, object]) -> None:
-        """By rank, of workers on other machines, as their launchers see them."""
-        self._states = {rank: ProcessState.from_message(state) for rank, state in states.items()}
 
     def _hello(self, peer: WorkerConnection, message: Message) -> None:
         rank = message.get("rank")

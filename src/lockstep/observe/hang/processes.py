@@ -9,8 +9,6 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from lockstep.config.files import JsonObject
-
 WORDS = {
     "R": "running",
     "S": "sleeping",
@@ -28,14 +26,6 @@ class ProcessState(NamedTuple):
 
     word: str = "unknown"
     waited_s: float = 0.0
-
-    @staticmethod
-    def from_message(value: object) -> ProcessState:
-        """What came over the network; of what makes no sense, nothing is known."""
-        if isinstance(value, list) and len(value) == 2 and value[0] in (*WORDS.values(), "unknown"):
-            seconds = value[1] if isinstance(value[1], (int, float)) else 0.0
-            return ProcessState(value[0], float(seconds))
-        return ProcessState()
 
 
 def process_state(pid: int) -> ProcessState:
@@ -78,8 +68,3 @@ def machine_of_process() -> str:
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return ""
-
-
-def states_of(pids: dict[int, int]) -> JsonObject:
-    """Of the processes of ranks, by rank, for a coordinator on another machine."""
-    return {str(rank): list(process_state(pid)) for rank, pid in pids.items()}

@@ -11,9 +11,9 @@ from torch import nn
 
 from lockstep.config.options import Options
 from lockstep.config.world import ParallelDims
-from lockstep.observe.measures.communication import bytes_by_axis, is_seen
+from lockstep.observe.measures.communication import is_seen
 from lockstep.observe.measures.flops import FlopCounts, StepCounts, StepKinds
-from lockstep.observe.measures.memory import MemoryOfSteps
+from lockstep.observe.measures.memory import PeakMemory
 from lockstep.observe.measures.open_step import OpenStep
 from lockstep.observe.measures.peaks import peak_of, precision_of
 from lockstep.observe.measures.run_folder import RunWriter
@@ -59,7 +59,6 @@ class StepAssembler:
     Attributes:
         recent: The latest steps of which all numbers have come.
         counts: What the latest step computes on this rank; None: not known.
-        bytes: What forward and backward of a step send from this rank, by axis of the mesh.
         axes: Of the mesh.
         optimizers: A list that grows.
     """
@@ -71,7 +70,7 @@ class StepAssembler:
         options: Options,
         models: Sequence[ParallelModel],
         flops: FlopCounts,
-        memory: MemoryOfSteps,
+        memory: PeakMemory,
         writer: RunWriter | None,
     ) -> None:
         self._runtime = runtime
@@ -83,7 +82,6 @@ class StepAssembler:
         self._writer = writer
         self.axes = ParallelDims()
         self.recent: deque[StepMeasures] = deque(maxlen=RECENT_STEPS)
-        self.bytes: dict[str, int] = {}
         self._ended: deque[EndedStep] = deque(maxlen=RECENT_STEPS if writer is None else None)
         self._pending: deque[tuple[StepMeasures, OpenStep]] = deque()
         self._others = OtherRanks(state.clock, runtime.world_size)
@@ -132,7 +130,7 @@ class StepAssembler:
 
     def _assembled(self, ended: EndedStep, is_latest: bool) -> StepMeasures:
         reported = ended.reported
-        self.counts = counts = self._flops.counts_of(ended.kinds)
+        self.counts = self._flops.counts_of(ended.kinds)
         own = self._own_numbers(reported)
         if is_latest:
             self._others.tell(own)
@@ -145,7 +143,6 @@ class StepAssembler:
             learning_rate=ended.learning_rate,
             seconds=self._seconds(ended),
             flops=self._flops_of_all(own),
-            bytes=None if counts is None else self._new_bytes(counts),
             memory=self._memory.new() if is_latest else None,
             rank_seconds=self._others.seconds(),
             logged=reported.logged or None,
@@ -185,16 +182,6 @@ class StepAssembler:
         if model is not None and self.axes.cp == 1:
             found["model"] = model
         return found or None
-
-    def _new_bytes(self, counts: StepCounts) -> dict[str, int] | None:
-        """What this rank sends in a step, where that is another amount than in the step before."""
-        if not counts.sent_bytes:
-            return None
-        now = bytes_by_axis(counts.sent_bytes, self.axes)
-        if now == self.bytes:
-            return None
-        self.bytes = now
-        return now
 
     # -- what the device could do ------------------------------------------------------------------------
 

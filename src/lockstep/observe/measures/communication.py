@@ -1,9 +1,8 @@
-"""What a step's communication costs: whether all waiting for it is seen; bytes, by axis of the mesh."""
+"""Whether all that a step waits for on behalf of other ranks is seen."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from lockstep.config.parallel import Parallel
 from lockstep.config.world import ParallelDims
@@ -24,28 +23,3 @@ def is_seen(
     if axes.pp > 1 or not models:
         return False
     return all(model.communication_is_timed(parallel, axes, device) for model in models)
-
-
-ORDER = ("pp", "replicate", "shard", "cp", "tp")
-"""Axes of the mesh, outermost first."""
-
-
-def axes_of_group(ranks: Sequence[int], axes: ParallelDims) -> str:
-    """The axes along which these global ranks differ, such as "shard" or "replicate+shard"."""
-    differing = []
-    for number, name in enumerate(ORDER):
-        # The last axis counts fastest: ranks that differ by ``stride`` are neighbours along this one.
-        stride = math.prod(getattr(axes, inner) for inner in ORDER[number + 1 :])
-        if len({rank // stride % getattr(axes, name) for rank in ranks}) > 1:
-            differing.append(name)
-    return "+".join(differing)
-
-
-def bytes_by_axis(sent: Mapping[tuple[int, ...], float], axes: ParallelDims) -> dict[str, int]:
-    """``sent``: bytes by the global ranks of the group in which they were sent."""
-    found: dict[str, float] = {}
-    for ranks, amount in sent.items():
-        name = axes_of_group(ranks, axes)
-        if name:
-            found[name] = found.get(name, 0.0) + amount
-    return {name: round(amount) for name, amount in sorted(found.items())}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -32,7 +32,6 @@ class StepCounts:
 
     model: float = 0
     hardware: float = 0
-    sent_bytes: dict[tuple[int, ...], float] = field(default_factory=dict)
 
 
 MicroBatch = tuple[Hashable, ...]
@@ -155,8 +154,6 @@ class FlopCounts:
                     return None
                 total.model += counts.model
                 total.hardware += counts.model + counts.again
-                for ranks, sent in counts.sent_bytes.items():
-                    total.sent_bytes[ranks] = total.sent_bytes.get(ranks, 0.0) + sent
         return total if total.model else None
 
     def _may_count(self, known: Mapping[Hashable, object]) -> bool:

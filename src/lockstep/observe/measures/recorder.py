@@ -20,7 +20,7 @@ from lockstep.observe.measures.assembler import EndedStep, StepAssembler
 from lockstep.observe.measures.batches import WaitingBatches
 from lockstep.observe.measures.flops import FlopCounts, shapes_of
 from lockstep.observe.measures.latest import latest_numbers
-from lockstep.observe.measures.memory import MemoryOfSteps
+from lockstep.observe.measures.memory import PeakMemory
 from lockstep.observe.measures.onlooker import WeakHook, look_on, look_on_calls
 from lockstep.observe.measures.open_step import OpenStep, learning_rates
 from lockstep.observe.measures.run_folder import RunWriter, bytes_in
@@ -57,8 +57,7 @@ class StepRecorder:
         self._step = 0
         self._steps_before = self._clock.steps
         self._flops = FlopCounts()
-        steps_here = not options.parallel.offloads_optimizer
-        self._memory = MemoryOfSteps(runtime.device, self._models, lambda: self._optimizers, steps_here)
+        self._memory = PeakMemory(runtime.device)
         self._ended = StepAssembler(
             runtime, state, options, self._models, self._flops, self._memory, self._writer
         )
@@ -216,8 +215,6 @@ class StepRecorder:
         """It returned, or raised."""
         self._flops.backward_ends(is_complete)
         self._parts.enter("other")
-        if self._memory.is_due and is_complete and self._state.sync_gradients:
-            self._memory.look()
 
     def clipped(self, norm: torch.Tensor) -> None:
         """The norm of all gradients before clipping, 0-d."""
@@ -307,7 +304,6 @@ class StepRecorder:
     def _begin_first_step(self) -> None:
         """It begins with its batch, which has been waited for; what was before is no part of it."""
         self._is_first = False
-        self._memory.training_begins()
         now = self._parts.read()
         self._before = {**now, **{part: self._before[part] for part in ("data", "to_device")}}
 

@@ -22,8 +22,7 @@ class StepMeasures:
         seconds: By part, and their sum as ``total``.
         flops: Floating-point operations over all ranks: ``model``, of forward and backward; ``hardware``, with those of
             forwards that are computed again.
-        memory: Bytes of this rank at the peak, by category.
-        bytes: Sent by this rank to others, by axis of the mesh.
+        memory: Bytes of this rank at the ``peak``, where that has grown.
         rank_seconds: What each rank's own work of a step took lately, without waits for others.
         logged: Numbers that the script passed to ``accelerator.log`` since the step before.
     """
@@ -39,7 +38,6 @@ class StepMeasures:
     seconds: dict[str, float] | None = None
     flops: dict[str, float] | None = None
     memory: dict[str, int] | None = None
-    bytes: dict[str, int] | None = None
     rank_seconds: list[float | None] | None = None
     logged: dict[str, float] | None = None
 
