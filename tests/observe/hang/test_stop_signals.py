@@ -86,7 +86,7 @@ def test_one_process_stops_by_itself_also_without_a_place_to_save(tmp_path: Path
 
 
 def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
-    [process] = start(tmp_path, 1, "--steps", "100", "--pause", "3")
+    [process] = start(tmp_path, 1, "--steps", "100", "--pause", "2")
     wait_for_step(tmp_path, 1)
     process.send_signal(signal.SIGTERM)
     time.sleep(0.3)
