@@ -110,7 +110,7 @@ class Client:
                 raise self._give_up(reason_of(error)) from None
 
     def receive(self, timeout_s: float | None) -> dict[str, object] | None:
-        """The next message; None when there is none within ``timeout_s`` (None: wait as long as it takes).
+        """Return the next message; None when there is none within ``timeout_s`` (None: wait as long as it takes).
 
         Raises:
             ControlError: the server is gone, or its bytes are not authentic.

@@ -95,13 +95,13 @@ class Handler(Protocol):
     """What a server does with messages. All calls come from one thread, so a handler needs no locks."""
 
     def received(self, peer: ControlConnection, message: Mapping[str, object]) -> None:
-        """A message whose ``kind`` is ``<this handler's name>.<verb>``."""
+        """Take a message whose ``kind`` is ``<this handler's name>.<verb>``."""
 
     def lost(self, peer: ControlConnection) -> None:
-        """A peer that this handler had a message from is gone, or was closed: said once, and last."""
+        """Hear that a peer this handler had a message from is gone, or was closed; once, and last."""
 
     def tick(self, now: float) -> None:
-        """Called every 0.2 s with the time of an ``AwakeClock``."""
+        """Look at the time; called every 0.2 s with that of an ``AwakeClock``."""
 
 
 class Server:

@@ -206,7 +206,7 @@ def number(value: object) -> float:
 
 
 def bounded(value: object, bound: float = BOUND) -> float:
-    """The same; NaN beyond ``bound`` too."""
+    """Return the same; NaN beyond ``bound`` too."""
     found = number(value)
     return found if abs(found) < bound else math.nan
 

@@ -44,7 +44,7 @@ NOT_EXECUTABLE, NOT_FOUND = 126, 127
 
 
 def members(launch_id: str, with_watches: bool = False) -> list[int]:
-    """Processes of this user whose environment carries the launch's identity."""
+    """Return processes of this user whose environment carries the launch's identity."""
     mark, watch = f"{ID_VARIABLE}={launch_id}".encode(), f"{WATCH_VARIABLE}=1".encode()
     found = []
     for entry in os.listdir("/proc"):

@@ -38,7 +38,7 @@ def make_log_folder(path: str | None) -> None:
 
 
 def rank_log(folder: str | Path, rank: int | str, stream: str, restart: int = 0) -> str:
-    """The file for a rank's ``out`` or ``err``. What was written before a restart stays."""
+    """Return the file for a rank's ``out`` or ``err``. What was written before a restart stays."""
     suffix = f".restart-{restart}" if restart else ""
     return os.path.join(folder, f"rank-{rank}{suffix}.{stream}")
 

@@ -126,7 +126,7 @@ class LaunchCoordinator:
             self._leave(machine, str(message.get("signal", "")), _non_negative_int(message, "code"))
 
     def lost(self, peer: NodeConnection) -> None:
-        """A launcher's connection is gone."""
+        """Note that a launcher's connection is gone."""
         machine = peer.data.get("machine")
         if machine is not None and self._peers.get(machine) is peer:
             del self._peers[machine]
@@ -360,7 +360,7 @@ class LaunchCoordinator:
 
 
 def join_request_of(message: Mapping[str, object]) -> m.JoinRequest:
-    """The join request in a message. Raises ControlError when it does not have the form of one."""
+    """Return the join request in a message. Raises ControlError when it does not have the form of one."""
     rank = message.get("rank")
     request = m.JoinRequest(
         machine=_text(message, "machine"),
@@ -385,7 +385,7 @@ def nothing_to_save(name: str) -> str:
 
 
 def signal_code(name: str) -> int:
-    """The exit code of a launch that a signal ended."""
+    """Return the exit code of a launch that a signal ended."""
     return of_signal(int(getattr(signal, name, signal.SIGTERM)) if name.startswith("SIG") else signal.SIGTERM)
 
 

@@ -19,7 +19,7 @@ WAIT_S = 2.0
 
 
 def run_guarded(run: Callable[[GuardProcess, str], int]) -> int:
-    """What ``run`` returns. Unless that is 0, all that it started is ended after it, and whenever this process ends.
+    """Return what ``run`` returns. Unless that is 0, all that it started is ended, as at any end of this process.
 
     Args:
         run: Gets the guard, and a folder for the launch's secret and reports. It is removed at the end, too.

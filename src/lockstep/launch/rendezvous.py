@@ -155,7 +155,7 @@ class Rendezvous:
             return
 
     def receive(self, timeout_s: float) -> dict[str, object] | None:
-        """The next message that is not a heartbeat; None if there is none in time. Raises CoordinatorLost."""
+        """Return the next message that is not a heartbeat; None if there is none in time. Raises CoordinatorLost."""
         deadline = time.monotonic() + timeout_s
         while True:
             try:
@@ -271,5 +271,5 @@ def verb_of(message: Mapping[str, object] | None) -> str:
 
 
 def launch_ended_of(message: JsonObject) -> LaunchEnded:
-    """The end of a launch, from its message."""
+    """Return the end of a launch, from its message."""
     return LaunchEnded(int(message["code"]), str(message["cause"]), str(message["note"]), message["rank"])

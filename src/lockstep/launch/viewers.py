@@ -85,7 +85,7 @@ class RunViewers:
             self._answer(peer, self._stop(CAUSE), "All ranks stop at the next step boundary.")
 
     def lost(self, peer: ViewerConnection) -> None:
-        """A viewer is gone."""
+        """Note that a viewer is gone."""
         for viewers in (self._viewers, self._want_stacks):
             if peer in viewers:
                 viewers.remove(peer)

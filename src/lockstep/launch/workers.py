@@ -194,7 +194,7 @@ class Starter:
 def _torchrun_variables(
     local: int, nproc: int, place: Round, run_id: str, max_restarts: int
 ) -> dict[str, str]:
-    """What ``torchrun`` tells a worker of its place."""
+    """Return what ``torchrun`` tells a worker of its place."""
     rank, world, groups = str(place.base_rank + local), str(place.world_size), str(place.machines)
     return {
         "RANK": rank,

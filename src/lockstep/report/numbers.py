@@ -173,7 +173,7 @@ def _ratio(part: float, whole: float) -> float:
 
 
 def _rate(amount: FloatArray, seconds: FloatArray, rows: BoolArray) -> float:
-    """A second, over the steps of which the amount is known."""
+    """Return a second, over the steps of which the amount is known."""
     known = rows & np.isfinite(amount) & np.isfinite(seconds)
     return _ratio(float(amount[known].sum()), float(seconds[known].sum()))
 

@@ -220,7 +220,7 @@ def _to_do(numbers: RunNumbers) -> str:
 
 
 def _hung_before(numbers: RunNumbers) -> str:
-    """What the watch said of the last start, where an error may only follow from it."""
+    """Return what the watch said of the last start, where an error may only follow from it."""
     hangs = named(numbers.attempts[-1].events, "hang") if numbers.attempts else []
     return f" Before that it stood still: {hangs[-1].sentence.rstrip('.')}." if hangs else ""
 

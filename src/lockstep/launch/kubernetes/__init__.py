@@ -22,7 +22,7 @@ MAKE_SECRET = "python3 -c 'import secrets; print(secrets.token_hex(32))'"
 
 
 def commands(plan: LaunchPlan) -> list[Command]:
-    """What is to be run with the manifests, which are its standard input."""
+    """Return what is to be run with the manifests, which are its standard input."""
     return [Command(("kubectl", "create", "-f", "-"), title="any machine", stdin=manifests(plan))]
 
 
@@ -74,7 +74,7 @@ def _check(plan: LaunchPlan) -> None:
 
 
 def _named(plan: LaunchPlan) -> dict[str, str]:
-    """The variables that ``--forward-env`` names; nothing else of this machine concerns a container."""
+    """Return the variables that ``--forward-env`` names; nothing else of this machine concerns a container."""
     environ = inherited_environment()
     for name in plan.transport.forward_env:
         if is_secret(name):

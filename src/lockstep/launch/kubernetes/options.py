@@ -100,7 +100,7 @@ class KubernetesOptions:
 
 
 def parse_options(given: Mapping[str, str], script: str) -> KubernetesOptions:
-    """The options of a launch; the name is by default that of the script.
+    """Return the options of a launch; the name is by default that of the script.
 
     Raises:
         ConfigError: an option is unknown, the image is missing, or a value breaks a rule of Kubernetes.
@@ -123,7 +123,7 @@ def parse_options(given: Mapping[str, str], script: str) -> KubernetesOptions:
 
 
 def job_name_of(script: str) -> str:
-    """A name for the job, from that of a script or module: ``my/Train_it.py`` gives ``train-it``."""
+    """Return a name for the job, from that of a script or module: ``my/Train_it.py`` gives ``train-it``."""
     stem = script.rstrip("/").rpartition("/")[2].removesuffix(".py").lower()
     words = re.findall(r"[a-z0-9]+", stem)
     return "-".join(words).lstrip("0123456789-")[:40].strip("-") or "train"

@@ -29,7 +29,7 @@ KubernetesObject = JsonObject
 
 
 def arguments(plan: LaunchPlan, meeting_host: str) -> list[str]:
-    """What follows ``COMMAND``, for the kubelet, which expands ``$(NAME)`` and nothing else."""
+    """Return what follows ``COMMAND``, for the kubelet, which expands ``$(NAME)`` and nothing else."""
     fault_policy = plan.fault_policy
     words = _flag_with_value("nproc", plan.nproc)
     if plan.num_machines > 1:
@@ -70,21 +70,21 @@ def _seconds(value: float) -> str:
 
 
 def program(plan: LaunchPlan) -> list[str]:
-    """The script with its arguments, as ``lockstep launch`` takes them; the interpreter is the image's."""
+    """Return the script with its arguments, as ``lockstep launch`` takes them; the interpreter is the image's."""
     if plan.command[0] != sys.executable:
         return [DECLARED["no_python"].flag, *plan.command]
     return list(plan.command[1:])
 
 
 def escaped(word: str) -> str:
-    """A word that the kubelet leaves as it is: it makes one ``$`` of two."""
+    """Return a word that the kubelet leaves as it is: it makes one ``$`` of two."""
     return word.replace("$", "$$")
 
 
 def environment(
     plan: LaunchPlan, options: KubernetesOptions, forwarded: dict[str, str]
 ) -> list[KubernetesObject]:
-    """The variables of the container: what was said of the run, and its secret by reference."""
+    """Return the variables of the container: what was said of the run, and its secret by reference."""
     values = {**forwarded, **plan.environment}
     if THREADS_VARIABLE not in values and options.cpu is not None:
         cores = int(options.cpu[:-1]) / 1000 if options.cpu.endswith("m") else float(options.cpu)
@@ -99,7 +99,7 @@ def environment(
 
 
 def resources(plan: LaunchPlan, options: KubernetesOptions) -> KubernetesObject:
-    """Requests and limits of a machine; without ``gpus``, one GPU for each process unless it runs on CPUs."""
+    """Return requests and limits of a machine; without ``gpus``, one GPU for each process unless it runs on CPUs."""
     gpus = options.gpus
     if gpus is None:
         use_cpu = plan.settings["use_cpu"].value if "use_cpu" in plan.settings else None
@@ -116,7 +116,7 @@ def resources(plan: LaunchPlan, options: KubernetesOptions) -> KubernetesObject:
 def pod_spec(
     plan: LaunchPlan, options: KubernetesOptions, meeting_host: str, forwarded: dict[str, str]
 ) -> KubernetesObject:
-    """The pod of a machine; ``meeting_host``: where the machines meet."""
+    """Return the pod of a machine; ``meeting_host``: where the machines meet."""
     # Data-loader workers pass batches through /dev/shm, of which a container has 64 MB otherwise.
     volumes: list[KubernetesObject] = [{"name": SHARED_MEMORY, "emptyDir": {"medium": "Memory"}}]
     mounts: list[KubernetesObject] = [{"name": SHARED_MEMORY, "mountPath": "/dev/shm"}]
@@ -156,5 +156,5 @@ def metadata(options: KubernetesOptions) -> KubernetesObject:
 
 
 def labels(options: KubernetesOptions) -> dict[str, str]:
-    """The labels by which ``kubectl get pods -l`` finds what belongs together."""
+    """Return the labels by which ``kubectl get pods -l`` finds what belongs together."""
     return {"app.kubernetes.io/name": "lockstep", "app.kubernetes.io/instance": options.name}

@@ -43,7 +43,7 @@ OF_A_MACHINE = frozenset({"CUDA_VISIBLE_DEVICES", "PATH", "VIRTUAL_ENV", SECRET_
 
 
 def commands(plan: LaunchPlan) -> list[Command]:
-    """What each of Ray's workers runs, and the environment in which this machine talks to Ray.
+    """Return what each of Ray's workers runs, and the environment in which this machine talks to Ray.
 
     Raises:
         ConfigError: the plan asks for something that Ray cannot do.
@@ -107,7 +107,7 @@ def check(plan: LaunchPlan) -> None:
 
 
 def job_of(plan: LaunchPlan) -> Job:
-    """What each rank runs. The interpreter is that of Ray's worker there."""
+    """Return what each rank runs. The interpreter is that of Ray's worker there."""
     environ = inherited_environment()
     watching = {
         SETTINGS["watch"].variable: str(plan.fault_policy.watch).lower(),

@@ -24,7 +24,7 @@ def address(plan: LaunchPlan, environ: Mapping[str, str]) -> str:
 
 
 def ray_environment(plan: LaunchPlan, environ: Mapping[str, str], token: str) -> dict[str, str]:
-    """What Ray reads from the environment, before it is imported. ``token``: for a cluster of our own."""
+    """Return what Ray reads from the environment, before it is imported. ``token``: for a cluster of our own."""
     # Every line of every rank.
     values = {"RAY_DEDUP_LOGS": "0"}
     if address(plan, environ) == LOCAL:
@@ -90,13 +90,13 @@ def cpus_of_a_worker(plan: LaunchPlan) -> int:
 
 
 def uses_gpus(plan: LaunchPlan, resources: Mapping[str, float]) -> bool:
-    """What was said, or whether the cluster has GPUs."""
+    """Return what was said, or whether the cluster has GPUs."""
     use_cpu = plan.settings["use_cpu"].value if "use_cpu" in plan.settings else None
     return resources.get("GPU", 0) > 0 if use_cpu is None else not use_cpu
 
 
 def shortage(plan: LaunchPlan, resources: Mapping[str, float], use_gpu: bool) -> str | None:
-    """What the cluster lacks at the moment, as a sentence."""
+    """Return what the cluster lacks at the moment, as a sentence."""
     processes = plan.nproc * plan.num_machines
     needed = {"CPU": processes * cpus_of_a_worker(plan)} | ({"GPU": processes} if use_gpu else {})
     for kind, count in needed.items():

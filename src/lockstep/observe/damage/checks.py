@@ -79,12 +79,12 @@ class DamageWatch:
         return False
 
     def skipped(self, optimizer: Optimizer) -> None:
-        """A step was left out."""
+        """Note that a step was left out."""
         self._steps[optimizer] += 1
         self._trace.clear()
 
     def stepped(self, optimizer: Optimizer, scale: float | None = None) -> None:
-        """A step was made, or left out by the loss scaler. Collective every so many of them.
+        """Note that a step was made, or left out by the loss scaler. Collective every so many of them.
 
         ``scale``: that of the loss after the loss scaler skipped the step.
 

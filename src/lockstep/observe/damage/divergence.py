@@ -36,7 +36,7 @@ class ParameterShard(NamedTuple):
 
 
 def parameter_shards(models: Sequence[ParallelModel]) -> dict[ParameterShard, torch.Tensor]:
-    """The parameters that this rank holds from step to step, without empty ones."""
+    """Return the parameters that this rank holds from step to step, without empty ones."""
     found = {}
     for number, model in enumerate(models):
         for name, parameter in local_parameters(model):
@@ -133,7 +133,7 @@ def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _as_words(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor as 64-bit words, the last one filled up with zeros; a view where that is possible."""
+    """Return the bytes of a tensor as 64-bit words, the last filled up with zeros; a view if possible."""
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     # Words must begin at a multiple of eight bytes.
     if data.storage_offset() % 8:
@@ -205,7 +205,7 @@ class Divergence:
         self._equal_at: int | None = None
 
     def check(self, step: int, models: Sequence[ParallelModel]) -> None:
-        """Collective. One all-gather of 8 bytes for each shard that is on several ranks.
+        """Compare the replicas. Collective: one all-gather of 8 bytes for each shard that is on several ranks.
 
         Raises:
             DamageError: on all ranks: a parameter differs.

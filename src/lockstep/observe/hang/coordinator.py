@@ -102,7 +102,7 @@ class Coordinator:
             self._bye(rank, message)
 
     def lost(self, peer: WorkerConnection) -> None:
-        """A worker's connection is gone: it ended, or is ending."""
+        """Note that a worker's connection is gone: it ended, or is ending."""
         rank = peer.data.get("rank", -1)
         if rank in self._round.ranks and self._round.ranks[rank].peer is peer:
             state = self._round.ranks.pop(rank)
@@ -111,7 +111,7 @@ class Coordinator:
                 self._round.vanished[rank] = state
 
     def left(self, rank: int) -> None:
-        """A launcher has seen that this rank's process ended with exit code 0."""
+        """Note that a launcher has seen that this rank's process ended with exit code 0."""
         last = self._round.ended[rank].last if rank in self._round.ended else None
         self._note_end(EndedRank(rank, "has ended with exit code 0", last))
 
@@ -154,7 +154,7 @@ class Coordinator:
         state.steps = max(state.steps, integer_of(message, "steps"))
 
     def _bye(self, rank: int, message: Message) -> None:
-        """A rank ends its part of the run; after a failure the launcher finds out by itself."""
+        """Note that a rank ends its part of the run; after a failure the launcher finds out by itself."""
         try:
             last = Evidence.from_message(message["evidence"])
         except (KeyError, ControlError):
@@ -189,7 +189,7 @@ class Coordinator:
         return {} if state is None else state.latest
 
     def standing(self) -> list[dict[str, object]]:
-        """What is known of each rank, see ``view.py``."""
+        """Return what is known of each rank, see ``view.py``."""
         return ranks_of(self._round.ranks, self._round.ended, self._now)
 
     def request_stacks(self) -> int:

@@ -46,7 +46,7 @@ class StopGate:
             self._has_target.set()
 
     def arrive(self, boundary: int) -> None:
-        """The main thread is at a boundary; returns when it may go on."""
+        """Hold the main thread at a boundary until it may go on."""
         # Where nobody answers, whoever wanted the stop ends the process in the end.
         if self._cause is not None and self._has_target.wait(self._limit_s) and boundary >= self._target:
             self._stop(self._cause)

@@ -128,7 +128,7 @@ class HangJudge:
             self._question.answers[rank] = Evidence.from_message(evidence)
 
     def forget_answers(self) -> None:
-        """A rank has ended: answers may be older than that."""
+        """Forget the answers, as a rank has ended: they may be older than that."""
         self._question = None
 
     def look(self, running: Mapping[int, WatchedRank], now: float) -> None:
@@ -259,7 +259,7 @@ class HangJudge:
         return limit if self._round.steps else max(limit, self._settings.startup_s)
 
     def _confirm(self, finding: Finding, facts: dict[int, Evidence | Silent], now: float) -> None:
-        """The hang has lasted too long, unless it turns out that no rank waits for another, or may come yet."""
+        """End a hang that has lasted too long, unless it turns out that no rank waits for another, or may come yet."""
         assert self._hang is not None
         waited_s = 0.0 if self._look is None else max(self._look.waited_s(facts), 0.0)
         ends = self._hang.since + self._lasts_s(finding) + waited_s

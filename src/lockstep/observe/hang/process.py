@@ -53,7 +53,7 @@ class ProcessWatch:
         self._savers.append(weakref.WeakMethod(saver))
 
     def committed(self, path: str) -> None:
-        """A checkpoint is complete."""
+        """Tell that a checkpoint is complete."""
         self._tell("committed", path=path)
 
     def ending(self) -> None:
@@ -122,7 +122,7 @@ class ProcessWatch:
         return None if found is None else partial(Client, *found)
 
     def _connected(self, connect: Callable[[float], Client], rank: int) -> Client | None:
-        """The first connection; None: rank 0 does not answer yet, and this rank trains meanwhile.
+        """Return the first connection; None: rank 0 does not answer yet, and this rank trains meanwhile.
 
         Raises:
             ControlError: the launcher does not answer for 15 minutes, or has another secret.
@@ -173,7 +173,7 @@ class ProcessWatch:
 
 
 def watch_process(runtime: Runtime, enabled: bool, grace_s: float) -> ProcessWatch:
-    """This process's watch, started if it is not yet. Where it is not ``enabled`` it only counts steps.
+    """Return this process's watch, started if it is not yet. Where it is not ``enabled`` it only counts steps.
 
     Collective at its first call: every rank must make it.
 

@@ -29,7 +29,7 @@ class ProcessState(NamedTuple):
 
 
 def process_state(pid: int) -> ProcessState:
-    """The state of a process in this process's namespace."""
+    """Return the state of a process in this process's namespace."""
     try:
         letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:
@@ -49,12 +49,12 @@ def waited_s(pid: int) -> float:
 
 
 def waited_of_main_thread_s() -> float:
-    """The same of this process's main thread."""
+    """Return the same of this process's main thread."""
     return _waited_ns(f"/proc/{os.getpid()}/schedstat") / 1e9
 
 
 def _waited_ns(path: str) -> int:
-    """A thread has: its time on a processor, in the queue for one, both in ns, and its turns."""
+    """Return a thread has: its time on a processor, in the queue for one, both in ns, and its turns."""
     try:
         return int(Path(path).read_bytes().split()[1])
     except (OSError, ValueError, IndexError):

@@ -136,19 +136,19 @@ class WatchedRound:
 
 
 def integer_of(message: Message, name: str) -> int:
-    """An integer of 0 or more in a message; 0 where there is none."""
+    """Return an integer of 0 or more in a message; 0 where there is none."""
     value = message.get(name)
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else 0
 
 
 def seconds_of(message: Message, name: str) -> float:
-    """A duration in a message; 0 where there is none."""
+    """Return a duration in a message; 0 where there is none."""
     value = message.get(name)
     return float(value) if isinstance(value, (int, float)) and 0 <= value < 1e9 else 0.0
 
 
 def text_of(message: Message, name: str) -> str:
-    """A short word in a message; "" where there is none."""
+    """Return a short word in a message; "" where there is none."""
     value = message.get(name)
     return value[:LONGEST_WORD] if isinstance(value, str) and value.isprintable() else ""
 
@@ -166,7 +166,7 @@ def numbers_of(value: object) -> dict[str, float | str]:
 
 
 def totals_of_ranks(ranks: Mapping[int, WatchedRank], world_size: int) -> dict[str, object]:
-    """What rank 0 is told of all: ``local_s`` of each rank (None: not known), and sums of the other ranks' numbers.
+    """Return what rank 0 is told of all: ``local_s`` of each rank (None: not known), and sums of others' numbers.
 
     A sum is there where each of the others has told its number.
     """
@@ -182,7 +182,7 @@ def totals_of_ranks(ranks: Mapping[int, WatchedRank], world_size: int) -> dict[s
 
 
 def amount_of(values: Mapping[str, object], name: str) -> float:
-    """A number of 0 or more among values; 0 where there is none."""
+    """Return a number of 0 or more among values; 0 where there is none."""
     value = values.get(name)
     return float(value) if isinstance(value, (int, float)) and 0 <= value < math.inf else 0.0
 

@@ -250,25 +250,25 @@ class WorkerWatch:
 
 
 def json_numbers(values: Mapping[str, float]) -> dict[str, float | str]:
-    """The same in JSON, which has no NaN and no infinity: these as words, which ``float`` reads."""
+    """Return the same in JSON, which has no NaN and no infinity: these as words, which ``float`` reads."""
     return {name: value if math.isfinite(value) else str(value) for name, value in values.items()}
 
 
 def news_of(message: Message) -> dict[str, object]:
-    """The values of what a coordinator tells rank 0 of the run."""
+    """Return the values of what a coordinator tells rank 0 of the run."""
     rank = message.get("rank")
     found: dict[str, object] = {"sentence": str(message.get("sentence", ""))[:1000]}
     return found | ({"rank": rank} if isinstance(rank, int) else {})
 
 
 def say(sentence: str) -> None:
-    """A line of ours on this process's console."""
+    """Write a line of ours on this process's console."""
     sys.stderr.write(f"lockstep: {sentence}\n")
     sys.stderr.flush()
 
 
 def nothing_to_save(cause: str) -> str:
-    """What there is to say of a stop before anything was done."""
+    """Return what there is to say of a stop before anything was done."""
     return f"the run ended because of {cause} before its first step; there was nothing to save"
 
 
@@ -310,7 +310,7 @@ class StopSignals:
         return self._receiver.fileno()
 
     def read(self) -> int | None:
-        """The number of a stop signal that has arrived, or None."""
+        """Return the number of a stop signal that has arrived, or None."""
         try:
             received = self._receiver.recv(64)
         except (BlockingIOError, OSError):

@@ -93,7 +93,7 @@ class StepAssembler:
         self._peak_is_written = False
 
     def add(self, step: EndedStep) -> None:
-        """A step has ended. Called between steps."""
+        """Take a step that has ended. Called between steps."""
         self._ended.append(step)
         now = time.monotonic()
         if self._young:
@@ -149,7 +149,7 @@ class StepAssembler:
         )
 
     def _own_numbers(self, reported: OpenStep) -> dict[str, float]:
-        """What the watch tells rank 0, to be added to its own."""
+        """Return what the watch tells rank 0, to be added to its own."""
         own: dict[str, float] = {}
         if reported.tokens:
             # Ranks with one batch tell a share of its tokens each: the sum over all ranks has them once.
@@ -193,7 +193,7 @@ class StepAssembler:
         return self._peak
 
     def measured_peak(self) -> float | None:
-        """The same; a CPU's is measured now."""
+        """Return the same; a CPU's is measured now."""
         return peak_of(self._runtime.device, self._precision())
 
     def _precision(self) -> str:
@@ -203,7 +203,7 @@ class StepAssembler:
         return precision_of(self._options.mixed_precision, None if parameter is None else parameter.dtype)
 
     def write_peak(self, step: int) -> None:
-        """A CPU's is measured late, so that no run's start takes longer for it. Only the first call does anything."""
+        """Write the peak; a CPU's late, so that no run's start takes longer for it. Only the first call does anything."""
         if self._peak_is_written:
             return
         self._peak_is_written = True
@@ -227,7 +227,7 @@ class OtherRanks:
         self._clock.own = own
 
     def of_all(self, name: str, own: float | None) -> float | None:
-        """The sum over all ranks of what here is ``own``; None: some are not known."""
+        """Return the sum over all ranks of what here is ``own``; None: some are not known."""
         if own is None or self._world_size == 1:
             return own
         sums = self._clock.others.get("sums")
@@ -236,7 +236,7 @@ class OtherRanks:
         return own + float(sums[name])
 
     def seconds(self) -> list[float | None] | None:
-        """What each rank's own work of a step takes, rank by rank."""
+        """Return what each rank's own work of a step takes, rank by rank."""
         known = self._clock.others.get("local_s")
         if not isinstance(known, (list, tuple)) or len(known) != self._world_size:
             return None

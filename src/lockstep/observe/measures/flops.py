@@ -68,7 +68,7 @@ class FlopCounts:
         self.unknown_because = ""
 
     def call_begins(self, key: Hashable) -> None:
-        """A model is called; ``key`` is equal for calls that compute the same."""
+        """Begin to count a call of a model; ``key`` is equal for calls that compute the same."""
         self._depth += 1
         if self._depth > 1:
             # It is called inside of another one.
@@ -78,7 +78,7 @@ class FlopCounts:
             self._counter = self._begin_counting()
 
     def call_ends(self) -> None:
-        """It returned, or raised."""
+        """End what has begun: it returned, or raised."""
         self._depth = max(0, self._depth - 1)
         if self._depth == 0 and self._counter is not None:
             counter, self._counter = self._counter, None
@@ -86,7 +86,7 @@ class FlopCounts:
             self._remember(self._calls, self._of_micro_batch[-1], counter.counts)
 
     def backward_begins(self, averages: bool, may_count: bool = True) -> None:
-        """The backward of the calls since the last one. ``averages``: over ranks."""
+        """Begin to count the backward of the calls since the last one. ``averages``: over ranks."""
         micro_batch = (averages, *self._of_micro_batch)
         self._of_micro_batch.clear()
         self._of_step.append(micro_batch)
@@ -96,7 +96,7 @@ class FlopCounts:
         self._in_backward = self._begin_counting()
 
     def backward_ends(self, is_complete: bool) -> None:
-        """It returned, or raised."""
+        """End what has begun: it returned, or raised."""
         if self._in_backward is not None:
             counter, self._in_backward = self._in_backward, None
             self._end_counting(counter)
@@ -111,13 +111,13 @@ class FlopCounts:
         )
 
     def add_stated(self, model: float, hardware: float) -> None:
-        """A script says what a micro-batch of this step computes."""
+        """Take what a script says that a micro-batch of this step computes."""
         self._stated = self._stated or StepCounts()
         self._stated.model += model
         self._stated.hardware += hardware
 
     def step_ends(self) -> StepKinds:
-        """What the step computed, for ``counts_of``."""
+        """Return what the step computed, for ``counts_of``."""
         kinds, self._of_step = self._of_step, []
         self._of_micro_batch.clear()
         self._steps += 1
@@ -127,7 +127,7 @@ class FlopCounts:
         return kinds, stated
 
     def counts_of(self, step: StepKinds) -> StepCounts | None:
-        """What a step computed that was not before ``forget_old``; None: not all of it is known."""
+        """Return what a step computed that was not before ``forget_old``; None: not all of it is known."""
         kinds, stated = step
         if stated is not None and stated.model:
             return stated

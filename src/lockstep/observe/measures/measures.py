@@ -115,7 +115,7 @@ class Measures(StepRecorder):
         return None if self._writer is None else self._writer.folder.path
 
     def numbers(self) -> dict[str, float]:
-        """The latest numbers under the names that trackers get: ``lockstep/tokens_per_second`` and others."""
+        """Return the latest numbers under the names that trackers get: ``lockstep/tokens_per_second`` and others."""
         found: dict[str, float | None] = {
             "step_seconds": self.step_seconds,
             "samples_per_second": self.samples_per_second,

@@ -153,14 +153,14 @@ class StepRecorder:
     # -- within a step -----------------------------------------------------------------------------------
 
     def batch_comes(self, batch: object) -> None:
-        """A prepared loader hands out this batch, of which nothing is kept."""
+        """Count a batch that a prepared loader hands out; nothing of it is kept."""
         if self._is_first:
             self._begin_first_step()
         running = self._state.running
         self._waiting.comes(running[-1] if running else None, batch)
 
     def call_begins(self, module: nn.Module, args: object, kwargs: object = None) -> None:
-        """A prepared model is called; ``kwargs`` None: in parts, between which others run."""
+        """Note that a prepared model is called; ``kwargs`` None: in parts, between which others run."""
         if not torch.is_grad_enabled():
             part = self._parts.enter("inference")
             self._around_inference = part if part != "inference" else self._around_inference
@@ -173,7 +173,7 @@ class StepRecorder:
             self._flops.call_begins((id(module), module.training, shapes_of(args), named))
 
     def call_ends(self, *_: object) -> None:
-        """It has returned, or raised; a forward hook."""
+        """Note that it has returned, or raised; a forward hook."""
         if torch.is_grad_enabled():
             self._flops.call_ends()
         else:
@@ -192,7 +192,7 @@ class StepRecorder:
     def backward_begins(
         self, loss: torch.Tensor, weight: torch.Tensor | float | None, creates_graph: bool = False
     ) -> None:
-        """A micro-batch's loss, 0-d, or with ``weight`` of any shape; ``backward_ends`` follows."""
+        """Take a micro-batch's loss, 0-d, or with ``weight`` of any shape; ``backward_ends`` follows."""
         self._flops.backward_begins(self._state.sync_gradients, may_count=not creates_graph)
         self._open.add_loss(loss, weight)
         running = self._state.running
@@ -212,12 +212,12 @@ class StepRecorder:
         self._epoch = following - 1 if isinstance(following, int) else None
 
     def backward_ends(self, is_complete: bool) -> None:
-        """It returned, or raised."""
+        """End what has begun: it returned, or raised."""
         self._flops.backward_ends(is_complete)
         self._parts.enter("other")
 
     def clipped(self, norm: torch.Tensor) -> None:
-        """The norm of all gradients before clipping, 0-d."""
+        """Take the norm of all gradients before clipping, 0-d."""
         self._open.norm = norm
         if not norm.is_cpu:
             self._open.is_on_device = True
@@ -227,12 +227,12 @@ class StepRecorder:
         self._open.log(values)
 
     def step_ends(self) -> None:
-        """The main thread is at the boundary of a step, if an optimizer has stepped since the last."""
+        """End the step, at whose boundary the main thread is, if an optimizer has stepped since the last."""
         if self._clock.steps > self._steps_before:
             self._end_step(self._parts.read())
 
     def for_people(self) -> dict[str, float]:
-        """What a progress line shows of the latest step, see ``latest.py``. Any thread may call it."""
+        """Return what a progress line shows of the latest step, see ``latest.py``. Any thread may call it."""
         peak = self._ended.peak
         return latest_numbers(
             list(self._ended.recent),
@@ -245,18 +245,18 @@ class StepRecorder:
     # -- events ------------------------------------------------------------------------------------------
 
     def loaded(self, path: str, steps: int | None, seconds: float) -> None:
-        """A state was loaded, of so many complete steps."""
+        """Note that a state was loaded, of so many complete steps."""
         if steps is not None:
             self.step = steps
         self._continue_writing()
         self._write_event("loaded", path=path, step=steps, seconds=seconds)
 
     def gone_back(self, path: str, steps: int | None, seconds: float) -> None:
-        """The state of so many complete steps was loaded within a step, which is the last before them."""
+        """Note that the state of so many complete steps was loaded within a step, which is the last before them."""
         self._loaded_within = {"path": path, "step": steps, "seconds": seconds, "rollback": True}
 
     def saved(self, path: str, seconds: float) -> None:
-        """A checkpoint is complete, so long after its save began. May be called by another thread."""
+        """Note that a checkpoint is complete, so long after its save began. May be called by another thread."""
         if self._writer is not None:
             self._writer.event("checkpoint", step=self.step, path=path, seconds=seconds, bytes=bytes_in(path))
 
@@ -291,7 +291,7 @@ class StepRecorder:
         self._writer.end(self.step, reason)
 
     def _continue_writing(self) -> None:
-        """It is settled that this goes on with the run that is in the folder."""
+        """Settle that this goes on with the run that is in the folder."""
         if self._writer is not None:
             self._writer.begin(continues=True)
 
@@ -302,7 +302,7 @@ class StepRecorder:
     # -- a step ------------------------------------------------------------------------------------------
 
     def _begin_first_step(self) -> None:
-        """It begins with its batch, which has been waited for; what was before is no part of it."""
+        """Begin with the step's batch, which has been waited for; what was before is no part of it."""
         self._is_first = False
         now = self._parts.read()
         self._before = {**now, **{part: self._before[part] for part in ("data", "to_device")}}
@@ -313,7 +313,7 @@ class StepRecorder:
         self._end_step_without_loader()
 
     def _end_step_without_loader(self) -> None:
-        """What is done now is of the next step, where no loader says where a step ends."""
+        """End a step, as what is done now is of the next one, where no loader says where a step ends."""
         if not self._state.running:
             self.step_ends()
 

@@ -21,7 +21,7 @@ def describe(
     models: Sequence[ParallelModel],
     optimizers: Callable[[], Sequence[Any]],
 ) -> dict[str, object]:
-    """The values of the event ``start``; what is not known is None."""
+    """Return the values of the event ``start``; what is not known is None."""
     return {
         "world_size": runtime.world_size,
         "nodes": -(-runtime.world_size // runtime.local_world_size),

@@ -42,7 +42,7 @@ class StepMeasures:
     logged: dict[str, float] | None = None
 
     def line(self) -> dict[str, Any]:
-        """What is known, for a file."""
+        """Return what is known, for a file."""
         found = {name: getattr(self, name) for name in _NAMES}
         return {name: value for name, value in found.items() if value is not None}
 

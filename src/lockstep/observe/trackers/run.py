@@ -57,7 +57,7 @@ LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {name: entry.kind for na
 def resolve_trackers(
     log_with: object, logging_dir: str | os.PathLike[str] | None = None
 ) -> list[TrackerChoice]:
-    """The trackers that ``log_with`` means, without repeats: classes to construct, or the user's instances.
+    """Return the trackers that ``log_with`` means, without repeats: classes to construct, or the user's instances.
 
     ``log_with`` is None, one of the following, or a list of them: a name or ``LoggerType``, a
     ``GeneralTracker`` class or object, ``"all"`` for every built-in tracker that can run here.
@@ -212,7 +212,7 @@ class TrackerSet:
             tracker.log_images(values, step=step)
 
     def get(self, name: str, unwrap: bool = False) -> Any:
-        """The tracker ``name``, or with ``unwrap`` the object underneath.
+        """Return the tracker ``name``, or with ``unwrap`` the object underneath.
 
         Where it does not run on this rank, or ``log_with`` was empty, the result takes every call and
         does nothing.
@@ -267,7 +267,7 @@ class TrackerSet:
 
 
 def _meant_by(item: object, logging_dir: str | os.PathLike[str] | None) -> list[TrackerChoice]:
-    """The trackers that one item of ``log_with`` stands for, checked."""
+    """Return the trackers that one item of ``log_with`` stands for, checked."""
     if isinstance(item, GeneralTracker):
         check_complete(item)
         return [item]
@@ -323,7 +323,7 @@ def _name_of(choice: TrackerChoice) -> str:
 
 
 def _custom_classes() -> dict[str, type[GeneralTracker]]:
-    """Subclasses of ``GeneralTracker`` outside of this package by name; the latest definition wins."""
+    """Return the subclasses of ``GeneralTracker`` outside of this package by name; the latest definition wins."""
     found: dict[str, type[GeneralTracker]] = {}
     open_classes = [GeneralTracker]
     while open_classes:
