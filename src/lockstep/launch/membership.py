@@ -200,7 +200,7 @@ class Membership:
         return self._finish(machine, number) + self._form()
 
     def fail(self, number: int, now: float) -> list[MembershipAction]:
-        """Return this round cannot go on."""
+        """End this round, which cannot go on."""
         self._advance(now)
         is_current = self.round is not None and self.round.number == number
         return (self._end_round() if is_current else []) + self._form()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 
 from lockstep import Accelerator
 from lockstep.history import read_lines
-from lockstep.observe.measures import FREE_KINDS, SHARE, FlopCounts
 from parallel.split_problem import gpt, make_llama
 
 LAYERS, WIDTH, LENGTH, VOCABULARY, ROWS, STEPS = 2, 32, 16, 64, 8, 3
@@ -243,30 +241,3 @@ def test_rank_0_hears_of_the_others_without_a_collective(tmp_path: Path, run_dis
     assert list(read_lines(tmp_path / "measures.jsonl"))[-1]["flops"] == flops
     peaks = [line for line in read_lines(tmp_path / "events.jsonl") if line["event"] == "peak"]
     assert [peak["dtype"] for peak in peaks] == ["fp32"]
-
-
-def test_ever_new_lengths_are_counted_within_a_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counting a call takes a second by this clock, and what is between steps as long as the test says."""
-    now = 0.0
-    monkeypatch.setattr(time, "perf_counter", lambda: now)
-    counts = FlopCounts()
-
-    def step(length: int, seconds_before: float) -> float | None:
-        nonlocal now
-        now += seconds_before
-        counts.call_begins(length)
-        torch.mm(torch.ones(length, 2), torch.ones(2, 3))
-        now += 1
-        counts.call_ends()
-        counts.backward_begins(averages=False)
-        counts.backward_ends(is_complete=True)
-        found = counts.counts_of(counts.step_ends())
-        return None if found is None else found.model
-
-    assert step(1, 0) is None  # the first step is left alone
-    for length in range(1, FREE_KINDS + 1):
-        assert step(length, 0) == 2 * length * 2 * 3
-    assert step(100, 0) is None
-    assert step(1, 0) == 2 * 2 * 3  # a known one stays known
-    assert step(100, (FREE_KINDS + 1) / SHARE) == 2 * 100 * 2 * 3
-    assert step(101, 0) is None

@@ -10,7 +10,7 @@ if not TYPE_CHECKING:
         {
             "assembler": ["StepAssembler"],
             "batches": ["tokens_in"],
-            "flops": ["FlopCounts", "FREE_KINDS", "SHARE"],
+            "flops": ["FlopCounts"],
             "journal": ["Journal", "text_of"],
             "latest": ["latest_numbers"],
             "peaks": ["peak_of", "peak_of_name", "precision_of", "TABLE"],

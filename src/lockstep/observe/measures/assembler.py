@@ -203,7 +203,7 @@ class StepAssembler:
         return precision_of(self._options.mixed_precision, None if parameter is None else parameter.dtype)
 
     def write_peak(self, step: int) -> None:
-        """Write the peak; a CPU's late, so that no run's start takes longer for it. Only the first call does anything."""
+        """Write the peak, a CPU's late: no run's start takes longer for it. Only the first call does anything."""
         if self._peak_is_written:
             return
         self._peak_is_written = True

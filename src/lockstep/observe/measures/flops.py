@@ -7,7 +7,6 @@ step is left alone: compilers, rehearsals and proofs run in it.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
@@ -16,11 +15,9 @@ import torch
 from lockstep.observe.measures.operators import OperatorCounter, OperatorCounts
 from lockstep.torch_internals.compile import compiled_frames
 
-FREE_KINDS = 32
-"""Of micro-batches and calls that are counted when they first come. What comes later, such as sentences of ever new
-lengths, is counted as long as that takes no more than ``SHARE`` of the run's time."""
-SHARE = 0.001
-MOST_KINDS = 10_000
+MOST_KINDS = 1000
+"""Of micro-batches and calls that are counted when they first come. Of later ones, such as sentences of ever new
+lengths, nothing is known."""
 
 COUNT_AGAIN_AFTER = 1000
 """Steps after which all is counted anew: parameters may have been frozen or thawed."""
@@ -62,9 +59,6 @@ class FlopCounts:
         self._steps = 0
         self._counted_at = 0
         self._compiled_before = compiled_frames()
-        self._began = time.perf_counter()
-        self._counting_since = 0.0
-        self._counting_s = 0.0
         self.unknown_because = ""
 
     def call_begins(self, key: Hashable) -> None:
@@ -75,14 +69,15 @@ class FlopCounts:
             return
         self._of_micro_batch.append(key)
         if key not in self._calls and self._may_count(self._calls):
-            self._counter = self._begin_counting()
+            self._counter = OperatorCounter()
+            self._counter.__enter__()
 
     def call_ends(self) -> None:
         """End what has begun: it returned, or raised."""
         self._depth = max(0, self._depth - 1)
         if self._depth == 0 and self._counter is not None:
             counter, self._counter = self._counter, None
-            self._end_counting(counter)
+            counter.__exit__(None, None, None)
             self._remember(self._calls, self._of_micro_batch[-1], counter.counts)
 
     def backward_begins(self, averages: bool, may_count: bool = True) -> None:
@@ -93,13 +88,14 @@ class FlopCounts:
         self._backward_now = micro_batch
         if micro_batch in self._backwards or not may_count or not self._may_count(self._backwards):
             return
-        self._in_backward = self._begin_counting()
+        self._in_backward = OperatorCounter()
+        self._in_backward.__enter__()
 
     def backward_ends(self, is_complete: bool) -> None:
         """End what has begun: it returned, or raised."""
         if self._in_backward is not None:
             counter, self._in_backward = self._in_backward, None
-            self._end_counting(counter)
+            counter.__exit__(None, None, None)
             if is_complete:
                 self._remember(self._backwards, self._backward_now, counter.counts)
 
@@ -157,26 +153,12 @@ class FlopCounts:
         return total if total.model else None
 
     def _may_count(self, known: Mapping[Hashable, object]) -> bool:
-        if self._steps == 0 or self.unknown_because:
+        if self._steps == 0 or self.unknown_because or len(known) >= MOST_KINDS:
             return False
-        if len(known) >= FREE_KINDS:
-            passed = time.perf_counter() - self._began
-            if len(known) >= MOST_KINDS or self._counting_s > SHARE * passed:
-                return False
         if compiled_frames() > self._compiled_before:
             self.is_compiled()
             return False
         return True
-
-    def _begin_counting(self) -> OperatorCounter:
-        self._counting_since = time.perf_counter()
-        counter = OperatorCounter()
-        counter.__enter__()
-        return counter
-
-    def _end_counting(self, counter: OperatorCounter) -> None:
-        counter.__exit__(None, None, None)
-        self._counting_s += time.perf_counter() - self._counting_since
 
     def _remember(self, known: dict[Hashable, OperatorCounts], key: Hashable, counts: OperatorCounts) -> None:
         known[key] = counts
