@@ -160,10 +160,9 @@ def many_steps(parallels: list[str], steps: int) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("steps", [60, pytest.param(200, marks=pytest.mark.exhaustive)])
-def test_many_steps_raise_no_false_alarm(run_distributed: Any, steps: int) -> None:
+def test_many_steps_raise_no_false_alarm(run_distributed: Any) -> None:
     ddp, one, two, three, split = run_distributed(
-        many_steps, 2, ["ddp", "zero=1", "zero=2", "zero=3", "tp=2"], steps
+        many_steps, 2, ["ddp", "zero=1", "zero=2", "zero=3", "tp=2"], 40
     )[0]
     assert ddp == 5
     assert one == two == three == 1  # the scalar, which each rank has; shards are on one rank each
