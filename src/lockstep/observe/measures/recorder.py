@@ -52,7 +52,7 @@ class StepRecorder:
         self._writer: RunWriter | None = None
         # A second Accelerator of this process does not write into the same folder.
         if runtime.is_main and options.run_dir is not None and not RunWriter.has_one(options.run_dir):
-            described = partial(describe, runtime, options, self._models, lambda: self._optimizers)
+            described = partial(describe, runtime, options, self._models)
             self._writer = RunWriter(options.run_dir, runtime.world_size, is_restarted, described)
         self._step = 0
         self._steps_before = self._clock.steps
