@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lockstep import Accelerator
 from lockstep.history import JsonFields
 from lockstep.launch import JobConnection, connect_here, connect_to, running_launches
-from lockstep.runtime.clock import PARTS
+from lockstep.runtime import PARTS
 from tests.command import LOCKSTEP
 from tests.launch.helpers import START_LIMIT_S, start, wait_until
 from tests.launch.looked_at import Steps

@@ -137,7 +137,7 @@ def _run(ray: Any, plan: LaunchPlan) -> int:
     received = ReceivedSignals()
     with received_by(received.add):
         for restart in range(plan.fault_policy.max_restarts + 1):
-            results = _Round(ray, plan, restart, received).run()
+            results = _RayRound(ray, plan, restart, received).run()
             if received.first is not None or not any(_has_failed(one) for one in results):
                 break
     stop = received.end or received.stop
@@ -160,7 +160,7 @@ def _has_failed(one: RayEnded) -> bool:
     return one.exit_code not in (0, PREEMPTED)
 
 
-class _Round:
+class _RayRound:
     """All ranks once, from the start of their processes to the end of the last, or to the first failure."""
 
     def __init__(self, ray: Any, plan: LaunchPlan, restart: int, received: ReceivedSignals) -> None:
