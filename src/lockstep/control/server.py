@@ -208,7 +208,9 @@ class Server:
         try:
             self.loop.run_until_complete(self._run())
         finally:
-            self._listener.close()
+            # Those whose task had not begun are still open.
+            for one in (self._listener, *(peer.socket for peer in self._peers)):
+                one.close()
             self.loop.close()
 
     async def _run(self) -> None:
@@ -244,6 +246,8 @@ class Server:
             self._peers[peer] = self._pending[peer] = None
             if len(self._pending) > MAX_PENDING_CONNECTIONS:
                 self._end_oldest_pending()
+            # A flood of strangers leaves the others their turns. And only a task that has begun can be ended.
+            await asyncio.sleep(0)
 
     def _end_oldest_pending(self) -> None:
         oldest = next((peer for peer in self._pending if not peer.ended), None)
