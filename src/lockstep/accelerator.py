@@ -237,7 +237,7 @@ class Accelerator(
     def _watching(self, options: Options) -> hang.ProcessWatch:
         """Return the watch of this process, which saves a checkpoint before a stop."""
         watch = hang.watch_process(self.runtime, options.watch, options.grace_s)
-        watch.save_with(self._save_at_boundary)
+        watch.save_with(self._save_and_end)
         return watch
 
     def _loss_scaler(self, options: Options) -> LossScaler | None:

@@ -45,9 +45,9 @@ def test_columns_hold_what_the_lines_say(tmp_path: Path) -> None:
 
 def test_a_column_that_is_written_when_it_changes_keeps_its_value() -> None:
     reader = ColumnReader()
-    reader.add([{"step": 1}, {"step": 2, "bytes": {"data": 5}}, {"step": 3}])
-    reader.add([{"step": 4, "bytes": {"data": 7, "tensor": 1}}, {"step": 5}])
-    sent = reader.columns().bytes_sent
+    reader.add([{"step": 1}, {"step": 2, "logged": {"data": 5}}, {"step": 3}])
+    reader.add([{"step": 4, "logged": {"data": 7, "tensor": 1}}, {"step": 5}])
+    sent = reader.columns().logged
     assert np.array_equal(sent["data"].filled_forward(5), [math.nan, 5, 5, 7, 7], equal_nan=True)
     assert np.array_equal(sent["tensor"].filled_forward(5), [math.nan] * 3 + [1, 1], equal_nan=True)
 
@@ -114,7 +114,7 @@ def test_no_line_makes_a_report_fail(tmp_path: Path, place: int) -> None:
             for file in files:
                 start = (good / file).read_bytes() if before else b""
                 (folder / file).write_bytes(start + GARBLED[place] + b"\n")
-            report = report_of([folder], NOW)
+            report = report_of(folder, NOW)
             assert all(said for _, said in report.text()[-1:])
             assert report.page().endswith("</html>\n")
             json.dumps(report.to_json(), allow_nan=False)
@@ -142,7 +142,7 @@ def test_parts_of_a_folder_are_a_report_too(tmp_path: Path) -> None:
     for missing in ("measures.jsonl", "events.jsonl"):
         folder = write_run(tmp_path / f"without-{missing}", RESTARTED)
         (folder / missing).unlink()
-        report = report_of([folder], NOW)
+        report = report_of(folder, NOW)
         assert "</html>" in report.page()
         assert [said for _, said in report.text()][-1]
     for key in (
@@ -160,7 +160,7 @@ def test_parts_of_a_folder_are_a_report_too(tmp_path: Path) -> None:
         folder = write_run(
             tmp_path / f"no-{key}", Synthetic(starts=(Start(1, 50, ends=END),), left_out=(key,))
         )
-        report = report_of([folder], NOW)
+        report = report_of(folder, NOW)
         assert "</html>" in report.page(), key
         json.dumps(report.to_json(), allow_nan=False)
 
@@ -175,7 +175,7 @@ def test_random_damage_does_not_stop_the_reader(tmp_path: Path) -> None:
             for _ in range(generator.randrange(1, 30)):
                 damaged[generator.randrange(len(damaged))] = generator.randrange(256)
             (folder / name).write_bytes(bytes(damaged[: generator.randrange(len(damaged))]))
-        report = report_of([folder], NOW)
+        report = report_of(folder, NOW)
         json.dumps(report.to_json(), allow_nan=False)
         assert report.page().endswith("</html>\n")
 

@@ -1,12 +1,12 @@
-"""A stand-in for the package ``ray``: records what is asked of it, and runs the workers as threads of this process."""
+"""A stand-in for the package ``ray``: records what is asked of it, and runs actors as threads of this process."""
 
 from __future__ import annotations
 
 import os
 import sys
-import threading
 import types
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,101 +17,76 @@ class Asked:
 
     init: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
-    trainer: dict[str, Any] = field(default_factory=dict)
+    actors: list[dict[str, Any]] = field(default_factory=list)
+    bundles: list[dict[str, float]] = field(default_factory=list)
     shut_down: bool = False
 
 
-class Method:
-    def __init__(self, actor: Actor, name: str) -> None:
-        self._actor, self._name = actor, name
-
-    def remote(self, *arguments: Any) -> Any:
-        with self._actor.lock:
-            return getattr(self._actor.instance, self._name)(*arguments)
-
-
 class Actor:
-    """One call at a time, as an actor of Ray has them."""
+    """An instance whose calls run in two threads; ``kill`` ends the process that it has started, as Ray's would."""
 
     def __init__(self, instance: Any) -> None:
-        self.instance, self.lock = instance, threading.Lock()
+        self.instance, self.pool = instance, ThreadPoolExecutor(2)
 
-    def __getattr__(self, name: str) -> Method:
-        return Method(self, name)
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self.instance, name)
+        return types.SimpleNamespace(remote=lambda *arguments: self.pool.submit(method, *arguments))
 
 
-class Worker(threading.local):
-    rank = 0
-    world_size = 1
-    group = ""
+def kill(actor: Actor) -> None:
+    if actor.instance._process is not None:
+        actor.instance._process.kill()
+        actor.instance._process.wait()
 
 
 def install(monkeypatch: Any, resources: dict[str, float]) -> Asked:
     """Put the stand-in where ``import ray`` finds it; ``resources`` are those of the cluster."""
-    asked, worker = Asked(), Worker()
+    asked = Asked()
 
     def init(**arguments: Any) -> None:
         asked.init = arguments
         asked.environment = {name: value for name, value in os.environ.items() if name.startswith("RAY_")}
 
-    def remote(**_options: Any) -> Callable[[type], Any]:
-        return lambda kind: types.SimpleNamespace(remote=lambda *args: Actor(kind(*args)))
+    def remote(**options: Any) -> Callable[[type], Any]:
+        def make() -> Actor:
+            asked.actors.append(options)
+            return Actor(kind())
 
-    context = types.SimpleNamespace(
-        get_world_rank=lambda: worker.rank,
-        get_world_size=lambda: worker.world_size,
-        get_local_rank=lambda: worker.rank,
-        get_local_world_size=lambda: worker.world_size,
-        get_node_rank=lambda: 0,
-    )
+        kind: Any = None
 
-    class TorchTrainer:
-        def __init__(self, function: Callable[[dict[str, Any]], None], **arguments: Any) -> None:
-            asked.trainer = {"function": function, **arguments}
+        def of(given: type) -> Any:
+            nonlocal kind
+            kind = given
+            return types.SimpleNamespace(options=lambda **_: types.SimpleNamespace(remote=make))
 
-        def fit(self) -> None:
-            failures = asked.trainer["run_config"].failure_config.max_failures
-            for round_number in range(failures + 1):
-                errors = self._run_once(f"group-{round_number}")
-                if not errors:
-                    return
-            raise errors[0]
+        return of
 
-        def _run_once(self, group: str) -> list[Exception]:
-            count, errors = asked.trainer["scaling_config"].num_workers, []
+    def placement_group(bundles: list[dict[str, float]], strategy: str) -> Any:
+        asked.bundles = bundles
+        done: Future[bool] = Future()
+        done.set_result(True)
+        return types.SimpleNamespace(ready=lambda: done, bundle_specs=bundles)
 
-            def run(rank: int) -> None:
-                worker.rank, worker.world_size, worker.group = rank, count, group
-                try:
-                    asked.trainer["function"](asked.trainer["train_loop_config"])
-                except Exception as error:
-                    errors.append(error)
+    def get(value: Any) -> Any:
+        return [one.result() for one in value] if isinstance(value, list) else value.result()
 
-            threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            return errors
-
-    def record(**values: Any) -> types.SimpleNamespace:
-        return types.SimpleNamespace(**values)
+    def first(calls: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
+        done, rest = wait(calls, timeout, "FIRST_COMPLETED")
+        return list(done), list(rest)
 
     ray: Any = types.ModuleType("ray")
-    ray.init, ray.remote, ray.get = init, remote, lambda value: value
-    ray.cluster_resources = lambda: resources
+    ray.init, ray.remote, ray.get, ray.wait, ray.kill = init, remote, get, first, kill
+    ray.cluster_resources, ray.get_gpu_ids = lambda: resources, list
     ray.shutdown = lambda: setattr(asked, "shut_down", True)
-    ray.util = types.SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1")
-    ray.get_runtime_context = lambda: types.SimpleNamespace(get_placement_group_id=lambda: worker.group)
-    train: Any = types.ModuleType("ray.train")
-    train.get_context = lambda: context
-    train.ScalingConfig = train.RunConfig = train.FailureConfig = record
-    torch: Any = types.ModuleType("ray.train.torch")
-    torch.TorchTrainer, torch.TorchConfig = TorchTrainer, type("TorchConfig", (), {})
-    part: Any = types.ModuleType("ray.train.backend")
-    part.Backend = type("Backend", (), {"share_cuda_visible_devices": False})
-    ray.train, train.torch, train.backend = train, torch, part
-    for module in (ray, train, torch, part):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.delitem(sys.modules, "lockstep.launch.ray_cluster.meeting", raising=False)
+    ray.util = types.SimpleNamespace(
+        get_node_ip_address=lambda: "127.0.0.1",
+        placement_group=placement_group,
+        remove_placement_group=lambda group: None,
+    )
+    ray.get_runtime_context = lambda: types.SimpleNamespace(get_node_id=lambda: "node")
+    strategies: Any = types.ModuleType("ray.util.scheduling_strategies")
+    strategies.PlacementGroupSchedulingStrategy = lambda group, number: None
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setitem(sys.modules, "ray.util", ray.util)
+    monkeypatch.setitem(sys.modules, "ray.util.scheduling_strategies", strategies)
     return asked

@@ -1,7 +1,7 @@
 """The parts of the Kubernetes APIs that our manifests use, and a check as strict as the API server's.
 
 Written down from the API references, not from our source: batch/v1 and core/v1 of Kubernetes 1.33, JobSet
-0.12 (v1alpha2), Kubeflow Trainer 2.3 (v1alpha1), Kubeflow training operator 1.9 (kubeflow.org/v1).
+0.12 (v1alpha2).
 ``!`` after a field: required. A set: the allowed words. A list: items of one type. ``Map``: keys are free.
 """
 
@@ -112,70 +112,6 @@ JOBSET = {
     "kind!": Exactly("JobSet"),
     "metadata!": METADATA,
     "spec!": JOBSET_SPEC,
-}
-TRAINJOB = {
-    "apiVersion!": Exactly("trainer.kubeflow.org/v1alpha1"),
-    "kind!": Exactly("TrainJob"),
-    "metadata!": METADATA,
-    "spec!": {
-        "runtimeRef!": {"name!": str, "apiGroup": str, "kind": str},
-        "trainer": {
-            "image": str,
-            "command": [str],
-            "args": [str],
-            "env": [ENV],
-            "numNodes": int,
-            "numProcPerNode": int,
-            "resourcesPerNode": RESOURCES,
-        },
-        "suspend": bool,
-        "managedBy": str,
-    },
-}
-TRAINING_RUNTIME = {
-    "apiVersion!": Exactly("trainer.kubeflow.org/v1alpha1"),
-    "kind!": Exactly("TrainingRuntime"),
-    "metadata!": METADATA,
-    "spec!": {
-        "mlPolicy": {"numNodes": int, "torch": {}},
-        "template": {"metadata": METADATA, "spec": JOBSET_SPEC},
-    },
-}
-REPLICAS = {
-    "replicas": int,
-    "restartPolicy": {"Always", "OnFailure", "Never", "ExitCode"},
-    "template": POD_TEMPLATE,
-}
-PYTORCHJOB = {
-    "apiVersion!": Exactly("kubeflow.org/v1"),
-    "kind!": Exactly("PyTorchJob"),
-    "metadata!": METADATA,
-    "spec!": {
-        "nprocPerNode": str,
-        "runPolicy": {
-            "cleanPodPolicy": {"All", "Running", "None"},
-            "backoffLimit": int,
-            "activeDeadlineSeconds": int,
-            "ttlSecondsAfterFinished": int,
-            "suspend": bool,
-        },
-        "elasticPolicy": {
-            "minReplicas": int,
-            "maxReplicas": int,
-            "maxRestarts": int,
-            "rdzvBackend": {"c10d", "etcd", "etcd-v2"},
-            "rdzvHost": str,
-            "rdzvPort": int,
-            "rdzvId": str,
-        },
-        "pytorchReplicaSpecs!": Map(REPLICAS),
-    },
-}
-KINDS = {
-    "JobSet": JOBSET,
-    "TrainJob": TRAINJOB,
-    "TrainingRuntime": TRAINING_RUNTIME,
-    "PyTorchJob": PYTORCHJOB,
 }
 
 

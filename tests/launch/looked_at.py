@@ -1,9 +1,8 @@
 """A training script that people look on.
 
-    looked_at.py OUT PLACE
+    looked_at.py OUT
 
-Trains until it is stopped. Each rank appends the number of each step to OUT/rank-R.txt. PLACE is where it saves:
-"project", "hook", or "nowhere". A rank whose number is in OUT/slow takes longer.
+Trains until it is stopped. Each rank appends the number of each step to OUT/rank-R.txt.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ def wait_for_the_next() -> None:
 
 
 def main() -> None:
-    out, place = Path(sys.argv[1]), sys.argv[2]
+    out = Path(sys.argv[1])
     torch.manual_seed(0)
-    project = ProjectConfiguration(out, automatic_checkpoint_naming=place == "project")
+    project = ProjectConfiguration(out, automatic_checkpoint_naming=True)
     accelerator = Accelerator(cpu=True, project_config=project)
     model, loader = torch.nn.Linear(1, 1), DataLoader(TensorDataset(torch.ones(10**6, 1)), batch_size=4)
     model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.01), loader)
@@ -45,12 +44,6 @@ def main() -> None:
     accelerator.register_for_checkpointing(steps)
     rank = accelerator.process_index
 
-    def save() -> str:
-        (out / f"hook-{rank}-{steps.done}").touch()
-        return f"step {steps.done} of the hook"
-
-    if place == "hook":
-        accelerator.register_preemption_hook(save)
     with (out / f"rank-{rank}.txt").open("a") as ledger:
         for (batch,) in loader:
             accelerator.backward(model(batch).square().mean())

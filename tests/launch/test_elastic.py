@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -14,8 +13,8 @@ import pytest
 
 from lockstep.launch import Restarts
 from tests.launch import elastic_run
-from tests.launch.helpers import COMMAND, START_LIMIT_S, environment, run, start, wait_until
-from tests.launch.ledger import committed_step, samples_seen, weights, worlds
+from tests.launch.helpers import COMMAND, START_LIMIT_S, environment, run, wait_until
+from tests.launch.ledger import committed_step, samples_seen, worlds
 
 RUN = elastic_run.__file__
 SAMPLES = 32
@@ -27,40 +26,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("undisturbed")
-    done = run("--nproc", 2, RUN, folder, SAMPLES, 0)
-    assert done.returncode == 0, done.stderr
-    return folder
-
-
 # -- one machine ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.exhaustive  # tests/faults has it too
-def test_a_run_whose_workers_fail_goes_on_bit_for_bit(tmp_path: Path, undisturbed: Path) -> None:
-    done = run("--nproc", 2, "--max-restarts", 3, RUN, tmp_path, SAMPLES, 0, "SIGKILL:1:3", "raise:0:5")
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("lockstep launch: restart 1 of 3: rank 1 failed (ended by SIGKILL)") == 1
-    assert (
-        done.stderr.count("lockstep launch: restart 2 of 3: rank 0 failed (ValueError: the injected error)")
-        == 1
-    )
-    assert done.stderr.count("Traceback (most recent call last)") == 1
-    assert weights(tmp_path) == weights(undisturbed)
-    assert samples_seen(tmp_path) == samples_seen(undisturbed)
-    assert sorted(samples_seen(tmp_path)) == list(range(SAMPLES))
-
-
-@pytest.mark.exhaustive  # tests/faults has it too
-def test_a_stopped_worker_is_named_ended_and_the_run_goes_on(tmp_path: Path, undisturbed: Path) -> None:
-    flags = ("--nproc", 2, "--max-restarts", 3, "--hang-timeout", 6)
-    done = run(*flags, RUN, tmp_path, SAMPLES, 0, "SIGSTOP:1:3")
-    assert done.returncode == 0, done.stderr
-    assert "lockstep launch: restart 1 of 3: it hung: " in done.stderr
-    assert "rank 1" in done.stderr
-    assert weights(tmp_path) == weights(undisturbed)
 
 
 def test_a_run_without_progress_is_not_started_for_ever(tmp_path: Path) -> None:
@@ -116,17 +82,6 @@ def test_exit_code_75_of_the_workers_is_that_of_the_launch_and_no_failure(tmp_pa
     done = run("--nproc", 2, "--max-restarts", 3, script)
     assert done.returncode == 75
     assert done.stderr == "lockstep launch: all ranks stopped and saved their state.\n"
-
-
-@pytest.mark.exhaustive  # as observe/hang/test_stop_signals.py
-def test_a_signal_stops_all_ranks_at_a_step_whose_state_is_saved(tmp_path: Path) -> None:
-    launcher = start("--nproc", 2, RUN, tmp_path, SAMPLES, 0.5)
-    wait_until(lambda: committed_step(tmp_path) >= 3, START_LIMIT_S)
-    launcher.send_signal(signal.SIGTERM)
-    _, stderr = launcher.communicate(timeout=START_LIMIT_S)
-    assert launcher.returncode == 75, stderr
-    (step,) = re.findall(r"all ranks stopped after (\d+) steps because of SIGTERM", stderr)
-    assert committed_step(tmp_path) == int(step) < SAMPLES // 4
 
 
 # -- two machines --------------------------------------------------------------------------------------

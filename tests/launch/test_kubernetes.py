@@ -19,7 +19,7 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.kubernetes_api import KINDS, problems
+from launch.kubernetes_api import JOBSET, problems
 from lockstep.cli import cli
 from lockstep.config import SettingValue
 from lockstep.errors import ConfigError
@@ -34,36 +34,26 @@ needs_kubectl = pytest.mark.skipif(shutil.which("kubectl") is None, reason="kube
 
 
 def plan(
-    kind: str, *arguments: str, options: dict[str, str] | None = None, script: str = "true", **flags: object
+    *arguments: str, options: dict[str, str] | None = None, script: str = "true", **flags: object
 ) -> LaunchPlan:
-    said = {"k8s": kind, "k8s_options": {"image": IMAGE, "name": "train", **(options or {})}, "nproc": 2}
+    said = {"k8s": "jobset", "k8s_options": {"image": IMAGE, "name": "train", **(options or {})}, "nproc": 2}
     settings = merge({name: SettingValue(value, "flag") for name, value in {**said, **flags}.items()}, {}, {})
     made = make_plan(Program("true", no_python=True), settings, device_count=0, cores=8)
     return dataclasses.replace(made, command=(sys.executable, script, *arguments))
 
 
-def documents(plan: LaunchPlan) -> list[dict[str, Any]]:
-    return list(yaml.safe_load_all(manifests(plan)))
+def document(plan: LaunchPlan) -> dict[str, Any]:
+    return yaml.safe_load(manifests(plan))
 
 
-def container_of(document: dict[str, Any]) -> dict[str, Any]:
-    """The container of the first (or only) machine."""
-    spec = document["spec"]
-    if document["kind"] == "PyTorchJob":
-        replicas = spec["pytorchReplicaSpecs"]
-        pod = replicas.get("Master", replicas.get("Worker"))["template"]["spec"]
-    elif document["kind"] == "TrainJob":
-        return spec["trainer"]
-    else:
-        pod = job_of(document)["template"]["spec"]
-    (container,) = pod["containers"]
-    return container
-
-
-def job_of(document: dict[str, Any]) -> dict[str, Any]:
-    spec = document["spec"]
-    (job,) = (spec["template"]["spec"] if document["kind"] == "TrainingRuntime" else spec)["replicatedJobs"]
+def job_of(jobset: dict[str, Any]) -> dict[str, Any]:
+    (job,) = jobset["spec"]["replicatedJobs"]
     return job["template"]["spec"]
+
+
+def container_of(jobset: dict[str, Any]) -> dict[str, Any]:
+    (container,) = job_of(jobset)["template"]["spec"]["containers"]
+    return container
 
 
 FULL = {
@@ -81,25 +71,21 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("kind", ["jobset", "trainjob", "pytorchjob"])
-def test_manifests_are_what_the_apis_accept(kind: str, case: str) -> None:
+def test_manifests_are_what_the_apis_accept(case: str) -> None:
     for options in ({}, FULL):
-        found = documents(plan(kind, options=options, **CASES[case]))
-        for document in found:
-            assert problems(document, KINDS[document["kind"]]) == []
-        assert [document["kind"].lower() for document in found][-1] == kind
+        assert problems(document(plan(options=options, **CASES[case])), JOBSET) == []
 
 
 def test_the_check_refuses_what_an_api_server_refuses() -> None:
-    (document,) = documents(plan("jobset", num_machines=2))
-    container = container_of(document)
+    jobset = document(plan(num_machines=2))
+    container = container_of(jobset)
     container["imagePolicy"] = "Always"
     container["args"].append(7)
-    job_of(document)["template"]["spec"]["restartPolicy"] = "never"
-    del job_of(document)["podFailurePolicy"]["rules"][0]["action"]
+    job_of(jobset)["template"]["spec"]["restartPolicy"] = "never"
+    del job_of(jobset)["podFailurePolicy"]["rules"][0]["action"]
     job, last = ".spec.replicatedJobs[0].template.spec", len(container["args"]) - 1
     pod = f"{job}.template.spec"
-    assert sorted(problems(document, KINDS["JobSet"])) == [
+    assert sorted(problems(jobset, JOBSET)) == [
         f"{job}.podFailurePolicy.rules[0].action: missing",
         f"{pod}.containers[0].args[{last}]: 7 is not a str",
         f"{pod}.containers[0].imagePolicy: unknown field",
@@ -107,47 +93,23 @@ def test_the_check_refuses_what_an_api_server_refuses() -> None:
     ]
 
 
-@pytest.mark.parametrize("kind", ["jobset", "trainjob"])
-def test_kubeflows_own_models_keep_every_field(kind: str) -> None:
-    models = pytest.importorskip(
-        "kubeflow_trainer_api.models", reason="kubeflow-trainer-api is not installed"
-    )
-    classes = {
-        "JobSet": models.JobsetV1alpha2JobSet,
-        "TrainJob": models.TrainerV1alpha1TrainJob,
-        "TrainingRuntime": models.TrainerV1alpha1TrainingRuntime,
-    }
-    for flags in CASES.values():
-        for document in documents(plan(kind, options=FULL, **flags)):
-            assert classes[document["kind"]].from_dict(document).to_dict() == document
-
-
 def test_each_machine_runs_the_ordinary_launch_as_one_of_several() -> None:
     flags = {"num_machines": 2, "max_restarts": 3, "grace": 60.0, "watch": False}
-    (jobset,) = documents(plan("jobset", "--lr", "1e-3", script="my/train.py", **flags))
+    jobset = document(plan("--lr", "1e-3", script="my/train.py", **flags))
     container = container_of(jobset)
     assert container["command"] == ["lockstep", "launch"]
     words = "--nproc 2 --nnodes 2 --rdzv train-node-0-0.train:29500 --node-rank $(JOB_COMPLETION_INDEX)"
     words += " --max-restarts 3 --grace 60 --hang-timeout 300 --no-watch my/train.py --lr 1e-3"
     assert container["args"] == words.split()
-    pytorchjob = documents(plan("pytorchjob", **flags))[0]
-    assert container_of(pytorchjob)["args"][4:8] == [
-        "--rdzv",
-        "train-master-0:29500",
-        "--node-rank",
-        "$(PET_NODE_RANK)",
-    ]
 
 
-@pytest.mark.parametrize("kind", ["jobset", "trainjob", "pytorchjob"])
 @pytest.mark.parametrize("case", CASES)
-def test_the_containers_command_is_one_that_launch_understands(kind: str, case: str, tmp_path: Path) -> None:
+def test_the_containers_command_is_one_that_launch_understands(case: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("")
-    document = documents(plan(kind, "--epochs", "3", script=str(script), **CASES[case]))[-1]
     arguments = [
-        word.replace("$(JOB_COMPLETION_INDEX)", "1").replace("$(PET_NODE_RANK)", "1")
-        for word in container_of(document)["args"]
+        word.replace("$(JOB_COMPLETION_INDEX)", "1")
+        for word in container_of(document(plan("--epochs", "3", script=str(script), **CASES[case])))["args"]
     ]
     done = CliRunner().invoke(cli, ["launch", "--dry-run", *arguments])
     assert done.exit_code == 0, done.output
@@ -156,69 +118,27 @@ def test_the_containers_command_is_one_that_launch_understands(kind: str, case: 
 
 
 def test_ranks_of_an_elastic_job_may_leave_and_join() -> None:
-    (document,) = documents(plan("pytorchjob", num_machines=4, min_machines=1, max_restarts=7))
-    assert document["spec"]["elasticPolicy"] == {
-        "minReplicas": 1,
-        "maxReplicas": 4,
-        "maxRestarts": 7,
-        "rdzvBackend": "c10d",
-        "rdzvHost": "train-worker-0",
-        "rdzvPort": 29500,
-    }
-    assert {name: part["replicas"] for name, part in document["spec"]["pytorchReplicaSpecs"].items()} == {
-        "Worker": 4
-    }
-    (jobset,) = documents(plan("jobset", num_machines=4, min_machines=1))
-    assert job_of(jobset)["successPolicy"] == {"rules": [{"succeededIndexes": "0"}]}
+    job = job_of(document(plan(num_machines=4, min_machines=1)))
+    assert job["successPolicy"] == {"rules": [{"succeededIndexes": "0"}]}
 
 
 def test_a_stop_with_saved_state_is_retried_and_does_not_count() -> None:
-    for kind in ("jobset", "trainjob"):
-        job = job_of(documents(plan(kind, num_machines=2, max_restarts=3))[0])
-        exit_codes, disruption = job["podFailurePolicy"]["rules"]
-        assert (exit_codes["action"], exit_codes["onExitCodes"]["values"]) == ("Ignore", [75])
-        assert exit_codes["onExitCodes"]["containerName"] == job["template"]["spec"]["containers"][0]["name"]
-        assert (disruption["action"], disruption["onPodConditions"][0]["type"]) == (
-            "Ignore",
-            "DisruptionTarget",
-        )
-        assert job["template"]["spec"]["restartPolicy"] == "Never"  # podFailurePolicy needs it
-        assert job["backoffLimit"] == 3 * 2
-    spec = documents(plan("pytorchjob", num_machines=2))[0]["spec"]
-    assert spec["pytorchReplicaSpecs"]["Worker"]["restartPolicy"] == "OnFailure"
-    assert spec["runPolicy"]["backoffLimit"] > 0
-
-
-def test_the_kubelet_waits_longer_than_the_launcher() -> None:
-    for document in documents(plan("trainjob", grace=45.5)) + documents(plan("pytorchjob", grace=45.5)):
-        for found in re.findall(r"'terminationGracePeriodSeconds': (\d+)", str(document)):
-            assert int(found) > 45.5
-    assert "terminationGracePeriodSeconds" in manifests(plan("jobset"))
-
-
-def test_a_trainjob_can_use_a_runtime_of_the_cluster() -> None:
-    (document,) = documents(plan("trainjob", options={"runtime": "torch-distributed"}, num_machines=2))
-    assert document["spec"]["runtimeRef"] == {
-        "apiGroup": "trainer.kubeflow.org",
-        "kind": "ClusterTrainingRuntime",
-        "name": "torch-distributed",
-    }
-    expect_refusal(
-        ConfigError,
-        "claim=",
-        manifests,
-        plan("trainjob", options={"runtime": "torch-distributed", "claim": "a:/b"}),
-    )
-    expect_refusal(
-        ConfigError, "TrainJobs", manifests, plan("jobset", options={"runtime": "torch-distributed"})
-    )
+    job = job_of(document(plan(num_machines=2, max_restarts=3, grace=45.5)))
+    exit_codes, disruption = job["podFailurePolicy"]["rules"]
+    assert (exit_codes["action"], exit_codes["onExitCodes"]["values"]) == ("Ignore", [75])
+    pod = job["template"]["spec"]
+    assert exit_codes["onExitCodes"]["containerName"] == pod["containers"][0]["name"]
+    assert (disruption["action"], disruption["onPodConditions"][0]["type"]) == ("Ignore", "DisruptionTarget")
+    assert pod["restartPolicy"] == "Never"  # podFailurePolicy needs it
+    assert job["backoffLimit"] == 3 * 2
+    assert pod["terminationGracePeriodSeconds"] > 45.5  # longer than the launcher
 
 
 def test_the_secret_is_a_reference_and_nothing_secret_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCKSTEP_SECRET", "5ec2e7" * 11)
     monkeypatch.setenv("WANDB_API_KEY", "do-not-tell")
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
-    text = manifests(plan("jobset", num_machines=2, mixed_precision="bf16", forward_env=("NCCL_DEBUG",)))
+    text = manifests(plan(num_machines=2, mixed_precision="bf16", forward_env=("NCCL_DEBUG",)))
     environment = container_of(yaml.safe_load(text))["env"]
     assert "5ec2e7" not in text
     assert "do-not-tell" not in text
@@ -230,13 +150,13 @@ def test_the_secret_is_a_reference_and_nothing_secret_is_written(monkeypatch: py
             "valueFrom": {"secretKeyRef": {"name": "train-secret", "key": "secret"}},
         },
     ]
-    expect_refusal(ConfigError, "WANDB_API_KEY", manifests, plan("jobset", forward_env=("WANDB_API_KEY",)))
-    expect_refusal(ConfigError, "NOT_SET", manifests, plan("jobset", forward_env=("NOT_SET",)))
+    expect_refusal(ConfigError, "WANDB_API_KEY", manifests, plan(forward_env=("WANDB_API_KEY",)))
+    expect_refusal(ConfigError, "NOT_SET", manifests, plan(forward_env=("NOT_SET",)))
 
 
 @needs_kubectl
 def test_the_command_in_the_comment_makes_the_secret() -> None:
-    text = manifests(plan("jobset", num_machines=2, options={"namespace": "ml"}))
+    text = manifests(plan(num_machines=2, options={"namespace": "ml"}))
     (line,) = re.findall(r"^#   (.*kubectl create secret.*)$", text, flags=re.MULTILINE)
     maker, _, kubectl = line.partition(" | ")
     assert maker == MAKE_SECRET
@@ -271,8 +191,8 @@ def test_kubernetes_reads_every_word_as_the_text_that_it_was() -> None:
     words = "1e-3 0o7 y n on No 08 0b1 -.5 +3 .inf ~ null 12e03 1_000 2001-01-01 1:30 0x = << - -- --- e3 a:b"
     words += " #x x#y %a @b `c` !d &e *f ? | > {} [] $(HOME) $$ 'q' \"d\" back\\slash ünïcode"
     arguments = [*words.split(" "), "", " ", "a b ", "a: b", "a #b", "two\nlines", "tab\t"]
-    (python,) = documents(plan("jobset", *arguments))
-    go = go_reads(manifests(plan("jobset", *arguments)))
+    python = document(plan(*arguments))
+    go = go_reads(manifests(plan(*arguments)))
     assert container_of(go) == container_of(python)
     assert container_of(go)["args"][-len(arguments) :] == [word.replace("$", "$$") for word in arguments]
 
@@ -280,13 +200,13 @@ def test_kubernetes_reads_every_word_as_the_text_that_it_was() -> None:
 @examples(200)
 @given(st.lists(st.text(alphabet=st.characters(codec="utf-8", exclude_characters="\0"), max_size=20)))
 def test_any_text_survives_the_way_through_yaml(words: list[str]) -> None:
-    assert yaml.safe_load(as_yaml([{"args": words}])) == {"args": words}
+    assert yaml.safe_load(as_yaml({"args": words})) == {"args": words}
 
 
 def test_gpus_are_one_for_each_process_unless_said() -> None:
     def limits(options: dict[str, str], **flags: object) -> dict[str, str]:
-        (document,) = documents(plan("jobset", options=options, **flags))
-        return container_of(document).get("resources", {}).get("limits", {})
+        jobset = document(plan(options=options, **flags))
+        return container_of(jobset).get("resources", {}).get("limits", {})
 
     assert limits({}) == {"nvidia.com/gpu": "2"}
     assert limits({}, use_cpu=True) == {}
@@ -298,8 +218,8 @@ def test_gpus_are_one_for_each_process_unless_said() -> None:
 
 
 def test_threads_share_the_cores_of_the_pod() -> None:
-    (document,) = documents(plan("jobset", options={"cpu": "9"}, nproc=4))
-    assert {"name": "OMP_NUM_THREADS", "value": "2"} in container_of(document)["env"]
+    jobset = document(plan(options={"cpu": "9"}, nproc=4))
+    assert {"name": "OMP_NUM_THREADS", "value": "2"} in container_of(jobset)["env"]
 
 
 @pytest.mark.parametrize(
@@ -331,17 +251,16 @@ def test_threads_share_the_cores_of_the_pod() -> None:
 )
 def test_what_breaks_a_rule_of_kubernetes_is_refused_by_name(key: str, bad: str) -> None:
     with pytest.raises(ConfigError, match=f"--k8s-option {key}"):
-        manifests(plan("jobset", options={key: bad}))
+        manifests(plan(options={key: bad}))
 
 
 def test_a_name_must_leave_room_for_those_of_the_pods() -> None:
     longest = "a" * (63 - len("-node-0-1-xxxxx"))
-    (document,) = documents(plan("jobset", options={"name": longest}, num_machines=2))
-    assert document["metadata"]["name"] == longest
+    jobset = document(plan(options={"name": longest}, num_machines=2))
+    assert jobset["metadata"]["name"] == longest
     expect_refusal(
-        ConfigError, "at most 48", manifests, plan("jobset", options={"name": longest + "a"}, num_machines=2)
+        ConfigError, "at most 48", manifests, plan(options={"name": longest + "a"}, num_machines=2)
     )
-    expect_refusal(ConfigError, "128 arguments", manifests, plan("trainjob", *["x"] * 130))
 
 
 def test_a_job_without_a_name_has_that_of_its_script() -> None:
@@ -361,11 +280,11 @@ def test_a_job_without_a_name_has_that_of_its_script() -> None:
 )
 def test_what_only_this_machine_has_is_refused(name: str, value: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} is {value}"):
-        manifests(plan("jobset", num_machines=2, **{name: value}))
+        manifests(plan(num_machines=2, **{name: value}))
 
 
 def test_the_image_is_required_and_nothing_is_started(tmp_path: Path) -> None:
-    without = plan("jobset")
+    without = plan()
     expect_refusal(
         ConfigError,
         "image=",
@@ -396,12 +315,11 @@ def test_the_commands_of_the_page_do_what_it_says(
     done = CliRunner().invoke(cli, words)
     assert (done.exit_code, codes) == (0, [] if "--dry-run" in words else [0]), done.output
     if "-o" in words:
-        written = list(yaml.safe_load_all(Path("job.yaml").read_text()))
-        assert [text for document in written for text in problems(document, KINDS[document["kind"]])] == []
+        assert problems(yaml.safe_load(Path("job.yaml").read_text()), JOBSET) == []
         assert "kubectl create -f job.yaml" in done.stderr
 
 
 def test_a_dry_run_names_the_command_that_takes_the_manifests() -> None:
-    asked = plan("jobset", num_machines=2)
+    asked = plan(num_machines=2)
     (command,) = get_backend("k8s").commands(asked)
     assert (command.arguments, command.stdin) == (("kubectl", "create", "-f", "-"), manifests(asked))

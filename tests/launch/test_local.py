@@ -83,15 +83,7 @@ def test_each_worker_gets_its_place_its_settings_and_an_untouched_main(show: Pat
         assert worker["torch"] is False
 
 
-def test_output_goes_to_a_file_for_each_rank(show: Path, tmp_path: Path) -> None:
-    done = run("--nproc", 2, "--log-dir", tmp_path / "logs", show)
-    assert (done.returncode, done.stdout) == (0, "")
-    for rank in "01":
-        assert json.loads((tmp_path / "logs" / f"rank-{rank}.out").read_text())["RANK"] == rank
-        assert (tmp_path / "logs" / f"rank-{rank}.err").read_text() == ""
-
-
-@pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"])
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGINT", "SIGUSR1"])
 def test_no_process_survives_the_launcher_not_even_workers_children(name: str, tmp_path: Path) -> None:
     script, pids = tmp_path / "wait.py", tmp_path / "pids"
     script.write_text(WAIT)
@@ -104,7 +96,7 @@ def test_no_process_survives_the_launcher_not_even_workers_children(name: str, t
     wait_until(lambda: not any(alive(pid) for pid in processes), GONE_WITHIN_S)
     _, stderr = launcher.communicate(timeout=ENDED_WITHIN_S)
     # no worker has made a step, or an Accelerator: nothing is lost
-    is_stop = name in ("SIGTERM", "SIGUSR1")
+    is_stop = name == "SIGUSR1"
     assert launcher.returncode == (-9 if name == "SIGKILL" else 75 if is_stop else 128 + number)
     if is_stop:
         said = (
@@ -113,8 +105,7 @@ def test_no_process_survives_the_launcher_not_even_workers_children(name: str, t
         assert stderr == said
 
 
-@pytest.mark.parametrize("where", ["console", "log"])
-def test_ranks_that_fail_alike_show_one_traceback(where: str, tmp_path: Path) -> None:
+def test_ranks_that_fail_alike_show_one_traceback(tmp_path: Path) -> None:
     script = tmp_path / "fail.py"
     script.write_text(
         "import os, pathlib, sys, time\n"
@@ -130,15 +121,11 @@ def test_ranks_that_fail_alike_show_one_traceback(where: str, tmp_path: Path) ->
         "raise ValueError('the same on all')\n"
     )
     (tmp_path / "met").mkdir()
-    logs = ["--log-dir", tmp_path / "logs"] if where == "log" else []
-    done = run("--nproc", 3, *logs, script, tmp_path / "met")
+    done = run("--nproc", 3, script, tmp_path / "met")
     assert done.returncode == 1
     assert done.stderr.count("Traceback (most recent call last)") == 1, done.stderr
     assert done.stderr.count("ValueError: the same on all") == 2
     assert "lockstep launch: all 3 ranks failed alike (ValueError: the same on all).\n" in done.stderr
-    if where == "log":
-        texts = [(tmp_path / "logs" / f"rank-{rank}.err").read_text() for rank in range(3)]
-        assert [text.count("ValueError: the same on all") for text in texts] == [1, 1, 1]
 
 
 def test_the_first_failing_rank_is_shown_first_and_once_and_all_end_soon(tmp_path: Path) -> None:
@@ -205,13 +192,18 @@ def test_a_rank_that_ignores_the_polite_signal_is_ended_too(tmp_path: Path) -> N
 def test_with_log_files_the_traceback_of_the_failing_rank_is_still_shown(tmp_path: Path) -> None:
     script = tmp_path / "fail.py"
     script.write_text(
-        "import os, time\nif os.environ['RANK'] == '1': raise KeyError('lost')\ntime.sleep(300)\n"
+        "import os, pathlib, time\nprint('rank', os.environ['RANK'], flush=True)\n"
+        "while not list(pathlib.Path(__file__).parent.glob('logs/*0.out'))[0].read_text(): time.sleep(0.01)\n"
+        "if os.environ['RANK'] == '1': raise KeyError('lost')\ntime.sleep(300)\n"
     )
     done = run("--nproc", 2, "--log-dir", tmp_path / "logs", script)
     assert done.returncode == 1
     assert done.stderr.count("KeyError: 'lost'") == 1
     assert "rank 1 failed first" in done.stderr
     assert f"Its output is in {tmp_path}/logs/rank-1.err." in done.stderr
+    assert done.stdout == ""
+    for rank in "01":
+        assert (tmp_path / "logs" / f"rank-{rank}.out").read_text() == f"rank {rank}\n"
 
 
 def test_a_program_that_cannot_be_run_is_said_without_a_traceback() -> None:
@@ -231,15 +223,12 @@ def test_a_port_that_is_taken_is_refused() -> None:
     assert done.stderr.startswith(f"Error: main_process_port {port} cannot be used: ")
 
 
-@pytest.mark.parametrize("backend", ["static", "c10d"])
-def test_two_machines_of_one_file_form_one_world(backend: str, show: Path, tmp_path: Path) -> None:
+def test_two_machines_of_one_file_form_one_world(show: Path, tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     text = TWO_MACHINES.replace("192.168.20.1", "127.0.0.1").replace("8080", str(port))
-    text = text.replace("num_processes: 16", "num_processes: 2").replace(
-        "backend: static", f"backend: {backend}"
-    )
+    text = text.replace("num_processes: 16", "num_processes: 2")
     machines = []
     for rank in (0, 1):
         path = tmp_path / f"machine{rank}.yaml"

@@ -71,36 +71,15 @@ def test_stopped_workers_of_a_second_round_end_with_a_launcher_whose_guard_was_k
     wait_until(lambda: all(psutil.Process(pid).status() == psutil.STATUS_STOPPED for pid in stopped), 10.0)
     assert len(secrets_in(temporary)) == 1
     (guard,) = guard_of(launcher.pid)
+    mark = f"LOCKSTEP_LAUNCH_ID={guard.cmdline()[-1]}".encode()
     guard.kill()
-    wait_until(lambda: [one.pid for one in guard_of(launcher.pid)] not in ([], [guard.pid]), 10.0)
     number = signal.Signals[name]
     launcher.send_signal(number)
     wait_until(lambda: not any(alive(pid) for pid in processes), GONE_WITHIN_S)
-    wait_until(lambda: not list(temporary.glob("lockstep-*")), GONE_WITHIN_S)
-    launcher.communicate(timeout=10.0)
-    assert launcher.returncode == (-9 if name == "SIGKILL" else 75)  # no step was made: nothing is lost
-
-
-def test_a_launcher_killed_together_with_its_guard_leaves_nothing(tmp_path: Path, temporary: Path) -> None:
-    script, pids = tmp_path / "wait.py", tmp_path / "pids"
-    script.write_text(SCRIPT)
-    pids.mkdir()
-    launcher = start("--nproc", 2, "--max-restarts", 1, script, pids)
-    wait_until(lambda: len(processes_of(pids, 1)) == 4, START_LIMIT_S)
-    (guard,) = guard_of(launcher.pid)
-    guard.suspend()  # a stopped guard is replaced
-    wait_until(lambda: [one.pid for one in guard_of(launcher.pid)] not in ([], [guard.pid]), 30.0)
-    assert all(alive(pid) for pid in processes_of(pids, 1))
-    (guard,) = guard_of(launcher.pid)
-    launcher.send_signal(signal.SIGSTOP)  # it cannot start another one
-    mark = f"LOCKSTEP_LAUNCH_ID={guard.cmdline()[-1]}".encode()
-    assert len(secrets_in(temporary)) == 1
-    guard.kill()
-    launcher.kill()
-    wait_until(lambda: not any(alive(pid) for pid in processes_of(pids, 1)), GONE_WITHIN_S)
     wait_until(lambda: not any(mark in environ for environ in environments()), GONE_WITHIN_S)  # nor a watch
     wait_until(lambda: not list(temporary.glob("lockstep-*")), GONE_WITHIN_S)
     launcher.communicate(timeout=10.0)
+    assert launcher.returncode == (-9 if name == "SIGKILL" else 75)  # no step was made: nothing is lost
 
 
 def environments() -> list[bytes]:

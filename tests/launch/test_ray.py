@@ -25,7 +25,16 @@ from lockstep.cli import cli
 from lockstep.config import SettingValue
 from lockstep.errors import ConfigError, MissingExtraError
 from lockstep.launch import LaunchPlan, Program, make_plan, merge
-from lockstep.launch.ray_cluster import RayEnded, RunRecord, address, commands, launch, shortage, uses_gpus
+from lockstep.launch.ray_cluster import (
+    RayPlacement,
+    address,
+    commands,
+    launch,
+    shortage,
+    uses_gpus,
+    variables_of_ranks,
+)
+from tests.patching import module_of
 from tests.refusals import expect_refusal
 
 WORD = """
@@ -41,22 +50,22 @@ def _same_environment_after() -> Iterator[None]:
     yield
     os.environ.clear()
     os.environ.update(before)
-    sys.modules.pop("lockstep.launch.ray_cluster.meeting", None)  # made from the stand-in's classes
 
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(module_of(launch), "OUTPUT_S", 0.0)
     return install(monkeypatch, {"CPU": 8.0})
 
 
-def plan(tmp_path: Path, body: str = "", log_dir: str | None = None, **flags: object) -> LaunchPlan:
+def plan(tmp_path: Path, body: str = "", **flags: object) -> LaunchPlan:
     script = tmp_path / "script.py"
     script.write_text(WORD + body)
     said = {"ray": True, "nproc": 2, "use_cpu": True, **flags}
     settings = merge({name: SettingValue(value, "flag") for name, value in said.items()}, {}, {})
     program = Program(str(script), (str(tmp_path), "--lr", "1e-3"))
-    return make_plan(program, settings, device_count=0, cores=4, log_dir=log_dir)
+    return make_plan(program, settings, device_count=0, cores=4)
 
 
 def test_the_script_runs_as_main_in_every_worker_with_its_place(tmp_path: Path, asked: Asked) -> None:
@@ -92,11 +101,8 @@ def test_a_cluster_of_our_own_is_for_this_machine_and_this_user_alone(tmp_path: 
 
 def test_ray_is_asked_for_the_processes_of_the_plan(tmp_path: Path, asked: Asked) -> None:
     assert launch(plan(tmp_path, nproc=3, max_restarts=2, num_cpu_threads_per_process=2)) == 0
-    scaling = asked.trainer["scaling_config"]
-    assert (scaling.num_workers, scaling.use_gpu, scaling.resources_per_worker) == (3, False, {"CPU": 2})
-    assert asked.trainer["run_config"].failure_config.max_failures == 2
-    backend = asked.trainer["torch_config"].backend_cls
-    assert backend.share_cuda_visible_devices  # LOCAL_RANK counts the GPUs of the machine
+    assert asked.bundles == [{"CPU": 2}] * 3
+    assert asked.actors == [{"max_concurrency": 2, "num_cpus": 2, "num_gpus": 0}] * 3
 
 
 def test_the_first_failure_ends_the_others_and_is_named_once(
@@ -182,36 +188,6 @@ time.sleep(60)
             os.kill(int(path.read_text()), 0)
 
 
-def test_output_goes_to_files_when_asked(
-    tmp_path: Path, asked: Asked, capfd: pytest.CaptureFixture[str]
-) -> None:
-    logs = tmp_path / "logs"
-    assert launch(plan(tmp_path, "print('out', rank); print('err', rank, file=sys.stderr)", str(logs))) == 0
-    found = {path.name: path.read_text() for path in logs.iterdir()}
-    expected = {f"rank-{rank}.{stream}": f"{stream} {rank}\n" for rank in (0, 1) for stream in ("out", "err")}
-    assert found == expected
-    assert "out 0" not in capfd.readouterr().out
-
-
-def test_the_traceback_of_a_rank_that_writes_to_a_file_is_shown_at_the_end(
-    tmp_path: Path, asked: Asked, capfd: pytest.CaptureFixture[str]
-) -> None:
-    logs = tmp_path / "logs"
-    assert launch(plan(tmp_path, 'if rank == 1: raise ValueError("on purpose")', str(logs))) == 1
-    err = capfd.readouterr().err
-    assert err.index("ValueError: on purpose") < err.index("lockstep launch: rank 1 failed first")
-    assert f"Its output is in {logs / 'rank-1.err'}." in err
-
-
-def test_with_tee_output_goes_to_files_and_to_the_console(
-    tmp_path: Path, asked: Asked, capfd: pytest.CaptureFixture[str]
-) -> None:
-    shown = plan(tmp_path, "if rank == 1: print('gr\u00fc\u00df')", str(tmp_path / "logs"))
-    assert launch(dataclasses.replace(shown, tee=True)) == 0
-    assert capfd.readouterr().out == "gr\u00fc\u00df\n"
-    assert (tmp_path / "logs/rank-1.out").read_text(encoding="utf-8") == "gr\u00fc\u00df\n"
-
-
 def test_without_the_package_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     expect_refusal(MissingExtraError, "[ray]", launch, plan(tmp_path))
@@ -231,6 +207,8 @@ def test_what_ray_cannot_do_is_refused_before_it_starts(tmp_path: Path, asked: A
     for name, value in {**said, "secret_file": "/home/me/secret"}.items():
         shown = f"{value:g}" if isinstance(value, float) else str(value)
         expect_refusal(ConfigError, f"{name} is {shown}", launch, plan(tmp_path, **{name: value}))
+    logged = dataclasses.replace(plan(tmp_path), log_dir="logs")
+    expect_refusal(ConfigError, "log_dir is logs", launch, logged)
     assert asked.init == {}
 
 
@@ -250,7 +228,7 @@ def test_a_dry_run_shows_what_would_run_without_the_token(tmp_path: Path) -> Non
     assert command.arguments[1:] == (str(tmp_path / "script.py"), str(tmp_path), "--lr", "1e-3")
     assert command.environment["RAY_AUTH_TOKEN"] == "<secret>"
     assert command.environment["LOCKSTEP_MIXED_PRECISION"] == "bf16"
-    assert command.title.startswith("2 workers of ray.train on a cluster on this machine")
+    assert command.title.startswith("2 actors of Ray on a cluster on this machine")
 
 
 def test_the_commands_of_the_page_parse_and_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,7 +241,7 @@ def test_the_commands_of_the_page_parse_and_plan(tmp_path: Path, monkeypatch: py
     for line in lines:
         done = CliRunner().invoke(cli, ["launch", "--dry-run", *shlex.split(line)[1:]])
         assert done.exit_code == 0, done.output
-        assert "workers of ray.train" in done.output
+        assert "actors of Ray" in done.output
 
 
 def test_which_cluster_and_what_it_lacks(tmp_path: Path) -> None:
@@ -283,17 +261,18 @@ def test_which_cluster_and_what_it_lacks(tmp_path: Path) -> None:
     )
 
 
-def test_a_round_is_what_ray_starts_together() -> None:
-    record = RunRecord()
-    assert not record.request_stop()  # there is nobody who could save anything
-    record = RunRecord()
-    assert [record.begin(rank, "a") for rank in (0, 1)] == [0, 0]
-    record.set_master("127.0.0.1", 1)
-    assert record.ended(RayEnded(1, 3, {}, ended_by_us=False))
-    assert record.orders(0).end
-    assert [record.begin(rank, "b") for rank in (1, 0)] == [1, 1]  # in whatever order they come
-    assert (record.orders(0).end, record.orders(0).master, record.results()) == (False, None, [])
-    assert not record.ended(RayEnded(0, 75, {}, ended_by_us=False))
-    assert not record.orders(1).end  # the others are still saving
-    assert record.request_stop()
-    assert (record.orders(0).stop, record.orders(1).stop) == (True, False)
+def test_ranks_of_one_machine_are_in_a_row_and_see_its_gpus() -> None:
+    places = [RayPlacement(node, node, (gpu,)) for node, gpu in (("a", "1"), ("b", "0"), ("a", "0"))]
+    order, variables = variables_of_ranks(places, restart=2)
+    assert order == [0, 2, 1]
+    assert [
+        [one[name] for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")] for one in variables
+    ] == [
+        ["0", "0", "2", "0"],
+        ["1", "1", "2", "0"],
+        ["2", "0", "1", "1"],
+    ]
+    assert [one["CUDA_VISIBLE_DEVICES"] for one in variables] == ["1,0", "1,0", "0"]
+    assert {one["LOCKSTEP_RESTART"] for one in variables} == {"2"}
+    (alone,) = variables_of_ranks([RayPlacement("a", "a", ())], restart=0)[1]
+    assert "CUDA_VISIBLE_DEVICES" not in alone

@@ -79,9 +79,6 @@ class FakeWatch:
         self.ended += 1
         self.reasons.append((reason, sentence, rank))
 
-    def process_states(self, states: Mapping[int, str]) -> None:
-        self.states = dict(states)
-
 
 class Launch:
     """A coordinator for ``least`` to ``most`` machines a, b, ... and what it said."""
@@ -119,7 +116,7 @@ class Launch:
         while self.now < deadline:
             self.now += 0.2
             for name in self.peers:
-                self.tell(name, "heartbeat", states={})
+                self.tell(name, "heartbeat")
             self.coordinator.tick(self.now)
 
     def over(self, name: str = "a") -> Mapping[str, Any]:
@@ -256,13 +253,6 @@ def test_a_hang_that_lasted_too_long_is_a_failure_with_a_code_of_its_own() -> No
     launch.watch.verdict = SimpleNamespace(sentence="rank 1 is stopped.")
     launch.wait(0.2)
     assert launch.over()["code"] == 124
-
-
-def test_what_machines_elsewhere_say_of_their_processes_reaches_the_watch_together() -> None:
-    launch = two_machines()
-    launch.tell("a", "heartbeat", states={"11": "stopped"})
-    launch.tell("b", "heartbeat", states={"12": "running", "x": "hostile"})
-    assert launch.watch.states == {11: "stopped", 12: "running"}
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,9 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import Accelerator
-from lockstep.control import name_of
 from lockstep.history import JsonFields
 from lockstep.launch import JobConnection, connect_here, connect_to, running_launches
+from lockstep.runtime import PARTS
 from tests.command import LOCKSTEP
 from tests.launch.helpers import START_LIMIT_S, start, wait_until
 from tests.launch.looked_at import Steps
@@ -27,11 +26,9 @@ SCRIPT = Path(__file__).parent / "looked_at.py"
 class Job:
     """A launch of the script, with a connection to it once it trains."""
 
-    def __init__(self, out: Path, nproc: int, place: str) -> None:
+    def __init__(self, out: Path, nproc: int) -> None:
         self.out, self.nproc = out, nproc
-        self.process = start(
-            "--nproc", nproc, "--cpu", SCRIPT, out, place, OMP_NUM_THREADS="1", TMPDIR=str(out)
-        )
+        self.process = start("--nproc", nproc, "--cpu", SCRIPT, out, OMP_NUM_THREADS="1", TMPDIR=str(out))
         self.connection: JobConnection | None = None
 
     def connect(self) -> JobConnection:
@@ -61,15 +58,6 @@ class Job:
         wait_until(holds, START_LIMIT_S)
         return seen[-1]
 
-    def said(self, pattern: str) -> re.Match[str]:
-        assert self.connection is not None
-        while True:
-            for message in self.connection.news(START_LIMIT_S):
-                sentence = str(message.get("sentence", ""))
-                assert not sentence.startswith("The request was refused"), sentence
-                if found := re.search(pattern, sentence):
-                    return found
-
     def ended(self) -> tuple[int, str]:
         _, stderr = self.process.communicate(timeout=START_LIMIT_S)
         return self.process.returncode, stderr
@@ -81,8 +69,8 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     jobs: list[Job] = []
 
-    def begin(nproc: int, place: str) -> Job:
-        jobs.append(Job(tmp_path, nproc, place))
+    def begin(nproc: int) -> Job:
+        jobs.append(Job(tmp_path, nproc))
         return jobs[-1]
 
     yield begin
@@ -93,129 +81,48 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
         one.process.communicate()
 
 
-@pytest.mark.parametrize("nproc", [1, 2, 4])
-def test_a_save_that_is_asked_for_is_one_of_all_ranks_at_one_step_and_training_goes_on(
-    nproc: int, job: Callable[..., Job]
-) -> None:
-    run = job(nproc, "project")
-    connection = run.connect()
-    seen = run.look_until(lambda now: "loss" in now.mapping("latest"))
-    assert [one.number("rank") for one in seen.objects("ranks")] == list(range(nproc))
-    assert all(one.number("pid") > 0 and not one.text("ended") for one in seen.objects("ranks"))
-    assert {one.text("part") for one in seen.objects("ranks")} <= {
-        "data",
-        "forward",
-        "backward",
-        "communication",
-        "optimizer",
-        "other",
-    }
-    connection.ask("save")
-    saved = run.said(r"^After (\d+) steps, because of a request of lockstep top: the state is in (.*)\.$")
-    before = run.steps(0)
-    wait_until(lambda: run.steps(0) > before + 2, START_LIMIT_S)
-    connection.ask("stop")
-    code, stderr = run.ended()
-    assert code == 75, stderr
-    assert re.search(r"all ranks stopped after \d+ steps because of a request of lockstep top", stderr), (
-        stderr
-    )
-    assert len({run.steps(rank) for rank in range(nproc)}) == 1
-    names = sorted(path.name for path in (run.out / "checkpoints").iterdir())
-    assert names == ["checkpoint_0", "checkpoint_1"]
-    assert Path(saved[2]).name == "checkpoint_0"
-    assert steps_in(run.out / "checkpoints" / "checkpoint_0") == int(saved[1]) < run.steps(0)
-    assert steps_in(run.out / "checkpoints" / "checkpoint_1") == run.steps(0)
-
-
-def steps_in(checkpoint: Path) -> int:
-    """As the script has saved them."""
-    accelerator = Accelerator(cpu=True)
-    model: Any = torch.nn.Linear(1, 1)
-    loader: Any = DataLoader(TensorDataset(torch.ones(10**6, 1)), batch_size=4)
-    accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.01), loader)
-    steps = Steps()
-    accelerator.register_for_checkpointing(steps)
-    accelerator.load_state(checkpoint)
-    return steps.done
-
-
-def test_a_script_that_saves_by_its_hook_is_asked_for_that_and_one_without_a_place_says_so(
+def test_a_run_in_its_folder_and_its_ranks_are_shown_and_keys_ask_for_stacks_and_stop_it(
     job: Callable[..., Job],
 ) -> None:
-    run = job(2, "hook")
-    run.connect().ask("save")
-    step = run.said(r"the state is in step (\d+) of the hook")[1]
-    assert sorted(path.name for path in run.out.glob("hook-*")) == [f"hook-0-{step}", f"hook-1-{step}"]
-    run.process.kill()
-    run.process.communicate()
-    run.connection.close()  # type: ignore[union-attr]
-    wait_until(lambda: not running_launches(), START_LIMIT_S)
-    for path in run.out.glob("rank-*.txt"):
-        path.unlink()
-    other = job(1, "nowhere")
-    connection = other.connect()
-    connection.ask("save")
-    other.said("nothing was saved, because there is no project_dir with automatic naming")
-    before = other.steps(0)
-    wait_until(lambda: other.steps(0) > before, START_LIMIT_S)
-    connection.ask("stop")
-    assert other.ended()[0] == 143
-
-
-def test_in_a_terminal_its_keys_show_stacks_save_and_stop(job: Callable[..., Job]) -> None:
-    run = job(2, "project")
+    run = job(2)
     connection = run.connect()
+    seen = run.look_until(lambda now: now.mapping("latest").get("step", 0) > 2)
+    assert [one.number("rank") for one in seen.objects("ranks")] == [0, 1]
+    assert all(one.number("pid") > 0 and not one.text("ended") for one in seen.objects("ranks"))
+    assert {one.text("part") for one in seen.objects("ranks")} <= set(PARTS)
+    check_secret(run)
+    connection.ask("stacks")
+    stacks = [JsonFields(message) for _ in range(2) for message in connection.news(START_LIMIT_S)]
+    assert {one.number("rank") for one in stacks} <= {0, 1}
+    assert all("looked_at.py" in str(one.fields["stack"]) for one in stacks)
+    wait_until(lambda: (run.out / "run" / "measures.jsonl").exists(), START_LIMIT_S)
     top = InTerminal(
-        *LOCKSTEP, "top", "--every", "0.2", name_of(connection.address),
-        size=(40, 120), variables={"TMPDIR": str(run.out)},
-    )  # fmt: skip
+        *LOCKSTEP, "top", "--every", "0.2", run.out, size=(40, 120), variables={"TMPDIR": str(run.out)}
+    )
     try:
-        top.read_until(lambda text: "rank 1" in text and "own seconds of a step" in text)
+        top.read_until(lambda text: "a step's time" in text and "own seconds of a step" in text)
         top.press("d")
         top.read_until(lambda text: "wait_for_the_next" in text or "looked_at.py" in text)
         top.press("d")
-        top.press("s")
-        top.read_until(lambda text: "the state is in" in text)
         top.press("x")
         top.read_until(lambda text: "Stop the run at its next step boundary?" in text)
         top.press("n")
         top.press("x")
         top.press("y")
-        assert run.ended()[0] == 75
+        code, stderr = run.ended()
+        assert code == 75, stderr
+        assert "steps because of a request of lockstep top" in stderr
         top.read_until(lambda text: "is lost" in text)
-        assert top.process.wait(START_LIMIT_S) == 0
-    finally:
-        top.close()
-
-
-def test_a_folder_of_a_job_that_runs_here_leads_to_its_ranks(job: Callable[..., Job]) -> None:
-    run = job(2, "project")
-    connection = run.connect()
-    run.look_until(lambda now: now.mapping("latest").get("step", 0) > 2)
-    wait_until(lambda: (run.out / "run" / "measures.jsonl").exists(), START_LIMIT_S)
-    top = InTerminal(
-        *LOCKSTEP,
-        "top",
-        run.out,
-        size=(40, 120),
-        variables={"TMPDIR": str(run.out)},
-    )
-    try:
-        top.read_until(lambda text: "a step's time" in text and "own seconds of a step" in text)
         top.press("q")
         assert top.process.wait(START_LIMIT_S) == 0
     finally:
         top.close()
-    connection.ask("stacks")
-    stacks = [JsonFields(message) for _ in range(2) for message in connection.news(START_LIMIT_S)]
-    assert {one.number("rank") for one in stacks} <= {0, 1}
-    assert all("looked_at.py" in str(one.fields["stack"]) for one in stacks)
+    (checkpoint,) = (run.out / "checkpoints").iterdir()
+    assert steps_in(checkpoint) == run.steps(0) == run.steps(1)
 
 
-def test_the_secret_stands_where_its_user_alone_can_read_it(job: Callable[..., Job]) -> None:
-    run = job(1, "nowhere")
-    run.connect()
+def check_secret(run: Job) -> None:
+    """The secret stands where its user alone can read it."""
     (launch,) = running_launches()
     (folder,) = run.out.glob("lockstep-*")
     assert {oct(os.stat(path).st_mode & 0o777) for path in folder.iterdir()} == {"0o600"}
@@ -229,3 +136,16 @@ def test_the_secret_stands_where_its_user_alone_can_read_it(job: Callable[..., J
     connection.close()
     folder.chmod(0o755)  # somebody else could have put it there
     assert running_launches() == []
+    folder.chmod(0o700)
+
+
+def steps_in(checkpoint: Path) -> int:
+    """As the script has saved them."""
+    accelerator = Accelerator(cpu=True)
+    model: Any = torch.nn.Linear(1, 1)
+    loader: Any = DataLoader(TensorDataset(torch.ones(10**6, 1)), batch_size=4)
+    accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.01), loader)
+    steps = Steps()
+    accelerator.register_for_checkpointing(steps)
+    accelerator.load_state(checkpoint)
+    return steps.done

@@ -42,9 +42,7 @@ class FakeWatch:
 
     def __init__(self) -> None:
         self.at_answer: Callable[[Evidence], None] = lambda evidence: None
-        self.at_save: Callable[[str], None] = lambda sentence: None
         self.asked: list[str] = []
-        self.why_not = ""
 
     def standing(self) -> list[dict[str, object]]:
         return [{"rank": 0, "steps": 7}, {"rank": 1, "steps": 7}]
@@ -57,10 +55,6 @@ class FakeWatch:
         place = SourceLine("train.py", 5, "fetch")
         self.at_answer(Evidence(1, "b", 12, 7, 0.0, place, (), {}, 'File "train.py", line 5\n  fetch()'))
         return 2
-
-    def request_save(self, cause: str) -> str:
-        self.asked.append(f"save because of {cause}")
-        return self.why_not
 
 
 class Launch:
@@ -95,19 +89,12 @@ def test_a_viewer_is_told_how_the_launch_stands_and_all_hear_what_is_asked_for(l
         view = connection.look()
         assert view["run"] == "train.py on 1 machine" and view["latest"] == {"step": 7, "loss": "nan"}
         assert [one["rank"] for one in view["ranks"]] == [0, 1] and view["sentences"] == []
-    first.ask("save")
     first.ask("stop")
     first.ask("stop")
-    asked = ["All ranks save at the next step boundary.", "All ranks stop at the next step boundary."]
-    assert sentences(first, 3) == [*asked, "The request was refused: the run is about to stop already."]
-    assert sentences(second, 2) == asked
-    assert launch.watch.asked == ["save because of a request of lockstep top"]
+    asked = ["All ranks stop at the next step boundary."]
+    assert sentences(first, 2) == [*asked, "The request was refused: the run is about to stop already."]
+    assert sentences(second, 1) == asked
     assert [one["sentence"] for one in first.look()["sentences"]] == asked
-    launch.watch.why_not = "no rank has made a step yet, so there is nothing to save"
-    second.ask("save")
-    assert sentences(second, 1) == [f"The request was refused: {launch.watch.why_not}."]
-    launch.server.call(lambda: launch.watch.at_save("After 7 steps: the state is in x."))
-    assert sentences(first, 1) == sentences(second, 1) == ["After 7 steps: the state is in x."]
 
 
 def test_stacks_go_to_those_who_asked_for_them(launch: Launch) -> None:

@@ -10,7 +10,6 @@ import pytest
 
 from lockstep import tqdm
 from lockstep.errors import ConfigError
-from lockstep.observe import shows_bar
 
 
 def drawn(**options: Any) -> str:
@@ -43,24 +42,3 @@ def test_a_disabled_bar_stays_disabled_on_the_main_process(as_rank: Callable[...
 def test_a_bool_in_place_of_the_iterable_is_refused() -> None:
     with pytest.raises(ConfigError):
         tqdm(True, range(3))
-
-
-def test_a_bar_is_known_of_while_it_is_open() -> None:
-    from rich.console import Console
-    from rich.live import Live
-    from rich.progress import Progress
-
-    assert not shows_bar()
-    bar = tqdm(range(3), file=io.StringIO())
-    assert shows_bar()
-    bar.close()  # type: ignore[attr-defined]
-    assert not shows_bar()
-    tqdm(range(3), file=io.StringIO(), disable=True)
-    assert not shows_bar()
-    terminal = Console(file=io.StringIO(), force_terminal=True)
-    with Progress(console=terminal) as progress:
-        progress.add_task("epoch", total=3)
-        assert shows_bar()
-    assert not shows_bar()
-    with Live("a display", console=Console(file=io.StringIO())):
-        assert not shows_bar()  # nobody sees it

@@ -71,8 +71,7 @@ def test_a_custom_class_that_lacks_an_attribute_is_refused_by_its_name(missing: 
 
 def test_an_incomplete_class_is_refused_before_it_is_constructed() -> None:
     incomplete = type("Incomplete", (GeneralTracker,), {"name": "incomplete"})
-    for log_with in (incomplete, "incomplete"):
-        expect_refusal(UsageError, "requires_logging_directory, tracker", resolve_trackers, log_with)
+    expect_refusal(UsageError, "requires_logging_directory, tracker", resolve_trackers, incomplete)
 
 
 def test_a_tracker_that_could_not_open_is_not_closed() -> None:

@@ -159,21 +159,14 @@ def _steps(run: Synthetic, start: Start, attempt: int, clock: float) -> Iterable
             "learning_rate": [float(rate[place])],
             "seconds": {"total": round(float(total[place]), 6)}
             | {name: round(float(values[place]), 6) for name, values in parts.items()},
-            "hidden_communication_seconds": round(0.034 * scale, 6),
             "flops": {"model": 4.2e14, "hardware": 4.9e14},
             "rank_seconds": ranks,
         }  # fmt: skip
         if step in run.not_finite:
             line["loss"] = math.nan
         if place == 0 or step % 1000 == 0:
-            line["bytes"] = {"data": 4.38e8}
-            line["memory"] = {
-                "weights": 5.0e8, "gradients": 1.24e8, "optimizer": 1.24e8, "other": 3e8,
-                "activations": 8.6e9 + 4e8 * min(step / 20_000, 1),
-                "peak": 9.6e9 + 4e8 * min(step / 20_000, 1),
-            }  # fmt: skip
+            line["memory"] = {"peak": 9.6e9 + 4e8 * min(step / 20_000, 1)}
         if step % 50 == 0:
-            line["device_seconds"] = {"forward": 0.03, "backward": 0.06, "optimizer": 0.01, "total": 0.1}
             line["logged"] = {run.name: 0.9 - 0.8 * math.exp(-step / (0.2 * last))}
         yield line
 
@@ -189,14 +182,6 @@ HANG = {
     "slow_fetch.",
 }  # fmt: skip
 HOSTILE = '"><script>alert(1)</script><img src=x onerror=alert(2)>\x1b[31m\u202e&amp;\x00'
-STEP_MEMORY = {
-    "event": "memory", "time": BEGIN + 30, "attempt": 0, "step": 2,
-    "points": [
-        [0.0, 7.5e8, "start of the step"], [0.05, 4.2e9, "layer 6"], [0.082, 9.0e9, "end of forward"],
-        [0.12, 9.9e9, "loss backward"], [0.2, 3.1e9, "layer 4 backward"], [0.243, 9.2e8, "end of backward"],
-        [0.254, 8.7e8, "optimizer"], [0.26, 7.5e8, "end"],
-    ],
-}  # fmt: skip
 
 
 def spike(step: int, at: float, action: str = "skip", attempt: int = 0) -> dict[str, Any]:
@@ -207,10 +192,10 @@ def spike(step: int, at: float, action: str = "skip", attempt: int = 0) -> dict[
 
 
 LONG = Synthetic(
-    starts=(Start(1, 100_000, ends=END),),
-    spikes=(20_000, 61_234),
+    starts=(Start(1, 20_000, ends=END),),
+    spikes=(5_000, 12_345),
     save_every=2000,
-    events=(spike(20_000, 7000.0), STEP_MEMORY),
+    events=(spike(5_000, 1700.0),),
 )
 CRASHED = Synthetic(starts=(Start(1, 620, ends=ERROR),), save_every=250, data_wait=0.004)
 RUNNING = Synthetic(starts=(Start(1, 350),), slow_rank=5)
@@ -229,7 +214,6 @@ RESTARTED = Synthetic(
         {"event": "restart", "time": BEGIN + 234, "attempt": 1, "reason": "rank 5 hung", "world_size": 16},
         {"event": "damage", "time": BEGIN + 350, "attempt": 1, "step": 900,
          "sentence": "Parameter 'layers.1.up.weight' differs at step 900: rank 2 from ranks 0, 1, 3."},
-        STEP_MEMORY,
     ),
 )  # fmt: skip
 HOSTILE_RUN = replace(
@@ -243,11 +227,11 @@ HOSTILE_RUN = replace(
         {
             "event": name, "time": BEGIN + 60 + place, "attempt": 0, "step": 10, "sentence": HOSTILE, "reason": HOSTILE,
             "path": HOSTILE, "action": HOSTILE, "kind": HOSTILE, "skipped": [HOSTILE], "rank": HOSTILE,
-            "points": [[0, 1e9, HOSTILE], [1, 2e9, HOSTILE]], "device": HOSTILE, "environment": {HOSTILE: HOSTILE},
+            "device": HOSTILE, "environment": {HOSTILE: HOSTILE},
             "versions": {HOSTILE: HOSTILE}, "optimizers": [HOSTILE],
         }
         for place, name in enumerate(
-            ("checkpoint", "loaded", "hang", "damage", "slow", "spike", "capsule", "restart", "memory", HOSTILE)
+            ("checkpoint", "loaded", "hang", "damage", "slow", "spike", "capsule", "restart", HOSTILE)
         )
     ),
 )  # fmt: skip

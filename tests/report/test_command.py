@@ -39,23 +39,13 @@ def test_output_says_where_the_page_goes(tmp_path: Path, capsys: pytest.CaptureF
     assert (tmp_path / "page.html").is_file() and not (folder / "report.html").exists()
 
 
-def test_several_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folders = [write_run(tmp_path / name, SMALL) for name in ("before", "after")]
-    code, out, _ = call(capsys, "report", *folders)
-    assert code == 0
-    assert out.startswith(
-        "What differs\n  All settings that were written are the same.\n  before and after have the same"
-    )
-    assert out.endswith(f"{folders[0] / 'comparison.html'}\n")
-
-
 def test_json_has_the_numbers_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_run(tmp_path / "run", SMALL)
     code, out, _ = call(capsys, "report", "--json", folder)
     said = json.loads(out)
     assert code == 0
-    assert list(said) == ["format", "runs", "comparison"]
-    assert said["format"] == "lockstep report 1" and said["comparison"] is None
+    assert list(said) == ["format", "runs"]
+    assert said["format"] == "lockstep report 1"
     (run,) = said["runs"]
     assert (run["status"], run["steps"], run["samples"]) == ("finished", 30, 30 * 512)
     assert not (folder / "report.html").exists()
@@ -114,14 +104,14 @@ def test_links_in_the_folder_of_somebody_else_are_not_followed(
 def test_the_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = call(capsys, "report", "--help")
     assert code == 0
-    assert "lockstep report runs/before runs/after" in out and "Exit codes" in out
+    assert "lockstep report --json runs/gpt" in out and "Exit codes" in out
 
 
 def test_it_imports_no_torch(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", SMALL)
     code = (
         "import sys; from lockstep.cli import run_lockstep\n"
-        f"try: run_lockstep(['report', {str(folder)!r}, {str(folder)!r}])\n"
+        f"try: run_lockstep(['report', {str(folder)!r}])\n"
         "except SystemExit as end: assert not end.code\n"
         "print([name for name in ('torch', 'pydantic') if name in sys.modules])"
     )

@@ -12,10 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lockstep.config import Parallel
-from lockstep.history import RunStatus, event_of, read_run
-from lockstep.plan import ModelSize, sent_bytes
-from lockstep.report import REASONS, RunNumbers, expected_bytes, expected_memory, numbers_of, sentences
+from lockstep.history import RunStatus, read_run
+from lockstep.report import REASONS, RunNumbers, numbers_of, sentences
 from lockstep.words import bytes_text, digits, duration, percent, plain_text, short, whole
 from tests.report.runs import BEGIN, CRASHED, END, ERROR, HANG, RESTARTED, Start, Synthetic, write_run
 
@@ -56,9 +54,6 @@ def test_sums_and_rates_are_those_of_the_lines(made: Made) -> None:
     assert numbers.world_sizes == [16, 8]
     assert numbers.step_times is not None and numbers.loss is not None
     assert sum(numbers.step_times.shares.values()) == pytest.approx(1, abs=1e-5)
-    assert numbers.step_times.device_shares == pytest.approx(
-        {"forward": 0.3, "backward": 0.6, "optimizer": 0.1}
-    )
     assert numbers.step_times.median == pytest.approx(np.median([line["seconds"]["total"] for line in last]))
     losses = {line["step"]: line["loss"] for line in last}
     assert numbers.loss.least == min(losses.values()) == losses[int(numbers.loss.least_step)]
@@ -181,58 +176,6 @@ def test_more_than_the_peak_is_called_impossible(tmp_path: Path) -> None:
     (tmp_path / "measures.jsonl").write_text(json.dumps(line))
     said = sentences(numbers_of(read_run(tmp_path), NOW))
     assert any("250 % of the devices' peak, which cannot be" in one for one in said)
-
-
-@pytest.mark.parametrize(
-    ("parallel", "precision", "ranks", "windows"),
-    [
-        ("ddp", "no", 4, 1),
-        ("zero=2", "bf16", 8, 1),
-        ("zero=3", "bf16", 8, 4),
-        ("zero=3 replicate=2", "no", 8, 1),
-    ],
-)
-def test_the_formula_is_that_of_the_plan(parallel: str, precision: str, ranks: int, windows: int) -> None:
-    start = event_of(
-        {
-            "event": "start", "world_size": ranks, "parallel": parallel, "parameters": 10**6,
-            "configuration": [
-                {"name": "mixed_precision", "value": precision},
-                {"name": "gradient_accumulation_steps", "value": windows},
-            ],
-        }
-    )  # fmt: skip
-    size = ModelSize(10**6, 10**6)
-    assert (
-        expected_bytes(start) == sent_bytes(size, ranks, Parallel.parse(parallel), precision, windows).total
-    )
-
-
-def test_the_expected_memory_is_that_of_the_paper() -> None:
-    """Rajbhandari et al., 2020, section 3: 4 + 4 + 8 bytes a parameter with AdamW, sharded over 4 ranks."""
-    line = {
-        "event": "start", "world_size": 4, "parallel": "zero=2", "parameters": 1000, "trainable_parameters": 600,
-        "parameter_dtypes": ["float32"], "optimizers": ["adamw", "adamw"],
-    }  # fmt: skip
-    assert expected_memory(event_of(line)) == {"weights": 1000, "gradients": 600, "optimizer": 1200}
-    assert expected_memory(event_of({**line, "optimizers": ["sgd-momentum"]}))["optimizer"] == 600
-    for changed in (
-        {"optimizers": ["adamw", "sgd"]},
-        {"optimizers": ["of-someone"]},
-        {"optimizers": 3},
-        {"parameter_dtypes": ["bfloat16"]},
-        {"parallel": "tp=2"},
-        {"parameters": None},
-    ):
-        assert expected_memory(event_of({**line, **changed})) == {}
-    assert expected_memory(None) == {}
-
-
-@pytest.mark.parametrize("parallel", ["tp=2", "pp=2 zero=1", "cp=2", "nonsense", "zero=9"])
-def test_where_there_is_no_formula_nothing_is_claimed(parallel: str) -> None:
-    line = {"event": "start", "world_size": 8, "parallel": parallel, "parameters": 10**6}
-    assert math.isnan(expected_bytes(event_of(line)))
-    assert math.isnan(expected_bytes(None))
 
 
 def test_the_sentences_of_a_crashed_run(made: Made) -> None:

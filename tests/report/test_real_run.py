@@ -56,8 +56,8 @@ def project(tmp_path: Path, warm_interpreter: WarmInterpreter) -> Path:
 
 def test_a_real_run_is_reported(project: Path) -> None:
     lines = [json.loads(line) for line in (project / "run" / "measures.jsonl").read_text().splitlines()]
-    report = report_of([project], time.time())
-    (run,), (numbers,) = report.runs, report.numbers
+    report = report_of(project, time.time())
+    run, numbers = report.run, report.numbers
     assert numbers.status is RunStatus.FINISHED
     last = {line["step"]: line for line in lines}
     assert numbers.steps == len(last) and len(numbers.attempts) == 2

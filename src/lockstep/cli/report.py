@@ -1,4 +1,4 @@
-"""``lockstep report``: what runs did, why they were slow and why they stopped, on one page."""
+"""``lockstep report``: what a run did, why it was slow and why it stopped, on one page."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ EPILOG = """\b
 Examples:
   lockstep report runs/gpt
   lockstep report runs/gpt -o gpt.html
-  lockstep report runs/before runs/after
   lockstep report --json runs/gpt
-  lockstep report --llm 7B:140B runs/gpt
 \b
 Exit codes: 0: the report was made, in whichever way the run ended. 2: RUN is not the folder of a run, or the page
 cannot be written.
@@ -28,36 +26,25 @@ cannot be written.
 
 
 @click.command("report", epilog=EPILOG)
-@click.argument("runs", nargs=-1, required=True, metavar="RUN [RUN ...]")
+@click.argument("run", metavar="RUN")
 @click.option(
     "-o",
     "--output",
     metavar="FILE.html",
-    help="Write the page here (default: report.html in the run's folder, comparison.html for several runs).",
+    help="Write the page here (default: report.html in the run's folder).",
 )
 @click.option(
     "--json", "as_json", is_flag=True, help="Print the numbers as JSON; the page is written with -o only."
 )
-@click.option(
-    "--llm",
-    metavar="PARAMETERS[:TOKENS]",
-    help="Say how long a language model of this size would take at the run's rate (default: 20 tokens a parameter).",
-)
-def command(runs: tuple[str, ...], output: str | None, as_json: bool, llm: str | None) -> None:
+def command(run: str, output: str | None, as_json: bool) -> None:
     """Say what a run did, why it was slow and why it stopped, and write a page with its curves.
 
     RUN is the folder of a run (<project_dir>/run), or the folder of its project. The run may have crashed or may still
-    run, and files may be missing. Several runs are compared: which setting differs first, and from which step on their
-    numbers differ.
+    run, and files may be missing.
     """
     from lockstep.report.report import report_of
 
-    model = None
-    if llm is not None:
-        from lockstep.report.language_model import parse_language_model
-
-        model = parse_language_model(llm, "--llm")
-    report = report_of(runs, time.time(), model)
+    report = report_of(run, time.time())
     path = Path(output) if output is not None else None if as_json else report.default_path
     if path is not None:
         _write(path, report.page())

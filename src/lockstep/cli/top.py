@@ -52,8 +52,8 @@ Examples:
   lockstep top --every 0.5 runs/gpt
   lockstep top --once runs/gpt
 \b
-Keys, where the job can be reached: d dumps all ranks' stacks, s has all ranks save at the next step boundary, x and
-then y has them stop there, as SIGTERM does. q or Ctrl-C leaves, and leaves the run alone.
+Keys, where the job can be reached: d dumps all ranks' stacks, x and then y has all ranks save and stop at the next
+step boundary, as SIGTERM does. q or Ctrl-C leaves, and leaves the run alone.
 \b
 Exit codes: 0: the run was shown. 2: RUN is not the folder of a run, or nothing answers at HOST:PORT.
 """

@@ -89,8 +89,6 @@ class TopScreen:
             self._asks_to_stop, self.notice = False, ""
             if key == "y":
                 self._request("stop")
-        elif key == "s":
-            self._request("save")
         elif key == "d":
             self._shows_stacks = not self._shows_stacks
             if self._shows_stacks:

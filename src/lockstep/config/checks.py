@@ -24,7 +24,7 @@ LOCAL = "local"
 # the settings that choose how machines are reached; their flags have the same names
 SWITCHES = ("slurm", "mpi", "ray", "k8s")
 HOST_LISTS = ("hosts", "hostfile")
-KUBERNETES_KINDS = ("trainjob", "pytorchjob", "jobset")
+KUBERNETES_KINDS = ("jobset",)
 # settings that only some ways of launching have -> those
 ONLY_WITH = {
     "include_hosts": ("hosts", "mpi"),

@@ -220,15 +220,14 @@ class DamageChecks(KwargsHandler):
     """Checks for silent damage; all are off by default.
 
     - ``divergence_every``: the number of optimizer steps from one comparison to the next. It compares, bit for bit,
-      the parameters of ranks that must hold the same ones. 0: they are never compared.
-    - ``heal``: with True, parameters that differ get the values that most ranks hold, and training goes on. With
-      False, or if no values have a majority, all ranks raise ``DamageError``.
+      the parameters of ranks that must hold the same ones. If some differ, all ranks raise ``DamageError``. 0: they
+      are never compared.
     - ``bad_gradients``: what happens if gradients have NaN or infinity before a step. ``skip``: no rank makes the
       step. ``stop``: all ranks raise ``DamageError``. ``ignore``: gradients are not examined.
     - ``max_skips``: the number of steps in a row that may be skipped before all ranks stop.
 
     Raises:
-        ConfigError: a number is negative, ``bad_gradients`` is another word, or ``heal`` is on without comparisons.
+        ConfigError: a number is negative, or ``bad_gradients`` is another word.
 
     Examples:
         ```python
@@ -249,7 +248,6 @@ class DamageChecks(KwargsHandler):
     divergence_every: int = 0
     bad_gradients: Literal["ignore", "skip", "stop"] = "ignore"
     max_skips: int = 10
-    heal: bool = False
 
     def __post_init__(self) -> None:
         for name in ("divergence_every", "max_skips"):
@@ -263,11 +261,6 @@ class DamageChecks(KwargsHandler):
             near = suggestion(str(self.bad_gradients), known) or " Pass one of them."
             raise ConfigError(
                 f"bad_gradients is {self.bad_gradients!r}, which is not one of ignore, skip, stop.{near}"
-            )
-        if self.heal and not self.divergence_every:
-            raise ConfigError(
-                "heal=True overwrites parameters that a check finds to differ, but divergence_every is 0. Set it to "
-                "the number of steps between checks, for example 100."
             )
 
     @property

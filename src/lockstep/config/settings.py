@@ -220,7 +220,7 @@ TOPICS: dict[str, tuple[Setting, ...]] = {
                 "--slurm-option", is_repeated=True, note="a section such as `{partition: gpu}`"),
         Setting("mpi", kinds.SWITCH, "Start by mpirun (Open MPI) on --hosts or --hostfile.", "--mpi",
                 is_in_other_files=True),
-        Setting("ray", kinds.SWITCH, "Start on a Ray cluster. Needs the package ray[train].", "--ray"),
+        Setting("ray", kinds.SWITCH, "Start on a Ray cluster. Needs the package ray.", "--ray"),
         Setting("k8s", kinds.one_of(*KUBERNETES_KINDS), "Write Kubernetes manifests of this kind.", "--k8s"),
         Setting("k8s_options", kinds.PAIRS, "An option of the manifests, such as image=NAME.", "--k8s-option",
                 is_repeated=True,
@@ -232,9 +232,6 @@ TOPICS: dict[str, tuple[Setting, ...]] = {
     "Failures": (
         Setting("max_restarts", kinds.integer(0, MAX_RESTARTS),
                 f"Restarts after a failure (default: 0; with --nnodes MIN:MAX {ELASTIC_RESTARTS}).", "--max-restarts"),
-        Setting("warm_restarts", kinds.SWITCH,
-                "Start workers as forks of a process that has imported torch (default: {default}).",
-                "--warm-restarts/--no-warm-restarts", False),
         Setting("hang_timeout", kinds.SECONDS, "How long a hang may last (default: {default}).", "--hang-timeout",
                 300.0),
         Setting("grace", kinds.SECONDS, "Time from a stop signal to SIGKILL (default: {default}).", "--grace", 30.0,

@@ -26,7 +26,7 @@ if not TYPE_CHECKING:
     __getattr__ = names_of_modules(
         __name__,
         {
-            "peer": ["MAX_QUEUED_BYTES"],
+            "server": ["MAX_QUEUED_BYTES"],
             "session": ["decode", "encode", "FrameReader", "FrameWriter", "name_of"],
         },
     )

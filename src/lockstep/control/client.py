@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import select
 import socket
 import threading
 import time
@@ -16,6 +15,8 @@ from lockstep.control.session import close_after_fork, encode, name_of, reason_o
 from lockstep.errors import ControlError
 
 READ_BYTES = 64 * 1024
+# For a socket: with no limit at all, it would block the thread that sends as well.
+FOREVER_S = 1e8
 
 
 class SilentError(ControlError):
@@ -46,17 +47,35 @@ class Client:
         self._received: deque[dict[str, object]] = deque()
         self._lost: ControlError | None = None
         deadline = time.monotonic() + timeout_s
-        self._socket = self._connected(deadline)
+        try:
+            # The system would take the remainder.
+            if not 0 < address[1] <= 65535:
+                raise ValueError("ports are 1 to 65535")
+            self._socket = socket.create_connection(address, timeout_s)
+        except (OSError, OverflowError, ValueError) as error:
+            # ValueError: a host that is no name, too.
+            raise SilentError(
+                f"Cannot reach {name_of(address)}: {reason_of(error)}. Check that the launcher there runs, and "
+                f"that nothing between the machines blocks this port."
+            ) from None
+        # The same connection: receiving has limits of its own.
+        self._incoming = self._socket.dup()
         close_after_fork(self)
         try:
             tune(self._socket)
-            self._socket.setblocking(False)
             greeted = self._read_exactly(session.GREETING_BYTES, deadline)
             answered = session.answer(secret, greeted)
-            self._write(answered, deadline)
-            proof = self._read_exactly(session.PROOF_BYTES, deadline)
-            self._session = session.finish(secret, greeted, answered, proof)
-        except (_ConnectionEnded, ConnectionError):
+            self._socket.sendall(answered)
+            self._session = session.finish(
+                secret, greeted, answered, self._read_exactly(session.PROOF_BYTES, deadline)
+            )
+        except TimeoutError:
+            self.close()
+            raise SilentError(
+                f"Cannot connect to {name_of(address)}: it did not answer within {timeout_s:g} s. Check the address. "
+                "Give both ends the same secret."
+            ) from None
+        except OSError:
             self.close()
             raise SilentError(
                 f"{name_of(address)} ended the connection before it was authenticated: it has too many others, or "
@@ -64,7 +83,7 @@ class Client:
             ) from None
         except ControlError as error:
             self.close()
-            raise type(error)(
+            raise ControlError(
                 f"Cannot connect to {name_of(address)}: {error}. Check the address. Give both ends the same secret."
             ) from None
         except BaseException:
@@ -82,27 +101,34 @@ class Client:
         with self._sending:
             self._check_open()
             try:
-                self._write(self._session.writer.frame(payload), time.monotonic() + self._timeout_s)
-            except (OSError, ControlError) as error:
+                self._socket.settimeout(self._timeout_s)
+                self._socket.sendall(self._session.writer.frame(payload))
+            except TimeoutError:
                 # A part of a frame may have left.
-                raise self._give_up(error) from None
+                raise self._give_up(f"it did not answer within {self._timeout_s:g} s") from None
+            except OSError as error:
+                raise self._give_up(reason_of(error)) from None
 
     def receive(self, timeout_s: float | None) -> dict[str, object] | None:
-        """The next message; None when there is none within ``timeout_s`` (None: wait as long as it takes).
+        """Return the next message; None when there is none within ``timeout_s`` (None: wait as long as it takes).
 
         Raises:
             ControlError: the server is gone, or its bytes are not authentic.
         """
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline = time.monotonic() + (FOREVER_S if timeout_s is None else timeout_s)
         with self._receiving:
             while not self._received:
                 self._check_open()
                 try:
-                    if not self._wait(select.POLLIN, deadline):
+                    received = self._read(READ_BYTES, deadline)
+                    self._received.extend(self._session.reader.messages(received))
+                except (TimeoutError, BlockingIOError) as error:
+                    # The system's own, of a machine that vanished, has a number.
+                    if isinstance(error, BlockingIOError) or error.errno is None:
                         return None
-                    self._received.extend(self._session.reader.messages(self._read(READ_BYTES)))
+                    self._give_up(reason_of(error))
                 except (OSError, ControlError) as error:
-                    self._give_up(error)
+                    self._give_up(reason_of(error))
             return self._received.popleft()
 
     def close(self) -> None:
@@ -110,7 +136,7 @@ class Client:
         with contextlib.suppress(OSError):
             # Wakes the thread that waits.
             self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
+        self._close_in_child()
 
     def __enter__(self) -> Client:
         return self
@@ -118,58 +144,19 @@ class Client:
     def __exit__(self, *_details: object) -> None:
         self.close()
 
-    # -- bytes ---------------------------------------------------------------------------------------
-
-    def _connected(self, deadline: float) -> socket.socket:
-        try:
-            # The system would take the remainder.
-            if not 0 < self.address[1] <= 65535:
-                raise ValueError("ports are 1 to 65535")
-            return socket.create_connection(self.address, max(deadline - time.monotonic(), 0.001))
-        except (OSError, OverflowError, ValueError) as error:
-            # ValueError: a host that is no name, too.
-            raise SilentError(
-                f"Cannot reach {name_of(self.address)}: {reason_of(error)}. Check that the launcher there runs, and "
-                f"that nothing between the machines blocks this port."
-            ) from None
-
-    def _read(self, limit: int) -> bytes:
-        try:
-            received = self._socket.recv(limit)
-        except BlockingIOError:
-            return b""
+    def _read(self, limit: int, deadline: float) -> bytes:
+        self._incoming.settimeout(max(deadline - time.monotonic(), 0.0))
+        received = self._incoming.recv(limit)
         if not received:
-            raise _ConnectionEnded
+            raise ConnectionError("the other end closed it")
         return received
 
     def _read_exactly(self, size: int, deadline: float) -> bytes:
         received = b""
         while len(received) < size:
-            self._wait_or_fail(select.POLLIN, deadline)
-            received += self._read(size - len(received))
+            # Not 0, with which the socket would not wait at all.
+            received += self._read(size - len(received), max(deadline, time.monotonic() + 0.001))
         return received
-
-    def _write(self, content: bytes, deadline: float) -> None:
-        rest = memoryview(content)
-        while rest:
-            try:
-                rest = rest[self._socket.send(rest) :]
-            except BlockingIOError:
-                self._wait_or_fail(select.POLLOUT, deadline)
-
-    def _wait(self, event: int, deadline: float | None) -> bool:
-        """Whether the socket became ready in time; ``select.select`` could not take descriptors above 1023."""
-        descriptor = self._socket.fileno()
-        if descriptor < 0:
-            raise _ConnectionEnded
-        poll = select.poll()
-        poll.register(descriptor, event)
-        left_ms = None if deadline is None else max(deadline - time.monotonic(), 0) * 1000
-        return bool(poll.poll(left_ms))
-
-    def _wait_or_fail(self, event: int, deadline: float) -> None:
-        if not self._wait(event, deadline):
-            raise SilentError(f"it did not answer within {self._timeout_s:g} s")
 
     def _check_open(self) -> None:
         if self._lost is not None:
@@ -177,24 +164,17 @@ class Client:
         if self._socket.fileno() < 0:
             raise ControlError(f"The connection to {name_of(self.address)} is closed. Make a new client.")
 
-    def _give_up(self, error: Exception) -> ControlError:
+    def _give_up(self, why: str) -> ControlError:
         # close() was called while this thread waited.
         if self._socket.fileno() < 0:
-            error = ControlError("it was closed here")
+            why = "it was closed here"
         self.close()
         self._lost = ControlError(
-            f"The connection to {name_of(self.address)} is lost: {reason_of(error)}. Read what the launcher "
-            "there reported."
+            f"The connection to {name_of(self.address)} is lost: {why}. Read what the launcher there reported."
         )
         return self._lost
 
     def _close_in_child(self) -> None:
         # No shutdown: that would end the parent's connection, too.
         self._socket.close()
-
-
-class _ConnectionEnded(ControlError):
-    """The other end closed the connection."""
-
-    def __init__(self) -> None:
-        super().__init__("the other end closed it")
+        self._incoming.close()

@@ -30,7 +30,7 @@ class Secret:
 
     @staticmethod
     def from_hex(text: str) -> Secret:
-        """The secret that ``hex()`` wrote.
+        """Return the secret that ``hex()`` wrote.
 
         Raises:
             ConfigError: the text is not 32 to 2048 hexadecimal digits. The message does not quote it.
@@ -44,7 +44,7 @@ class Secret:
         return Secret(bytes.fromhex(digits))
 
     def hex(self) -> str:
-        """The secret as text, for the environment or the standard input of a process of this run."""
+        """Return the secret as text, for the environment or the standard input of a process of this run."""
         return self._value.hex()
 
     def sign(self, content: bytes) -> bytes:
@@ -71,17 +71,17 @@ class Secret:
 
 
 def new_secret() -> Secret:
-    """A secret of 256 random bits."""
+    """Return a secret of 256 random bits."""
     return Secret(secrets.token_bytes(SECRET_BYTES))
 
 
 def derived(secret: Secret, purpose: str) -> Secret:
-    """The secret for one purpose, from which neither ``secret`` nor that of another purpose can be found."""
+    """Return the secret for one purpose, from which neither ``secret`` nor that of another purpose can be found."""
     return Secret(secret.sign(b"lockstep purpose: " + purpose.encode()))
 
 
 def user_secret(path: Path | None = None) -> Secret:
-    """The secret of this user, in ``lockstep/secret`` of the configuration folder; made at first use.
+    """Return the secret of this user, in ``lockstep/secret`` of the configuration folder; made at first use.
 
     Raises:
         ConfigError: the file cannot be made or read, others than its owner can, or it holds no secret.
@@ -100,7 +100,7 @@ def user_secret(path: Path | None = None) -> Secret:
 
 
 def read_secret(path: Path) -> Secret:
-    """The secret in an existing file: hexadecimal digits, readable by its owner alone.
+    """Return the secret in an existing file: hexadecimal digits, readable by its owner alone.
 
     Raises:
         ConfigError: the file is missing, unreadable, open to others, or holds no secret.

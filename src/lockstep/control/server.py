@@ -1,37 +1,107 @@
-"""The end of a control channel that others connect to: one thread, which reads, writes and calls the handlers."""
+"""The end of a control channel that others connect to: one thread, whose event loop serves all of them."""
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
+import concurrent.futures
 import logging
 import os
 import selectors
 import socket
 import threading
-import time
 import traceback
-from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
-from typing import TypeVar
+from contextlib import suppress
+from typing import Protocol, TypeVar
 
+from lockstep.control import session
 from lockstep.control.awake import AwakeClock
-from lockstep.control.peer import Connection
-from lockstep.control.peer import ControlConnection as ControlConnection
-from lockstep.control.peer import Handler as Handler
 from lockstep.control.secret import Secret
-from lockstep.control.session import OtherSecretError, close_after_fork, listening_socket, tune
+from lockstep.control.session import (
+    OtherSecretError,
+    Session,
+    close_after_fork,
+    encode,
+    listening_socket,
+    tune,
+)
 from lockstep.errors import ControlError
 
 TICK_S = 0.2
+HANDSHAKE_S = 5.0
 FLUSH_AT_CLOSE_S = 1.0
+CLOSE_S = 5.0
+MAX_QUEUED_BYTES = 4 * 1024 * 1024
+READ_BYTES = 64 * 1024
 # Connections that are not authenticated yet.
 MAX_PENDING_CONNECTIONS = 256
-ACCEPTED_AT_ONCE = 64
-CLOSE_S = 5.0
 
 Result = TypeVar("Result")
 log = logging.getLogger(__name__)
+
+
+class ControlConnection:
+    """Who sent a message; handlers keep in ``data`` what they know of it.
+
+    ``address`` is the other end's host and port.
+    """
+
+    def __init__(self, accepted: socket.socket, address: tuple[str, int], server: Server) -> None:
+        self.address = address
+        self.data: dict[str, object] = {}
+        self.socket = accepted
+        self.ended = False
+        self.handler_names: dict[str, None] = {}
+        self.session: Session | None = None
+        self.writer: asyncio.StreamWriter | None = None
+        self._server = server
+        self.task = server.loop.create_task(server.talk(self))
+
+    def send(self, message: Mapping[str, object]) -> None:
+        """Queue a message; from any thread. A peer that is gone, or does not read what it was sent, is dropped.
+
+        Raises:
+            ControlError: only if the message is not a mapping of JSON values of at most 1 MiB.
+        """
+        payload = encode(message)
+        self._server.in_thread(lambda: self._write(payload))
+
+    def close(self) -> None:
+        """End the connection, after what was sent before as far as it can leave within 1 s; from any thread."""
+        self._server.in_thread(self.end)
+
+    def end(self) -> None:
+        """End the connection, in the server's thread."""
+        if not self.ended:
+            self.ended = True
+            self.task.cancel()
+
+    def _write(self, payload: bytes) -> None:
+        if self.ended or self.session is None or self.writer is None:
+            return
+        frame = self.session.writer.frame(payload)
+        # A peer that reads too slowly is dropped: its queue would grow without a bound.
+        if self.writer.transport.get_write_buffer_size() + len(frame) > MAX_QUEUED_BYTES:
+            self.writer.transport.abort()
+            self.end()
+        else:
+            self.writer.write(frame)
+
+    def __repr__(self) -> str:
+        return f"ControlConnection{self.address}"
+
+
+class Handler(Protocol):
+    """What a server does with messages. All calls come from one thread, so a handler needs no locks."""
+
+    def received(self, peer: ControlConnection, message: Mapping[str, object]) -> None:
+        """Take a message whose ``kind`` is ``<this handler's name>.<verb>``."""
+
+    def lost(self, peer: ControlConnection) -> None:
+        """Hear that a peer this handler had a message from is gone, or was closed; once, and last."""
+
+    def tick(self, now: float) -> None:
+        """Look at the time; called every 0.2 s with that of an ``AwakeClock``."""
 
 
 class Server:
@@ -69,20 +139,12 @@ class Server:
         self._listener = listening_socket(host, port)
         bound = self._listener.getsockname()
         self.address: tuple[str, int] = (bound[0], bound[1])
-        self._connections: dict[Connection, ControlConnection] = {}
+        self._peers: dict[ControlConnection, None] = {}
         # Not authenticated yet, oldest first.
-        self._pending_connections: dict[Connection, None] = {}
-        self._changed: dict[Connection, None] = {}
-        self._posts: deque[Callable[[], None]] = deque()
-        self._wake_reader, self._wake_writer = socket.socketpair()
-        self._wake_reader.setblocking(False)
-        self._wake_writer.setblocking(False)
+        self._pending: dict[ControlConnection, None] = {}
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-        self._selector.register(self._wake_reader, selectors.EVENT_READ, self._woken)
-        self._accepting = True
-        self._closing = False
-        self._ended = threading.Event()
+        self.loop = asyncio.SelectorEventLoop(self._selector)
+        self._closing = asyncio.Event()
         self._thread = threading.Thread(target=self._serve, name="lockstep-control", daemon=True)
         close_after_fork(self)
 
@@ -98,32 +160,38 @@ class Server:
         """
         if threading.current_thread() is self._thread:
             return function()
-        if self._thread.ident is None:
-            raise ControlError("The server was not started, so it cannot run anything. Call start() first.")
-        future: Future[Result] = Future()
+        future: concurrent.futures.Future[Result] = concurrent.futures.Future()
 
         def run() -> None:
-            if self._ended.is_set():
-                future.set_exception(
-                    ControlError("The server is closed, so it cannot run anything. Start a new server.")
-                )
-                return
             try:
                 future.set_result(function())
             except BaseException as error:
                 # It is the caller's, who gets it.
                 future.set_exception(error)
 
-        self._post(run)
+        self.in_thread(run)
+        while not future.done() and self._thread.is_alive():
+            concurrent.futures.wait([future], TICK_S)
+        if not future.done():
+            raise ControlError("The server does not run, so it cannot run anything. Start a new server.")
         return future.result()
+
+    def in_thread(self, function: Callable[[], None]) -> None:
+        """Run a function in the thread that calls the handlers, soon; nothing once that has ended."""
+        if threading.current_thread() is self._thread:
+            function()
+        elif self._thread.is_alive():
+            # It may end, and close its loop, meanwhile.
+            with suppress(RuntimeError):
+                self.loop.call_soon_threadsafe(function)
 
     def close(self) -> None:
         """Stop: what was sent leaves as far as it can within 1 s. Handlers hear of no loss. Closing again is fine."""
-        self._closing = True
+        self.in_thread(self._closing.set)
         if self._thread.ident is None:
-            self._close_sockets()
+            self._listener.close()
+            self.loop.close()
         elif threading.current_thread() is not self._thread:
-            self._wake()
             # Not without a limit: a handler may be stuck.
             self._thread.join(CLOSE_S)
 
@@ -134,188 +202,117 @@ class Server:
     def __exit__(self, *_details: object) -> None:
         self.close()
 
-    # -- the thread ----------------------------------------------------------------------------------
+    # -- in the thread -------------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        next_tick = time.monotonic()
         try:
-            while not self._closing:
-                for key, events in self._selector.select(max(next_tick - time.monotonic(), 0)):
-                    if isinstance(key.data, Connection):
-                        self._exchange(key.data, events)
-                    else:
-                        key.data()
-                self._run_posts()
-                now = time.monotonic()
-                if now >= next_tick:
-                    next_tick = now + TICK_S
-                    self._tick(now)
-                self._act_on_changes()
-            self._flush_all()
+            self.loop.run_until_complete(self._run())
         finally:
-            self._ended.set()
-            # Who has posted meanwhile waits for a result, and gets an error.
-            self._run_posts()
-            self._close_sockets()
+            # Those whose task had not begun are still open.
+            for one in (self._listener, *(peer.socket for peer in self._peers)):
+                one.close()
+            self.loop.close()
 
-    def _tick(self, now: float) -> None:
-        if not self._accepting:
-            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-            self._accepting = True
-        for pending in self._pending_connections:
-            if now >= pending.deadline:
-                pending.end()
-        awake_s = self._clock()
-        for handler in self._handlers.values():
-            _guarded(handler.tick, awake_s)
+    async def _run(self) -> None:
+        background = [self.loop.create_task(self._accept()), self.loop.create_task(self._tick())]
+        await self._closing.wait()
+        for task in background:
+            task.cancel()
+        for peer in self._peers:
+            peer.end()
+        await asyncio.gather(*background, *(peer.task for peer in self._peers), return_exceptions=True)
 
-    def _exchange(self, connection: Connection, events: int) -> None:
-        if events & selectors.EVENT_WRITE:
-            connection.flush()
-        if not events & selectors.EVENT_READ or connection.ended:
-            return
-        try:
-            for message in connection.read():
-                self._deliver(connection, message)
-                if connection.ended:
-                    return
-        except OtherSecretError:
-            _guarded(self._secret_refused, connection.address[0])
-            connection.refuse()
-        except (OSError, ControlError):
-            connection.end()
+    async def _tick(self) -> None:
+        while True:
+            awake_s = self._clock()
+            for handler in self._handlers.values():
+                _guarded(handler.tick, awake_s)
+            await asyncio.sleep(TICK_S)
 
-    def _deliver(self, connection: Connection, message: Mapping[str, object]) -> None:
-        kind = message.get("kind")
-        name, _, verb = kind.partition(".") if isinstance(kind, str) else ("", "", "")
-        handler = self._handlers.get(name)
-        if handler is None or not verb:
-            connection.end()
-            return
-        connection.handler_names[name] = None
-        if not _guarded(handler.received, self._connections[connection], message):
-            connection.end()
-
-    def _act_on_changes(self) -> None:
-        """Act on what changed: handlers who hear of a loss may send to others, and end them."""
-        while self._changed:
-            connection, _ = self._changed.popitem()
-            if connection not in self._connections:
-                continue
-            if connection.ended or connection.authenticated:
-                self._pending_connections.pop(connection, None)
-            if connection.ended:
-                self._drop(connection)
-                continue
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.wants_to_write else 0)
-            if self._selector.get_key(connection.socket).events != events:
-                self._selector.modify(connection.socket, events, connection)
-
-    def _drop(self, connection: Connection) -> None:
-        # What a handler sent last leaves, if it can.
-        connection.flush()
-        peer = self._connections.pop(connection)
-        self._selector.unregister(connection.socket)
-        connection.socket.close()
-        for name in connection.handler_names:
-            _guarded(self._handlers[name].lost, peer)
-
-    def _accept(self) -> None:
-        # So many at most: whoever is connected waits meanwhile.
-        for _ in range(ACCEPTED_AT_ONCE):
+    async def _accept(self) -> None:
+        while True:
             try:
-                accepted, address = self._listener.accept()
-            except BlockingIOError:
-                return
+                accepted, address = await self.loop.sock_accept(self._listener)
+                tune(accepted)
             except ConnectionError:
                 # The client left before it was accepted.
                 continue
             except OSError:
-                # No descriptor is left: accept again at the next tick.
+                # No descriptor is left.
                 self._end_oldest_pending()
-                self._selector.unregister(self._listener)
-                self._accepting = False
-                return
-            try:
-                accepted.setblocking(False)
-                tune(accepted)
-            except OSError:
-                accepted.close()
+                await asyncio.sleep(TICK_S)
                 continue
-            connection = Connection(accepted, (address[0], address[1]), self._secret, self._mark_changed)
-            self._connections[connection] = ControlConnection(connection, self._in_dispatcher)
-            self._pending_connections[connection] = None
-            self._selector.register(accepted, selectors.EVENT_READ, connection)
-            if len(self._pending_connections) > MAX_PENDING_CONNECTIONS:
+            peer = ControlConnection(accepted, (address[0], address[1]), self)
+            self._peers[peer] = self._pending[peer] = None
+            if len(self._pending) > MAX_PENDING_CONNECTIONS:
                 self._end_oldest_pending()
+            # A flood of strangers leaves the others their turns. And only a task that has begun can be ended.
+            await asyncio.sleep(0)
 
     def _end_oldest_pending(self) -> None:
-        for pending in self._pending_connections:
-            if not pending.ended:
-                pending.end()
-                return
+        oldest = next((peer for peer in self._pending if not peer.ended), None)
+        if oldest is not None:
+            oldest.end()
 
-    def _mark_changed(self, connection: Connection) -> None:
-        self._changed[connection] = None
+    async def talk(self, peer: ControlConnection) -> None:
+        """Shake hands with a client, and give its messages to their handlers, until one end closes."""
+        try:
+            reader, peer.writer = await asyncio.open_connection(sock=peer.socket)
+            peer.session = await asyncio.wait_for(self._shake_hands(reader, peer.writer), HANDSHAKE_S)
+            self._pending.pop(peer, None)
+            while not peer.ended and (received := await reader.read(READ_BYTES)):
+                for message in peer.session.reader.messages(received):
+                    self._deliver(peer, message)
+                    if peer.ended:
+                        break
+        except OtherSecretError:
+            _guarded(self._secret_refused, peer.address[0])
+            # No proof: it says to the client that this is final.
+            if peer.writer is not None:
+                peer.writer.write(bytes(session.PROOF_BYTES))
+        except (OSError, EOFError, ControlError, asyncio.TimeoutError, asyncio.CancelledError):
+            pass
+        finally:
+            peer.ended = True
+            self._pending.pop(peer, None)
+            for name in peer.handler_names if not self._closing.is_set() else ():
+                _guarded(self._handlers[name].lost, peer)
+            await _flush_and_close(peer)
+            self._peers.pop(peer, None)
 
-    def _flush_all(self) -> None:
-        deadline = time.monotonic() + FLUSH_AT_CLOSE_S
-        while time.monotonic() < deadline:
-            waiting = [one for one in self._connections if one.wants_to_write and not one.ended]
-            if not waiting:
-                return
-            for connection in waiting:
-                connection.flush()
-            time.sleep(0.005)
+    async def _shake_hands(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Session:
+        greeted = session.greeting()
+        writer.write(greeted)
+        proof, found = session.welcome(self._secret, greeted, await reader.readexactly(session.ANSWER_BYTES))
+        writer.write(proof)
+        return found
 
-    # -- from other threads --------------------------------------------------------------------------
-
-    def _in_dispatcher(self, function: Callable[[], None]) -> None:
-        if threading.current_thread() is self._thread:
-            function()
-        else:
-            self._post(function)
-
-    def _post(self, function: Callable[[], None]) -> None:
-        # No lock: a signal handler of the thread that posts may post, too.
-        self._posts.append(function)
-        self._wake()
-        # The thread may have run its last posts before: then nobody else would run this one.
-        if self._ended.is_set():
-            self._run_posts()
-
-    def _run_posts(self) -> None:
-        # Those that are there now: one of them may post again.
-        for _ in range(len(self._posts)):
-            try:
-                post = self._posts.popleft()
-            except IndexError:
-                # Another thread was faster, after the end.
-                return
-            post()
-
-    def _wake(self) -> None:
-        # If the pipe is full, the thread wakes anyway; if it is closed, there is none to wake.
-        with contextlib.suppress(OSError):
-            self._wake_writer.send(b"\0")
-
-    def _woken(self) -> None:
-        with contextlib.suppress(OSError):
-            self._wake_reader.recv(4096)
-
-    def _close_sockets(self) -> None:
-        for connection in self._connections:
-            connection.socket.close()
-        for one in (self._listener, self._wake_reader, self._wake_writer):
-            one.close()
-        self._selector.close()
+    def _deliver(self, peer: ControlConnection, message: Mapping[str, object]) -> None:
+        kind = message.get("kind")
+        name, _, verb = kind.partition(".") if isinstance(kind, str) else ("", "", "")
+        handler = self._handlers.get(name)
+        if handler is None or not verb:
+            peer.end()
+            return
+        peer.handler_names[name] = None
+        if not _guarded(handler.received, peer, message):
+            peer.end()
 
     def _close_in_child(self) -> None:
-        self._closing = True
-        self._ended.set()
-        self._posts.clear()
-        # Closed, not unregistered: parent and child share what the selector's descriptor stands for.
-        self._close_sockets()
+        # The parent's loop is not to hear of it: its selector is closed, not changed.
+        self._selector.close()
+        for one in (self._listener, *(peer.socket for peer in self._peers)):
+            one.close()
+
+
+async def _flush_and_close(peer: ControlConnection) -> None:
+    if peer.writer is None:
+        peer.socket.close()
+        return
+    peer.writer.close()
+    with suppress(OSError, asyncio.TimeoutError):
+        await asyncio.wait_for(peer.writer.wait_closed(), FLUSH_AT_CLOSE_S)
+    peer.writer.transport.abort()
 
 
 def _guarded(function: Callable[..., None], *arguments: object) -> bool:

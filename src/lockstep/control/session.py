@@ -38,7 +38,7 @@ class HoldsSockets(Protocol):
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """A socket that listens on this address alone, and does not block.
+    """Return a socket that listens on this address alone, and does not block.
 
     Raises:
         ConfigError: the host is not an address of this machine, or the port is taken or not allowed.
@@ -52,20 +52,9 @@ def listening_socket(host: str, port: int) -> socket.socket:
     if not 0 <= port <= 65535:
         raise ConfigError(f"Cannot listen on {where}: ports are 0 to 65535. Correct the port.")
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.create_server(address, family=family, backlog=BACKLOG)
     except (OSError, OverflowError, ValueError) as error:
-        raise ConfigError(f"Cannot listen on {where}: {reason_of(error)}. Correct the address.") from None
-    try:
-        # After a restart; never beside another.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        listener.bind(address)
-        listener.listen(BACKLOG)
-        listener.setblocking(False)
-    except (OSError, OverflowError) as error:
-        listener.close()
         if getattr(error, "errno", None) == errno.EADDRINUSE:
             raise ConfigError(
                 f"Port {port} of {host} is taken by another process. Choose another port, or end that process."
@@ -74,6 +63,7 @@ def listening_socket(host: str, port: int) -> socket.socket:
             f"Cannot listen on {where}: {reason_of(error)}. Name an address of this machine and a port that may "
             f"be used."
         ) from None
+    listener.setblocking(False)
     return listener
 
 
@@ -102,7 +92,7 @@ def name_of(address: tuple[str, int]) -> str:
 
 
 def reason_of(error: Exception) -> str:
-    """What happened, for a message: the system's words without its error number."""
+    """Return what happened, for a message: the system's words without its error number."""
     return (getattr(error, "strerror", None) or str(error) or type(error).__name__).rstrip(".")
 
 
@@ -114,7 +104,7 @@ HEADER_BYTES = LENGTH.size + MAC_BYTES
 
 
 def encode(message: Mapping[str, object]) -> bytes:
-    """The payload of a message.
+    """Return the payload of a message.
 
     Raises:
         ControlError: the message is not a mapping of JSON values, or larger than 1 MiB.
@@ -138,7 +128,7 @@ def encode(message: Mapping[str, object]) -> bytes:
 
 
 def decode(payload: bytes) -> dict[str, object]:
-    """The message of a payload.
+    """Return the message of a payload.
 
     Raises:
         ControlError: the payload is not one JSON object.
@@ -168,7 +158,7 @@ class FrameWriter:
         self._number = 0
 
     def frame(self, payload: bytes) -> bytes:
-        """The next frame, around a payload of :func:`encode`."""
+        """Return the next frame, around a payload of :func:`encode`."""
         # The number is signed and not sent: both ends count, so that a frame fits in one place of the stream only.
         mac = self._key.sign(NUMBER.pack(self._number) + payload)
         self._number += 1
@@ -184,7 +174,7 @@ class FrameReader:
         self._received = bytearray()
 
     def messages(self, received: bytes) -> Iterator[dict[str, object]]:
-        """The messages that are complete with these bytes; the rest waits for the next call.
+        """Yield the messages that are complete with these bytes; the rest waits for the next call.
 
         Raises:
             ControlError: a frame is oversize, not authentic, out of order, or not a JSON object. The reader
@@ -230,12 +220,12 @@ class OtherSecretError(ControlError):
 
 
 def greeting() -> bytes:
-    """What a server says first; fresh for each connection."""
+    """Return what a server says first; fresh for each connection."""
     return PROTOCOL + secrets.token_bytes(NONCE_BYTES)
 
 
 def answer(secret: Secret, greeted: bytes) -> bytes:
-    """The client's answer to a greeting.
+    """Return the client's answer to a greeting.
 
     Raises:
         ControlError: the greeting is of another protocol.
@@ -248,7 +238,7 @@ def answer(secret: Secret, greeted: bytes) -> bytes:
 
 
 def welcome(secret: Secret, greeted: bytes, answered: bytes) -> tuple[bytes, Session]:
-    """The server's proof and session, for a client whose answer is right.
+    """Return the server's proof and session, for a client whose answer is right.
 
     Raises:
         OtherSecretError: the answer is not that of a client which knows the secret.
@@ -261,7 +251,7 @@ def welcome(secret: Secret, greeted: bytes, answered: bytes) -> tuple[bytes, Ses
 
 
 def finish(secret: Secret, greeted: bytes, answered: bytes, proof: bytes) -> Session:
-    """The client's session, when the server's proof is right.
+    """Return the client's session, when the server's proof is right.
 
     Raises:
         ControlError: the server does not know the secret.

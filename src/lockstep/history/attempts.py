@@ -15,7 +15,7 @@ from lockstep.history.read import RunHistory
 PATIENCE_S = 120.0
 """A run of which nothing was heard for so long, and for ``PATIENT_STEPS`` of its steps, does not run any more."""
 PATIENT_STEPS = 20
-BACKGROUND = ("checkpoint", "memory", "capsule")
+BACKGROUND = ("checkpoint", "capsule")
 """Events that a thread may write after what ended the run."""
 
 

@@ -14,8 +14,7 @@ FloatArray = npt.NDArray[np.float64]
 IndexArray = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
-SCALARS = ("step", "time", "attempt", "epoch", "samples", "tokens", "loss", "gradient_norm",
-           "hidden_communication_seconds")  # fmt: skip
+SCALARS = ("step", "time", "attempt", "epoch", "samples", "tokens", "loss", "gradient_norm")
 PARTS = (
     "forward",
     "backward",
@@ -30,7 +29,6 @@ PARTS = (
     "forward_backward",
 )
 """Of a step's time, in the order in which they are drawn."""
-MEMORY = ("weights", "gradients", "optimizer", "activations", "other")
 WRITTEN = ("loss", "gradient_norm")
 MOST_NAMES = 200
 """Scalars, axes and numbers of ranks that are kept; a file may name any number of them."""
@@ -72,8 +70,7 @@ class StepColumns:
     """What is known of each step, in the order of the file; a step that was done again has several rows.
 
     ``parts``: seconds of each of ``PARTS``. ``written``: for each of ``WRITTEN`` the rows that say anything of it,
-    which may be that it is no number. ``hidden``: seconds of communication that no step waited for. ``rank_times``: by
-    the number of ranks. ``on_device``: seconds of parts on an accelerator, added up over the steps that tell them.
+    which may be that it is no number. ``rank_times``: by the number of ranks.
     """
 
     step: FloatArray
@@ -88,14 +85,11 @@ class StepColumns:
     total: FloatArray
     parts: Mapping[str, FloatArray]
     written: Mapping[str, BoolArray]
-    hidden: FloatArray
     model_flops: FloatArray
     hardware_flops: FloatArray
     memory: Mapping[str, SparseColumn]
-    bytes_sent: Mapping[str, SparseColumn]
     logged: Mapping[str, SparseColumn]
     rank_times: Mapping[int, RankTimes]
-    on_device: Mapping[str, float]
 
     def __len__(self) -> int:
         return len(self.step)
@@ -117,10 +111,8 @@ class ColumnReader:
         self._count = 0
         self._blocks: dict[str, list[FloatArray]] = {}
         self._memory: dict[str, SparseColumn] = {}
-        self._bytes: dict[str, SparseColumn] = {}
         self._logged: dict[str, SparseColumn] = {}
         self._ranks: dict[int, RankTimes] = {}
-        self._on_device: dict[str, float] = {}
 
     def add(self, lines: Sequence[Mapping[str, object]]) -> None:
         for name in SCALARS:
@@ -133,13 +125,8 @@ class ColumnReader:
         for row, line in enumerate(lines, self._count):
             if "memory" in line:
                 _add(self._memory, row, line["memory"])
-            if "bytes" in line:
-                _add(self._bytes, row, line["bytes"])
             if "logged" in line:
                 _add(self._logged, row, line["logged"])
-        for line in lines:
-            if "device_seconds" in line:
-                _add_up(self._on_device, line["device_seconds"])
         self._add_ranks([line["rank_seconds"] for line in lines if "rank_seconds" in line])
         self._count += len(lines)
 
@@ -159,12 +146,9 @@ class ColumnReader:
             total=total,
             parts=parts,
             written={name: every.get(f"{name} written", nothing) > 0 for name in WRITTEN},
-            hidden=every.get("hidden_communication_seconds", nothing),
             memory=self._memory,
-            bytes_sent=self._bytes,
             logged=self._logged,
             rank_times=self._ranks,
-            on_device=self._on_device,
             **{name: every.get(name, nothing) for name in (
                 "epoch", "samples", "tokens", "loss", "gradient_norm", "learning_rate", "model_flops", "hardware_flops",
             )},
@@ -222,7 +206,7 @@ def number(value: object) -> float:
 
 
 def bounded(value: object, bound: float = BOUND) -> float:
-    """The same; NaN beyond ``bound`` too."""
+    """Return the same; NaN beyond ``bound`` too."""
     found = number(value)
     return found if abs(found) < bound else math.nan
 
@@ -244,14 +228,6 @@ def _add(columns: dict[str, SparseColumn], row: int, found: object) -> None:
         column = columns.setdefault(name, SparseColumn())
         column.rows.append(row)
         column.values.append(bounded(value))
-
-
-def _add_up(sums: dict[str, float], found: object) -> None:
-    if type(found) is not dict:
-        return
-    for part in PARTS:
-        if (seconds := bounded(found.get(part))) > 0:
-            sums[part] = sums.get(part, 0.0) + seconds
 
 
 def _with_rest(total: FloatArray, parts: Mapping[str, FloatArray]) -> FloatArray:

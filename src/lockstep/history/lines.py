@@ -18,7 +18,7 @@ LONGEST_LINE = 1 << 26
 
 
 def json_lines(path: Path, newest: int | None = None) -> Iterator[list[dict[str, object]]]:
-    """The objects of a file, block by block and in order; lines that hold no whole object are left out.
+    """Yield the objects of a file, block by block and in order; lines that hold no whole object are left out.
 
     A file that is not there, or is no plain file, has none. ``newest``: read no more than its last bytes, so many.
     """
@@ -43,7 +43,7 @@ def json_lines(path: Path, newest: int | None = None) -> Iterator[list[dict[str,
 
 
 def read_lines(path: Path) -> Iterator[dict[str, object]]:
-    """The same, one by one."""
+    """Yield the same, one by one."""
     for block in json_lines(path):
         yield from block
 

@@ -25,7 +25,6 @@ from lockstep.runtime.failure import PREEMPTED, of_signal
 MONITOR_INTERVAL_S = 0.1
 # Between the polite signal and SIGKILL; with it a launch is over within 2 s of its end being decided.
 GRACE_S = 1.5
-STATES_EVERY_S = 1.0
 # How long a rank that is not the cause waits for the one that is.
 CAUSE_WAIT_S = 3.0
 
@@ -90,7 +89,6 @@ class Agent:
             return 1
         finally:
             self._end_workers(signal.SIGTERM)
-            self._starter.close()
 
     def _round(self) -> LaunchEnded | None:
         """One round; None if another one follows."""
@@ -119,7 +117,6 @@ class Agent:
 
     def _watch(self, place: Round, workers: Workers) -> LaunchEnded | None:
         ends = _WorkerEnds(self._plan, self._rendezvous, place, workers, self._tell_failure)
-        next_states = 0.0
         interval, next_look = self._plan.fault_policy.monitor_interval_s, 0.0
         while True:
             # The wait for a message is also the pause between two looks.
@@ -137,12 +134,6 @@ class Agent:
             if asked is not None:
                 self._rendezvous.tell("stop", signal=asked.name)
             now = time.monotonic()
-            # A coordinator sees the processes of its own machine itself.
-            if not self._hosting and now >= next_states:
-                next_states = now + STATES_EVERY_S
-                from lockstep.observe.hang.processes import states_of
-
-                self._rendezvous.show_states(states_of(workers.pids_of_ranks))
             # What happened here was told: from now on the coordinator's word counts.
             if ends.is_reported or now < next_look:
                 continue
@@ -168,7 +159,6 @@ class Agent:
             # Only now have all others written what they failed with.
             if self._own is not None:
                 self._alike = count_alike(self._own, workers.failures())
-            self._rendezvous.show_states({})
             self._starter.sweep()
 
     def _report(self, over: LaunchEnded) -> int:

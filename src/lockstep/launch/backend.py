@@ -43,7 +43,7 @@ class Command:
     shown: Callable[[bytes], bytes] = bytes
 
     def lines(self) -> Iterator[str]:
-        """The command for people, in the form that a shell would need."""
+        """Yield the command for people, in the form that a shell would need."""
         if self.title:
             yield f"{self.title}:"
         yield "  " + shlex.join(self.arguments)
@@ -74,7 +74,7 @@ class Backend(Protocol):
 
 
 def get_backend(name: str) -> Backend:
-    """The module of a name in ``BACKENDS``."""
+    """Return the module of a name in ``BACKENDS``."""
     return importlib.import_module(BACKENDS[name])
 
 
@@ -92,7 +92,7 @@ def check_secret_file(plan: LaunchPlan) -> None:
 
 
 def secret_for_machines(plan: LaunchPlan) -> Secret:
-    """That of ``secret_file`` or of LOCKSTEP_SECRET; otherwise a fresh one, which this launcher hands to all.
+    """Return that of ``secret_file`` or of LOCKSTEP_SECRET; otherwise a fresh one, which this launcher hands to all.
 
     Raises:
         ConfigError: it is malformed, or the file cannot be read or is open to others.
@@ -132,7 +132,7 @@ def is_forwarded(name: str) -> bool:
 
 
 def forwarded(environ: Mapping[str, str], further: Iterable[str] = ()) -> dict[str, str]:
-    """The variables that travel; ``further`` are names that the user wants, secrets among them or not.
+    """Return the variables that travel; ``further`` are names that the user wants, secrets among them or not.
 
     Raises:
         ConfigError: a name that the user wants is not set.
@@ -146,5 +146,5 @@ def forwarded(environ: Mapping[str, str], further: Iterable[str] = ()) -> dict[s
 
 
 def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
-    """The same for people: the values of secrets are not there."""
+    """Return the same for people: the values of secrets are not there."""
     return {name: SECRET if is_secret(name) else value for name, value in environment.items()}

@@ -10,12 +10,12 @@ going to start, then replaces itself, so that the user's script is the real ``__
 is that watch: it waits for the launcher's end, and then ends what is left of the launch, as the guard does. Watches,
 which are no children of the launcher or of the workers, are for a guard that ended with its launcher.
 
-    bare.py --guard LAUNCH_ID < pipe held by the launcher > pipe that the launcher reads
+    bare.py --guard LAUNCH_ID < pipe held by the launcher
 
 ends what a launcher leaves behind, whatever way it ended. The launcher writes ``done`` when nothing is to be ended. If
 the pipe closes without it, every process with this launch's identity in its environment is killed: data-loader workers
 and children of shell scripts too, which a death signal for direct children does not reach. Then it removes the launch's
-checkpoints in memory and its secret. Twice a second it says that it is there. Linux; elsewhere it does only that.
+checkpoints in memory and its secret. Linux; elsewhere it does nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Collection
 from contextlib import suppress
 
 # Those of config/sources.py, of which nothing can be imported here.
@@ -38,19 +37,18 @@ FOLDER_VARIABLE = "LOCKSTEP_LAUNCH_FOLDER"
 # In the environment of the watches: they end by themselves.
 WATCH_VARIABLE = "LOCKSTEP_ORPHAN_WATCH"
 DONE = b"done"
-HEARTBEAT_S = 0.5
 ROUNDS = 50
 PR_SET_PDEATHSIG = 1
 # The codes of POSIX shells.
 NOT_EXECUTABLE, NOT_FOUND = 126, 127
 
 
-def members(launch_id: str, with_watches: bool = False, kept: Collection[int] = ()) -> list[int]:
-    """Processes of this user whose environment carries the launch's identity, but for those that are ``kept``."""
+def members(launch_id: str, with_watches: bool = False) -> list[int]:
+    """Return processes of this user whose environment carries the launch's identity."""
     mark, watch = f"{ID_VARIABLE}={launch_id}".encode(), f"{WATCH_VARIABLE}=1".encode()
     found = []
     for entry in os.listdir("/proc"):
-        if not entry.isdigit() or int(entry) in kept:
+        if not entry.isdigit():
             continue
         try:
             with open(f"/proc/{entry}/environ", "rb") as file:
@@ -64,10 +62,10 @@ def members(launch_id: str, with_watches: bool = False, kept: Collection[int] = 
     return found
 
 
-def end(launch_id: str, with_watches: bool = False, kept: Collection[int] = ()) -> None:
+def end(launch_id: str, with_watches: bool = False) -> None:
     """Kill the members until none is left; new ones may be forked while we look."""
     for _ in range(ROUNDS):
-        pids = [pid for pid in members(launch_id, with_watches, kept) if pid != os.getpid()]
+        pids = [pid for pid in members(launch_id, with_watches) if pid != os.getpid()]
         if not pids:
             return
         for pid in pids:
@@ -86,20 +84,10 @@ def remove_folders() -> None:
 
 
 def run_guard(launch_id: str) -> None:
-    """Wait for the launcher's end, then end what is left. Meanwhile say twice a second that this process lives."""
+    """Wait for the launcher's end, then end what is left."""
     words = b""
-    os.set_blocking(1, False)
-    ready = select.poll()
-    ready.register(0, select.POLLIN)
-    while True:
-        # The launcher is stopped, or gone, which the other pipe says.
-        with suppress(OSError):
-            os.write(1, b".")
-        if ready.poll(1000 * HEARTBEAT_S):
-            read = os.read(0, 64)
-            if not read:
-                break
-            words += read
+    while read := os.read(0, 64):
+        words += read
     # Without /proc nothing tells which processes belong to the launch.
     if words != DONE and os.path.isdir("/proc/self"):
         end(launch_id)

@@ -1,4 +1,4 @@
-"""What a launch writes, for every way of launching: its own lines, the output of ranks and programs, log files."""
+"""What a launch writes, for every way of launching: its own lines, the output of programs, names of log files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -38,54 +38,17 @@ def make_log_folder(path: str | None) -> None:
 
 
 def rank_log(folder: str | Path, rank: int | str, stream: str, restart: int = 0) -> str:
-    """The file for a rank's ``out`` or ``err``. What was written before a restart stays."""
+    """Return the file for a rank's ``out`` or ``err``. What was written before a restart stays."""
     suffix = f".restart-{restart}" if restart else ""
     return os.path.join(folder, f"rank-{rank}{suffix}.{stream}")
 
 
 class Console:
-    """Shows what ranks or programs write as ``out`` or ``err``, or keeps it in files, where no system pipe does it.
+    """Shows what programs write as ``out`` or ``err``."""
 
-    Args:
-        log_dir: the folder for ``rank-N.out`` and ``rank-N.err``. None: everything is shown.
-        tee: with a folder, show everything too.
-
-    Raises:
-        ConfigError: the folder cannot be made.
-    """
-
-    def __init__(self, log_dir: str | None = None, tee: bool = False) -> None:
-        make_log_folder(log_dir)
-        self._log_dir = log_dir
-        self._is_shown = tee or log_dir is None
-        self._files: dict[tuple[int, str], IO[bytes]] = {}
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._failed_lines: dict[bytes, tuple[str, float]] = {}
-
-    def __enter__(self) -> Console:
-        return self
-
-    def __exit__(self, *_raised: object) -> None:
-        with ExitStack() as stack:
-            for file in self._files.values():
-                stack.callback(file.close)
-
-    def write(self, rank: int, stream: str, text: str) -> None:
-        """What a rank wrote, which may be a part of a line."""
-        content = text.encode()
-        if self._log_dir is not None:
-            if (rank, stream) not in self._files:
-                # Without a buffer: the end of the file is shown if the rank fails.
-                path = rank_log(self._log_dir, rank, stream)
-                self._files[rank, stream] = open(path, "wb", buffering=0)  # noqa: SIM115
-            self._files[rank, stream].write(content)
-        if self._is_shown:
-            self._show(stream, content)
-
-    def stderr_of(self, rank: int) -> str | None:
-        """The file in which the rank's ``err`` is."""
-        file = self._files.get((rank, "err"))
-        return None if file is None else file.name
 
     def relay(self, title: str, shown: Callable[[bytes], bytes], source: IO[bytes], stream: str) -> None:
         """Show whole lines of a program until ``source`` ends. What several launchers say of one event, once."""

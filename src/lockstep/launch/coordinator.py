@@ -47,7 +47,6 @@ class Watch(Protocol):
     def request_stop(self, cause: str) -> None: ...
     def left(self, rank: int) -> None: ...
     def end_all(self, reason: str, sentence: str = "", rank: int | None = None) -> None: ...
-    def process_states(self, states: Mapping[int, object]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,6 @@ class LaunchCoordinator:
         self._clock = clock
         self._peers: dict[str, NodeConnection] = {}
         self._codes: list[int] = []
-        self._states: dict[str, dict[int, object]] = {}
         self._suspect: tuple[float, RoundFailure] | None = None
         self._stop: tuple[float, str] | None = None
         self._reform: float | None = None
@@ -111,7 +109,8 @@ class LaunchCoordinator:
         if machine is None or self._peers.get(machine) is not peer:
             return
         if verb == "heartbeat":
-            self._heartbeat(machine, peer, message)
+            self._act_all(self._members.heartbeat(machine, self._clock()))
+            peer.send({"kind": "rendezvous.heartbeat"})
         elif verb == "finished":
             self._codes.append(_non_negative_int(message, "code"))
             self._act_all(self._members.finish(machine, _non_negative_int(message, "round"), self._clock()))
@@ -127,7 +126,7 @@ class LaunchCoordinator:
             self._leave(machine, str(message.get("signal", "")), _non_negative_int(message, "code"))
 
     def lost(self, peer: NodeConnection) -> None:
-        """A launcher's connection is gone."""
+        """Note that a launcher's connection is gone."""
         machine = peer.data.get("machine")
         if machine is not None and self._peers.get(machine) is peer:
             del self._peers[machine]
@@ -189,18 +188,6 @@ class LaunchCoordinator:
         if whom and self._members.round is None and request.machine in self._members.members:
             peer.send({"kind": "rendezvous.waiting", "whom": whom})
 
-    def _heartbeat(self, machine: str, peer: NodeConnection, message: Mapping[str, object]) -> None:
-        self._act_all(self._members.heartbeat(machine, self._clock()))
-        peer.send({"kind": "rendezvous.heartbeat"})
-        states = message.get("states")
-        if isinstance(states, Mapping) and self._watch is not None:
-            self._states[machine] = {
-                int(rank): state for rank, state in states.items() if str(rank).isdigit()
-            }
-            self._watch.process_states(
-                {rank: state for part in self._states.values() for rank, state in part.items()}
-            )
-
     def _leave(self, machine: str, name: str, code: int) -> None:
         member = self._members.members.get(machine)
         if self._elastic:
@@ -234,7 +221,7 @@ class LaunchCoordinator:
     # -- rounds ----------------------------------------------------------------------------------------
 
     def _start(self, formed: m.RoundStarted) -> None:
-        self._codes, self._states, self._suspect, self._reform = [], {}, None, None
+        self._codes, self._suspect, self._reform = [], None, None
         self._restarts.round_started(self._commits())
         if self._watch is not None:
             self._watch.start_round(formed.world_size)
@@ -373,7 +360,7 @@ class LaunchCoordinator:
 
 
 def join_request_of(message: Mapping[str, object]) -> m.JoinRequest:
-    """The join request in a message. Raises ControlError when it does not have the form of one."""
+    """Return the join request in a message. Raises ControlError when it does not have the form of one."""
     rank = message.get("rank")
     request = m.JoinRequest(
         machine=_text(message, "machine"),
@@ -398,7 +385,7 @@ def nothing_to_save(name: str) -> str:
 
 
 def signal_code(name: str) -> int:
-    """The exit code of a launch that a signal ended."""
+    """Return the exit code of a launch that a signal ended."""
     return of_signal(int(getattr(signal, name, signal.SIGTERM)) if name.startswith("SIG") else signal.SIGTERM)
 
 

@@ -102,9 +102,9 @@ class CoordinatorServer:
                 "--secret-file or LOCKSTEP_SECRET."
             )
 
-    def progress(self) -> Mapping[str, float | str] | None:
-        """See ``Coordinator.progress``. Does not wait for the thread of the handlers."""
-        return self._watch.progress()
+    def latest(self) -> Mapping[str, float | str]:
+        """See ``Coordinator.latest``. Does not wait for the thread of the handlers."""
+        return self._watch.latest()
 
     def interrupt(self, name: str, code: int) -> None:
         """End the launch on all machines with this code, because this one got a signal."""

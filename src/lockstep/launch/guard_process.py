@@ -1,4 +1,4 @@
-"""The launcher's side of the guard: starts it, and starts it again if somebody killed or stopped it."""
+"""The launcher's side of the guard."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -17,13 +16,10 @@ from lockstep.launch.running import make_work_folder
 from lockstep.runtime.memory_folder import MemoryFolder
 
 WAIT_S = 2.0
-SILENT_S = 3.0
-# On a machine that is busy, an interpreter takes its time to start.
-FIRST_WORD_S = 20.0
 
 
 def run_guarded(run: Callable[[GuardProcess, str], int]) -> int:
-    """What ``run`` returns. Unless that is 0, all that it started is ended after it, and whenever this process ends.
+    """Return what ``run`` returns. Unless that is 0, all that it started is ended, as at any end of this process.
 
     Args:
         run: Gets the guard, and a folder for the launch's secret and reports. It is removed at the end, too.
@@ -57,24 +53,14 @@ class GuardProcess:
 
     def __init__(self) -> None:
         self.launch_id = uuid.uuid4().hex
-        self._process = self._started()
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def renew(self) -> None:
-        """Start another one if it was killed or is stopped. Called a few times a second; costs some microseconds."""
-        now = time.monotonic()
-        if self._has_sent_heartbeat():
-            self._silent_after = now + SILENT_S
-        if now > self._silent_after:
-            # Before its pipe is closed, which it would take for this process's end.
-            self._process.kill()
-            self._process.wait(WAIT_S)
-        if self._process.poll() is not None:
-            self.close()
-            self._process = self._started()
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", os.path.abspath(bare.__file__), "--guard", self.launch_id],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            # A Ctrl-C in the terminal is not for it.
+            start_new_session=True,
+        )
 
     def finished(self) -> None:
         """There is nothing to end."""
@@ -83,34 +69,10 @@ class GuardProcess:
         with suppress(OSError):
             self._process.stdin.write(bare.DONE)
 
-    def _has_sent_heartbeat(self) -> bool:
-        assert self._process.stdout is not None
-        try:
-            return bool(os.read(self._process.stdout.fileno(), 4096))
-        except OSError:
-            # There is nothing to read.
-            return False
-
-    def _started(self) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen(
-            [sys.executable, "-I", "-S", os.path.abspath(bare.__file__), "--guard", self.launch_id],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            # A Ctrl-C in the terminal is not for it.
-            start_new_session=True,
-        )
-        assert process.stdout is not None
-        os.set_blocking(process.stdout.fileno(), False)
-        self._silent_after = time.monotonic() + FIRST_WORD_S
-        return process
-
     def close(self) -> None:
-        """Its pipes, which it takes for the end of this process."""
+        """Its pipe, which it takes for the end of this process."""
         assert self._process.stdin is not None
-        assert self._process.stdout is not None
         try:
-            self._process.stdout.close()
             self._process.stdin.close()
             self._process.wait(WAIT_S)
         except (OSError, subprocess.TimeoutExpired):

@@ -43,7 +43,7 @@ def launch(plan: LaunchPlan) -> int:
 
 
 def ssh_programs(plan: LaunchPlan, secret: str, environ: Mapping[str, str], directory: str) -> list[Command]:
-    """What is started for each host. Raises ConfigError when the machines could not meet."""
+    """Return what is started for each host. Raises ConfigError when the machines could not meet."""
     hosts = plan.transport.hosts
     address, port = meeting_point(plan)
     found = []
@@ -62,7 +62,7 @@ def ssh_programs(plan: LaunchPlan, secret: str, environ: Mapping[str, str], dire
 
 
 def ssh_arguments(host: Host) -> tuple[str, ...]:
-    """The argument list that starts a machine; one constant command for the shell at the other end."""
+    """Return the argument list that starts a machine; one constant command for the shell at the other end."""
     start = (sys.executable, *node.ARGUMENTS)
     if is_here(host):
         return start

@@ -90,7 +90,7 @@ def _torch_facts() -> dict[str, str]:
 
 
 def problems_of_environment(environ: Environ | None = None) -> list[str]:
-    """A sentence for each variable that a run would refuse or ignore; a run stops at the first."""
+    """Return a sentence for each variable that a run would refuse or ignore; a run stops at the first."""
     environ = inherited_environment() if environ is None else environ
 
     checks: list[Callable[[], object]] = [

@@ -61,11 +61,11 @@ class JobConnection:
             self._others.append(message)
 
     def ask(self, verb: str) -> None:
-        """``stacks``, ``save`` or ``stop``; the answer is among the ``news``. Raises ControlError."""
+        """``stacks`` or ``stop``; the answer is among the ``news``. Raises ControlError."""
         self._send(verb)
 
     def news(self, timeout_s: float) -> list[dict[str, object]]:
-        """What has come since: messages ``top.said`` and ``top.stack``; waits so long for the first. Raises
+        """Return what has come since: messages ``top.said`` and ``top.stack``; waits so long for the first. Raises
         ControlError."""
         if not self._others:
             message = self._receive(timeout_s)

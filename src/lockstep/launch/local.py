@@ -43,7 +43,7 @@ ALONE = RendezvousAddress(LOOPBACK, LOOPBACK, None, True)
 
 
 def commands(plan: LaunchPlan) -> list[Command]:
-    """What each process on this machine runs."""
+    """Return what each process on this machine runs."""
     return [Command(plan.command, f"{plan.nproc} processes on this machine, each", plan.environment)]
 
 
@@ -110,7 +110,6 @@ def _run(
             stack.callback(progress.close)
 
         def upkeep() -> None:
-            guarded.renew()
             if progress is not None:
                 progress.update()
 
@@ -139,7 +138,7 @@ def _run(
 def _host(
     plan: LaunchPlan, rendezvous_address: RendezvousAddress, secret: Secret, machine: str, run: str
 ) -> CoordinatorServer | None:
-    """The coordinator, if it is for this machine to host; among machines without numbers, the first one does."""
+    """Return the coordinator, if it is for this machine to host; among machines without numbers, the first one does."""
     if not rendezvous_address.here or plan.machine_rank:
         if plan.machine_rank == 0 and plan.num_machines > 1:
             raise ConfigError(
@@ -161,14 +160,14 @@ def _host(
 
 
 def _progress(plan: LaunchPlan, server: CoordinatorServer | None) -> LaunchProgress | None:
-    """The line of progress, where somebody may see one: on the machine that hosts the coordinator."""
+    """Return the line of progress, where somebody may see one: on the machine that hosts the coordinator."""
     if server is None or not plan.fault_policy.watch:
         return None
     from lockstep.launch.progress import STDERR, LaunchProgress, StatusRow, wants_line
 
     if not wants_line(plan.quiet, inherited_environment().get("TERM", "")):
         return None
-    return LaunchProgress(server.progress, StatusRow(STDERR))
+    return LaunchProgress(server.latest, StatusRow(STDERR))
 
 
 def _rendezvous_address(plan: LaunchPlan) -> RendezvousAddress:
@@ -178,7 +177,7 @@ def _rendezvous_address(plan: LaunchPlan) -> RendezvousAddress:
 
 
 def _secret(plan: LaunchPlan) -> Secret:
-    """What this launch's machines and workers know. The user's own secret is only what it is made of."""
+    """Return what this launch's machines and workers know. The user's own secret is only what it is made of."""
     given = inherited_environment().get(SECRET_VARIABLE)
     # The workers have no use for it.
     if given:
@@ -205,7 +204,7 @@ def _control(
 
 
 def _export(plan: LaunchPlan, rendezvous_address: RendezvousAddress) -> None:
-    """What the workers inherit: the plan's settings, and the interface to use.
+    """Export what the workers inherit: the plan's settings, and the interface to use.
 
     torch's multiprocessing takes no signals over: one that arrived meanwhile would end this process.
     """
@@ -221,7 +220,7 @@ def _export(plan: LaunchPlan, rendezvous_address: RendezvousAddress) -> None:
 
 
 def _script(command: tuple[str, ...]) -> str:
-    """What a command runs, for people: the script or module, not the interpreter."""
+    """Return what a command runs, for people: the script or module, not the interpreter."""
     words = (
         [word for word in command[1:] if word not in ("-m", ALIAS)]
         if command[0] == sys.executable

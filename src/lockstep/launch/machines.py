@@ -33,7 +33,7 @@ class Transport:
 
 
 def transport_of(value: ValuesByName, output: str | None = None) -> Transport:
-    """The part of the settings (name -> value) that says how machines are reached.
+    """Return the part of the settings (name -> value) that says how machines are reached.
 
     Raises:
         ConfigError: two ways are asked for, or the list of hosts cannot be read.
@@ -50,7 +50,7 @@ def transport_of(value: ValuesByName, output: str | None = None) -> Transport:
 
 
 def hosts_of(value: ValuesByName) -> tuple[Host, ...]:
-    """The hosts that are named in a list or in a file, without those that are filtered out."""
+    """Return the hosts that are named in a list or in a file, without those that are filtered out."""
     if value.get("hosts"):
         hosts = parse_hosts(value["hosts"])
     elif value.get("hostfile"):
@@ -83,7 +83,7 @@ def machines_of(
 
 
 def allocated_nodes(environ: Mapping[str, str]) -> int | None:
-    """The number of nodes of Slurm's allocation, if it says one. Raises ConfigError if that is no number."""
+    """Return the number of nodes of Slurm's allocation, if it says one. Raises ConfigError if that is no number."""
     given = environ.get(ALLOCATED_NODES)
     return parse_integer(given, ALLOCATED_NODES, at_least=1) if given else None
 

@@ -177,20 +177,20 @@ class Membership:
     # -- events: each takes the time in (monotonic seconds), and returns what must be done now ---------------
 
     def join(self, request: JoinRequest, now: float) -> list[MembershipAction]:
-        """A machine is here and has no workers."""
+        """Return a machine is here and has no workers."""
         self._advance(now)
         # Any event may be the one that the next round has waited for, so each tries to form it.
         return self._join(request) + self._form()
 
     def heartbeat(self, machine: str, now: float) -> list[MembershipAction]:
-        """A machine is alive."""
+        """Return a machine is alive."""
         self._advance(now)
         if machine in self.members:
             self.members[machine].seen = self._now
         return self._form()
 
     def lose(self, machine: str, now: float, why: str = "its connection closed") -> list[MembershipAction]:
-        """A machine is gone: it said so, or its connection closed."""
+        """Return a machine is gone: it said so, or its connection closed."""
         self._advance(now)
         return self._lose(machine, why) + self._form()
 
@@ -200,13 +200,13 @@ class Membership:
         return self._finish(machine, number) + self._form()
 
     def fail(self, number: int, now: float) -> list[MembershipAction]:
-        """This round cannot go on."""
+        """End this round, which cannot go on."""
         self._advance(now)
         is_current = self.round is not None and self.round.number == number
         return (self._end_round() if is_current else []) + self._form()
 
     def close(self) -> None:
-        """The launch is over; nobody is let in any more."""
+        """Note that the launch is over; nobody is let in any more."""
         self._closed = True
 
     def tick(self, now: float) -> list[MembershipAction]:

@@ -79,7 +79,7 @@ def mpirun(plan: LaunchPlan, environ: Mapping[str, str], free: int) -> Command:
 
 
 def tagged(line: bytes) -> bytes:
-    """A line with its rank. mpirun tags what it reads at once, which may be a part of a line, or several ranks'."""
+    """Return a line with its rank. mpirun tags what it reads at once: a part of a line, or several ranks'."""
     before, *parts = TAG.split(line)
     text, last = before, b""
     for rank, content in zip(parts[::2], parts[1::2], strict=True):
@@ -119,7 +119,7 @@ def _check(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
 
 
 def _signal_for(number: signal.Signals, again: bool) -> signal.Signals:
-    """What mpirun gets: it hands SIGUSR1 and SIGUSR2 to the workers, and ends them at the others."""
+    """Return what mpirun gets: it hands SIGUSR1 and SIGUSR2 to the workers, and ends them at the others."""
     if again:
         return signal.SIGTERM
     return signal.SIGUSR1 if number == signal.SIGTERM else number

@@ -61,7 +61,7 @@ def find_rendezvous_address(host: str, port: int, interface: str | None) -> Rend
 
 
 def own_addresses(family: socket.AddressFamily) -> dict[tuple[str, int], str]:
-    """This machine's addresses of one family, by (interface, number)."""
+    """Return this machine's addresses of one family, by (interface, number)."""
     import psutil
 
     return {
@@ -73,7 +73,7 @@ def own_addresses(family: socket.AddressFamily) -> dict[tuple[str, int], str]:
 
 
 def loopback_interface() -> str | None:
-    """The name of the loopback, where it is the usual one."""
+    """Return the name of the loopback, where it is the usual one."""
     names = [name for _, name in socket.if_nameindex()] if hasattr(socket, "if_nameindex") else []
     return "lo" if "lo" in names else None
 
@@ -93,7 +93,7 @@ def holder_of(port: int) -> str:
 
 
 def listening_socket(address: str, port: int = 0) -> socket.socket:
-    """A socket that listens on one address of this machine, and on no other.
+    """Return a socket that listens on one address of this machine, and on no other.
 
     Raises:
         ConfigError: the port is taken, or the address is not of this machine.
@@ -128,7 +128,7 @@ def store_on(listener: socket.socket, address: str) -> TCPStore:
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on now."""
+    """Return a port of this machine that nobody listens on now."""
     with listening_socket(LOOPBACK) as probe:
         return int(probe.getsockname()[1])
 
@@ -154,7 +154,7 @@ def _says_loopback(host: str) -> bool:
 
 
 def _source_address(family: socket.AddressFamily, master: str, port: int, host: str) -> str:
-    """The address from which packets to the coordinator leave; nothing is sent."""
+    """Return the address from which packets to the coordinator leave; nothing is sent."""
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((master, port))

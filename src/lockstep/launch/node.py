@@ -33,13 +33,13 @@ MAX_BYTES = 16 * 1024 * 1024
 
 
 def plan_as_data(plan: LaunchPlan) -> dict[str, object]:
-    """A plan in plain data, without the origins of its settings."""
+    """Return a plan in plain data, without the origins of its settings."""
     data = {item.name: getattr(plan, item.name) for item in fields(plan) if item.name != "settings"}
     return data | {"fault_policy": asdict(plan.fault_policy), "transport": asdict(plan.transport)}
 
 
 def plan_from_data(data: Any) -> LaunchPlan:
-    """The plan that ``plan_as_data`` wrote.
+    """Return the plan that ``plan_as_data`` wrote.
 
     Raises:
         ConfigError: it did not write this.
@@ -68,7 +68,7 @@ def as_line(data: Mapping[str, object]) -> str:
 
 
 def from_line(line: bytes | str) -> dict[str, object]:
-    """The object of a line; raises ConfigError when it is none."""
+    """Return the object of a line; raises ConfigError when it is none."""
     try:
         data = json.loads(line) if len(line) <= MAX_BYTES else None
     except (ValueError, RecursionError):
@@ -110,7 +110,7 @@ class Node:
 def node_of(
     plan: LaunchPlan, secret: str, environ: Mapping[str, str], directory: str, numbered_by: str = ""
 ) -> Node:
-    """What a machine of ``plan`` is told. With a ``secret`` that is only a placeholder, no other is in it either."""
+    """Return what a machine of ``plan`` is told. With a placeholder as ``secret``, no other is in it either."""
     environment = forwarded(environ, plan.transport.forward_env)
     # There it is a local launch, which starts nothing on other machines.
     own = replace(plan, transport=Transport(), secret_file=None)
@@ -125,7 +125,7 @@ def is_hexadecimal(text: str) -> bool:
 
 
 def parse(line: bytes | str) -> Node:
-    """The node that ``Node.line`` wrote; raises ConfigError."""
+    """Return the node that ``Node.line`` wrote; raises ConfigError."""
     data = from_line(line)
     plan = plan_from_data(data.get("plan"))
     secret, directory = data.get("secret"), data.get("directory")
@@ -141,7 +141,7 @@ def parse(line: bytes | str) -> Node:
 
 
 def local_plan(node: Node, environ: Mapping[str, str], cores: int) -> LaunchPlan:
-    """The plan of this machine, with its number, its threads, and where the machines meet.
+    """Return the plan of this machine, with its number, its threads, and where the machines meet.
 
     Raises:
         ConfigError: Slurm was to say its number, and does not.
@@ -160,7 +160,7 @@ def local_plan(node: Node, environ: Mapping[str, str], cores: int) -> LaunchPlan
 
 
 def first_host(nodes: str) -> str:
-    """The first host of Slurm's list: ``gpu01`` of ``gpu[01-04,07],login``."""
+    """Return the first host of Slurm's list: ``gpu01`` of ``gpu[01-04,07],login``."""
     inside = re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", nodes)
     return inside.split(",")[0].strip()
 
@@ -176,7 +176,7 @@ def obey(lines: BinaryIO) -> None:
 
 
 def main() -> int:
-    """The exit code of this machine's launch; 2 for what cannot be started."""
+    """Return the exit code of this machine's launch; 2 for what cannot be started."""
     lines = _taken_input()
     try:
         node = parse(lines.readline(MAX_BYTES))
@@ -199,7 +199,7 @@ def main() -> int:
 
 
 def _taken_input() -> BinaryIO:
-    """The standard input as a file of our own; the workers get an empty one."""
+    """Return the standard input as a file of our own; the workers get an empty one."""
     lines = os.fdopen(os.dup(0), "rb")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)

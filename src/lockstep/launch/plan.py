@@ -43,7 +43,7 @@ class Program:
     as_accelerate: bool = False
 
     def command(self) -> tuple[str, ...]:
-        """The argument vector of a worker. Raises ConfigError when the script is not there."""
+        """Return the argument vector of a worker. Raises ConfigError when the script is not there."""
         if self.module and self.no_python:
             raise ConfigError("--module and --no-python exclude each other. Drop one of them.")
         if not self.target.strip():
@@ -92,7 +92,6 @@ class FaultPolicy:
     ``grace_s``: from a stop signal to SIGKILL. ``watch``: whether workers are watched at all. ``monitor_interval_s``:
     between two looks at whether they run. ``join_timeout_s``: how long machines wait for each other, and
     ``last_call_s``: for more of them once there are enough. ``heartbeat_limit_s``: how long machines may be silent.
-    ``warm_restarts``: whether workers are forks of a process that has imported torch.
     """
 
     max_restarts: int = 0
@@ -103,7 +102,6 @@ class FaultPolicy:
     join_timeout_s: float = JOIN_LIMIT_S
     last_call_s: float = LAST_CALL_S
     heartbeat_limit_s: float = HEARTBEAT_LIMIT_S
-    warm_restarts: bool = SETTINGS["warm_restarts"].default
 
 
 @dataclass(frozen=True)
@@ -141,7 +139,7 @@ class LaunchPlan:
 def merge(
     flags: Mapping[str, SettingValue], file: Mapping[str, SettingValue], environ: Mapping[str, str]
 ) -> SettingValues:
-    """Settings by precedence, each with its origin.
+    """Return settings by precedence, each with its origin.
 
     Raises:
         ConfigError: two of them contradict each other, or an environment variable is malformed.
@@ -236,7 +234,7 @@ def make_plan(
 
 
 def _defaults(value: ValuesByName, backend: str, device_count: int, cores: int) -> SettingValues:
-    """What was not said and follows from this machine or from other settings, each with its reason."""
+    """Return what was not said and follows from this machine or from other settings, each with its reason."""
     found: SettingValues = {}
     machines = value["num_machines"]
     total = value["num_processes"]
@@ -286,7 +284,6 @@ def _fault_policy(value: ValuesByName) -> FaultPolicy:
         join_timeout_s=waits.get("join_timeout", policy.join_timeout_s),
         last_call_s=waits.get("last_call_timeout", policy.last_call_s),
         heartbeat_limit_s=waits.get("heartbeat_timeout", policy.heartbeat_limit_s),
-        warm_restarts=value["warm_restarts"],
     )
 
 
@@ -302,7 +299,7 @@ def _check_folder(log_dir: str) -> None:
 def _worker_environment(
     settings: Mapping[str, SettingValue], threads: object, as_accelerate: bool
 ) -> dict[str, str]:
-    """The settings that the workers read from their environment: only what was said.
+    """Return the settings that the workers read from their environment: only what was said.
 
     ``as_accelerate``: under Accelerate's names as well, which ``transformers.TrainingArguments`` reads by itself and
     then passes on as its own wish.
@@ -323,7 +320,7 @@ def _worker_environment(
 
 
 def _as_text(name: str, value: Any) -> str:
-    """A setting as a worker reads it from its environment."""
+    """Return a setting as a worker reads it from its environment."""
     if isinstance(value, bool):
         return str(value).lower()
     if name == "deepspeed_config_file":

@@ -148,7 +148,7 @@ class Programs:
             process.kill()
 
     def _code(self) -> int:
-        """That of the first failure; a connection that was lost is only its consequence, if there is another."""
+        """Return that of the first failure; a connection that was lost is only its consequence, if there is another."""
         failed = [code for code in self._codes if code]
         if not failed:
             return 0

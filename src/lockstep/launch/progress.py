@@ -124,36 +124,31 @@ class LaunchProgress:
     """Shows the line while a launch runs.
 
     Args:
-        numbers: Gives the newest; None where the script shows a bar of its own, with which the line goes for good.
+        numbers: Gives the newest.
         row: Where it is shown.
         now: Seconds.
     """
 
     def __init__(
-        self, numbers: Callable[[], Numbers | None], row: StatusRow, now: Callable[[], float] = time.monotonic
+        self, numbers: Callable[[], Numbers], row: StatusRow, now: Callable[[], float] = time.monotonic
     ) -> None:
         self._numbers = numbers
         self._row = row
         self._now = now
         self._began = now()
         self._next = 0.0
-        self._is_over = False
 
     def update(self) -> None:
         """Show what is new, if it is time for that. Called a few times a second."""
         now = self._now()
-        if self._is_over or now < self._next:
+        if now < self._next:
             return
         self._next = now + EVERY_S
-        numbers = self._numbers()
-        if numbers is None:
-            self.close()
-        elif line := progress_line(numbers, now - self._began):
+        if line := progress_line(self._numbers(), now - self._began):
             self._row.show(line)
 
     def close(self) -> None:
         """Take the line away."""
-        self._is_over = True
         self._row.clear()
 
 

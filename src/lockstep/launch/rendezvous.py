@@ -95,7 +95,6 @@ class Rendezvous:
         self._epoch = ""
         self._has_reported_wait = False
         self._listener: socket.socket | None = None
-        self._states: JsonObject = {}
         self._heartbeat_limit_s = math.inf if heartbeat_limit_s is None else heartbeat_limit_s
         self._client = self._connected(coordinator_limit_s)
         self._clock = AwakeClock()
@@ -156,7 +155,7 @@ class Rendezvous:
             return
 
     def receive(self, timeout_s: float) -> dict[str, object] | None:
-        """The next message that is not a heartbeat; None if there is none in time. Raises CoordinatorLost."""
+        """Return the next message that is not a heartbeat; None if there is none in time. Raises CoordinatorLost."""
         deadline = time.monotonic() + timeout_s
         while True:
             try:
@@ -185,10 +184,6 @@ class Rendezvous:
         """Tell the coordinator something. If it is gone, the next ``receive`` says so."""
         with suppress(ControlError):
             self._client.send({"kind": f"rendezvous.{verb}", **facts})
-
-    def show_states(self, states: JsonObject) -> None:
-        """What the system says of workers here, by rank; it goes with the heartbeats."""
-        self._states = states
 
     def close(self) -> None:
         """Leave."""
@@ -267,7 +262,7 @@ class Rendezvous:
 
     def _heartbeat(self) -> None:
         while not self._ended.wait(HEARTBEAT_S):
-            self.tell("heartbeat", states=self._states)
+            self.tell("heartbeat")
 
 
 def verb_of(message: Mapping[str, object] | None) -> str:
@@ -276,5 +271,5 @@ def verb_of(message: Mapping[str, object] | None) -> str:
 
 
 def launch_ended_of(message: JsonObject) -> LaunchEnded:
-    """The end of a launch, from its message."""
+    """Return the end of a launch, from its message."""
     return LaunchEnded(int(message["code"]), str(message["cause"]), str(message["note"]), message["rank"])

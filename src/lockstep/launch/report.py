@@ -52,7 +52,7 @@ class Failure:
 
 
 def read_error_file(path: str | Path) -> Mapping[str, object]:
-    """The data of a worker's error file; empty when it wrote none, as with most failures."""
+    """Return the data of a worker's error file; empty when it wrote none, as with most failures."""
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -69,7 +69,7 @@ def signal_name(number: int) -> str:
 
 
 def first_failure(failures: list[Failure]) -> Failure:
-    """The root cause: not a consequence of another rank's end, not ended by us, earliest, lowest rank."""
+    """Return the root cause: not a consequence of another rank's end, not ended by us, earliest, lowest rank."""
 
     def order(failure: Failure) -> tuple[bool, bool, int, int]:
         consequence = bool(failure.own.get("consequence"))
@@ -80,7 +80,7 @@ def first_failure(failures: list[Failure]) -> Failure:
 
 
 def exit_code(failure: Failure) -> int:
-    """The launcher's exit code: the rank's own, or 128 + signal as shells do."""
+    """Return the launcher's exit code: the rank's own, or 128 + signal as shells do."""
     return 128 - failure.exit_code if failure.exit_code < 0 else failure.exit_code
 
 
@@ -91,7 +91,7 @@ def count_alike(failure: Failure, failures: list[Failure]) -> int:
 
 
 def describe_failure(failure: Failure, num_processes: int, num_alike: int = 1) -> str:
-    """What the launcher prints at the end. A traceback is included only if it went to a log file.
+    """Return what the launcher prints at the end. A traceback is included only if it went to a log file.
 
     ``num_alike``: ranks of this machine that failed with the same traceback, this one included.
     """
@@ -163,11 +163,11 @@ class Restarts:
         self.done = 0
 
     def round_started(self, commits: int | None) -> None:
-        """``commits``: checkpoints so far in this launch; None where nobody counts them."""
+        """Begin a round; ``commits``: checkpoints so far in this launch; None where nobody counts them."""
         self._commits = commits
 
     def round_failed(self, cause: str, commits: int | None) -> Decision:
-        """What follows a round that failed because of ``cause`` (a clause such as ``rank 1 failed (...)``)."""
+        """Return what follows a round that failed because of ``cause`` (a clause such as ``rank 1 failed (...)``)."""
         # Not known is not the same as none.
         stalled = commits is not None and self._commits is not None and commits <= self._commits
         self._stalled = self._stalled + 1 if stalled else 0

@@ -37,7 +37,7 @@ class RunningLaunch:
 
 
 def make_work_folder() -> str:
-    """A folder for one launch, which nobody but its user can open."""
+    """Return a folder for one launch, which nobody but its user can open."""
     return tempfile.mkdtemp(prefix=PREFIX)
 
 
@@ -60,7 +60,7 @@ def running_launches() -> list[RunningLaunch]:
 
 
 def with_address(address: tuple[str, int]) -> RunningLaunch | None:
-    """The launch of this user that is reached there."""
+    """Return the launch of this user that is reached there."""
     asked = _addresses(address[0])
     for launch in running_launches():
         if launch.address[1] == address[1] and asked & _addresses(launch.address[0]):

@@ -97,7 +97,7 @@ class Signals:
             signal.signal(number, signal.SIG_IGN)
 
     def asked(self) -> signal.Signals | None:
-        """The signal that asked for a stop, said once."""
+        """Return the signal that asked for a stop, said once."""
         if self._was_returned or self._received.stop is None:
             return None
         self._was_returned = True

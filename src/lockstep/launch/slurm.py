@@ -68,7 +68,7 @@ def launch(plan: LaunchPlan) -> int:
 
 
 def srun(plan: LaunchPlan, secret: str, environ: Mapping[str, str], directory: str) -> Command:
-    """The step with one task on each node. Every task reads the same document; Slurm numbers them."""
+    """Return the step with one task on each node. Every task reads the same document; Slurm numbers them."""
     nodes = min(plan.num_machines, allocated_nodes(environ) or plan.num_machines)
     port = plan.port or _port(environ)
     own = replace(plan, num_machines=nodes, min_machines=min(plan.min_machines, nodes), port=port)
@@ -93,7 +93,7 @@ def srun(plan: LaunchPlan, secret: str, environ: Mapping[str, str], directory: s
 
 
 def sbatch_arguments(plan: LaunchPlan, environ: Mapping[str, str]) -> tuple[str, ...]:
-    """The command that submits the job; its script is read from the standard input.
+    """Return the command that submits the job; its script is read from the standard input.
 
     Raises:
         ConfigError: a secret was to travel, which Slurm would keep in a file.
@@ -122,7 +122,7 @@ def sbatch_arguments(plan: LaunchPlan, environ: Mapping[str, str]) -> tuple[str,
 
 
 def batch_script(plan: LaunchPlan) -> str:
-    """What the first node of the job runs. The plan is one quoted word of ASCII without line breaks."""
+    """Return what the first node of the job runs. The plan is one quoted word of ASCII without line breaks."""
     after = {AFTER_STOP: REQUEUE} if plan.transport.options.get(AFTER_STOP) == REQUEUE else {}
     inner = replace(plan, transport=replace(plan.transport, options=after))
     words = (sys.executable, "-m", "lockstep.launch.slurm", as_line(plan_as_data(inner)))
@@ -130,7 +130,7 @@ def batch_script(plan: LaunchPlan) -> str:
 
 
 def _options(plan: LaunchPlan) -> list[str]:
-    """The user's long options; one without a value is a switch."""
+    """Return the user's long options; one without a value is a switch."""
     words = []
     for key, value in plan.transport.options.items():
         if key == AFTER_STOP:
@@ -149,13 +149,13 @@ def _options(plan: LaunchPlan) -> list[str]:
 
 
 def _cores(per_node: str) -> str:
-    """The least of Slurm's numbers of cores, such as ``72(x2),36``; empty when it says none."""
+    """Return the least of Slurm's numbers of cores, such as ``72(x2),36``; empty when it says none."""
     numbers = [int(text) for text in re.sub(r"\(x\d+\)", "", per_node).split(",") if text.isdigit()]
     return str(min(numbers)) if numbers else ""
 
 
 def _port(environ: Mapping[str, str]) -> int:
-    """A port that jobs on one node do not share: it follows from the job's number."""
+    """Return a port that jobs on one node do not share: it follows from the job's number."""
     job = environ.get("SLURM_JOB_ID", "")
     return PORTS[int(job) % len(PORTS)] if job.isdigit() else PORTS[0]
 
@@ -173,7 +173,7 @@ def _run(arguments: tuple[str, ...], text: str = "") -> int:
 
 
 def main(argv: list[str]) -> int:
-    """What the batch job does."""
+    """Return what the batch job does."""
     try:
         plan = plan_from_data(from_line(argv[1]))
         if plan.transport.backend != node.SLURM or not Path("/proc/self").exists():

@@ -46,7 +46,7 @@ def check_spread(
 
 
 def described_settings(asked: Mapping[str, SettingValue], processes: int) -> dict[str, SettingValue]:
-    """What a DeepSpeed configuration and the other settings add up to, each with where it is said."""
+    """Return what a DeepSpeed configuration and the other settings add up to, each with where it is said."""
     found: dict[str, SettingValue] = {}
     words = parallel_sources(asked)
     if words:

@@ -4,7 +4,7 @@
 
     viewer -> coordinator   top.look     its version of Lockstep
     coordinator -> viewer   top.view     how the launch stands; top.refused: why it is not told
-    viewer -> coordinator   top.stacks | top.save | top.stop
+    viewer -> coordinator   top.stacks | top.stop
     coordinator -> viewer   top.stack    for each rank that answers, what it does and its Python stack
     coordinator -> all      top.said     a sentence: what came of a wish
 
@@ -42,12 +42,10 @@ class WatchOfRanks(Protocol):
     """What viewers ask of the watch of the workers."""
 
     at_answer: Callable[[Evidence], None]
-    at_save: Callable[[str], None]
 
     def standing(self) -> list[dict[str, object]]: ...
     def latest(self) -> Mapping[str, float | str]: ...
     def request_stacks(self) -> int: ...
-    def request_save(self, cause: str) -> str: ...
 
 
 class RunViewers:
@@ -69,7 +67,6 @@ class RunViewers:
         self._asked_stacks = float("-inf")
         self._sentences: deque[tuple[float, str]] = deque(maxlen=MOST_SENTENCES)
         watch.at_answer = self._stack
-        watch.at_save = self.say
 
     # -- control.Handler --------------------------------------------------------------------------------
 
@@ -84,13 +81,11 @@ class RunViewers:
             )
         elif verb == "stacks":
             self._ask_for_stacks(peer)
-        elif verb == "save":
-            self._answer(peer, self._watch.request_save(CAUSE), "All ranks save at the next step boundary.")
         elif verb == "stop":
             self._answer(peer, self._stop(CAUSE), "All ranks stop at the next step boundary.")
 
     def lost(self, peer: ViewerConnection) -> None:
-        """A viewer is gone."""
+        """Note that a viewer is gone."""
         for viewers in (self._viewers, self._want_stacks):
             if peer in viewers:
                 viewers.remove(peer)

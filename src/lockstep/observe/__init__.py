@@ -6,7 +6,6 @@ if not TYPE_CHECKING:
     __getattr__ = names_of_modules(
         __name__,
         {
-            "log": ["shows_bar"],
             "methods": ["build_profiler"],
             "state_bytes": ["count_state", "StateBytes"],
         },

@@ -1,13 +1,8 @@
-"""Loggers and progress bars that know their rank: once per run, once per machine, on every rank, or rank by rank.
-
-And whether a script shows a bar of its own: one of tqdm, or of rich.
-"""
+"""Loggers and progress bars that know their rank: once per run, once per machine, on every rank, or rank by rank."""
 
 from __future__ import annotations
 
 import logging
-import sys
-import threading
 from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any
 
@@ -158,25 +153,3 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> object:
     if main_process_only and runtime is not None and not runtime.is_local_main:
         kwargs["disable"] = True
     return bar(*args, **kwargs)
-
-
-def shows_bar() -> bool:
-    """Whether one is open in this process. Imports nothing, and any thread may ask."""
-    return _of_tqdm() or _of_rich()
-
-
-def _of_tqdm() -> bool:
-    """tqdm keeps a set of the bars that are open; those that are disabled are not in it."""
-    bar = getattr(sys.modules.get("tqdm.std"), "tqdm", None)
-    return bool(len(getattr(bar, "_instances", ())))
-
-
-def _of_rich() -> bool:
-    """Each display of rich that draws itself anew has a thread for that, which knows it."""
-    if "rich.live" not in sys.modules:
-        return False
-    for thread in threading.enumerate():
-        display = getattr(thread, "live", None) if type(thread).__module__ == "rich.live" else None
-        if display is not None and display.is_started and display.console.is_terminal:
-            return True
-    return False

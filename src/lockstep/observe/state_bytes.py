@@ -53,7 +53,7 @@ class StateBytes:
 
 @torch.no_grad()
 def count_state(models: Iterable[ParallelModel], optimizers: Iterable[Optimizer]) -> StateBytes:
-    """What models and optimizers hold now: of a sharded tensor this rank's part, of a tied one once.
+    """Return what models and optimizers hold now: of a sharded tensor this rank's part, of a tied one once.
 
     Gradients are also those that a window has not reduced yet. Not counted: buffers, gathered weights, DDP's
     buckets, activations.
@@ -77,7 +77,7 @@ def count_state(models: Iterable[ParallelModel], optimizers: Iterable[Optimizer]
 
 
 def _local_parameters(model: ParallelModel) -> Iterator[torch.Tensor]:
-    """The parameters, and in the places of gathered ones their shards."""
+    """Yield the parameters, and in the places of gathered ones their shards."""
     shards = {id(whole): shard for sharding in model.shardings for whole, shard in sharding.gathered()}
     return (shards.get(id(parameter), parameter) for parameter in model.parameters())
 

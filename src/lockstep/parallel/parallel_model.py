@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from lockstep.parallel.ddp.replica import DistributedDataParallel
     from lockstep.parallel.gradient_mean import GradientAllReduce
     from lockstep.parallel.zero.sharding import Sharding
-    from lockstep.torch_internals.c10d import ReducerTimes
 
 AutocastContext = Callable[[], AbstractContextManager[Any]]
 
@@ -150,10 +149,6 @@ class ParallelModel:
         """Whether all waiting of the main thread for this model's messages is noted on the clock."""
         return device == "cpu"
 
-    def reducer_times(self) -> ReducerTimes | None:
-        """How long averages of the latest measured backward took. None: torch measures none for this model."""
-        return None
-
     # -- a step ------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -223,11 +218,6 @@ class ReplicatedModel(ParallelModel):
 
     def communication_is_timed(self, parallel: Parallel, axes: ParallelDims, device: str) -> bool:
         return True
-
-    def reducer_times(self) -> ReducerTimes | None:
-        from lockstep.torch_internals.c10d import reducer_times
-
-        return reducer_times(self.module)
 
     @property
     def takes_buffers(self) -> bool:

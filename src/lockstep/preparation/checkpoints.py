@@ -378,14 +378,13 @@ class CheckpointMethods(AcceleratorParts):
         """
         self._step.clock.boundary()
 
-    def _save_at_boundary(self, ends: bool) -> str | None:
-        """Save where the next ``load_state`` will look; None where there is no such place. ``ends``: training, too."""
+    def _save_and_end(self) -> str | None:
+        """Save where the next ``load_state`` will look, and end training; None where there is no such place."""
         if self._preemption_hook is not None:
             place: str | None = self._preemption_hook()
         elif self._options.project.automatic_checkpoint_naming:
             place = self.save_state()
         else:
             place = None
-        if ends:
-            self.end_training()
+        self.end_training()
         return place

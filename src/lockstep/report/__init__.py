@@ -21,14 +21,6 @@ if not TYPE_CHECKING:
                 "thinned",
                 "WIDTH",
             ],
-            "compare": [
-                "comparison_sentences",
-                "MOST_RUNS",
-                "numbers_part",
-                "settings_that_differ",
-                "told_apart",
-            ],
-            "expected": ["expected_bytes", "expected_memory"],
             "live": [
                 "bar",
                 "job_screen",

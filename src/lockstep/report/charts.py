@@ -33,8 +33,6 @@ POINTS = 400
 SMOOTH_FROM = 400
 """Longer curves are drawn pale, with their mean over ``MEANS`` parts of the axis upon them."""
 MEANS = 160
-UNLIKE = (0, 3, 2, 5, 4, 6, 7, 8)
-"""Colours of several curves, the most unlike first."""
 
 
 @dataclass(frozen=True)
@@ -179,10 +177,6 @@ class Chart:
     note: str = ""
     is_stacked: bool = False
 
-    @property
-    def x_title(self) -> str:
-        return "time" if self.x.kind == "seconds" else "step"
-
 
 def line_chart(
     title: str,
@@ -191,10 +185,8 @@ def line_chart(
     *,
     from_zero: bool = False,
     may_log: bool = False,
-    x_kind: str = "count",
     marks: Sequence[float] = (),
     note: str = "",
-    smooth: bool = True,
 ) -> Chart | None:
     """Draw curves over one axis; None: there are none. ``marks``: values of x with an upright line each.
 
@@ -202,11 +194,11 @@ def line_chart(
     """
     if not lines:
         return None
-    x = scale_of(np.concatenate([one.x for one in lines]), x_kind, margin=0.0)
+    x = scale_of(np.concatenate([one.x for one in lines]), "count", margin=0.0)
     y = scale_of(np.concatenate([one.y for one in lines]), kind, from_zero, may_log)
     named = [(one.colour, one.name) for one in lines if not one.pale]
     count = max(POINTS // max(len(named), 1), 80)
-    shapes = [shape for one in lines for shape in _curve(one, x, y, count, smooth)]
+    shapes = [shape for one in lines for shape in _curve(one, x, y, count)]
     broken = np.concatenate([x.places(one.x[~np.isfinite(one.y)]) for one in lines])
     shapes.append(("broken", upright(np.rint(broken * 500) / 500, f"{HEIGHT}v-120"), ""))
     shapes.append(("mark", upright(x.places(np.array(marks[:200], dtype=float))), ""))
@@ -214,7 +206,7 @@ def line_chart(
     return Chart(title, x, y, shapes, named if len(named) > 1 else [], notes)
 
 
-def _curve(one: PlotLine, x: Scale, y: Scale, count: int, smooth: bool) -> list[tuple[str, str, str]]:
+def _curve(one: PlotLine, x: Scale, y: Scale, count: int) -> list[tuple[str, str, str]]:
     def drawn(at: FloatArray, values: FloatArray) -> str:
         return path(x.places(at), np.where(np.isfinite(values), y.places(values), np.nan))
 
@@ -222,7 +214,7 @@ def _curve(one: PlotLine, x: Scale, y: Scale, count: int, smooth: bool) -> list[
     if one.pale:
         return [(pale, drawn(*thinned(one.x, one.y, count // 2)), "")]
     extremes = drawn(*thinned(one.x, one.y, count))
-    if not smooth or len(one.x) <= SMOOTH_FROM:
+    if len(one.x) <= SMOOTH_FROM:
         return [(line, extremes, one.name)]
     return [(pale, extremes, ""), (line, drawn(*means(one.x, one.y)), one.name)]
 

@@ -35,7 +35,7 @@ STILL_S = 5.0
 """So long a rank may be still before that is marked; as long as the watch waits for a hang."""
 COLOURS = {RunStatus.RUNNING: "green", RunStatus.FINISHED: "blue", RunStatus.STOPPED: "blue"}
 """Of a run's status; any other is red."""
-IN_PLAIN_VIEW = {"start", "peak", "memory", "total"}
+IN_PLAIN_VIEW = {"start", "peak", "total"}
 """Events that are no news."""
 QUANTITIES = {
     "loss": "loss",
@@ -43,7 +43,7 @@ QUANTITIES = {
     "learning_rate": "learning rate",
     "step_seconds": "seconds a step",
 }
-KEYS = {"d": "dump all ranks' stacks", "s": "save", "x": "stop", "q": "leave"}
+KEYS = {"d": "dump all ranks' stacks", "x": "stop", "q": "leave"}
 
 
 def screen(run: RunHistory, now: float, job: JsonFields | None = None) -> RenderableType:
@@ -61,7 +61,7 @@ def screen(run: RunHistory, now: float, job: JsonFields | None = None) -> Render
             "tokens_per_second": numbers.tokens_per_second,
             "samples_per_second": numbers.samples_per_second,
             "mfu": numbers.peak_share,
-            "peak_bytes": numbers.memory.get("peak", math.nan),
+            "peak_bytes": numbers.peak_memory,
         }
         curves = {name: getattr(steps, name) for name in ("loss", "gradient_norm", "learning_rate")}
         known = {
@@ -109,7 +109,7 @@ def bar(share: float, width: int = BAR) -> str:
 
 
 def ranks_now(job: JsonFields) -> RenderableType:
-    """Show each rank's step and what it is doing now; slow and silent ones are marked."""
+    """Show each rank's step and what it is doing now; silent ones are marked."""
     ranks = job.objects("ranks")
     several_hosts = len({one.text("host") for one in ranks}) > 1
     rows = []
@@ -117,12 +117,10 @@ def ranks_now(job: JsonFields) -> RenderableType:
         host = f" on {one.text('host', 60)}" if several_hosts else ""
         words = [f"rank {whole(one.number('rank'))}{host}", f"step {whole(one.number('steps'))}"]
         silent_s, still_s, ended = one.number("silent_s"), one.number("still_s"), one.text("ended", 100)
-        remark, colour = ("slow", "red") if one.fields.get("is_slow") is True else ("", "green")
-        if ended:
-            remark, colour = "", "blue"
-        elif silent_s >= STILL_S:
+        remark, colour = "", "blue" if ended else "green"
+        if not ended and silent_s >= STILL_S:
             remark, colour = f"silent for {duration(silent_s)}", "red"
-        elif still_s >= STILL_S:
+        elif not ended and still_s >= STILL_S:
             remark, colour = f"nothing done for {duration(still_s)}", "red"
         rows.append(([*words, ended or one.text("part", 40) or "?"], one.number("own_s"), remark, colour))
     return _ranks("ranks now: step, part of it, own seconds of a step", rows)

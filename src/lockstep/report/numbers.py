@@ -9,11 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from lockstep.history.attempts import Attempt, RunStatus, attempts_of, status_of
-from lockstep.history.columns import MEMORY, PARTS, BoolArray, FloatArray
+from lockstep.history.columns import PARTS, BoolArray, FloatArray
 from lockstep.history.events import RunEvent, named
 from lockstep.history.goodput import Goodput, goodput_of
 from lockstep.history.read import RunHistory
-from lockstep.report.expected import expected_bytes, expected_memory
 
 NEWEST = 100
 """Steps over which the last value of a curve is averaged."""
@@ -42,9 +41,7 @@ class Curve:
 class StepTimes:
     """Seconds of a step. ``low``, ``high``, ``worst``: one in ten is below, one in ten above, one in a hundred above.
     ``early`` and ``late``: medians of the first and of the last fifth of the steps on as many ranks as the last one.
-    ``shares``: of the whole time, by ``columns.PARTS``. ``exposed``, ``hidden``: communication that a step waits for,
-    and that it does not, means over the steps that know it (NaN: none does). ``device_shares``: of the time on an
-    accelerator, in the steps that were measured there."""
+    ``shares``: of the whole time, by ``columns.PARTS``."""
 
     mean: float
     median: float
@@ -55,15 +52,6 @@ class StepTimes:
     late: float
     count: int
     shares: Mapping[str, float]
-    exposed: float
-    hidden: float
-    device_shares: Mapping[str, float]
-
-    @property
-    def hidden_share(self) -> float:
-        """Of all communication; NaN: not known."""
-        every = self.hidden + self.exposed
-        return self.hidden / every if every > 0 else math.nan
 
 
 @dataclass(frozen=True)
@@ -72,10 +60,9 @@ class RunNumbers:
 
     ``steps``: optimizer steps that count, ``again``: those that were done and thrown away. ``total_steps``: of the
     whole training, if the script has said it. ``tokens_missing``: steps of which tokens are not known.
-    ``bytes_per_step``: by axis, that this rank sends. ``memory``: bytes at the highest peak, by category and with
-    ``peak``. ``slow_ranks``: how many times the median rank's time each of them takes. ``recomputation``: FLOPs that
-    the hardware does for each one of the model. ``peak_share``: of the accelerators' peak (MFU), ``hardware_share``
-    with what is computed twice (HFU).
+    ``peak_memory``: bytes. ``slow_ranks``: how many times the median rank's time each of them takes.
+    ``recomputation``: FLOPs that the hardware does for each one of the model. ``peak_share``: of the accelerators' peak
+    (MFU), ``hardware_share`` with what is computed twice (HFU).
     """
 
     status: RunStatus
@@ -102,10 +89,7 @@ class RunNumbers:
     peak_share: float
     hardware_share: float
     recomputation: float
-    memory: Mapping[str, float]
-    memory_expected: Mapping[str, float]
-    bytes_per_step: Mapping[str, float]
-    bytes_expected: float
+    peak_memory: float
     rank_seconds: tuple[float, ...]
     slow_ranks: Mapping[int, float]
     checkpoints: tuple[RunEvent, ...]
@@ -143,7 +127,6 @@ def numbers_of(run: RunHistory, now: float) -> RunNumbers:
     step_times = _step_times(run, attempts, kept)
     spikes = named(run.events, "spike")
     known = [one for one in attempts if math.isfinite(one.first)]
-    started = next((one.started for one in reversed(attempts) if one.started), None)
     kept_steps = steps.step[kept]
     return RunNumbers(
         status=status,
@@ -172,12 +155,9 @@ def numbers_of(run: RunHistory, now: float) -> RunNumbers:
         recomputation=_ratio(
             float(np.nansum(steps.hardware_flops[both])), float(np.nansum(steps.model_flops[both]))
         ),
-        memory=_peak_memory(run),
-        memory_expected=expected_memory(started),
-        bytes_per_step={
-            axis: column.values[-1] for axis, column in steps.bytes_sent.items() if column.values
-        },
-        bytes_expected=expected_bytes(started),
+        peak_memory=max(steps.memory["peak"].values, default=math.nan)
+        if "peak" in steps.memory
+        else math.nan,
         rank_seconds=rank_seconds,
         slow_ranks=_slow(rank_seconds, step_times),
         checkpoints=tuple(named(run.events, "checkpoint")),
@@ -193,7 +173,7 @@ def _ratio(part: float, whole: float) -> float:
 
 
 def _rate(amount: FloatArray, seconds: FloatArray, rows: BoolArray) -> float:
-    """A second, over the steps of which the amount is known."""
+    """Return a second, over the steps of which the amount is known."""
     known = rows & np.isfinite(amount) & np.isfinite(seconds)
     return _ratio(float(amount[known].sum()), float(seconds[known].sum()))
 
@@ -254,20 +234,7 @@ def _step_times(run: RunHistory, attempts: list[Attempt], kept: BoolArray) -> St
         late=float(np.median(alike[-fifth:])),
         count=len(total),
         shares={part: value / whole for part, value in sums.items() if value > 0} if whole > 0 else {},
-        exposed=sums["communication"] / len(total),
-        hidden=_mean(steps.hidden[rows]),
-        device_shares=_shares(steps.on_device),
     )
-
-
-def _shares(seconds: Mapping[str, float]) -> dict[str, float]:
-    whole = sum(seconds.values())
-    return {part: value / whole for part, value in seconds.items()} if whole > 0 else {}
-
-
-def _mean(values: FloatArray) -> float:
-    known = values[np.isfinite(values)]
-    return float(known.mean()) if len(known) else math.nan
 
 
 def _like_last(attempts: list[Attempt]) -> BoolArray:
@@ -276,21 +243,6 @@ def _like_last(attempts: list[Attempt]) -> BoolArray:
     sizes = [str(one.world_size) for one in stepped]
     rows = [one.rows for one, size in zip(stepped, sizes, strict=True) if size == sizes[-1]]
     return np.logical_or.reduce(rows)
-
-
-def _peak_memory(run: RunHistory) -> dict[str, float]:
-    """The line with the greatest ``peak`` that any has."""
-    columns = run.steps.memory
-    if not columns:
-        return {}
-    count = len(run.steps)
-    memory = {name: columns[name].filled_forward(count) for name in (*MEMORY, "peak") if name in columns}
-    if "peak" not in memory:
-        memory["peak"] = np.nansum(np.vstack(list(memory.values())), axis=0) if memory else np.zeros(0)
-    if not np.isfinite(memory["peak"]).any():
-        return {}
-    row = int(np.nanargmax(memory["peak"]))
-    return {name: float(values[row]) for name, values in memory.items() if np.isfinite(values[row])}
 
 
 def _rank_seconds(run: RunHistory, attempts: list[Attempt]) -> tuple[float, ...]:

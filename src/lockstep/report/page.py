@@ -1,4 +1,4 @@
-"""Pages of one run, and of several beside each other: ``templates/``, filled in.
+"""The page of a run: ``templates/``, filled in.
 
 What stands in a page comes from files of others: all of it passes through ``plain_text``, and is escaped.
 """
@@ -17,14 +17,12 @@ from markupsafe import Markup
 
 from lockstep import words
 from lockstep.history.attempts import RunStatus
-from lockstep.history.columns import MEMORY
 from lockstep.history.events import configuration, environment
 from lockstep.history.goodput import LOST
 from lockstep.history.read import RunHistory
 from lockstep.report import views
-from lockstep.report.compare import comparison_sentences, settings_that_differ
 from lockstep.report.numbers import RunNumbers
-from lockstep.report.summary import chapters, headline, why_it_stopped
+from lockstep.report.summary import chapters, headline
 
 TEMPLATES = Path(__file__).parent / "templates"
 SCRIPT, STYLE = ((TEMPLATES / name).read_text("utf-8") for name in ("chart.js", "style.css"))
@@ -73,31 +71,6 @@ def run_page(run: RunHistory, numbers: RunNumbers, now: float) -> str:
     )
 
 
-def comparison_page(
-    runs: Sequence[RunHistory], numbers: Sequence[RunNumbers], names: Sequence[str], now: float
-) -> str:
-    """Return the page of several runs, which ``names`` tell apart."""
-    figures = [(title, *(figure(one) for one in numbers)) for title, figure in views.FIGURES.items()]
-    return _filled(
-        "comparison.html.j2",
-        runs=runs,
-        names=list(names),
-        every=list(zip(names, runs, numbers, strict=True)),
-        now=now,
-        title=", ".join(names),
-        status="",
-        chapters=[
-            ("What differs", comparison_sentences(runs, names)),
-            ("How they ended", [f"{name}: {why_it_stopped(one)}" for name, one in zip(names, numbers, strict=True)]),
-        ],
-        figures=[row for row in figures if any(row[1:])],
-        settings=[
-            (one.name, *(f"{value} ({source})" if source else value or "not set" for value, source in one.values))
-            for one in settings_that_differ(runs)
-        ],
-    )  # fmt: skip
-
-
 def template_environment() -> Environment:
     """Return what fills in the templates: escaped, with the words of ``lockstep.words`` as filters."""
     made = Environment(
@@ -117,7 +90,6 @@ def template_environment() -> Environment:
     made.globals |= {
         **constants,
         "LOST_COLOURS": LOST_COLOURS,
-        "MEMORY": MEMORY,
         "views": views,
         "policy": policy(),
     }

@@ -1,118 +1,56 @@
-"""One run, or several beside each other: as sentences, as JSON, as a page."""
+"""One run: as sentences, as JSON, as a page."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.history.read import RunHistory, read_run
-from lockstep.report.compare import (
-    check_count,
-    comparison_sentences,
-    numbers_part,
-    settings_that_differ,
-    told_apart,
-)
-from lockstep.report.language_model import LanguageModel
 from lockstep.report.numbers import Curve, RunNumbers, numbers_of
 from lockstep.report.summary import chapters, sentences
 
 FORMAT = "lockstep report 1"
-SINGLE, SEVERAL = "report.html", "comparison.html"
-"""The file that is written in the folder of the first run if no other is named."""
 
 
 @dataclass(frozen=True)
 class RunReport:
-    """What is said of ``runs``, whose ``names`` tell them apart, at ``now`` (seconds since 1970); and of how long
-    ``language_model`` would take at their rates."""
+    """What is said of a run at ``now`` (seconds since 1970)."""
 
-    runs: tuple[RunHistory, ...]
-    numbers: tuple[RunNumbers, ...]
-    names: tuple[str, ...]
+    run: RunHistory
+    numbers: RunNumbers
     now: float
-    language_model: LanguageModel | None = None
 
     @property
     def default_path(self) -> Path:
-        return self.runs[0].path / (SINGLE if len(self.runs) == 1 else SEVERAL)
+        """The file that is written if no other is named."""
+        return self.run.path / "report.html"
 
     def text(self) -> list[tuple[str, list[str]]]:
-        """(title, sentences): of one run what it did, of several what differs and each run's own."""
-        if len(self.runs) == 1:
-            comparisons = [
-                ("At this rate", self._rate(one)) for one in self.numbers if self.language_model is not None
-            ]
-            return [*chapters(self.numbers[0]), *comparisons]
-        own = [
-            (name, [*sentences(one), *self._rate(one)])
-            for name, one in zip(self.names, self.numbers, strict=True)
-        ]
-        return [("What differs", comparison_sentences(self.runs, self.names)), *own]
-
-    def _rate(self, numbers: RunNumbers) -> list[str]:
-        return [] if self.language_model is None else [self.language_model.sentence(numbers)]
+        """Return (title, sentences) of what it did."""
+        return chapters(self.numbers)
 
     def page(self) -> str:
-        """A complete HTML document that loads nothing."""
-        from lockstep.report.page import comparison_page, run_page
+        """Return a complete HTML document that loads nothing."""
+        from lockstep.report.page import run_page
 
-        if len(self.runs) == 1:
-            return run_page(self.runs[0], self.numbers[0], self.now)
-        return comparison_page(self.runs, self.numbers, self.names, self.now)
+        return run_page(self.run, self.numbers, self.now)
 
     def to_json(self) -> dict[str, object]:
-        """``format``; ``runs``: of each its ``name``, ``path``, ``sentences`` and all that ``plain.to_json`` has;
-        ``language_model_seconds``, if one was asked for; ``comparison``, null for one run: its ``sentences``,
-        ``settings`` that differ (``name``, ``values``, ``sources``), and for each run after the first where its
-        ``numbers`` part from those of the first (``compare.NumbersPart``)."""
-        model = self.language_model
-        runs = [
-            {
-                "name": name,
-                "path": str(run.path),
-                "sentences": [*sentences(one), *self._rate(one)],
-                **to_json(one),
-                **({} if model is None else {"language_model_seconds": plain_value(model.seconds(one))}),
-            }
-            for name, run, one in zip(self.names, self.runs, self.numbers, strict=True)
-        ]
-        return {"format": FORMAT, "runs": runs, "comparison": self._comparison()}
-
-    def _comparison(self) -> object:
-        if len(self.runs) == 1:
-            return None
-        first, *others = self.runs
-        settings = [
-            {
-                "name": one.name,
-                "values": [value for value, _ in one.values],
-                "sources": [source for _, source in one.values],
-            }
-            for one in settings_that_differ(self.runs)
-        ]
-        parts = [
-            {"name": name, **vars(numbers_part(first, run))}
-            for name, run in zip(self.names[1:], others, strict=True)
-        ]
-        sentences = comparison_sentences(self.runs, self.names)
-        return plain_value({"sentences": sentences, "settings": settings, "numbers": parts})
+        """Return ``format`` and ``runs``: of the one ``name``, ``path``, ``sentences`` and what ``to_json`` has."""
+        own = {"name": self.run.name, "path": str(self.run.path), "sentences": sentences(self.numbers)}
+        return {"format": FORMAT, "runs": [{**own, **to_json(self.numbers)}]}
 
 
-def report_of(
-    paths: Sequence[str | Path], now: float, language_model: LanguageModel | None = None
-) -> RunReport:
-    """Read the folders of these runs; ``language_model``: say how long its training would take.
+def report_of(path: str | Path, now: float) -> RunReport:
+    """Read the folder of a run.
 
     Raises:
-        ConfigError: one of them is no run's folder, or there are too many.
+        ConfigError: it is no run's folder.
     """
-    check_count(paths)
-    runs = tuple(read_run(path) for path in paths)
-    numbers = tuple(numbers_of(run, now) for run in runs)
-    return RunReport(runs, numbers, tuple(told_apart(runs)), now, language_model)
+    run = read_run(path)
+    return RunReport(run, numbers_of(run, now), now)
 
 
 def to_json(numbers: RunNumbers) -> dict[str, object]:
@@ -120,10 +58,10 @@ def to_json(numbers: RunNumbers) -> dict[str, object]:
 
     ``status``, ``started``, ``last_sign`` (seconds since 1970), ``starts``, ``world_sizes``, ``steps``,
     ``steps_again``, ``first_step``, ``last_step``, ``total_steps``, ``seconds_left``, ``samples``, ``tokens``,
-    ``epoch``, ``loss``, ``gradient_norm``, ``step_seconds``, ``shares`` (of a step's time), ``device_shares``,
-    ``hidden_communication_share``, ``samples_per_second``, ``tokens_per_second``, ``model_flops_per_second``,
-    ``mfu``, ``hfu``, ``recomputation``, ``wall_seconds``, ``goodput``, ``lost_seconds``, ``memory_bytes``,
-    ``memory_expected_bytes``, ``bytes_per_step``, ``bytes_per_step_expected``, ``rank_seconds``, ``slow_ranks``,
+    ``epoch``, ``loss``, ``gradient_norm``, ``step_seconds``, ``shares`` (of a step's time),
+    ``samples_per_second``, ``tokens_per_second``, ``model_flops_per_second``,
+    ``mfu``, ``hfu``, ``recomputation``, ``wall_seconds``, ``goodput``, ``lost_seconds``, ``peak_memory_bytes``,
+    ``rank_seconds``, ``slow_ranks``,
     ``checkpoints``, ``hangs``, ``damage``, ``spikes``, ``batches_skipped``.
     """
     times, wall = numbers.step_times, numbers.goodput
@@ -148,8 +86,6 @@ def to_json(numbers: RunNumbers) -> dict[str, object]:
             name: getattr(times, name) for name in ("mean", "median", "low", "high", "worst", "early", "late")
         },
         "shares": {} if times is None else times.shares,
-        "device_shares": {} if times is None else times.device_shares,
-        "hidden_communication_share": None if times is None else times.hidden_share,
         "samples_per_second": numbers.samples_per_second,
         "tokens_per_second": numbers.tokens_per_second,
         "model_flops_per_second": numbers.model_flops_per_second,
@@ -159,10 +95,7 @@ def to_json(numbers: RunNumbers) -> dict[str, object]:
         "wall_seconds": None if wall is None else wall.total,
         "goodput": None if wall is None else wall.share,
         "lost_seconds": {} if wall is None else wall.lost,
-        "memory_bytes": numbers.memory,
-        "memory_expected_bytes": numbers.memory_expected,
-        "bytes_per_step": numbers.bytes_per_step,
-        "bytes_per_step_expected": numbers.bytes_expected,
+        "peak_memory_bytes": numbers.peak_memory,
         "rank_seconds": numbers.rank_seconds,
         "slow_ranks": numbers.slow_ranks,
         "checkpoints": len(numbers.checkpoints),

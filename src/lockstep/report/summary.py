@@ -220,7 +220,7 @@ def _to_do(numbers: RunNumbers) -> str:
 
 
 def _hung_before(numbers: RunNumbers) -> str:
-    """What the watch said of the last start, where an error may only follow from it."""
+    """Return what the watch said of the last start, where an error may only follow from it."""
     hangs = named(numbers.attempts[-1].events, "hang") if numbers.attempts else []
     return f" Before that it stood still: {hangs[-1].sentence.rstrip('.')}." if hangs else ""
 
@@ -242,6 +242,6 @@ def headline(numbers: RunNumbers) -> list[tuple[str, str]]:
         ("MFU", percent(numbers.peak_share) if math.isfinite(numbers.peak_share) else ""),
         ("goodput", percent(wall.share) if wall and math.isfinite(wall.share) else ""),
         ("on the clock", duration(wall.total) if wall else ""),
-        ("peak memory", bytes_text(numbers.memory["peak"]) if "peak" in numbers.memory else ""),
+        ("peak memory", bytes_text(numbers.peak_memory) if math.isfinite(numbers.peak_memory) else ""),
     ]
     return [(name, value) for name, value in rows if value]

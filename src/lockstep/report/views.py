@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from lockstep.history.columns import PARTS, FloatArray, bounded
+from lockstep.history.columns import PARTS, FloatArray
 from lockstep.history.events import RunEvent, named
 from lockstep.history.read import RunHistory
-from lockstep.report.charts import UNLIKE, Chart, PlotLine, Scale, line_chart, stacked_chart
-from lockstep.report.compare import distances
+from lockstep.report.charts import Chart, PlotLine, Scale, line_chart, stacked_chart
 from lockstep.report.numbers import RunNumbers
-from lockstep.words import bytes_text, date, digits, duration, percent, plain_text, short, whole
+from lockstep.words import bytes_text, date, duration, plain_text, short, whole
 
 MOST_LOGGED = 8
 """Charts of what a script has logged."""
@@ -33,39 +32,19 @@ PART_NAMES = {
 }
 PART_COLOURS = {part: place % 10 for place, part in enumerate(PARTS)}
 """The last has the first one's: with it there is no other of the two."""
-MEMORY_COLOURS = {"weights": 0, "gradients": 1, "optimizer": 2, "activations": 3, "other": 9}
 LANES = (
     ("checkpoints", ("checkpoint",), 2),
     ("restarts", ("restart", "loaded"), 0),
     ("hangs", ("hang",), 5),
-    ("slow ranks", ("slow",), 7),
     ("spikes", ("spike", "capsule"), 3),
     ("damage", ("damage",), 6),
     ("errors, stops", ("error", "stop"), 5),
 )
 """Title, names of events and colour of each row of marks."""
-KNOWN = {"start", "end", "memory", "peak", "total"}.union(*(names for _, names, _ in LANES))
-NOT_LISTED = ("checkpoint", "memory", "peak", "total")
+KNOWN = {"start", "end", "peak", "total"}.union(*(names for _, names, _ in LANES))
+NOT_LISTED = ("checkpoint", "peak", "total")
 YES_OR_NO = {"True": "yes", "False": "no"}
 OF_EVERY_EVENT = ("event", "time", "attempt", "step")
-FIGURES: dict[str, Callable[[RunNumbers], str]] = {
-    "ended": lambda one: one.status.value,
-    "ranks": lambda one: ", ".join(str(size) for size in one.world_sizes[-4:]),
-    "steps": lambda one: whole(one.steps),
-    "loss at the end": lambda one: digits(one.loss.last, 5) if one.loss else "",
-    "lowest loss": lambda one: digits(one.loss.least, 5) if one.loss else "",
-    "a step": lambda one: duration(one.step_times.median) if one.step_times else "",
-    "samples/s": lambda one: if_known(one.samples_per_second, short),
-    "tokens/s": lambda one: if_known(one.tokens_per_second, short),
-    "MFU": lambda one: if_known(one.peak_share, percent),
-    "goodput": lambda one: if_known(one.goodput.share, percent) if one.goodput else "",
-    "on the clock": lambda one: duration(one.goodput.total) if one.goodput else "",
-    "peak memory": lambda one: bytes_text(one.memory["peak"]) if "peak" in one.memory else "",
-    "sent in a step": lambda one: bytes_text(sum(one.bytes_per_step.values())) if one.bytes_per_step else "",
-    "starts": lambda one: whole(len(one.attempts)),
-    "spikes": lambda one: whole(len(one.spikes)),
-}
-"""Of the table of several runs."""
 
 
 def if_known(value: float, text: Callable[[float], str] = whole) -> str:
@@ -75,18 +54,15 @@ def if_known(value: float, text: Callable[[float], str] = whole) -> str:
 # -- curves -------------------------------------------------------------------------------------------------
 
 
-def curves(runs: Sequence[RunHistory], names: Sequence[str], spikes: Sequence[RunEvent] = ()) -> list[Chart]:
-    """Draw what the runs computed and how fast, over their steps: a chart for each quantity."""
+def curves(run: RunHistory, spikes: Sequence[RunEvent] = ()) -> list[Chart]:
+    """Draw what the run computed and how fast, over its steps: a chart for each quantity."""
     marks = [event.step for event in spikes if math.isfinite(event.step)]
-    alone = len(runs) == 1
     charts = [
-        _quantity("Loss", "loss", runs, names, marks, may_log=True),
-        None if alone else _quantity("Loss by time", "loss", runs, names, by_time=True, may_log=True),
-        _quantity("Gradient norm", "gradient_norm", runs, names, marks, may_log=True),
-        _quantity("Learning rate", "learning_rate", runs, names),
-        _throughput(runs, names),
-        *([_logged(runs[0], name) for name in list(runs[0].steps.logged)[:MOST_LOGGED]] if alone else ()),
-        None if alone else _distances(runs, names),
+        _quantity("Loss", "loss", run, marks, may_log=True),
+        _quantity("Gradient norm", "gradient_norm", run, marks, may_log=True),
+        _quantity("Learning rate", "learning_rate", run, from_zero=True),
+        _throughput(run),
+        *(_logged(run, name) for name in list(run.steps.logged)[:MOST_LOGGED]),
     ]
     return [chart for chart in charts if chart is not None]
 
@@ -94,35 +70,18 @@ def curves(runs: Sequence[RunHistory], names: Sequence[str], spikes: Sequence[Ru
 def _quantity(
     title: str,
     quantity: str,
-    runs: Sequence[RunHistory],
-    names: Sequence[str],
+    run: RunHistory,
     marks: Sequence[float] = (),
-    by_time: bool = False,
     may_log: bool = False,
+    from_zero: bool = False,
 ) -> Chart | None:
-    lines = []
-    for colour, run, name in zip(UNLIKE, runs, names, strict=False):
-        steps, values = run.steps, getattr(run.steps, quantity)
-        rows = steps.kept & steps.written.get(quantity, np.isfinite(values))
-        at = steps.step
-        if by_time:
-            rows &= np.isfinite(steps.time)
-            # A clock may be set back, but the axis has to ascend.
-            at = np.maximum.accumulate(np.nan_to_num(steps.time))
-            at = at - at[rows][:1].sum()
-        if rows.any():
-            lines.append(PlotLine(name or title, at[rows], values[rows], colour))
-        if len(runs) == 1 and lines:
-            lines += _done_again(run, values)
-    return line_chart(
-        title,
-        lines,
-        may_log=may_log,
-        x_kind="seconds" if by_time else "count",
-        marks=marks,
-        note="dotted: spikes" if marks else "",
-        from_zero=quantity == "learning_rate",
-    )
+    steps, values = run.steps, getattr(run.steps, quantity)
+    rows = steps.kept & steps.written.get(quantity, np.isfinite(values))
+    if not rows.any():
+        return None
+    lines = [PlotLine(title, steps.step[rows], values[rows]), *_done_again(run, values)]
+    note = "dotted: spikes" if marks else ""
+    return line_chart(title, lines, may_log=may_log, marks=marks, note=note, from_zero=from_zero)
 
 
 def _done_again(run: RunHistory, values: FloatArray) -> Iterator[PlotLine]:
@@ -135,21 +94,15 @@ def _done_again(run: RunHistory, values: FloatArray) -> Iterator[PlotLine]:
         yield PlotLine("", steps.step[mine], values[mine], colour=3, pale=True)
 
 
-def _throughput(runs: Sequence[RunHistory], names: Sequence[str]) -> Chart | None:
-    """Draw tokens in a second, or samples, or steps; None where the runs do not have the same."""
-    lines, units = [], set()
-    for colour, run, name in zip(UNLIKE, runs, names, strict=False):
-        steps, kept = run.steps, run.steps.kept
-        amounts = {"tokens": steps.tokens, "samples": steps.samples, "steps": np.ones(len(steps))}
-        unit = next((unit for unit, amount in amounts.items() if np.nansum(amount[kept]) > 0), "steps")
-        units.add(unit)
-        rows = kept & np.isfinite(amounts[unit]) & (steps.total > 0) & np.isfinite(steps.total)
-        if rows.any():
-            rate = amounts[unit][rows] / steps.total[rows]
-            lines.append(PlotLine(name or f"{unit}/s", steps.step[rows], rate, colour))
-    if len(units) > 1:
-        return None
-    return line_chart("Throughput", lines, "count", from_zero=True, note=f"{units.pop()}/s")
+def _throughput(run: RunHistory) -> Chart | None:
+    """Draw tokens in a second, or samples, or steps."""
+    steps, kept = run.steps, run.steps.kept
+    amounts = {"tokens": steps.tokens, "samples": steps.samples, "steps": np.ones(len(steps))}
+    unit = next((unit for unit, amount in amounts.items() if np.nansum(amount[kept]) > 0), "steps")
+    rows = kept & np.isfinite(amounts[unit]) & (steps.total > 0) & np.isfinite(steps.total)
+    rate = amounts[unit][rows] / steps.total[rows]
+    lines = [PlotLine(f"{unit}/s", steps.step[rows], rate)] if rows.any() else []
+    return line_chart("Throughput", lines, "count", from_zero=True, note=f"{unit}/s")
 
 
 def _logged(run: RunHistory, name: str) -> Chart | None:
@@ -160,17 +113,6 @@ def _logged(run: RunHistory, name: str) -> Chart | None:
     title = plain_text(name, 80)
     lines = [PlotLine(title, run.steps.step[rows][kept], values)] if np.isfinite(values).any() else []
     return line_chart(title, lines, note="logged")
-
-
-def _distances(runs: Sequence[RunHistory], names: Sequence[str]) -> Chart | None:
-    lines = []
-    for colour, run, name in zip(UNLIKE[1:], runs[1:], names[1:], strict=False):
-        steps, far = distances(runs[0], run)
-        known = np.isfinite(far) & (far > 0)
-        if known.any():
-            lines.append(PlotLine(name, steps[known], far[known], colour))
-    note = f"from {names[0]}, in parts of it"
-    return line_chart("Distance of the losses", lines, may_log=True, note=note)
 
 
 # -- a step's time, and memory ------------------------------------------------------------------------------
@@ -189,53 +131,14 @@ def step_seconds(run: RunHistory, shares: Mapping[str, float]) -> Chart | None:
     return stacked_chart("Seconds of a step", run.steps.step[rows], bands, "seconds")
 
 
-def sent_rows(run: RunHistory, bytes_per_step: Mapping[str, float]) -> list[Sequence[object]]:
-    """Return axis, bytes of a step, bytes of all steps."""
-    count, kept = len(run.steps), run.steps.kept
-    return [
-        (axis, bytes_text(value), bytes_text(float(np.nansum(run.steps.bytes_sent[axis].filled_forward(count)[kept]))))
-        for axis, value in bytes_per_step.items()
-    ]  # fmt: skip
-
-
 def memory_of_run(run: RunHistory) -> Chart | None:
-    """Draw memory at the peak of a step, over the run: by category, where categories are known."""
-    memory, kept = run.steps.memory, run.steps.kept
-    filled = {name: column.filled_forward(len(run.steps))[kept] for name, column in memory.items()}
-    bands = [
-        (name if "activations" in memory or name != "other" else "other, with activations", filled[name], colour)
-        for name, colour in MEMORY_COLOURS.items()
-        if name in filled and np.isfinite(filled[name]).any()
-    ]  # fmt: skip
-    at = run.steps.step[kept]
-    if bands:
-        return stacked_chart("At the peak of a step", at, bands, "bytes", note="rank 0")
-    peak = [PlotLine("peak", at, filled["peak"])] if "peak" in filled else []
-    return line_chart("Peak of a step", peak, "bytes", from_zero=True, note="rank 0")
-
-
-def memory_of_step(run: RunHistory) -> tuple[Chart, str] | None:
-    """Draw memory over the step that was measured last, with a sentence on where it is highest."""
-    events = named(run.events, "memory")
-    lists = [
-        one for one in (events[-1].items("points") if events else []) if type(one) is list and len(one) > 1
-    ]
-    found = [
-        (bounded(one[0]), bounded(one[1]), plain_text(one[2], 80) if len(one) > 2 else "") for one in lists
-    ]
-    points = sorted(one for one in found if math.isfinite(one[0]) and math.isfinite(one[1]))
-    if len(points) < 2:
+    """Draw the peak of memory, over the run."""
+    if "peak" not in run.steps.memory:
         return None
-    after, size, label = max(points, key=lambda one: one[1])
-    x, y = (np.array([one[place] for one in points]) for place in (0, 1))
-    note = f"step {events[-1].step:.0f}" if math.isfinite(events[-1].step) else ""
-    memory = [PlotLine("memory", x, y, colour=3)]
-    chart = line_chart(
-        "Over one step", memory, "bytes", from_zero=True, x_kind="seconds", note=note, smooth=False
-    )
-    at = f" at {label}" if label else ""
-    assert chart is not None
-    return chart, f"Highest: {bytes_text(size)} after {duration(after)}{at}."
+    kept = run.steps.kept
+    values = run.steps.memory["peak"].filled_forward(len(run.steps))[kept]
+    lines = [PlotLine("peak", run.steps.step[kept], values)]
+    return line_chart("Peak of a step", lines, "bytes", from_zero=True, note="rank 0")
 
 
 # -- on the clock -------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -91,21 +91,6 @@ def form_buckets(replica: DistributedDataParallel) -> None:
     Relies on: ``reducer._rebuild_buckets`` after a ``prepare_for_backward`` in which every gradient has arrived.
     """
     replica.reducer._rebuild_buckets()
-
-
-class ReducerTimes(NamedTuple):
-    """Of the latest backward of a model under DDP that torch has measured, the ``iteration``-th: seconds in which
-    averages travelled while it computed."""
-
-    iteration: int
-    hidden: float
-
-
-def reducer_times(model: DistributedDataParallel) -> ReducerTimes:
-    """Of iteration 0 before the first. Relies on: ``_get_ddp_logging_data``, with times in nanoseconds."""
-    logged = model._get_ddp_logging_data()
-    nanoseconds = int(logged.get("backward_compute_comm_overlap_time", 0))
-    return ReducerTimes(int(logged.get("iteration", 0)), nanoseconds / 1e9)
 
 
 def traced() -> Any:

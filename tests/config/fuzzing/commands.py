@@ -169,7 +169,7 @@ LAUNCH_FLAGS: dict[str, Pool] = {
         "'a,a' | '' | ',' | '-oX=y' | 'a;id' | 'a:0' | 'a:x' | 'a:1:2' | '$(id)'",
     ),
     "slurm_option": words({"partition=gpu": ANY}, "partition | '=x' | '-x=1' | \"a=b\\nc\" | 'a b=c'"),
-    "k8s": words({"jobset": ANY, "trainjob": ANY, "pytorchjob": ANY}, "pod | '' | 1"),
+    "k8s": words({"jobset": ANY}, "trainjob | pod | '' | 1"),
     "k8s_option": words({"image=registry/x:1": ANY}, "image | '=x' | 'nonsense_q=1' | \"image=a\\nb\""),
     "forward_env": words({"MY_VALUE": ANY}, "'A B' | 'A=B' | '1A' | '' | 'A;B'"),
     "slurm": RUN["use_cpu"],

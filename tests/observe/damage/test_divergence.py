@@ -117,50 +117,6 @@ def test_damage_is_found_by_the_next_check(run_distributed: Any) -> None:
     assert run_distributed(within, 2, 4, 6) == [[8, 12]] * 2
 
 
-def heal(damaged_rank: int, at: int) -> dict[str, torch.Tensor]:
-    """Train; after step ``at``, before its check, one rank's weight and its optimizer state are overwritten."""
-    accelerator = Accelerator(cpu=True, kwargs_handlers=[DamageChecks(divergence_every=2, heal=True)])
-    model = zero_problem.make_model()
-    model, optimizer = accelerator.prepare(model, zero_problem.make_optimizer("adamw", model))
-    weight = dict(accelerator.unwrap_model(model).named_parameters())[WEIGHT]
-    steps = 0
-
-    def overwrite(*_: Any) -> None:
-        nonlocal steps
-        steps += 1
-        if steps == at and accelerator.process_index == damaged_rank:
-            weight.data.view(-1)[4] *= 3
-            optimizer.state[weight]["exp_avg"].zero_()
-
-    optimizer.optimizer.register_step_post_hook(overwrite)
-    rank, world_size = accelerator.process_index, accelerator.num_processes
-    for tokens, labels in zero_problem.make_batches(8):
-        loss = zero_problem.loss_of(model, tokens.chunk(world_size)[rank], labels.chunk(world_size)[rank])
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-    return {name: p.detach().clone() for name, p in accelerator.unwrap_model(model).named_parameters()}
-
-
-def test_healed_ranks_train_on_as_if_nothing_had_been(run_distributed: Any) -> None:
-    expected = run_distributed(heal, 4, -1, 4)[0]
-    for found in run_distributed(heal, 4, 2, 4):
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-def heal_two() -> str:
-    try:
-        heal(1, 4)
-    except DamageError as error:
-        return str(error)
-    return ""
-
-
-def test_two_ranks_have_no_majority_to_heal_by(run_distributed: Any) -> None:
-    for message in run_distributed(heal_two, 2):
-        assert "ranks 0, 1 from each other, so no majority shows which value is right" in message
-
-
 class Tiny(torch.nn.Module):
     """Some layers, and a scalar, which ZeRO leaves whole on each rank."""
 
@@ -204,10 +160,9 @@ def many_steps(parallels: list[str], steps: int) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("steps", [60, pytest.param(200, marks=pytest.mark.exhaustive)])
-def test_many_steps_raise_no_false_alarm(run_distributed: Any, steps: int) -> None:
+def test_many_steps_raise_no_false_alarm(run_distributed: Any) -> None:
     ddp, one, two, three, split = run_distributed(
-        many_steps, 2, ["ddp", "zero=1", "zero=2", "zero=3", "tp=2"], steps
+        many_steps, 2, ["ddp", "zero=1", "zero=2", "zero=3", "tp=2"], 40
     )[0]
     assert ddp == 5
     assert one == two == three == 1  # the scalar, which each rank has; shards are on one rank each
@@ -262,7 +217,6 @@ def test_in_a_world_of_one_there_is_nothing_to_compare() -> None:
         ({"divergence_every": True}, "divergence_every is True"),
         ({"max_skips": 1.5}, "max_skips is 1.5"),
         ({"bad_gradients": "skp"}, "Did you mean 'skip'?"),
-        ({"heal": True}, "divergence_every is 0"),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:

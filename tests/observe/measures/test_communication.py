@@ -99,28 +99,6 @@ def test_what_cannot_be_told_apart_is_absent(run_distributed: Any) -> None:
             assert seconds["forward_backward"] > 0 and abs(rest - seconds["total"]) <= 1e-9
 
 
-def hidden_of_ddp() -> tuple[list[float], list[float]]:
-    """Seconds that measures tell, and those that torch's own log has behind each step."""
-    accelerator = Accelerator(parallel="ddp")
-    model: Any = torch.nn.Sequential(*(torch.nn.Linear(128, 128) for _ in range(8)))
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = accelerator.prepare(model, optimizer)
-    from_torch = []
-    for _ in range(6):
-        accelerator.backward(model(torch.randn(4, 128)).square().mean())
-        from_torch.append(model._get_ddp_logging_data().get("backward_compute_comm_overlap_time", 0) / 1e9)
-        optimizer.step()
-        optimizer.zero_grad()
-    accelerator.end_training()
-    hidden = [step.hidden_communication_seconds for step in accelerator.measures.recent]
-    return [seconds for seconds in hidden if seconds is not None], from_torch
-
-
-def test_what_ddp_hides_is_what_torch_measures(run_distributed: Any) -> None:
-    for hidden, from_torch in run_distributed(hidden_of_ddp, 2):
-        assert hidden and set(hidden) <= set(from_torch)
-
-
 def collectives_of_steps(measured: bool) -> list[tuple[str, int]]:
     """Of five steps, with clipping, as ``communication`` records them."""
     accelerator = Accelerator()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 
 from lockstep import Accelerator
 from lockstep.history import read_lines
-from lockstep.observe.measures import FREE_KINDS, SHARE, FlopCounts
 from parallel.split_problem import gpt, make_llama
 
 LAYERS, WIDTH, LENGTH, VOCABULARY, ROWS, STEPS = 2, 32, 16, 64, 8, 3
@@ -186,21 +184,22 @@ def test_a_script_says_what_cannot_be_counted() -> None:
 
 
 def of_this_rank(cases: list[tuple[str, str, bool]]) -> list[Any]:
-    """(model, hardware) operations of a step on this rank, and bytes by axis, case by case."""
+    """(model, hardware) operations of a step on this rank, case by case."""
     found = []
     for kind, parallel, by_train_step in cases:
         accelerator = Accelerator(parallel=parallel)
         train(accelerator, kind, by_train_step)
-        sent = accelerator.measures.bytes_sent
         counts = accelerator.measures._ended.counts
         assert counts is not None, (kind, parallel, accelerator.measures.flops_unknown_because)
-        found.append((counts.model, counts.hardware, sent))
+        found.append((counts.model, counts.hardware))
     return found
 
 
 SPREAD = ["ddp", "zero=1", "zero=3", "zero=3 activation=full", "tp=2", "pp=2"]
 CASES = [
-    *((kind, parallel, False) for kind in ("gpt", "llama") for parallel in SPREAD),
+    *(("gpt", parallel, False) for parallel in SPREAD),
+    ("llama", "zero=3", False),
+    ("llama", "tp=2", False),
     ("gpt", "pp=2", True),
 ]
 
@@ -210,6 +209,7 @@ def test_two_ranks_compute_together_what_one_process_computes(run_distributed: A
         (kind, activation): of_this_rank([(kind, activation, False)])[0]
         for kind in ("gpt", "llama")
         for activation in ("", "activation=full")
+        if (kind, activation) != ("llama", "activation=full")
     }
     assert whole["gpt", ""][0] == FORMULA
     by_rank = run_distributed(of_this_rank, 2, CASES, timeout_s=250)
@@ -218,25 +218,6 @@ def test_two_ranks_compute_together_what_one_process_computes(run_distributed: A
         for what in (0, 1):
             both = sum(ranks[number][what] for ranks in by_rank)
             assert both == one[what], (kind, parallel, what)
-
-
-def test_bytes_are_those_of_the_formula_by_axis(run_distributed: Any) -> None:
-    from lockstep.config import Parallel
-    from lockstep.plan import ModelSize, sent_bytes
-
-    names = ["ddp", "zero=1", "zero=3"]
-    # A small model is gathered once in a step if its blocks are not named.
-    cases = [("gpt", parallel + " blocks=blocks.*" * (parallel != "ddp"), False) for parallel in names]
-    by_rank = run_distributed(of_this_rank, 2, cases, timeout_s=250)
-    model = made("gpt")
-    numel = sum(p.numel() for p in model.parameters())
-    blocks = sum(p.numel() for p in model.blocks.parameters())  # type: ignore[union-attr,operator]
-    size = ModelSize(parameters=numel, trainable=numel, root=numel - blocks)
-    for number, parallel in enumerate(names):
-        ((axis, sent),) = by_rank[0][number][2].items()
-        assert axis == ("replicate" if parallel == "ddp" else "shard")
-        expected = sent_bytes(size, 2, Parallel.parse(parallel), "no").total
-        assert sent == pytest.approx(expected, rel=0.01)
 
 
 def with_a_folder(folder: str) -> Any:
@@ -263,30 +244,3 @@ def test_rank_0_hears_of_the_others_without_a_collective(tmp_path: Path, run_dis
     assert list(read_lines(tmp_path / "measures.jsonl"))[-1]["flops"] == flops
     peaks = [line for line in read_lines(tmp_path / "events.jsonl") if line["event"] == "peak"]
     assert [peak["dtype"] for peak in peaks] == ["fp32"]
-
-
-def test_ever_new_lengths_are_counted_within_a_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counting a call takes a second by this clock, and what is between steps as long as the test says."""
-    now = 0.0
-    monkeypatch.setattr(time, "perf_counter", lambda: now)
-    counts = FlopCounts()
-
-    def step(length: int, seconds_before: float) -> float | None:
-        nonlocal now
-        now += seconds_before
-        counts.call_begins(length)
-        torch.mm(torch.ones(length, 2), torch.ones(2, 3))
-        now += 1
-        counts.call_ends()
-        counts.backward_begins(averages=False)
-        counts.backward_ends(is_complete=True)
-        found = counts.counts_of(counts.step_ends())
-        return None if found is None else found.model
-
-    assert step(1, 0) is None  # the first step is left alone
-    for length in range(1, FREE_KINDS + 1):
-        assert step(length, 0) == 2 * length * 2 * 3
-    assert step(100, 0) is None
-    assert step(1, 0) == 2 * 2 * 3  # a known one stays known
-    assert step(100, (FREE_KINDS + 1) / SHARE) == 2 * 100 * 2 * 3
-    assert step(101, 0) is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +12,7 @@ from lockstep.config.sources import inherited_environment
 from lockstep.errors import ConfigError
 from lockstep.launch.backend import Command, forwarded, is_secret
 from lockstep.launch.console import say
-from lockstep.launch.kubernetes.kinds import KINDS
+from lockstep.launch.kubernetes.jobset import jobset
 from lockstep.launch.kubernetes.options import KubernetesOptions, parse_options
 from lockstep.launch.kubernetes.pod import SECRET_KEY, KubernetesObject, program
 from lockstep.launch.plan import LaunchPlan
@@ -23,7 +22,7 @@ MAKE_SECRET = "python3 -c 'import secrets; print(secrets.token_hex(32))'"
 
 
 def commands(plan: LaunchPlan) -> list[Command]:
-    """What is to be run with the manifests, which are its standard input."""
+    """Return what is to be run with the manifests, which are its standard input."""
     return [Command(("kubectl", "create", "-f", "-"), title="any machine", stdin=manifests(plan))]
 
 
@@ -56,13 +55,8 @@ def manifests(plan: LaunchPlan) -> str:
     """
     _check(plan)
     options = parse_options(plan.transport.options, _script(plan))
-    documents = documents_of(plan, options)
-    return "".join(f"# {line}\n" for line in _comments(plan, options)) + as_yaml(documents)
-
-
-def documents_of(plan: LaunchPlan, options: KubernetesOptions) -> list[KubernetesObject]:
-    """The resources of a plan's kind, as data."""
-    return KINDS[plan.transport.kind or "jobset"](plan, options, _named(plan))
+    document = jobset(plan, options, _named(plan))
+    return "".join(f"# {line}\n" for line in _comments(plan, options)) + as_yaml(document)
 
 
 def _check(plan: LaunchPlan) -> None:
@@ -80,7 +74,7 @@ def _check(plan: LaunchPlan) -> None:
 
 
 def _named(plan: LaunchPlan) -> dict[str, str]:
-    """The variables that ``--forward-env`` names; nothing else of this machine concerns a container."""
+    """Return the variables that ``--forward-env`` names; nothing else of this machine concerns a container."""
     environ = inherited_environment()
     for name in plan.transport.forward_env:
         if is_secret(name):
@@ -131,9 +125,9 @@ def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
 _Dumper.add_representer(str, _text)
 
 
-def as_yaml(documents: Sequence[KubernetesObject]) -> str:
-    """The documents, one after the other."""
-    return yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, default_flow_style=False, width=1000)
+def as_yaml(document: KubernetesObject) -> str:
+    """Return the text of a document."""
+    return yaml.dump(document, Dumper=_Dumper, sort_keys=False, default_flow_style=False, width=1000)
 
 
 if not TYPE_CHECKING:

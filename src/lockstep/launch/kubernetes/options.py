@@ -64,7 +64,7 @@ RULES = {
         MAX_SUBDOMAIN,
         "the name of a resource, such as amd.com/gpu",
     ),
-    **dict.fromkeys(("secret", "service_account", "runtime"), SUBDOMAIN),
+    **dict.fromkeys(("secret", "service_account"), SUBDOMAIN),
 }
 
 
@@ -80,8 +80,7 @@ class Claim:
 class KubernetesOptions:
     """What the manifests need beside the launch plan. None: not said.
 
-    ``cpu``, ``memory``, ``gpus`` are those of one machine. ``secret`` names the Secret with the run's secret,
-    ``runtime`` a ClusterTrainingRuntime of the cluster, for a TrainJob that is to use it.
+    ``cpu``, ``memory``, ``gpus`` are those of one machine. ``secret`` names the Secret with the run's secret.
     """
 
     image: str
@@ -94,7 +93,6 @@ class KubernetesOptions:
     secret: str | None = None
     claim: Claim | None = None
     service_account: str | None = None
-    runtime: str | None = None
 
     @property
     def secret_name(self) -> str:
@@ -102,7 +100,7 @@ class KubernetesOptions:
 
 
 def parse_options(given: Mapping[str, str], script: str) -> KubernetesOptions:
-    """The options of a launch; the name is by default that of the script.
+    """Return the options of a launch; the name is by default that of the script.
 
     Raises:
         ConfigError: an option is unknown, the image is missing, or a value breaks a rule of Kubernetes.
@@ -125,7 +123,7 @@ def parse_options(given: Mapping[str, str], script: str) -> KubernetesOptions:
 
 
 def job_name_of(script: str) -> str:
-    """A name for the job, from that of a script or module: ``my/Train_it.py`` gives ``train-it``."""
+    """Return a name for the job, from that of a script or module: ``my/Train_it.py`` gives ``train-it``."""
     stem = script.rstrip("/").rpartition("/")[2].removesuffix(".py").lower()
     words = re.findall(r"[a-z0-9]+", stem)
     return "-".join(words).lstrip("0123456789-")[:40].strip("-") or "train"

@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import dataclass
 
 from lockstep.config.files import JsonObject
 from lockstep.config.settings import DECLARED, THREADS_VARIABLE
 from lockstep.config.sources import SECRET_VARIABLE
 from lockstep.config.values import RENDEZVOUS_KEYS, USUAL_PORT
-from lockstep.errors import ConfigError
 from lockstep.launch.kubernetes.options import KubernetesOptions
 from lockstep.launch.plan import FaultPolicy, LaunchPlan
-from lockstep.runtime.failure import PREEMPTED
 
 PORT = USUAL_PORT
 COMMAND = ("lockstep", "launch")
+CONTAINER = "node"
+# Set by the Job controller.
+INDEX = "$(JOB_COMPLETION_INDEX)"
 # After the launcher's own limit, before the kubelet's SIGKILL: the launcher ends its workers and says why.
 MARGIN_S = 10
 SHARED_MEMORY = "shared-memory"
@@ -28,33 +28,21 @@ SECRET_KEY = "secret"
 KubernetesObject = JsonObject
 
 
-@dataclass(frozen=True)
-class PodMachine:
-    """The container of one machine: its name, where the machines meet, and which of them it is.
-
-    ``rank`` is a number, or ``$(NAME)`` for a variable that the controller sets; None: ranks by arrival.
-    """
-
-    container: str
-    meeting_host: str
-    rank: str | None = None
-
-
-def arguments(plan: LaunchPlan, machine: PodMachine) -> list[str]:
-    """What follows ``COMMAND``, for the kubelet, which expands ``$(NAME)`` and nothing else."""
+def arguments(plan: LaunchPlan, meeting_host: str) -> list[str]:
+    """Return what follows ``COMMAND``, for the kubelet, which expands ``$(NAME)`` and nothing else."""
     fault_policy = plan.fault_policy
     words = _flag_with_value("nproc", plan.nproc)
     if plan.num_machines > 1:
         nodes = f"{plan.min_machines}:{plan.num_machines}" if plan.elastic else str(plan.num_machines)
         words += _flag_with_value("num_machines", nodes)
-        words += _flag_with_value("rdzv", f"{machine.meeting_host}:{plan.port or PORT}")
-        if machine.rank is not None:
-            words += _flag_with_value("machine_rank", machine.rank)
+        words += _flag_with_value("rdzv", f"{meeting_host}:{plan.port or PORT}")
+        # The machines of an elastic launch are numbered as they arrive.
+        if not plan.elastic:
+            words += _flag_with_value("machine_rank", INDEX)
     words += _flag_with_value("max_restarts", fault_policy.max_restarts)
     words += _flag_with_value("grace", _seconds(fault_policy.grace_s))
     words += _flag_with_value("hang_timeout", _seconds(fault_policy.hang_timeout_s))
     words += [] if fault_policy.watch else [DECLARED["watch"].off_flag]
-    words += [DECLARED["warm_restarts"].flag] if fault_policy.warm_restarts else []
     usual = FaultPolicy()
     if fault_policy.monitor_interval_s != usual.monitor_interval_s:
         words += _flag_with_value("monitor_interval", _seconds(fault_policy.monitor_interval_s))
@@ -82,21 +70,21 @@ def _seconds(value: float) -> str:
 
 
 def program(plan: LaunchPlan) -> list[str]:
-    """The script with its arguments, as ``lockstep launch`` takes them; the interpreter is the image's."""
+    """Return the script with its arguments, as ``lockstep launch`` takes them; the interpreter is the image's."""
     if plan.command[0] != sys.executable:
         return [DECLARED["no_python"].flag, *plan.command]
     return list(plan.command[1:])
 
 
 def escaped(word: str) -> str:
-    """A word that the kubelet leaves as it is: it makes one ``$`` of two."""
+    """Return a word that the kubelet leaves as it is: it makes one ``$`` of two."""
     return word.replace("$", "$$")
 
 
 def environment(
     plan: LaunchPlan, options: KubernetesOptions, forwarded: dict[str, str]
 ) -> list[KubernetesObject]:
-    """The variables of the container: what was said of the run, and its secret by reference."""
+    """Return the variables of the container: what was said of the run, and its secret by reference."""
     values = {**forwarded, **plan.environment}
     if THREADS_VARIABLE not in values and options.cpu is not None:
         cores = int(options.cpu[:-1]) / 1000 if options.cpu.endswith("m") else float(options.cpu)
@@ -111,7 +99,7 @@ def environment(
 
 
 def resources(plan: LaunchPlan, options: KubernetesOptions) -> KubernetesObject:
-    """Requests and limits of a machine; without ``gpus``, one GPU for each process unless it runs on CPUs."""
+    """Return requests and limits of a machine; without ``gpus``, one GPU for each process unless it runs on CPUs."""
     gpus = options.gpus
     if gpus is None:
         use_cpu = plan.settings["use_cpu"].value if "use_cpu" in plan.settings else None
@@ -126,13 +114,9 @@ def resources(plan: LaunchPlan, options: KubernetesOptions) -> KubernetesObject:
 
 
 def pod_spec(
-    plan: LaunchPlan,
-    options: KubernetesOptions,
-    machine: PodMachine,
-    forwarded: dict[str, str],
-    restart: str | None = None,
+    plan: LaunchPlan, options: KubernetesOptions, meeting_host: str, forwarded: dict[str, str]
 ) -> KubernetesObject:
-    """The pod of a machine. ``restart``: its restartPolicy, where the pod says it and not the job."""
+    """Return the pod of a machine; ``meeting_host``: where the machines meet."""
     # Data-loader workers pass batches through /dev/shm, of which a container has 64 MB otherwise.
     volumes: list[KubernetesObject] = [{"name": SHARED_MEMORY, "emptyDir": {"medium": "Memory"}}]
     mounts: list[KubernetesObject] = [{"name": SHARED_MEMORY, "mountPath": "/dev/shm"}]
@@ -140,10 +124,10 @@ def pod_spec(
         volumes.append({"name": CHECKPOINTS, "persistentVolumeClaim": {"claimName": options.claim.name}})
         mounts.append({"name": CHECKPOINTS, "mountPath": options.claim.path})
     container: KubernetesObject = {
-        "name": machine.container,
+        "name": CONTAINER,
         "image": options.image,
         "command": list(COMMAND),
-        "args": arguments(plan, machine),
+        "args": arguments(plan, meeting_host),
         "env": environment(plan, options, forwarded),
         "resources": resources(plan, options),
         "securityContext": {"allowPrivilegeEscalation": False},
@@ -155,9 +139,9 @@ def pod_spec(
         "containers": [{key: value for key, value in container.items() if value}],
         "terminationGracePeriodSeconds": math.ceil(plan.fault_policy.grace_s) + MARGIN_S,
         "volumes": volumes,
+        # A podFailurePolicy needs it.
+        "restartPolicy": "Never",
     }
-    if restart is not None:
-        spec["restartPolicy"] = restart
     if options.service_account is not None:
         spec["serviceAccountName"] = options.service_account
     return spec
@@ -172,52 +156,5 @@ def metadata(options: KubernetesOptions) -> KubernetesObject:
 
 
 def labels(options: KubernetesOptions) -> dict[str, str]:
-    """The labels by which ``kubectl get pods -l`` finds what belongs together."""
+    """Return the labels by which ``kubectl get pods -l`` finds what belongs together."""
     return {"app.kubernetes.io/name": "lockstep", "app.kubernetes.io/instance": options.name}
-
-
-def indexed_job(
-    plan: LaunchPlan, options: KubernetesOptions, machine: PodMachine, forwarded: dict[str, str]
-) -> KubernetesObject:
-    """The spec of a batch/v1 Job with one pod for each machine, each with its number.
-
-    A pod whose ranks saved their state at a stop (exit code 75), and one that the cluster took away, is
-    replaced and does not count. Others count to ``backoffLimit``.
-    """
-    job: KubernetesObject = {
-        "parallelism": plan.num_machines,
-        "completions": plan.num_machines,
-        "completionMode": "Indexed",
-        # A launcher that gives up takes those of the other machines with it.
-        "backoffLimit": plan.fault_policy.max_restarts * plan.num_machines,
-        "podFailurePolicy": {
-            "rules": [
-                {
-                    "action": "Ignore",
-                    "onExitCodes": {
-                        "containerName": machine.container,
-                        "operator": "In",
-                        "values": [PREEMPTED],
-                    },
-                },
-                {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-            ]
-        },
-        "template": {
-            "metadata": {"labels": labels(options)},
-            "spec": pod_spec(plan, options, machine, forwarded, restart="Never"),
-        },
-    }
-    # Machines that came too late have nobody to meet.
-    if plan.elastic:
-        job["successPolicy"] = {"rules": [{"succeededIndexes": "0"}]}
-    return job
-
-
-def check_claim(options: KubernetesOptions) -> None:
-    """Raise ConfigError when a volume is asked for that only the cluster's own runtime could have."""
-    if options.runtime is not None and options.claim is not None:
-        raise ConfigError(
-            f"--k8s-option claim={options.claim.name} adds a volume to the pods, but the runtime "
-            f"{options.runtime} describes the pods. Put the volume into that runtime, or remove runtime."
-        )

@@ -1,24 +1,21 @@
-"""Ray: the plan's processes as workers of ``ray.train``'s TorchTrainer, on this machine or on a cluster.
+"""Ray: the plan's processes as actors, on this machine or on a cluster.
 
-Console, log files, signals and the words about a failure are those of every launch. Ray itself brings the output here,
-and starts the ranks again after a failure, so that neither pipes of our own nor ``programs`` have a part in it.
+Ray finds their places, and shows their output. Signals and the words about a failure are those of every launch.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-import tempfile
-import threading
 import time
-from signal import SIGTERM, Signals
-from typing import Any
+from signal import SIGTERM
+from typing import TYPE_CHECKING, Any
 
 from lockstep.config.settings import SETTINGS
 from lockstep.config.sources import SECRET_VARIABLE, inherited_environment
 from lockstep.errors import ConfigError
 from lockstep.launch.backend import SECRET, Command, forwarded, without_secrets
-from lockstep.launch.console import Console, say
+from lockstep.launch.console import say
 from lockstep.launch.guard_process import run_guarded
 from lockstep.launch.plan import FaultPolicy, LaunchPlan
 from lockstep.launch.ray_cluster.cluster import (
@@ -30,20 +27,23 @@ from lockstep.launch.ray_cluster.cluster import (
     shortage,
     uses_gpus,
 )
-from lockstep.launch.ray_cluster.worker import Job, RayEnded, RayOutput, RunRecord, train_loop
+from lockstep.launch.ray_cluster.worker import Job, RankProcess, RayEnded, variables_of_ranks
 from lockstep.launch.report import Failure, describe_failure, exit_code, first_failure
 from lockstep.launch.signals import ReceivedSignals, received_by
+from lockstep.lazy import names_of_modules
 from lockstep.runtime.failure import PREEMPTED, of_signal
 
 POLL_S = 0.2
-# From the order to end all processes to the end of this one, whatever Ray still does.
-END_LIMIT_S = 5.0
+# A rank that only lost contact is not the cause; how long the cause has to end.
+CAUSE_WAIT_S = 1.5
+# Until what was written last is shown.
+OUTPUT_S = 1.0
 # Each worker has its own; Ray gives it its GPUs.
 OF_A_MACHINE = frozenset({"CUDA_VISIBLE_DEVICES", "PATH", "VIRTUAL_ENV", SECRET_VARIABLE})
 
 
 def commands(plan: LaunchPlan) -> list[Command]:
-    """What each of Ray's workers runs, and the environment in which this machine talks to Ray.
+    """Return what each of Ray's workers runs, and the environment in which this machine talks to Ray.
 
     Raises:
         ConfigError: the plan asks for something that Ray cannot do.
@@ -53,7 +53,7 @@ def commands(plan: LaunchPlan) -> list[Command]:
     where = address(plan, environ)
     cluster = "a cluster on this machine" if where == LOCAL else f"the cluster at {where}"
     processes = plan.nproc * plan.num_machines
-    title = f"{processes} workers of ray.train on {cluster}, {cpus_of_a_worker(plan)} CPUs each"
+    title = f"{processes} actors of Ray on {cluster}, {cpus_of_a_worker(plan)} CPUs each"
     shown = without_secrets({**ray_environment(plan, environ, SECRET), **job_of(plan).environment})
     return [Command(plan.command, title=title, environment=shown)]
 
@@ -66,9 +66,8 @@ def launch(plan: LaunchPlan) -> int:
         MissingExtraError: Ray is not installed.
     """
     check(plan)
-    with Console(plan.log_dir, plan.tee) as console:
-        # Guarded, a cluster of our own is ended as a whole if this process is killed.
-        return run_guarded(lambda *_: _connect_and_run(plan, console))
+    # Guarded, a cluster of our own is ended as a whole if this process is killed.
+    return run_guarded(lambda *_: _connect_and_run(plan))
 
 
 def check(plan: LaunchPlan) -> None:
@@ -89,6 +88,11 @@ def check(plan: LaunchPlan) -> None:
         "interface": plan.interface,
         "secret_file": plan.secret_file,
     }
+    if plan.log_dir is not None:
+        raise ConfigError(
+            f"log_dir is {plan.log_dir}, but Ray brings the output of its workers here, and keeps it in its own logs. "
+            "Remove log_dir."
+        )
     for name, value in theirs.items():
         if value is not None:
             raise ConfigError(
@@ -103,7 +107,7 @@ def check(plan: LaunchPlan) -> None:
 
 
 def job_of(plan: LaunchPlan) -> Job:
-    """What each rank runs. The interpreter is that of Ray's worker there."""
+    """Return what each rank runs. The interpreter is that of Ray's worker there."""
     environ = inherited_environment()
     watching = {
         SETTINGS["watch"].variable: str(plan.fault_policy.watch).lower(),
@@ -115,119 +119,115 @@ def job_of(plan: LaunchPlan) -> Job:
     return Job(plan.command[1:] if python else plan.command, python, os.getcwd(), environment)
 
 
-def trainer_arguments(
-    ray: Any, plan: LaunchPlan, record: object, use_gpu: bool, storage: str
-) -> dict[str, object]:
-    """The arguments of TorchTrainer beside the function."""
-    from lockstep.launch.ray_cluster.meeting import NoGroupConfig
-
-    scaling = ray.train.ScalingConfig(
-        num_workers=plan.nproc * plan.num_machines,
-        use_gpu=use_gpu,
-        resources_per_worker={"CPU": cpus_of_a_worker(plan), **({"GPU": 1} if use_gpu else {})},
-    )
-    failure = ray.train.FailureConfig(max_failures=plan.fault_policy.max_restarts)
-    return {
-        "train_loop_config": {"record": record, "job": job_of(plan)},
-        "torch_config": NoGroupConfig(),
-        "scaling_config": scaling,
-        "run_config": ray.train.RunConfig(name="lockstep", storage_path=storage, failure_config=failure),
-    }
-
-
-def _connect_and_run(plan: LaunchPlan, console: Console) -> int:
+def _connect_and_run(plan: LaunchPlan) -> int:
     ray = connect(plan)
     try:
-        return _run(ray, plan, console)
+        code = _run(ray, plan)
+        time.sleep(OUTPUT_S)
+        return code
     finally:
         ray.shutdown()
 
 
-def _run(ray: Any, plan: LaunchPlan, console: Console) -> int:
-    resources = ray.cluster_resources()
-    use_gpu = uses_gpus(plan, resources)
-    lack = shortage(plan, resources, use_gpu)
+def _run(ray: Any, plan: LaunchPlan) -> int:
+    lack = shortage(plan, ray.cluster_resources(), uses_gpus(plan, ray.cluster_resources()))
     if lack is not None:
         say(f"lockstep launch: {lack}; waiting for more.")
-    record = ray.remote(num_cpus=0)(RunRecord).remote()
     # Not raised: Ray's calls swallow what a handler raises.
     received = ReceivedSignals()
-    with tempfile.TemporaryDirectory(prefix="lockstep-ray-") as storage, received_by(received.add):
-        trainer = ray.train.torch.TorchTrainer(
-            train_loop, **trainer_arguments(ray, plan, record, use_gpu, storage)
-        )
-        fit = _Fit(trainer)
-        fit.start()
-        end = _follow(ray, record, fit, received, console, plan.fault_policy.grace_s)
-        if end is not None:
-            say(f"lockstep launch: ended by {end.name}; all processes were ended.")
-            return of_signal(end)
-        results = ray.get(record.results.remote())
-        if received.stop is not None and {ended.exit_code for ended in results} == {of_signal(SIGTERM)}:
-            # All ranks stopped; they have said where.
-            return of_signal(received.stop)
-        return _outcome(results, fit.error, plan, console)
-
-
-class _Fit(threading.Thread):
-    """``trainer.fit()`` beside the main thread, which has the signals. ``error``: what it raised."""
-
-    def __init__(self, trainer: Any) -> None:
-        super().__init__(name="ray-fit", daemon=True)
-        self._trainer = trainer
-        self.error: Exception | None = None
-
-    def run(self) -> None:
-        try:
-            self._trainer.fit()
-        except Exception as error:
-            # The main thread says what it was.
-            self.error = error
-
-
-def _follow(
-    ray: Any, record: Any, fit: _Fit, received: ReceivedSignals, console: Console, grace_s: float
-) -> Signals | None:
-    """Show the output and pass on stop signals until the run is over; returns the signal that ended it."""
-    limit: float | None = None
-    end: Signals | None = None
-    while fit.is_alive():
-        fit.join(POLL_S)
-        _show(ray.get(record.take.remote()), console)
-        if received.stop is not None and limit is None:
-            begun = ray.get(record.request_stop.remote())
-            limit = time.monotonic() + (grace_s if begun else 0)
-        is_late = limit is not None and time.monotonic() >= limit
-        end = received.end or (received.stop if is_late else None)
-        if end is not None:
-            ray.get(record.end.remote())
-            fit.join(END_LIMIT_S)
-            break
-    _show(ray.get(record.take.remote()), console)
-    return end or received.end
-
-
-def _show(outputs: list[RayOutput], console: Console) -> None:
-    for rank, stream, text in outputs:
-        console.write(rank, stream, text)
-
-
-def _outcome(results: list[RayEnded], error: Exception | None, plan: LaunchPlan, console: Console) -> int:
-    """The exit code, after saying which rank failed first."""
-    codes = {ended.exit_code for ended in results}
-    if codes == {0} and error is None:
-        return 0
-    if PREEMPTED in codes and codes <= {0, PREEMPTED}:
-        return PREEMPTED
-    failures = [
-        Failure(one.rank, one.exit_code, one.report, console.stderr_of(one.rank), one.ended_by_us)
-        for one in results
-        if one.exit_code
-    ]
-    if not failures:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[-1]
-        say(f"lockstep launch: Ray ended the run: {first[:500]}")
-        return 1
-    worst = first_failure(failures)
+    with received_by(received.add):
+        for restart in range(plan.fault_policy.max_restarts + 1):
+            results = _RayRound(ray, plan, restart, received).run()
+            if received.first is not None or not any(_has_failed(one) for one in results):
+                break
+    stop = received.end or received.stop
+    polite = {0, PREEMPTED} if received.stop is None else {0, PREEMPTED, of_signal(SIGTERM)}
+    codes = {one.exit_code for one in results}
+    if stop is not None and (received.end or len(results) < plan.nproc * plan.num_machines):
+        say(f"lockstep launch: ended by {stop.name}; all processes were ended.")
+        return of_signal(stop)
+    if stop is not None and codes == {of_signal(SIGTERM)}:
+        # All ranks stopped; they have said where.
+        return of_signal(stop)
+    if codes <= polite:
+        return max(codes)
+    worst = first_failure([Failure(one.rank, one.exit_code, one.report) for one in results if one.exit_code])
     say(describe_failure(worst, plan.nproc * plan.num_machines))
     return exit_code(worst)
+
+
+def _has_failed(one: RayEnded) -> bool:
+    return one.exit_code not in (0, PREEMPTED)
+
+
+class _RayRound:
+    """All ranks once, from the start of their processes to the end of the last, or to the first failure."""
+
+    def __init__(self, ray: Any, plan: LaunchPlan, restart: int, received: ReceivedSignals) -> None:
+        self._ray, self._plan, self._restart, self._received = ray, plan, restart, received
+        cpus, use_gpu = cpus_of_a_worker(plan), uses_gpus(plan, ray.cluster_resources())
+        count = plan.nproc * plan.num_machines
+        self._needs = {"num_cpus": cpus, "num_gpus": 1 if use_gpu else 0}
+        bundle = {"CPU": cpus, **({"GPU": 1} if use_gpu else {})}
+        self._group = ray.util.placement_group([dict(bundle) for _ in range(count)], strategy="PACK")
+        self._actors: list[Any] = []
+
+    def run(self) -> list[RayEnded]:
+        """Return how the ranks ended that have not been ended from here."""
+        try:
+            ready = self._group.ready()
+            while not self._ray.wait([ready], timeout=POLL_S)[0]:
+                if self._received.first is not None:
+                    return []
+            return self._follow(self._started())
+        finally:
+            # With an actor ends what it has started.
+            for actor in self._actors:
+                self._ray.kill(actor)
+            self._ray.util.remove_placement_group(self._group)
+
+    def _started(self) -> dict[Any, int]:
+        """Return the rank of each call of ``run``."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        make = self._ray.remote(max_concurrency=2, **self._needs)(RankProcess)
+        self._actors = [
+            make.options(scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, number)).remote()
+            for number in range(len(self._group.bundle_specs))
+        ]
+        places = self._ray.get([actor.place.remote() for actor in self._actors])
+        order, variables = variables_of_ranks(places, self._restart)
+        self._actors = [self._actors[number] for number in order]
+        host, port = self._ray.get(self._actors[0].host_store.remote())
+        master = {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
+        job = job_of(self._plan)
+        return {
+            actor.run.remote(job, rank, {**variables[rank], **master}): rank
+            for rank, actor in enumerate(self._actors)
+        }
+
+    def _follow(self, running: dict[Any, int]) -> list[RayEnded]:
+        ended: list[RayEnded] = []
+        limit, is_asked = float("inf"), False
+        while running and not self._received.end and time.monotonic() < limit:
+            for call in self._ray.wait(list(running), timeout=POLL_S)[0]:
+                ended.append(self._result(call, running.pop(call)))
+                if _has_failed(ended[-1]) and self._received.stop is None:
+                    limit = min(limit, time.monotonic() + CAUSE_WAIT_S)
+            if self._received.stop is not None and not is_asked:
+                # One rank is asked to stop: it agrees with the others on where.
+                is_asked, limit = True, time.monotonic() + self._plan.fault_policy.grace_s
+                self._ray.get(self._actors[0].stop.remote())
+        return ended
+
+    def _result(self, call: Any, rank: int) -> RayEnded:
+        try:
+            ended: RayEnded = self._ray.get(call)
+        except Exception as error:
+            # Ray has lost the actor, or its machine.
+            return RayEnded(rank, 1, {"message": {"message": str(error) or type(error).__name__}})
+        return ended
+
+
+if not TYPE_CHECKING:
+    __getattr__ = names_of_modules(__name__, {"worker": ["RayPlacement"]})

@@ -14,8 +14,6 @@ from lockstep.launch.network import LOOPBACK, loopback_interface
 from lockstep.launch.plan import LaunchPlan, available_cores
 
 LOCAL = "local"
-# How often Ray looks after its workers.
-HEALTH_CHECK_S = "0.5"
 SESSION_LOGS = "/tmp/ray/session_latest/logs"
 
 
@@ -26,8 +24,9 @@ def address(plan: LaunchPlan, environ: Mapping[str, str]) -> str:
 
 
 def ray_environment(plan: LaunchPlan, environ: Mapping[str, str], token: str) -> dict[str, str]:
-    """What Ray reads from the environment, before it is imported. ``token``: for a cluster of our own."""
-    values = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": HEALTH_CHECK_S}
+    """Return what Ray reads from the environment, before it is imported. ``token``: for a cluster of our own."""
+    # Every line of every rank.
+    values = {"RAY_DEDUP_LOGS": "0"}
     if address(plan, environ) == LOCAL:
         values |= {
             "RAY_AUTH_MODE": "token",
@@ -45,16 +44,6 @@ def ray_environment(plan: LaunchPlan, environ: Mapping[str, str], token: str) ->
     return values
 
 
-def import_ray() -> Any:
-    """The package with its ``train`` part; raises MissingExtraError."""
-    try:
-        import ray
-        import ray.train.torch
-    except ImportError:
-        raise MissingExtraError("--ray", "ray[train]", "ray") from None
-    return ray
-
-
 def connect(plan: LaunchPlan) -> Any:
     """Import Ray, start or join a cluster, and return the package.
 
@@ -65,8 +54,11 @@ def connect(plan: LaunchPlan) -> Any:
     environ = inherited_environment()
     where = address(plan, environ)
     export_environment(ray_environment(plan, environ, new_secret().hex()))
-    ray = import_ray()
-    quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+    try:
+        import ray
+    except ImportError:
+        raise MissingExtraError("--ray", "ray", "ray") from None
+    quiet = {"logging_level": logging.ERROR}
     own = {
         "include_dashboard": False,
         "_node_ip_address": LOOPBACK,
@@ -98,13 +90,13 @@ def cpus_of_a_worker(plan: LaunchPlan) -> int:
 
 
 def uses_gpus(plan: LaunchPlan, resources: Mapping[str, float]) -> bool:
-    """What was said, or whether the cluster has GPUs."""
+    """Return what was said, or whether the cluster has GPUs."""
     use_cpu = plan.settings["use_cpu"].value if "use_cpu" in plan.settings else None
     return resources.get("GPU", 0) > 0 if use_cpu is None else not use_cpu
 
 
 def shortage(plan: LaunchPlan, resources: Mapping[str, float], use_gpu: bool) -> str | None:
-    """What the cluster lacks at the moment, as a sentence."""
+    """Return what the cluster lacks at the moment, as a sentence."""
     processes = plan.nproc * plan.num_machines
     needed = {"CPU": processes * cpus_of_a_worker(plan)} | ({"GPU": processes} if use_gpu else {})
     for kind, count in needed.items():

@@ -43,9 +43,8 @@ class DamageWatch:
         self._models = models
         self._together = ranks_step_together
         self._tell = tell
-        self._divergence = Divergence(communicator, options.heal)
+        self._divergence = Divergence(communicator)
         self._trace = GradientTrace()
-        self._optimizers: list[Optimizer] = []
         self._steps: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._skips: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._checked = 0
@@ -55,11 +54,9 @@ class DamageWatch:
         return self._options.bad_gradients != "ignore"
 
     def add(self, optimizer: Optimizer) -> None:
-        self._optimizers.append(optimizer)
         self._steps[optimizer] = self._skips[optimizer] = 0
 
     def clear(self) -> None:
-        self._optimizers.clear()
         self._trace.clear()
 
     def backward(self, loss: torch.Tensor) -> AbstractContextManager[None]:
@@ -82,12 +79,12 @@ class DamageWatch:
         return False
 
     def skipped(self, optimizer: Optimizer) -> None:
-        """A step was left out."""
+        """Note that a step was left out."""
         self._steps[optimizer] += 1
         self._trace.clear()
 
     def stepped(self, optimizer: Optimizer, scale: float | None = None) -> None:
-        """A step was made, or left out by the loss scaler. Collective every so many of them.
+        """Note that a step was made, or left out by the loss scaler. Collective every so many of them.
 
         ``scale``: that of the loss after the loss scaler skipped the step.
 
@@ -106,7 +103,7 @@ class DamageWatch:
         if every and step > self._checked and step % every == 0 and self._together():
             self._checked = step
             try:
-                self._divergence.check(step, self._models, self._optimizers)
+                self._divergence.check(step, self._models)
             except DamageError as error:
                 self._tell(str(error))
                 raise

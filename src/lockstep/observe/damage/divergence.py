@@ -9,14 +9,12 @@ changes it. Two words that change places do so unless (a[r] b[c] - a[s] b[d]) ti
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch.optim import Optimizer
 
 from lockstep.comm.collectives import Communicator
 from lockstep.comm.dtensor import local, regions_of
@@ -38,7 +36,7 @@ class ParameterShard(NamedTuple):
 
 
 def parameter_shards(models: Sequence[ParallelModel]) -> dict[ParameterShard, torch.Tensor]:
-    """The parameters that this rank holds from step to step, without empty ones."""
+    """Return the parameters that this rank holds from step to step, without empty ones."""
     found = {}
     for number, model in enumerate(models):
         for name, parameter in local_parameters(model):
@@ -135,7 +133,7 @@ def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _as_words(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor as 64-bit words, the last one filled up with zeros; a view where that is possible."""
+    """Return the bytes of a tensor as 64-bit words, the last filled up with zeros; a view if possible."""
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     # Words must begin at a multiple of eight bytes.
     if data.storage_offset() % 8:
@@ -149,9 +147,6 @@ def _as_words(tensor: torch.Tensor) -> torch.Tensor:
     if not whole:
         return last.view(torch.int64)
     return torch.cat((words, last.view(torch.int64)))
-
-
-logger = logging.getLogger("lockstep.damage")
 
 
 @dataclass(frozen=True)
@@ -200,21 +195,20 @@ class Shared:
 
 
 class Divergence:
-    """Compares the parameters of replicas. ``heal``: overwrite what a minority holds with what the majority does."""
+    """Compares the parameters of replicas."""
 
-    def __init__(self, communicator: Communicator, heal: bool) -> None:
+    def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
-        self._heal = heal
         self._digester = Digester()
         self._known: list[ParameterShard] | None = None
         self._shared: Shared | None = None
         self._equal_at: int | None = None
 
-    def check(self, step: int, models: Sequence[ParallelModel], optimizers: Iterable[Optimizer]) -> None:
-        """Collective. One all-gather of 8 bytes for each shard that is on several ranks.
+    def check(self, step: int, models: Sequence[ParallelModel]) -> None:
+        """Compare the replicas. Collective: one all-gather of 8 bytes for each shard that is on several ranks.
 
         Raises:
-            DamageError: on all ranks: a parameter differs, and is not to be healed or has no majority.
+            DamageError: on all ranks: a parameter differs.
         """
         here = parameter_shards(models)
         shared = self._shared_shards(list(here))
@@ -227,14 +221,7 @@ class Divergence:
         if bool((everywhere == everywhere[shared.first.to(device)]).all()):
             self._equal_at = step
             return
-        found = shared.differences(everywhere.tolist())
-        if not self._heal or any(not one.right for one in found):
-            raise DamageError(self._explain(found, step))
-        # All ranks have found the same shards in one order, so that sender and receiver meet.
-        for one in found:
-            self._overwrite(one, here.get(one.shard), optimizers)
-        logger.warning("%s", self._explain(found, step, healed=True))
-        self._equal_at = step
+        raise DamageError(self._explain(shared.differences(everywhere.tolist()), step))
 
     def _shared_shards(self, here: list[ParameterShard]) -> Shared:
         if self._shared is None or here != self._known:
@@ -243,23 +230,7 @@ class Divergence:
             self._known, self._shared = here, Shared(shards_of_ranks, self._communicator.runtime.rank)
         return self._shared
 
-    def _overwrite(
-        self, one: ReplicaDifference, parameter: torch.Tensor | None, optimizers: Iterable[Optimizer]
-    ) -> None:
-        """The parameter and what the optimizers know of it, on the ranks of the minority."""
-        if parameter is None:
-            return
-        tensors = [parameter, *_state_of(parameter, optimizers)]
-        source = one.right[0]
-        for target in one.odd:
-            for tensor in tensors:
-                part = local(tensor)
-                sent = self._communicator.transfer(part.contiguous(), part, source, target)
-                if sent is not None:
-                    with torch.no_grad():
-                        part.copy_(sent)
-
-    def _explain(self, found: list[ReplicaDifference], step: int, healed: bool = False) -> str:
+    def _explain(self, found: list[ReplicaDifference], step: int) -> str:
         one, *more = found
         name = one.shard.name if one.shard.model == 0 else f"{one.shard.name} (model {one.shard.model})"
         if one.right:
@@ -269,24 +240,11 @@ class Divergence:
         since = "" if self._equal_at is None else f"; after step {self._equal_at} it was the same"
         others = f", and {len(more)} other parameters do" if len(more) > 1 else ""
         others = f", and so does '{more[0].shard.name}'" if len(more) == 1 else others
-        sentence = f"Parameter '{name}' differs at step {step}: {which}{others}{since}."
-        if healed:
-            return f"{sentence} The ranks that differ got the values of the others. Check the memory of their machines."
         return (
-            f"{sentence} Load the last checkpoint, and check the memory of that machine and any code that changes "
-            "parameters on some ranks only."
+            f"Parameter '{name}' differs at step {step}: {which}{others}{since}. Load the last checkpoint, and check "
+            "the memory of that machine and any code that changes parameters on some ranks only."
         )
 
 
 def ranks_are(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-
-
-def _state_of(parameter: torch.Tensor, optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:
-    """Tensors that optimizers keep of this parameter, in the order of their names."""
-    states: list[Mapping[str, object]] = [
-        optimizer.state[parameter] for optimizer in optimizers if parameter in optimizer.state
-    ]
-    return [
-        value for state in states for _, value in sorted(state.items()) if isinstance(value, torch.Tensor)
-    ]

@@ -85,7 +85,7 @@ class GradientTrace:
             self._noted.append((self._micro, name, size(local(gradient).detach())))
 
     def evidence(self, rank: int, models: Sequence[ParallelModel]) -> GradientEvidence:
-        """What is not finite on this rank. Waits for the device."""
+        """Return what is not finite on this rank. Waits for the device."""
         averaged = [
             name
             for model in models
@@ -95,14 +95,14 @@ class GradientTrace:
         return GradientEvidence(rank, _not_finite(self._losses), _not_finite(self._noted), tuple(averaged))
 
     def clear(self) -> None:
-        """The step is over."""
+        """Forget the step, which is over."""
         self._losses.clear()
         self._noted.clear()
         self._micro = 0
 
 
 def size(gradient: torch.Tensor) -> torch.Tensor:
-    """The 2-norm, 0-d: NaN where the gradient holds one, else infinite where it holds an infinity.
+    """Return the 2-norm, 0-d: NaN where the gradient holds one, else infinite where it holds an infinity.
 
     That of finite numbers is infinite too if their squares overflow, so it can accuse, but not convict.
     """

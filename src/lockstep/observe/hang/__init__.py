@@ -3,7 +3,7 @@
 In every process: ``process`` (the one watch of it), ``worker`` (its threads, and the gate that holds the main thread
 at a step boundary); what it says of itself: ``evidence`` (torch's flight recorder) and ``stacks`` (where
 the user's code is), as ``records``. For all of them: ``coordinator``, to which they tell it; ``ranks`` (what is known
-of each, which are slow, and the boundary at which all stop); ``hangs``, which asks them, and decides by ``diagnosis``
+of each, and the boundary at which all stop); ``hangs``, which asks them, and decides by ``diagnosis``
 (who is to blame, in one sentence) from ``waits`` (who waits for whom). ``host`` runs it on rank 0 if there is no
 launcher of ours.
 """
@@ -19,7 +19,6 @@ else:
     __getattr__ = names_of_modules(
         __name__,
         {
-            "common_save": ["ANSWER_LIMIT_S", "UNDER_WAY"],
             "coordinator": ["Coordinator"],
             "diagnosis": ["diagnose", "Finding", "SILENCE", "Silent"],
             "evidence": ["gather_evidence"],
@@ -27,13 +26,11 @@ else:
             "hangs": ["HangJudge", "WatchSettings"],
             "process": ["ProcessWatch", "watch_process"],
             "ranks": [
-                "find_stragglers",
                 "numbers_of",
-                "Straggler",
                 "totals_of_ranks",
                 "WatchedRank",
             ],
-            "processes": ["machine_of_process", "process_state", "ProcessState", "states_of"],
+            "processes": ["machine_of_process", "process_state", "ProcessState"],
             "records": ["Evidence", "PendingCollective", "SourceLine"],
             "wording": ["named"],
             "worker": ["json_numbers", "StopSignals", "WorkerWatch"],

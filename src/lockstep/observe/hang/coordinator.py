@@ -7,29 +7,22 @@ always by one thread.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from lockstep.errors import ControlError
-from lockstep.observe.hang.common_save import CommonSave
 from lockstep.observe.hang.diagnosis import EndedRank, Finding
 from lockstep.observe.hang.hangs import HangJudge, WatchSettings
-from lockstep.observe.hang.processes import ProcessState
 from lockstep.observe.hang.ranks import (
     CommonStop,
     WatchedRank,
     WatchedRound,
     WorkerConnection,
-    find_stragglers,
     integer_of,
     totals_of_ranks,
 )
 from lockstep.observe.hang.records import Evidence, Message
 
-STRAGGLERS_EVERY_S = 5.0
-# A straggler is one twice in a row, after some steps, and while every rank got its processor.
-LEAST_STEPS = 20
-MOST_WAITING_S = 0.5
 TELL_EVERY_S = 1.0
 # A rank that failed ends within seconds, and then its error is what ends the run.
 FAILED_LEAVE_S = 15.0
@@ -49,14 +42,11 @@ class Coordinator:
     def __init__(self, settings: WatchSettings, say: Callable[[str], None]) -> None:
         self._settings = settings
         self._say = say
-        self._states: dict[int, ProcessState] = {}
         self._questions = itertools.count(1)
         self._now = 0.0
         self.commits = 0
         self.at_answer: Callable[[Evidence], None] = lambda evidence: None
         """Is told what a rank does, after ``request_stacks``."""
-        self.at_save: Callable[[str], None] = lambda sentence: None
-        """Is told what came of a save that people asked for."""
         self.start_round(0)
 
     def start_round(self, world_size: int) -> None:
@@ -67,14 +57,8 @@ class Coordinator:
             workers,
             self._say,
             self._questions,
-            lambda rank: self._states.get(rank, ProcessState()),
         )
         self._stop = CommonStop(workers)
-        self._save = CommonSave(workers.running, lambda sentence: self.at_save(sentence))
-        self._named_stragglers: set[int] = set()
-        self._slow_before: set[int] = set()
-        self._waited_s: dict[int, float] = {}
-        self._next_stragglers = 0.0
         self._next_report = 0.0
         self._failed_at: float | None = None
         self.stopped: str | None = None
@@ -105,11 +89,6 @@ class Coordinator:
             self._note_progress(state, message)
             state.passed = integer_of(message, "boundary")
             self._stop.choose_target()
-        elif verb == "may_save":
-            self._note_progress(state, message)
-            self._save.passed(rank, message.get("number"), integer_of(message, "boundary"))
-        elif verb == "saved":
-            self._save.saved(rank, str(message.get("sentence", ""))[:1000])
         elif verb == "committed":
             self.commits += 1
         elif verb == "stopped":
@@ -123,7 +102,7 @@ class Coordinator:
             self._bye(rank, message)
 
     def lost(self, peer: WorkerConnection) -> None:
-        """A worker's connection is gone: it ended, or is ending."""
+        """Note that a worker's connection is gone: it ended, or is ending."""
         rank = peer.data.get("rank", -1)
         if rank in self._round.ranks and self._round.ranks[rank].peer is peer:
             state = self._round.ranks.pop(rank)
@@ -132,13 +111,9 @@ class Coordinator:
                 self._round.vanished[rank] = state
 
     def left(self, rank: int) -> None:
-        """A launcher has seen that this rank's process ended with exit code 0."""
+        """Note that a launcher has seen that this rank's process ended with exit code 0."""
         last = self._round.ended[rank].last if rank in self._round.ended else None
         self._note_end(EndedRank(rank, "has ended with exit code 0", last))
-
-    def process_states(self, states: Mapping[int, object]) -> None:
-        """By rank, of workers on other machines, as their launchers see them."""
-        self._states = {rank: ProcessState.from_message(state) for rank, state in states.items()}
 
     def _hello(self, peer: WorkerConnection, message: Message) -> None:
         rank = message.get("rank")
@@ -179,7 +154,7 @@ class Coordinator:
         state.steps = max(state.steps, integer_of(message, "steps"))
 
     def _bye(self, rank: int, message: Message) -> None:
-        """A rank ends its part of the run; after a failure the launcher finds out by itself."""
+        """Note that a rank ends its part of the run; after a failure the launcher finds out by itself."""
         try:
             last = Evidence.from_message(message["evidence"])
         except (KeyError, ControlError):
@@ -208,24 +183,14 @@ class Coordinator:
         """A hang that has lasted too long, in this round."""
         return self._hangs.verdict
 
-    def progress(self) -> Mapping[str, float | str] | None:
-        """Rank 0's newest numbers for a line of progress; None where a rank that trains shows a bar of its own.
-
-        Any thread may ask.
-        """
-        ranks = list(self._round.ranks.values())
-        if any(state.has_bar and (state.boundaries or state.latest) for state in ranks):
-            return None
-        return self.latest()
-
     def latest(self) -> Mapping[str, float | str]:
-        """Rank 0's newest numbers of the run."""
+        """Rank 0's newest numbers of the run. Any thread may ask."""
         state = self._round.ranks.get(0)
         return {} if state is None else state.latest
 
     def standing(self) -> list[dict[str, object]]:
-        """What is known of each rank, see ``view.py``."""
-        return ranks_of(self._round.ranks, self._round.ended, self._named_stragglers, self._now)
+        """Return what is known of each rank, see ``view.py``."""
+        return ranks_of(self._round.ranks, self._round.ended, self._now)
 
     def request_stacks(self) -> int:
         """Have each rank say what it does, for ``at_answer``; returns how many were asked."""
@@ -234,14 +199,6 @@ class Coordinator:
             state.peer.send({"kind": "watch.explain", "question": FOR_VIEWERS})
         return len(asked)
 
-    def request_save(self, cause: str) -> str:
-        """Have all ranks save at one step boundary; returns why not, in a clause, or "". See ``at_save``."""
-        if self.stop_cause:
-            return "the run is about to stop, and saves then"
-        if self._round.world_size > len(running := self._round.running()):
-            return f"only {len(running)} of {self._round.world_size} ranks are in training"
-        return self._save.request(cause, self._now)
-
     # Stopping together -------------------------------------------------------------------------------
 
     def request_stop(self, cause: str) -> None:
@@ -249,7 +206,6 @@ class Coordinator:
 
         Where no rank has made a step, ``nothing_begun`` becomes true, since there is nothing to save.
         """
-        self._save.withdraw("the run is about to stop")
         self._stop.request(cause)
 
     @property
@@ -277,53 +233,24 @@ class Coordinator:
     def tick(self, now: float) -> None:
         """Look at the time; called a few times a second."""
         self._now = now
-        self._save.look(now)
         running = self._round.running()
         if not running or (self._failed_at is not None and now - self._failed_at < FAILED_LEAVE_S):
             return
         self._hangs.look(running, now)
-        if now >= self._next_stragglers:
-            self._next_stragglers = now + STRAGGLERS_EVERY_S
-            self._name_stragglers(running)
         if now >= self._next_report and self._round.world_size > 1:
             # The message grows with the ranks, so with many it comes less often.
             self._next_report = now + max(TELL_EVERY_S, self._round.world_size / 100)
             self._round.tell_first("ranks", **totals_of_ranks(self._round.ranks, self._round.world_size))
 
-    def _name_stragglers(self, running: Mapping[int, WatchedRank]) -> None:
-        if len(running) < 2 or any(state.step_s == 0 for state in running.values()):
-            return
-        # Of a few steps, or of a rank that got no processor, a slow one says nothing.
-        waited_s = {rank: state.waited_s for rank, state in running.items()}
-        before, self._waited_s = self._waited_s, waited_s
-        starved = {rank for rank in running if waited_s[rank] - before.get(rank, 0.0) > MOST_WAITING_S}
-        if starved or min(state.boundaries for state in running.values()) < LEAST_STEPS:
-            return
-        step_s = max(state.step_s for state in running.values())
-        found = find_stragglers({rank: state.local_s for rank, state in running.items()}, step_s)
-        slow = {one.rank for one in found}
-        self._slow_before, again = slow, self._slow_before
-        for straggler in found:
-            if straggler.rank in again and straggler.rank not in self._named_stragglers:
-                sentence = (
-                    f"Rank {straggler.rank} on {running[straggler.rank].host} is a straggler: its batches and "
-                    f"forward passes take {straggler.ratio:.1f} times as long as those of the other ranks "
-                    f"({1000 * running[straggler.rank].local_s:.0f} ms of a step), which wait for it. Look at "
-                    "what else runs on that machine, and at the data of this rank."
-                )
-                self._say(sentence)
-                self._round.tell_first("news", event="slow", sentence=sentence, rank=straggler.rank)
-        self._named_stragglers = slow & again
-
 
 def ranks_of(
-    ranks: Mapping[int, WatchedRank], ended: Mapping[int, EndedRank], slow: Collection[int], now: float
+    ranks: Mapping[int, WatchedRank], ended: Mapping[int, EndedRank], now: float
 ) -> list[dict[str, object]]:
-    """Of each rank, stragglers first, then by number, at most 512: ``rank``, ``host``, ``pid``; ``steps``, of which the
+    """Of each rank, by number, at most 512: ``rank``, ``host``, ``pid``; ``steps``, of which the
     loop has come to the end; ``part`` of a step that it is in; ``still_s`` since it got anything done, ``silent_s``
-    since it was heard of; ``own_s`` of a step without waits for others, ``step_s``; ``is_slow``; ``ended``, how, or "".
+    since it was heard of; ``own_s`` of a step without waits for others, ``step_s``; ``ended``, how, or "".
     """
-    order = sorted(ranks, key=lambda rank: (rank not in slow, rank))[:MOST_RANKS_SHOWN]
+    order = sorted(ranks)[:MOST_RANKS_SHOWN]
     return [
         {
             "rank": rank,
@@ -335,7 +262,6 @@ def ranks_of(
             "silent_s": max(now - state.last_message_at, 0.0),
             "own_s": state.local_s,
             "step_s": state.step_s,
-            "is_slow": rank in slow,
             "ended": ended[rank].how if rank in ended else "",
         }
         for rank, state in ((rank, ranks[rank]) for rank in order)

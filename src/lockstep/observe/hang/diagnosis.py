@@ -166,7 +166,7 @@ def of_ended(ended: Mapping[int, EndedRank], waits: Waits, seen: dict[int, Evide
 
 
 def of_silence(silent: dict[int, Silent], waits: Waits) -> Finding:
-    """Some ranks do not answer; blames those in one state, the one that explains most."""
+    """Return some ranks do not answer; blames those in one state, the one that explains most."""
     states = grouped((one.state if one.state in SILENCE else "unknown", rank) for rank, one in silent.items())
     # In the order of the table: a lost process outweighs one that is only slow to answer.
     worst = next(state for state in SILENCE if state in states)
@@ -245,7 +245,7 @@ def of_circle(waits: Waits, seen: dict[int, Evidence]) -> Finding | None:
 
 
 def parted(fact: str, sides: list[tuple[str, list[int]]], seen: dict[int, Evidence], advice: str) -> Finding:
-    """Some ranks took another path than others. ``sides``: (what they are in, ranks) of each."""
+    """Return some ranks took another path than others. ``sides``: (what they are in, ranks) of each."""
     sides.sort(key=lambda side: (-len(side[1]), side[1][0]))
     parts = ", ".join(f"{named(ranks)} in {what}" for what, ranks in sides[:MOST_PLACES])
     # The smaller side took another path than most; if the sides are equal, nobody can tell which one is wrong.
@@ -283,7 +283,7 @@ def is_loading(one: Evidence) -> bool:
 
 
 def call_for_every_rank(ranks: Iterable[int], seen: dict[int, Evidence]) -> str:
-    """The Accelerator's method that only some ranks are in, if every rank has to call it."""
+    """Return the Accelerator's method that only some ranks are in, if every rank has to call it."""
     for call in sorted({seen[rank].call for rank in ranks if rank in seen} & EVERY_RANK):
         if any(one.call != call for one in seen.values()):
             return call

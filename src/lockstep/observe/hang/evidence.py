@@ -27,7 +27,7 @@ from lockstep.torch_internals import c10d
 
 
 def gather_evidence(rank: int, host: str, step: int, idle_s: float, main_thread: int) -> Evidence:
-    """What this process is doing, seen from another thread than the one named by ``main_thread``.
+    """Return what this process is doing, seen from another thread than the one named by ``main_thread``.
 
     Never raises and never touches a device: what cannot be found out is left empty.
     """
@@ -87,7 +87,7 @@ class RecordedCollectives:
 
 
 def pending_collectives(seen: StackSummary) -> RecordedCollectives:
-    """What this process has issued and not completed. Never raises."""
+    """Return what this process has issued and not completed. Never raises."""
     if not (dist.is_available() and dist.is_initialized()):
         return RecordedCollectives()
     names = c10d.names_of_groups()
@@ -114,7 +114,7 @@ def pending_collectives(seen: StackSummary) -> RecordedCollectives:
 
 
 def recorded() -> list[RecordedCollective]:
-    """The flight recorders' entries, oldest first; none where this torch has no recorder or it is off."""
+    """Return the flight recorders' entries, oldest first; none where this torch has no recorder or it is off."""
     entries: list[RecordedCollective] = []
     for trace in c10d.recorder_traces():
         found = trace.get("entries")
@@ -123,7 +123,7 @@ def recorded() -> list[RecordedCollective]:
 
 
 def recorded_in_memory(names: Mapping[object, str]) -> Iterator[RecordedCollective]:
-    """The entries of groups that share memory, which torch's recorders know nothing of."""
+    """Yield the entries of groups that share memory, which torch's recorders know nothing of."""
     for group in names:
         history = getattr(group, "history", None)
         if isinstance(history, CallHistory):
@@ -148,7 +148,7 @@ def group_of(entry: RecordedCollective) -> str:
 def collective(
     entry: RecordedCollective, seen: StackSummary, groups: Mapping[str, tuple[int, ...]]
 ) -> PendingCollective | None:
-    """The entry of a recorder; None: it is none that ranks meet in."""
+    """Return the entry of a recorder; None: it is none that ranks meet in."""
     try:
         operation, _, pair = str(entry["profiling_name"]).rpartition(":")[2].partition(" ")
         sizes, dtypes = entry["input_sizes"], entry["input_dtypes"]
@@ -167,13 +167,13 @@ def collective(
 
 
 def peer_in(pair: str, ranks: tuple[int, ...]) -> int | None:
-    """The other global rank in NCCL's "0->1" and "0<-1", which count within the group."""
+    """Return the other global rank in NCCL's "0->1" and "0<-1", which count within the group."""
     other = pair.replace("<-", "->").partition("->")[2]
     return ranks[int(other)] if other.isdigit() and int(other) < len(ranks) else None
 
 
 def from_stack(seen: StackSummary, names: Mapping[object, str]) -> PendingCollective | None:
-    """The operation in which the Python stack is, where no recorder knows it: a send on gloo."""
+    """Return the operation in which the Python stack is, where no recorder knows it: a send on gloo."""
     if not seen.operation:
         return None
     return PendingCollective(

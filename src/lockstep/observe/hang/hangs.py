@@ -98,7 +98,6 @@ class HangJudge:
         round: What is known of them.
         say: Prints one sentence for people.
         numbers: Of questions; no two of a launch have the same one.
-        state_of_rank: How a launcher sees the process of a rank on another machine.
 
     Attributes:
         verdict: A hang that has lasted too long; None: there is none.
@@ -110,13 +109,11 @@ class HangJudge:
         round: WatchedRound,
         say: Callable[[str], None],
         numbers: Iterator[int],
-        state_of_rank: Callable[[int], ProcessState],
     ) -> None:
         self._settings = settings
         self._round = round
         self._say = say
         self._numbers = numbers
-        self._state_of_rank = state_of_rank
         self._machine = machine_of_process()
         self._question: _Question | None = None
         self._next_question = 0.0
@@ -131,7 +128,7 @@ class HangJudge:
             self._question.answers[rank] = Evidence.from_message(evidence)
 
     def forget_answers(self) -> None:
-        """A rank has ended: answers may be older than that."""
+        """Forget the answers, as a rank has ended: they may be older than that."""
         self._question = None
 
     def look(self, running: Mapping[int, WatchedRank], now: float) -> None:
@@ -235,7 +232,7 @@ class HangJudge:
 
     def _silent(self, rank: int, state: WatchedRank, now: float) -> Silent:
         is_here = state.machine != "" and state.machine == self._machine
-        known = process_state(state.pid) if is_here else self._state_of_rank(rank)
+        known = process_state(state.pid) if is_here else ProcessState()
         silent_s = now - state.last_message_at
         return Silent(rank, state.host, state.pid, silent_s, known.word, known.waited_s)
 
@@ -262,7 +259,7 @@ class HangJudge:
         return limit if self._round.steps else max(limit, self._settings.startup_s)
 
     def _confirm(self, finding: Finding, facts: dict[int, Evidence | Silent], now: float) -> None:
-        """The hang has lasted too long, unless it turns out that no rank waits for another, or may come yet."""
+        """End a hang that has lasted too long, unless it turns out that no rank waits for another, or may come yet."""
         assert self._hang is not None
         waited_s = 0.0 if self._look is None else max(self._look.waited_s(facts), 0.0)
         ends = self._hang.since + self._lasts_s(finding) + waited_s

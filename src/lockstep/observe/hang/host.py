@@ -43,7 +43,7 @@ class CoordinatorHost:
             return b""
 
     def close(self) -> None:
-        """The other ranks hear of this one's end before the coordinator ends with it."""
+        """Let the other ranks hear of this one's end before the coordinator ends with it."""
         if self._server is not None:
             with suppress(ControlError):
                 self._server.call(self._report_own_end)

@@ -30,9 +30,8 @@ RECONNECT_LIMIT_S = 2.0
 LAUNCHER_LIMIT_S = 900.0
 PAUSE_S = 1.0
 
-Saver = Callable[[bool], str | None]
-"""Saves the state of a run on all ranks, and ends training, if it is told True; returns where, or None where there is
-no place for it."""
+Saver = Callable[[], str | None]
+"""Saves the state of a run on all ranks, and ends training; returns where, or None where there is no place for it."""
 NO_PLACE = "nothing was saved, because there is no project_dir with automatic naming"
 
 
@@ -50,11 +49,11 @@ class ProcessWatch:
         self._savers: list[weakref.WeakMethod[Saver]] = []
 
     def save_with(self, saver: Saver) -> None:
-        """Call this bound method at the boundary at which all ranks stop, or save. It is not kept alive."""
+        """Call this bound method at the boundary at which all ranks stop. It is not kept alive."""
         self._savers.append(weakref.WeakMethod(saver))
 
     def committed(self, path: str) -> None:
-        """A checkpoint is complete."""
+        """Tell that a checkpoint is complete."""
         self._tell("committed", path=path)
 
     def ending(self) -> None:
@@ -100,7 +99,6 @@ class ProcessWatch:
             departures(),
             StopSignals(),
             grace_s,
-            self._save,
         )
         departures().is_watched = self._has_coordinator
         self._worker.start()
@@ -124,7 +122,7 @@ class ProcessWatch:
         return None if found is None else partial(Client, *found)
 
     def _connected(self, connect: Callable[[float], Client], rank: int) -> Client | None:
-        """The first connection; None: rank 0 does not answer yet, and this rank trains meanwhile.
+        """Return the first connection; None: rank 0 does not answer yet, and this rank trains meanwhile.
 
         Raises:
             ControlError: the launcher does not answer for 15 minutes, or has another secret.
@@ -155,7 +153,8 @@ class ProcessWatch:
     def _stop(self, cause: str) -> NoReturn:
         """All ranks are at the same boundary: save, say so once, and end."""
         self.clock.news("stop", reason=cause)
-        places = self._saved(ends=True)
+        savers = [method() for method in self._savers]
+        places = [place for saver in savers if saver is not None and (place := saver()) is not None]
         where = (
             f"; the state is in {' and '.join(places)}, and the same command goes on from there"
             if places
@@ -172,20 +171,9 @@ class ProcessWatch:
         had_nothing = self.clock.boundaries <= 1
         raise SystemExit(PREEMPTED if places or had_nothing else of_signal(_signal_number(cause)))
 
-    def _save(self, cause: str) -> None:
-        """All ranks are at the same boundary: save, say where, and go on."""
-        places, step = self._saved(ends=False), self.clock.boundaries
-        done = f"the state is in {' and '.join(places)}" if places else NO_PLACE
-        self._tell("saved", sentence=f"After {step} steps, because of {cause}: {done}.")
-
-    def _saved(self, ends: bool) -> list[str]:
-        """Where the state was saved."""
-        savers = [method() for method in self._savers]
-        return [place for saver in savers if saver is not None and (place := saver(ends)) is not None]
-
 
 def watch_process(runtime: Runtime, enabled: bool, grace_s: float) -> ProcessWatch:
-    """This process's watch, started if it is not yet. Where it is not ``enabled`` it only counts steps.
+    """Return this process's watch, started if it is not yet. Where it is not ``enabled`` it only counts steps.
 
     Collective at its first call: every rank must make it.
 

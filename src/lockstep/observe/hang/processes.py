@@ -9,8 +9,6 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from lockstep.config.files import JsonObject
-
 WORDS = {
     "R": "running",
     "S": "sleeping",
@@ -29,17 +27,9 @@ class ProcessState(NamedTuple):
     word: str = "unknown"
     waited_s: float = 0.0
 
-    @staticmethod
-    def from_message(value: object) -> ProcessState:
-        """What came over the network; of what makes no sense, nothing is known."""
-        if isinstance(value, list) and len(value) == 2 and value[0] in (*WORDS.values(), "unknown"):
-            seconds = value[1] if isinstance(value[1], (int, float)) else 0.0
-            return ProcessState(value[0], float(seconds))
-        return ProcessState()
-
 
 def process_state(pid: int) -> ProcessState:
-    """The state of a process in this process's namespace."""
+    """Return the state of a process in this process's namespace."""
     try:
         letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:
@@ -59,12 +49,12 @@ def waited_s(pid: int) -> float:
 
 
 def waited_of_main_thread_s() -> float:
-    """The same of this process's main thread."""
+    """Return the same of this process's main thread."""
     return _waited_ns(f"/proc/{os.getpid()}/schedstat") / 1e9
 
 
 def _waited_ns(path: str) -> int:
-    """A thread has: its time on a processor, in the queue for one, both in ns, and its turns."""
+    """Return a thread has: its time on a processor, in the queue for one, both in ns, and its turns."""
     try:
         return int(Path(path).read_bytes().split()[1])
     except (OSError, ValueError, IndexError):
@@ -78,8 +68,3 @@ def machine_of_process() -> str:
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return ""
-
-
-def states_of(pids: dict[int, int]) -> JsonObject:
-    """Of the processes of ranks, by rank, for a coordinator on another machine."""
-    return {str(rank): list(process_state(pid)) for rank, pid in pids.items()}

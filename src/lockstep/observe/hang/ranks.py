@@ -1,4 +1,4 @@
-"""What the coordinator knows of each worker, which of them hold up the others, and where all of them stop.
+"""What the coordinator knows of each worker, and where all of them stop.
 
 In synchronous training all ranks' steps take equally long. What tells a slow rank is its local time: that of its step
 without the waits for other ranks.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Protocol
 
 from lockstep.config.files import JsonObject
@@ -38,7 +37,6 @@ class WatchedRank:
         own: Numbers of its latest step, by name.
         part: Of a step, in which its main thread was when it told so last.
         latest: What a progress line shows of the run, from rank 0; what is no finite number is a word.
-        has_bar: It shows a progress bar of its own.
         passed: The step boundary that it passed last when it heard that all are to stop; None: it has not said.
         is_ending: It is in ``end_training``, where waiting for the others is no hang.
         machine: Equal for ranks whose processes one process can look up.
@@ -60,7 +58,6 @@ class WatchedRank:
     own: Mapping[str, float] = field(default_factory=dict)
     part: str = ""
     latest: Mapping[str, float | str] = field(default_factory=dict)
-    has_bar: bool = False
     passed: int | None = None
     is_ending: bool = False
     machine: str = ""
@@ -89,7 +86,6 @@ class WatchedRank:
         self.own = own if isinstance(own, Mapping) else {}
         self.part = text_of(message, "part")
         self.latest = numbers_of(message.get("latest"))
-        self.has_bar = message.get("bar") is True
 
 
 @dataclass
@@ -140,19 +136,19 @@ class WatchedRound:
 
 
 def integer_of(message: Message, name: str) -> int:
-    """An integer of 0 or more in a message; 0 where there is none."""
+    """Return an integer of 0 or more in a message; 0 where there is none."""
     value = message.get(name)
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else 0
 
 
 def seconds_of(message: Message, name: str) -> float:
-    """A duration in a message; 0 where there is none."""
+    """Return a duration in a message; 0 where there is none."""
     value = message.get(name)
     return float(value) if isinstance(value, (int, float)) and 0 <= value < 1e9 else 0.0
 
 
 def text_of(message: Message, name: str) -> str:
-    """A short word in a message; "" where there is none."""
+    """Return a short word in a message; "" where there is none."""
     value = message.get(name)
     return value[:LONGEST_WORD] if isinstance(value, str) and value.isprintable() else ""
 
@@ -170,7 +166,7 @@ def numbers_of(value: object) -> dict[str, float | str]:
 
 
 def totals_of_ranks(ranks: Mapping[int, WatchedRank], world_size: int) -> dict[str, object]:
-    """What rank 0 is told of all: ``local_s`` of each rank (None: not known), and sums of the other ranks' numbers.
+    """Return what rank 0 is told of all: ``local_s`` of each rank (None: not known), and sums of others' numbers.
 
     A sum is there where each of the others has told its number.
     """
@@ -186,43 +182,9 @@ def totals_of_ranks(ranks: Mapping[int, WatchedRank], world_size: int) -> dict[s
 
 
 def amount_of(values: Mapping[str, object], name: str) -> float:
-    """A number of 0 or more among values; 0 where there is none."""
+    """Return a number of 0 or more among values; 0 where there is none."""
     value = values.get(name)
     return float(value) if isinstance(value, (int, float)) and 0 <= value < math.inf else 0.0
-
-
-SLOWER = 1.5
-SHARE_OF_STEP = 0.1
-
-
-@dataclass(frozen=True)
-class Straggler:
-    """A slow rank. ``ratio``: its local time over the median of the other ranks' local times."""
-
-    rank: int
-    ratio: float
-
-
-def find_stragglers(local_s: Mapping[int, float], step_s: float) -> list[Straggler]:
-    """The ranks whose local time is at least 1.5 times the median of the other ranks', slowest first.
-
-    What they take longer than that median is at least 10% of the step, or it would not matter.
-
-    Args:
-        local_s: Rank -> its usual seconds of local work per step, best as a median over some steps: one step alone
-            says little. Ranks without a finite number above 0 are left out.
-        step_s: Seconds per step.
-    """
-    known = {rank: seconds for rank, seconds in local_s.items() if math.isfinite(seconds) and seconds > 0}
-    found = []
-    for rank, seconds in known.items():
-        others = [other for another, other in known.items() if another != rank]
-        if not others:
-            break
-        usual = median(others)
-        if seconds >= SLOWER * usual and seconds - usual >= SHARE_OF_STEP * step_s:
-            found.append(Straggler(rank, seconds / usual))
-    return sorted(found, key=lambda one: (-one.ratio, one.rank))
 
 
 # Stopping together ------------------------------------------------------------------------------------

@@ -104,7 +104,7 @@ class Evidence:
 
     @staticmethod
     def from_message(message: Message) -> Evidence:
-        """The evidence in a message that came over the network; texts are cut to their greatest lengths.
+        """Return the evidence in a message that came over the network; texts are cut to their greatest lengths.
 
         Raises:
             ControlError: the message is not such evidence.

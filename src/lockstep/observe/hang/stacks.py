@@ -55,7 +55,7 @@ class StackSummary:
 
 
 def summarize_stack(thread: int) -> StackSummary:
-    """What the thread with this identifier does. Never raises."""
+    """Return what the thread with this identifier does. Never raises."""
     frames = list(islice(frames_of(thread), MOST_FRAMES))
     if not frames:
         return StackSummary()
@@ -84,12 +84,12 @@ def summarize_stack(thread: int) -> StackSummary:
 
 
 def is_engine(file: str) -> bool:
-    """The file is torch's or ours."""
+    """Return the file is torch's or ours."""
     return file.startswith((OURS, TORCH))
 
 
 def is_users(file: str) -> bool:
-    """The file is neither installed nor part of Python."""
+    """Return the file is neither installed nor part of Python."""
     if is_engine(file) or any(one in file for one in INSTALLED):
         return False
     return not file.startswith(("<frozen", *STANDARD_LIBRARY))
@@ -101,7 +101,7 @@ def source_line_of(frame: FrameType, doing: str = "") -> SourceLine:
 
 
 def short_path(file: str) -> str:
-    """The path relative to the working directory, or to where packages are installed, or the file's name."""
+    """Return the path relative to the working directory, or to where packages are installed, or the file's name."""
     for folder in INSTALLED:
         if folder in file:
             return file.rsplit(folder, 1)[1]
@@ -126,7 +126,7 @@ def stack_text(frames: Sequence[FrameType]) -> str:
 
 
 def called_name(frame: FrameType) -> str:
-    """The name of the function written in C that the frame is in: the last name read before the call."""
+    """Return the name of the function written in C that the frame is in: the last name read before the call."""
     return last_name_before(frame.f_code, frame.f_lasti)
 
 
@@ -141,14 +141,14 @@ def last_name_before(code: CodeType, offset: int) -> str:
 
 
 def waits_for_handle(frame: FrameType) -> bool:
-    """The frame, of the user or of torch.distributed, is in some handle's ``wait``: of a send, for instance."""
+    """Return the frame, of the user or of torch.distributed, is in some handle's ``wait``: of a send, for instance."""
     file = frame.f_code.co_filename
     ours = is_users(file) or is_engine(file)
     return ours and called_name(frame) == "wait"
 
 
 def innermost_operation(below: Sequence[FrameType]) -> tuple[str, object, int | None]:
-    """The function of torch.distributed in progress, the group given to it, and the rank it sends to or receives
+    """Return the function of torch.distributed in progress, the group given to it, and the rank it sends to or receives
     from. Of nested ones the inner: ``all_gather`` for ``all_gather_object``."""
     for frame in below:
         name = frame.f_code.co_name
@@ -162,7 +162,7 @@ def innermost_operation(below: Sequence[FrameType]) -> tuple[str, object, int | 
 
 
 def loader_wait(below: Sequence[FrameType]) -> str:
-    """What there is to say where the thread waits for the worker processes of a data loader; "": it does not."""
+    """Return what there is to say where the thread waits for the worker processes of a data loader; "": it does not."""
     for frame in below:
         if frame.f_code.co_filename.endswith(os.path.join("utils", "data", "dataloader.py")):
             workers = dataloader.workers_of(frame.f_locals.get("self"))

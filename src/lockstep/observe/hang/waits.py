@@ -51,7 +51,7 @@ class Waits:
         return list(self._waits.values())
 
     def ends(self) -> frozenset[int]:
-        """The ranks that others wait for, directly, and that wait for nobody."""
+        """Return the ranks that others wait for, directly, and that wait for nobody."""
         awaited = frozenset().union(*(wait.awaited for wait in self._waits.values()))
         return frozenset(rank for rank in awaited if rank not in self._waits or not self._waits[rank].awaited)
 

@@ -1,5 +1,5 @@
 """The watch inside one process of a run: tells the coordinator what the main thread gets done, answers its questions,
-and closes the gate of the main thread where all ranks are to stop, or to save."""
+and closes the gate of the main thread where all ranks are to stop."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING
 from lockstep.errors import ControlError
 from lockstep.observe.hang.gate import StopGate
 from lockstep.observe.hang.processes import machine_of_process, waited_of_main_thread_s
-from lockstep.observe.log import shows_bar
 from lockstep.runtime import failure
 from lockstep.runtime.clock import StepClock
 from lockstep.runtime.failure import HANG, PREEMPTED, STOP_SIGNALS, Departures, of_signal
@@ -40,7 +39,7 @@ class WorkerWatch:
         rank: Of this process.
         world_size: Number of processes.
         clock: What the main thread gets done.
-        stop, save: See ``StopGate``.
+        stop: See ``StopGate``.
         connect: Connects to the coordinator, or raises ControlError; None for a process alone, which only looks for
             signals. Called again whenever the connection is lost.
         client: What it has returned already, if it has.
@@ -60,9 +59,8 @@ class WorkerWatch:
         departures: Departures,
         signals: StopSignals,
         grace_s: float = 30.0,
-        save: Callable[[str], None] = lambda cause: None,
     ) -> None:
-        self.gate = StopGate(clock, stop, limit_s=grace_s, save=save)
+        self.gate = StopGate(clock, stop, limit_s=grace_s)
         self._rank = rank
         self._world_size = world_size
         self._clock = clock
@@ -124,7 +122,7 @@ class WorkerWatch:
 
     def tell(self, verb: str, **values: object) -> None:
         """Tell the coordinator, if there is one: "ending" and "done" of ``end_training``, "committed" of a checkpoint,
-        "saved" and "stopped" with a sentence for people; the rest is this watch's own."""
+        "stopped" with a sentence for people; the rest is this watch's own."""
         if self._client is None:
             return
         try:
@@ -164,7 +162,6 @@ class WorkerWatch:
                 own=dict(clock.own),
                 part=clock.parts.part,
                 waited_s=waited_of_main_thread_s(),
-                bar=shows_bar(),
                 latest=json_numbers(clock.latest() if clock.latest is not None else {}),
             )
             news.poll(1000 * HEARTBEAT_S)
@@ -226,14 +223,6 @@ class WorkerWatch:
             self.tell("passed", boundary=boundary, steps=self._clock.steps)
         elif verb == "target" and isinstance(message.get("boundary"), int):
             self.gate.aim(message["boundary"])
-        elif verb == "save":
-            number = message.get("number")
-            boundary = self.gate.close_to_save(str(message.get("cause", "a request")))
-            self.tell("may_save", number=number, boundary=boundary, steps=self._clock.steps)
-        elif verb == "save_at" and isinstance(message.get("boundary"), int):
-            self.gate.save_at(message["boundary"])
-        elif verb == "no_save":
-            self.gate.save_at(None)
         elif verb == "ranks":
             self._clock.others = message
         elif verb == "news":
@@ -261,25 +250,25 @@ class WorkerWatch:
 
 
 def json_numbers(values: Mapping[str, float]) -> dict[str, float | str]:
-    """The same in JSON, which has no NaN and no infinity: these as words, which ``float`` reads."""
+    """Return the same in JSON, which has no NaN and no infinity: these as words, which ``float`` reads."""
     return {name: value if math.isfinite(value) else str(value) for name, value in values.items()}
 
 
 def news_of(message: Message) -> dict[str, object]:
-    """The values of what a coordinator tells rank 0 of the run."""
+    """Return the values of what a coordinator tells rank 0 of the run."""
     rank = message.get("rank")
     found: dict[str, object] = {"sentence": str(message.get("sentence", ""))[:1000]}
     return found | ({"rank": rank} if isinstance(rank, int) else {})
 
 
 def say(sentence: str) -> None:
-    """A line of ours on this process's console."""
+    """Write a line of ours on this process's console."""
     sys.stderr.write(f"lockstep: {sentence}\n")
     sys.stderr.flush()
 
 
 def nothing_to_save(cause: str) -> str:
-    """What there is to say of a stop before anything was done."""
+    """Return what there is to say of a stop before anything was done."""
     return f"the run ended because of {cause} before its first step; there was nothing to save"
 
 
@@ -321,7 +310,7 @@ class StopSignals:
         return self._receiver.fileno()
 
     def read(self) -> int | None:
-        """The number of a stop signal that has arrived, or None."""
+        """Return the number of a stop signal that has arrived, or None."""
         try:
             received = self._receiver.recv(64)
         except (BlockingIOError, OSError):

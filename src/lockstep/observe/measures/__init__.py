@@ -10,8 +10,7 @@ if not TYPE_CHECKING:
         {
             "assembler": ["StepAssembler"],
             "batches": ["tokens_in"],
-            "device_parts": ["device_parts_of", "DeviceParts", "EVERY"],
-            "flops": ["FlopCounts", "FREE_KINDS", "SHARE"],
+            "flops": ["FlopCounts"],
             "journal": ["Journal", "text_of"],
             "latest": ["latest_numbers"],
             "peaks": ["peak_of", "peak_of_name", "precision_of", "TABLE"],

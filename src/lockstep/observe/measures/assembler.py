@@ -11,9 +11,9 @@ from torch import nn
 
 from lockstep.config.options import Options
 from lockstep.config.world import ParallelDims
-from lockstep.observe.measures.communication import HiddenCommunication, bytes_by_axis, is_seen
+from lockstep.observe.measures.communication import is_seen
 from lockstep.observe.measures.flops import FlopCounts, StepCounts, StepKinds
-from lockstep.observe.measures.memory import MemoryOfSteps
+from lockstep.observe.measures.memory import PeakMemory
 from lockstep.observe.measures.open_step import OpenStep
 from lockstep.observe.measures.peaks import peak_of, precision_of
 from lockstep.observe.measures.run_folder import RunWriter
@@ -50,7 +50,6 @@ class EndedStep:
     epoch: int | None
     learning_rate: list[float] | None
     kinds: StepKinds
-    device_seconds: dict[str, float] | None
     reported: OpenStep
 
 
@@ -60,7 +59,6 @@ class StepAssembler:
     Attributes:
         recent: The latest steps of which all numbers have come.
         counts: What the latest step computes on this rank; None: not known.
-        bytes: What forward and backward of a step send from this rank, by axis of the mesh.
         axes: Of the mesh.
         optimizers: A list that grows.
     """
@@ -72,7 +70,7 @@ class StepAssembler:
         options: Options,
         models: Sequence[ParallelModel],
         flops: FlopCounts,
-        memory: MemoryOfSteps,
+        memory: PeakMemory,
         writer: RunWriter | None,
     ) -> None:
         self._runtime = runtime
@@ -84,11 +82,9 @@ class StepAssembler:
         self._writer = writer
         self.axes = ParallelDims()
         self.recent: deque[StepMeasures] = deque(maxlen=RECENT_STEPS)
-        self.bytes: dict[str, int] = {}
         self._ended: deque[EndedStep] = deque(maxlen=RECENT_STEPS if writer is None else None)
         self._pending: deque[tuple[StepMeasures, OpenStep]] = deque()
         self._others = OtherRanks(state.clock, runtime.world_size)
-        self._hidden = HiddenCommunication(models)
         self._every_s = SHOWN_EVERY_S if writer is None else WRITTEN_EVERY_S
         self._young = YOUNG
         self._next = 0.0
@@ -97,7 +93,7 @@ class StepAssembler:
         self._peak_is_written = False
 
     def add(self, step: EndedStep) -> None:
-        """A step has ended. Called between steps."""
+        """Take a step that has ended. Called between steps."""
         self._ended.append(step)
         now = time.monotonic()
         if self._young:
@@ -134,7 +130,7 @@ class StepAssembler:
 
     def _assembled(self, ended: EndedStep, is_latest: bool) -> StepMeasures:
         reported = ended.reported
-        self.counts = counts = self._flops.counts_of(ended.kinds)
+        self.counts = self._flops.counts_of(ended.kinds)
         own = self._own_numbers(reported)
         if is_latest:
             self._others.tell(own)
@@ -146,17 +142,14 @@ class StepAssembler:
             tokens=self._others.of_all("tokens", own.get("tokens")),
             learning_rate=ended.learning_rate,
             seconds=self._seconds(ended),
-            hidden_communication_seconds=self._hidden.new() if is_latest else None,
-            device_seconds=ended.device_seconds,
             flops=self._flops_of_all(own),
-            bytes=None if counts is None else self._new_bytes(counts),
             memory=self._memory.new() if is_latest else None,
             rank_seconds=self._others.seconds(),
             logged=reported.logged or None,
         )
 
     def _own_numbers(self, reported: OpenStep) -> dict[str, float]:
-        """What the watch tells rank 0, to be added to its own."""
+        """Return what the watch tells rank 0, to be added to its own."""
         own: dict[str, float] = {}
         if reported.tokens:
             # Ranks with one batch tell a share of its tokens each: the sum over all ranks has them once.
@@ -190,16 +183,6 @@ class StepAssembler:
             found["model"] = model
         return found or None
 
-    def _new_bytes(self, counts: StepCounts) -> dict[str, int] | None:
-        """What this rank sends in a step, where that is another amount than in the step before."""
-        if not counts.sent_bytes:
-            return None
-        now = bytes_by_axis(counts.sent_bytes, self.axes)
-        if now == self.bytes:
-            return None
-        self.bytes = now
-        return now
-
     # -- what the device could do ------------------------------------------------------------------------
 
     @property
@@ -210,7 +193,7 @@ class StepAssembler:
         return self._peak
 
     def measured_peak(self) -> float | None:
-        """The same; a CPU's is measured now."""
+        """Return the same; a CPU's is measured now."""
         return peak_of(self._runtime.device, self._precision())
 
     def _precision(self) -> str:
@@ -220,7 +203,7 @@ class StepAssembler:
         return precision_of(self._options.mixed_precision, None if parameter is None else parameter.dtype)
 
     def write_peak(self, step: int) -> None:
-        """A CPU's is measured late, so that no run's start takes longer for it. Only the first call does anything."""
+        """Write the peak, a CPU's late: no run's start takes longer for it. Only the first call does anything."""
         if self._peak_is_written:
             return
         self._peak_is_written = True
@@ -244,7 +227,7 @@ class OtherRanks:
         self._clock.own = own
 
     def of_all(self, name: str, own: float | None) -> float | None:
-        """The sum over all ranks of what here is ``own``; None: some are not known."""
+        """Return the sum over all ranks of what here is ``own``; None: some are not known."""
         if own is None or self._world_size == 1:
             return own
         sums = self._clock.others.get("sums")
@@ -253,7 +236,7 @@ class OtherRanks:
         return own + float(sums[name])
 
     def seconds(self) -> list[float | None] | None:
-        """What each rank's own work of a step takes, rank by rank."""
+        """Return what each rank's own work of a step takes, rank by rank."""
         known = self._clock.others.get("local_s")
         if not isinstance(known, (list, tuple)) or len(known) != self._world_size:
             return None

@@ -29,7 +29,7 @@ class WaitingBatches:
         self._loader_of_latest: Callable[[], object] = lambda: self._of
 
     def comes(self, progress: LoaderProgress | None, batch: object) -> None:
-        """A loader, which is so far, hands one out; None: one that is gone."""
+        """Take a batch that a loader, which is so far, hands out; None: one that is gone."""
         loader = counts = None
         if progress is not None:
             loader, counts = progress.loader, progress.counts
@@ -40,8 +40,8 @@ class WaitingBatches:
         self._latest.append((tokens_in(batch), counts))
 
     def use(self, loader: object | None) -> BatchSize | None:
-        """A backward uses one of the loader that is iterated, or where none is, of the one that was last; None: there
-        is no new one."""
+        """Use one for a backward: of the loader that is iterated, or else of the one that was last; None: there is no
+        new one."""
         is_latest = loader is None or self._loader_of_latest() is loader
         waiting = self._latest if is_latest else self._of.get(loader)
         if not waiting:

@@ -7,20 +7,17 @@ step is left alone: compilers, rehearsals and proofs run in it.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from lockstep.observe.measures.operators import OperatorCounter, OperatorCounts
 from lockstep.torch_internals.compile import compiled_frames
 
-FREE_KINDS = 32
-"""Of micro-batches and calls that are counted when they first come. What comes later, such as sentences of ever new
-lengths, is counted as long as that takes no more than ``SHARE`` of the run's time."""
-SHARE = 0.001
-MOST_KINDS = 10_000
+MOST_KINDS = 1000
+"""Of micro-batches and calls that are counted when they first come. Of later ones, such as sentences of ever new
+lengths, nothing is known."""
 
 COUNT_AGAIN_AFTER = 1000
 """Steps after which all is counted anew: parameters may have been frozen or thawed."""
@@ -32,7 +29,6 @@ class StepCounts:
 
     model: float = 0
     hardware: float = 0
-    sent_bytes: dict[tuple[int, ...], float] = field(default_factory=dict)
 
 
 MicroBatch = tuple[Hashable, ...]
@@ -63,44 +59,43 @@ class FlopCounts:
         self._steps = 0
         self._counted_at = 0
         self._compiled_before = compiled_frames()
-        self._began = time.perf_counter()
-        self._counting_since = 0.0
-        self._counting_s = 0.0
         self.unknown_because = ""
 
     def call_begins(self, key: Hashable) -> None:
-        """A model is called; ``key`` is equal for calls that compute the same."""
+        """Begin to count a call of a model; ``key`` is equal for calls that compute the same."""
         self._depth += 1
         if self._depth > 1:
             # It is called inside of another one.
             return
         self._of_micro_batch.append(key)
         if key not in self._calls and self._may_count(self._calls):
-            self._counter = self._begin_counting()
+            self._counter = OperatorCounter()
+            self._counter.__enter__()
 
     def call_ends(self) -> None:
-        """It returned, or raised."""
+        """End what has begun: it returned, or raised."""
         self._depth = max(0, self._depth - 1)
         if self._depth == 0 and self._counter is not None:
             counter, self._counter = self._counter, None
-            self._end_counting(counter)
+            counter.__exit__(None, None, None)
             self._remember(self._calls, self._of_micro_batch[-1], counter.counts)
 
     def backward_begins(self, averages: bool, may_count: bool = True) -> None:
-        """The backward of the calls since the last one. ``averages``: over ranks."""
+        """Begin to count the backward of the calls since the last one. ``averages``: over ranks."""
         micro_batch = (averages, *self._of_micro_batch)
         self._of_micro_batch.clear()
         self._of_step.append(micro_batch)
         self._backward_now = micro_batch
         if micro_batch in self._backwards or not may_count or not self._may_count(self._backwards):
             return
-        self._in_backward = self._begin_counting()
+        self._in_backward = OperatorCounter()
+        self._in_backward.__enter__()
 
     def backward_ends(self, is_complete: bool) -> None:
-        """It returned, or raised."""
+        """End what has begun: it returned, or raised."""
         if self._in_backward is not None:
             counter, self._in_backward = self._in_backward, None
-            self._end_counting(counter)
+            counter.__exit__(None, None, None)
             if is_complete:
                 self._remember(self._backwards, self._backward_now, counter.counts)
 
@@ -112,13 +107,13 @@ class FlopCounts:
         )
 
     def add_stated(self, model: float, hardware: float) -> None:
-        """A script says what a micro-batch of this step computes."""
+        """Take what a script says that a micro-batch of this step computes."""
         self._stated = self._stated or StepCounts()
         self._stated.model += model
         self._stated.hardware += hardware
 
     def step_ends(self) -> StepKinds:
-        """What the step computed, for ``counts_of``."""
+        """Return what the step computed, for ``counts_of``."""
         kinds, self._of_step = self._of_step, []
         self._of_micro_batch.clear()
         self._steps += 1
@@ -128,7 +123,7 @@ class FlopCounts:
         return kinds, stated
 
     def counts_of(self, step: StepKinds) -> StepCounts | None:
-        """What a step computed that was not before ``forget_old``; None: not all of it is known."""
+        """Return what a step computed that was not before ``forget_old``; None: not all of it is known."""
         kinds, stated = step
         if stated is not None and stated.model:
             return stated
@@ -155,31 +150,15 @@ class FlopCounts:
                     return None
                 total.model += counts.model
                 total.hardware += counts.model + counts.again
-                for ranks, sent in counts.sent_bytes.items():
-                    total.sent_bytes[ranks] = total.sent_bytes.get(ranks, 0.0) + sent
         return total if total.model else None
 
     def _may_count(self, known: Mapping[Hashable, object]) -> bool:
-        if self._steps == 0 or self.unknown_because:
+        if self._steps == 0 or self.unknown_because or len(known) >= MOST_KINDS:
             return False
-        if len(known) >= FREE_KINDS:
-            passed = time.perf_counter() - self._began
-            if len(known) >= MOST_KINDS or self._counting_s > SHARE * passed:
-                return False
         if compiled_frames() > self._compiled_before:
             self.is_compiled()
             return False
         return True
-
-    def _begin_counting(self) -> OperatorCounter:
-        self._counting_since = time.perf_counter()
-        counter = OperatorCounter()
-        counter.__enter__()
-        return counter
-
-    def _end_counting(self, counter: OperatorCounter) -> None:
-        counter.__exit__(None, None, None)
-        self._counting_s += time.perf_counter() - self._counting_since
 
     def _remember(self, known: dict[Hashable, OperatorCounts], key: Hashable, counts: OperatorCounts) -> None:
         known[key] = counts

@@ -110,7 +110,7 @@ class Journal:
 
 
 def _write_regularly(journal: weakref.ref[Journal], wake: threading.Event) -> None:
-    """The thread: does not keep the journal alive."""
+    """Write, in the thread, which does not keep the journal alive."""
     while not wake.wait(FLUSH_EVERY_S):
         alive = journal()
         if alive is None:
@@ -121,7 +121,7 @@ def _write_regularly(journal: weakref.ref[Journal], wake: threading.Event) -> No
 
 
 def text_of(line: Line) -> str:
-    """A line of a file. Numbers have six digits behind the point, or six significant ones where they are small."""
+    """Return a line of a file. Numbers have six digits behind the point, or six significant ones."""
     return json.dumps(_rounded(line), separators=(",", ":"), default=str) + "\n"
 
 

@@ -18,8 +18,8 @@ def latest_numbers(
     progress: LoaderProgress | None,
     window_length: int,
 ) -> dict[str, float]:
-    """What is known of: ``step``, ``loss``, ``epoch``, ``step_seconds``, ``samples_per_second``, ``tokens_per_second``,
-    ``model_flops_per_second``, ``mfu`` (0 to 1), ``total_steps``, ``epoch_steps_left``.
+    """Return what is known of ``step``, ``loss``, ``epoch``, ``step_seconds``, ``samples_per_second``,
+    ``tokens_per_second``, ``model_flops_per_second``, ``mfu`` (0 to 1), ``total_steps``, ``epoch_steps_left``.
 
     Args:
         recent: The latest steps, oldest first.

@@ -93,14 +93,8 @@ class Measures(StepRecorder):
 
     @property
     def memory(self) -> dict[str, int]:
-        """Bytes of this rank: ``weights``, ``gradients``, ``optimizer``, ``other``, and their sum, the ``peak``."""
+        """The ``peak`` of this rank's memory, in bytes. ``accelerator.state_bytes()`` counts weights and state."""
         return self._memory.latest
-
-    @property
-    def bytes_sent(self) -> dict[str, int]:
-        """Bytes that forward and backward of a step send from this rank, by axis of the mesh."""
-        self._ended.catch_up()
-        return dict(self._ended.bytes)
 
     @property
     def goodput(self) -> Goodput | None:
@@ -121,7 +115,7 @@ class Measures(StepRecorder):
         return None if self._writer is None else self._writer.folder.path
 
     def numbers(self) -> dict[str, float]:
-        """The latest numbers under the names that trackers get: ``lockstep/tokens_per_second`` and others."""
+        """Return the latest numbers under the names that trackers get: ``lockstep/tokens_per_second`` and others."""
         found: dict[str, float | None] = {
             "step_seconds": self.step_seconds,
             "samples_per_second": self.samples_per_second,

@@ -56,7 +56,7 @@ class OpenStep:
                 self._weights.append(self._taken(total))
 
     def trains_on(self, tokens: int | None, samples: int | None) -> None:
-        """A backward uses this micro-batch."""
+        """Count a micro-batch that a backward uses."""
         self.tokens = None if self.tokens is None or tokens is None else self.tokens + tokens
         self.samples = None if self.samples is None or samples is None else self.samples + samples
 
@@ -67,7 +67,7 @@ class OpenStep:
                 self.logged[str(name)] = float(value)  # type: ignore[arg-type]
 
     def send_numbers(self) -> None:
-        """It ends: have those of its numbers that are on a device copied to the host."""
+        """End the step: have those of its numbers that are on a device copied to the host."""
         self._late = LateNumbers(self._numbers())
 
     def have_come(self) -> bool:
@@ -86,7 +86,7 @@ class OpenStep:
         return [*self._losses, *self._weights, norm]
 
     def _taken(self, value: torch.Tensor) -> Number | None:
-        """A number that is at hand at once, and otherwise the tensor that will be read; None: it is no such tensor."""
+        """Return a number that is at hand, otherwise the tensor that will be read; None: it is no such tensor."""
         if type(value) not in PLAIN or value.dim() or value.is_complex():
             return None
         if value.is_cpu:
@@ -98,7 +98,7 @@ class OpenStep:
 def loss_of_step(
     losses: Sequence[float | None], weights: Sequence[float | None], accumulates: bool
 ) -> float | None:
-    """The loss of a step by those of its micro-batches; None: not all are known, or there was none."""
+    """Return the loss of a step by those of its micro-batches; None: not all are known, or there was none."""
     known = [loss for loss in losses if loss is not None]
     if not known or len(known) < len(losses):
         return None
@@ -155,7 +155,7 @@ class LateNumbers:
         return self._event is None or bool(self._event.query())
 
     def read(self) -> list[float | None]:
-        """The numbers in their order; None: not known."""
+        """Return the numbers in their order; None: not known."""
         return [None if number is None else float(number) for number in self._numbers]
 
     def _sent(self, tensor: torch.Tensor) -> torch.Tensor | None:

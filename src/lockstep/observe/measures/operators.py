@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,13 +19,11 @@ class OperatorCounts:
     Attributes:
         model: Floating-point operations of forwards and backwards; a product of [m, k] and [k, n] is 2 m k n.
         again: Those of forwards that are computed again for a backward.
-        sent_bytes: In a ring over the ranks of a group, by the group's global ranks.
         unknown: Operators of which nobody knows how much they compute.
     """
 
     model: int = 0
     again: int = 0
-    sent_bytes: dict[tuple[int, ...], float] = field(default_factory=lambda: defaultdict(float))
     unknown: set[str] = field(default_factory=set)
 
 
@@ -53,10 +50,10 @@ class OperatorCounter(dispatch.TorchDispatchMode):
             # It is of a stage that another rank computes.
             return result
         packet = func.overloadpacket
-        known = counter.OPERATORS.get(dispatch.schema_of(func).name)
-        if known is not None:
-            self._sends(func, known, args, kwargs)
-        elif packet in self._attention_backwards or packet in self._formulas:
+        if dispatch.schema_of(func).name in counter.OPERATORS:
+            # It sends, and computes nothing.
+            return result
+        if packet in self._attention_backwards or packet in self._formulas:
             try:
                 self._applies(packet, args, kwargs, result)
             except Exception:
@@ -89,14 +86,6 @@ class OperatorCounter(dispatch.TorchDispatchMode):
         self._computes(2 * forward)
         # The kernel computes q k^T again: of the forward's two products the share d / (d + d_v).
         self.counts.again += forward * width // (width + width_of_values)
-
-    def _sends(
-        self, func: object, known: tuple[str, str, bool], args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> None:
-        one = counter.record(func, known, args, kwargs)
-        ranks = counter.ranks_of(func, args, kwargs)
-        if one.wire_bytes:
-            self.counts.sent_bytes[ranks] += float(one.wire_bytes)
 
 
 def _multiplies(args: tuple[object, ...]) -> bool:

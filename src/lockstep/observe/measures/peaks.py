@@ -85,7 +85,7 @@ def peak_of(device: torch.device, precision: str) -> float | None:
 
 
 def peak_of_name(name: str, precision: str, allows_tf32: bool = False) -> float | None:
-    """The same for a GPU of this name, such as "NVIDIA H100 80GB HBM3"."""
+    """Return the same for a GPU of this name, such as "NVIDIA H100 80GB HBM3"."""
     row = next((row for row in TABLE if re.search(row.pattern, name)), None)
     if row is None:
         return None
@@ -102,7 +102,7 @@ MEASURE_S = 0.03
 
 @cache
 def cpu_peak(precision: str, threads: int) -> float | None:
-    """The quickest product of two square matrices within 30 ms, after one that is not counted.
+    """Return the quickest product of two square matrices within 30 ms, after one that is not counted.
 
     ``threads``: those of torch. It is measured once for each number of them.
     """
@@ -120,7 +120,7 @@ def cpu_peak(precision: str, threads: int) -> float | None:
 
 
 def precision_of(mixed_precision: str, parameters: torch.dtype | None) -> str:
-    """What a run multiplies in: what autocast says, else the type of its parameters."""
+    """Return what a run multiplies in: what autocast says, else the type of its parameters."""
     if mixed_precision in ("fp8", "bf16", "fp16"):
         return mixed_precision
     return {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(parameters or torch.float32, "fp32")

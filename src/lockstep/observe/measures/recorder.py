@@ -18,23 +18,18 @@ from lockstep.config.world import ParallelDims
 from lockstep.errors import UsageError
 from lockstep.observe.measures.assembler import EndedStep, StepAssembler
 from lockstep.observe.measures.batches import WaitingBatches
-from lockstep.observe.measures.device_parts import device_parts_of
 from lockstep.observe.measures.flops import FlopCounts, shapes_of
 from lockstep.observe.measures.latest import latest_numbers
-from lockstep.observe.measures.memory import MemoryOfSteps
+from lockstep.observe.measures.memory import PeakMemory
 from lockstep.observe.measures.onlooker import WeakHook, look_on, look_on_calls
 from lockstep.observe.measures.open_step import OpenStep, learning_rates
 from lockstep.observe.measures.run_folder import RunWriter, bytes_in
 from lockstep.observe.measures.start import describe
-from lockstep.observe.measures.step_memory import StepMemory, allocated_bytes
 from lockstep.parallel.parallel_model import ParallelModel, is_compiled_module
 from lockstep.runtime.clock import keep_time_by
 from lockstep.runtime.failure import first_line
 from lockstep.runtime.process import Runtime
 from lockstep.runtime.step import LoaderProgress, StepState
-
-FOLLOWED_AFTER = 5
-"""Steps of a process, after which memory is followed over one."""
 
 
 class StepRecorder:
@@ -57,18 +52,15 @@ class StepRecorder:
         self._writer: RunWriter | None = None
         # A second Accelerator of this process does not write into the same folder.
         if runtime.is_main and options.run_dir is not None and not RunWriter.has_one(options.run_dir):
-            described = partial(describe, runtime, options, self._models, lambda: self._optimizers)
+            described = partial(describe, runtime, options, self._models)
             self._writer = RunWriter(options.run_dir, runtime.world_size, is_restarted, described)
         self._step = 0
         self._steps_before = self._clock.steps
         self._flops = FlopCounts()
-        steps_here = not options.parallel.offloads_optimizer
-        self._memory = MemoryOfSteps(runtime.device, self._models, lambda: self._optimizers, steps_here)
+        self._memory = PeakMemory(runtime.device)
         self._ended = StepAssembler(
             runtime, state, options, self._models, self._flops, self._memory, self._writer
         )
-        self._step_memory: StepMemory | None = None
-        self._steps_here = 0
         self._total_steps: int | None = None
         self._training_on: LoaderProgress | None = None
         self._is_over = False
@@ -81,7 +73,6 @@ class StepRecorder:
         self._loaded_within: dict[str, Any] | None = None
         self._parts = self._clock.parts
         self._before = self._parts.read()
-        self._device_parts = device_parts_of(runtime.device, self._parts)
         keep_time_by(self._clock)
         seams = (
             (self._clock.at_step, self.step_ends),
@@ -162,14 +153,14 @@ class StepRecorder:
     # -- within a step -----------------------------------------------------------------------------------
 
     def batch_comes(self, batch: object) -> None:
-        """A prepared loader hands out this batch, of which nothing is kept."""
+        """Count a batch that a prepared loader hands out; nothing of it is kept."""
         if self._is_first:
             self._begin_first_step()
         running = self._state.running
         self._waiting.comes(running[-1] if running else None, batch)
 
     def call_begins(self, module: nn.Module, args: object, kwargs: object = None) -> None:
-        """A prepared model is called; ``kwargs`` None: in parts, between which others run."""
+        """Note that a prepared model is called; ``kwargs`` None: in parts, between which others run."""
         if not torch.is_grad_enabled():
             part = self._parts.enter("inference")
             self._around_inference = part if part != "inference" else self._around_inference
@@ -182,7 +173,7 @@ class StepRecorder:
             self._flops.call_begins((id(module), module.training, shapes_of(args), named))
 
     def call_ends(self, *_: object) -> None:
-        """It has returned, or raised; a forward hook."""
+        """Note that it has returned, or raised; a forward hook."""
         if torch.is_grad_enabled():
             self._flops.call_ends()
         else:
@@ -201,7 +192,7 @@ class StepRecorder:
     def backward_begins(
         self, loss: torch.Tensor, weight: torch.Tensor | float | None, creates_graph: bool = False
     ) -> None:
-        """A micro-batch's loss, 0-d, or with ``weight`` of any shape; ``backward_ends`` follows."""
+        """Take a micro-batch's loss, 0-d, or with ``weight`` of any shape; ``backward_ends`` follows."""
         self._flops.backward_begins(self._state.sync_gradients, may_count=not creates_graph)
         self._open.add_loss(loss, weight)
         running = self._state.running
@@ -221,14 +212,12 @@ class StepRecorder:
         self._epoch = following - 1 if isinstance(following, int) else None
 
     def backward_ends(self, is_complete: bool) -> None:
-        """It returned, or raised."""
+        """End what has begun: it returned, or raised."""
         self._flops.backward_ends(is_complete)
         self._parts.enter("other")
-        if self._memory.is_due and is_complete and self._state.sync_gradients:
-            self._memory.look()
 
     def clipped(self, norm: torch.Tensor) -> None:
-        """The norm of all gradients before clipping, 0-d."""
+        """Take the norm of all gradients before clipping, 0-d."""
         self._open.norm = norm
         if not norm.is_cpu:
             self._open.is_on_device = True
@@ -238,12 +227,12 @@ class StepRecorder:
         self._open.log(values)
 
     def step_ends(self) -> None:
-        """The main thread is at the boundary of a step, if an optimizer has stepped since the last."""
+        """End the step, at whose boundary the main thread is, if an optimizer has stepped since the last."""
         if self._clock.steps > self._steps_before:
             self._end_step(self._parts.read())
 
     def for_people(self) -> dict[str, float]:
-        """What a progress line shows of the latest step, see ``latest.py``. Any thread may call it."""
+        """Return what a progress line shows of the latest step, see ``latest.py``. Any thread may call it."""
         peak = self._ended.peak
         return latest_numbers(
             list(self._ended.recent),
@@ -256,18 +245,18 @@ class StepRecorder:
     # -- events ------------------------------------------------------------------------------------------
 
     def loaded(self, path: str, steps: int | None, seconds: float) -> None:
-        """A state was loaded, of so many complete steps."""
+        """Note that a state was loaded, of so many complete steps."""
         if steps is not None:
             self.step = steps
         self._continue_writing()
         self._write_event("loaded", path=path, step=steps, seconds=seconds)
 
     def gone_back(self, path: str, steps: int | None, seconds: float) -> None:
-        """The state of so many complete steps was loaded within a step, which is the last before them."""
+        """Note that the state of so many complete steps was loaded within a step, which is the last before them."""
         self._loaded_within = {"path": path, "step": steps, "seconds": seconds, "rollback": True}
 
     def saved(self, path: str, seconds: float) -> None:
-        """A checkpoint is complete, so long after its save began. May be called by another thread."""
+        """Note that a checkpoint is complete, so long after its save began. May be called by another thread."""
         if self._writer is not None:
             self._writer.event("checkpoint", step=self.step, path=path, seconds=seconds, bytes=bytes_in(path))
 
@@ -284,8 +273,6 @@ class StepRecorder:
         if self._clock.steps > self._steps_before:
             self._end_step(self._parts.read_entered())
         self._ended.finish()
-        if self._step_memory is not None:
-            self._step_memory.end()
         try:
             self._end_writing(reason)
         finally:
@@ -303,13 +290,8 @@ class StepRecorder:
         self._ended.write_peak(self.step)
         self._writer.end(self.step, reason)
 
-    @property
-    def _is_written(self) -> bool:
-        """Whether what is measured is written to a folder, now or once it has begun."""
-        return self._writer is not None and not self._writer.is_closed
-
     def _continue_writing(self) -> None:
-        """It is settled that this goes on with the run that is in the folder."""
+        """Settle that this goes on with the run that is in the folder."""
         if self._writer is not None:
             self._writer.begin(continues=True)
 
@@ -320,9 +302,8 @@ class StepRecorder:
     # -- a step ------------------------------------------------------------------------------------------
 
     def _begin_first_step(self) -> None:
-        """It begins with its batch, which has been waited for; what was before is no part of it."""
+        """Begin with the step's batch, which has been waited for; what was before is no part of it."""
         self._is_first = False
-        self._memory.training_begins()
         now = self._parts.read()
         self._before = {**now, **{part: self._before[part] for part in ("data", "to_device")}}
 
@@ -332,40 +313,22 @@ class StepRecorder:
         self._end_step_without_loader()
 
     def _end_step_without_loader(self) -> None:
-        """What is done now is of the next step, where no loader says where a step ends."""
+        """End a step, as what is done now is of the next one, where no loader says where a step ends."""
         if not self._state.running:
             self.step_ends()
 
     def _end_step(self, read: dict[str, float]) -> None:
         self._step += 1
-        self._steps_here += 1
         self._steps_before = self._clock.steps
         reported, self._open = self._open, OpenStep()
         # Now: in the device's queue behind this step, and before the next one.
         if reported.is_on_device:
             reported.send_numbers()
         before, self._before = self._before, read
-        if self._step_memory is not None or self._steps_here == FOLLOWED_AFTER:
-            self._follow_memory(sum(read.values()) - sum(before.values()))
-        device_seconds = None if self._device_parts is None else self._device_parts.step_ends()
         rates = learning_rates(self._optimizers)
         kinds = self._flops.step_ends()
-        self._ended.add(
-            EndedStep(
-                self._step, time.time(), before, read, self._epoch, rates, kinds, device_seconds, reported
-            )
-        )
+        self._ended.add(EndedStep(self._step, time.time(), before, read, self._epoch, rates, kinds, reported))
         if self._loaded_within is not None:
             values, self._loaded_within = self._loaded_within, None
             self._step = self._step if values["step"] is None else values["step"]
             self._write_event("loaded", **values)
-
-    def _follow_memory(self, expected_s: float) -> None:
-        """Over one step of the run, which is like those behind it."""
-        if self._step_memory is not None:
-            self._write_event("memory", step=self._step, points=self._step_memory.end())
-            self._step_memory = None
-        elif self._is_written:
-            allocated = allocated_bytes(self._runtime.device)
-            if allocated is not None:
-                self._step_memory = StepMemory(allocated, lambda: self._parts.part, expected_s)

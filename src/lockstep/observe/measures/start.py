@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
@@ -15,13 +14,8 @@ from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.runtime.process import Runtime
 
 
-def describe(
-    runtime: Runtime,
-    options: Options,
-    models: Sequence[ParallelModel],
-    optimizers: Callable[[], Sequence[Any]],
-) -> dict[str, object]:
-    """The values of the event ``start``; what is not known is None."""
+def describe(runtime: Runtime, options: Options, models: Sequence[ParallelModel]) -> dict[str, object]:
+    """Return the values of the event ``start``; what is not known is None."""
     return {
         "world_size": runtime.world_size,
         "nodes": -(-runtime.world_size // runtime.local_world_size),
@@ -39,9 +33,6 @@ def describe(
         "parallel": str(options.parallel),
         "mixed_precision": str(options.mixed_precision),
         "parameters": parameters_of(models),
-        "trainable_parameters": parameters_of(models, trainable=True),
-        "parameter_dtypes": dtypes_of(models),
-        "optimizers": [optimizer_name(optimizer) for optimizer in optimizers()],
         "seed": torch.initial_seed(),
     }
 
@@ -52,21 +43,8 @@ def device_name(device: torch.device) -> str:
     return str(name(device)) if name is not None and device.type != "cpu" else device.type
 
 
-def parameters_of(models: Sequence[ParallelModel], trainable: bool = False) -> int | None:
+def parameters_of(models: Sequence[ParallelModel]) -> int | None:
     """Parameters of the whole models, tied ones once; None where other ranks hold some of them."""
     if not models or not all(model.holds_all_parameters for model in models):
         return None
-    parameters = (parameter for model in models for parameter in model.parameters())
-    return sum(parameter.numel() for parameter in parameters if parameter.requires_grad or not trainable)
-
-
-def dtypes_of(models: Sequence[ParallelModel]) -> list[str]:
-    """Such as ["bfloat16", "float32"]."""
-    found = {parameter.dtype for model in models for parameter in model.parameters()}
-    return sorted(str(dtype).removeprefix("torch.") for dtype in found)
-
-
-def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
-    """As ``lockstep estimate`` names it: "adamw", or "sgd-momentum"."""
-    name = type(getattr(optimizer, "optimizer", optimizer)).__name__.lower()
-    return f"{name}-momentum" if any(group.get("momentum") for group in optimizer.param_groups) else name
+    return sum(parameter.numel() for model in models for parameter in model.parameters())

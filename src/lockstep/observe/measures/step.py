@@ -20,14 +20,9 @@ class StepMeasures:
         gradient_norm: As ``clip_grad_norm_`` returned it, before clipping.
         learning_rate: Of each group of parameters, of at most 8 groups.
         seconds: By part, and their sum as ``total``.
-        hidden_communication_seconds: In which averages travelled behind a backward's computation, of the latest
-            backward that was measured; None: none was since the step before that.
-        device_seconds: By part on a CUDA device, and their sum as ``total``, of the latest step that was measured;
-            None: none was since the step before that.
         flops: Floating-point operations over all ranks: ``model``, of forward and backward; ``hardware``, with those of
             forwards that are computed again.
-        memory: Bytes of this rank at the peak, by category.
-        bytes: Sent by this rank to others, by axis of the mesh.
+        memory: Bytes of this rank at the ``peak``, where that has grown.
         rank_seconds: What each rank's own work of a step took lately, without waits for others.
         logged: Numbers that the script passed to ``accelerator.log`` since the step before.
     """
@@ -41,16 +36,13 @@ class StepMeasures:
     gradient_norm: float | None = None
     learning_rate: list[float] | None = None
     seconds: dict[str, float] | None = None
-    hidden_communication_seconds: float | None = None
-    device_seconds: dict[str, float] | None = None
     flops: dict[str, float] | None = None
     memory: dict[str, int] | None = None
-    bytes: dict[str, int] | None = None
     rank_seconds: list[float | None] | None = None
     logged: dict[str, float] | None = None
 
     def line(self) -> dict[str, Any]:
-        """What is known, for a file."""
+        """Return what is known, for a file."""
         found = {name: getattr(self, name) for name in _NAMES}
         return {name: value for name, value in found.items() if value is not None}
 

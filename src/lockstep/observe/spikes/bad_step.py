@@ -48,10 +48,10 @@ class KeepsSteps(Protocol):
     """Keeps what a rank trains on until its step is made."""
 
     def backward(self) -> None:
-        """What loaders handed out is trained on."""
+        """Note that what loaders handed out is trained on."""
 
     def forget(self) -> None:
-        """The step is made, or is none."""
+        """Forget what was kept: the step is made, or is none."""
 
     def keep(self, bad: BadStep) -> str | None:
         """Write down what it takes to make this step again; returns where, None: nowhere. Collective."""

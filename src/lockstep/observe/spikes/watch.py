@@ -78,15 +78,15 @@ class SpikeWatch:
             self._keeper.forget()
 
     def save_begins(self) -> None:
-        """The state of the run is being saved."""
+        """Note that the state of the run is being saved."""
         self._saved_at = self.steps
 
     def saved(self, path: str) -> None:
-        """That checkpoint is complete; told to rank 0, by any thread."""
+        """Note that this checkpoint is complete; told to rank 0, by any thread."""
         self._add(path, self._saved_at)
 
     def loaded(self, path: str) -> None:
-        """The run goes on from this checkpoint."""
+        """Note that the run goes on from this checkpoint."""
         self._add(path, self.steps)
 
     def _add(self, path: str, steps: int) -> None:
@@ -95,7 +95,7 @@ class SpikeWatch:
         self._checkpoints[path] = steps
 
     def backward(self, loss: torch.Tensor, weight: torch.Tensor | float | None) -> None:
-        """A micro-batch's loss as ``Accelerator.backward`` gets it: 0-d, or with ``weight`` of any shape."""
+        """Take a micro-batch's loss as ``Accelerator.backward`` gets it: 0-d, or with ``weight`` of any shape."""
         self.batches += 1
         if self._keeper is not None:
             self._keeper.backward()
@@ -110,7 +110,7 @@ class SpikeWatch:
             self._losses.append(((loss.detach() * weights).sum(), weights.sum()))
 
     def clipped(self, norm: torch.Tensor) -> None:
-        """The norm of gradients before a script clipped them, 0-d; several are of parts of them."""
+        """Take the norm of gradients before a script clipped them, 0-d; several are of parts of them."""
         self._norm = norm if self._norm is None else torch.hypot(self._norm, norm.to(self._norm.device))
 
     def may_step(self, norm: Callable[[], torch.Tensor], loss_scale: Callable[[], float] | None) -> bool:
@@ -146,7 +146,7 @@ class SpikeWatch:
             self.forget()
 
     def _seen_by_all(self, norm: Callable[[], torch.Tensor]) -> tuple[float | None, float | None]:
-        """The loss, a mean over ranks and micro-batches, and the norm; None: not known, or not looked at."""
+        """Return the loss, a mean over ranks and micro-batches, and the norm; None: not known, or not looked at."""
         ranks = self._communicator.world_size
         if ranks > 1 and not self._together():
             raise UsageError(
@@ -168,7 +168,7 @@ class SpikeWatch:
         return loss, None if self._norm is None else norms / ranks
 
     def _open_loss(self) -> torch.Tensor:
-        """The sum of this rank's losses since its last step, and of their weights: [2]."""
+        """Return the sum of this rank's losses since its last step, and of their weights: [2]."""
         if not self._losses:
             return torch.zeros(2)
         device = self._losses[0][0].device
@@ -315,7 +315,7 @@ class SpikeWatch:
         raise AssertionError
 
     def state_dict(self) -> StateDict:
-        """What it needs to decide as if the run had not been interrupted; only ``open`` is of this rank alone."""
+        """Return what it needs to decide as if nothing had been interrupted; ``open`` is of this rank alone."""
         is_open = self._first_batch <= self.batches
         return {
             **{name: getattr(self, name) for name in COUNTS},

@@ -57,11 +57,11 @@ LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {name: entry.kind for na
 def resolve_trackers(
     log_with: object, logging_dir: str | os.PathLike[str] | None = None
 ) -> list[TrackerChoice]:
-    """The trackers that ``log_with`` means, without repeats: classes to construct, or the user's instances.
+    """Return the trackers that ``log_with`` means, without repeats: classes to construct, or the user's instances.
 
     ``log_with`` is None, one of the following, or a list of them: a name or ``LoggerType``, a
     ``GeneralTracker`` class or object, ``"all"`` for every built-in tracker that can run here.
-    The name of a user's class is known once the class is defined.
+    The name of a user's class is known by ``register_tracker_class``.
 
     Raises:
         ConfigError: for an unknown name, or a tracker that writes files without a directory.
@@ -93,8 +93,6 @@ def available_trackers() -> list[LoggerType]:
 
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
     """Let ``log_with`` name a class of trackers by its ``name``.
-
-    A subclass of ``GeneralTracker`` is known by its ``name`` without this, unless a built-in tracker has that name.
 
     Args:
         tracker_class: The class. It replaces another class of this name, and a warning says so.
@@ -212,7 +210,7 @@ class TrackerSet:
             tracker.log_images(values, step=step)
 
     def get(self, name: str, unwrap: bool = False) -> Any:
-        """The tracker ``name``, or with ``unwrap`` the object underneath.
+        """Return the tracker ``name``, or with ``unwrap`` the object underneath.
 
         Where it does not run on this rank, or ``log_with`` was empty, the result takes every call and
         does nothing.
@@ -267,7 +265,7 @@ class TrackerSet:
 
 
 def _meant_by(item: object, logging_dir: str | os.PathLike[str] | None) -> list[TrackerChoice]:
-    """The trackers that one item of ``log_with`` stands for, checked."""
+    """Return the trackers that one item of ``log_with`` stands for, checked."""
     if isinstance(item, GeneralTracker):
         check_complete(item)
         return [item]
@@ -284,11 +282,10 @@ def _meant_by(item: object, logging_dir: str | os.PathLike[str] | None) -> list[
         if not _is_installed(entry):
             raise MissingExtraError(f"The tracker '{name}'", str(entry.package), entry.extra)
         return [_with_directory(entry.kind, logging_dir)]
-    custom = {**_custom_classes(), **LOGGER_TYPE_TO_CLASS}
-    if name in custom:
-        check_complete(custom[name])
-        return [_with_directory(custom[name], logging_dir)]
-    valid = [*TRACKERS, LoggerType.ALL.value, *(name for name in custom if name not in TRACKERS)]
+    if name in LOGGER_TYPE_TO_CLASS:
+        check_complete(LOGGER_TYPE_TO_CLASS[name])
+        return [_with_directory(LOGGER_TYPE_TO_CLASS[name], logging_dir)]
+    valid = [*LOGGER_TYPE_TO_CLASS, LoggerType.ALL.value]
     raise ConfigError(
         f"log_with has {item!r}, but may name only {', '.join(valid)}.{suggestion(name, valid)}"
     )
@@ -320,20 +317,3 @@ def _is_url(directory: str | os.PathLike[str] | None) -> bool:
 
 def _name_of(choice: TrackerChoice) -> str:
     return str(choice.name)
-
-
-def _custom_classes() -> dict[str, type[GeneralTracker]]:
-    """Subclasses of ``GeneralTracker`` outside of this package by name; the latest definition wins."""
-    found: dict[str, type[GeneralTracker]] = {}
-    open_classes = [GeneralTracker]
-    while open_classes:
-        kind = open_classes.pop(0)
-        open_classes += kind.__subclasses__()
-        name = getattr(kind, "name", None)
-        if (
-            isinstance(name, str)
-            and name not in TRACKERS
-            and not kind.__module__.startswith("lockstep.observe.")
-        ):
-            found[name] = kind
-    return found
