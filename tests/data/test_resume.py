@@ -99,9 +99,6 @@ KINDS = {
         ),
         in_sequence(43),
     ),
-    "torchdata": Kind(
-        lambda w: DataLoader(Numbers(43), 3, shuffle=True), by_epoch(43), {"use_stateful_dataloader": True}
-    ),
     "workers": Kind(lambda w: DataLoader(Numbers(30), 3, shuffle=True, num_workers=2), by_epoch(30), stops=3),
     "stream": Kind(lambda w: DataLoader(Stream(43), 3), in_sequence(43)),
     "split stream": Kind(lambda w: DataLoader(SizedStream(43), 8), in_sequence(43), {"split_batches": True}),

@@ -330,8 +330,8 @@ class DataLoaderConfiguration:
     - ``pin_memory``: batches are copied to a CUDA device through pinned host memory, and the host does not wait for the
       copies. If the loader has ``pin_memory=True``, its batches are pinned already. On a CPU it has no effect.
     - ``non_blocking``: the host does not wait for copies of batches that are not pinned, either.
-    - ``use_stateful_dataloader``: torchdata's ``StatefulDataLoader`` reads the data. It needs the extra
-      ``torchdata``.
+    - ``use_stateful_dataloader``: accepted, and without effect: every prepared loader has ``state_dict()`` and an exact
+      position.
 
     Raises:
         ConfigError: a switch is neither True nor False.

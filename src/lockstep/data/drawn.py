@@ -247,35 +247,30 @@ class DrawnOrder:
         self._items = chain.from_iterable(self._drawn())
         self._given = 0
 
-    def behind(
-        self, samples: int, beginning: int, kept: int
-    ) -> tuple[list[IndexBatch], list[IndexBatch], Iterable[IndexBatch]]:
-        """The first ``beginning`` batches, the last ``kept`` ones before ``samples``, and those behind these.
+    def behind(self, samples: int, beginning: int) -> tuple[list[IndexBatch], Iterable[IndexBatch]]:
+        """Return the first ``beginning`` batches, and those behind ``samples``.
 
         Nothing behind ``samples`` is drawn yet.
 
         Raises:
             CheckpointError: no batch ends there, or what comes before is not what was saved.
         """
-        found: tuple[list[IndexBatch], list[IndexBatch], Iterable[IndexBatch]]
+        found: tuple[list[IndexBatch], Iterable[IndexBatch]]
         if self._cut is not None:
             size = self._cut.batch_size
             head = list(islice(self._items, beginning * size))
-            behind = self._noted(islice(chain(head, self._items), samples))
-            passed = deque(behind, maxlen=max(1, kept * size))
+            self.digested(islice(chain(head, self._items), samples))
             later = chain(head[samples:], self._items)
             found = (
                 list(grouped(head, size, drop_last=False)),
-                list(grouped(passed, size, drop_last=False)) if kept else [],
                 CutSamples(later, size, self._cut.drop_last),
             )
         else:
             source = self._whole_batches()
             first = list(islice(source, beginning))
             batches = chain(first, source)
-            noted = map(list, map(self._noted, batches))
-            skipped = skip_batches(noted, samples, type(self.sampler).__name__, kept)
-            found = first, list(skipped) if kept else [], batches
+            skip_batches(map(list, map(self._noted, batches)), samples, type(self.sampler).__name__)
+            found = first, batches
         expected = self.drawing.digest
         if samples and expected is not None and self.digest not in (None, expected):
             raise CheckpointError(

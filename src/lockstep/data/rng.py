@@ -65,15 +65,6 @@ def _private_blocks(items: Iterable[T], seed: int, block_size: int, device: str 
             return
 
 
-def generator_states() -> dict[str, object]:
-    """The states of the global CPU generators as tensors and plain values, for ``set_generator_states``."""
-    return plain_states(Generators().read())
-
-
-def set_generator_states(states: Mapping[str, object]) -> None:
-    Generators().write(states_of(states))
-
-
 States = list[Any]
 """States of torch's, Python's and NumPy's global generator, then of a loader's own ones."""
 
