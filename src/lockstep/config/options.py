@@ -72,7 +72,7 @@ class Options:
     mixed_precision: str
     cpu: bool
     parallel: Parallel
-    compile_options: dict[str, object] | None
+    compile_options: dict[str, Any] | None
     compile_blocks: bool
     accumulation: GradientAccumulationPlugin
     loaders: DataLoaderConfiguration

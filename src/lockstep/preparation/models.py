@@ -12,9 +12,10 @@ from lockstep.checkpoint.contents import FullModelSpec, ties_of
 from lockstep.observe.log import get_logger
 from lockstep.parallel.autocast import DTYPES
 from lockstep.parallel.materialize import InitWeights
+from lockstep.parallel.model_options import ModelOptions
 from lockstep.parallel.parallel_model import ParallelModel, unwrap
 from lockstep.parallel.parallelize import parallelize
-from lockstep.parallel.steps import ModelOptions, refuse_transforms
+from lockstep.parallel.steps import refuse_transforms
 from lockstep.preparation.checks import (
     PreparedObjects,
     refuse_aliases,
@@ -86,14 +87,8 @@ class ModelPreparation:
             model,
             self.run.runtime,
             ModelOptions(
+                **vars(options),
                 meshes=self.run.meshes,
-                parallel=options.parallel,
-                mixed_precision=options.mixed_precision,
-                autocast=options.autocast,
-                fp8=options.fp8,
-                ddp=options.ddp,
-                compile_options=options.compile_options,
-                compile_blocks=options.compile_blocks,
                 init_weights=init_weights,
                 loss_scale=None if self.run.scaler is None else self.run.scaler.scaler.get_scale,
             ),
