@@ -31,7 +31,7 @@ KINDS = {
 
 
 def read_regular_file(path: str | Path, limit: int) -> bytes:
-    """The first ``limit`` bytes of a file.
+    """Return the first ``limit`` bytes of a file.
 
     Raises:
         OSError: it cannot be opened, or is a pipe, a folder, a device or a socket.
@@ -46,7 +46,7 @@ def read_regular_file(path: str | Path, limit: int) -> bytes:
 
 
 def read_text(path: str | Path, most_bytes: int, language: str) -> str:
-    """The whole configuration file, in ``language`` ("JSON").
+    """Return the whole configuration file, in ``language`` ("JSON").
 
     Raises:
         ConfigError: it is missing, unreadable, larger than ``most_bytes``, or not UTF-8 text.
@@ -124,7 +124,7 @@ def check_shard(folder: str, name: str) -> None:
 
 
 def read_plain_file(path: str, limit: int) -> bytes:
-    """The content of a plain file, of at most ``limit`` bytes.
+    """Return the content of a plain file, of at most ``limit`` bytes.
 
     Raises:
         OSError: it cannot be opened.

@@ -492,7 +492,7 @@ class ProjectConfiguration:
 
 
 def parse_hook(name: str, value: str) -> DDPCommunicationHookType:
-    """The hook of this name; raises ConfigError if there is none."""
+    """Return the hook of this name; raises ConfigError if there is none."""
     if isinstance(value, DDPCommunicationHookType):
         return value
     known = DDPCommunicationHookType.list()

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def at_first_item(make: Callable[[], Iterator[T]]) -> Iterator[T]:
-    """What ``make`` returns, called when the first item is asked for. The items pass through no Python code."""
+    """Return what ``make`` returns, called when the first item is asked for. The items pass through no Python code."""
     return chain.from_iterable(made() for made in (make,))
 
 
@@ -60,7 +60,8 @@ class Dealing:
         return chain(self._whole(cut, known), last)
 
     def _whole(self, cut: CutSamples[object], known: int | None) -> Iterator[object]:
-        """Rounds of which the next one is whole, too: as many as the ``known`` length says, or by reading one ahead.
+        """Yield rounds of which the next one is whole, too: as many as the ``known`` length says, or by reading one
+        ahead.
 
         To look ahead in a process on its own would draw what the next batch needs before this one is trained on.
         """
@@ -146,7 +147,7 @@ class Dealing:
         )
 
     def _digesting(self) -> DrawnOrder | None:
-        """The order, where what is behind must be told from what another sampler gives."""
+        """Return the order, where what is behind must be told from what another sampler gives."""
         return None if self.order is None or self.order.digest is None else self.order
 
     def _own_parts(self, batch: GlobalBatch[object] | None) -> list[tuple[int, list[object]]]:

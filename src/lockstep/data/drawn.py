@@ -110,7 +110,7 @@ def with_seedable(sampler: T, seed: int) -> tuple[T | SeededSampler, SeededSampl
 
 
 def generators_of(loader: DataLoader[object]) -> Generators:
-    """The global generators and those that loader, samplers and dataset hold, each once."""
+    """Return the global generators and those that loader, samplers and dataset hold, each once."""
     found: list[torch.Generator] = []
     for holder in (loader, *samplers_of(loader), loader.dataset):
         own = getattr(holder, "generator", None)
@@ -282,12 +282,12 @@ class DrawnOrder:
         return found
 
     def digested(self, samples: Iterable[object]) -> int | None:
-        """The checksum of the samples up to the end of these, which come next."""
+        """Return the checksum of the samples up to the end of these, which come next."""
         deque(self._noted(samples), maxlen=0)
         return self.digest
 
     def _noted(self, samples: Iterable[object]) -> Iterable[object]:
-        """The same ones, by samples: another batch size cuts the same."""
+        """Return the same ones, by samples: another batch size cuts the same."""
         return samples if self.digest is None else map(self._note, samples)
 
     def _note(self, index: object) -> object:
@@ -308,7 +308,7 @@ class DrawnOrder:
             return None
 
     def known_samples(self) -> int | None:
-        """Samples of the epoch, where batches may be cut at any of them (None: not known)."""
+        """Return the number of samples of the epoch, where batches may be cut at any of them (None: not known)."""
         try:
             return None if self._cut is None else len(cast(Sized, self._cut.sampler))
         except (TypeError, NotImplementedError):
@@ -320,7 +320,8 @@ class DrawnOrder:
             yield one_batch(item, self.opaque)
 
     def _drawn(self) -> Iterator[Iterable[object]]:
-        """What the sampler gives, sample by sample, or batch by batch where it makes batches itself, in blocks."""
+        """Yield what the sampler gives, sample by sample, or batch by batch where it makes batches itself, in
+        blocks."""
         private = self.drawing.private
         if private is None:
             # Nothing is drawn but what the next sample needs, as in torch's loader.

@@ -197,7 +197,7 @@ class PreparedLoader(DataLoader[Any]):
         return self._progress.end_of_data
 
     def __len__(self) -> int:
-        """Number of batches on this rank. Raises TypeError where the data has no length."""
+        """Return the number of batches on this rank. Raises TypeError where the data has no length."""
         if self._parts.batches is None:
             raise TypeError(f"{type(self.dataset).__name__} has no length, so its loader has no length.")
         batches = self._parts.plan.length(self._parts.batches, self._parts.rank, self._parts.samples)
@@ -290,7 +290,7 @@ class PreparedLoader(DataLoader[Any]):
         return state_of(position, self._epochs.seed, setup, self._draws(position))
 
     def _draws(self, position: Position) -> SavedDraws | None:
-        """What the samplers of this loader draw; None: the order is a function of seed and epoch."""
+        """Return what the samplers of this loader draw; None: the order is a function of seed and epoch."""
         parts = self._parts
         drawing = position.drawing if position.is_midway else None
         generators = parts.generators if drawing is None else drawing.generators
@@ -467,7 +467,7 @@ class PreparedLoader(DataLoader[Any]):
 
 
 def _reach(this: ReadRound, progress: LoaderProgress, iteration: Iteration) -> None:
-    """The iteration is behind this round."""
+    """Move the iteration behind this round."""
     progress.batches += 1
     progress.counts, progress.end_of_data, iteration.behind, iteration.digest, states = this
     if iteration.drawing is not None:

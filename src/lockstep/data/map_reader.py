@@ -103,7 +103,7 @@ class ShardedBatches(Sampler[object]):
 
 
 def sample_count(batch_sampler: object) -> int | None:
-    """Number of indices a batch sampler draws in an epoch, where it can be known."""
+    """Return the number of indices a batch sampler draws in an epoch, where it can be known."""
     sampler = getattr(batch_sampler, "sampler", None)
     return len(sampler) if isinstance(sampler, Sized) else None
 

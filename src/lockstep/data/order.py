@@ -44,7 +44,7 @@ class GlobalOrder:
     def batches(
         self, epoch: int, behind: int, beginning: int
     ) -> tuple[list[IndexBatch], Iterable[IndexBatch]]:
-        """The first ``beginning`` batches of the epoch, and those that begin behind ``behind`` samples.
+        """Return the first ``beginning`` batches of the epoch, and those that begin behind ``behind`` samples.
 
         The user's sampler is not modified. Without batches an item is yielded as the sampler gives it.
         The batches of torch's ``BatchSampler`` are cut anew there. Those of any other batch sampler stay whole.
@@ -130,7 +130,7 @@ def seeded_copy(sampler: T, generator: torch.Generator) -> T:
 
 
 def samplers_of(loader: DataLoader[object]) -> list[object]:
-    """The loader's samplers and those inside them, each once."""
+    """Return the loader's samplers and those inside them, each once."""
     found: list[object] = []
     pending: list[object] = [loader.batch_sampler, loader.sampler]
     while pending:
@@ -147,7 +147,7 @@ def find_distributed_sampler(loader: DataLoader[object]) -> DistributedSampler[o
 
 
 def initial_seed_of(loader: DataLoader[object]) -> int:
-    """The seed of the loader's or its sampler's generator, else of torch's global generator."""
+    """Return the seed of the loader's or its sampler's generator, else of torch's global generator."""
     for holder in (loader, *samplers_of(loader)):
         generator = getattr(holder, "generator", None)
         if isinstance(generator, torch.Generator):

@@ -36,7 +36,7 @@ class Progress(NamedTuple):
         return new_progress((tuple(behind), self.base, tuple(rounds), (worker + 1) % len(behind)))
 
     def from_here(self) -> Progress:
-        """The same samples, behind which another way of dealing begins."""
+        """Return the same samples, behind which another way of dealing begins."""
         return Progress(self.samples, self.samples, tuple(0 for _ in self.rounds), self.turn)
 
 
@@ -45,7 +45,7 @@ new_progress: Callable[[tuple[object, ...]], Progress] = partial(tuple.__new__, 
 
 
 def nothing(workers: int) -> Progress:
-    """The beginning of an epoch that ``workers`` streams feed."""
+    """Return the beginning of an epoch that ``workers`` streams feed."""
     zeros = (0,) * max(1, workers)
     return Progress(zeros, zeros, zeros)
 
@@ -199,7 +199,7 @@ class SavedDraws:
 
     @classmethod
     def read(cls, plain: object) -> SavedDraws:
-        """What ``plain`` returned. Raises CheckpointError if that is not what this is."""
+        """Return what ``plain`` returned. Raises CheckpointError if that is not what this is."""
         kinds = {
             "seedable": bool,
             "now": dict,
@@ -306,7 +306,7 @@ FIELDS: dict[str, tuple[type | str, ...]] = {
 
 
 def read_state(state: StateDict, here: LoaderSetup) -> tuple[Position, int, SavedDraws | None]:
-    """The position that ``state`` gives a loader set up as ``here``, the seed of its order, and what it draws.
+    """Return the position that ``state`` gives a loader set up as ``here``, the seed of its order, and what it draws.
 
     Without draws the order is a function of the seed and the epoch: so it is always in states of version 0.1.
 

@@ -47,7 +47,7 @@ def prepare_loader(
     rng_types: Sequence[Any] | None = None,
     axes: ParallelDims | None = None,
 ) -> PreparedLoader:
-    """This rank's part of ``loader``.
+    """Return this rank's part of ``loader``.
 
     ``device``: where batches go (None: they stay). ``rank`` and ``world_size`` stand in for those of
     ``runtime``. ``axes``: how the ranks share one model; those that do get the same batches. With a
@@ -124,7 +124,7 @@ def prepare_loader(
 def _seed_of_rank_0(
     communicator: Communicator, seed: int, own: Lengths, rank: int, dispatch: bool, loader: DataLoader[object]
 ) -> int:
-    """The seed of the common order; raises where a rank has other data than rank 0."""
+    """Return the seed of the common order; raises where a rank has other data than rank 0."""
     with raise_on_all_ranks(communicator):
         found = fingerprint_of(loader)
     common, main, *of_main = communicator.broadcast_object_list([seed, found, *own], from_process=0)
@@ -236,7 +236,7 @@ def seed_of(loader: DataLoader[object], config: DataLoaderConfiguration, draws: 
 
 
 def order_sampler(loader: DataLoader[object]) -> Iterable[object]:
-    """The sampler of batches of indices, or of indices where the dataset makes batches itself."""
+    """Return the sampler of batches of indices, or of indices where the dataset makes batches itself."""
     sampler = batches_by_sampler(loader)
     return loader.sampler if sampler is None else sampler
 

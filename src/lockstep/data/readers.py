@@ -113,6 +113,6 @@ def row_count(batch: object) -> int | None:
 
 
 def measured(batch: object) -> BatchCounts | None:
-    """Counts of one rank's batch in a world of one, read off its tensors."""
+    """Return the counts of one rank's batch in a world of one, read off its tensors."""
     size = row_count(batch)
     return None if size is None else BatchCounts(rows=(size,), real=(size,))

@@ -22,7 +22,7 @@ def epoch_seed(seed: int, epoch: int) -> int:
 
 
 def epoch_generator(seed: int, epoch: int) -> torch.Generator:
-    """A CPU generator in the state that begins an epoch."""
+    """Return a CPU generator in the state that begins an epoch."""
     return torch.Generator(device="cpu").manual_seed(epoch_seed(seed, epoch))
 
 
@@ -199,7 +199,7 @@ def plain_states(states: States) -> dict[str, object]:
 
 
 def states_of(plain: Mapping[str, Any]) -> States:
-    """The states that ``plain_states`` wrote.
+    """Return the states that ``plain_states`` wrote.
 
     Raises:
         CheckpointError: they are not states of generators.

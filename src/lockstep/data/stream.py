@@ -135,7 +135,7 @@ class ShardedStream(IterableDataset[object]):
 
 
 def _opaque_counts(this: GlobalBatch[object]) -> BatchCounts | None:
-    """Counts of a round whose parts hold one ready-made batch each."""
+    """Return the counts of a round whose parts hold one ready-made batch each."""
     sizes = [row_count(part[0]) if part else 0 for part in this.parts]
     rows = tuple(size for size in sizes if size is not None)
     if len(rows) < len(sizes):
@@ -145,5 +145,5 @@ def _opaque_counts(this: GlobalBatch[object]) -> BatchCounts | None:
 
 
 def as_it_is(message: object) -> object:
-    """The ``collate_fn`` of a loader whose dataset collates."""
+    """Return the ``collate_fn`` of a loader whose dataset collates."""
     return message

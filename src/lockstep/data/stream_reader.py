@@ -72,13 +72,13 @@ class StreamReader:
         return source
 
     def _shared_seed(self) -> int:
-        """What torch's loader draws for a data pipe."""
+        """Return what torch's loader draws for a data pipe."""
         if not isinstance(self.stream._dataset, IterDataPipe):
             return 0
         return int(torch.empty((), dtype=torch.int64).random_(generator=self.inner.generator).item())
 
     def _private(self, drawing: Drawing) -> PrivateDraws:
-        """Reading ahead must not draw what the loop draws, nor must reading again."""
+        """Keep the draws of reading ahead, and of reading again, apart from those of the loop."""
         draws = PrivateDraws(drawing.generators, [])
         draws.shown = drawing.shown or []
         return draws

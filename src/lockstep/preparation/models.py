@@ -130,7 +130,7 @@ class ModelPreparation:
         return ParallelModel(model) if found is None else found
 
     def whole_of(self, model: nn.Module) -> FullModelSpec | None:
-        """What a model was of which this rank has some blocks; None for others."""
+        """Return what a model was of which this rank has some blocks; None for others."""
         number = next((i for i, known in enumerate(self.prepared) if known.module is model), None)
         return None if number is None else self.wholes.get(number)
 
@@ -140,7 +140,7 @@ class ModelPreparation:
         self.wholes.clear()
 
     def _settle_alike(self) -> None:
-        """A model and an average of its weights hold the same parameters, also if one of them is never called."""
+        """Give a model and an average of its weights the same parameters, also if one of them is never called."""
         for model in self.prepared:
             for other in self.prepared:
                 model.settle_like(other)
@@ -153,7 +153,7 @@ class ModelPreparation:
 
 
 def _full_model_spec(model: nn.Module) -> FullModelSpec:
-    """The names of all weights, before other ranks' blocks leave."""
+    """Return the names of all weights, before other ranks' blocks leave."""
     return FullModelSpec(tuple(model.state_dict()), ties_of(model))
 
 
