@@ -12,9 +12,9 @@ from tests.data.helpers import Numbers, SizedStream, Stream, consume, place_of, 
 from tests.refusals import expect_refusal
 
 
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("skipped", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("skipped", "split", "drop_last"), [(0, False, False), (1, True, False), (2, False, True)]
+)
 def test_skipping_gives_the_rest_of_the_epoch_with_its_counts(skipped, split, drop_last):
     def make():
         loader = DataLoader(Numbers(22), batch_size=4, shuffle=True, drop_last=drop_last)
