@@ -131,14 +131,9 @@ def read_plain_file(path: str, limit: int) -> bytes:
         CheckpointError: it is no plain file, or larger.
     """
     check_plain_file(path)
-    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    with open(handle, "rb") as file:
-        found = os.fstat(handle)
-        if not stat.S_ISREG(found.st_mode):  # it was replaced meanwhile
-            raise _refused(path, "no plain file")
-        content = file.read(limit + 1) if found.st_size <= limit else b""
-    if found.st_size > limit or len(content) > limit:
-        size = max(found.st_size, len(content))
+    content = read_regular_file(path, limit + 1)
+    if len(content) > limit:
+        size = os.path.getsize(path)
         raise CheckpointError(
             f"{path} has {size} bytes, but at most {limit} are read. Check that this is the right file."
         )
