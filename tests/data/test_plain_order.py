@@ -305,9 +305,7 @@ def interleaved(first: Any, second: Any) -> list[Any]:
     return [*log, generators()]
 
 
-@pytest.mark.parametrize(
-    "name", ["shuffled", "replacement, generator", "own batch sampler", "stream, python"]
-)
+@pytest.mark.parametrize("name", ["shuffled", "own batch sampler", "stream, python"])
 def test_several_loaders_in_one_loop_and_peeks_draw_as_plain_ones(name):
     if name in STREAMS:
         seed_all()
@@ -566,10 +564,8 @@ ON_RANKS = [
 @pytest.mark.parametrize(
     ("world", "specific", "dispatch"),
     [
-        (2, False, None),
-        (2, True, False),
-        pytest.param(2, False, True, marks=pytest.mark.exhaustive),
-        pytest.param(4, True, None, marks=pytest.mark.exhaustive),
+        (2, False, True),
+        (2, True, None),
     ],
 )
 def test_ranks_together_have_the_order_of_one_process(run_distributed, world, specific, dispatch):
