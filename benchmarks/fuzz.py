@@ -1,11 +1,10 @@
-"""Random configurations, environments and command lines: what is wrong must be refused, in one sentence and at once.
+"""Configurations, environments and command lines: what is wrong must be refused, in one sentence and at once.
 
     python benchmarks/fuzz.py              # 20,000 inputs, 1 process
     python benchmarks/fuzz.py --quick
 
-First come all texts of the tables by themselves, and all hostile files. Then come random inputs: made by grammar, so
-that it is known what each says and whether it may be accepted, and by damaging bytes of whole ones. Seeds make them
-repeatable.
+First come all texts of the tables by themselves, and all hostile files. Then come random inputs, made by damaging
+bytes and lines of whole files. Seeds make them repeatable.
 """
 
 from __future__ import annotations

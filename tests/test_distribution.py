@@ -95,7 +95,7 @@ def test_the_extras_that_messages_name_exist() -> None:
     from lockstep.observe.trackers import TRACKERS
 
     named = re.findall(r'MissingExtraError\([^)]*"(\w+)"\)', "".join(texts().values()))
-    assert {"torchdata", "ray", "examples"} <= {*named} <= {*PROJECT["optional-dependencies"]}
+    assert {"ray", "examples"} <= {*named} <= {*PROJECT["optional-dependencies"]}
     assert {entry.extra for entry in TRACKERS.values() if entry.package} <= {
         *PROJECT["optional-dependencies"]
     }

@@ -35,9 +35,8 @@ def read_batches(
         for n in range(0, plan.beginning * plan.batch_size, plan.batch_size)
     ]
     later = CutSamples(iter(range(behind, samples)), plan.batch_size, plan.drop_last)
-    marked = plan.world_size  # rounds
     dealing = Dealing(
-        plan, ranks, order, False, announced, lambda *all_of_it: all_of_it, marked, behind, left_out
+        plan, ranks, order, False, announced, lambda *all_of_it: all_of_it, behind, left_out
     )  # fmt: skip
     found: ReadBatches = []
     for batch in dealing.batches(later if cut else iter(later), first):
@@ -79,7 +78,7 @@ def test_one_round_at_most_is_read_ahead(world: int) -> None:
             sampler = BatchSampler(SequentialSampler(range(12)), 2, False)
             order = DrawnOrder(sampler, False, Drawing(generators, generators.read()))
         plan = ShardPlan(world, 2)
-        dealing = Dealing(plan, (0,), order, False, deque(), lambda *_: None, 0, 0, 0)
+        dealing = Dealing(plan, (0,), order, False, deque(), None, 0, 0)
         for number, _ in enumerate(dealing.batches(CutSamples(samples, 2, False), []), 1):
             assert len(asked) == min(12 * world, 2 * world * (number + looks_ahead))
         assert len(asked) == 12 * world

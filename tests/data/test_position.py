@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from lockstep import skip_first_batches
-from lockstep.errors import ConfigError, MissingExtraError, UsageError
+from lockstep.errors import ConfigError, UsageError
 from tests.data.helpers import Numbers, SizedStream, Stream, consume, place_of, prepare, rows_of, shuffled
 from tests.refusals import expect_refusal
 
 
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("skipped", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("skipped", "split", "drop_last"), [(0, False, False), (1, True, False), (2, False, True)]
+)
 def test_skipping_gives_the_rest_of_the_epoch_with_its_counts(skipped, split, drop_last):
     def make():
         loader = DataLoader(Numbers(22), batch_size=4, shuffle=True, drop_last=drop_last)
@@ -101,105 +99,20 @@ def resume_everywhere(make) -> None:
             assert len(remaining) == len(whole)
 
 
-@pytest.mark.parametrize("stateful", [False, True])
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_saved_position_continues_shuffled_map_style_data(world, stateful):
+def test_a_saved_position_continues_shuffled_map_style_data(world):
     resume_everywhere(
         lambda: prepare(
             DataLoader(Numbers(14), batch_size=2, shuffle=True),
             world=world,
             data_seed=1,
-            use_stateful_dataloader=stateful,
         )
     )
 
 
-@pytest.mark.parametrize("stateful", [False, True])
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_saved_position_continues_a_stream(world, stateful):
-    resume_everywhere(
-        lambda: prepare(DataLoader(Stream(11), batch_size=2), world=world, use_stateful_dataloader=stateful)
-    )
-
-
-class StatefulStream(IterableDataset):
-    """Knows its own position; counts the samples it has read."""
-
-    def __init__(self):
-        self.next = 0
-        self.read = 0
-
-    def __iter__(self):
-        while self.next < 12:
-            self.next += 1
-            self.read += 1
-            yield self.next - 1
-        self.next = 0
-
-    def state_dict(self):
-        return {"next": self.next}
-
-    def load_state_dict(self, state):
-        self.next = state["next"]
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_the_state_of_a_stateful_dataset_is_saved_through_torchdata(workers):
-    def make():
-        return prepare(
-            DataLoader(StatefulStream(), batch_size=2, num_workers=workers), use_stateful_dataloader=True
-        )
-
-    resume_everywhere(make)
-    first = make()
-    running = iter(first)
-    assert [rows_of(next(running)) for _ in range(3)][-1] == [4, 5]
-    second = make()
-    second.load_state_dict(first.state_dict())
-    assert rows_of(next(iter(second))) == [6, 7]
-    if workers == 0:
-        assert second.dataset.read == 4  # two batches: one ahead
-
-
-class StatefulNumbers(Numbers):
-    def state_dict(self):
-        return {}
-
-    def load_state_dict(self, state):
-        pass
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_stateful_map_style_dataset_continues_behind_skipped_batches(workers):
-    def make():
-        loader = DataLoader(StatefulNumbers(24), batch_size=2, shuffle=True, num_workers=workers)
-        return skip_first_batches(prepare(loader, world=2, data_seed=0, use_stateful_dataloader=True), 2)
-
-    whole = consume(make())
-    first = make()
-    running = iter(first)
-    next(running)
-    second = make()
-    second.load_state_dict(first.state_dict())
-    remaining = iter(second)
-    assert rows_of(next(remaining)) == whole[1][0]
-    third = make()
-    third.load_state_dict(second.state_dict())
-    assert consume(third) == whole[2:]
-
-
-def test_a_loader_of_torchdata_stays_one():
-    from torchdata.stateful_dataloader import StatefulDataLoader
-
-    loader = prepare(StatefulDataLoader(Numbers(8), batch_size=2, snapshot_every_n_steps=3))
-    assert isinstance(loader.inner, StatefulDataLoader)
-    assert loader.snapshot_every_n_steps == 3
-
-
-def test_without_torchdata_the_error_names_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torchdata.stateful_dataloader", None)
-    with pytest.raises(MissingExtraError, match=r"\[torchdata\]"):
-        prepare(DataLoader(Numbers(8)), use_stateful_dataloader=True)
+def test_a_saved_position_continues_a_stream(world):
+    resume_everywhere(lambda: prepare(DataLoader(Stream(11), batch_size=2), world=world))
 
 
 def test_a_position_survives_torch_save(tmp_path):

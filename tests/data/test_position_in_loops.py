@@ -27,7 +27,6 @@ def test_a_position_names_the_place_in_the_global_order():
         "base": [0],
         "rounds": [2],
         "turn": 0,
-        "inner": None,
         "kind": "map",
         "world_size": 2,
         "batch_size": 3,

@@ -62,7 +62,7 @@ def continued(runs: list[tuple[str, list[Any]]]) -> list[Any]:
     return results
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (2, 1), (1, 2), (2, 4)])
+@pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 1), (1, 2)])
 def test_dispatched_data_comes_exactly_once_wherever_a_run_stops(run_distributed, before, after):
     draw = random.Random(f"{before} {after}")
     quick = [name for name in KINDS if name != "striped stream"]

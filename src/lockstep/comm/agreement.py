@@ -59,7 +59,7 @@ def leaf_spec(leaf: object, at_least_1d: bool = False) -> LeafSpec:
 
 
 def tensors_only(operation: str, found: dict[str, object], instead: str) -> TypeError | None:
-    """The error for the first leaf that is not a dense tensor, if there is one."""
+    """Return the error for the first leaf that is not a dense tensor, if there is one."""
     for path, leaf in found.items():
         if not isinstance(leaf, torch.Tensor):
             return TypeError(
@@ -109,7 +109,7 @@ def check_same(calls: list[CollectiveCall], free_dim: int | None, any_shape: boo
 
 
 def fixed_part(spec: LeafSpec | None, free_dim: int | None, any_shape: bool) -> LeafSpec | None:
-    """The spec without the sizes that may differ."""
+    """Return the spec without the sizes that may differ."""
     if spec is None:
         return None
     shape = [-1] * len(spec.shape) if any_shape else list(spec.shape)

@@ -199,7 +199,7 @@ class Communicator(CallExchange):
         return map_leaves(pad, tree)
 
     def gather_object(self, value: object) -> list[Any]:
-        """The lists of all ranks joined in rank order; a value that is no list counts as one element.
+        """Return the lists of all ranks joined in rank order; a value that is no list counts as one element.
 
         Values travel as pickles.
         """
@@ -300,7 +300,7 @@ class Communicator(CallExchange):
             )
 
     def _carried(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor on a device that the process group can communicate."""
+        """Return the tensor on a device that the process group can communicate."""
         return tensor if tensor.device.type in self._devices else tensor.to(self._control_device)
 
     def _gather_tensor(self, tensor: torch.Tensor, rows: list[int]) -> torch.Tensor:
@@ -343,7 +343,7 @@ class Communicator(CallExchange):
 
 
 def all_reduce_max(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """The maximum over ranks, in place, of a contiguous tensor of any shape; NaN where it is NaN on any rank."""
+    """Reduce a contiguous tensor of any shape to the maximum over ranks, in place; NaN where it is NaN on any rank."""
     if not tensor.is_floating_point():
         dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
         return
@@ -377,7 +377,7 @@ class _GatherRows(torch.autograd.Function):
 
 @contextmanager
 def raise_on_all_ranks(communicator: Communicator) -> Iterator[None]:
-    """A block that every rank runs; an exception on one of them is raised on all at its end.
+    """Run a block on every rank; an exception on one of them is raised on all at its end.
 
     The block itself must hold no collective, or a rank that failed would leave the others waiting in it.
     """
@@ -390,13 +390,14 @@ def raise_on_all_ranks(communicator: Communicator) -> Iterator[None]:
 
 
 def tensor_of(numbers: list[int] | list[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor [numbers] on a device that is not waited for, as ``torch.tensor(numbers, device=device)`` waits."""
+    """Return a tensor [numbers] on a device that is not waited for, as ``torch.tensor(numbers, device=device)``
+    waits."""
     on_host = torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda")
     return on_host.to(device, non_blocking=True)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements as uint8 [nbytes], a view where possible: every backend can move bytes."""
+    """Return the elements as uint8 [nbytes], a view where possible: every backend can move bytes."""
     # Its strides may be anything.
     if tensor.numel() == 0:
         return tensor.new_empty(0, dtype=torch.uint8)
@@ -404,7 +405,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def pickled(values: list[object], operation: str) -> tuple[bytes, Exception | None]:
-    """The pickle, or empty bytes and the error to agree on."""
+    """Return the pickle, or empty bytes and the error to agree on."""
     try:
         return pickle.dumps(values), None
     except Exception as error:

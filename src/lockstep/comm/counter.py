@@ -243,7 +243,7 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
 
 
 def group_of(given: Kwargs) -> dist.ProcessGroup:
-    """The group in an operator's arguments: an object, or the name of one."""
+    """Return the group in an operator's arguments: an object, or the name of one."""
     if "group_name" in given:
         name = given["group_name"]
         group: dist.ProcessGroup = c10d.group_named(name) if isinstance(name, str) else name
@@ -253,11 +253,11 @@ def group_of(given: Kwargs) -> dist.ProcessGroup:
 
 
 def group_size(given: dict[str, object]) -> int:
-    """Number of ranks of the group in an operator's arguments."""
+    """Return the number of ranks of the group in an operator's arguments."""
     return int(group_of(given).size())
 
 
 def ranks_of(func: object, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[int, ...]:
-    """The global ranks of the group in an operator's arguments."""
+    """Return the global ranks of the group in an operator's arguments."""
     given = dict(zip(dispatch.argument_names(func), args, strict=False)) | kwargs
     return tuple(dist.get_process_group_ranks(group_of(given)))

@@ -32,16 +32,16 @@ class ShardRegion(NamedTuple):
     inside: tuple[int, ...]
 
     def local_view(self, part: torch.Tensor) -> torch.Tensor:
-        """This region of a rank's local part (of any shape), as a view."""
+        """Return this region of a rank's local part (of any shape), as a view."""
         return _narrowed(part, self.inside, self.shape)
 
     def whole_view(self, whole: torch.Tensor) -> torch.Tensor:
-        """This region of the whole tensor, as a view of ``shape``."""
+        """Return this region of the whole tensor, as a view of ``shape``."""
         return _narrowed(whole, self.offsets, self.shape)
 
 
 def dim_of(placement: object) -> int | None:
-    """The tensor dimension that a placement cuts, strided or not; None where it cuts none."""
+    """Return the tensor dimension that a placement cuts, strided or not; None where it cuts none."""
     dim: int | None = getattr(placement, "dim", None)
     return dim
 
@@ -60,12 +60,13 @@ def whole_region(shape: Sequence[int]) -> ShardRegion:
 def local_regions(
     shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[object], coordinate: Sequence[int]
 ) -> list[ShardRegion]:
-    """What the rank at ``coordinate`` of the mesh holds, in regions that together are its local part; none is empty."""
+    """Return what the rank at ``coordinate`` of the mesh holds, in regions that together are its local part; none
+    is empty."""
     return regions_of_ranges(local_ranges(shape, mesh_shape, placements, coordinate))
 
 
 def regions_of_ranges(ranges: Sequence[list[Range]]) -> list[ShardRegion]:
-    """The regions of a part that has these indices along each dimension, in its order."""
+    """Return the regions of a part that has these indices along each dimension, in its order."""
     return [
         ShardRegion(
             tuple(start for _, (start, _) in chosen),
@@ -79,7 +80,7 @@ def regions_of_ranges(ranges: Sequence[list[Range]]) -> list[ShardRegion]:
 def local_shape(
     shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[object], coordinate: Sequence[int]
 ) -> tuple[int, ...]:
-    """The shape of the local part of the rank at ``coordinate``."""
+    """Return the shape of the local part of the rank at ``coordinate``."""
     ranges = local_ranges(shape, mesh_shape, placements, coordinate)
     return tuple(sum(count for _, count in of_dim) for of_dim in ranges)
 

@@ -49,7 +49,8 @@ def to_message(values: torch.Tensor, block: int = BLOCK, bits: int = 8) -> torch
 def from_message(
     message: torch.Tensor, count: int, block: int = BLOCK, bits: int = 8, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The inverse of :func:`to_message`: (..., message bytes) to (..., count) in float32, or written into ``out``.
+    """Return the inverse of :func:`to_message`: (..., message bytes) to (..., count) in float32, or written into
+    ``out``.
 
     Raises:
         ConfigError, UsageError: as :func:`dequantize`.
@@ -99,7 +100,8 @@ def dequantize(
     bits: int = 8,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The values (..., count) that ``quantize`` took, within its error: float32, or written into ``out`` (..., count).
+    """Return the values (..., count) that ``quantize`` took, within its error: float32, or written into ``out``
+    (..., count).
 
     Raises:
         ConfigError: ``bits`` is neither 8 nor 4, or ``block`` is not positive.
@@ -127,7 +129,7 @@ def dequantize(
 
 
 def _blocks(values: torch.Tensor, block: int) -> list[torch.Tensor]:
-    """Views of (..., n): the whole blocks as (..., n // block, block), then the rest as (..., 1, n % block)."""
+    """Return views of (..., n): the whole blocks as (..., n // block, block), then the rest as (..., 1, n % block)."""
     count = values.shape[-1]
     whole = count // block
     parts = [values[..., : whole * block].unflatten(-1, (whole, block))]

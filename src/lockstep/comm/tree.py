@@ -38,7 +38,7 @@ _LEAVES = (torch.Tensor, str, int, float, type(None), torch.Size)
 
 
 def children(tree: object) -> list[tuple[str, object]] | None:
-    """The parts of a container, each with its step of the path; None for a leaf."""
+    """Return the parts of a container, each with its step of the path; None for a leaf."""
     if isinstance(tree, _LEAVES):
         return None
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
@@ -53,7 +53,7 @@ def children(tree: object) -> list[tuple[str, object]] | None:
 
 
 def rebuild(tree: Any, parts: Iterable[Any]) -> Any:
-    """A container like ``tree`` with other parts, in the order of ``children``."""
+    """Return a container like ``tree`` with other parts, in the order of ``children``."""
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*parts)
     if isinstance(tree, (list, tuple)):

@@ -119,7 +119,7 @@ class AcceleratorArguments:
         }
 
     def loaders(self) -> DataLoaderConfiguration:
-        """A copy of ``dataloader_config``, because ``even_batches`` may be set later."""
+        """Return a copy of ``dataloader_config``, because ``even_batches`` may be set later."""
         loaders = replace(self.dataloader_config or DataLoaderConfiguration())
         return replace(loaders, split_batches=True) if self.split_batches else loaders
 
@@ -171,7 +171,7 @@ def handlers_by_type(handlers: Sequence[KwargsHandler]) -> dict[type, Any]:
 
 
 def parallel_fields(options: Mapping[str, object], known: Iterable[str] = ()) -> dict[str, object]:
-    """The fields of ``Parallel`` among further options; others of Accelerate are refused by name.
+    """Return the fields of ``Parallel`` among further options; others of Accelerate are refused by name.
 
     Raises:
         ConfigError: an option is not available and has a value, or a name is no option at all.

@@ -31,7 +31,7 @@ KINDS = {
 
 
 def read_regular_file(path: str | Path, limit: int) -> bytes:
-    """The first ``limit`` bytes of a file.
+    """Return the first ``limit`` bytes of a file.
 
     Raises:
         OSError: it cannot be opened, or is a pipe, a folder, a device or a socket.
@@ -46,7 +46,7 @@ def read_regular_file(path: str | Path, limit: int) -> bytes:
 
 
 def read_text(path: str | Path, most_bytes: int, language: str) -> str:
-    """The whole configuration file, in ``language`` ("JSON").
+    """Return the whole configuration file, in ``language`` ("JSON").
 
     Raises:
         ConfigError: it is missing, unreadable, larger than ``most_bytes``, or not UTF-8 text.
@@ -124,21 +124,16 @@ def check_shard(folder: str, name: str) -> None:
 
 
 def read_plain_file(path: str, limit: int) -> bytes:
-    """The content of a plain file, of at most ``limit`` bytes.
+    """Return the content of a plain file, of at most ``limit`` bytes.
 
     Raises:
         OSError: it cannot be opened.
         CheckpointError: it is no plain file, or larger.
     """
     check_plain_file(path)
-    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    with open(handle, "rb") as file:
-        found = os.fstat(handle)
-        if not stat.S_ISREG(found.st_mode):  # it was replaced meanwhile
-            raise _refused(path, "no plain file")
-        content = file.read(limit + 1) if found.st_size <= limit else b""
-    if found.st_size > limit or len(content) > limit:
-        size = max(found.st_size, len(content))
+    content = read_regular_file(path, limit + 1)
+    if len(content) > limit:
+        size = os.path.getsize(path)
         raise CheckpointError(
             f"{path} has {size} bytes, but at most {limit} are read. Check that this is the right file."
         )

@@ -14,7 +14,8 @@ from typing import Any
 
 from lockstep.config.enums import PrecisionType, StringEnum
 from lockstep.config.handlers import KwargsHandler
-from lockstep.config.sources import inherited_environment, str_to_bool
+from lockstep.config.sources import inherited_environment
+from lockstep.config.values import parse_bool
 from lockstep.errors import ConfigError, MissingExtraError
 
 PREFIX = "ACCELERATE_FP8_"
@@ -43,19 +44,9 @@ def _variable(name: str, default: str) -> str:
     return inherited_environment().get(f"{PREFIX}{name}", default)
 
 
-def _flag(name: str, default: str = "False") -> bool:
-    return bool(str_to_bool(_variable(name, default)))
-
-
 def _require_package(name: str, package: str) -> None:
     if find_spec(package) is None:
         raise ImportError(f"{name} needs the package '{package}'. Install it with: pip install {package}")
-
-
-def _one_of(value: str, name: str, words: tuple[str, ...]) -> str:
-    if value not in words:
-        raise ConfigError(f"{name} is {value!r}, but must be one of {', '.join(words)}. Use one of them.")
-    return value
 
 
 @dataclass
@@ -104,7 +95,7 @@ class AORecipeKwargs(KwargsHandler):
 
         for name in ("pad_inner_dim", "enable_fsdp_float8_all_gather"):
             if getattr(self, name) is None:
-                setattr(self, name, _flag(name.upper(), "True"))
+                setattr(self, name, parse_bool(_variable(name.upper(), "True"), name))
         self.config = Float8LinearConfig(
             pad_inner_dim=self.pad_inner_dim, enable_fsdp_float8_all_gather=self.enable_fsdp_float8_all_gather
         )
@@ -112,27 +103,23 @@ class AORecipeKwargs(KwargsHandler):
 
 @dataclass
 class TERecipeKwargs(KwargsHandler):
-    """How NVIDIA's TransformerEngine scales 8-bit floating point numbers, as a
-    description; nothing here computes by it.
+    """How NVIDIA's TransformerEngine scales 8-bit floating point numbers: a description, by which nothing computes.
 
-    ``mixed_precision="fp8"`` trains by torchao here; see ``AORecipeKwargs``. A field that is None is read from the
-    variable ``ACCELERATE_FP8_<FIELD>``, or has the default that is named below.
+    ``mixed_precision="fp8"`` trains by torchao here; see ``AORecipeKwargs``.
 
     Args:
-        use_autocast_during_eval: Compute in 8 bits in evaluation too. Default: False.
-        margin: The scale is lowered by a factor of 2 ** margin. Default: 0.
-        interval: The number of steps from one change of the scale to the next. Default: 1.
-        fp8_format: ``"E4M3"``, ``"E5M2"`` or ``"HYBRID"`` (E4M3 in forward, E5M2 for gradients), which is the
-            default.
-        amax_history_len: The number of steps whose largest values are remembered. Default: 1024.
-        amax_compute_algo: ``"most_recent"`` (the default) or ``"max"``: which of them sets the scale.
+        use_autocast_during_eval: Compute in 8 bits in evaluation too.
+        margin: The scale is lowered by a factor of 2 ** margin.
+        interval: The number of steps from one change of the scale to the next.
+        fp8_format: ``"E4M3"``, ``"E5M2"`` or ``"HYBRID"`` (E4M3 in forward, E5M2 for gradients).
+        amax_history_len: The number of steps whose largest values are remembered.
+        amax_compute_algo: ``"most_recent"`` or ``"max"``: which of them sets the scale.
         override_linear_precision: Three truth values: whether forward, the gradient of the input, and the gradient of
-            the weight are computed in a wider type. Default: ``(False, False, False)``.
-        use_mxfp8_block_scaling: Scale blocks of 32 numbers (MXFP8). Default: False.
+            the weight are computed in a wider type.
+        use_mxfp8_block_scaling: Scale blocks of 32 numbers (MXFP8).
 
     Raises:
         ImportError: transformer_engine is not installed.
-        ValueError: ``fp8_format`` or ``amax_compute_algo`` is unknown.
 
     Examples:
         ```python
@@ -143,44 +130,24 @@ class TERecipeKwargs(KwargsHandler):
         ```
     """
 
-    use_autocast_during_eval: bool | None = None
-    margin: int | None = None
-    interval: int | None = None
-    fp8_format: str | None = None
-    amax_history_len: int | None = None
-    amax_compute_algo: str | None = None
-    override_linear_precision: object = None
-    use_mxfp8_block_scaling: bool | None = None
+    use_autocast_during_eval: bool = False
+    margin: int = 0
+    interval: int = 1
+    fp8_format: str = "HYBRID"
+    amax_history_len: int = 1024
+    amax_compute_algo: str = "most_recent"
+    override_linear_precision: tuple[bool, bool, bool] = (False, False, False)
+    use_mxfp8_block_scaling: bool = False
 
     def __post_init__(self) -> None:
         _require_package(type(self).__name__, "transformer_engine")
-        for name, default in (("margin", "0"), ("interval", "1"), ("amax_history_len", "1024")):
-            if getattr(self, name) is None:
-                setattr(self, name, int(_variable(name.upper(), default)))
-        for name in ("use_autocast_during_eval", "use_mxfp8_block_scaling"):
-            if getattr(self, name) is None:
-                setattr(self, name, _flag(name.upper()))
-        word = self.fp8_format or _variable("FORMAT", "HYBRID")
-        self.fp8_format = _one_of(word.upper(), "fp8_format", ("E4M3", "E5M2", "HYBRID"))
-        word = self.amax_compute_algo or _variable("AMAX_COMPUTE_ALGO", "most_recent")
-        self.amax_compute_algo = _one_of(word.lower(), "amax_compute_algo", ("max", "most_recent"))
-        if self.override_linear_precision is None:
-            self.override_linear_precision = tuple(
-                _flag(f"OVERRIDE_{name}") for name in ("FPROP", "DGRAD", "WGRAD")
-            )
 
 
 @dataclass
-class _OptLevel:
-    opt_level: str | None = None
-
-
-@dataclass
-class FP8RecipeKwargs(TERecipeKwargs, _OptLevel):
+class FP8RecipeKwargs(TERecipeKwargs):
     """The former name of ``TERecipeKwargs``, with the same fields. Using it warns.
 
     Args:
-        opt_level: Refused: it belongs to MS-AMP, which is not supported. ``mixed_precision="fp8"`` has no such levels.
         use_autocast_during_eval: This field and those below are those of ``TERecipeKwargs``.
         margin: See there.
         interval: See there.
@@ -189,11 +156,10 @@ class FP8RecipeKwargs(TERecipeKwargs, _OptLevel):
         amax_compute_algo: See there.
         override_linear_precision: See there.
         use_mxfp8_block_scaling: See there.
-        backend: ``"TE"``. None: ``ACCELERATE_FP8_BACKEND``, or else ``"TE"``.
+        backend: ``"TE"``.
 
     Raises:
         ImportError: transformer_engine is not installed.
-        ValueError: ``backend`` is another one, or ``opt_level`` is given.
 
     Examples:
         ```python
@@ -204,7 +170,7 @@ class FP8RecipeKwargs(TERecipeKwargs, _OptLevel):
         ```
     """
 
-    backend: str | None = None
+    backend: str = "TE"
 
     def __post_init__(self) -> None:
         warnings.warn(
@@ -212,12 +178,6 @@ class FP8RecipeKwargs(TERecipeKwargs, _OptLevel):
             FutureWarning,
             stacklevel=3,
         )
-        self.backend = _one_of((self.backend or _variable("BACKEND", "te")).upper(), "backend", ("TE",))
-        if self.opt_level is not None:
-            raise ConfigError(
-                f"opt_level={self.opt_level!r} belongs to MS-AMP, which is not supported. Leave it out, because "
-                "mixed_precision='fp8' has no such levels."
-            )
         super().__post_init__()
 
 

@@ -323,8 +323,8 @@ class DataLoaderConfiguration:
     - ``pin_memory``: batches are copied to a CUDA device through pinned host memory, and the host does not wait for the
       copies. If the loader has ``pin_memory=True``, its batches are pinned already. On a CPU it has no effect.
     - ``non_blocking``: the host does not wait for copies of batches that are not pinned, either.
-    - ``use_stateful_dataloader``: torchdata's ``StatefulDataLoader`` reads the data. It needs the extra
-      ``torchdata``.
+    - ``use_stateful_dataloader``: accepted, and without effect: every prepared loader has ``state_dict()`` and an exact
+      position.
 
     Raises:
         ConfigError: a switch is neither True nor False.
@@ -485,7 +485,7 @@ class ProjectConfiguration:
 
 
 def parse_hook(name: str, value: str) -> DDPCommunicationHookType:
-    """The hook of this name; raises ConfigError if there is none."""
+    """Return the hook of this name; raises ConfigError if there is none."""
     if isinstance(value, DDPCommunicationHookType):
         return value
     known = DDPCommunicationHookType.list()

@@ -67,7 +67,7 @@ def parse_one(value: object) -> Host:
 
 
 def read_hostfile(path: str | Path) -> tuple[Host, ...]:
-    """The hosts of a file with one ``name slots=N`` in a line; comments begin with ``#``.
+    """Return the hosts of a file with one ``name slots=N`` in a line; comments begin with ``#``.
 
     Lines ``name`` and ``name:N`` are understood too, which the hostfiles of MPI have.
 
@@ -141,7 +141,7 @@ def parse_filter(value: object) -> tuple[str, ...]:
 
 
 def chosen(hosts: Sequence[Host], include: str | None, exclude: str | None) -> tuple[Host, ...]:
-    """The hosts that two filters leave, in the order of the list.
+    """Return the hosts that two filters leave, in the order of the list.
 
     Raises:
         ConfigError: a filter names a host that is not in the list, or none is left.

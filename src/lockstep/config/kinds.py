@@ -70,11 +70,11 @@ class ValueKind:
             object.__setattr__(self, "values", ", ".join(f"`{word}`" for word in self.words))
 
     def for_worker(self, value: object, origin: str) -> object:
-        """The value as an ``Accelerator`` takes it."""
+        """Return the value as an ``Accelerator`` takes it."""
         return (self.in_worker or self.read)(value, origin)
 
     def as_data(self, value: object) -> object:
-        """The value as plain data, as files and plans have it; raises ConfigError without the name of a key."""
+        """Return the value as plain data, as files and plans have it; raises ConfigError without the name of a key."""
         if value is None:
             return None
         found = self.read(value, "")
@@ -84,7 +84,7 @@ class ValueKind:
 
     @staticmethod
     def plain_data(value: object) -> object:
-        """What was read as files have it: of a described object what has a key there."""
+        """Return what was read as files have it: of a described object what has a key there."""
         if isinstance(value, (readers.OptimizerConfig, readers.SchedulerConfig)):
             return {"type": value.type, "params": value.params}
         return value
@@ -108,7 +108,7 @@ def integer(at_least: int, at_most: int) -> ValueKind:
 
 
 def one_of(*words: str) -> ValueKind:
-    """Some words."""
+    """Return some words."""
 
     def read(value: object, origin: str) -> str:
         if value not in words:
@@ -167,7 +167,7 @@ def _parallel_of_flag(value: str) -> str:
 
 
 def _section(read: Callable[[object, str], object]) -> ValueKind:
-    """A section, which the environment has as JSON."""
+    """Return a section, which the environment has as JSON."""
     return ValueKind(
         read,
         dict[str, object],
@@ -179,7 +179,7 @@ def _section(read: Callable[[object, str], object]) -> ValueKind:
 
 
 def _backend(value: object, origin: str) -> object:
-    """The name of a backend of ``torch.compile``; in code any that torch knows there, or a function."""
+    """Return the name of a backend of ``torch.compile``; in code any that torch knows there, or a function."""
     if callable(value):
         return value
     word = "no" if value is False else str(value)  # YAML reads an unquoted NO as false

@@ -29,7 +29,7 @@ class ExternalSettings:
 
 
 def values_of_settings(settings: Mapping[str, tuple[Any, str]]) -> dict[str, SettingValue]:
-    """What settings (name -> value, origin) say; None says nothing."""
+    """Return what settings (name -> value, origin) say; None says nothing."""
     asked: dict[str, SettingValue] = {}
     for name, (value, origin) in settings.items():
         if value is None:
@@ -54,7 +54,7 @@ def values_of_settings(settings: Mapping[str, tuple[Any, str]]) -> dict[str, Set
 
 
 def values_of_parallel(parallel: Parallel, source: str) -> dict[str, SettingValue]:
-    """The fields of a ``Parallel`` that differ from their defaults."""
+    """Return the fields of a ``Parallel`` that differ from their defaults."""
     return {
         name: SettingValue(getattr(parallel, name), source)
         for name in PARALLEL_FIELDS
@@ -73,7 +73,7 @@ def joined_sources(sources: Mapping[str, str]) -> str:
 
 
 def parallel_of(asked: Mapping[str, SettingValue]) -> Parallel:
-    """The ``Parallel`` of the fields that were said.
+    """Return the ``Parallel`` of the fields that were said.
 
     Raises:
         ConfigError: two of them contradict each other.
@@ -88,7 +88,7 @@ def precision_of(asked: Mapping[str, SettingValue]) -> str:
 
 
 def merge_settings(*parts: Mapping[str, SettingValue]) -> dict[str, SettingValue]:
-    """What several sources say together.
+    """Return what several sources say together.
 
     Raises:
         ConfigError: two of them contradict each other; the message has both values.

@@ -72,7 +72,7 @@ class Options:
     mixed_precision: str
     cpu: bool
     parallel: Parallel
-    compile_options: dict[str, object] | None
+    compile_options: dict[str, Any] | None
     compile_blocks: bool
     accumulation: GradientAccumulationPlugin
     loaders: DataLoaderConfiguration
@@ -168,7 +168,7 @@ def _others(
     settings: Mapping[str, SettingValue],
     external: Callable[..., ExternalSettings],
 ) -> ExternalSettings:
-    """What plugins, files and variables in the words of other libraries ask for."""
+    """Return what plugins, files and variables in the words of other libraries ask for."""
     foreign = (
         settings["deepspeed_config_file"].value,
         arguments.fsdp_plugin,
@@ -195,7 +195,8 @@ def _has_foreign_words(plugins: Sequence[object]) -> bool:
 
 
 def _run_dir(given: str | None, project_dir: str | os.PathLike[str] | None) -> Path | None:
-    """The folder that was given, else ``run`` in the project's; None: "no", or a place that is not in a file system."""
+    """Return the folder that was given, else ``run`` in the project's; None: "no", or a place that is not in a file
+    system."""
     if given is None and project_dir is not None:
         given = os.path.join(os.fspath(project_dir), "run")
     if given is None or given == "no" or "://" in given:
@@ -204,7 +205,7 @@ def _run_dir(given: str | None, project_dir: str | os.PathLike[str] | None) -> P
 
 
 def fit_to_world(options: Options, world_size: int) -> Options:
-    """The options with the batch sizes that follow for so many processes.
+    """Return the options with the batch sizes that follow for so many processes.
 
     Raises:
         ConfigError: batch sizes, or the groups of ``parallel``, do not fit this number.
@@ -248,7 +249,7 @@ def _given_by_code(
     settings: Mapping[str, SettingValue],
     handlers: Mapping[type, KwargsHandler],
 ) -> dict[str, SettingValue]:
-    """What code and environment say, apart from plugins and files."""
+    """Return what code and environment say, apart from plugins and files."""
     given = {
         name: (setting.value, setting.source)
         for name, setting in settings.items()

@@ -195,5 +195,5 @@ class OptionsView:
 
     @property
     def use_stateful_dataloader(self) -> bool:
-        """Whether torchdata's ``StatefulDataLoader`` reads the data."""
+        """Whether ``use_stateful_dataloader=True`` was given. It has no effect: all prepared loaders keep positions."""
         return self._options.loaders.use_stateful_dataloader

@@ -181,7 +181,7 @@ def _verify(value: object, origin: str) -> str:
 
 
 def text_of(value: object) -> str:
-    """A field's value as ``parse`` reads it."""
+    """Return a field's value as ``parse`` reads it."""
     if isinstance(value, tuple) and value and isinstance(value[0], tuple):
         return f"{len(value)}_entries"
     if callable(value):

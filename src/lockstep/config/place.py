@@ -79,7 +79,7 @@ OTHER_LAUNCHERS = (
 
 
 def place_in(environ: Environ, need_rendezvous: bool = True) -> ProcessEnvironment:
-    """The place of this process, from the variables of torchrun, mpirun or srun; without them a world of one.
+    """Return the place of this process, from the variables of torchrun, mpirun or srun; without them a world of one.
 
     ``need_rendezvous=False`` accepts a missing MASTER_ADDR, for callers with an ``init_method`` of their own.
 

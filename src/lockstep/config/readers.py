@@ -45,7 +45,7 @@ class SchedulerConfig:
 
 
 def number(value: object, key: str) -> float:
-    """A finite number of at least 0."""
+    """Return a finite number of at least 0."""
     result = decimal_number(value)
     if not 0 <= result < math.inf:
         raise refused(value, key, "a number of at least 0", "Set such a number.")
@@ -53,23 +53,23 @@ def number(value: object, key: str) -> float:
 
 
 def positive(value: object, key: str) -> float | None:
-    """A number; 0 is nothing said."""
+    """Return a number; 0 is nothing said."""
     return number(value, key) or None
 
 
 def switch(value: object, key: str) -> bool | None:
-    """True, or nothing said."""
+    """Return True, or None: nothing said."""
     return parse_bool(value, key) or None
 
 
 def several(value: object, key: str) -> int | None:
-    """A number of ranks; 0 and 1 are nothing said."""
+    """Return a number of ranks; 0 and 1 are nothing said."""
     ranks = integer_between(0, 2**20)(value, key)
     return ranks if ranks > 1 else None
 
 
 def ulysses(value: object, key: str) -> dict[str, object]:
-    """A number of ranks that share each sequence by all-to-all; 0 and 1 are nothing said."""
+    """Return a number of ranks that share each sequence by all-to-all; 0 and 1 are nothing said."""
     ranks = several(value, key)
     return {} if ranks is None else {"cp": ranks, "cp_method": "ulysses"}
 
@@ -84,7 +84,7 @@ def power_of_two(value: object, key: str) -> float:
 
 
 def word(known: Mapping[str, object]) -> Callable[[object, str], object]:
-    """What a word stands for, in any case; numbers count as words."""
+    """Return what a word stands for, in any case; numbers count as words."""
 
     def read(value: object, key: str) -> object:
         text = str(value).lower() if isinstance(value, (str, int)) else ""
@@ -128,7 +128,7 @@ def offload_all(value: object, key: str) -> str | None:
 
 
 def folder(value: object, key: str) -> str | None:
-    """A path; an empty one and ``none`` are nothing said."""
+    """Return a path; an empty one and ``none`` are nothing said."""
     if value in ("", "none"):
         return None
     if not isinstance(value, (str, os.PathLike)) or "\0" in str(value):

@@ -62,6 +62,6 @@ class RunConfig(_Fields):
         return self
 
     def given(self) -> dict[str, object]:
-        """The settings that were said, not defaulted."""
+        """Return the settings that were said, not defaulted."""
         found: dict[str, object] = self.model_dump(exclude_unset=True)
         return found

@@ -85,7 +85,7 @@ class Setting:
 
 
 def _flag(name: str, kind: ValueKind, help: str, flags: str) -> Setting:
-    """What only the command line says."""
+    """Return what only the command line says."""
     return Setting(name, kind, help, flags, is_in_files=False)
 
 
@@ -98,7 +98,7 @@ def _worker(
     argument: str = "",
     **other: Any,
 ) -> Setting:
-    """What only workers need."""
+    """Return what only workers need."""
     names = tuple(variables.split())
     return Setting(
         name, kind, help, flags, argument=argument or name, variables=names, is_for_launcher=False, **other

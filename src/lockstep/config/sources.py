@@ -75,7 +75,7 @@ class ControlEndpoint:
 
 
 def control_endpoint(environ: Environ | None = None) -> ControlEndpoint | None:
-    """What the launcher said, if it is one of ours.
+    """Return what the launcher said, if it is one of ours.
 
     Raises:
         ConfigError: a variable is malformed.
@@ -114,7 +114,7 @@ def control_endpoint(environ: Environ | None = None) -> ControlEndpoint | None:
 def worker_settings(
     code: Mapping[str, object] | None = None, environ: Environ | None = None
 ) -> dict[str, SettingValue]:
-    """What an ``Accelerator`` needs: ``code`` (None says nothing), the environment and the defaults, merged.
+    """Return what an ``Accelerator`` needs: ``code`` (None says nothing), the environment and the defaults, merged.
 
     Raises:
         ConfigError: a value is not allowed, or ``code`` has a name that is not a setting.
@@ -137,7 +137,7 @@ def worker_settings(
 
 
 def given_by_environment(setting: Setting, environ: Environ) -> SettingValue | None:
-    """What the environment says of a setting; None: nothing, as an empty variable does.
+    """Return what the environment says of a setting; None: nothing, as an empty variable does.
 
     Raises:
         ConfigError: a variable is blank, or its value is not allowed.
@@ -158,7 +158,7 @@ def speaks_accelerate(environ: Environ | None = None) -> bool:
 
 
 def unknown_variables(environ: Environ | None = None) -> tuple[str, ...]:
-    """A sentence for each variable that has our prefix, and that nothing reads."""
+    """Return a sentence for each variable that has our prefix, and that nothing reads."""
     environ = os.environ if environ is None else environ
     known = {*OTHER_VARIABLES, *(name for setting in OF_WORKERS.values() for name in setting.variables)}
     return tuple(
@@ -185,7 +185,7 @@ SECRETS = ("SECRET", "TOKEN", "PASSWORD", "KEY")
 
 
 def telling_variables(environ: Environ | None = None) -> dict[str, str]:
-    """The variables that change how a run computes or communicates, without those that name a secret."""
+    """Return the variables that change how a run computes or communicates, without those that name a secret."""
     environ = os.environ if environ is None else environ
     return {
         name: plain(value, 500)
@@ -201,12 +201,12 @@ DEVICE_VARIABLE = "ACCELERATE_TORCH_DEVICE"
 
 
 def named_device(environ: Environ | None = None) -> str | None:
-    """The device that ACCELERATE_TORCH_DEVICE names, as torch writes it."""
+    """Return the device that ACCELERATE_TORCH_DEVICE names, as torch writes it."""
     return (os.environ if environ is None else environ).get(DEVICE_VARIABLE) or None
 
 
 def named_backend(environ: Environ | None = None) -> str | None:
-    """The backend that the environment names for CPU tensors.
+    """Return the backend that the environment names for CPU tensors.
 
     Raises:
         ConfigError: it is none of those that there are.
@@ -216,12 +216,12 @@ def named_backend(environ: Environ | None = None) -> str | None:
 
 
 def error_file(environ: Environ | None = None) -> str | None:
-    """The file in which the elastic agent expects this worker's error, if there is an agent."""
+    """Return the file in which the elastic agent expects this worker's error, if there is an agent."""
     return (os.environ if environ is None else environ).get("TORCHELASTIC_ERROR_FILE") or None
 
 
 def named_config_file(environ: Environ | None = None) -> str | None:
-    """The file that LOCKSTEP_CONFIG_FILE names, if it names one.
+    """Return the file that LOCKSTEP_CONFIG_FILE names, if it names one.
 
     Raises:
         ConfigError: it cannot be read.
@@ -274,7 +274,7 @@ def accelerate_config_file(environ: Environ | None = None) -> Path:
 
 
 def inherited_environment() -> dict[str, str]:
-    """A copy of this process's environment."""
+    """Return a copy of this process's environment."""
     return dict(os.environ)
 
 

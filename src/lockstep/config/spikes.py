@@ -100,7 +100,7 @@ def _check_between(name: str, value: object, low: int, high: int) -> None:
 
 
 def checked_policy(given: SpikePolicy | None, damage: DamageChecks) -> SpikePolicy | None:
-    """The policy, if this run can follow one. Raises ConfigError where others decide about the same steps."""
+    """Return the policy, if this run can follow one. Raises ConfigError where others decide about the same steps."""
     if given is not None and damage.bad_gradients != "ignore":
         raise ConfigError(
             f"DamageChecks(bad_gradients={damage.bad_gradients!r}) and SpikePolicy both decide what to do with "

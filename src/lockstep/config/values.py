@@ -54,21 +54,22 @@ class SettingValue(NamedTuple):
 
 
 def refused(value: object, origin: str, what: str, instead: str) -> ConfigError:
-    """The error for a value that is not ``what``: a sentence and ``instead``, or what follows the name of a key."""
+    """Return the error for a value that is not ``what``: a sentence and ``instead``, or what follows the name of a
+    key."""
     if origin:
         return ConfigError(f"{origin}={plain(value)} is not {what}. {instead}")
     return ConfigError(f"{repr_short(value)} is not {what}")
 
 
 def join_names(names: Iterable[str], most: int = 3, none: str = "none", separator: str = ", ") -> str:
-    """The first names for a message, and how many more there are; ``none`` if there is no name."""
+    """Return the first names for a message, and how many more there are; ``none`` if there is no name."""
     every = list(names)
     rest = f" and {len(every) - most} more" if len(every) > most else ""
     return (separator.join(every[:most]) or none) + rest
 
 
 def parse_host(value: object) -> str | None:
-    """A host name or IP address; raises ConfigError."""
+    """Return a host name or IP address; raises ConfigError."""
     import ipaddress  # here, because workers read this module without needing it
 
     if value is None:
@@ -114,7 +115,7 @@ def parse_precision(value: object, origin: str) -> PrecisionType:
 
 
 def parse_bool(value: object, origin: str) -> bool:
-    """True or False from a bool or from words such as ``yes`` and ``0``; raises ConfigError."""
+    """Return True or False from a bool or from words such as ``yes`` and ``0``; raises ConfigError."""
     word = str(value).strip().lower()
     if word in TRUE_WORDS:
         return True
@@ -124,7 +125,7 @@ def parse_bool(value: object, origin: str) -> bool:
 
 
 def parse_integer(value: object, origin: str, at_least: int, at_most: int | None = None) -> int:
-    """An integer within bounds; raises ConfigError."""
+    """Return an integer within bounds; raises ConfigError."""
     try:
         text = str(value).strip()
     except ValueError:  # an integer of thousands of digits
@@ -146,14 +147,15 @@ def parse_integer(value: object, origin: str, at_least: int, at_most: int | None
 
 
 def no_text(value: object, origin: str) -> object:
-    """A number that code passes. Only files, flags and variables may write it as a text; raises ConfigError for one."""
+    """Return a number that code passes. Only files, flags and variables may write it as a text; raises ConfigError
+    for one."""
     if isinstance(value, str):
         raise ConfigError(f"{origin} is the text {value!r}, but must be a number. Pass an integer.")
     return value
 
 
 def integer_between(at_least: int, at_most: int | None = None) -> Callable[[object, str], int]:
-    """A reader of integers within bounds."""
+    """Return a reader of integers within bounds."""
     return lambda value, origin: parse_integer(value, origin, at_least, at_most)
 
 
@@ -165,7 +167,7 @@ def suggestion(word: str, known: Iterable[str]) -> str:
 
 
 def decimal_number(value: object) -> float:
-    """A number, or a text of one in the digits 0 to 9; NaN for everything else."""
+    """Return a number, or a text of one in the digits 0 to 9; NaN for everything else."""
     if isinstance(value, str):
         # float() also reads 1_0, and digits of other scripts
         return float(value) if DECIMAL.fullmatch(value.strip()) else math.nan
@@ -202,7 +204,7 @@ def parse_endpoint(value: object) -> tuple[str, int]:
 
 
 def parse_interface(value: object) -> str | None:
-    """The name of a network interface, such as ``eth0``; raises ConfigError."""
+    """Return the name of a network interface, such as ``eth0``; raises ConfigError."""
     if value is None or (isinstance(value, str) and INTERFACE.fullmatch(value)):
         return value
     raise ConfigError(f"{repr_short(value)} is not the name of a network interface, such as eth0")
@@ -241,7 +243,7 @@ def parse_pairs(value: object) -> dict[str, str]:
 
 
 def parse_seconds(value: object) -> float:
-    """A time in seconds, from 0 to 10 million; raises ConfigError."""
+    """Return a time in seconds, from 0 to 10 million; raises ConfigError."""
     number = decimal_number(value)
     if not 0 <= number <= MAX_SECONDS:
         raise ConfigError(f"{repr_short(value)} is not a number of seconds from 0 to {MAX_SECONDS:.0f}")
@@ -249,7 +251,7 @@ def parse_seconds(value: object) -> float:
 
 
 def parse_interval(value: object) -> float:
-    """A time between two looks, of more than 0 seconds and at most an hour; raises ConfigError."""
+    """Return a time between two looks, of more than 0 seconds and at most an hour; raises ConfigError."""
     number = decimal_number(value)
     if not 0 < number <= MAX_INTERVAL_S:
         raise ConfigError(
@@ -259,7 +261,7 @@ def parse_interval(value: object) -> float:
 
 
 def parse_word(value: object) -> str:
-    """A name of one line, as processes are called; raises ConfigError."""
+    """Return a name of one line, as processes are called; raises ConfigError."""
     if not isinstance(value, str) or not WORD.fullmatch(value):
         raise ConfigError(f"{repr_short(value)} is not a name of letters, digits and ._- (at most 64)")
     return value

@@ -43,13 +43,13 @@ class ParallelDims:
         return self.pp * self.tp * self.ep > 1
 
     def data_rank(self, rank: int) -> int:
-        """The place of ``rank`` among those with batches of their own."""
+        """Return the place of ``rank`` among those with batches of their own."""
         # Ranks count with tp fastest, then cp, shard, replicate and pp.
         return rank // (self.cp * self.tp) % self.data
 
 
 def axes_of(parallel: Parallel, world_size: int) -> ParallelDims:
-    """The sizes for a world.
+    """Return the sizes for a world.
 
     Raises:
         ConfigError: it cannot be divided this way; the message has the arithmetic.
@@ -141,7 +141,7 @@ class BatchSizes:
 
 
 def fitted(parallel: Parallel, batch: BatchSizes, world_size: int) -> BatchSizes:
-    """The batch sizes that follow for ``world_size`` processes: the same check for a launch and for a worker.
+    """Return the batch sizes that follow for ``world_size`` processes: the same check for a launch and for a worker.
 
     Raises:
         ConfigError: the processes cannot be divided as ``parallel`` says, or the batch sizes do not fit them.

@@ -74,7 +74,7 @@ class ShardPlan:
         return 1 if self.split_batches else self.world_size
 
     def length(self, batches: int, rank: int, samples: int | None = None) -> int:
-        """Number of batches that ``rank`` gets out of ``batches``.
+        """Return the number of batches that ``rank`` gets out of ``batches``.
 
         ``samples`` (rows in all) is needed only for uneven slices of a ragged last batch, which may
         leave the last ranks without one.
@@ -114,7 +114,7 @@ def rounds(
 
 
 def later(samples: Iterable[T], behind: int, beginning: int) -> tuple[list[T], Iterator[T]]:
-    """The first ``beginning`` samples, and all that come behind the first ``behind``."""
+    """Return the first ``beginning`` samples, and all that come behind the first ``behind``."""
     source = iter(samples)
     first = list(islice(source, beginning))
     return first, chain(first[behind:], islice(source, max(0, behind - len(first)), None))
@@ -179,7 +179,7 @@ def _as_they_are(collected: list[list[T]], plan: ShardPlan) -> GlobalBatch[T]:
 
 @lru_cache(maxsize=16)
 def unpadded(sizes: tuple[int, ...]) -> BatchCounts:
-    """Counts of a round in which each row is a sample."""
+    """Return the counts of a round in which each row is a sample."""
     return BatchCounts(rows=sizes, real=sizes)
 
 

@@ -47,7 +47,7 @@ def is_iterable(loader: DataLoader[object]) -> bool:
 
 
 def batches_by_sampler(loader: DataLoader[object]) -> Iterable[object] | None:
-    """The sampler whose items are batches of indices, or None if the dataset makes batches itself."""
+    """Return the sampler whose items are batches of indices, or None if the dataset makes batches itself."""
     if loader.batch_sampler is not None:
         return loader.batch_sampler
     return loader.sampler if isinstance(loader.sampler, BatchSampler) else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,12 +17,8 @@ T = TypeVar("T")
 
 
 def at_first_item(make: Callable[[], Iterator[T]]) -> Iterator[T]:
-    """What ``make`` returns, called when the first item is asked for. The items pass through no Python code."""
+    """Return what ``make`` returns, called when the first item is asked for. The items pass through no Python code."""
     return chain.from_iterable(made() for made in (make,))
-
-
-ALWAYS = sys.maxsize
-"""More rounds than there are."""
 
 
 @dataclass
@@ -31,8 +26,8 @@ class Dealing:
     """The batches that ``ranks`` get in one iteration, in turn; ``announced`` gets each round as it is dealt.
 
     They begin behind ``samples`` of the global order, and ``left_out`` rounds later. ``order``: the samplers draw it.
-    The first ``marked`` rounds are marked for worker processes: ``mark(index, place, number)`` gets the index of a
-    batch, where it begins in the global order, and the number of its round, from 1.
+    For worker processes ``mark(index, place, number)`` makes what is sent, of the index of a batch, where it begins in
+    the global order, and the number of its round, from 1. None: batches are read in this process.
     """
 
     plan: ShardPlan
@@ -40,8 +35,7 @@ class Dealing:
     order: DrawnOrder | None
     opaque: bool
     announced: deque[ReadRound]
-    mark: Callable[[object, int, int], object]
-    marked: int
+    mark: Callable[[object, int, int], object] | None
     samples: int
     left_out: int
     base: tuple[int] | None = None
@@ -66,7 +60,8 @@ class Dealing:
         return chain(self._whole(cut, known), last)
 
     def _whole(self, cut: CutSamples[object], known: int | None) -> Iterator[object]:
-        """Rounds of which the next one is whole, too: as many as the ``known`` length says, or by reading one ahead.
+        """Yield rounds of which the next one is whole, too: as many as the ``known`` length says, or by reading one
+        ahead.
 
         To look ahead in a process on its own would draw what the next batch needs before this one is trained on.
         """
@@ -76,7 +71,7 @@ class Dealing:
         total = size * plan.world_size
         counts = unpadded((size,) * plan.world_size)
         parts = [(rank * size, slice(rank * size, (rank + 1) * size)) for rank in ranks]
-        mark, marked = self.mark, self.marked
+        mark = self.mark
         announce = self.announced.append
         # A list of ``total`` samples for each round, made without a call of Python code.
         taken = map(list, map(islice, repeat(cut.samples), repeat(total)))
@@ -98,10 +93,10 @@ class Dealing:
             base = self.base = self.base or (start,)
             self.rounds = number = self.rounds + 1
             progress = new_progress(((behind,), base, (number,), 0))
-            announce(new_round((counts, False, progress, digest, None, None)))
+            announce(new_round((counts, False, progress, digest, None)))
             for offset, part in parts:
                 index = this[part]
-                yield mark(index, start + offset, number) if number <= marked else index
+                yield index if mark is None else mark(index, start + offset, number)
         cut.put_back(rows)
 
     def _rounds_with_ends(self, batches: Iterator[GlobalBatch[object]]) -> Iterator[object]:
@@ -117,10 +112,10 @@ class Dealing:
             if not parts:
                 continue
             behind = None if is_over else new_progress(((self.samples,), base, (self.rounds,), 0))
-            self.announced.append(new_round((this.counts, not coming, behind, digest, None, None)))
+            self.announced.append(new_round((this.counts, not coming, behind, digest, None)))
             for rank, part in parts:
                 index = part[0] if self.opaque else part
-                if self.rounds <= self.marked:
+                if self.mark is not None:
                     index = self.mark(index, start + sum(this.counts.rows[:rank]), self.rounds)
                 yield index
 
@@ -152,7 +147,7 @@ class Dealing:
         )
 
     def _digesting(self) -> DrawnOrder | None:
-        """The order, where what is behind must be told from what another sampler gives."""
+        """Return the order, where what is behind must be told from what another sampler gives."""
         return None if self.order is None or self.order.digest is None else self.order
 
     def _own_parts(self, batch: GlobalBatch[object] | None) -> list[tuple[int, list[object]]]:

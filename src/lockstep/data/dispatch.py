@@ -82,7 +82,7 @@ def _next_round(
 
 
 def _rows_of_ranks(batch: object, ranks: int) -> list[object]:
-    """The batch cut into as many equal parts as there are ranks."""
+    """Return the batch cut into as many equal parts as there are ranks."""
     rows = {
         len(leaf) if isinstance(leaf, torch.Tensor) and leaf.ndim else None for leaf in leaves(batch).values()
     }
@@ -100,7 +100,7 @@ def _rows_of_ranks(batch: object, ranks: int) -> list[object]:
 def _share(
     parts: list[object], skeleton: object, communicator: Communicator, device: torch.device
 ) -> list[object]:
-    """The parts of rank 0 on every rank: its tensors are broadcast, the rest is in the skeleton."""
+    """Return the parts of rank 0 on every rank: its tensors are broadcast, the rest is in the skeleton."""
     tensors = [leaf for leaf in leaves(parts or skeleton).values() if isinstance(leaf, torch.Tensor)]
     if parts:
         tensors = [tensor.contiguous() for tensor in tensors]

@@ -110,7 +110,7 @@ def with_seedable(sampler: T, seed: int) -> tuple[T | SeededSampler, SeededSampl
 
 
 def generators_of(loader: DataLoader[object]) -> Generators:
-    """The global generators and those that loader, samplers and dataset hold, each once."""
+    """Return the global generators and those that loader, samplers and dataset hold, each once."""
     found: list[torch.Generator] = []
     for holder in (loader, *samplers_of(loader), loader.dataset):
         own = getattr(holder, "generator", None)
@@ -247,35 +247,30 @@ class DrawnOrder:
         self._items = chain.from_iterable(self._drawn())
         self._given = 0
 
-    def behind(
-        self, samples: int, beginning: int, kept: int
-    ) -> tuple[list[IndexBatch], list[IndexBatch], Iterable[IndexBatch]]:
-        """The first ``beginning`` batches, the last ``kept`` ones before ``samples``, and those behind these.
+    def behind(self, samples: int, beginning: int) -> tuple[list[IndexBatch], Iterable[IndexBatch]]:
+        """Return the first ``beginning`` batches, and those behind ``samples``.
 
         Nothing behind ``samples`` is drawn yet.
 
         Raises:
             CheckpointError: no batch ends there, or what comes before is not what was saved.
         """
-        found: tuple[list[IndexBatch], list[IndexBatch], Iterable[IndexBatch]]
+        found: tuple[list[IndexBatch], Iterable[IndexBatch]]
         if self._cut is not None:
             size = self._cut.batch_size
             head = list(islice(self._items, beginning * size))
-            behind = self._noted(islice(chain(head, self._items), samples))
-            passed = deque(behind, maxlen=max(1, kept * size))
+            self.digested(islice(chain(head, self._items), samples))
             later = chain(head[samples:], self._items)
             found = (
                 list(grouped(head, size, drop_last=False)),
-                list(grouped(passed, size, drop_last=False)) if kept else [],
                 CutSamples(later, size, self._cut.drop_last),
             )
         else:
             source = self._whole_batches()
             first = list(islice(source, beginning))
             batches = chain(first, source)
-            noted = map(list, map(self._noted, batches))
-            skipped = skip_batches(noted, samples, type(self.sampler).__name__, kept)
-            found = first, list(skipped) if kept else [], batches
+            skip_batches(map(list, map(self._noted, batches)), samples, type(self.sampler).__name__)
+            found = first, batches
         expected = self.drawing.digest
         if samples and expected is not None and self.digest not in (None, expected):
             raise CheckpointError(
@@ -287,12 +282,12 @@ class DrawnOrder:
         return found
 
     def digested(self, samples: Iterable[object]) -> int | None:
-        """The checksum of the samples up to the end of these, which come next."""
+        """Return the checksum of the samples up to the end of these, which come next."""
         deque(self._noted(samples), maxlen=0)
         return self.digest
 
     def _noted(self, samples: Iterable[object]) -> Iterable[object]:
-        """The same ones, by samples: another batch size cuts the same."""
+        """Return the same ones, by samples: another batch size cuts the same."""
         return samples if self.digest is None else map(self._note, samples)
 
     def _note(self, index: object) -> object:
@@ -313,7 +308,7 @@ class DrawnOrder:
             return None
 
     def known_samples(self) -> int | None:
-        """Samples of the epoch, where batches may be cut at any of them (None: not known)."""
+        """Return the number of samples of the epoch, where batches may be cut at any of them (None: not known)."""
         try:
             return None if self._cut is None else len(cast(Sized, self._cut.sampler))
         except (TypeError, NotImplementedError):
@@ -325,7 +320,8 @@ class DrawnOrder:
             yield one_batch(item, self.opaque)
 
     def _drawn(self) -> Iterator[Iterable[object]]:
-        """What the sampler gives, sample by sample, or batch by batch where it makes batches itself, in blocks."""
+        """Yield what the sampler gives, sample by sample, or batch by batch where it makes batches itself, in
+        blocks."""
         private = self.drawing.private
         if private is None:
             # Nothing is drawn but what the next sample needs, as in torch's loader.

@@ -113,10 +113,8 @@ class PreparedLoader(DataLoader[Any]):
                 "that it has. Pass the other loader to prepare."
             )
 
-    @property
-    def use_stateful_dataloader(self) -> bool:
-        """Whether torchdata's ``StatefulDataLoader`` reads the data."""
-        return hasattr(self.inner, "load_state_dict")
+    # Scripts ask for it: no state of torchdata is kept.
+    use_stateful_dataloader: bool = False
 
     # What ``inner`` has in a form of ours.
     dataset = property(attrgetter("original.dataset"))
@@ -199,7 +197,7 @@ class PreparedLoader(DataLoader[Any]):
         return self._progress.end_of_data
 
     def __len__(self) -> int:
-        """Number of batches on this rank. Raises TypeError where the data has no length."""
+        """Return the number of batches on this rank. Raises TypeError where the data has no length."""
         if self._parts.batches is None:
             raise TypeError(f"{type(self.dataset).__name__} has no length, so its loader has no length.")
         batches = self._parts.plan.length(self._parts.batches, self._parts.rank, self._parts.samples)
@@ -271,7 +269,7 @@ class PreparedLoader(DataLoader[Any]):
         return batches, samples
 
     def state_dict(self) -> StateDict:
-        """Return the exact position in the global order as plain values. ``inner`` is the state of torchdata's loader.
+        """Return the exact position in the global order as plain values.
 
         In a loop, and after a ``break``, the position is after the last batch that the loop received. After the last
         batch, and before the first loop, it is the beginning of the next epoch.
@@ -292,7 +290,7 @@ class PreparedLoader(DataLoader[Any]):
         return state_of(position, self._epochs.seed, setup, self._draws(position))
 
     def _draws(self, position: Position) -> SavedDraws | None:
-        """What the samplers of this loader draw; None: the order is a function of seed and epoch."""
+        """Return what the samplers of this loader draw; None: the order is a function of seed and epoch."""
         parts = self._parts
         drawing = position.drawing if position.is_midway else None
         generators = parts.generators if drawing is None else drawing.generators
@@ -305,7 +303,7 @@ class PreparedLoader(DataLoader[Any]):
             first=None if drawing is None else drawing.first,
             digest=position.digest,
             shown=None if drawing is None else drawing.shown,
-            workers=parts.reader.worker_states(position.is_midway) if self.inner.num_workers else None,
+            workers=parts.reader.workers.existed if position.is_midway else parts.reader.workers.exist,
             samplers=states_of_samplers(parts.stateful_samplers) if drawing is None else drawing.samplers,
         )
 
@@ -315,7 +313,7 @@ class PreparedLoader(DataLoader[Any]):
         Raises:
             CheckpointError: it is not the state of a loader, or that of other data.
         """
-        read_state(state_dict, self._setup(), self._parts.keeps_inner_state)
+        read_state(state_dict, self._setup())
 
     def load_state_dict(self, state_dict: dict[str, object]) -> None:
         """Let the next iteration continue at the position in ``state_dict``. The number of ranks may have changed.
@@ -326,7 +324,7 @@ class PreparedLoader(DataLoader[Any]):
             CheckpointError: this is not the state of a loader, or that of other data. Nothing was changed.
         """
         parts, epochs = self._parts, self._epochs
-        position, seed, draws = read_state(state_dict, self._setup(), parts.keeps_inner_state)
+        position, seed, draws = read_state(state_dict, self._setup())
         if draws is not None:
             generators = parts.generators or generators_of(self.original)
             draws.check_fits(
@@ -349,9 +347,7 @@ class PreparedLoader(DataLoader[Any]):
             # A checkpoint restores the global ones, but not in another world, where those of rank 0 give the order.
             decides = parts.rank == 0 and not position.same_world and parts.generators is not None
             generators.write(draws.now if decides else generators.read()[:3] + draws.now[3:])
-        same_run = draws is not None and position.same_world
-        if self.inner.num_workers:
-            parts.reader.load_worker_states(draws.workers if draws is not None and same_run else None)
+        parts.reader.workers.loaded = draws is not None and position.same_world and draws.workers
         # With a data_seed only the epoch that was begun goes on in the order that was drawn for it.
         if draws is None or parts.generators is not None:
             epochs.seed, epochs.seeded = seed, draws is None
@@ -453,7 +449,7 @@ class PreparedLoader(DataLoader[Any]):
             parts.seedable.seed, parts.seedable.epoch = seed, begin.epoch
         # A position counts in the whole epoch, also for a copy that skips its beginning.
         left_out = 0 if begin.is_midway else self.skip_batches
-        source = parts.reader.read(ReadStart(seed, begin.epoch, begin.behind, begin.inner, left_out, drawing))
+        source = parts.reader.read(ReadStart(seed, begin.epoch, begin.behind, left_out, drawing))
         return parts.dispatch(source) if parts.dispatch is not None else source
 
     def _drawing(self, begin: Position) -> Drawing | None:
@@ -471,8 +467,8 @@ class PreparedLoader(DataLoader[Any]):
 
 
 def _reach(this: ReadRound, progress: LoaderProgress, iteration: Iteration) -> None:
-    """The iteration is behind this round."""
+    """Move the iteration behind this round."""
     progress.batches += 1
-    progress.counts, progress.end_of_data, iteration.behind, iteration.digest, iteration.inner, states = this
+    progress.counts, progress.end_of_data, iteration.behind, iteration.digest, states = this
     if iteration.drawing is not None:
         iteration.drawing.shown = states

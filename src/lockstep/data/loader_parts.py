@@ -27,9 +27,9 @@ class LoaderParts:
 
     ``original`` is the user's loader. ``processes``: of the run, also those that share a model. ``mover`` gives what
     moves a batch to ``device`` (None: it stays). ``batches`` and ``samples`` are those of the whole order (None:
-    unknown). ``opaque``: the dataset makes whole batches itself. ``keeps_inner_state``: the dataset saves its own
-    position, through torchdata. ``reads``: this rank reads. ``dispatch`` turns the rounds read on rank 0 into this
-    rank's. Generators of ``rng_types`` are made equal on all ranks in each epoch that is not continued.
+    unknown). ``opaque``: the dataset makes whole batches itself. ``reads``: this rank reads. ``dispatch`` turns the
+    rounds read on rank 0 into this rank's. Generators of ``rng_types`` are made equal on all ranks in each epoch that
+    is not continued.
     """
 
     original: DataLoader[object]
@@ -44,7 +44,6 @@ class LoaderParts:
     batches: int | None
     samples: int | None
     opaque: bool
-    keeps_inner_state: bool
     reads: bool
     dispatch: Callable[[GlobalBatches | None], GlobalBatches] | None
     rng_types: list[RNGType]

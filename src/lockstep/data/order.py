@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -45,7 +44,7 @@ class GlobalOrder:
     def batches(
         self, epoch: int, behind: int, beginning: int
     ) -> tuple[list[IndexBatch], Iterable[IndexBatch]]:
-        """The first ``beginning`` batches of the epoch, and those that begin behind ``behind`` samples.
+        """Return the first ``beginning`` batches of the epoch, and those that begin behind ``behind`` samples.
 
         The user's sampler is not modified. Without batches an item is yielded as the sampler gives it.
         The batches of torch's ``BatchSampler`` are cut anew there. Those of any other batch sampler stay whole.
@@ -85,13 +84,13 @@ def one_batch(item: object, opaque: bool) -> IndexBatch:
     return [item] if opaque else cast(IndexBatch, item)
 
 
-def skip_batches(batches: Iterator[IndexBatch], behind: int, name: str, kept: int = 1) -> deque[IndexBatch]:
-    """Take ``behind`` samples in whole batches from ``batches``, and return the last ``kept`` of these.
+def skip_batches(batches: Iterator[IndexBatch], behind: int, name: str) -> None:
+    """Take ``behind`` samples in whole batches from ``batches``.
 
     Raises:
         CheckpointError: none of the batches of the sampler called ``name`` ends there.
     """
-    passed, skipped = 0, deque[IndexBatch](maxlen=max(1, kept))
+    passed = size = 0
     while passed < behind:
         batch = next(batches, None)
         if batch is None:
@@ -99,15 +98,14 @@ def skip_batches(batches: Iterator[IndexBatch], behind: int, name: str, kept: in
                 f"The position is after {behind} samples, but {name} gives only {passed} samples. Use the "
                 "sampler of the saved run."
             )
-        passed += len(batch)
-        skipped.append(batch)
+        size = len(batch)
+        passed += size
     if passed > behind:
         raise CheckpointError(
             f"The position is after {behind} samples, but no batch of {name} ends there: one ends after "
-            f"{passed - len(skipped[-1])} samples and the next after {passed}. Use the batch sampler of the "
+            f"{passed - size} samples and the next after {passed}. Use the batch sampler of the "
             "saved run until the epoch is over."
         )
-    return skipped
 
 
 def seeded_copy(sampler: T, generator: torch.Generator) -> T:
@@ -132,7 +130,7 @@ def seeded_copy(sampler: T, generator: torch.Generator) -> T:
 
 
 def samplers_of(loader: DataLoader[object]) -> list[object]:
-    """The loader's samplers and those inside them, each once."""
+    """Return the loader's samplers and those inside them, each once."""
     found: list[object] = []
     pending: list[object] = [loader.batch_sampler, loader.sampler]
     while pending:
@@ -149,7 +147,7 @@ def find_distributed_sampler(loader: DataLoader[object]) -> DistributedSampler[o
 
 
 def initial_seed_of(loader: DataLoader[object]) -> int:
-    """The seed of the loader's or its sampler's generator, else of torch's global generator."""
+    """Return the seed of the loader's or its sampler's generator, else of torch's global generator."""
     for holder in (loader, *samplers_of(loader)):
         generator = getattr(holder, "generator", None)
         if isinstance(generator, torch.Generator):

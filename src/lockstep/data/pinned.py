@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def batch_mover(device: torch.device, non_blocking: bool, pins: bool, rank: int) -> Callable[[Tree], Tree]:
-    """What moves batches to ``device``; with ``pins`` through pinned memory, if it is a CUDA device."""
+    """Return what moves batches to ``device``; with ``pins`` through pinned memory, if it is a CUDA device."""
     copies = PinnedCopies(device, non_blocking, rank) if pins and device.type == "cuda" else None
     return mover(device, non_blocking, copies)
 

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 from lockstep.comm.tree import StateDict
 from lockstep.data.drawn import Drawing
 from lockstep.data.rng import States, plain_states, states_of
-from lockstep.data.worker_states import WorkerStates
 from lockstep.errors import CheckpointError
 from lockstep.runtime.step import Resumption
 
@@ -37,7 +36,7 @@ class Progress(NamedTuple):
         return new_progress((tuple(behind), self.base, tuple(rounds), (worker + 1) % len(behind)))
 
     def from_here(self) -> Progress:
-        """The same samples, behind which another way of dealing begins."""
+        """Return the same samples, behind which another way of dealing begins."""
         return Progress(self.samples, self.samples, tuple(0 for _ in self.rounds), self.turn)
 
 
@@ -46,7 +45,7 @@ new_progress: Callable[[tuple[object, ...]], Progress] = partial(tuple.__new__, 
 
 
 def nothing(workers: int) -> Progress:
-    """The beginning of an epoch that ``workers`` streams feed."""
+    """Return the beginning of an epoch that ``workers`` streams feed."""
     zeros = (0,) * max(1, workers)
     return Progress(zeros, zeros, zeros)
 
@@ -65,7 +64,7 @@ def batches_behind(behind: Progress, rows: int | None) -> int:
 
 @dataclass(frozen=True)
 class Position:
-    """A place in an epoch. ``inner`` is the state of torchdata's loader there, where one is kept.
+    """A place in an epoch.
 
     ``same_world``: it was not loaded from a run with other numbers of data ranks or processes. ``drawing``: how the
     loader's own samplers draw the order of this epoch (None: the order is a function of seed and epoch, or the epoch
@@ -74,7 +73,6 @@ class Position:
 
     epoch: int
     behind: Progress
-    inner: dict[str, object] | None = None
     same_world: bool = True
     drawing: Drawing | None = None
     digest: int | None = None
@@ -122,7 +120,6 @@ class Iteration:
 
     epoch: int
     behind: Progress | None
-    inner: dict[str, object] | None = None
     running: bool = True
     drawing: Drawing | None = None
     digest: int | None = None
@@ -156,9 +153,7 @@ class Epochs:
         latest = self.latest
         if latest is None or latest.behind is None:
             return Position(self.next, nothing(streams))
-        return Position(
-            latest.epoch, latest.behind, latest.inner, drawing=latest.drawing, digest=latest.digest
-        )
+        return Position(latest.epoch, latest.behind, drawing=latest.drawing, digest=latest.digest)
 
     def begin(self, streams: int) -> tuple[Position, Iteration]:
         """Start an iteration: where it begins, and the record of it."""
@@ -168,9 +163,7 @@ class Epochs:
         if loaded is not None and loaded.epoch == self.next:
             begin = loaded
         self.next += 1
-        self.latest = Iteration(
-            begin.epoch, begin.behind, begin.inner, drawing=begin.drawing, digest=begin.digest
-        )
+        self.latest = Iteration(begin.epoch, begin.behind, drawing=begin.drawing, digest=begin.digest)
         return begin, self.latest
 
 
@@ -179,7 +172,8 @@ class SavedDraws:
     """What the state of a loader says of a ``Drawing``; ``start`` is None between epochs.
 
     ``now``: the states of the generators when it was saved. ``seedable``: a ``RandomSampler`` is seeded for each epoch.
-    ``samplers``: the states of samplers that keep one, before the epoch began.
+    ``workers``: persistent ones were made before the epoch. ``samplers``: the states of samplers that keep one, before
+    the epoch began.
     """
 
     seedable: bool
@@ -188,7 +182,7 @@ class SavedDraws:
     first: States | None
     digest: int | None
     shown: States | None
-    workers: WorkerStates | None
+    workers: bool = False
     samplers: Sequence[StateDict] = ()
 
     def plain(self) -> StateDict:
@@ -200,12 +194,12 @@ class SavedDraws:
             "first": None if self.first is None else plain_states(self.first),
             "digest": self.digest,
             "shown": None if self.shown is None else plain_states(self.shown),
-            "workers": None if self.workers is None else self.workers.plain(),
+            "workers": self.workers,
         }
 
     @classmethod
     def read(cls, plain: object) -> SavedDraws:
-        """What ``plain`` returned. Raises CheckpointError if that is not what this is."""
+        """Return what ``plain`` returned. Raises CheckpointError if that is not what this is."""
         kinds = {
             "seedable": bool,
             "now": dict,
@@ -213,16 +207,16 @@ class SavedDraws:
             "first": dict,
             "digest": int,
             "shown": dict,
-            "workers": dict,
         }
         samplers = plain.get("samplers", []) if isinstance(plain, dict) else []
         is_list = isinstance(samplers, list) and all(isinstance(state, dict) for state in samplers)
-        if not isinstance(plain, dict) or plain.keys() - {"samplers"} != kinds.keys() or not is_list:
+        optional = {"samplers", "workers"}
+        if not isinstance(plain, dict) or plain.keys() - optional != kinds.keys() or not is_list:
             raise CheckpointError(f"'draws' in the state of a loader is not valid. {_UNCHANGED}")
         for name, kind in kinds.items():
             value = plain[name]
             if type(value) is not kind and not (
-                value is None and name in ("start", "first", "digest", "shown", "workers")
+                value is None and name in ("start", "first", "digest", "shown")
             ):
                 raise CheckpointError(
                     f"'{name}' of the draws in the state of a loader is {value!r}. {_UNCHANGED}"
@@ -236,7 +230,8 @@ class SavedDraws:
                 f"{_UNCHANGED}"
             )
         assert read["now"] is not None
-        workers = None if plain["workers"] is None else WorkerStates.read(plain["workers"])
+        # Earlier versions kept states of worker processes, with those at which they were made before.
+        workers = plain.get("workers")
         return cls(
             plain["seedable"],
             read["now"],
@@ -244,7 +239,7 @@ class SavedDraws:
             read["first"],
             plain["digest"],
             read["shown"],
-            workers,
+            workers is True or (isinstance(workers, dict) and workers.get("born") is not None),
             samplers,
         )
 
@@ -276,7 +271,7 @@ class SavedDraws:
 def state_of(
     position: Position, seed: int, setup: LoaderSetup, draws: SavedDraws | None
 ) -> dict[str, object]:
-    """Plain values, tensors of generators, and torchdata's state: what ``read_state`` reads."""
+    """Return plain values and tensors of generators, which ``read_state`` reads."""
     behind = position.behind
     state = {
         "epoch": position.epoch,
@@ -285,7 +280,6 @@ def state_of(
         "base": list(behind.base),
         "rounds": list(behind.rounds),
         "turn": behind.turn,
-        "inner": position.inner,
         **asdict(setup),
     }
     return state if draws is None else {**state, "draws": draws.plain()}
@@ -299,7 +293,6 @@ FIELDS: dict[str, tuple[type | str, ...]] = {
     "base": ("counts",),
     "rounds": ("counts",),
     "turn": (int,),
-    "inner": (dict, type(None)),
     "kind": (str,),
     "world_size": (int,),
     "batch_size": (int, type(None)),
@@ -312,10 +305,8 @@ FIELDS: dict[str, tuple[type | str, ...]] = {
 }
 
 
-def read_state(
-    state: StateDict, here: LoaderSetup, keeps_inner_state: bool
-) -> tuple[Position, int, SavedDraws | None]:
-    """The position that ``state`` gives a loader set up as ``here``, the seed of its order, and what it draws.
+def read_state(state: StateDict, here: LoaderSetup) -> tuple[Position, int, SavedDraws | None]:
+    """Return the position that ``state`` gives a loader set up as ``here``, the seed of its order, and what it draws.
 
     Without draws the order is a function of the seed and the epoch: so it is always in states of version 0.1.
 
@@ -332,19 +323,13 @@ def read_state(
     _check_fits(behind, saved, here)
     # The same rounds of the same rows, whoever reads them: then a position inside of dealing holds as it is.
     same_dealing = replace(saved, num_workers=0, processes=0) == replace(here, num_workers=0, processes=0)
-    inner = state["inner"]
-    if not (keeps_inner_state and same_dealing and saved.num_workers == here.num_workers):
-        inner = None
     if not any(behind.samples):
-        behind, inner = nothing(here.streams), None
+        behind = nothing(here.streams)
     elif not same_dealing:
         behind = behind.from_here()
     same_world = (saved.world_size, saved.processes) == (here.world_size, here.processes)
     draws = SavedDraws.read(state["draws"]) if "draws" in state else None
-    if draws is not None and not (same_dealing and saved.num_workers == here.num_workers):
-        # Other workers get other batches.
-        draws = replace(draws, workers=None)
-    return Position(state["epoch"], behind, inner, same_world), state["seed"], draws
+    return Position(state["epoch"], behind, same_world), state["seed"], draws
 
 
 MOST_SAMPLES = 2**48
@@ -358,7 +343,8 @@ def _check_fields(state: object) -> None:
         )
     missing, unknown = (
         sorted(FIELDS.keys() - state.keys()),
-        sorted(map(str, state.keys() - FIELDS.keys() - {"draws"})),
+        # Earlier versions kept a state of torchdata's loader, "inner".
+        sorted(map(str, state.keys() - FIELDS.keys() - {"draws", "inner"})),
     )
     if missing or unknown:
         parts = [f"lacks {', '.join(missing)}"] if missing else []

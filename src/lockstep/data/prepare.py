@@ -26,10 +26,9 @@ from lockstep.data.pinned import batch_mover
 from lockstep.data.readers import Reader
 from lockstep.data.rng import States
 from lockstep.data.skip import carried_options
-from lockstep.data.stream import ResumableStream, ShardedStream, as_it_is
+from lockstep.data.stream import ShardedStream, as_it_is
 from lockstep.data.stream_reader import StreamReader
-from lockstep.data.worker_states import TellingCollate
-from lockstep.errors import ConfigError, MissingExtraError, UsageError
+from lockstep.errors import ConfigError, UsageError
 from lockstep.runtime.process import Runtime, start_runtime
 from lockstep.runtime.seed import check_rng_types
 from lockstep.runtime.step import StepState
@@ -48,7 +47,7 @@ def prepare_loader(
     rng_types: Sequence[Any] | None = None,
     axes: ParallelDims | None = None,
 ) -> PreparedLoader:
-    """This rank's part of ``loader``.
+    """Return this rank's part of ``loader``.
 
     ``device``: where batches go (None: they stay). ``rank`` and ``world_size`` stand in for those of
     ``runtime``. ``axes``: how the ranks share one model; those that do get the same batches. With a
@@ -72,19 +71,18 @@ def prepare_loader(
                 f"dispatch_batches=True needs {world_size} running processes, but this is the only one. Pass "
                 "dispatch_batches=False to see the part of one rank."
             )
-    # Ranks that stand in for others cannot ask rank 0 what it draws.
-    draws = not stands_in and draws_order(loader, config)
+    # The loader's samplers draw the order, as without Lockstep; else it is a function of seed and epoch. Ranks that
+    # stand in for others cannot ask rank 0 what it draws.
+    draws = not stands_in and (config.data_seed is None or config.use_seedable_sampler)
     batches, samples = lengths(loader)
     seed = seed_of(loader, config, draws)
     if shared is not None:
         seed = _seed_of_rank_0(shared, seed, (batches, samples), rank, dispatch, loader)
-    is_alone = runtime.world_size == 1
     sampler, seedable = order_sampler(loader), None
     if draws and config.use_seedable_sampler and not is_iterable(loader):
         sampler, seedable = with_seedable(sampler, seed)
-    reader = make_reader(
-        loader, sampler, plan, seed, range(plan.world_size) if dispatch else (rank,), config, draws, is_alone
-    )
+    ranks = range(plan.world_size) if dispatch else (rank,)
+    reader = make_reader(loader, sampler, plan, seed, ranks)
     non_blocking = config.non_blocking or loader.pin_memory
     moves_to = partial(batch_mover, non_blocking=non_blocking, pins=config.pin_memory, rank=runtime.rank)
     asks_rank_0 = draws and not dispatch and (is_iterable(loader) or not draws_nothing(sampler))
@@ -98,7 +96,7 @@ def prepare_loader(
             move=moves_to(runtime.device),
             cut=world_size // plan.world_size,
         )
-    return prepared_class(loader, config)(
+    return PreparedLoader(
         LoaderParts(
             original=loader,
             reader=reader,
@@ -112,7 +110,6 @@ def prepare_loader(
             batches=batches,
             samples=samples,
             opaque=batches_by_sampler(loader) is None,
-            keeps_inner_state=reader.keeps_inner_state,
             reads=runtime.is_main or not dispatch,
             dispatch=receive,
             rng_types=kinds,
@@ -127,7 +124,7 @@ def prepare_loader(
 def _seed_of_rank_0(
     communicator: Communicator, seed: int, own: Lengths, rank: int, dispatch: bool, loader: DataLoader[object]
 ) -> int:
-    """The seed of the common order; raises where a rank has other data than rank 0."""
+    """Return the seed of the common order; raises where a rank has other data than rank 0."""
     with raise_on_all_ranks(communicator):
         found = fingerprint_of(loader)
     common, main, *of_main = communicator.broadcast_object_list([seed, found, *own], from_process=0)
@@ -226,25 +223,9 @@ def prepare_data_loader(
     )
 
 
-def prepared_class(loader: DataLoader[object], config: DataLoaderConfiguration) -> type[PreparedLoader]:
-    if loader_class(loader, config) is DataLoader:
-        return PreparedLoader
-    from lockstep.data.stateful import StatefulPreparedLoader
-
-    return StatefulPreparedLoader
-
-
 def states_of_rank_0(communicator: Communicator, states: States) -> States:
     common: States = communicator.broadcast_object_list([states], from_process=0)[0]
     return common
-
-
-def draws_order(loader: DataLoader[object], config: DataLoaderConfiguration) -> bool:
-    """Whether the loader's samplers draw the order, as without Lockstep; else it is a function of seed and epoch."""
-    if config.data_seed is not None and not config.use_seedable_sampler:
-        return False
-    # What torchdata keeps of a dataset with a state counts from an order that can be drawn at any time.
-    return not (loader_class(loader, config) is not DataLoader and saves_itself(loader.dataset))
 
 
 def seed_of(loader: DataLoader[object], config: DataLoaderConfiguration, draws: bool) -> int:
@@ -255,7 +236,7 @@ def seed_of(loader: DataLoader[object], config: DataLoaderConfiguration, draws: 
 
 
 def order_sampler(loader: DataLoader[object]) -> Iterable[object]:
-    """The sampler of batches of indices, or of indices where the dataset makes batches itself."""
+    """Return the sampler of batches of indices, or of indices where the dataset makes batches itself."""
     sampler = batches_by_sampler(loader)
     return loader.sampler if sampler is None else sampler
 
@@ -266,64 +247,27 @@ def make_reader(
     plan: ShardPlan,
     seed: int,
     ranks: Sequence[int],
-    config: DataLoaderConfiguration,
-    draws: bool,
-    is_alone: bool,
 ) -> Reader:
-    build = loader_class(loader, config)
-    stateful = build is not DataLoader and saves_itself(loader.dataset)
+    options = carried_options(loader)
+    collate_fn = cast(Callable[[object], object], loader.collate_fn)
     if is_iterable(loader):
-        return _stream_reader(loader, build, plan, ranks, stateful, draws)
+        stream = ShardedStream(
+            cast(IterableDataset[object], loader.dataset),
+            plan,
+            ranks,
+            loader.batch_size,
+            loader.drop_last,
+            collate_fn,
+            loader.num_workers,
+        )
+        # The stream collates by itself, so that the counts of a round can travel with its batches.
+        streaming = DataLoader(stream, batch_size=None, collate_fn=as_it_is, **options)
+        return StreamReader(streaming, stream, loader.generator)
     order = GlobalOrder(sampler, seed, opaque=batches_by_sampler(loader) is None)
     batches = ShardedBatches(order, plan, ranks, loader.num_workers)
-    options = carried_options(loader)
     if loader.batch_sampler is None:
         options.update(sampler=batches, batch_size=None)
     else:
         options.update(batch_sampler=batches)
-    collate_fn = cast(Callable[[object], object], loader.collate_fn)
-    torch_seeds = draws and is_alone
-    if torch_seeds and loader.num_workers and getattr(loader, "in_order", True):
-        collate_fn = TellingCollate(collate_fn)
-    inner = build(loader.dataset, collate_fn=collate_fn, **options)
-    return MapReader(inner, batches, stateful, loader.generator, torch_seeds)
-
-
-def _stream_reader(
-    loader: DataLoader[object],
-    build: type[DataLoader[object]],
-    plan: ShardPlan,
-    ranks: Sequence[int],
-    stateful: bool,
-    draws: bool,
-) -> StreamReader:
-    # Several ranks share the first round, which completes the last one; no dataset's state holds it.
-    keeps_state = stateful and plan.world_size == 1
-    stream = (ResumableStream if keeps_state else ShardedStream)(
-        cast(IterableDataset[object], loader.dataset),
-        plan,
-        ranks,
-        loader.batch_size,
-        loader.drop_last,
-        cast(Callable[[object], object], loader.collate_fn),
-        loader.num_workers,
-    )
-    # The stream collates by itself, so that the counts of a round can travel with its batches.
-    inner = build(stream, batch_size=None, collate_fn=as_it_is, **carried_options(loader))
-    tells = draws and bool(loader.num_workers) and loader.persistent_workers
-    return StreamReader(inner, stream, keeps_state, loader.generator, tells)
-
-
-def saves_itself(dataset: object) -> bool:
-    return hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
-
-
-def loader_class(loader: DataLoader[object], config: DataLoaderConfiguration) -> type[DataLoader[object]]:
-    """torchdata's ``StatefulDataLoader`` if asked for or given, else torch's ``DataLoader``."""
-    if not (config.use_stateful_dataloader or hasattr(loader, "load_state_dict")):
-        return DataLoader
-    try:
-        from torchdata.stateful_dataloader import StatefulDataLoader
-    except ImportError as error:
-        raise MissingExtraError("use_stateful_dataloader", "torchdata", "torchdata") from error
-    return StatefulDataLoader
+    inner = DataLoader(loader.dataset, collate_fn=collate_fn, **options)
+    return MapReader(inner, batches, loader.generator)

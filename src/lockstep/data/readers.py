@@ -18,7 +18,6 @@ from lockstep.comm.tree import find_batch_size
 from lockstep.data.drawn import Drawing
 from lockstep.data.position import Progress
 from lockstep.data.rng import States, mixed_seed
-from lockstep.data.worker_states import WorkerStates
 from lockstep.runtime.step import BatchCounts
 
 
@@ -26,14 +25,12 @@ from lockstep.runtime.step import BatchCounts
 class ReadStart:
     """Where reading begins: ``left_out`` rounds after what is ``behind``.
 
-    ``inner`` is the state of torchdata's loader for that place, where one is kept. ``drawing``: the loader's own
-    samplers draw the order (None: it is a function of seed and epoch).
+    ``drawing``: the loader's own samplers draw the order (None: it is a function of seed and epoch).
     """
 
     seed: int
     epoch: int
     behind: Progress
-    inner: dict[str, object] | None = None
     left_out: int = 0
     drawing: Drawing | None = None
 
@@ -42,15 +39,14 @@ class ReadRound(NamedTuple):
     """What is known of one round, in which each of the reader's ranks has a batch.
 
     ``behind`` is the position after it; None: the epoch is over with it. ``last``: these ranks have no later batch.
-    ``digest`` is the checksum of the samples up to it, where one is needed, ``inner`` the state of torchdata's loader
-    after it, where one is kept, ``states`` those of the generators that read it where it was read privately.
+    ``digest`` is the checksum of the samples up to it, where one is needed; ``states``: the generators behind it, where
+    it was read privately.
     """
 
     counts: BatchCounts | None
     last: bool
     behind: Progress | None
     digest: int | None = None
-    inner: dict[str, object] | None = None
     states: States | None = None
 
 
@@ -61,25 +57,40 @@ GlobalBatches = Iterator[tuple[Sequence[object], ReadRound]]
 """The batches of the reader's ranks in each round, and what is known of it."""
 
 
+@dataclass
+class PersistentWorkers:
+    """When the persistent workers of a loader were made, for which torch's loader draws from the generators.
+
+    ``existed``: when the running epoch began. ``loaded``: they did so in the run that is continued.
+    """
+
+    inner: DataLoader[object]
+    existed: bool = False
+    exist: bool = False
+    loaded: bool = False
+
+    def begin(self, drawing: Drawing) -> None:
+        """Begin an epoch; workers that the saved run had before are made first, as if nothing were drawn for them."""
+        if self.loaded and not self.exist and self.inner.persistent_workers:
+            with drawing.generators.at(drawing.generators.read()):
+                iter(self.inner)
+            self.exist = True
+        self.loaded = False
+        self.existed, self.exist = self.exist, self.inner.persistent_workers
+
+
 class Reader(Protocol):
     @property
     def inner(self) -> DataLoader[object]: ...
 
     @property
-    def keeps_inner_state(self) -> bool:
-        """Whether ``inner`` keeps a state of the dataset, as torchdata's loader does."""
-
-    @property
     def has_position(self) -> bool:
         """Whether the position in the middle of an epoch is known."""
 
+    @property
+    def workers(self) -> PersistentWorkers: ...
+
     def read(self, begin: ReadStart) -> GlobalBatches: ...
-
-    def worker_states(self, is_midway: bool) -> WorkerStates | None:
-        """What a run that continues here must know of workers that torch has seeded."""
-
-    def load_worker_states(self, states: WorkerStates | None) -> None:
-        """Let the next iteration go on with workers in these states."""
 
 
 def seed_workers(inner: DataLoader[object], begin: ReadStart, own: torch.Generator | None) -> None:
@@ -102,6 +113,6 @@ def row_count(batch: object) -> int | None:
 
 
 def measured(batch: object) -> BatchCounts | None:
-    """Counts of one rank's batch in a world of one, read off its tensors."""
+    """Return the counts of one rank's batch in a world of one, read off its tensors."""
     size = row_count(batch)
     return None if size is None else BatchCounts(rows=(size,), real=(size,))

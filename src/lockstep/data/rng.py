@@ -22,7 +22,7 @@ def epoch_seed(seed: int, epoch: int) -> int:
 
 
 def epoch_generator(seed: int, epoch: int) -> torch.Generator:
-    """A CPU generator in the state that begins an epoch."""
+    """Return a CPU generator in the state that begins an epoch."""
     return torch.Generator(device="cpu").manual_seed(epoch_seed(seed, epoch))
 
 
@@ -63,15 +63,6 @@ def _private_blocks(items: Iterable[T], seed: int, block_size: int, device: str 
         yield block
         if len(block) < block_size:
             return
-
-
-def generator_states() -> dict[str, object]:
-    """The states of the global CPU generators as tensors and plain values, for ``set_generator_states``."""
-    return plain_states(Generators().read())
-
-
-def set_generator_states(states: Mapping[str, object]) -> None:
-    Generators().write(states_of(states))
 
 
 States = list[Any]
@@ -208,7 +199,7 @@ def plain_states(states: States) -> dict[str, object]:
 
 
 def states_of(plain: Mapping[str, Any]) -> States:
-    """The states that ``plain_states`` wrote.
+    """Return the states that ``plain_states`` wrote.
 
     Raises:
         CheckpointError: they are not states of generators.

@@ -22,7 +22,6 @@ CARRIED_OPTIONS = (
     "prefetch_factor",
     "persistent_workers",
     "in_order",
-    "snapshot_every_n_steps",
 )
 
 
@@ -62,8 +61,6 @@ def skip_first_batches(dataloader: DataLoader[object], num_batches: int = 0) -> 
         return rest
     check_skip(num_batches, data.lengths(dataloader)[0])
     options = carried_options(dataloader)
-    # Only torchdata's loader takes it.
-    options.pop("snapshot_every_n_steps", None)
     options.update(collate_fn=dataloader.collate_fn)
     if data.is_iterable(dataloader):
         options.update(batch_size=dataloader.batch_size, drop_last=dataloader.drop_last)

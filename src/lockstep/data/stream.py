@@ -2,67 +2,46 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from copy import deepcopy
 from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset, IterDataPipe, get_worker_info, graph_settings
 
-from lockstep.comm.tree import StateDict
 from lockstep.data.batch_sharding import GlobalBatch, ShardPlan, grouped, later, rounds
 from lockstep.data.order import announce_epoch_to
 from lockstep.data.position import Progress
 from lockstep.data.readers import row_count
-from lockstep.data.rng import (
-    States,
-    generator_states,
-    mixed_seed,
-    seed_generators,
-    set_generator_states,
-)
-from lockstep.data.worker_states import SentStates, WorkerStates, read_generators, write_generators
+from lockstep.data.rng import mixed_seed, seed_generators
 from lockstep.runtime.step import BatchCounts
 
-MOST_AHEAD = 4
-"""Batches of which a worker remembers where its generators stood. Two are read ahead of what torch's loader reads."""
-
 # What a stream yields: number of the worker, samples in the round, batches of its ranks (None: one has none), counts.
-# A round of no samples only passes the turn to the next worker, and may say where the generators of this one stand.
-WorkerMessage = tuple[int, int, "list[object] | SentStates | None", "BatchCounts | None"]
+# A round of no samples only passes the turn to the next worker.
+WorkerMessage = tuple[int, int, "list[object] | None", "BatchCounts | None"]
 
 
 class StreamStart:
-    """Where the workers' streams begin, in memory that they share: workers that persist get no new dataset.
-
-    The seed is that of the order, or where torch seeds (``drawn``) that of data pipes.
-    """
+    """Where the workers' streams begin, in memory that they share: workers that persist get no new dataset."""
 
     def __init__(self, workers: int) -> None:
-        streams = max(1, workers)
-        self.streams = streams
-        self.numbers = torch.zeros(4 + 3 * streams, dtype=torch.int64)
+        self.streams = max(1, workers)
+        self.numbers = torch.zeros(5 + 2 * self.streams, dtype=torch.int64)
         if workers:
             self.numbers.share_memory_()
 
-    def give(
-        self, seed: int, epoch: int, behind: Progress, drawn: bool, before: Sequence[int] | None = None
-    ) -> None:
-        """``before``: how many batches of the epoch before torch's loader would have asked each worker for."""
+    def give(self, seed: int, epoch: int, behind: Progress, pipe_seed: int, seeds_workers: bool) -> None:
+        """Set them. ``pipe_seed`` is for data pipes; with ``seeds_workers``, torch's seeds of workers are replaced."""
         # Seeds are unsigned, and the shared tensor is int64.
-        signed = (seed + 2**63) % 2**64 - 2**63
-        asked = [-1] * self.streams if before is None else before
-        numbers = [signed, epoch, int(drawn), behind.turn, *behind.base, *behind.rounds, *asked]
+        signed = [(number + 2**63) % 2**64 - 2**63 for number in (seed, pipe_seed)]
+        numbers = [*signed, epoch, int(seeds_workers), behind.turn, *behind.base, *behind.rounds]
         self.numbers.copy_(torch.tensor(numbers))
 
-    def take(self) -> tuple[int, int, bool, Progress]:
-        seed, epoch, drawn, turn, *counts = self.numbers.tolist()
-        base, done = counts[: self.streams], counts[self.streams : 2 * self.streams]
-        return seed, epoch, bool(drawn), Progress(tuple(base), tuple(base), tuple(done), turn)
-
-    def asked_before(self, worker: int) -> int:
-        return int(self.numbers[4 + 2 * self.streams + worker])
+    def take(self) -> tuple[int, int, bool, int, Progress]:
+        """Return seed, epoch, whether workers are seeded, the seed of data pipes, and the progress."""
+        seed, pipe_seed, epoch, seeds_workers, turn, *counts = self.numbers.tolist()
+        base, done = counts[: self.streams], counts[self.streams :]
+        behind = Progress(tuple(base), tuple(base), tuple(done), turn)
+        return seed, epoch, bool(seeds_workers), pipe_seed, behind
 
 
 class ShardedStream(IterableDataset[object]):
@@ -81,9 +60,6 @@ class ShardedStream(IterableDataset[object]):
         "_drop_last",
         "_collate_fn",
         "_stream_start",
-        "_tells",
-        "_restored",
-        "_made",
     )
 
     def __init__(
@@ -103,15 +79,9 @@ class ShardedStream(IterableDataset[object]):
         self._drop_last = drop_last
         self._collate_fn = collate_fn
         self._stream_start = StreamStart(workers)
-        # Whether workers say where their generators stand, and where they stand when they are made.
-        self._tells = False
-        self._restored: WorkerStates | None = None
-        # The last batches that a worker has made: how many there were, and where its generators stood then.
-        self._made: deque[tuple[int, States]] = deque(maxlen=MOST_AHEAD)
 
     def __getattr__(self, name: str) -> Any:
-        # A state of the dataset alone would lack the first round that completes the last one.
-        if name in (*self._own, "state_dict", "load_state_dict") or name.startswith("__"):
+        if name in self._own or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self._dataset, name)
 
@@ -124,66 +94,35 @@ class ShardedStream(IterableDataset[object]):
     def __iter__(self) -> Iterator[WorkerMessage]:
         # Not a generator itself: where streams begin now holds for this iteration.
         worker = get_worker_info()
-        seed, epoch, drawn, behind = self._stream_start.take()
+        seed, epoch, seeds_workers, pipe_seed, behind = self._stream_start.take()
         number = 0 if worker is None else worker.id
         if worker is not None:
-            if not drawn:
+            if seeds_workers:
                 seed_generators(mixed_seed(seed, epoch, number))
-            self._go_back(number)
-            self._restore(number)
-            announce_epoch_to(self._dataset, seed, epoch, not drawn)
+            announce_epoch_to(self._dataset, seed, epoch, seeds_workers)
         if isinstance(self._dataset, IterDataPipe):
             # What torch's loader does for one that it holds itself.
-            generator = torch.Generator().manual_seed(seed if drawn else mixed_seed(seed, epoch))
-            graph_settings.apply_random_seed(self._dataset, generator)
+            graph_settings.apply_random_seed(self._dataset, torch.Generator().manual_seed(pipe_seed))
             if worker is not None:
                 graph_settings.apply_sharding(self._dataset, worker.num_workers, worker.id)
-        tells = self._tells and drawn and worker is not None
-        begun = SentStates(read_generators(self._dataset)) if tells else None
-        return self._messages(number, behind, self._samples(), begun)
+        return self._messages(number, behind, iter(self._dataset))
 
-    def _go_back(self, number: int) -> None:
-        """To where this worker would stand under torch's loader, which reads less ahead of an epoch that is left."""
-        asked = self._stream_start.asked_before(number)
-        states = next((states for count, states in self._made if count == asked), None)
-        if states is not None:
-            write_generators(self._dataset, states)
-        self._made.clear()
-
-    def _restore(self, number: int) -> None:
-        restored, self._restored = self._restored, None
-        if restored is not None:
-            states = restored.states[number]
-            if states is not None:
-                write_generators(self._dataset, states)
-
-    def _messages(
-        self, number: int, behind: Progress, samples: Iterator[object], begun: SentStates | None
-    ) -> Iterator[WorkerMessage]:
-        if begun is not None:
-            yield number, 0, begun, None
+    def _messages(self, number: int, behind: Progress, samples: Iterator[object]) -> Iterator[WorkerMessage]:
         # torch's loader begins with worker 0, so workers before the one whose turn it is pass it on.
         if number < behind.turn:
             yield number, 0, None, None
         for i, this in enumerate(self._rounds(behind.base[number], samples)):
             parts = [this.parts[rank] for rank in self._ranks]
             batches, counts = self._collated(parts, this)
-            if begun is not None:
-                self._made.append((i + 1, read_generators(self._dataset)))
             # Made although it was handed out before: it may draw random numbers.
             if i >= behind.rounds[number]:
                 yield number, this.counts.total, batches, counts
-        if begun is not None:
-            yield number, 0, SentStates(read_generators(self._dataset)), None
 
     def _rounds(self, behind: int, samples: Iterator[object]) -> Iterator[GlobalBatch[object]]:
         size = self._sample_batch_size or 1
         first, rest = later(samples, behind, self._plan.beginning * size)
         beginning = list(grouped(first, size, drop_last=False))
         return rounds(grouped(rest, size, self._drop_last), self._plan, beginning)
-
-    def _samples(self) -> Iterator[object]:
-        return iter(self._dataset)
 
     def _collated(
         self, parts: Sequence[Sequence[object]], this: GlobalBatch[object]
@@ -195,64 +134,8 @@ class ShardedStream(IterableDataset[object]):
         return [self._collate_fn(part[0]) for part in parts], _opaque_counts(this)
 
 
-class ResumableStream(ShardedStream):
-    """The stream of a dataset that saves its own position, in a world of one: torchdata keeps its state.
-
-    The state has that of the dataset, of its iterator where it has one, and of the random number generators. That
-    the stream has ended is part of it, because a dataset at its end may be one at its beginning.
-    """
-
-    _own = (*ShardedStream._own, "_source", "_ended", "_loaded")
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._source: object = None
-        self._ended = False
-        self._loaded: StateDict | None = None
-
-    def __iter__(self) -> Iterator[WorkerMessage]:
-        self._source, self._ended = None, False
-        return super().__iter__()
-
-    def state_dict(self) -> StateDict:
-        if self._loaded is not None:
-            # No sample was read since.
-            return self._loaded
-        dataset, source = self._dataset, self._source
-        return {
-            # Copies, because what is read ahead must not change them.
-            "dataset": deepcopy(dataset.state_dict()) if source is not dataset else None,  # type: ignore[attr-defined]
-            "iterator": deepcopy(source.state_dict()) if hasattr(source, "state_dict") else None,
-            "ended": self._ended,
-            "generators": generator_states(),
-        }
-
-    def load_state_dict(self, state: dict[str, object]) -> None:
-        self._loaded = state
-
-    def _samples(self) -> Iterator[object]:
-        loaded, self._loaded = self._loaded, None
-        if loaded is not None and loaded["dataset"] is not None:
-            self._dataset.load_state_dict(loaded["dataset"])  # type: ignore[attr-defined]
-        source: Any = iter(self._dataset)
-        self._source = source
-        if loaded is not None:
-            if loaded["iterator"] is not None:
-                source.load_state_dict(loaded["iterator"])
-            set_generator_states(loaded["generators"])
-            self._ended = loaded["ended"]
-        # Not a for loop, whose iter() would begin anew a dataset that is its own iterator.
-        while not self._ended:
-            try:
-                sample = next(source)
-            except StopIteration:
-                self._ended = True
-            else:
-                yield sample
-
-
 def _opaque_counts(this: GlobalBatch[object]) -> BatchCounts | None:
-    """Counts of a round whose parts hold one ready-made batch each."""
+    """Return the counts of a round whose parts hold one ready-made batch each."""
     sizes = [row_count(part[0]) if part else 0 for part in this.parts]
     rows = tuple(size for size in sizes if size is not None)
     if len(rows) < len(sizes):
@@ -262,5 +145,5 @@ def _opaque_counts(this: GlobalBatch[object]) -> BatchCounts | None:
 
 
 def as_it_is(message: object) -> object:
-    """The ``collate_fn`` of a loader whose dataset collates."""
+    """Return the ``collate_fn`` of a loader whose dataset collates."""
     return message

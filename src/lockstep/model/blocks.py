@@ -94,7 +94,7 @@ def _matches(pattern: str, name: str, module: nn.Module) -> bool:
 
 
 def _classes(module: nn.Module) -> list[str]:
-    """The names of its class and of the bases that say more than ``Module``."""
+    """Return the names of its class and of the bases that say more than ``Module``."""
     return [
         cls.__name__ for cls in type(module).__mro__ if issubclass(cls, nn.Module) and cls is not nn.Module
     ]
@@ -241,7 +241,8 @@ def joined_name(parent: str, name: str) -> str:
 
 
 def settings(module: nn.Module) -> str:
-    """What tells modules of one class apart: plain attributes and shapes of parameters, of all modules inside."""
+    """Return what tells modules of one class apart: plain attributes and shapes of parameters, of all modules
+    inside."""
     return str(
         [
             (

@@ -49,12 +49,12 @@ class Subclassed:
 
 
 def subclass(cls: type, mixin: type[Subclassed], /, **attributes: object) -> type:
-    """A subclass of ``cls`` with the same name, under ``mixin``."""
+    """Return a subclass of ``cls`` with the same name, under ``mixin``."""
     return type(cls.__name__, (mixin, cls), {**identity_of(cls), "_plain_class": cls, **attributes})
 
 
 def identity_of(cls: type) -> dict[str, object]:
-    """What a subclass takes over to look like ``cls``."""
+    """Return what a subclass takes over to look like ``cls``."""
     return {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
 
 
@@ -90,7 +90,7 @@ class PartialStateMark:
 
 
 def mark_partial_state(module: object, state: Any, prefix: str, metadata: object) -> None:
-    """A hook of ``state_dict``."""
+    """Mark a state dictionary, as a hook of ``state_dict``."""
     # Not of submodules; a plain dict that the caller passed takes no attribute.
     if not prefix and isinstance(state, OrderedDict):
         setattr(state, PartialStateMark.NAME, PartialStateMark())

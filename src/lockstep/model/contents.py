@@ -46,7 +46,7 @@ def set_contents(container: Any, contents: Any) -> None:
 
 
 def saved(value: object) -> Callable[[], None] | None:
-    """What puts back all that ``value`` holds now, in place; None if it holds nothing that can change."""
+    """Return what puts back all that ``value`` holds now, in place; None if it holds nothing that can change."""
     return _saved(value, set(), 0)
 
 
@@ -56,7 +56,8 @@ def is_ours(module: nn.Module) -> bool:
 
 
 def saved_attributes(modules: Iterable[nn.Module]) -> Callable[[], None]:
-    """What puts back the objects that modules keep as attributes, tensors excepted, with all that these hold now."""
+    """Return what puts back the objects that modules keep as attributes, tensors excepted, with all that these hold
+    now."""
     kept = [
         (vars(module), name, value, restore)
         for module in modules
@@ -74,7 +75,8 @@ def saved_attributes(modules: Iterable[nn.Module]) -> Callable[[], None]:
 
 
 def around(function: object) -> list[object]:
-    """What a function that was made inside of another has of that one's variables, and its defaults; of a method its
+    """Return what a function that was made inside of another has of that one's variables, and its defaults; of a
+    method its
     object."""
     if isinstance(function, types.MethodType):
         return [function.__self__]
@@ -110,7 +112,7 @@ def _rebind_functions(copied: nn.Module, copies: Mapping[int, object]) -> None:
 
 
 def _rebound(function: Any, copies: Mapping[int, object], seen: tuple[object, ...] = ()) -> object:
-    """The same function for copies: of what it has around it, those in ``copies`` in their place."""
+    """Return the same function for copies: of what it has around it, those in ``copies`` in their place."""
     # A function may refer to itself, directly or by way of others.
     inner = [value for value in around(function) if not any(value is one for one in (function, *seen))]
     if len(seen) > DEPTH or not any(id(value) in copies or around(value) for value in inner):

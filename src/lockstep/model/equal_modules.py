@@ -48,7 +48,7 @@ class Description:
     values: dict[tuple[type, str, str], object]
 
     def read(self, reads: Reads) -> dict[tuple[type, str, str], object]:
-        """The plain attributes that were read."""
+        """Return the plain attributes that were read."""
         classes = {cls for cls, name in reads if name == _ANY}
         return {k: v for k, v in self.values.items() if k[0] in classes or (k[0], k[2]) in reads}
 
@@ -170,7 +170,7 @@ def _is_plain(cls: type) -> bool:
 
 @contextmanager
 def reading(classes: Iterable[type]) -> Iterator[Reads]:
-    """The attributes that are read inside of instances of these classes."""
+    """Note the attributes that are read inside of instances of these classes."""
     reads: Reads = set()
     with ExitStack() as stack:
         originals = {cls: cls.__getattribute__ for cls in dict.fromkeys(classes)}
@@ -206,7 +206,7 @@ class Found:
     """Names of attributes that always count."""
 
     def find_once(self, module: nn.Module, among: Hashable, find: Callable[[], T]) -> T:
-        """What ``find()`` gives for this module, or gave for one like it. ``among``: what else must be equal."""
+        """Return what ``find()`` gives for this module, or gave for one like it. ``among``: what else must be equal."""
         description = describe(module)
         known = self.results.setdefault((among, description.structure), [])
         for values, result in known:

@@ -20,12 +20,12 @@ from lockstep.model.blocks import find_blocks
 from lockstep.parallel.autocast import autocast_forward
 from lockstep.parallel.ddp.apply import data_parallel, distributed_data_parallel, has_trained_parameters
 from lockstep.parallel.materialize import check_same_model, is_on_meta, materialize
+from lockstep.parallel.model_options import ModelOptions
 from lockstep.parallel.parallel_model import ParallelModel, ReplicatedModel, SplitModel
 from lockstep.parallel.parameter_hooks import refuse_hooks
 from lockstep.parallel.regional_compile import WHOLE, compile_regions, find_regions
 from lockstep.parallel.save_pretrained import refuse_parts
 from lockstep.parallel.steps import (
-    ModelOptions,
     average_gradients,
     convert_to_float8,
     offload_parameters,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -12,7 +10,6 @@ from torch import nn
 
 from lockstep.config.enums import Activation, DDPCommunicationHookType
 from lockstep.config.fp8 import AORecipeKwargs
-from lockstep.config.handlers import AutocastKwargs, DistributedDataParallelKwargs
 from lockstep.config.parallel import Parallel
 from lockstep.config.world import ParallelDims
 from lockstep.errors import UsageError
@@ -20,7 +17,8 @@ from lockstep.model.changes import disable_cache, mark_partial_state
 from lockstep.offload.files.direct import OffloadedParameters
 from lockstep.parallel.autocast import autocast_forward
 from lockstep.parallel.gradient_mean import GradientAllReduce, ReplicaGroup
-from lockstep.parallel.materialize import InitWeights, is_on_meta, materialize
+from lockstep.parallel.materialize import is_on_meta, materialize
+from lockstep.parallel.model_options import ModelOptions
 from lockstep.parallel.parallel_model import (
     PipelinedModel,
     ShardedModel,
@@ -37,26 +35,6 @@ from lockstep.torch_internals import modules as torch_modules
 from lockstep.torch_internals import tensors as torch_tensors
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class ModelOptions:
-    """What ``parallelize`` does to a model.
-
-    ``compile_blocks``: compile its blocks one by one, where it has some. ``loss_scale``: the factor of losses now, with
-    fp16.
-    """
-
-    meshes: DeviceMeshes
-    parallel: Parallel = field(default_factory=Parallel)
-    mixed_precision: str = "no"
-    autocast: AutocastKwargs = field(default_factory=AutocastKwargs)
-    fp8: AORecipeKwargs | None = None
-    ddp: DistributedDataParallelKwargs = field(default_factory=DistributedDataParallelKwargs)
-    compile_options: dict[str, Any] | None = None
-    compile_blocks: bool = False
-    init_weights: InitWeights | None = None
-    loss_scale: Callable[[], float] | None = None
 
 
 def probe_engines(parallel: Parallel, axes: ParallelDims) -> None:
@@ -284,19 +262,9 @@ def shard_model(
     model: nn.Module, blocks: dict[str, nn.Module], runtime: Runtime, options: ModelOptions, is_filled: bool
 ) -> ShardedModel:
     # Imported here, because torch's sharding takes most of a second to import.
-    from lockstep.parallel.zero.apply import ShardOptions, shard
+    from lockstep.parallel.zero.apply import shard
 
-    shard_options = ShardOptions(
-        mesh=options.meshes.shard_mesh,
-        parallel=options.parallel,
-        mixed_precision=options.mixed_precision,
-        autocast=options.autocast.enabled,
-        broadcast_buffers=options.ddp.broadcast_buffers,
-        init_weights=options.init_weights,
-        group=options.meshes.gradient_group,
-        is_filled=is_filled,
-    )
-    return ShardedModel(model, *shard(model, blocks, runtime, shard_options))
+    return ShardedModel(model, *shard(model, blocks, runtime, options, is_filled))
 
 
 def average_gradients(

@@ -83,7 +83,7 @@ class StepKeeper:
     # -- while a step is under way -----------------------------------------------------------------------
 
     def batch_comes(self, batch: object) -> None:
-        """A prepared loader hands out this batch."""
+        """Keep a batch that a prepared loader hands out."""
         if self._models and not any(model.module.training for model in self._models):
             return  # an evaluation
         if not self._batches and not self._handed:
@@ -106,12 +106,12 @@ class StepKeeper:
             self._handed.popleft()
 
     def backward(self) -> None:
-        """What was handed out is trained on."""
+        """Keep what was handed out as what is trained on."""
         self._batches += self._handed
         self._handed.clear()
 
     def forget(self) -> None:
-        """The step is made, or is none."""
+        """Forget what was kept: the step is made, or is none."""
         if self._were_changed():
             self._copies_batches = True
         self._batches.clear()
@@ -212,7 +212,7 @@ def _time_written(folder: Path) -> float:
 
 
 def facts_of_run(options: Options, step: StepState, runtime: Runtime) -> dict[str, object]:
-    """What capsules say of how a run is made."""
+    """Return what capsules say of how a run is made."""
     return {
         "parallel": str(options.parallel),
         "mixed_precision": str(options.mixed_precision),

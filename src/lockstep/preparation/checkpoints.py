@@ -199,7 +199,7 @@ class CheckpointMethods(AcceleratorParts):
             self._step.clock.enter(part)
 
     def _alone(self, line: str, needs_others: bool) -> Checkpointer:
-        """What saves on rank 0 alone, where the script calls ``save_state`` there only."""
+        """Return what saves on rank 0 alone, where the script calls ``save_state`` there only."""
         parallel = self._options.parallel
         if parallel.shards or parallel.divides_weights or parallel.splits_model or needs_others:
             raise UsageError(
@@ -216,14 +216,14 @@ class CheckpointMethods(AcceleratorParts):
         return self._checkpointer.alone()
 
     def _committed(self, path: str, in_memory: bool) -> None:
-        """A checkpoint is complete; told to rank 0 by the thread that wrote it."""
+        """Report a complete checkpoint to rank 0, by the thread that wrote it."""
         self._watch.committed(path)
         if self._preparation.spikes is not None and not in_memory:
             self._preparation.spikes.saved(path)
         self.measures.saved(path, time.perf_counter() - self._save_began)
 
     def _pickled_weights(self, output_dir: str | os.PathLike[str] | None) -> Callable[[str], None]:
-        """What writes ``pytorch_model.bin`` of every model into a checkpoint. Collective."""
+        """Return what writes ``pytorch_model.bin`` of every model into a checkpoint. Collective."""
         from lockstep.checkpoint.weights.export import write_pickled
         from lockstep.checkpoint.weights.folder import local_directory
 
@@ -286,7 +286,7 @@ class CheckpointMethods(AcceleratorParts):
         return path
 
     def _goes_back(self) -> Rollback:
-        """What takes the run back where its policy for spikes says so."""
+        """Return what takes the run back where its policy for spikes says so."""
         from lockstep.preparation.rollback import Rollback  # few runs need it
 
         def loaded(path: str, seconds: float) -> None:

@@ -12,9 +12,10 @@ from lockstep.checkpoint.contents import FullModelSpec, ties_of
 from lockstep.observe.log import get_logger
 from lockstep.parallel.autocast import DTYPES
 from lockstep.parallel.materialize import InitWeights
+from lockstep.parallel.model_options import ModelOptions
 from lockstep.parallel.parallel_model import ParallelModel, unwrap
 from lockstep.parallel.parallelize import parallelize
-from lockstep.parallel.steps import ModelOptions, refuse_transforms
+from lockstep.parallel.steps import refuse_transforms
 from lockstep.preparation.checks import (
     PreparedObjects,
     refuse_aliases,
@@ -86,14 +87,8 @@ class ModelPreparation:
             model,
             self.run.runtime,
             ModelOptions(
+                **vars(options),
                 meshes=self.run.meshes,
-                parallel=options.parallel,
-                mixed_precision=options.mixed_precision,
-                autocast=options.autocast,
-                fp8=options.fp8,
-                ddp=options.ddp,
-                compile_options=options.compile_options,
-                compile_blocks=options.compile_blocks,
                 init_weights=init_weights,
                 loss_scale=None if self.run.scaler is None else self.run.scaler.scaler.get_scale,
             ),
@@ -135,7 +130,7 @@ class ModelPreparation:
         return ParallelModel(model) if found is None else found
 
     def whole_of(self, model: nn.Module) -> FullModelSpec | None:
-        """What a model was of which this rank has some blocks; None for others."""
+        """Return what a model was of which this rank has some blocks; None for others."""
         number = next((i for i, known in enumerate(self.prepared) if known.module is model), None)
         return None if number is None else self.wholes.get(number)
 
@@ -145,7 +140,7 @@ class ModelPreparation:
         self.wholes.clear()
 
     def _settle_alike(self) -> None:
-        """A model and an average of its weights hold the same parameters, also if one of them is never called."""
+        """Give a model and an average of its weights the same parameters, also if one of them is never called."""
         for model in self.prepared:
             for other in self.prepared:
                 model.settle_like(other)
@@ -158,7 +153,7 @@ class ModelPreparation:
 
 
 def _full_model_spec(model: nn.Module) -> FullModelSpec:
-    """The names of all weights, before other ranks' blocks leave."""
+    """Return the names of all weights, before other ranks' blocks leave."""
     return FullModelSpec(tuple(model.state_dict()), ties_of(model))
 
 

@@ -42,30 +42,30 @@ class RunObserver:
     """Whether ``may_step`` is to be asked."""
 
     def options(self, options: Options) -> Options:
-        """What an ``Accelerator`` is to use in place of the options that were resolved."""
+        """Return what an ``Accelerator`` is to use in place of the options that were resolved."""
         return options
 
     def begins(self, run: ObservedRun) -> None:
-        """An ``Accelerator`` prepares its first object."""
+        """Notice that an ``Accelerator`` prepares its first object."""
 
     def model_prepared(self, model: ParallelModel) -> None:
-        """A model that will be trained was prepared."""
+        """Notice a prepared model that will be trained."""
 
     def loader_comes(self, loader: DataLoader[object]) -> DataLoader[object]:
-        """What is to be prepared in the place of a loader of the script."""
+        """Return what is to be prepared in the place of a loader of the script."""
         return loader
 
     def loader_prepared(self, loader: PreparedLoader) -> None:
-        """A loader was prepared."""
+        """Notice a prepared loader."""
 
     def optimizer_prepared(self, optimizer: Optimizer) -> None:
-        """An optimizer was prepared; this is the user's own."""
+        """Notice a prepared optimizer; this is the user's own."""
 
     def checkpoint_loaded(self, path: str) -> None:
-        """The script has loaded a checkpoint by ``load_state``; ``path``: its directory, or URL."""
+        """Notice that the script has loaded a checkpoint by ``load_state``; ``path``: its directory, or URL."""
 
     def gathers_for_loss(self) -> None:
-        """The script's loss is to depend on the batches of all ranks."""
+        """Notice that the script's loss is to depend on the batches of all ranks."""
 
     def trains_alone(self) -> None:
         """Ranks are to take steps of their own."""

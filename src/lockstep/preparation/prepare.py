@@ -150,7 +150,7 @@ class Preparation:
     def prepare(
         self, objects: tuple[object, ...], device_placement: list[bool | None] | None
     ) -> list[object]:
-        """The prepared forms, in the order given; objects of other types pass through.
+        """Return the prepared forms, in the order given; objects of other types pass through.
 
         Raises:
             UsageError: an object was prepared before, or ``device_placement`` has another length.
@@ -185,7 +185,7 @@ class Preparation:
         return prepared
 
     def _with_described(self, objects: tuple[object, ...]) -> tuple[object, ...]:
-        """The objects, with what a configuration describes in place of what stands for it."""
+        """Return the objects, with what a configuration describes in place of what stands for it."""
         options = self._run.options
         if (options.optimizer, options.scheduler) == (None, None) and not any(
             isinstance(item, Placeholder) for item in objects
@@ -201,7 +201,7 @@ class Preparation:
             self._offload.finish()
 
     def contents(self, further: dict[str, list[object]]) -> CheckpointContents:
-        """What a checkpoint is made of: the prepared objects and ``further`` ones."""
+        """Return what a checkpoint is made of: the prepared objects and ``further`` ones."""
         self.finish_steps()
         meshes, place = self._run.meshes, None
         if meshes.axes.splits_model:
@@ -254,7 +254,7 @@ class Preparation:
 
 
 def _offload_manager(run: RunContext) -> OffloadManager | None:
-    """What brings state that is kept outside of the device; None: none is."""
+    """Return what brings state that is kept outside of the device; None: none is."""
     if not run.options.parallel.offloads_optimizer:
         return None
     # Here, because few runs need it.
@@ -264,7 +264,7 @@ def _offload_manager(run: RunContext) -> OffloadManager | None:
 
 
 def _damage_watch(run: RunContext, models: list[ParallelModel]) -> DamageWatch | None:
-    """What looks for silent damage; None: nobody asked for it."""
+    """Return what looks for silent damage; None: nobody asked for it."""
     if not run.options.damage.are_on:
         return None
     return DamageWatch(

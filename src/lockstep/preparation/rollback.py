@@ -69,4 +69,4 @@ class _UnmovedLoader:
         """Nothing is wrong with it."""
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """The loader stays where it is."""
+        """Leave the loader where it is."""

@@ -29,7 +29,7 @@ def watch_spikes(
     clock: StepClock,
     keeper: Callable[[SpikePolicy], KeepsSteps],
 ) -> SpikeWatch | None:
-    """What follows the policy; None: there is none. ``keeper`` makes what keeps steps."""
+    """Return what follows the policy; None: there is none. ``keeper`` makes what keeps steps."""
     if policy is None:
         return None
     tell, kept = partial(clock.news, "spike"), keeper(policy) if policy.capsules else None
@@ -68,7 +68,7 @@ def asked_before_step(
 def notifies_of_clearing(
     spikes: SpikeWatch | None, clear_further: Callable[[], None] | None
 ) -> Callable[[], None] | None:
-    """What is called when gradients are cleared."""
+    """Return what is called when gradients are cleared."""
     if spikes is None or clear_further is None:
         return clear_further if spikes is None else spikes.forget
 

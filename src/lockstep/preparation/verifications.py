@@ -73,14 +73,14 @@ class Verifications:
         self._next = Verification(model, setup, self._run.communicator)
 
     def _half(self) -> torch.dtype | None:
-        """The type of gathered weights, where it has 16 bits."""
+        """Return the type of gathered weights, where it has 16 bits."""
         precision = self._run.options.mixed_precision
         if not self._run.options.parallel.shards or precision == "no":
             return None
         return torch.float16 if precision == "fp16" else torch.bfloat16
 
     def watch(self, prepared: ParallelModel) -> None:
-        """It was made of the last model that was given to ``before_split``."""
+        """Verify a model that was made of the last one given to ``before_split``."""
         if self._next is not None:
             self._next.watch(prepared)
             self._of_models[id(prepared.module)] = self._next

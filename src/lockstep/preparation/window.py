@@ -79,7 +79,7 @@ class AccumulationState:
             self._accumulation.watch(optimizer.optimizer)
 
     def state_dict(self) -> WindowState:
-        """This rank's part. Tensors are those in use: copy them before training goes on.
+        """Return this rank's part. Tensors are those in use: copy them before training goes on.
 
         ``models[i]`` has the fields of ``Accumulated``; only ``reduced`` are DTensors, equal on all ranks that
         hold the same shard.
@@ -100,7 +100,8 @@ class AccumulationState:
         }
 
     def places(self) -> dict[str, torch.Tensor]:
-        """The parameters, by the keys that lead to their ``reduced`` gradients in ``state_dict``, joined by dots."""
+        """Return the parameters, by the keys that lead to their ``reduced`` gradients in ``state_dict``, joined by
+        dots."""
         return {
             f"models.{i}.reduced.{name}": place
             for i, model in enumerate(self._models)

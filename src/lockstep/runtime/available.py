@@ -133,7 +133,7 @@ def _release(version: str) -> Version:
 
 
 def _any_of(*packages: str) -> Callable[[], bool]:
-    """A function that says whether one of ``packages`` is installed."""
+    """Return a function that says whether one of ``packages`` is installed."""
 
     def check() -> bool:
         return any(is_available(package) for package in packages)

@@ -135,7 +135,7 @@ class StepClock:
         self.enter = parts.enter
 
     def batch_wanted(self) -> None:
-        """The loop asks a prepared loader for its next batch."""
+        """Note that the loop asks a prepared loader for its next batch."""
         self.ticks += 1
         if not self._stepped:
             # Several batches may be asked for before one backward: the time runs from the first.
@@ -151,13 +151,13 @@ class StepClock:
             tell(name, values)
 
     def batch_comes(self, batch: object) -> None:
-        """A prepared loader hands out this one."""
+        """Note that a prepared loader hands out this batch."""
         for look in [*self.at_batch]:
             look(batch)
         self.enter("other")
 
     def boundary(self) -> None:
-        """A step is complete."""
+        """Note that a step is complete."""
         now = time.perf_counter()
         # A copy, as one may be taken out meanwhile: of an Accelerator that nobody holds any more.
         for tell in [*self.at_step]:
@@ -174,7 +174,7 @@ class StepClock:
         self._forward_s = 0.0
 
     def backward_begins(self) -> None:
-        """The forward pass of a micro-batch is done."""
+        """Note that the forward pass of a micro-batch is done."""
         self.ticks += 1
         if self._asked is not None:
             self._forward_s += time.perf_counter() - self._asked
@@ -182,7 +182,7 @@ class StepClock:
         self.enter("backward")
 
     def stepped(self) -> None:
-        """An optimizer made a step."""
+        """Note that an optimizer made a step."""
         self.ticks += 1
         self.steps += 1
         self._stepped = True

@@ -210,7 +210,7 @@ class ProcessControl:
         self, function: None = None, process_index: int | None = None
     ) -> Callable[[Function], Function]: ...
     def on_process(self, function: object = None, process_index: int | None = None) -> object:
-        """Decorator ``@on_process(process_index=r)``: the function runs on rank ``r`` only, and else returns None.
+        """Decorate a function (``@on_process(process_index=r)``): it runs on rank ``r`` only, and else returns None.
 
         Examples:
             ```python

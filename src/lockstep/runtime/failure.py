@@ -32,7 +32,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def of_signal(number: int) -> int:
-    """The code of a process that a signal ended, as shells count: 128 + its number."""
+    """Return the code of a process that a signal ended, as shells count: 128 + its number."""
     return 128 + number
 
 
@@ -56,13 +56,13 @@ class Departures:
         return bool(self._ranks)
 
     def add(self, rank: int) -> None:
-        """This rank has ended."""
+        """Note that this rank has ended."""
         with self._changed:
             self._ranks.add(rank)
             self._changed.notify_all()
 
     def discard(self, rank: int) -> None:
-        """This rank is there again: its process has made another ``Accelerator``."""
+        """Note that this rank is there again: its process has made another ``Accelerator``."""
         with self._changed:
             self._ranks.discard(rank)
 
@@ -83,7 +83,7 @@ def departures() -> Departures:
 
 
 def forget_departures() -> None:
-    """The run is over for this process. Whoever still reports ends of ranks reports those of that run."""
+    """Begin a new list, since the run is over for this process; late reports count for the old one."""
     Departures._of_this_run = Departures()
 
 
@@ -219,7 +219,7 @@ def text_of(error: BaseException) -> str:
 
 
 def ended_without(ranks: Sequence[int], call: UserCall) -> str:
-    """The sentence for a call in which this rank alone is, since others have ended."""
+    """Return the sentence for a call in which this rank alone is, since others have ended."""
     who = f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"
     verb = "has" if len(ranks) == 1 else "have"
     name, line = call.name or "a collective", f" at {call.line}" if call.line else ""
@@ -232,7 +232,7 @@ def ended_without(ranks: Sequence[int], call: UserCall) -> str:
 def report_of(
     error: BaseException, consequence: bool, time_ns: int, sentence: str | None = None
 ) -> dict[str, object]:
-    """The report: torch's fields, and ours under ``lockstep``."""
+    """Return the report: torch's fields, and ours under ``lockstep``."""
     return {
         "message": {
             "message": sentence or f"{type(error).__name__}: {error}",

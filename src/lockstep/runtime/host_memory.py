@@ -42,7 +42,7 @@ def _left_in_groups() -> Iterator[int]:
 
 
 def _groups() -> Iterator[tuple[Path, tuple[str, str]]]:
-    """The folder of this process's control group and those above it, and the names of the files in it."""
+    """Yield the folder of this process's control group and those above it, and the names of the files in it."""
     try:
         lines = MEMBERSHIP.read_text().splitlines()
     except OSError:

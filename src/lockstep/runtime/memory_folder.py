@@ -45,7 +45,8 @@ class MemoryFolder:
 
 
 def _locked(path: str) -> int | None:
-    """The folder, locked until this is closed or the process ends; None if it is gone or another process has it."""
+    """Return the folder, locked until this is closed or the process ends; None if it is gone or another process has
+    it."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:

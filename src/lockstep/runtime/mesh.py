@@ -98,7 +98,7 @@ class DeviceMeshes:
         return None if mesh is None else mesh.get_group()
 
     def rank_on(self, axis: str) -> int:
-        """The place of this rank on an axis of the mesh; 0 where the axis has one rank."""
+        """Return the place of this rank on an axis of the mesh; 0 where the axis has one rank."""
         inner = _ORDER[_ORDER.index(axis) + 1 :]
         stride = math.prod(getattr(self.axes, name) for name in inner)
         return self._runtime.rank // stride % int(getattr(self.axes, axis))
@@ -120,7 +120,7 @@ class DeviceMeshes:
         return mesh
 
     def axis(self, name: str) -> DeviceMesh | None:
-        """The ranks along ``pp``, ``cp``, ``tp`` or ``ep``; None where the axis has one rank."""
+        """Return the ranks along ``pp``, ``cp``, ``tp`` or ``ep``; None where the axis has one rank."""
         if getattr(self.axes, name) == 1:
             return None
         return self._experts["ep"] if name == "ep" else self._mesh[name]

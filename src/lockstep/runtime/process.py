@@ -35,7 +35,7 @@ from lockstep.torch_internals import c10d, dtensor, gloo
 
 
 def choose_device(local_rank: int, cpu: bool) -> torch.device:
-    """The device of the process with this rank on its machine: ``cuda:<local_rank>``, else xpu, mps, cpu.
+    """Return the device of the process with this rank on its machine: ``cuda:<local_rank>``, else xpu, mps, cpu.
 
     Raises:
         UsageError: there are accelerators, but fewer than ranks on this machine.
@@ -57,7 +57,7 @@ def choose_device(local_rank: int, cpu: bool) -> torch.device:
 
 
 def device_named(name: str, local_rank: int, local_world_size: int) -> torch.device:
-    """The device that ACCELERATE_TORCH_DEVICE names; a kind without a number: that of this rank.
+    """Return the device that ACCELERATE_TORCH_DEVICE names; a kind without a number: that of this rank.
 
     Raises:
         ConfigError: it is no device, is not here, or is one for several processes.
@@ -86,7 +86,7 @@ def device_named(name: str, local_rank: int, local_world_size: int) -> torch.dev
 
 
 def choose_backend(device: torch.device, named: str | None = None) -> str:
-    """The backend of the default group. CPU tensors always have one, for objects and small checks.
+    """Return the backend of the default group. CPU tensors always have one, for objects and small checks.
 
     Args:
         named: The one that the environment names for CPU tensors; None: shared memory where every rank is a CPU.
@@ -159,7 +159,7 @@ def at_end(function: Callable[[], None]) -> None:
 
 
 def current_runtime() -> Runtime | None:
-    """This process's ``Runtime``, or None before ``start``."""
+    """Return this process's ``Runtime``, or None before ``start``."""
     return _Process.runtime
 
 
@@ -289,7 +289,8 @@ def _init_arguments(
 
 
 def _store_of_round(environment: ProcessEnvironment, timeout: timedelta) -> c10d.Store:
-    """A part of the store for each round of one machine: with ``torchrun --master-port`` all rounds meet in one store.
+    """Return a part of the store for each round of one machine: with ``torchrun --master-port`` all rounds meet in
+    one store.
 
     There ranks would find what those before have left, such as their addresses. Machines count rounds by themselves.
     """
@@ -329,7 +330,7 @@ def check_same_versions(runtime: Runtime) -> None:
 
 
 def differences(of_ranks: Sequence[Sequence[str]]) -> str:
-    """What to say of ranks with other versions than the others; empty where all are equal."""
+    """Return what to say of ranks with other versions than the others; empty where all are equal."""
     for name, versions in zip(VERSIONED, zip(*of_ranks, strict=False), strict=False):
         ranks: dict[str, list[int]] = {}
         for rank, version in enumerate(versions):

@@ -47,7 +47,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
 
 def rng_state() -> dict[str, object]:
-    """The state of all generators as a flat dict of ints, floats, strings, None and CPU tensors.
+    """Return the state of all generators as a flat dict of ints, floats, strings, None and CPU tensors.
 
     The plain values survive JSON and the tensors safetensors, so that
     ``set_rng_state`` restores the sequence of numbers exactly.
@@ -101,7 +101,7 @@ _DRIVEN = (RNGType.TORCH, RNGType.CUDA, RNGType.GENERATOR)
 
 
 def check_rng_types(rng_types: Iterable[str | RNGType]) -> list[RNGType]:
-    """The generators of these names. Raises ConfigError for an unknown one, or a device this process lacks."""
+    """Return the generators of these names. Raises ConfigError for an unknown one, or a device this process lacks."""
     kinds = []
     for name in rng_types:
         if name not in RNGType.list():

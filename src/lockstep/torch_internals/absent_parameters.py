@@ -67,7 +67,8 @@ class AbsentParameter(AbsentTensor, nn.Parameter):
 
 
 def absent_parameter(name: str, model: str, like: nn.Parameter) -> AbsentParameter:
-    """The parameter ``name`` of a model of class ``model``, with the shape of ``like`` and without its values."""
+    """Return the parameter ``name`` of a model of class ``model``, with the shape of ``like`` and without its
+    values."""
     empty = torch.empty(like.shape, dtype=like.dtype, device="meta")
     made = AbsentParameter(empty, like.requires_grad)
     vars(made).update(vars(like))

@@ -19,7 +19,7 @@ FunctionContext: TypeAlias = Any
 
 
 def current_backward() -> int:
-    """A number of the backward in which this thread is; ``NO_BACKWARD`` in none.
+    """Return a number of the backward in which this thread is; ``NO_BACKWARD`` in none.
 
     Relies on: ``_current_graph_task_id``; numbers are not used again.
     """
@@ -68,14 +68,14 @@ def module_of_function(node: object) -> str | None:
 
 
 def saved_by(node: object) -> Iterator[object]:
-    """What a node of the graph keeps for its backward. Relies on: attributes that begin with ``_saved_``."""
+    """Yield what a node of the graph keeps for its backward. Relies on: attributes that begin with ``_saved_``."""
     for name in dir(node):
         if name.startswith("_saved_"):
             yield getattr(node, name, None)
 
 
 def copy_of_saved(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy without a graph, also of a number that a node keeps as a tensor (``x / 4``).
+    """Return a copy without a graph, also of a number that a node keeps as a tensor (``x / 4``).
 
     Relies on: dispatch modes get such a number as a float, so that an operator on it fails where one is active.
     """
@@ -84,22 +84,24 @@ def copy_of_saved(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def leaves_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The leaves of the graph behind a tensor of any shape. Relies on: ``variable`` of the nodes that accumulate."""
+    """Return the leaves of the graph behind a tensor of any shape. Relies on: ``variable`` of the nodes that
+    accumulate."""
     return (node.variable for node in _graph_of(tensor) if hasattr(node, "variable"))
 
 
 def next_sequence_number() -> int:
-    """The number that this thread gives to the next node of the graph. Relies on: ``_get_sequence_nr``."""
+    """Return the number that this thread gives to the next node of the graph. Relies on: ``_get_sequence_nr``."""
     return int(torch._C._autograd._get_sequence_nr())
 
 
 def sequence_number(node: Node) -> int:
-    """The number that a node was given when it was made. Relies on: ``_sequence_nr``; it grows within a thread."""
+    """Return the number that a node was given when it was made. Relies on: ``_sequence_nr``; it grows within a
+    thread."""
     return int(node._sequence_nr())
 
 
 def nodes_of(tensor: torch.Tensor, ends: Collection[str] = ()) -> Iterator[Node]:
-    """The nodes of the graph behind a tensor of any shape, but for those that accumulate into leaves.
+    """Return the nodes of the graph behind a tensor of any shape, but for those that accumulate into leaves.
 
     ``ends``: names of nodes behind which it is not followed.
     """

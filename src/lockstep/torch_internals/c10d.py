@@ -63,12 +63,12 @@ def names_of_groups() -> dict[object, str]:
 
 
 def default_store() -> Store:
-    """The store of the main group. Relies on: ``_get_default_store``."""
+    """Return the store of the main group. Relies on: ``_get_default_store``."""
     return dist.distributed_c10d._get_default_store()
 
 
 def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> Any:
-    """What carries a group's (None: the main one's) tensors of the device.
+    """Return what carries a group's (None: the main one's) tensors of the device.
 
     Relies on: ``_get_backend``, and ``wrapped_pg`` with TORCH_DISTRIBUTED_DEBUG=DETAIL.
     """
@@ -114,7 +114,7 @@ def set_group_name(group: dist.ProcessGroup, name: str) -> None:
 
 
 def group_that_does_nothing(rank: int, ranks: int, name: str) -> dist.ProcessGroup:
-    """A process group whose calls go through the dispatcher, where modes see them, and send nothing.
+    """Return a process group whose calls go through the dispatcher, where modes see them, and send nothing.
 
     Relies on: ``FakeProcessGroup``, which torch has for its own tests, and ``_register_backend``.
     """
@@ -127,7 +127,8 @@ def group_that_does_nothing(rank: int, ranks: int, name: str) -> dist.ProcessGro
 
 
 def gloo_group(store: Store, rank: int, ranks: int, timeout: timedelta) -> dist.Backend:
-    """A backend of gloo, for who makes groups. Relies on: ``_set_sequence_number_for_group`` after its constructor."""
+    """Return a backend of gloo, for who makes groups. Relies on: ``_set_sequence_number_for_group`` after its
+    constructor."""
     backend: Any = dist.ProcessGroupGloo(store, rank, ranks, timeout)
     backend._set_sequence_number_for_group()
     made: dist.Backend = backend

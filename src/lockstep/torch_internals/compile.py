@@ -35,7 +35,7 @@ FRAMES = frozenset({"_fn"})
 
 
 def original(module: Compiled) -> Compiled:
-    """The module inside of what ``torch.compile`` returned, else itself. Relies on: ``_orig_mod``."""
+    """Return the module inside of what ``torch.compile`` returned, else itself. Relies on: ``_orig_mod``."""
     return getattr(module, "_orig_mod", module)
 
 

@@ -13,7 +13,7 @@ from lockstep.torch_internals.versions import undisturbed
 
 
 def lazy_clone(tensor: Tensor) -> Tensor | None:
-    """A clone of a tensor of any shape that takes no memory yet; None where memory cannot be shared like that.
+    """Return a clone of a tensor of any shape that takes no memory yet; None where memory cannot be shared like that.
 
     Only host memory is. On a device, what was queued before may still be writing when memory is handed on.
 

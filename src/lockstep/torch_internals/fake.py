@@ -64,7 +64,7 @@ def quiet() -> Iterator[None]:
 
 @probed("FakeTensorMode", "computes without values")
 def probe() -> None:
-    """A product without values, and a value of it."""
+    """Compute a product without values, and a value of it."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         left = torch.empty_strided((2, 3), (3, 1))
         product = left @ torch.ones(3, 4)

@@ -49,7 +49,7 @@ def gather_under_a_short_name() -> torch.library.Library:
 
 
 def all_gather(input: Tensor, group_size: int, group_name: object) -> Tensor:
-    """The ranks' tensors [n, ...], concatenated to [n * group_size, ...]. As in torch, to be waited for."""
+    """Return the ranks' tensors [n, ...], concatenated to [n * group_size, ...]. As in torch, to be waited for."""
     input = input.contiguous()
     # gloo has no complex numbers.
     if input.is_complex():
@@ -82,7 +82,7 @@ def carries(device: torch.device, group: dist.ProcessGroup | None = None) -> boo
 
 
 def group_with_one_thread() -> dist.ProcessGroup:
-    """A new group of all ranks for CPU tensors, whose collectives run one after the other. Collective.
+    """Return a new group of all ranks for CPU tensors, whose collectives run one after the other. Collective.
 
     Relies on: ``new_group`` makes what ``distributed_c10d`` calls ``ProcessGroupGloo``; that takes ``_Options``.
     """

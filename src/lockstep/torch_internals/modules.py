@@ -34,7 +34,8 @@ EXTRA_STATE = "_extra_state"
 
 
 def parameters_of(module: nn.Module) -> Registered:
-    """The module's own. Relies on: ``_parameters`` is what attributes, ``parameters()`` and state dictionaries read."""
+    """Return the module's own. Relies on: ``_parameters`` is what attributes, ``parameters()`` and state
+    dictionaries read."""
     return module._parameters
 
 
@@ -44,12 +45,12 @@ def set_parameters_of(module: nn.Module, registered: Registered) -> None:
 
 
 def buffers_of(module: nn.Module) -> Registered:
-    """The module's own. Relies on: ``_buffers``, as ``_parameters``."""
+    """Return the module's own. Relies on: ``_buffers``, as ``_parameters``."""
     return module._buffers
 
 
 def children_of(module: nn.Module) -> Registered:
-    """The module's own. Relies on: ``_modules``, as ``_parameters``."""
+    """Return the module's own. Relies on: ``_modules``, as ``_parameters``."""
     return module._modules
 
 
@@ -112,7 +113,8 @@ def replace_forward_hooks(module: nn.Module) -> None:
 
 
 def reset_method(module: nn.Module) -> Callable[[], None] | None:
-    """What gives a module its first values. Relies on: ``_reset_parameters`` where it is not public (attention)."""
+    """Return what gives a module its first values. Relies on: ``_reset_parameters`` where it is not public
+    (attention)."""
     return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
 
 
@@ -122,7 +124,7 @@ def has_flat_weights(module: nn.Module) -> bool:
 
 
 def flat_weights(module: Any) -> list[object]:
-    """That list, made anew. Relies on: ``_flat_weights_names`` has their names, in order."""
+    """Return that list, made anew. Relies on: ``_flat_weights_names`` has their names, in order."""
     return [getattr(module, name, None) for name in module._flat_weights_names]
 
 

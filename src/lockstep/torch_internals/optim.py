@@ -41,7 +41,7 @@ def take_for_wrapped(step: Any) -> None:
 
 
 def step_without_hooks(cls: Any) -> Callable[..., object]:
-    """A class's ``step`` as it was written. Relies on: hooks around it have ``hooked`` and ``__wrapped__``."""
+    """Return a class's ``step`` as it was written. Relies on: hooks around it have ``hooked`` and ``__wrapped__``."""
     step = cls.step
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
@@ -149,7 +149,7 @@ def count_step(scheduler: Any) -> None:
 
 
 def scale_of(scaler: torch.amp.GradScaler) -> Tensor | None:
-    """The loss scale, 0-d on its device; None before the first use. Relies on: ``_get_scale_async``."""
+    """Return the loss scale, 0-d on its device; None before the first use. Relies on: ``_get_scale_async``."""
     return scaler._get_scale_async()
 
 
@@ -182,7 +182,7 @@ class HookedGradScaler(torch.amp.GradScaler):
 
 @probed("optimizer", "counts steps, scales gradients and calls hooks")
 def probe() -> None:
-    """A step of plain SGD with a hook, a schedule and a scaler."""
+    """Make a step of plain SGD with a hook, a schedule and a scaler."""
     tensors = [torch.ones(2), torch.ones(1)]
     scale_in_place(tensors, torch.tensor(3.0))
     expect([tensor.tolist() for tensor in tensors] == [[3.0, 3.0], [3.0]], "tensors times one number")
@@ -190,7 +190,7 @@ def probe() -> None:
     optimizer = torch.optim.SGD([leaf], lr=1.0)
 
     def hook(*_: object) -> None:
-        """Changes nothing."""
+        """Change nothing."""
 
     expect(takes_step_hooks(optimizer), "hooks before a step")
     everywhere = step_post_hooks_of(optimizer)

@@ -21,7 +21,7 @@ def version(tensor: Tensor) -> int:
 
 
 def storage_key(tensor: Tensor) -> int:
-    """The same for tensors with the same memory, and only for them while one is there.
+    """Return the same for tensors with the same memory, and only for them while one is there.
 
     Relies on: ``_cdata`` of a storage is the address of torch's own record of it.
     """
@@ -43,7 +43,7 @@ def has_storage(tensor: Tensor) -> bool:
 
 
 def base_of(tensor: Tensor) -> Tensor:
-    """What a view is a view of, else itself. Relies on: ``_base`` is None for what is no view."""
+    """Return what a view is a view of, else itself. Relies on: ``_base`` is None for what is no view."""
     return tensor if tensor._base is None else tensor._base
 
 
@@ -53,7 +53,7 @@ def is_view(tensor: Tensor) -> bool:
 
 
 def bits_digest(tensor: Tensor) -> int:
-    """A number of its bits and their places: equal for equal tensors. Waits for the device."""
+    """Return a number of its bits and their places: equal for equal tensors. Waits for the device."""
     values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     # As integers: NaN is equal to itself then, and -0.0 is not 0.0.
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -70,12 +70,12 @@ def bits_digest(tensor: Tensor) -> int:
 
 
 def negated_lazily(tensor: Tensor) -> Tensor:
-    """A view with the bit of lazy negation. Relies on: ``_neg_view`` sets what ``is_neg`` reads."""
+    """Return a view with the bit of lazy negation. Relies on: ``_neg_view`` sets what ``is_neg`` reads."""
     return torch._neg_view(tensor)
 
 
 def sparse_parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """(indices, values), coalesced or not. Relies on: ``_indices`` and ``_values`` do not coalesce."""
+    """Return (indices, values), coalesced or not. Relies on: ``_indices`` and ``_values`` do not coalesce."""
     return tensor._indices(), tensor._values()
 
 
@@ -124,7 +124,7 @@ def has_hook(parameter: object, kind: str) -> bool:
 
 
 def kind_of_hook(parameter: object) -> str | None:
-    """The method that set a hook on this tensor; None: there is none but Lockstep's own."""
+    """Return the method that set a hook on this tensor; None: there is none but Lockstep's own."""
     return next(iter(kinds_of_hooks(parameter)), None)
 
 
@@ -190,7 +190,7 @@ def _probe_hooks() -> None:
     expect(not any(hooks_of_parameter(leaf, kind) for kind in _HOOKS), "a tensor without hooks")
 
     def hook(_: Tensor) -> None:
-        """Changes nothing."""
+        """Change nothing."""
 
     for kind in _HOOKS:
         getattr(leaf, kind)(hook)

@@ -19,7 +19,7 @@ Probe = Callable[[], None]
 
 
 def unknown(engine: str, does: str) -> UsageError:
-    """The error for a torch whose ``engine`` does something in a way that is not known."""
+    """Return the error for a torch whose ``engine`` does something in a way that is not known."""
     return UsageError(
         f"this torch's {engine} {does} in a way that this version does not know; use torch {OLDEST} to {NEWEST} "
         "or a newer lockstep"

@@ -176,5 +176,4 @@ KINDS = {
     "dispatched": Kind(shuffled(75), by_epoch(75), {"dispatch_batches": True}),
     "dispatched iterable": Kind(stream(75), in_turn(75)),
     "dispatched, workers": Kind(shuffled(75, **WORKERS), by_epoch(75), {"dispatch_batches": True}),
-    "torchdata": Kind(shuffled(75), by_epoch(75), {"use_stateful_dataloader": True}),
 }

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from itertools import product
 
 from tests.config.fuzzing.commands import (
     CONFIG_FLAGS,
     LAUNCH_FLAGS,
+    LAUNCHES,
+    NO_CHECKPOINTS,
     SCHEDULE_FLAGS,
     SWITCHES,
     value_of,
@@ -88,6 +91,22 @@ def hostile() -> Iterator[Input]:
     yield from (Input("hostfile", f"first slots=2\n{line}\n".encode(), wrong=True) for line in WRONG_LINES)
 
 
+def checkpoints() -> Iterator[Input]:
+    """On what is no checkpoint; nothing of it may succeed."""
+    for verb, place in product(
+        ("verify", "show", "merge", "convert", "import-pickle", "burn"), NO_CHECKPOINTS
+    ):
+        last = ["out"] if verb in ("merge", "convert", "import-pickle") else []
+        yield Input("lockstep checkpoint", argv=["checkpoint", verb, place, *last], wrong=True)
+
+
+def launches() -> Iterator[Input]:
+    for line, means in LAUNCHES:
+        yield Input("lockstep launch", argv=["launch", "--dry-run", *line.split(), "train.py"], means=means)
+    for script in ("missing.py", "", "nul\0", ".", "\x1b[31m"):
+        yield Input("lockstep launch", argv=["launch", "--dry-run", "--nproc", "2", script], wrong=True)
+
+
 def with_values(pools: Mapping[str, Pool]) -> dict[str, Pool]:
     """Without switches, which have no value."""
     return {name: pool for name, pool in pools.items() if name not in SWITCHES}
@@ -106,6 +125,10 @@ def inputs() -> Iterator[Input]:
     yield from said("Accelerate's YAML", DEEPSPEED, section("deepspeed", DEEPSPEED_SAYS))
     yield from leaves()
     yield from hostile()
+    yield from checkpoints()
+    yield from launches()
+    hosts = b"worker-1 slots=4  # first\r\n\n# comment\n10.0.0.2\tslots=1\nn3.cluster\n"
+    yield Input("hostfile", hosts, means={"hosts": {"worker-1": 4, "10.0.0.2": 1, "n3.cluster": None}})
     yield from said("parallel", WORDS, in_line)
     yield from said("environment", {name: VARIABLES[name] for name in ALWAYS_READ}, in_environment)
     config = ("config", "--yes", "--force", "--config-file", "out.yaml")

@@ -2,32 +2,7 @@
 
 from __future__ import annotations
 
-import random
-
-from tests.config.fuzzing.files import misspelt
-from tests.config.fuzzing.pools import ANY, WRONG, Input, Pool, chance, words
-
-ODD = (
-    *(
-        "",
-        " ",
-        "\x1b[31m",
-        "a\nb",
-        "'",
-        '"',
-        "$(id)",
-        "`id`",
-        "\\",
-        "é",
-        "\ud800",
-        "--",
-        "-",
-        "%s",
-        "{}",
-        "٣",
-    ),
-    *("x" * 5000, "9" * 5000),
-)
+from tests.config.fuzzing.pools import ANY, Pool, words
 
 WORDS: dict[str, Pool] = {
     "zero": words({"1": 1, "2": 2, "3": 3}, "4 | -1 | x | 1.5 | ٣ | true", "", "9" * 400),
@@ -60,28 +35,6 @@ WORDS: dict[str, Pool] = {
     "quantized_weights": words({"int8": "int8"}, "int4 | int2 | fp8"),
     "blocks": words({"Block": ANY, "layers.*": ANY}, ", | a,,b"),
 }
-
-
-def parallel_line(source: random.Random) -> Input:
-    given = Input("parallel")
-    names = source.sample(list(WORDS), source.randint(1, 4))
-    faulty = source.choice(names) if chance(source, 0.4) else None
-    parts = [f"{name}={given.settings(name, WORDS[name].draw(source, name == faulty))}" for name in names]
-    if chance(source, 0.06):
-        parts.append(f"{misspelt(source, names[0])}={1}")
-        given.wrong = True
-    elif chance(source, 0.06):
-        parts.append(parts[0])  # said twice
-        given.wrong = True
-    elif chance(source, 0.09):
-        parts.insert(0, source.choice(("ddp", "dataparallel", "auto")))
-    line = source.choice((" ", " ", "  ", "\t", "\n")).join(parts)
-    if chance(source, 0.1):
-        place = source.randrange(len(line) + 1)
-        line = line[:place] + source.choice(ODD) + line[place:]
-        given.means.clear()
-    given.argv = [line]
-    return given
 
 
 RANK = words({"0": 0, "1": 1, "3": 3}, "-1 | x | 1.5 | ٣ | 0x1 | 1 2 | true", "9" * 400)
@@ -133,22 +86,3 @@ ALWAYS_READ = tuple(
     and name
     not in ("LOCKSTEP_CONTROL", "LOCKSTEP_CONTROL_SECRET", "LOCKSTEP_RESTART", "LOCKSTEP_CONFIG_FILE")
 )
-
-
-def environment(source: random.Random) -> Input:
-    given = Input("environment")
-    names = source.sample(list(VARIABLES), source.randint(1, 7))
-    group = ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
-    names += group if chance(source, 0.6) else [name for name in group if chance(source, 0.3)]
-    if chance(source, 0.3):
-        names += ["LOCKSTEP_CONTROL", "LOCKSTEP_CONTROL_SECRET"]
-    for name in dict.fromkeys(names):
-        raw = VARIABLES[name].draw(source, chance(source, 0.08))
-        given.environ[name] = raw.text
-        if raw.meaning not in (ANY, WRONG):
-            given.means[name] = raw.meaning
-        given.wrong |= raw.meaning == WRONG and name in ALWAYS_READ
-    if {"LOCKSTEP_CONTROL", "LOCKSTEP_CONTROL_SECRET"} <= set(given.environ):
-        given.wrong |= given.environ["LOCKSTEP_CONTROL"] in VARIABLES["LOCKSTEP_CONTROL"].bad
-        given.wrong |= given.environ["LOCKSTEP_CONTROL_SECRET"] in VARIABLES["LOCKSTEP_CONTROL_SECRET"].bad
-    return given

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -12,11 +11,6 @@ ANY = "<refused or not>"
 
 def split(*texts: str) -> tuple[str, ...]:
     return tuple(text for several in texts for text in several.split(" | "))
-
-
-def chance(source: random.Random, part: float) -> bool:
-    """True in this part of cases. No is the simpler answer, which hypothesis prefers."""
-    return source.randrange(100) >= 100 - round(100 * part)
 
 
 class Raw(NamedTuple):
@@ -32,9 +26,6 @@ class Pool:
 
     good: tuple[Raw, ...]
     bad: tuple[str, ...]
-
-    def draw(self, source: random.Random, wrong: bool) -> Raw:
-        return Raw(source.choice(self.bad), WRONG) if wrong else source.choice(self.good)
 
 
 @dataclass

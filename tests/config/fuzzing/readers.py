@@ -175,11 +175,6 @@ def _written(given: Input, _out: str) -> str | None:
     return nonsense_in_settings(settings) or differs(given, settings, NAMES)
 
 
-def _converted(given: Input, out: str) -> str | None:
-    text = Path("out.yaml").read_text() if "out.yaml" in given.argv else "" if "-o" in given.argv else out
-    return nonsense_in_settings(yaml.safe_load(text) or {})
-
-
 def _scheduled(given: Input, out: str) -> str | None:
     if "--json" not in given.argv:
         return None
@@ -234,7 +229,6 @@ READERS: dict[str, Callable[[Input], Verdict]] = {
 }
 PRINTED: dict[str, Callable[[Input, str], str | None]] = {
     "lockstep config": _written,
-    "lockstep config convert": _converted,
     "lockstep schedule": _scheduled,
     "lockstep launch": _launched,
 }

@@ -18,12 +18,10 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from lockstep.comm.dtensor import is_dtensor, shard_like
@@ -34,11 +32,11 @@ from lockstep.offload.files.direct import OffloadedParameters
 from lockstep.parallel.gradient_mean import GradientAllReduce, ReplicaGroup
 from lockstep.parallel.materialize import (
     GroupValues,
-    InitWeights,
     check_same_model,
     initialisers,
     modules_inside_out,
 )
+from lockstep.parallel.model_options import ModelOptions
 from lockstep.parallel.zero.calls import without_views
 from lockstep.parallel.zero.exchange import ShardCollective, exchange_on_cpu, quantize_collectives
 from lockstep.parallel.zero.groups import FullyShardGroup, check_types, find_groups, stays_whole
@@ -51,7 +49,6 @@ from lockstep.torch_internals.fsdp2_gathered import ShardedModule
 from lockstep.torch_internals.replaced_parameters import retire
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Shard
 
 logger = logging.getLogger(__name__)
@@ -59,25 +56,12 @@ logger = logging.getLogger(__name__)
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 
 
-@dataclass(frozen=True)
-class ShardOptions:
-    """``mesh`` is that of ``DeviceMeshes.shard_mesh``; ``autocast``: forward runs under autocast;
-    ``group``: the ranks of the mesh; None: all. ``is_filled``: the ranks of the group hold equal values already, maybe
-    of one part of a model, split in other ways.
-    """
-
-    mesh: DeviceMesh
-    parallel: Parallel = field(default_factory=Parallel)
-    mixed_precision: str = "no"
-    autocast: bool = True
-    broadcast_buffers: bool = True
-    init_weights: InitWeights | None = None
-    group: dist.ProcessGroup | None = None
-    is_filled: bool = False
-
-
 def shard(
-    model: nn.Module, blocks: dict[str, nn.Module], runtime: Runtime, options: ShardOptions
+    model: nn.Module,
+    blocks: dict[str, nn.Module],
+    runtime: Runtime,
+    options: ModelOptions,
+    is_filled: bool,
 ) -> tuple[Sharding, GradientAllReduce]:
     """Shard ``model`` in place: its class becomes a subclass of itself, its parameters DTensors. Collective.
 
@@ -85,7 +69,8 @@ def shard(
     group, so that no rank ever holds more of the whole model than the root group and another one. All ranks take
     rank 0's values. Scalar (0-d) and empty parameters stay whole, under torch 2.11 those of whole numbers too. Using a
     parameter object from before is an error afterwards. An optimizer that still holds them is refused at its first
-    step, see ``preparation/stepping.py``.
+    step, see ``preparation/stepping.py``. ``is_filled``: the ranks of the group hold equal values already, maybe of one
+    part of a model, split in other ways.
 
     Raises:
         UsageError: the ranks' models differ, trainable parameters of one group have several types, or nothing
@@ -93,13 +78,13 @@ def shard(
     """
     fsdp2_probe.probe()
     _refuse_sparse(model, options.parallel)
-    sources = 1 if options.is_filled else runtime.world_size
+    sources = 1 if is_filled else runtime.world_size
     if sources > 1:
         check_same_model(model, sources)
     values = GroupValues(runtime.device, initialisers(model, options.init_weights), sources)
     is_cast = DTYPES.get(options.mixed_precision) is not None
     groups = find_groups(model, blocks, options.parallel, is_cast, runtime.is_main)
-    check_types(groups, options.is_filled)
+    check_types(groups, is_filled)
     _fill_and_shard(model, groups, values, options)
     sharded = [module for module in model.modules() if fsdp2.is_sharded(module)]
     collectives = _set_collectives(model, sharded, groups, options)
@@ -109,8 +94,8 @@ def shard(
         stage=options.parallel.zero,
         groups=sharded,
         whole=whole,
-        buffers=synchronised_buffers(model) if options.broadcast_buffers else [],
-        group=options.group,
+        buffers=synchronised_buffers(model) if options.ddp.broadcast_buffers else [],
+        group=options.meshes.gradient_group,
         parallel=options.parallel,
         is_exact=not options.parallel.quantized_weights,
         steps_in_background=options.parallel.offloads_optimizer,
@@ -120,11 +105,12 @@ def shard(
     _register_hooks(model, sharding)
     # Otherwise torch takes the module of the first forward for the root, maybe an inner one called by itself.
     fsdp2.lazy_init(model)
-    return sharding, GradientAllReduce([ReplicaGroup(whole, options.group, options.mesh.size())])
+    replicas = ReplicaGroup(whole, options.meshes.gradient_group, options.meshes.shard_mesh.size())
+    return sharding, GradientAllReduce([replicas])
 
 
 def _fill_and_shard(
-    model: nn.Module, groups: list[FullyShardGroup], values: GroupValues, options: ShardOptions
+    model: nn.Module, groups: list[FullyShardGroup], values: GroupValues, options: ModelOptions
 ) -> None:
     """Give each group its values and shard it, before the next one gets its own. Collective."""
     offloaded = _offloaded(model, options)
@@ -154,11 +140,11 @@ def _fill_and_shard(
 
 
 def _set_collectives(
-    model: nn.Module, sharded: list[ShardedModule], groups: list[FullyShardGroup], options: ShardOptions
+    model: nn.Module, sharded: list[ShardedModule], groups: list[FullyShardGroup], options: ModelOptions
 ) -> list[ShardCollective]:
     """What gathers and reduces, and how early; the collectives that are ours."""
     parallel = options.parallel
-    on_cpu = options.mesh.device_type == "cpu"
+    on_cpu = options.meshes.shard_mesh.device_type == "cpu"
     collectives = exchange_on_cpu(sharded, bool(parallel.hpz)) if on_cpu else []
     # After those for CPUs, which they replace.
     if parallel.quantized_weights or parallel.quantized_gradients:
@@ -215,12 +201,12 @@ def _shard_whole_tensors(
             state_dict[prefix + name] = shard_like(given, place)
 
 
-def _offloaded(model: nn.Module, options: ShardOptions) -> OffloadedParameters | None:
+def _offloaded(model: nn.Module, options: ModelOptions) -> OffloadedParameters | None:
     """A file with room for this rank's shards, where they are to be in one."""
     folder = options.parallel.params_folder
     if folder is None:
         return None
-    ranks = options.mesh.size(-1)
+    ranks = options.meshes.shard_mesh.size(-1)
     sharded = [parameter for parameter in nn.Module.parameters(model) if not stays_whole(parameter)]
     # Of the largest shard: torch gives the first ranks the rows that are left over.
     rows = (-(-parameter.shape[0] // ranks) for parameter in sharded)
@@ -230,10 +216,10 @@ def _offloaded(model: nn.Module, options: ShardOptions) -> OffloadedParameters |
     )
 
 
-def _shard_group(group: FullyShardGroup, options: ShardOptions, is_root: bool) -> None:
+def _shard_group(group: FullyShardGroup, options: ModelOptions, is_root: bool) -> None:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-    parallel, mesh, modules = options.parallel, options.mesh, group.modules
+    parallel, mesh, modules = options.parallel, options.meshes.shard_mesh, group.modules
     before = {id(p): p for p in group.parameters()}
     arguments: Kwargs = {
         "mesh": mesh,
@@ -267,7 +253,7 @@ def _shard_group(group: FullyShardGroup, options: ShardOptions, is_root: bool) -
             for norm in norms:
                 norm.register_forward_hook(without_views, prepend=True)
     policy = MixedPrecisionPolicy(
-        param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=not options.autocast
+        param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=not options.autocast.enabled
     )
     fully_shard(modules if len(modules) > 1 else modules[0], mp_policy=policy, **arguments)
     for module in modules:

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from lockstep.data.loader import PreparedLoader
-from lockstep.data.worker_states import TellingCollate
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parity.trace.sketch import row_sketch
 
@@ -166,10 +165,7 @@ def collate_for_ranks(loader: PreparedLoader, ranks: int) -> None:
     inner = loader.inner
     if inner.batch_sampler is None:
         return
-    if isinstance(inner.collate_fn, TellingCollate):
-        inner.collate_fn.collate = CollateForRanks(inner.collate_fn.collate, ranks)
-    else:
-        inner.collate_fn = CollateForRanks(inner.collate_fn, ranks)
+    inner.collate_fn = CollateForRanks(inner.collate_fn, ranks)
 
 
 SAME = 1e-3
