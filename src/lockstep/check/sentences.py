@@ -11,7 +11,7 @@ from torch import nn
 from lockstep.check.compare import STATE, Comparison, Difference
 
 REMEDIES: Mapping[str, str] = {
-    "tp": "Keep this module whole: pass a tp_plan that names only the layers to split (docs: tensor parallel)",
+    "tp": "Keep this module whole: pass tp_plan={'NAME': 'replicate'}, in code (docs: tensor parallel)",
     "cp": "Name with blocks=... only blocks that do not mix positions, or mix positions before or after the blocks",
     "chunks": (
         "Inside maybe_context_parallel, pass every tensor that has positions in buffers. If the loss leaves out "

@@ -55,9 +55,6 @@ def context_parallel(
     # All blocks were checked: a model that is refused is left as it was.
     region = ContextRegion(layout_on(mesh, method), method, _chains(list(blocks)))
     region.around = _around(model, next(iter(blocks)))
-    if not has_another:
-        other = f"transformers has no other attention for {type(model).__name__}"
-        region.no_other = f"{other}: leave cp out, or split with tp or pp"
     classes: dict[type, type] = {}
     for name, block in blocks.items():
         cls = type(block)

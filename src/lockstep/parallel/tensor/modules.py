@@ -6,6 +6,7 @@ works on these, and what the ranks send each other is only what the parts say (s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from lockstep.comm.dtensor import is_dtensor
 from lockstep.comm.tree import Args, Kwargs
 from lockstep.model.changes import Subclassed, subclass
 from lockstep.parallel.tensor import communication
+from lockstep.parallel.tensor.tensor_likes import RankFeatures
 from lockstep.torch_internals import modules as torch_modules
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ class TensorParallelGroup:
         sequence: Whether activations between blocks are split along the sequence.
         loss: Whether logits stay split over the vocabulary in training.
         is_split: False while a forward without gradients cannot split its sequence.
+        after_forward: Called when a forward of the model has ended.
     """
 
     def __init__(self, mesh: DeviceMesh, sequence: bool = False, loss: bool = False) -> None:
@@ -36,6 +39,7 @@ class TensorParallelGroup:
         self.sequence = sequence
         self.loss = loss
         self.is_split = sequence
+        self.after_forward: list[Callable[[], None]] = []
         self._depth = 0
 
     @property
@@ -50,6 +54,8 @@ class TensorParallelGroup:
         # The model's own forward has ended: the next one may split its sequence again.
         if self._depth == 0:
             self.is_split = self.sequence
+            for call in self.after_forward:
+                call()
 
     def __deepcopy__(self, memo: object) -> TensorParallelGroup:
         return self
@@ -73,15 +79,16 @@ class ParallelHook:
 class ParallelModuleSpec:
     """Of one module: its parts, and how its parameters are used.
 
-    ``layer`` is the part that its split parameters belong to. ``reduced``: the gradient of its whole parameters is
-    a sum over the ranks, "always" or where the "sequence" is split.
+    ``layer`` is the part that its split parameters belong to. The gradient of its whole parameters is a sum over the
+    ranks if it ``is_partial``, or is ``in_sequence`` and the sequence is split.
     """
 
     def __init__(self, group: TensorParallelGroup) -> None:
         self.group = group
         self.parts: list[ParallelHook] = []
         self.layer: Any = None
-        self.reduced: str = ""
+        self.is_partial = False
+        self.in_sequence = False
 
     def value(self, module: nn.Module, name: str, parameter: DTensor) -> Tensor:
         if not is_dtensor(parameter):
@@ -93,7 +100,9 @@ class ParallelModuleSpec:
 
     def whole_value(self, parameter: DTensor) -> Tensor:
         value: Tensor = parameter.to_local()
-        is_sum = self.reduced == "always" or (self.reduced == "sequence" and self.group.is_split)
+        if self.is_partial:
+            return RankFeatures.of(communication.copy(value, self.group.mesh), None)
+        is_sum = self.in_sequence and self.group.is_split
         return communication.copy(value, self.group.mesh) if is_sum else value
 
 

@@ -21,11 +21,13 @@ from lockstep.comm.tree import Args, Kwargs
 from lockstep.errors import UsageError
 from lockstep.parallel.tensor import communication
 from lockstep.parallel.tensor.communication import part_of
-from lockstep.parallel.tensor.modules import TensorParallelGroup
+from lockstep.torch_internals import tensors as torch_tensors
 from lockstep.torch_internals.dispatch import TorchFunction
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+
+    from lockstep.parallel.tensor.modules import TensorParallelGroup
 
 
 class ReportedWidth(Tensor):
@@ -68,15 +70,17 @@ def _without_marks(value: object) -> object:
 
 
 class RankFeatures(Tensor):
-    """What a rank computed of its features. ``summing`` gives an operand whose gradient is summed."""
+    """What a rank computed of its features. ``summing`` gives an operand whose gradient is summed.
 
-    plain: Tensor
-    summing: Callable[[Tensor], Tensor]
+    Without ``summing`` it is an operand whose gradient is summed already.
+    """
+
+    summing: Callable[[Tensor], Tensor] | None = None
 
     @classmethod
-    def of(cls, plain: Tensor, summing: Callable[[Tensor], Tensor]) -> RankFeatures:
+    def of(cls, plain: Tensor, summing: Callable[[Tensor], Tensor] | None) -> RankFeatures:
         marked = plain.as_subclass(cls)
-        marked.plain, marked.summing = plain, summing
+        marked.summing = summing
         return marked
 
     @classmethod
@@ -84,43 +88,52 @@ class RankFeatures(Tensor):
         cls, func: TorchFunction, types: object, args: tuple[object, ...] = (), kwargs: Kwargs | None = None
     ) -> object:
         kwargs = kwargs or {}
-        summing = _first(args, kwargs).summing
-        result = func(
-            *(_operand(value, summing) for value in args),
-            **{name: _operand(value, summing) for name, value in kwargs.items()},
-        )
-        return _marked(result, summing)
+        if func is Tensor.backward:
+            raise UsageError(
+                "The loss was computed from a part of a tensor: a module that is split over ranks (tp) keeps "
+                "activations in an attribute, or a hook takes them out. Compute such a term from what the module "
+                "returns, or keep the module whole with tp_plan={'NAME': 'replicate'}."
+            )
+        summing = _first_summing(args, kwargs)
+        if summing is None:
+            # Also what comes of functions of autograd, which lose the mark.
+            with torch_tensors.functions_of_subclasses_disabled():
+                return func(*args, **kwargs)
+        args = tuple(_operand(value, summing) for value in args)
+        kwargs = {name: _operand(value, summing) for name, value in kwargs.items()}
+        return _marked(super().__torch_function__(func, types, args, kwargs), summing)
 
-    def __deepcopy__(self, memo: object) -> Tensor:
-        return self.plain.__deepcopy__(memo)
+    def __deepcopy__(self, memo: dict[int, object]) -> Tensor:
+        return unmarked(self).__deepcopy__(memo)
 
-    def __reduce_ex__(self, protocol: object) -> str | tuple[object, ...]:
-        return self.plain.__reduce_ex__(protocol)
-
-
-def unmarked(value: object) -> Any:
-    """The plain tensor."""
-    return value.plain if isinstance(value, RankFeatures) else value
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return unmarked(self).__reduce_ex__(protocol)
 
 
-def _first(args: tuple[object, ...], kwargs: dict[str, object]) -> RankFeatures:
+def unmarked(value: Any) -> Any:
+    """Return the plain tensor."""
+    if not isinstance(value, RankFeatures):
+        return value
+    with torch_tensors.functions_of_subclasses_disabled():
+        return value.view_as(value)
+
+
+def _first_summing(args: Args, kwargs: Kwargs) -> Callable[[Tensor], Tensor] | None:
     waiting = [*args, *kwargs.values()]
     for value in waiting:
-        if isinstance(value, RankFeatures):
-            return value
+        if isinstance(value, RankFeatures) and value.summing is not None:
+            return value.summing
         if isinstance(value, (list, tuple)):
             waiting.extend(value)
         elif isinstance(value, dict):
             waiting.extend(value.values())
-    raise TypeError("no operand is marked")
+    return None
 
 
 def _operand(value: Any, summing: Callable[[Tensor], Tensor]) -> object:
-    if isinstance(value, RankFeatures):
-        return value.plain
     if isinstance(value, ReportedWidth):
         value = value.whole
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) and not isinstance(value, RankFeatures):
         return summing(value) if value.requires_grad and torch.is_grad_enabled() else value
     if type(value) in (list, tuple):
         return type(value)(_operand(inner, summing) for inner in value)
@@ -128,11 +141,11 @@ def _operand(value: Any, summing: Callable[[Tensor], Tensor]) -> object:
 
 
 def _marked(value: object, summing: Callable[[Tensor], Tensor]) -> object:
-    if isinstance(value, Tensor):
-        return RankFeatures.of(value, summing)
-    if isinstance(value, (list, tuple)) and any(isinstance(inner, Tensor) for inner in value):
-        marked = [_marked(inner, summing) for inner in value]
-        return type(value)(marked)
+    if isinstance(value, RankFeatures):
+        value.summing = summing
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            _marked(inner, summing)
     return value
 
 
