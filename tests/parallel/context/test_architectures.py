@@ -33,9 +33,7 @@ REFUSED_BY_RING = {
 }
 FAST = (
     "BartForConditionalGeneration",
-    "DeepseekV3ForCausalLM",
     "FalconForCausalLM",
-    "ViTForImageClassification",
     "MambaForCausalLM",
 )
 

@@ -119,6 +119,8 @@ def _has_other_attention(model: nn.Module) -> bool:
 
 def _check_module(block: str, name: str, module: nn.Module, size: int) -> None:
     """
+    Refuse modules that do not fit.
+
     Raises:
         UsageError: ``module`` inside ``block`` takes statistics of positions, or is set up for another order of dims.
     """

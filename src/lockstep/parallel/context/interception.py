@@ -197,7 +197,7 @@ class SplitSequence(TorchFunctionMode):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, None]:
-        """What ``nn.MultiheadAttention`` calls, on tensors [s, b, width]; masks are those of the whole sequence."""
+        """Compute what ``nn.MultiheadAttention`` calls, on tensors [s, b, width]; masks are of the whole sequence."""
         if need_weights:
             self.refuse("asks nn.MultiheadAttention for the weights", "Call it with need_weights=False")
         if any(extra is not None for extra in (bias_k, bias_v, static_k, static_v)) or add_zero_attn:

@@ -89,7 +89,7 @@ class ContextRegion:
         return self.ones
 
     def begin(self) -> None:
-        """A forward of the model starts. One before it may have failed half-way."""
+        """Begin a forward of the model. One before it may have failed half-way."""
         self.local_length, self.whole, self.attentions, self.is_inside = None, False, 0, False
         self.chain = None
 
@@ -128,7 +128,7 @@ class ContextRegion:
         return known if any(id(leaf) in known for leaf in leaves) else {}
 
     def between(self, model: str, error: Exception) -> str:
-        """What to say of an error between blocks."""
+        """Describe an error between blocks."""
         assert self.chain is not None
         whole = (self.local_length or 0) * self.layout.size
         named = f"blocks={self.around}" if self.around else "blocks=..."
@@ -352,6 +352,6 @@ def _compare(region: ContextRegion, block: str, hidden: Tensor) -> None:
 
 
 def regions_of(model: nn.Module) -> list[ContextRegion]:
-    """The regions in ``model``, of which each has one."""
+    """Return the regions in ``model``, of which each has one."""
     found = {id(m._region): m._region for m in model.modules() if isinstance(m, ContextParallelBlock)}
     return list(found.values())

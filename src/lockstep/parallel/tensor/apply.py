@@ -109,7 +109,7 @@ def make_plan(
     options: TensorOptions | None = None,
     blocks: Mapping[str, nn.Module] | None = None,
 ) -> TensorPlan:
-    """The plan by which ``tensor_parallel`` would split ``model`` over ``ranks``; nothing is changed or sent.
+    """Return the plan by which ``tensor_parallel`` would split ``model`` over ``ranks``; nothing is changed or sent.
 
     Raises:
         UsageError: as ``tensor_parallel``.
@@ -260,7 +260,7 @@ def _add_split_layers(
     blocks: Mapping[str, nn.Module],
     device: torch.device,
 ) -> dict[str, ColumnRowRegion]:
-    """The hooks of column and row layers and of embeddings; returns the region of each parent of the former."""
+    """Add the hooks of split layers; return the region of each parent of column and row layers."""
     group = specs[""].group
     regions: dict[str, ColumnRowRegion] = {}
     for name, style in plan.styles.items():

@@ -52,7 +52,7 @@ class Projections:
 
 
 def projections_in(name: str, module: nn.Module, modules: dict[str, nn.Module]) -> Iterator[Projections]:
-    """The projections of the module of this ``name``, as it may be read."""
+    """Return the projections of the module of this ``name``, as it may be read."""
     for child, layers in module.named_children():
         # As in 'The Annotated Transformer': query, key, value and output in one list.
         if isinstance(layers, nn.ModuleList) and len(layers) == 4 and all(map(is_linear, layers)):
@@ -97,7 +97,7 @@ def _with_output(
 
 
 def attention_regions(model: nn.Module, plan: TensorPlan, ranks: int) -> tuple[AttentionRegion, ...]:
-    """The attention modules whose heads the plan splits.
+    """Return the attention modules whose heads the plan splits.
 
     Raises:
         UsageError: heads do not divide, or some of their layers are split and others are not.

@@ -46,7 +46,7 @@ class _Findings:
 
 
 def infer_plan(model: nn.Module, ranks: int, blocks: dict[str, nn.Module]) -> TensorPlan:
-    """Raises UsageError where heads or a vocabulary that would be split do not divide."""
+    """Raise UsageError where heads or a vocabulary that would be split do not divide."""
     findings = _Findings(ranks)
     modules = dict(model.named_modules())
     for name, module in modules.items():
@@ -152,7 +152,7 @@ def _why_whole(module: nn.Module, columns: dict[str, str], rows: list[str], rank
 
 
 def _computes_linear(layer: nn.Module) -> bool:
-    """A forward of its own may quantise or normalise the weight: a part of it does not give a part of the result."""
+    """Return whether it has the forward of its class: another one may quantise or normalise the whole weight."""
     return not isinstance(layer, nn.Linear) or type(layer).forward is nn.Linear.forward
 
 

@@ -136,7 +136,7 @@ class TensorParallelForward(Subclassed, nn.Module):
 
 
 def spec_of(module: nn.Module) -> ParallelModuleSpec:
-    """What was attached to this module."""
+    """Return what was attached to this module."""
     return vars(module)["_tensor_spec"]
 
 
@@ -157,7 +157,7 @@ def attach_spec(module: nn.Module, spec: ParallelModuleSpec, classes: dict[objec
 
 
 def _parameter_property(name: str) -> property:
-    """The parameter; as a plain tensor of this rank's part while a forward runs."""
+    """Make a property of the parameter: a plain tensor of this rank's part while a forward runs."""
 
     def get(module: nn.Module) -> object:
         # A pipeline's placeholder for what another stage has.
@@ -188,7 +188,7 @@ def _padding_property() -> property:
 
 
 def _flat_weights_property() -> property:
-    """A recurrent module has its weights in a list, too."""
+    """Make a property of the list in which a recurrent module has its weights, too."""
 
     def get(module: nn.Module) -> list[object]:
         return torch_modules.flat_weights(module)
@@ -208,7 +208,7 @@ def first_tensor(args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[i
 def with_argument(
     args: tuple[object, ...], kwargs: dict[str, object], place: int | str, value: object
 ) -> tuple[tuple[object, ...], dict[str, object]]:
-    """The arguments with another value in one place."""
+    """Return the arguments with another value in one place."""
     if isinstance(place, int):
         return (*args[:place], value, *args[place + 1 :]), kwargs
     return args, {**kwargs, place: value}

@@ -71,7 +71,7 @@ class TensorPlan:
         return {entry.name: entry.style for entry in self.entries}
 
     def within(self, model: nn.Module) -> TensorPlan:
-        """What of this plan is about modules of ``model``: a part, such as a stage, of the one that it was made for."""
+        """Return what this plan says of modules of ``model``, such as a stage of the one that it was made for."""
         names = {name for name, _ in model.named_modules()}
         return TensorPlan(
             self.source,
@@ -159,7 +159,7 @@ def check_styles(patterns: Mapping[str, str], source: str) -> None:
 
 
 def check_fits(name: str, module: nn.Module, style: str, source: str) -> None:
-    """Raises UsageError where ``module`` cannot have the ``style``."""
+    """Raise UsageError where ``module`` cannot have the ``style``."""
     if isinstance(module, nn.MultiheadAttention) and style not in WHOLE_STYLES:
         raise UsageError(
             f"'{name}' is an nn.MultiheadAttention, which computes with all of its weights at once and cannot be "
@@ -184,7 +184,7 @@ def check_fits(name: str, module: nn.Module, style: str, source: str) -> None:
 
 
 def transformers_patterns(model: nn.Module) -> dict[str, str]:
-    """The plan that a transformers model brings, of its own names; empty where there is none."""
+    """Return the plan that a transformers model brings, of its own names; empty where there is none."""
     own = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
     if isinstance(own, Mapping) and own:
         return dict(own)

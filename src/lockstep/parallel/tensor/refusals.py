@@ -53,7 +53,7 @@ def entries_of_ties(model: nn.Module, plan: TensorPlan) -> tuple[PlanEntry, ...]
 
 
 def _dim(style: str) -> int | None:
-    """The dimension of an [out, in] weight that is split; a number of its own for packed layers."""
+    """Return the dimension of an [out, in] weight that is split; a number of its own for packed layers."""
     # Pieces are cut one by one, so such a shard is not that of a plain cut along dim 0.
     if style in PACKED:
         return 10 + PACKED[style]
@@ -74,7 +74,7 @@ def _same_split(name: str, module: nn.Module, dim: int, other: str) -> str:
 
 
 def check_plan(model: nn.Module, plan: TensorPlan, ranks: int) -> None:
-    """Raises UsageError where sizes do not divide, or modules cannot be split."""
+    """Raise UsageError where sizes do not divide, or modules cannot be split."""
     check_styles(plan.styles, plan.source or "tp_plan")
     modules = dict(model.named_modules())
     aliases = {id(module): name for name, module in modules.items()}

@@ -150,7 +150,7 @@ def _marked(value: object, summing: Callable[[Tensor], Tensor]) -> object:
 
 
 def leave_logits(local: Tensor, group: TensorParallelGroup, size: int, stays_split: bool) -> object:
-    """The ranks' features [..., size / N] as one [..., size]: gathered, or a DTensor where the loss works on parts."""
+    """Return features [..., size / N] as one [..., size]: gathered, or a DTensor where the loss works on parts."""
     if not (stays_split and group.loss and torch.is_grad_enabled()):
         return communication.gather(local, group.mesh, -1, size)
     from torch.distributed.tensor import DTensor, Shard
