@@ -19,6 +19,7 @@ from lockstep.comm.tree import Args, Kwargs
 from lockstep.errors import UsageError
 from lockstep.parallel.tensor import communication
 from lockstep.parallel.tensor.communication import part_of
+from lockstep.parallel.tensor.elsewhere import WeightElsewhere, leave_logits
 from lockstep.parallel.tensor.modules import (
     ParallelHook,
     TensorParallelGroup,
@@ -27,13 +28,7 @@ from lockstep.parallel.tensor.modules import (
     with_argument,
 )
 from lockstep.parallel.tensor.randomness import HasDropout, Stream, stream_of_group, stream_of_rank
-from lockstep.parallel.tensor.tensor_likes import (
-    RankFeatures,
-    ReportedWidth,
-    WeightElsewhere,
-    leave_logits,
-    unmarked,
-)
+from lockstep.parallel.tensor.rank_features import RankFeatures, ReportedWidth, unmarked
 from lockstep.torch_internals import modules as torch_modules
 
 if TYPE_CHECKING:

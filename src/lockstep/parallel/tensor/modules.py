@@ -15,7 +15,7 @@ from lockstep.comm.dtensor import is_dtensor
 from lockstep.comm.tree import Args, Kwargs
 from lockstep.model.changes import Subclassed, subclass
 from lockstep.parallel.tensor import communication
-from lockstep.parallel.tensor.tensor_likes import RankFeatures
+from lockstep.parallel.tensor.rank_features import RankFeatures
 from lockstep.torch_internals import modules as torch_modules
 
 if TYPE_CHECKING:
