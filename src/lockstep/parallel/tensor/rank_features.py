@@ -17,7 +17,6 @@ from torch import Tensor
 
 from lockstep.comm.tree import Args, Kwargs
 from lockstep.errors import UsageError
-from lockstep.torch_internals import tensors as torch_tensors
 from lockstep.torch_internals.dispatch import TorchFunction
 
 
@@ -66,47 +65,44 @@ class RankFeatures(Tensor):
     Without ``summing`` it is an operand whose gradient is summed already.
     """
 
-    summing: Callable[[Tensor], Tensor] | None = None
+    plain: Tensor
+    summing: Callable[[Tensor], Tensor] | None
 
     @classmethod
     def of(cls, plain: Tensor, summing: Callable[[Tensor], Tensor] | None) -> RankFeatures:
         marked = plain.as_subclass(cls)
-        marked.summing = summing
+        marked.plain, marked.summing = plain, summing
         return marked
 
     @classmethod
     def __torch_function__(
-        cls, func: TorchFunction, types: object, args: tuple[object, ...] = (), kwargs: Kwargs | None = None
+        cls, func: TorchFunction, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
         kwargs = kwargs or {}
         if func is Tensor.backward:
             raise UsageError(
                 "The loss was computed from a part of a tensor: a module that is split over ranks (tp) keeps "
                 "activations in an attribute, or a hook takes them out. Compute such a term from what the module "
-                "returns, or keep the module whole with tp_plan={'NAME': 'replicate'}."
+                "returns, or keep the module whole with 'tp_plan': {'NAME': 'replicate'}."
             )
         summing = _first_summing(args, kwargs)
-        if summing is None:
-            # Also what comes of functions of autograd, which lose the mark.
-            with torch_tensors.functions_of_subclasses_disabled():
-                return func(*args, **kwargs)
-        args = tuple(_operand(value, summing) for value in args)
-        kwargs = {name: _operand(value, summing) for name, value in kwargs.items()}
-        return _marked(super().__torch_function__(func, types, args, kwargs), summing)
+        result = func(
+            *(_operand(value, summing) for value in args),
+            **{name: _operand(value, summing) for name, value in kwargs.items()},
+        )
+        # Not inside of functions of autograd: what they give has a graph of its own.
+        return _marked(result, summing) if summing is not None and torch.is_grad_enabled() else result
 
     def __deepcopy__(self, memo: dict[int, object]) -> Tensor:
-        return unmarked(self).__deepcopy__(memo)
+        return self.plain.__deepcopy__(memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return unmarked(self).__reduce_ex__(protocol)
+        return self.plain.__reduce_ex__(protocol)
 
 
 def unmarked(value: Any) -> Any:
     """Return the plain tensor."""
-    if not isinstance(value, RankFeatures):
-        return value
-    with torch_tensors.functions_of_subclasses_disabled():
-        return value.view_as(value)
+    return value.plain if isinstance(value, RankFeatures) else value
 
 
 def _first_summing(args: Args, kwargs: Kwargs) -> Callable[[Tensor], Tensor] | None:
@@ -121,10 +117,12 @@ def _first_summing(args: Args, kwargs: Kwargs) -> Callable[[Tensor], Tensor] | N
     return None
 
 
-def _operand(value: Any, summing: Callable[[Tensor], Tensor]) -> object:
+def _operand(value: Any, summing: Callable[[Tensor], Tensor] | None) -> object:
+    if isinstance(value, RankFeatures):
+        return value.plain
     if isinstance(value, ReportedWidth):
         value = value.whole
-    if isinstance(value, Tensor) and not isinstance(value, RankFeatures):
+    if isinstance(value, Tensor) and summing is not None:
         return summing(value) if value.requires_grad and torch.is_grad_enabled() else value
     if type(value) in (list, tuple):
         return type(value)(_operand(inner, summing) for inner in value)
@@ -132,9 +130,8 @@ def _operand(value: Any, summing: Callable[[Tensor], Tensor]) -> object:
 
 
 def _marked(value: object, summing: Callable[[Tensor], Tensor]) -> object:
-    if isinstance(value, RankFeatures):
-        value.summing = summing
-    elif isinstance(value, (list, tuple)):
-        for inner in value:
-            _marked(inner, summing)
+    if isinstance(value, Tensor):
+        return RankFeatures.of(value, summing)
+    if isinstance(value, (list, tuple)) and any(isinstance(inner, Tensor) for inner in value):
+        return type(value)([_marked(inner, summing) for inner in value])
     return value
