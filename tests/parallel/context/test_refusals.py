@@ -136,7 +136,6 @@ def messages_of_models_and_calls() -> dict[str, str]:
     llama = make_llama(1)
     llama.config._attn_implementation = "eager"
     batch = make_batches(1)[0]
-    attention = nn.MultiheadAttention(WIDTH, HEADS)
     long = torch.randn(BATCH, LENGTH + 4 * dist.get_rank(), WIDTH)
 
     def on_chunks(model: Any, tokens: Tensor, **buffers: Tensor) -> Any:
@@ -163,8 +162,6 @@ def messages_of_models_and_calls() -> dict[str, str]:
         "first length": message(lambda: [first(x), good.layers[1](x)]),
         "batches": message(lambda: spread(Model(lambda block, x: attend(x)))(long)),
         "eager": message(lambda: spread(llama)),
-        "batch norm": message(lambda: spread(Model(lambda block, x: x, nn.BatchNorm1d(WIDTH)))),
-        "sequence first": message(lambda: spread(Model(lambda block, x: x, attention))),
         "cache": message(lambda: spread(make_llama(1))(batch, use_cache=True)),
         "no positions": message(lambda: on_chunks(spread(make_llama(1)), batch)),
         "packed": message(lambda: on_chunks(spread(make_llama(1)), batch, position_ids=packed)),
@@ -184,8 +181,6 @@ MESSAGES = {
     "first length": r"'layers\.1' got 8 positions, but after 'layers\.0' each rank has 4",
     "batches": r"shapes \[\(2, 8, 12\), \(2, 12, 12\)\]",
     "eager": r"attn_implementation='eager'.*attn_implementation=\"sdpa\"",
-    "batch norm": r"\(BatchNorm1d\) in block 'layers\.0' takes statistics",
-    "sequence first": "batch_first=True",
     "cache": "use_cache=False",
     "no positions": "without position_ids",
     "packed": "do not rise by one",

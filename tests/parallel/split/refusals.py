@@ -5,6 +5,17 @@ from __future__ import annotations
 UNDER_CP: dict[str, tuple[str, ...]] = {
     "with parallel=": (
         *(
+            "attention: multihead, time first",
+            "attention: encoder layer, time first",
+        ),
+        *(
+            "model: batch norm",
+            "model: frozen batch norm",
+            "mlp: batch norm of features",
+            "state: batch norm of tokens",
+            "state: batch norm without statistics",
+        ),
+        *(
             "alike: a function mixes positions",
             "alike: a dictionary chooses positions",
             "alike: an object chooses positions",
@@ -156,17 +167,6 @@ UNDER_CP: dict[str, tuple[str, ...]] = {
         "structure: first block without gradients",
         "structure: detached in the middle",
         "structure: one block left out",
-    ),
-    "takes statistics of all positions": (
-        "model: batch norm",
-        "model: frozen batch norm",
-        "mlp: batch norm of features",
-        "state: batch norm of tokens",
-        "state: batch norm without statistics",
-    ),
-    "Make it with batch_first=True": (
-        "attention: multihead, time first",
-        "attention: encoder layer, time first",
     ),
     "need_weights=False": ("attention: multihead with weights",),
     "the same batch size and number of heads": ("attention: cross attention to one memory",),

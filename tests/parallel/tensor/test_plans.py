@@ -256,18 +256,6 @@ def test_features_that_do_not_divide_stay_whole() -> None:
         (Mixed, {"loss_parallel": True}, 2, "loss_parallel needs an output layer"),
         (Mixed, {"sequence_parallel": True}, 2, "sequence_parallel"),
         (lambda: nn.Linear(4, 4), {}, 2, "Nothing in Linear"),
-        (
-            lambda: nn.Sequential(Separate(), Separate()),
-            {"sequence_parallel": True},
-            2,
-            "'0' is both block and attention",
-        ),
-        (
-            lambda: nn.Sequential(nn.Sequential(*(Mixed() for _ in range(2)))),
-            {"sequence_parallel": True},
-            2,
-            "'0.0.normed.0' is a Linear",
-        ),
     ],
 )
 def test_plans_that_cannot_work_are_refused_before_anything_changes(

@@ -128,7 +128,7 @@ def make_plan(
         plan = replace(plan, attention=attention_regions(model, plan, ranks))
     check_plan(model, plan, ranks)
     if options.sequence_parallel and not (is_part and not found):
-        check_blocks(model, found, plan)
+        check_blocks(model, found)
     if (
         options.loss_parallel
         and not is_part
