@@ -136,10 +136,13 @@ class ColumnRowRegion(ParallelHook):
     def _of_rank(self, value: object) -> object:
         if not isinstance(value, Tensor):
             return value
-        # [batch, heads, queries, keys]: a bias or a mask of each head goes with the heads that this rank has.
-        if value.dim() == 4 and value.shape[1] == self.heads:
+        is_wide = value.dim() > 1 and value.shape[-1] in self.widths
+        # [batch, heads, queries, keys]: a bias or a mask of each head goes with the heads of this rank. Images may
+        # have as many rows as there are heads.
+        is_of_heads = value.dim() == 4 and value.shape[1] == self.heads
+        if is_of_heads and (not is_wide or value.shape[2] == value.shape[3]):
             return self.marked(communication.split(unmarked(value), self.group.mesh, 1))
-        if value.dim() > 1 and value.shape[-1] in self.widths:
+        if is_wide:
             return ReportedWidth.of(value, value.shape[-1] // self.group.mesh.size())
         return value
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from lockstep.comm.dtensor import is_dtensor
@@ -96,13 +97,14 @@ class ParallelModuleSpec:
         is_split = self.layer is not None and name in self.layer.names
         value = self.layer.value(module, name, parameter) if is_split else self.whole_value(parameter)
         # Layers of torch sum over rows in kernels, which make new tensors.
-        return value if _is_of_torch(module) else communication.own_gradient(value)
+        if not _is_of_torch(module):
+            value = communication.own_gradient(value)
+        is_summed = self.is_partial and not is_split and torch.is_grad_enabled()
+        return RankFeatures.of(value, None) if is_summed else value
 
     def whole_value(self, parameter: DTensor) -> Tensor:
         value: Tensor = parameter.to_local()
-        if self.is_partial:
-            return RankFeatures.of(communication.copy(value, self.group.mesh), None)
-        is_sum = self.in_sequence and self.group.is_split
+        is_sum = self.is_partial or (self.in_sequence and self.group.is_split)
         return communication.copy(value, self.group.mesh) if is_sum else value
 
 
