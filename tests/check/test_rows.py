@@ -8,7 +8,7 @@ import pytest
 
 from tests.check import rows
 
-REFUSED = {3: "'blocks.1' mixes positions outside of attention"}
+REFUSED = {3: "It begins in module 'blocks.1"}
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep.model import Found, describe
+from lockstep.model import describe
 from lockstep.parallel.tensor import TensorOptions, heads_of, infer_plan, make_plan
 from tests.patching import module_of
 
@@ -138,19 +138,6 @@ def test_what_makes_modules_unequal(change: Callable[[Block], None]) -> None:
     assert describe(first).structure == describe(second).structure
     change(second)
     assert describe(first).structure != describe(second).structure
-
-
-def test_reading_a_dictionary_reads_all_of_it() -> None:
-    class All(nn.Module):
-        def __init__(self, number: int) -> None:
-            super().__init__()
-            self.number = number
-
-    found = Found()
-    first, second = All(0), All(1)
-    assert found.find_once(first, "", lambda: vars(first)["number"]) == 0
-    assert found.find_once(second, "", lambda: vars(second)["number"]) == 1
-    assert "__getattribute__" not in vars(All)
 
 
 def test_a_tensor_whose_memory_was_let_go_is_not_read() -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from lockstep.check.compare import STATE, Comparison, Difference
 
 REMEDIES: Mapping[str, str] = {
-    "tp": "Keep this module whole: pass a tp_plan that names only the layers to split (docs: tensor parallel)",
+    "tp": "Keep this module whole: parallel={..., 'tp_plan': {'MODULE': 'replicate'}} (docs: tensor parallel)",
     "cp": "Name with blocks=... only blocks that do not mix positions, or mix positions before or after the blocks",
     "chunks": (
         "Inside maybe_context_parallel, pass every tensor that has positions in buffers. If the loss leaves out "
@@ -90,7 +90,7 @@ def different(model: str, parallel: object, when: str, axes: list[str], comparis
         remedies = IN_A_BLOCK
     return (
         f"{model} with parallel='{parallel}' does not compute what the whole model does: {when} "
-        f"{_difference_text(first)}{_other_differences(comparison)}.{where} {remedies}. "
+        f"{_difference_text(first)}{_other_differences(comparison)}.{where} {_named(remedies, comparison.module)}. "
         "To train anyway, pass verify='off'."
     )
 
@@ -102,10 +102,17 @@ def cannot_run(
     text = (str(error).strip().splitlines() or [""])[0].rstrip(".")
     text = next((explanation for piece, explanation in EXPLAINED.items() if piece in text), text)
     where = f" in {module}" if module else ""
+    remedy = _named(RUN_REMEDIES[axes[0]], module.partition("'")[2].rstrip("'") if module else None)
     return (
         f"{model} runs on the first batch, but with parallel='{parallel}' it raises {type(error).__name__}{where}"
-        f"{': ' if text else ''}{text[:300]}. {RUN_REMEDIES[axes[0]]}."
+        f"{': ' if text else ''}{text[:300]}. {remedy}."
     )
+
+
+def _named(remedy: str, module: str | None) -> str:
+    """Replace MODULE by the pattern of a module and those like it."""
+    parts = (module or "MODULE").split(".")
+    return remedy.replace("MODULE", ".".join("*" if part.isdigit() else part for part in parts))
 
 
 def _difference_text(difference: Difference) -> str:

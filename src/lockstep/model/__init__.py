@@ -11,6 +11,6 @@ if not TYPE_CHECKING:
             "blocks": ["find_blocks", "shared_parameters"],
             "changes": ["disable_cache"],
             "dtypes": ["DTYPES"],
-            "equal_modules": ["describe", "Found"],
+            "equal_modules": ["describe"],
         },
     )

@@ -238,19 +238,3 @@ def _parameter_count(model: nn.Module) -> int:
 def joined_name(parent: str, name: str) -> str:
     """Of a module or parameter called ``name`` inside of ``parent``; either may be empty."""
     return f"{parent}.{name}" if parent and name else parent or name
-
-
-def settings(module: nn.Module) -> str:
-    """Return what tells modules of one class apart: plain attributes and shapes of parameters, of all modules
-    inside."""
-    return str(
-        [
-            (
-                name,
-                type(inner),
-                {k: v for k, v in vars(inner).items() if type(v) in (int, float, bool, str, tuple)},
-                {k: None if p is None else p.shape for k, p in torch_modules.parameters_of(inner).items()},
-            )
-            for name, inner in module.named_modules()
-        ]
-    )

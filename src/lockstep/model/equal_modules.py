@@ -15,7 +15,7 @@ import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -195,25 +195,3 @@ def _put_back(cls: type, original: object) -> None:
         delattr(cls, "__getattribute__")
     else:
         setattr(cls, "__getattribute__", original)  # noqa: B010
-
-
-@dataclass
-class Found:
-    """What was found of modules, each kind once."""
-
-    results: dict[object, list[tuple[dict[tuple[type, str, str], object], Any]]] = field(default_factory=dict)
-    attributes: tuple[str, ...] = ()
-    """Names of attributes that always count."""
-
-    def find_once(self, module: nn.Module, among: Hashable, find: Callable[[], T]) -> T:
-        """Return what ``find()`` gives for this module, or gave for one like it. ``among``: what else must be equal."""
-        description = describe(module)
-        known = self.results.setdefault((among, description.structure), [])
-        for values, result in known:
-            if all(description.values.get(key) == value for key, value in values.items()):
-                return result
-        with reading({type(inner) for inner in module.modules()}) as reads:
-            result = find()
-        reads |= {(type(inner), name) for inner in module.modules() for name in self.attributes}
-        known.append((description.read(reads), result))
-        return result

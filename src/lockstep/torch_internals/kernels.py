@@ -23,9 +23,6 @@ efficient_backward = _aten._scaled_dot_product_efficient_attention_backward
 """Relies on: (gradient, query, key, value, bias, output, log-sum-exps, seed, offset, dropout_p, which of four gradients
 are wanted, is_causal, scale=)."""
 
-SOFTMAX = "_softmax"
-"""Relies on: the name of the function that ``torch.softmax`` is for older callers."""
-
 _LAST_ARGUMENTS = {
     flash_for_cpu: "query key value dropout_p is_causal attn_mask scale",
     flash_for_cpu_backward: "grad_out query key value out logsumexp dropout_p is_causal attn_mask scale",

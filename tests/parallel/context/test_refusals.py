@@ -41,26 +41,6 @@ def two_heads(x: Tensor, **options: Any) -> Tensor:
 Forward = Callable[[nn.Module, Tensor], Any]
 # forward of a block, ring or Ulysses, and what the message says
 IN_FORWARD: dict[str, tuple[Forward, str, str]] = {
-    "softmax by hand": (
-        lambda block, x: torch.softmax(torch.einsum("bhsd,bhtd->bhst", heads(x), heads(x)), -1).sum() + x,
-        "ring",
-        r"'layers\.0' has a product of matrices \[\.\.\., 4, 4\], which looks like attention .* only the 4 of 8",
-    ),
-    "softmax of distances": (
-        lambda block, x: x + torch.cdist(x, x).softmax(-1) @ x,
-        "ring",
-        r"mixes positions outside of attention, .* \(it begins with cdist\)",
-    ),
-    "scores beside a whole mask": (
-        lambda block, x: x + (x @ x.mT + torch.zeros(LENGTH, LENGTH)).softmax(-1) @ x,
-        "ring",
-        r"a product of matrices \[\.\.\., 4, 4\], which looks like attention",
-    ),
-    "a whole table": (
-        lambda block, x: attend(x + TABLE[:LENGTH]),
-        "ring",
-        r"'layers\.0' raises RuntimeError \(The size of tensor a .*\), where this rank has 4 of 8 positions",
-    ),
     "mask": (
         lambda block, x: attend(x, attn_mask=torch.ones(8, 8).triu() > 0),
         "ring",
@@ -82,26 +62,8 @@ IN_FORWARD: dict[str, tuple[Forward, str, str]] = {
         "ring",
         "4 queries, 2 keys and 2 values, but each rank holds 4",
     ),
-    "pooled keys": (
-        lambda block, x: F.scaled_dot_product_attention(x, x.unflatten(1, (2, -1)).mean(2), x[:, ::2]),
-        "ring",
-        "'layers.0' mixes positions outside of attention",
-    ),
     "heads": (lambda block, x: attend(x), "ulysses", r"'layers\.0': .* 3 heads do not divide by cp = 2"),
     "no attention": (lambda block, x: x * 2, "ring", r"No block from 'layers\.0' to 'layers\.1' called"),
-    "mean": (lambda block, x: attend(x) + x.mean(1, keepdim=True), "ring", r"\[2, 4, 12\] along dim 1"),
-    "shift": (lambda block, x: attend(x) + torch.roll(x, 1, 1), "ring", "along dim 1"),
-    "positions": (
-        lambda block, x: attend(x + TABLE[torch.arange(x.shape[1])]),
-        "ring",
-        r"torch\.arange\(4\), which looks like positions",
-    ),
-    "table": (lambda block, x: attend(x + TABLE[: x.shape[1]]), "ring", "first 4 of 32 rows"),
-    "convolution": (
-        lambda block, x: attend(F.conv1d(x.mT, torch.randn(WIDTH, WIDTH, 3), padding=1).mT),
-        "ring",
-        r"convolution with a kernel of \[3\]",
-    ),
     "other length": (
         lambda block, x: attend(x)[:, :2],
         "ring",
@@ -174,7 +136,6 @@ def messages_of_models_and_calls() -> dict[str, str]:
     llama = make_llama(1)
     llama.config._attn_implementation = "eager"
     batch = make_batches(1)[0]
-    attention = nn.MultiheadAttention(WIDTH, HEADS)
     long = torch.randn(BATCH, LENGTH + 4 * dist.get_rank(), WIDTH)
 
     def on_chunks(model: Any, tokens: Tensor, **buffers: Tensor) -> Any:
@@ -201,17 +162,9 @@ def messages_of_models_and_calls() -> dict[str, str]:
         "first length": message(lambda: [first(x), good.layers[1](x)]),
         "batches": message(lambda: spread(Model(lambda block, x: attend(x)))(long)),
         "eager": message(lambda: spread(llama)),
-        "recurrent": message(
-            lambda: spread(
-                Model(lambda block, x: attend(block.inner(x)[0]), nn.LSTM(WIDTH, WIDTH, batch_first=True))
-            )(x)
-        ),
-        "batch norm": message(lambda: spread(Model(lambda block, x: x, nn.BatchNorm1d(WIDTH)))),
-        "sequence first": message(lambda: spread(Model(lambda block, x: x, attention))),
         "cache": message(lambda: spread(make_llama(1))(batch, use_cache=True)),
         "no positions": message(lambda: on_chunks(spread(make_llama(1)), batch)),
         "packed": message(lambda: on_chunks(spread(make_llama(1)), batch, position_ids=packed)),
-        "own positions": message(lambda: on_chunks(spread(make_gpt(1)), batch)),
         "not parallel": message(lambda: on_chunks(make_gpt(1), batch)),
         "two lengths": message(lambda: on_chunks(good, x, y=x[:, :4].clone())),
         "no blocks": message(lambda: context_parallel(nn.Linear(2, 2), {}, init_device_mesh("cpu", (2,)))),
@@ -228,13 +181,9 @@ MESSAGES = {
     "first length": r"'layers\.1' got 8 positions, but after 'layers\.0' each rank has 4",
     "batches": r"shapes \[\(2, 8, 12\), \(2, 12, 12\)\]",
     "eager": r"attn_implementation='eager'.*attn_implementation=\"sdpa\"",
-    "recurrent": r"Block 'layers\.0' has a recurrent layer, which would start again",
-    "batch norm": r"\(BatchNorm1d\) in block 'layers\.0' takes statistics",
-    "sequence first": "batch_first=True",
     "cache": "use_cache=False",
     "no positions": "without position_ids",
     "packed": "do not rise by one",
-    "own positions": r"GPT calls torch\.arange\(8\), which looks like positions",
     "not parallel": "No model here is context parallel",
     "two lengths": r"sequences of \[8, 4\] positions",
     "no blocks": "cp=2 splits the sequence between blocks, but no blocks of Linear were found",

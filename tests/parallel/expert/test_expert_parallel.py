@@ -189,8 +189,7 @@ def traffic(factor: float | None, bf16: bool) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize("factor", [None, 0.8])
+@pytest.mark.parametrize(("factor", "bf16"), [(None, True), (0.8, False)])
 def test_each_layer_sends_its_rows_four_times_and_three_small_messages(
     run_distributed: Any, factor: float | None, bf16: bool
 ) -> None:

@@ -87,7 +87,7 @@ class Fragment:
     """Strategy -> further words for ``parallel``."""
     model: Callable[[bool], nn.Module] | None = None
     """In place of this host; is it told whether there shall be a mixture of experts."""
-    steps: int = 3
+    steps: int = 2
 
 
 class LanguageModel(nn.Module):

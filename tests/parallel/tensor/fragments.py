@@ -183,10 +183,14 @@ def layers(**more: object) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class Fragment:
-    """``make`` a module. ``split``: how many linear layers of it are split; 0: it is left whole."""
+    """``make`` a module. ``split``: how many linear layers of it are split; 0: it is left whole.
+
+    ``refused``: a piece of what the first batch says of it.
+    """
 
     make: Callable[[], nn.Module]
     split: int = 2
+    refused: str = ""
 
 
 def of_two_heads(m: nn.Module, x: Tensor) -> Tensor:
@@ -206,6 +210,8 @@ def sigmoid_gate(m: nn.Module, x: Tensor, h: Tensor) -> Tensor:
 def scaled(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return y * m.scale
 
+
+OTHER = "does not compute what the whole model does"
 
 FRAGMENTS: dict[str, Fragment] = {
     # MLPs that were right before
@@ -269,13 +275,15 @@ FRAGMENTS: dict[str, Fragment] = {
     "gate in training": Fragment(
         lambda: MLP(lambda m, x, h: h * m.gate(x) if m.training else h, gate=linear(1))
     ),
-    "softmax in training": Fragment(lambda: MLP(lambda m, x, h: h.softmax(-1) if m.training else h), 0),
+    "softmax in training": Fragment(
+        lambda: MLP(lambda m, x, h: h.softmax(-1) if m.training else h), refused=OTHER
+    ),
     "module with another order of arguments": Fragment(
         lambda: MLP(lambda m, x, h: m.inner(x=x, h=h), inner=Gate())
     ),
     "soft cap": Fragment(lambda: MLP(lambda m, x, h: m.cap * torch.tanh(h / m.cap), cap=parameter())),
     "operation without a rule": Fragment(
-        lambda: MLP(lambda m, x, h: torch.vmap(torch.mul)(h, m.gate(x)), gate=linear(1)), 0
+        lambda: MLP(lambda m, x, h: torch.vmap(torch.mul)(h, m.gate(x)), gate=linear(1)), refused=OTHER
     ),
     "several in one": Fragment(
         lambda: MLP(lambda m, x, h: torch.cat([t * m.gate(x) for t in h.split(8, -1)], -1), gate=linear(1))
@@ -309,15 +317,22 @@ FRAGMENTS: dict[str, Fragment] = {
         lambda: Whole(hidden_and_more, up=linear(WIDTH), down=linear(WIDTH)), 0
     ),
     "norm of hidden": Fragment(lambda: MLP(lambda m, x, h: m.norm(h), norm=nn.LayerNorm(HIDDEN)), 0),
-    "softmax of hidden": Fragment(lambda: MLP(lambda m, x, h: h.softmax(-1)), 0),
+    "softmax of hidden": Fragment(lambda: MLP(lambda m, x, h: h.softmax(-1)), refused=OTHER),
     "scale of each feature": Fragment(lambda: MLP(scaled, scale=parameter(HIDDEN)), 0),
     "input as wide": Fragment(lambda: MLP(lambda m, x, h: F.relu(h) + x, hidden=WIDTH), 0),
     "hidden features returned": Fragment(
-        lambda: Whole(lambda m, x: m.down(h := F.relu(m.up(x))) + h.mean(-1, keepdim=True), **layers()), 0
+        lambda: Whole(lambda m, x: m.down(h := F.relu(m.up(x))) + h.mean(-1, keepdim=True), **layers()),
+        refused="computed from a part",
     ),
-    "topk of hidden": Fragment(lambda: MLP(lambda m, x, h: h * (h >= h.topk(4, dim=-1)[0][..., -1:])), 0),
-    "detached maximum": Fragment(lambda: MLP(lambda m, x, h: h / h.detach().abs().amax(-1, keepdim=True)), 0),
-    "halves exchanged": Fragment(lambda: MLP(lambda m, x, h: torch.cat(h.chunk(2, -1)[::-1], -1) + h), 0),
+    "topk of hidden": Fragment(
+        lambda: MLP(lambda m, x, h: h * (h >= h.topk(4, dim=-1)[0][..., -1:])), refused=OTHER
+    ),
+    "detached maximum": Fragment(
+        lambda: MLP(lambda m, x, h: h / h.detach().abs().amax(-1, keepdim=True)), refused=OTHER
+    ),
+    "halves exchanged": Fragment(
+        lambda: MLP(lambda m, x, h: torch.cat(h.chunk(2, -1)[::-1], -1) + h), refused=OTHER
+    ),
     # attention
     "attention": Fragment(Attention, 4),
     "attention, its layers in a list": Fragment(
@@ -351,7 +366,7 @@ FRAGMENTS: dict[str, Fragment] = {
             weight=parameter(4),
             bias=parameter(4),
         ),
-        4,
+        0,
     ),
     "norm and gate": Fragment(
         lambda: Attention(
@@ -382,7 +397,7 @@ FRAGMENTS: dict[str, Fragment] = {
         lambda: Attention(
             query=lambda m, x, q: q * m.angle.cos() + q.flip(-1) * m.angle.sin(), angle=parameter(4)
         ),
-        4,
+        0,
     ),
     "a sink": Fragment(
         lambda: Attention(
@@ -391,7 +406,7 @@ FRAGMENTS: dict[str, Fragment] = {
         4,
     ),
     "bias as an argument": Fragment(BiasArgument, 8),
-    "bias as an argument of three dimensions": Fragment(lambda: BiasArgument(3), 8),
+    "bias as an argument of three dimensions": Fragment(lambda: BiasArgument(3), 8, "but with parallel="),
     "scale of each head": Fragment(lambda: Attention(query=scaled, scale=parameter(HEADS, 1, 1)), 0),
     "temperature of each head": Fragment(
         lambda: Attention(scores=lambda m, x, s: s / m.bias, bias=parameter(HEADS, 1, 1)), 0
@@ -409,7 +424,7 @@ FRAGMENTS: dict[str, Fragment] = {
         0,
     ),
     "norm of all heads": Fragment(
-        lambda: Attention(after=lambda m, x, y: m.norm(y), norm=nn.LayerNorm(WIDTH)), 0
+        lambda: Attention(after=lambda m, x, y: m.norm(y), norm=nn.LayerNorm(WIDTH)), 4, "but with parallel="
     ),
 }
 

@@ -120,7 +120,7 @@ def whole(tensor: Any) -> Tensor:
 
 def train(
     model: nn.Module,
-    steps: int = 20,
+    steps: int = 8,
     rows: slice = slice(None),
     accumulation: int = 1,
     bf16: bool = False,

@@ -10,15 +10,13 @@ from torch import Tensor, nn
 
 from lockstep import Accelerator
 from lockstep.errors import UsageError
-from lockstep.parallel.tensor import TensorOptions, run_rehearsal, tensor_parallel
-from lockstep.runtime import start_runtime
+from lockstep.parallel.tensor import make_plan
 from parallel.tensor import problem
 from parallel.tensor.fragments import FAST, FRAGMENTS, WIDTH, make_model
 from tests.frozen.verdicts import hold
-from tests.patching import module_of
 
 
-def run(model: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
+def run(model: nn.Module, plain: nn.Module | None = None) -> tuple[Tensor, dict[str, Tensor]]:
     numbers = torch.Generator().manual_seed(1)
     x = torch.randn(2, 6, WIDTH, generator=numbers)
     target = torch.randn(2, 6, WIDTH, generator=numbers)
@@ -26,28 +24,29 @@ def run(model: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
     (y - target).square().mean().backward()
     gradients = {
         name: torch.zeros_like(problem.whole(p)) if p.grad is None else problem.whole(p.grad)
-        for name, p in model.named_parameters()
+        for name, p in (plain or model).named_parameters()
     }
     return y.detach(), gradients
 
 
 def split(names: list[str], is_compiled: bool = False, ranks: int = 2) -> dict[str, Any]:
+    """Fragment -> how many layers of it are split, and outputs and gradients or why it is refused."""
     torch.set_num_threads(1)
-    start_runtime(cpu=True)
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
     found: dict[str, Any] = {}
     for name in names:
+        accelerator = Accelerator(cpu=True, parallel=f"tp={ranks} tp_plan=infer")
         model = make_model(name)
-        plan = tensor_parallel(model, mesh, TensorOptions(plan="infer", is_main=False))
+        layers = [e.style for e in make_plan(model, ranks).entries if e.name.startswith("inner.")]
+        prepared = accelerator.prepare(model)
         if is_compiled:
             torch._dynamo.reset()
             for inner in model.inner:
                 inner.compile(backend="eager", fullgraph=True)
-        layers = sum(
-            e.name.startswith("inner.") and e.style.endswith(("colwise", "rowwise")) for e in plan.entries
-        )
-        reasons = [why for layer, why in plan.left.items() if layer.startswith("inner.")]
-        found[name] = (layers, reasons, *run(model))
+        try:
+            found[name] = (len(layers), run(prepared, model))
+        except UsageError as error:
+            found[name] = (len(layers), str(error))
+        accelerator.free_memory()
     return found
 
 
@@ -70,16 +69,23 @@ def test_each_fragment_equals_itself_in_one_process(
     for rank, found in enumerate(run_distributed(split, ranks, list(names), False, ranks, timeout_s=240)):
         verdicts.append({})
         for name in names:
-            layers, reasons, y, gradients = found[name]
-            apart = problem.difference(gradients, expected[name][1])
-            is_equal = torch.allclose(y, expected[name][0], 1e-4, 1e-5) and apart <= 1e-4
-            verdicts[rank][name] = ("equal" if is_equal else "differs", "")
-            if not is_equal:
-                wrong.append(f"{name} on rank {rank}: gradients are off by {apart:.2g}")
-            if layers != 2 * FRAGMENTS[name].split:
-                wrong.append(
-                    f"{name}: {layers} layers of it are split, the others are left because {set(reasons)}"
+            layers, result = found[name]
+            refused = FRAGMENTS[name].refused
+            if isinstance(result, str):
+                is_right = (refused in result and refused != "") or "This rank stops with it." in result
+                verdicts[rank][name] = ("refused" if is_right else "differs", result)
+            else:
+                apart = problem.difference(result[1], expected[name][1])
+                is_right = torch.allclose(result[0], expected[name][0], 1e-4, 1e-5) and apart <= 1e-4
+                is_right &= not refused
+                verdicts[rank][name] = (
+                    "equal" if is_right else "differs",
+                    f"gradients are off by {apart:.2g}",
                 )
+            if not is_right:
+                wrong.append(f"{name} on rank {rank}: {verdicts[rank][name]}")
+            if layers != 2 * FRAGMENTS[name].split:
+                wrong.append(f"{name}: {layers} layers of it are split")
     hold(f"tensor, {ranks} ranks", verdicts)
     assert not wrong, "\n".join(wrong)
 
@@ -89,43 +95,4 @@ def test_where_whole_tensors_meet_features_is_compiled_in_one_graph(run_distribu
     expected = {name: run(make_model(name)) for name in names}
     for found in run_distributed(split, 2, names, True, timeout_s=240):
         for name in names:
-            assert problem.difference(found[name][3], expected[name][1]) < 1e-4
-
-
-def as_before(*_: Any) -> tuple[tuple[str, ...], bool]:
-    """Of gradients, a rehearsal finds nothing."""
-    return (), False
-
-
-def refused(names: list[str]) -> list[str]:
-    """What the first batch says where gradients are not rehearsed."""
-    torch.set_num_threads(1)
-    found = []
-    for name in names:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(module_of(run_rehearsal), "meetings", as_before)
-            accelerator = Accelerator(cpu=True, parallel="tp=2")
-            model = make_model(name)
-            prepared = accelerator.prepare(model)
-            try:
-                prepared(torch.randn(2, 6, WIDTH, generator=torch.Generator().manual_seed(1)))
-                found.append("nothing")
-            except UsageError as error:
-                found.append(str(error))
-            accelerator.free_memory()
-    return found
-
-
-def test_without_rehearsed_gradients_the_first_batch_stops_each(run_distributed) -> None:
-    modules = {
-        "gate of one": "inner.1",
-        "own input's mean": "inner.1",
-        "scale everywhere": "inner.1",
-        "temperature": "inner.1",
-        "gated output": "inner.1",
-        "norms of heads by keyword": "inner.1",
-    }
-    for messages in run_distributed(refused, 2, list(modules), timeout_s=120):
-        for message, module in zip(messages, modules.values(), strict=True):
-            assert "does not compute what the whole model does" in message
-            assert f"It begins in module '{module}" in message, message
+            assert problem.difference(found[name][1][1], expected[name][1]) < 1e-4

@@ -102,15 +102,6 @@ def mean_square(h: Tensor) -> Tensor:
 
 KEPT: dict[str, Term] = {
     "mean of absolutes": lambda h: h.abs().mean(),
-    "mean of squares": mean_square,
-    "sum": lambda h: 0.01 * h.abs().sum(),
-    "largest": lambda h: h.amax(),
-    "variance": lambda h: h.var(),
-    "share of active features": lambda h: torch.sigmoid(8 * h).mean(),
-    "entropy of features": lambda h: entropy(h.softmax(-1)),
-    "balance of experts": lambda h: HIDDEN * h.softmax(-1).mean((0, 1)).square().sum(),
-    "Hoyer": lambda h: h.abs().sum().square() / h.square().sum(),
-    "features that correlate": lambda h: (h.flatten(0, 1).T @ h.flatten(0, 1)).triu(1).square().mean(),
     "distance from a code": lambda h: (h - h.detach().sign()).square().mean(),
     "small": lambda h: 1e-3 * h.abs().mean(),
     # Equal on all ranks, unlike its gradient.

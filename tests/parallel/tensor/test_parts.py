@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -99,13 +98,3 @@ def test_changes_of_a_whole_tensor_and_of_assigned_parts_are_plain_torchs(run_di
 def test_changes_of_a_copied_part_are_refused_before_the_step(run_distributed: Any) -> None:
     for found in run_distributed(outcomes, 2, list(REFUSED)):
         assert {n: s for n, s in found.items() if "the part is a copy" not in s} == {}
-
-
-@pytest.mark.parametrize("name", [*EQUAL, *REFUSED])
-def test_on_one_process_a_part_is_a_view(name: str) -> None:
-    accelerator = Accelerator(cpu=True)
-    edit = (EQUAL | REFUSED)[name]
-    got = edited(edit, "weight", accelerator.prepare, accelerator.backward)
-    expected = edited(edit, "weight", lambda *given: given, lambda loss: loss.backward())
-    accelerator.free_memory()
-    assert all(torch.equal(got[key], value) for key, value in expected.items())

@@ -20,7 +20,6 @@ from lockstep.parallel.context.region import (
     ContextRegion,
     regions_of,
 )
-from lockstep.torch_internals import modules as torch_modules
 
 
 def context_parallel(
@@ -55,9 +54,6 @@ def context_parallel(
     # All blocks were checked: a model that is refused is left as it was.
     region = ContextRegion(layout_on(mesh, method), method, _chains(list(blocks)))
     region.around = _around(model, next(iter(blocks)))
-    if not has_another:
-        other = f"transformers has no other attention for {type(model).__name__}"
-        region.no_other = f"{other}: leave cp out, or split with tp or pp"
     classes: dict[type, type] = {}
     for name, block in blocks.items():
         cls = type(block)
@@ -98,7 +94,6 @@ def _check_block(name: str, block: nn.Module, size: int, has_another: bool) -> N
         )
     for inner, module in block.named_modules():
         full = joined_name(name, inner)
-        _check_module(name, full, module, size)
         chosen = getattr(getattr(module, "config", None), "_attn_implementation", None)
         if not isinstance(chosen, str) or chosen == "sdpa" or (chosen == "eager" and not has_another):
             continue
@@ -118,20 +113,3 @@ def _has_other_attention(model: nn.Module) -> bool:
     flags = [getattr(module, "_supports_sdpa", None) for module in model.modules()]
     # None: the module is none of theirs, and says nothing.
     return False not in flags or True in flags
-
-
-def _check_module(block: str, name: str, module: nn.Module, size: int) -> None:
-    """
-    Raises:
-        UsageError: ``module`` inside ``block`` takes statistics of positions, or is set up for another order of dims.
-    """
-    where = f"'{name}' ({type(module).__name__}) in block '{block}'"
-    remedy = "Leave its block out with blocks=..., or use another module."
-    if isinstance(module, (torch_modules.BatchNorm, torch_modules.InstanceNorm)):
-        what = "takes statistics of all positions, but would see only those of one rank"
-    elif isinstance(module, nn.MultiheadAttention) and not module.batch_first:
-        what = "expects [sequence, batch, width]"
-        remedy = "Make it with batch_first=True: context parallelism splits [batch, sequence, width]."
-    else:
-        return
-    raise UsageError(f"{where} {what} (context parallelism, cp = {size}). {remedy}")

@@ -23,7 +23,7 @@ CACHES = ("past_key_values", "past_key_value", "layer_past", "kv_cache")
 
 
 def hidden_states(block: str, args: tuple[object, ...], kwargs: dict[str, object]) -> Tensor:
-    """The first tensor among the arguments.
+    """Return the first tensor among the arguments.
 
     Raises:
         UsageError: it is not [batch, sequence, width].
@@ -44,7 +44,7 @@ def hidden_states(block: str, args: tuple[object, ...], kwargs: dict[str, object
 
 
 def sequence_dim(block: str, name: str, tensor: Tensor, batch: int, length: int) -> int | None:
-    """The dimension of an argument beside the hidden states that is split; None: it stays whole.
+    """Return the dimension of an argument beside the hidden states that is split; None: it stays whole.
 
     - Named like a mask or bias, or [S, S], or 4-D and [..., S, S]: whole.
     - [1 or b, S, ...], as position ids and rotary tables: dim 1.
@@ -140,7 +140,7 @@ class Masks:
         self._seen: dict[int, tuple[weakref.ref[Tensor], int, Visible]] = {}
 
     def visible(self, mask: Tensor) -> Visible:
-        """What a mask [..., S, S] or [..., 1, S] shows. Waits for the device where it is a new one."""
+        """Return what a mask [..., S, S] or [..., 1, S] shows. Waits for the device where it is a new one."""
         known = self._seen.get(id(mask))
         if known is not None and known[0]() is mask and known[1] == torch_tensors.version(mask):
             return known[2]

@@ -5,24 +5,24 @@ Also when activation checkpointing runs the block's forward again in backward.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from lockstep.comm.tree import Args, Kwargs
 from lockstep.config.enums import CPMethod
 from lockstep.errors import UsageError
 from lockstep.parallel.context.arguments import Masks, Visible
-from lockstep.parallel.context.checks import InBlock
 from lockstep.parallel.context.layout import SequenceLayout
 from lockstep.parallel.context.ring import ring_attention
 from lockstep.parallel.context.ulysses import ulysses_attention
 from lockstep.torch_internals.dispatch import TorchFunction
 
 
-class SplitSequence(InBlock):
+class SplitSequence(TorchFunctionMode):
     """Active within the forward of ``block``, where each rank has hidden states of shape ``hidden``."""
 
     def __init__(
@@ -31,10 +31,10 @@ class SplitSequence(InBlock):
         layout: SequenceLayout,
         method: CPMethod,
         hidden: tuple[int, ...],
-        no_other: str,
         masks: Masks,
     ) -> None:
-        super().__init__(block, layout, hidden[0], hidden[1], no_other)
+        super().__init__()
+        self.block, self.layout, self.length = block, layout, hidden[1]
         self.method = method
         self.masks = masks
         self.attentions = 0
@@ -44,11 +44,17 @@ class SplitSequence(InBlock):
         self, func: TorchFunction, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
         if func is F.scaled_dot_product_attention:
-            self.calls = func
             return self.attention(*args, **(kwargs or {}))
         if func is F.multi_head_attention_forward:
             return self.multi_head_attention(*args, **(kwargs or {}))
-        return super().__torch_function__(func, types, args, kwargs)
+        return func(*args, **(kwargs or {}))
+
+    def refuse(self, what: str, remedy: str) -> NoReturn:
+        """Raise UsageError."""
+        end = "" if remedy.endswith("...") else "."
+        raise UsageError(
+            f"Block '{self.block}' {what} (context parallelism, cp = {self.layout.size}). {remedy}{end}"
+        )
 
     def attention(
         self,
@@ -93,7 +99,7 @@ class SplitSequence(InBlock):
                     scale=scale,
                 )
             except UsageError as error:
-                raise UsageError(f"{self.where}: {error}") from None
+                raise UsageError(f"Block '{self.block}': {error}") from None
         return self._ring(query, key, value, attn_mask, dropout_p, is_causal, scale)
 
     @property
@@ -154,7 +160,7 @@ class SplitSequence(InBlock):
     ) -> Tensor:
         """Cross-attention: each rank has all keys, those of another sequence, so that nothing is sent.
 
-        Whether they come from this rank's positions instead, the rehearsal sees.
+        Whether they come from this rank's positions instead, the first batch shows.
         """
         # A mask of the whole sequence has a row for each query: this rank takes those of its own.
         if mask is not None and mask.ndim > 1 and mask.shape[-2] == self.whole:
@@ -191,7 +197,7 @@ class SplitSequence(InBlock):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, None]:
-        """What ``nn.MultiheadAttention`` calls, on tensors [s, b, width]; masks are those of the whole sequence."""
+        """Compute what ``nn.MultiheadAttention`` calls, on tensors [s, b, width]; masks are of the whole sequence."""
         if need_weights:
             self.refuse("asks nn.MultiheadAttention for the weights", "Call it with need_weights=False")
         if any(extra is not None for extra in (bias_k, bias_v, static_k, static_v)) or add_zero_attn:
@@ -240,8 +246,6 @@ class SplitSequence(InBlock):
             )
             if lengths[0] != self.length or lengths[1] != lengths[2] or is_causal:
                 self.refuse(what, remedy)
-            # Keys and values of one other length may be of another sequence: the rehearsal decides.
-            self.suspect(what, remedy)
         heads, key_heads = query.shape[1], key.shape[1]
         grouped = enable_gqa and key_heads == value.shape[1] and heads % key_heads == 0
         if key.shape[0] != query.shape[0] or not (grouped or heads == key_heads == value.shape[1]):

@@ -61,7 +61,7 @@ class SequenceLayout:
         return [count - count // 2, count // 2] if self.head_tail else [count]
 
     def local(self, whole: Tensor, dim: int) -> Tensor:
-        """This rank's chunk, [..., length / N, ...] along ``dim``. Its gradient is zero in others' positions."""
+        """Return this rank's chunk, [..., length / N, ...] along ``dim``. Its gradient is zero in others' positions."""
         chunks = self._chunks(whole, dim)
         parts = [chunks[number] for number in self.chunks_of(self.rank)]
         return torch.cat(parts, dim) if len(parts) > 1 else parts[0].contiguous()
@@ -72,7 +72,7 @@ class SequenceLayout:
         return whole.split([size for size in sizes for _ in range(self.size)], dim)
 
     def gather(self, local: Tensor, dim: int) -> Tensor:
-        """The whole sequence [..., length, ...], in order, of all chunks. Its gradient is the sum of all ranks'."""
+        """Join all chunks to [..., length, ...], in order. Its gradient is the sum of all ranks'."""
         if local.is_floating_point():
             return _GatherShards.apply(local, dim, self)
         return self.joined(self.collect(local), dim)
@@ -96,7 +96,7 @@ class SequenceLayout:
         return torch.cat(chunks, dim)
 
     def shard_of(self, whole: Tensor, dim: int) -> Tensor:
-        """The inverse of ``joined``: [..., length, ...] to [N, ..., length / N, ...]."""
+        """Invert ``joined``: [..., length, ...] to [N, ..., length / N, ...]."""
         chunks = self._chunks(whole, dim)
         return torch.stack(
             [torch.cat([chunks[n] for n in self.chunks_of(rank)], dim) for rank in range(self.size)]
@@ -104,7 +104,7 @@ class SequenceLayout:
 
 
 def layout_on(mesh: DeviceMesh, method: CPMethod) -> SequenceLayout:
-    """The layout of ``method`` on a 1-D mesh: head and tail for the ring, contiguous for Ulysses."""
+    """Return the layout of ``method`` on a 1-D mesh: head and tail for the ring, contiguous for Ulysses."""
     head_tail = method is CPMethod.RING
     return SequenceLayout(mesh.get_group(), mesh.size(), mesh.get_local_rank(), head_tail)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -26,10 +26,8 @@ from lockstep.parallel.context.arguments import (
     holds_cache,
     sequence_dim,
 )
-from lockstep.parallel.context.checks import OnChunks
 from lockstep.parallel.context.interception import SplitSequence
 from lockstep.parallel.context.layout import SequenceLayout
-from lockstep.parallel.context.rehearse import BlockCall, Judge
 from lockstep.runtime.failure import first_line
 from lockstep.torch_internals import autograd as torch_autograd
 from lockstep.torch_internals import compile as torch_compile
@@ -79,9 +77,6 @@ class ContextRegion:
     """Class of the module that the blocks are in, where that is not the model."""
     compared: bool = False
     masks: Masks = field(default_factory=Masks)
-    judge: Judge = field(default_factory=Judge)
-    no_other: str = ""
-    """What to do where the model's class has no attention that can be split."""
 
     def mask_of_ones(self, inputs: Tensor) -> Tensor:
         """[batch, length] for chunks of input ids or embeddings, with its whole among ``split``."""
@@ -94,7 +89,7 @@ class ContextRegion:
         return self.ones
 
     def begin(self) -> None:
-        """A forward of the model starts. One before it may have failed half-way."""
+        """Begin a forward of the model. One before it may have failed half-way."""
         self.local_length, self.whole, self.attentions, self.is_inside = None, False, 0, False
         self.chain = None
 
@@ -133,7 +128,7 @@ class ContextRegion:
         return known if any(id(leaf) in known for leaf in leaves) else {}
 
     def between(self, model: str, error: Exception) -> str:
-        """What to say of an error between blocks."""
+        """Describe an error between blocks."""
         assert self.chain is not None
         whole = (self.local_length or 0) * self.layout.size
         named = f"blocks={self.around}" if self.around else "blocks=..."
@@ -168,19 +163,15 @@ class ContextParallelModel(Subclassed):
 
     def _call(self, region: ContextRegion, call: Callable[..., object], args: Args, kwargs: Kwargs) -> object:
         region.begin()
-        mode: AbstractContextManager[object] = nullcontext()
         if region.split is not None and hasattr(getattr(self, "config", None), "_attn_implementation"):
             kwargs = arguments_on_chunks(region.split, self, args, kwargs, region.mask_of_ones)
-        elif region.split:
-            mode = OnChunks(type(self).__name__, region.layout, region.split_length)
-        with mode:
-            try:
-                output = call(*args, **kwargs)
-            except Exception as error:
-                # A user's forward may raise anything.
-                if region.local_length is None or region.is_inside or isinstance(error, LockstepError):
-                    raise
-                raise UsageError(region.between(type(self).__name__, error)) from error
+        try:
+            output = call(*args, **kwargs)
+        except Exception as error:
+            # A user's forward may raise anything.
+            if region.local_length is None or region.is_inside or isinstance(error, LockstepError):
+                raise
+            raise UsageError(region.between(type(self).__name__, error)) from error
         region.end()
         return output
 
@@ -227,19 +218,10 @@ class ContextParallelBlock(Subclassed):
         if region.whole and not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         hidden = hidden_states(name, args, kwargs)
-        in_order = _with_names(self._argument_names, args)
-        mode = SplitSequence(name, region.layout, region.method, hidden.shape, region.no_other, region.masks)
-        call = BlockCall(name, forward, in_order, kwargs, hidden)
+        mode = SplitSequence(name, region.layout, region.method, hidden.shape, region.masks)
         with mode:
-            try:
-                output = forward(*args, **kwargs)
-            except Exception as error:
-                # A user's forward may raise anything.
-                region.judge.failed(self, call, mode, error)
-                raise
+            output = forward(*args, **kwargs)
         region.attentions += mode.attentions
-        if not _in_backward():
-            region.judge(self, call, mode)  # type: ignore[arg-type]  # a block, of which this is mixed in
         return output
 
 
@@ -370,6 +352,6 @@ def _compare(region: ContextRegion, block: str, hidden: Tensor) -> None:
 
 
 def regions_of(model: nn.Module) -> list[ContextRegion]:
-    """The regions in ``model``, of which each has one."""
+    """Return the regions in ``model``, of which each has one."""
     found = {id(m._region): m._region for m in model.modules() if isinstance(m, ContextParallelBlock)}
     return list(found.values())

@@ -170,7 +170,7 @@ def _repeat(tensor: Tensor, groups: int) -> Tensor:
 
 
 def _folded(gradient: Tensor, groups: int) -> Tensor:
-    """The adjoint of ``_repeat``: [b, h, t, d] to [b, h / groups, t, d]."""
+    """Apply the adjoint of ``_repeat``: [b, h, t, d] to [b, h / groups, t, d]."""
     return gradient.unflatten(1, (-1, groups)).sum(2) if groups > 1 else gradient
 
 
@@ -221,7 +221,7 @@ class Kernel(Protocol):
 
 
 def kernel_for(q: Tensor) -> Kernel:
-    """The kernel for tensors of this device, dtype and head dimension; ``q`` is [batch, heads, positions, head_dim]."""
+    """Return the kernel for this device, dtype and head dimension; ``q`` is [batch, heads, positions, head_dim]."""
     if q.device.type == "cpu" and q.dtype in (torch.float32, torch.float64, *_HALF):
         return CpuFlash()
     if q.device.type == "cuda" and q.dtype in _HALF and q.shape[-1] <= 256:

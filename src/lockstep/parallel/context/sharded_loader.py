@@ -27,7 +27,7 @@ Around = Callable[[Any, Iterator[object]], Iterator[object]]
 
 
 def shard_sequences(models: Sequence[nn.Module], before: Around | None = None) -> Around:
-    """What makes of an iteration over whole batches one over this rank's chunks of them, for these models."""
+    """Return what makes of an iteration over whole batches one over this rank's chunks, for these models."""
 
     def around(loader: object, batches: Iterator[object]) -> Iterator[object]:
         batches = batches if before is None else before(loader, batches)

@@ -19,7 +19,7 @@ def split_sequence(
     buffer_seq_dims: Sequence[int] = (),
     no_restore_buffers: Iterable[Tensor] = (),
 ) -> Iterator[None]:
-    """A block in which ``buffers`` hold this rank's chunk, and ``models`` work on chunks. Backward belongs inside.
+    """Let ``buffers`` hold this rank's chunk inside, and ``models`` work on chunks. Backward belongs inside.
 
     ``buffers`` [..., sequence, ...] are changed in place, along ``buffer_seq_dims``, and restored at the end, but for
     ``no_restore_buffers``. Everything with a sequence dimension that the forward uses must be among them, also

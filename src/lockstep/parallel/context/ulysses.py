@@ -63,7 +63,7 @@ def _enough_heads(tensor: Tensor, heads: int, size: int) -> Tensor:
 
 
 def _mask_of_heads(mask: Tensor, q: Tensor, layout: SequenceLayout) -> Tensor:
-    """What of the mask is for the heads of ``q`` [b, h / N, S, d], which this rank has of the whole sequence."""
+    """Return the part of the mask for the heads of ``q`` [b, h / N, S, d] of this rank."""
     heads, length = q.shape[1], q.shape[2]
     if mask.ndim < 2 or mask.ndim > 4 or mask.shape[-1] != length or mask.shape[-2] not in (1, length):
         raise UsageError(
@@ -106,7 +106,7 @@ def _to_sequence(tensor: Tensor, layout: SequenceLayout) -> Tensor:
 
 
 def _to_heads(tensor: Tensor, layout: SequenceLayout) -> Tensor:
-    """The inverse of ``_to_sequence``."""
+    """Invert ``_to_sequence``."""
     # [b, h / N, N s, d] -> [N, b, h / N, s, d]
     sent = tensor.unflatten(2, (layout.size, -1)).movedim(2, 0)
     return _exchange(sent, layout).movedim(0, 1).flatten(1, 2)

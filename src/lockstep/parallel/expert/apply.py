@@ -69,7 +69,7 @@ def expert_parallel(
 def _spread(
     found: dict[str, MixtureOfExperts], mesh: DeviceMesh, data: dist.ProcessGroup
 ) -> list[nn.Parameter]:
-    """This rank's parts of all stacked parameters; those that layers share are one."""
+    """Return this rank's parts of all stacked parameters; those that layers share are one."""
     made: dict[int, nn.Parameter] = {}
     for experts in {id(layer.experts): layer.experts for layer in found.values()}.values():
         for name, stacked in list(experts.named_parameters(recurse=False, remove_duplicate=False)):
@@ -104,7 +104,7 @@ def share_routing(model: nn.Module, data_group: dist.ProcessGroup | None = None)
 
 
 def _local_experts(stacked: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
-    """This rank's experts of a stacked parameter."""
+    """Return this rank's experts of a stacked parameter."""
     if mesh.size() == 1:
         return stacked
     from torch.distributed.tensor import DTensor, Shard
@@ -179,7 +179,7 @@ def _unfit(model: nn.Module, found: dict[str, MixtureOfExperts]) -> LockstepErro
 
 
 def _of_others(model: nn.Module) -> str:
-    """What looks like experts of another library, for a message."""
+    """Name what looks like experts of another library."""
     for name, module in model.named_modules():
         if "expert" in type(module).__name__.lower() or name.rpartition(".")[2] == "experts":
             return f" ('{name}', a {type(module).__name__}, is none)"

@@ -100,7 +100,7 @@ class Ranks:
         return self
 
     def gather_counts(self, counts: torch.Tensor) -> torch.Tensor:
-        """The counts [k, E], int64, of all ranks: [R, k, E]."""
+        """Return the counts [k, E], int64, of all ranks: [R, k, E]."""
         if self.calls is not None:
             return self.calls.exchange(self.number, counts)
         ranks = self.data.size()

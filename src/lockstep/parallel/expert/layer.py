@@ -248,7 +248,7 @@ class MixtureOfExperts(nn.Module):
     def _measured(
         self, routing: Routing, counts: torch.Tensor, kept: torch.Tensor, ranks: Ranks | None
     ) -> Load:
-        """``counts`` and ``kept`` (R, k, E). Only the sums over tokens travel: E probabilities and one z-loss."""
+        """Measure ``counts`` and ``kept`` (R, k, E). Only sums over tokens travel: E probabilities and one z-loss."""
         sums = torch.cat([routing.probabilities.sum(0), sum_of_squared_logsumexp(routing.logits)[None]])
         if ranks is not None:
             sums = SumOverRanks.apply(sums, ranks.data)

@@ -68,7 +68,7 @@ class Router(nn.Module):
 
 
 def balance_loss(fractions: torch.Tensor, mean_probabilities: torch.Tensor) -> torch.Tensor:
-    """The load-balance loss of GShard and Switch Transformers:
+    """Return the load-balance loss of GShard and Switch Transformers:
 
         L = E * sum over experts e of f_e * P_e
 
@@ -80,7 +80,7 @@ def balance_loss(fractions: torch.Tensor, mean_probabilities: torch.Tensor) -> t
 
 
 def sum_of_squared_logsumexp(logits: torch.Tensor) -> torch.Tensor:
-    """What the router z-loss, mean over tokens of (log sum_e exp logit_e)^2, is the mean of; 0-d."""
+    """Return the sum over tokens of (log sum_e exp logit_e)^2, of which the router z-loss is the mean; 0-d."""
     return logits.logsumexp(dim=-1).square().sum()
 
 
@@ -110,7 +110,7 @@ def within_capacity(counts: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
 
 
 def kept_slots(experts: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-    """The slots (token * k + choice) that are kept of choices (T, k), by expert and then by token: (n,), int64.
+    """Return the slots (token * k + choice) that are kept of choices (T, k), by expert and then by token: (n,), int64.
 
     ``kept`` (k, E): so many tokens keep this choice of this expert, the first ones.
     """

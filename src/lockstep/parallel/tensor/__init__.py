@@ -11,13 +11,11 @@ if not TYPE_CHECKING:
         __name__,
         {
             "apply": ["make_plan", "tensor_parallel", "TensorOptions"],
-            "attention": ["heads_of"],
             "communication": ["scatter_sequence"],
+            "hooks": ["ColumnRowRegion"],
             "infer": ["infer_plan"],
             "loss": ["handle_split_logits", "vocab_parallel_cross_entropy"],
             "modules": ["ParallelModuleSpec"],
             "parameters": ["zero_placement"],
-            "rehearsal_run": ["TensorRehearsal"],
-            "rehearse": ["Passed", "run_rehearsal"],
         },
     )

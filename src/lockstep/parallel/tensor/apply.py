@@ -6,10 +6,9 @@ forward computes, and what it sends, is in ``hooks``; which layers are split is 
 
 from __future__ import annotations
 
-import inspect
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,17 +17,16 @@ from torch import nn
 from lockstep.config.values import join_names, repr_short, suggestion
 from lockstep.errors import UsageError
 from lockstep.model.blocks import find_blocks
-from lockstep.parallel.tensor.checks import BROUGHT, called, check_plan, complete, with_meetings, with_ties
+from lockstep.parallel.tensor.attention import attention_regions
 from lockstep.parallel.tensor.hooks import (
     ColumnRowRegion,
     ColwiseEmbedding,
     ColwiseParallel,
-    HeadArguments,
     Root,
     RowwiseParallel,
     VocabularyParallel,
 )
-from lockstep.parallel.tensor.infer import INFERRED, infer_plan
+from lockstep.parallel.tensor.infer import infer_plan
 from lockstep.parallel.tensor.layers import ParallelLayer
 from lockstep.parallel.tensor.loss import handle_split_logits
 from lockstep.parallel.tensor.modules import (
@@ -42,13 +40,16 @@ from lockstep.parallel.tensor.plan import (
     COLUMN_STYLES,
     PACKED,
     ROW_STYLES,
+    WHOLE_STYLES,
     TensorPlan,
+    called,
     check_styles,
     features,
     plan_from_patterns,
     transformers_patterns,
 )
 from lockstep.parallel.tensor.randomness import HasDropout
+from lockstep.parallel.tensor.refusals import check_plan, entries_of_ties
 from lockstep.parallel.tensor.sequence import SequenceBlock, check_blocks
 from lockstep.torch_internals import modules as torch_modules
 
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WORDS = ("auto", "transformers", "infer")
+BROUGHT = "the model's own plan"
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ def make_plan(
     options: TensorOptions | None = None,
     blocks: Mapping[str, nn.Module] | None = None,
 ) -> TensorPlan:
-    """The plan by which ``tensor_parallel`` would split ``model`` over ``ranks``; nothing is changed or sent.
+    """Return the plan by which ``tensor_parallel`` would split ``model`` over ``ranks``; nothing is changed or sent.
 
     Raises:
         UsageError: as ``tensor_parallel``.
@@ -120,20 +122,13 @@ def make_plan(
     found = dict(find_blocks(model) if blocks is None else blocks)
     # Its plan was made for a whole model, of which this is a part.
     is_part = isinstance(options.plan, TensorPlan)
-    plan = complete(model, _choose_plan(model, ranks, options.plan, found), ranks)
-    if not is_part and plan.source != INFERRED:
-        plan = with_meetings(model, plan, ranks)
-    if plan.source == BROUGHT and not plan.entries:
-        raise UsageError(
-            f"Nothing in {type(model).__name__} can be split over tp={ranks} ranks by {BROUGHT}: "
-            f"{next(iter(plan.left.values()), 'the plan names none of its layers')}. Use tp_plan='infer', or "
-            f"give {{pattern: style}}."
-        )
-    plan = with_ties(model, plan)
+    plan = _choose_plan(model, ranks, options.plan, found)
+    if not is_part:
+        plan = replace(plan, entries=entries_of_ties(model, plan))
+        plan = replace(plan, attention=attention_regions(model, plan, ranks))
     check_plan(model, plan, ranks)
     if options.sequence_parallel and not (is_part and not found):
-        check_blocks(model, found, plan)
-        _check_meetings(plan)
+        check_blocks(model, found)
     if (
         options.loss_parallel
         and not is_part
@@ -147,17 +142,6 @@ def make_plan(
     return plan
 
 
-def _check_meetings(plan: TensorPlan) -> None:
-    """Whole tensors are chunks of the sequence there, features of a rank are of the whole sequence."""
-    met = next((entry.name for entry in plan.entries if entry.meets), None)
-    if met is not None:
-        raise UsageError(
-            f"sequence_parallel gives each rank a chunk of the sequence, but the output of '{met}' is combined "
-            "with other tensors, which would be chunks. Turn sequence_parallel off, or leave the layer out of "
-            "tp_plan."
-        )
-
-
 def _choose_plan(model: nn.Module, ranks: int, wanted: object, blocks: dict[str, nn.Module]) -> TensorPlan:
     if isinstance(wanted, TensorPlan):
         return wanted
@@ -169,7 +153,10 @@ def _choose_plan(model: nn.Module, ranks: int, wanted: object, blocks: dict[str,
             raise UsageError(
                 "tp_plan is empty, so no layer would be split. Leave it out, and a plan is found automatically."
             )
-        return plan_from_patterns(model, wanted, "tp_plan")
+        plan = plan_from_patterns(model, wanted, "tp_plan")
+        if any(style not in WHOLE_STYLES for style in plan.styles.values()):
+            return plan
+        return _without(model, _choose_plan(model, ranks, "auto", blocks), plan)
     if wanted not in WORDS:
         raise UsageError(
             f"tp_plan={repr_short(wanted)} is not a plan.{suggestion(str(wanted), WORDS)} Give {{pattern: style}}, or "
@@ -195,6 +182,17 @@ def _choose_plan(model: nn.Module, ranks: int, wanted: object, blocks: dict[str,
             f"it is a loss with parameters, prepare one module that calls the model, then {type(model).__name__}."
         )
     return plan
+
+
+def _without(model: nn.Module, plan: TensorPlan, whole: TensorPlan) -> TensorPlan:
+    """Leave out what a plan of whole modules alone names: modules, or layers with those of their pair."""
+    modules = dict(model.named_modules())
+    named = {called(modules, name) if name in plan.styles else name for name in whole.styles}
+    is_left = {
+        e.name: any(e.name == n or not n or e.name.startswith(f"{n}.") for n in named) for e in plan.entries
+    }
+    left = {**plan.left, **{name: "tp_plan keeps it whole" for name, is_whole in is_left.items() if is_whole}}
+    return replace(plan, entries=tuple(e for e in plan.entries if not is_left[e.name]), left=left)
 
 
 def _why_whole(plan: TensorPlan) -> str:
@@ -227,8 +225,10 @@ def _split(
         for name, module in modules.items()
         if not name or next(nn.Module.parameters(module), None) is not None
     }
-    # First what is whole on each rank: its gradients are sums where it works on chunks or on features.
-    _reductions(specs, plan, blocks if options.sequence_parallel else {})
+    partial = [name for name, style in plan.styles.items() if style == "replicated_with_grad_allreduce"]
+    for name, spec in specs.items():
+        spec.in_sequence = options.sequence_parallel and _inside(name, blocks)
+        spec.is_partial = _inside(name, partial)
     specs[""].parts.append(Root(group, HasDropout(model), device))
     if options.sequence_parallel:
         for index, (name, block) in enumerate(blocks.items()):
@@ -236,7 +236,10 @@ def _split(
             part.is_first, part.is_last = index == 0, index == len(blocks) - 1
             specs[name].parts.append(part)
     regions = _add_split_layers(specs, modules, plan, options, blocks, device)
-    _prepare_attention(plan, modules, specs, regions, options.sequence_parallel)
+    for found in plan.attention:
+        regions[called(modules, f"{found.name}.")].set_heads(found.heads, gathers=options.sequence_parallel)
+        for name, value in found.attributes.items():
+            setattr(modules[found.name], name, value)
     replace_parameters(modules, plan, mesh)
     classes: dict[object, type] = {}
     for name, spec in specs.items():
@@ -257,18 +260,15 @@ def _add_split_layers(
     blocks: Mapping[str, nn.Module],
     device: torch.device,
 ) -> dict[str, ColumnRowRegion]:
-    """The hooks of column and row layers and of embeddings; returns the region of each parent of the former."""
+    """Add the hooks of split layers; return the region of each parent of column and row layers."""
     group = specs[""].group
     regions: dict[str, ColumnRowRegion] = {}
-    met = {entry.name for entry in plan.entries if entry.meets}
     for name, style in plan.styles.items():
         if style in (*COLUMN_STYLES, *ROW_STYLES):
             parent = called(modules, name)
             if parent not in regions:
                 regions[parent] = ColumnRowRegion(group, HasDropout(modules[parent]), device)
                 specs[parent].parts.append(regions[parent])
-            # One of its layers is enough: the region marks the outputs of all.
-            regions[parent].meets |= name in met
             specs[name].layer = _linear_part(name, modules[name], style, group, regions[parent])
             specs[name].layer.in_sequence = _inside(name, blocks) and options.sequence_parallel
             if style == "colwise_gather_output" and not _inside(name, blocks):
@@ -286,19 +286,6 @@ def _add_split_layers(
     return regions
 
 
-def _reductions(
-    specs: dict[str, ParallelModuleSpec], plan: TensorPlan, blocks: Mapping[str, nn.Module]
-) -> None:
-    for name, spec in specs.items():
-        if _inside(name, blocks):
-            spec.reduced = "sequence"
-    for name, style in plan.styles.items():
-        if style == "replicated_with_grad_allreduce":
-            for inner, spec in specs.items():
-                if inner == name or inner.startswith(f"{name}."):
-                    spec.reduced = "always"
-
-
 def _linear_part(
     name: str, module: nn.Module, style: str, group: TensorParallelGroup, region: ColumnRowRegion
 ) -> ColwiseParallel | RowwiseParallel:
@@ -314,25 +301,5 @@ def _linear_part(
     return column
 
 
-def _prepare_attention(
-    plan: TensorPlan,
-    modules: dict[str, nn.Module],
-    specs: dict[str, ParallelModuleSpec],
-    regions: dict[str, ColumnRowRegion],
-    splits_sequence: bool,
-) -> None:
-    for found in plan.attention:
-        module, region = modules[found.name], regions[found.name]
-        region.gathers = splits_sequence
-        for name, value in found.attributes.items():
-            setattr(module, name, value)
-        if found.reports_width:
-            region.reported = {width: width // region.group.mesh.size() for width in region.widths}
-        if found.arguments:
-            order = list(inspect.signature(modules[found.around].forward).parameters)
-            places = {name: (order.index(name), dims) for name, dims in found.arguments.items()}
-            specs[found.around].parts.insert(0, HeadArguments(region, found.heads, places))
-
-
-def _inside(name: str, blocks: Mapping[str, nn.Module]) -> bool:
+def _inside(name: str, blocks: Iterable[str]) -> bool:
     return any(name == block or name.startswith(f"{block}.") for block in blocks)

@@ -68,22 +68,22 @@ def own_gradient(x: Tensor) -> Tensor:
 
 
 def reduce(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The sum over the ranks of ``x``, of any shape."""
+    """Return the sum over the ranks of ``x``, of any shape."""
     return _Reduce.apply(x, mesh)
 
 
 def gather(x: Tensor, mesh: DeviceMesh, dim: int, size: int) -> Tensor:
-    """The ranks' parts of dimension ``dim``, concatenated to [..., size, ...]."""
+    """Return the ranks' parts of dimension ``dim``, concatenated to [..., size, ...]."""
     return _Gather.apply(x, mesh, dim, size)
 
 
 def split(x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
-    """This rank's part along ``dim``: [..., size, ...] to [..., size / ranks, ...]."""
+    """Return this rank's part along ``dim``: [..., size, ...] to [..., size / ranks, ...]."""
     return _Split.apply(x, mesh, dim)
 
 
 def gather_sequence(x: Tensor, mesh: DeviceMesh, dim: int = 1) -> Tensor:
-    """The ranks' parts [..., length, ...] concatenated to [..., length * ranks, ...].
+    """Return the ranks' parts [..., length, ...] concatenated to [..., length * ranks, ...].
 
     Each rank will use a part of the result.
     """
@@ -91,19 +91,19 @@ def gather_sequence(x: Tensor, mesh: DeviceMesh, dim: int = 1) -> Tensor:
 
 
 def scatter_sequence(x: Tensor, mesh: DeviceMesh, dim: int = 1) -> Tensor:
-    """This rank's part of the sum over the ranks: [..., length, ...] to [..., length / ranks, ...]."""
+    """Return this rank's part of the sum over the ranks: [..., length, ...] to [..., length / ranks, ...]."""
     return _ScatterSequence.apply(x, mesh, dim)
 
 
 def all_reduce(x: Tensor, mesh: DeviceMesh, operation: str = "sum") -> Tensor:
-    """The sum (or "max") over the ranks, of the shape and dtype of ``x``, without a gradient."""
+    """Return the sum (or "max") over the ranks, of the shape and dtype of ``x``, without a gradient."""
     operators, x = c10d.traced(), x.contiguous()
     with waiting_for_ranks():
         return operators.wait_tensor(operators.all_reduce(x, operation, _group(mesh)))
 
 
 def _all_gather(x: Tensor, mesh: DeviceMesh, dim: int, size: int) -> Tensor:
-    """This rank's part [..., n, ...] of dimension ``dim`` to [..., size, ...]; all but the last part are equal."""
+    """Gather parts [..., n, ...] of dimension ``dim`` to [..., size, ...]; all but the last part are equal."""
     dim %= x.dim()
     chunk = -(-size // mesh.size())
     # A collective wants equal parts.

@@ -9,9 +9,7 @@ With the sequence split between blocks, a column layer all-gathers x and a row l
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from copy import deepcopy
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +19,7 @@ from lockstep.comm.tree import Args, Kwargs
 from lockstep.errors import UsageError
 from lockstep.parallel.tensor import communication
 from lockstep.parallel.tensor.communication import part_of
+from lockstep.parallel.tensor.elsewhere import WeightElsewhere, leave_logits
 from lockstep.parallel.tensor.modules import (
     ParallelHook,
     TensorParallelGroup,
@@ -29,17 +28,15 @@ from lockstep.parallel.tensor.modules import (
     with_argument,
 )
 from lockstep.parallel.tensor.randomness import HasDropout, Stream, stream_of_group, stream_of_rank
-from lockstep.parallel.tensor.tensor_likes import (
-    RankFeatures,
-    ReportedWidth,
-    WeightElsewhere,
-    leave_logits,
-    unmarked,
-)
+from lockstep.parallel.tensor.rank_features import RankFeatures, ReportedWidth, unmarked
 from lockstep.torch_internals import modules as torch_modules
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+
+
+MARKED_FORWARDS = 2
+"""That of the proof, and the first of training: its backward refuses a loss that was computed of features."""
 
 
 class ColumnRowRegion(ParallelHook):
@@ -52,13 +49,19 @@ class ColumnRowRegion(ParallelHook):
     def __init__(self, group: TensorParallelGroup, drops: HasDropout, device: torch.device) -> None:
         self.group = group
         self.widths: set[int] = set()
-        self.reported: dict[int, int] = {}
         self.gathers = False
-        self.meets = False
+        self.heads = 0
+        self._marks_left: int | None = MARKED_FORWARDS
+        self._is_called = False
         self._drops = drops
         self._device = device
         self._sent: tuple[Tensor, Tensor] | None = None
         self._stream: Stream | None = None
+        group.after_forward.append(self._count_forward)
+
+    def set_heads(self, heads: int, gathers: bool) -> None:
+        """Let this be attention; ``gathers``: it is given chunks of the sequence."""
+        self.heads, self.gathers = heads, gathers
 
     def enter(
         self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
@@ -69,9 +72,9 @@ class ColumnRowRegion(ParallelHook):
             if found is not None:
                 whole = communication.gather_sequence(found[1], self.group.mesh)
                 args, kwargs = with_argument(args, kwargs, found[0], whole)
-        if self.reported:
-            args = tuple(self._report(value) for value in args)
-            kwargs = {name: self._report(value) for name, value in kwargs.items()}
+        if self.heads:
+            args = tuple(self._of_rank(value) for value in args)
+            kwargs = {name: self._of_rank(value) for name, value in kwargs.items()}
         return args, kwargs
 
     def close(self, module: nn.Module) -> None:
@@ -93,10 +96,24 @@ class ColumnRowRegion(ParallelHook):
         return self._sent[1]
 
     def marked(self, output: Tensor) -> Tensor:
-        """[..., features / N] of a column layer, known as this rank's where whole tensors meet it."""
-        if self.meets and torch.is_grad_enabled():
-            return RankFeatures.of(output, partial(communication.copy, mesh=self.group.mesh))
-        return output
+        """[..., features / N] of a column layer, known as this rank's where whole tensors may meet it.
+
+        Marks cost some microseconds for each operation. Where the first forwards had no use for them, they end. With a
+        split sequence there are none: gradients of whole parameters in blocks are sums then, and nothing else fits.
+        """
+        if self._marks_left == 0 or self.group.is_split or not torch.is_grad_enabled():
+            return output
+        self._is_called = True
+        return RankFeatures.of(output, self._met)
+
+    def _met(self, operand: Tensor) -> Tensor:
+        self._marks_left = None
+        return communication.copy(operand, self.group.mesh)
+
+    def _count_forward(self) -> None:
+        if self._marks_left and self._is_called:
+            self._marks_left -= 1
+            self._is_called = False
 
     def begin_parts(self) -> None:
         if self._stream is None and self._drops():
@@ -116,9 +133,17 @@ class ColumnRowRegion(ParallelHook):
                 return place, value
         return None
 
-    def _report(self, value: object) -> object:
-        if isinstance(value, Tensor) and value.dim() > 1 and value.shape[-1] in self.reported:
-            return ReportedWidth.of(value, self.reported[value.shape[-1]])
+    def _of_rank(self, value: object) -> object:
+        if not isinstance(value, Tensor):
+            return value
+        is_wide = value.dim() > 1 and value.shape[-1] in self.widths
+        # [batch, heads, queries, keys]: a bias or a mask of each head goes with the heads of this rank. Images may
+        # have as many rows as there are heads.
+        is_of_heads = value.dim() == 4 and value.shape[1] == self.heads
+        if is_of_heads and (not is_wide or value.shape[2] == value.shape[3]):
+            return self.marked(communication.split(unmarked(value), self.group.mesh, 1))
+        if is_wide:
+            return ReportedWidth.of(value, value.shape[-1] // self.group.mesh.size())
         return value
 
     def __deepcopy__(self, memo: dict[int, object]) -> ColumnRowRegion:
@@ -128,30 +153,6 @@ class ColumnRowRegion(ParallelHook):
         copied.__dict__.update(self.__dict__, _sent=None, _stream=None)
         copied._drops = deepcopy(self._drops, memo)
         return copied
-
-
-class HeadArguments(ParallelHook):
-    """Of a module around attention: of an argument that has something of each head, a rank takes its own heads.
-
-    ``places``: name -> (its place in a call, the numbers of dimensions that it has then).
-    """
-
-    def __init__(
-        self, region: ColumnRowRegion, heads: int, places: Mapping[str, tuple[int, tuple[int, ...]]]
-    ) -> None:
-        self.region, self.heads, self.places = region, heads, places
-
-    def enter(
-        self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> tuple[Args, Kwargs]:
-        for name, (place, dims) in self.places.items():
-            where: int | str = place if place < len(args) else name
-            value = args[place] if place < len(args) else kwargs.get(name)
-            # [..., heads, queries, keys]: a bias of each head goes with the heads that this rank has.
-            if isinstance(value, Tensor) and value.dim() in dims and value.shape[-3] == self.heads:
-                own = communication.split(unmarked(value), self.region.group.mesh, -3)
-                args, kwargs = with_argument(args, kwargs, where, self.region.marked(own))
-        return args, kwargs
 
 
 class SplitLayer(ParallelHook):

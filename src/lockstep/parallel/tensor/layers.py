@@ -279,7 +279,7 @@ class VocabParallelEmbedding(ParallelLayer):
 
 
 def check_divides(number: int, what: str, mesh: DeviceMesh | None) -> None:
-    """Raises UsageError where ``number`` cannot be divided among the ranks."""
+    """Raise UsageError where ``number`` cannot be divided among the ranks."""
     if mesh is not None and number % mesh.size():
         raise UsageError(
             f"The {number} {what} cannot be divided among tp={mesh.size()} ranks. Choose a multiple of {mesh.size()}."
@@ -287,7 +287,7 @@ def check_divides(number: int, what: str, mesh: DeviceMesh | None) -> None:
 
 
 def local_value(parameter: object) -> Any:
-    """This rank's part of a parameter, through which gradients flow."""
+    """Return this rank's part of a parameter, through which gradients flow."""
     return parameter.to_local() if is_dtensor(parameter) else parameter
 
 

@@ -247,7 +247,7 @@ def _class_rows(x: DTensor, target: Tensor) -> tuple[Tensor, Tensor, DeviceMesh,
 
 
 def _counts(target: Tensor, weight: Tensor | None, ignored: int, like: Tensor) -> Tensor:
-    """The weight of each target in the loss, in the shape of ``target``: 0 for those that are ignored."""
+    """Return the weight of each target in the loss, in the shape of ``target``: 0 for those that are ignored."""
     counts = (target != ignored).to(like.dtype)
     return counts if weight is None else counts * weight[target.masked_fill(target == ignored, 0)]
 

@@ -6,14 +6,17 @@ works on these, and what the ranks send each other is only what the parts say (s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from lockstep.comm.dtensor import is_dtensor
 from lockstep.comm.tree import Args, Kwargs
 from lockstep.model.changes import Subclassed, subclass
 from lockstep.parallel.tensor import communication
+from lockstep.parallel.tensor.rank_features import RankFeatures
 from lockstep.torch_internals import modules as torch_modules
 
 if TYPE_CHECKING:
@@ -29,6 +32,7 @@ class TensorParallelGroup:
         sequence: Whether activations between blocks are split along the sequence.
         loss: Whether logits stay split over the vocabulary in training.
         is_split: False while a forward without gradients cannot split its sequence.
+        after_forward: Called when a forward of the model has ended.
     """
 
     def __init__(self, mesh: DeviceMesh, sequence: bool = False, loss: bool = False) -> None:
@@ -36,6 +40,7 @@ class TensorParallelGroup:
         self.sequence = sequence
         self.loss = loss
         self.is_split = sequence
+        self.after_forward: list[Callable[[], None]] = []
         self._depth = 0
 
     @property
@@ -50,6 +55,8 @@ class TensorParallelGroup:
         # The model's own forward has ended: the next one may split its sequence again.
         if self._depth == 0:
             self.is_split = self.sequence
+            for call in self.after_forward:
+                call()
 
     def __deepcopy__(self, memo: object) -> TensorParallelGroup:
         return self
@@ -73,15 +80,16 @@ class ParallelHook:
 class ParallelModuleSpec:
     """Of one module: its parts, and how its parameters are used.
 
-    ``layer`` is the part that its split parameters belong to. ``reduced``: the gradient of its whole parameters is
-    a sum over the ranks, "always" or where the "sequence" is split.
+    ``layer`` is the part that its split parameters belong to. The gradient of its whole parameters is a sum over the
+    ranks if it ``is_partial``, or is ``in_sequence`` and the sequence is split.
     """
 
     def __init__(self, group: TensorParallelGroup) -> None:
         self.group = group
         self.parts: list[ParallelHook] = []
         self.layer: Any = None
-        self.reduced: str = ""
+        self.is_partial = False
+        self.in_sequence = False
 
     def value(self, module: nn.Module, name: str, parameter: DTensor) -> Tensor:
         if not is_dtensor(parameter):
@@ -89,11 +97,14 @@ class ParallelModuleSpec:
         is_split = self.layer is not None and name in self.layer.names
         value = self.layer.value(module, name, parameter) if is_split else self.whole_value(parameter)
         # Layers of torch sum over rows in kernels, which make new tensors.
-        return value if _is_of_torch(module) else communication.own_gradient(value)
+        if not _is_of_torch(module):
+            value = communication.own_gradient(value)
+        is_summed = self.is_partial and not is_split and torch.is_grad_enabled()
+        return RankFeatures.of(value, None) if is_summed else value
 
     def whole_value(self, parameter: DTensor) -> Tensor:
         value: Tensor = parameter.to_local()
-        is_sum = self.reduced == "always" or (self.reduced == "sequence" and self.group.is_split)
+        is_sum = self.is_partial or (self.in_sequence and self.group.is_split)
         return communication.copy(value, self.group.mesh) if is_sum else value
 
 
@@ -127,7 +138,7 @@ class TensorParallelForward(Subclassed, nn.Module):
 
 
 def spec_of(module: nn.Module) -> ParallelModuleSpec:
-    """What was attached to this module."""
+    """Return what was attached to this module."""
     return vars(module)["_tensor_spec"]
 
 
@@ -148,7 +159,7 @@ def attach_spec(module: nn.Module, spec: ParallelModuleSpec, classes: dict[objec
 
 
 def _parameter_property(name: str) -> property:
-    """The parameter; as a plain tensor of this rank's part while a forward runs."""
+    """Make a property of the parameter: a plain tensor of this rank's part while a forward runs."""
 
     def get(module: nn.Module) -> object:
         # A pipeline's placeholder for what another stage has.
@@ -179,7 +190,7 @@ def _padding_property() -> property:
 
 
 def _flat_weights_property() -> property:
-    """A recurrent module has its weights in a list, too."""
+    """Make a property of the list in which a recurrent module has its weights, too."""
 
     def get(module: nn.Module) -> list[object]:
         return torch_modules.flat_weights(module)
@@ -199,7 +210,7 @@ def first_tensor(args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[i
 def with_argument(
     args: tuple[object, ...], kwargs: dict[str, object], place: int | str, value: object
 ) -> tuple[tuple[object, ...], dict[str, object]]:
-    """The arguments with another value in one place."""
+    """Return the arguments with another value in one place."""
     if isinstance(place, int):
         return (*args[:place], value, *args[place + 1 :]), kwargs
     return args, {**kwargs, place: value}

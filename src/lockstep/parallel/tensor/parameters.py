@@ -82,7 +82,7 @@ def replace_parameters(modules: dict[str, nn.Module], plan: TensorPlan, mesh: De
 
 
 def distribute(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
-    """A parameter that is a DTensor, of the first rank's values; on the meta device of none."""
+    """Return a parameter that is a DTensor, of the first rank's values; on the meta device of none."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     values = parameter.detach()

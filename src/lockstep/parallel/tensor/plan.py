@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from lockstep.config.values import suggestion
 from lockstep.errors import UsageError
@@ -33,36 +31,26 @@ COLUMN_STYLES = ("colwise", "colwise_gather_output", "packed_colwise", "qkv_colw
 ROW_STYLES = ("rowwise", "rowwise_split_input")
 EMBEDDING_STYLES = ("embedding_rowwise", "embedding_colwise")
 PACKED = {"packed_colwise": 2, "qkv_colwise": 3}
-MEETS = "gradients of whole tensors that meet its output are added"
 WHOLE_STYLES = ("replicate", "sequence_parallel", "replicated_with_grad_allreduce")
 
 
 @dataclass(frozen=True)
 class PlanEntry:
-    """``name`` of a module, its ``style``, ``why``. ``meets``: whole tensors meet its output (see ``RankFeatures``)."""
+    """The ``style`` of the module of this ``name``, and ``why`` it has it."""
 
     name: str
     style: str
     why: str
-    meets: bool = False
 
 
 @dataclass(frozen=True)
 class AttentionRegion:
-    """An attention module whose heads are split.
-
-    ``attributes``: of the module, with the values that count one rank's share. ``reports_width``: its input must look
-    as wide as this rank's heads (see ``ReportedWidth``). ``arguments`` of the module ``around`` it: those whose
-    value may have something of each head, with the numbers of dimensions that it may have then.
-    """
+    """An attention module whose heads are split; ``attributes`` of it, with the values that count a rank's share."""
 
     name: str
     heads: int
     kv_heads: int
     attributes: Mapping[str, int] = field(default_factory=dict)
-    reports_width: bool = False
-    arguments: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    around: str = ""
 
 
 @dataclass(frozen=True)
@@ -83,7 +71,7 @@ class TensorPlan:
         return {entry.name: entry.style for entry in self.entries}
 
     def within(self, model: nn.Module) -> TensorPlan:
-        """What of this plan is about modules of ``model``: a part, such as a stage, of the one that it was made for."""
+        """Return what this plan says of modules of ``model``, such as a stage of the one that it was made for."""
         names = {name for name, _ in model.named_modules()}
         return TensorPlan(
             self.source,
@@ -94,7 +82,7 @@ class TensorPlan:
 
     def __str__(self) -> str:
         rows = [
-            *((e.name, e.style, f"{e.why}; {MEETS}" if e.meets else e.why) for e in self.entries),
+            *((e.name, e.style, e.why) for e in self.entries),
             *((name, "whole", why) for name, why in self.left.items()),
         ]
         merged: dict[tuple[str, str, str], int] = {}
@@ -171,7 +159,7 @@ def check_styles(patterns: Mapping[str, str], source: str) -> None:
 
 
 def check_fits(name: str, module: nn.Module, style: str, source: str) -> None:
-    """Raises UsageError where ``module`` cannot have the ``style``."""
+    """Raise UsageError where ``module`` cannot have the ``style``."""
     if isinstance(module, nn.MultiheadAttention) and style not in WHOLE_STYLES:
         raise UsageError(
             f"'{name}' is an nn.MultiheadAttention, which computes with all of its weights at once and cannot be "
@@ -196,7 +184,7 @@ def check_fits(name: str, module: nn.Module, style: str, source: str) -> None:
 
 
 def transformers_patterns(model: nn.Module) -> dict[str, str]:
-    """The plan that a transformers model brings, of its own names; empty where there is none."""
+    """Return the plan that a transformers model brings, of its own names; empty where there is none."""
     own = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
     if isinstance(own, Mapping) and own:
         return dict(own)
@@ -229,6 +217,14 @@ def features(module: nn.Module) -> tuple[int, int]:
     return (rows, columns) if is_conv1d(module) else (columns, rows)
 
 
+def called(modules: Mapping[str, nn.Module], name: str) -> str:
+    """Return the nearest module around ``name`` that has a forward."""
+    parent = name.rpartition(".")[0]
+    while parent and type(modules[parent]).forward is nn.Module.forward:
+        parent = parent.rpartition(".")[0]
+    return parent
+
+
 def matches_parts(pattern: str, name: str) -> bool:
     patterns, parts = pattern.split("."), name.split(".")
     return len(patterns) == len(parts) and all(map(fnmatchcase, parts, patterns))
@@ -236,54 +232,3 @@ def matches_parts(pattern: str, name: str) -> bool:
 
 def _generic(name: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
-
-
-ROWS, TOLERANCE = 3, 1e-3
-
-
-def computes_linear(layer: nn.Module) -> bool:
-    """Whether its forward, if it is its own, is linear in its input, its weight and its bias alone.
-
-    A subclass may quantise or normalise its weight, or have further parameters: a part of the weight then does not
-    give a part of the result. One without values yet is believed.
-    """
-    if not isinstance(layer, nn.Linear) or type(layer).forward is nn.Linear.forward:
-        return True
-    registered = {name: p for name, p in torch_modules.parameters_of(layer).items() if p is not None}
-    if any(parameter.is_meta for parameter in registered.values()):
-        return True
-    if set(registered) - {"weight", "bias"} or any(True for _ in layer.children()):
-        return False
-    # As if random, without drawing from a generator.
-    places = torch.arange(ROWS * layer.in_features, device=layer.weight.device, dtype=torch.float64)
-    x = torch.sin(places * places * 0.37 + 1).view(ROWS, -1).to(layer.weight.dtype)
-    try:
-        found = _with_gradients(layer, x, registered)
-    except Exception:
-        # Its forward may raise anything.
-        return False
-    expected = _with_gradients(lambda x: F.linear(x, layer.weight, layer.bias), x, registered)
-    return all(_close(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
-
-
-@torch.enable_grad()
-def _with_gradients(
-    function: Callable[[Tensor], Tensor], x: Tensor, parameters: dict[str, Tensor]
-) -> list[Tensor]:
-    x = x.clone().requires_grad_()
-    y = function(x)
-    wanted = [x, *(parameter for parameter in parameters.values() if parameter.requires_grad)]
-    # Unequal weights: a plain sum would give the same gradient to every output.
-    weights = torch.linspace(-1, 1, y.numel(), device=y.device, dtype=y.dtype).view_as(y)
-    gradients = torch.autograd.grad((y * weights).sum(), wanted, allow_unused=True)
-    return [
-        y.detach(),
-        *(torch.zeros_like(w) if g is None else g for w, g in zip(wanted, gradients, strict=True)),
-    ]
-
-
-def _close(mine: Tensor, theirs: Tensor) -> bool:
-    if mine.shape != theirs.shape:
-        return False
-    tolerance = TOLERANCE if mine.dtype in (torch.float32, torch.float64) else 5e-2
-    return bool((mine - theirs).norm() <= tolerance * theirs.norm() + 1e-6)

@@ -14,13 +14,9 @@ from torch import Tensor, nn
 
 from lockstep.comm.tree import Args, Kwargs
 from lockstep.errors import UsageError
-from lockstep.model.blocks import joined_name
 from lockstep.parallel.tensor import communication
 from lockstep.parallel.tensor.modules import ParallelHook, TensorParallelGroup, first_tensor, with_argument
-from lockstep.parallel.tensor.plan import TensorPlan
 from lockstep.parallel.tensor.randomness import HasDropout, Stream, stream_of_rank
-
-_OF_SINGLE_POSITIONS = (nn.LayerNorm, nn.RMSNorm, nn.PReLU)
 
 
 class SequenceBlock(ParallelHook):
@@ -85,12 +81,8 @@ class SequenceBlock(ParallelHook):
         return communication.gather(output, self.group.mesh, 1, size)
 
 
-def check_blocks(model: nn.Module, blocks: Mapping[str, nn.Module], plan: TensorPlan) -> None:
-    """Whether everything in the blocks that is not split works on single positions.
-
-    Raises:
-        UsageError: it does not, as far as one can see; names the module.
-    """
+def check_blocks(model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
+    """Raise UsageError unless there are blocks of one list."""
     if not blocks:
         raise UsageError(
             f"sequence_parallel splits activations between blocks, but no blocks of {type(model).__name__} were "
@@ -103,26 +95,3 @@ def check_blocks(model: nn.Module, blocks: Mapping[str, nn.Module], plan: Tensor
             f"{type(model).__name__} are in {', '.join(map(repr, sorted(lists)))}. Turn sequence_parallel off, "
             "or name the blocks of one list with blocks=..."
         )
-    styles = plan.styles
-    attention = {region.name for region in plan.attention}
-    for block_name, block in blocks.items():
-        if block_name in attention:
-            raise UsageError(
-                f"sequence_parallel gathers the sequence at the input of an attention module, but '{block_name}' is "
-                "both block and attention. Put the attention into a module of its own, or turn sequence_parallel off."
-            )
-        for inner_name, module in block.named_modules():
-            name = joined_name(block_name, inner_name)
-            own = next(module.parameters(recurse=False), None)
-            if own is None or name in styles:
-                continue
-            inside_attention = any(name.startswith(f"{region}.") for region in attention)
-            # By name, because models bring their own classes of norms; a matrix in one would mix more than positions.
-            is_norm = "norm" in type(module).__name__.lower() and all(
-                p.dim() <= 1 for p in module.parameters(recurse=False)
-            )
-            if not (inside_attention or is_norm or type(module) in _OF_SINGLE_POSITIONS):
-                raise UsageError(
-                    f"sequence_parallel gives each rank a chunk of the sequence, but '{name}' is a "
-                    f"{type(module).__name__}, which may need the whole sequence. Turn sequence_parallel off."
-                )

@@ -1,17 +1,9 @@
-"""What stands for a tensor in the forwards of split modules.
-
-- ``RankFeatures``: features that a rank alone has. They are marked where a column layer makes them, and what is
-  computed with them is marked too. An operand without the mark is whole, and the same on all ranks. Where it meets
-  marked ones, each rank uses it for its features alone, so that its gradient is complete only as the sum over the
-  ranks: it is taken there. What it was computed from, and where else it is used, does not matter then.
-- ``ReportedWidth``: the input of an attention module that counts this rank's heads.
-- ``WeightElsewhere``: a split weight in another module's forward.
-"""
+"""A split weight in the forward of another module than its own, and the logits that it computes there."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -21,123 +13,16 @@ from lockstep.comm.tree import Args, Kwargs
 from lockstep.errors import UsageError
 from lockstep.parallel.tensor import communication
 from lockstep.parallel.tensor.communication import part_of
-from lockstep.parallel.tensor.modules import TensorParallelGroup
 from lockstep.torch_internals.dispatch import TorchFunction
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-
-class ReportedWidth(Tensor):
-    """A tensor that reports a smaller last dimension, and is used whole.
-
-    Attention often finds the width of its heads as ``x.shape[-1] // self.heads``. With this rank's share of the
-    heads, the width must be this rank's share too. All but ``shape`` and ``size`` sees the tensor as it is.
-    """
-
-    whole: Tensor
-    width: int
-
-    @classmethod
-    def of(cls, whole: Tensor, width: int) -> ReportedWidth:
-        reported = whole.as_subclass(cls)
-        reported.whole, reported.width = whole, width
-        return reported
-
-    @classmethod
-    def __torch_function__(
-        cls, func: TorchFunction, types: object, args: Args = (), kwargs: Kwargs | None = None
-    ) -> object:
-        kwargs = kwargs or {}
-        if func == Tensor.shape.__get__ or func == Tensor.size:  # type: ignore[attr-defined]
-            tensor = args[0]
-            shape = torch.Size((*tensor.whole.shape[:-1], tensor.width))
-            dim = args[1] if len(args) > 1 else kwargs.get("dim")
-            return shape if dim is None else shape[dim]
-        return func(
-            *map(_without_marks, args), **{name: _without_marks(value) for name, value in kwargs.items()}
-        )
-
-
-def _without_marks(value: object) -> object:
-    if isinstance(value, ReportedWidth):
-        return value.whole
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(_without_marks, value)) if type(value) in (list, tuple) else value
-    return value
-
-
-class RankFeatures(Tensor):
-    """What a rank computed of its features. ``summing`` gives an operand whose gradient is summed."""
-
-    plain: Tensor
-    summing: Callable[[Tensor], Tensor]
-
-    @classmethod
-    def of(cls, plain: Tensor, summing: Callable[[Tensor], Tensor]) -> RankFeatures:
-        marked = plain.as_subclass(cls)
-        marked.plain, marked.summing = plain, summing
-        return marked
-
-    @classmethod
-    def __torch_function__(
-        cls, func: TorchFunction, types: object, args: tuple[object, ...] = (), kwargs: Kwargs | None = None
-    ) -> object:
-        kwargs = kwargs or {}
-        summing = _first(args, kwargs).summing
-        result = func(
-            *(_operand(value, summing) for value in args),
-            **{name: _operand(value, summing) for name, value in kwargs.items()},
-        )
-        return _marked(result, summing)
-
-    def __deepcopy__(self, memo: object) -> Tensor:
-        return self.plain.__deepcopy__(memo)
-
-    def __reduce_ex__(self, protocol: object) -> str | tuple[object, ...]:
-        return self.plain.__reduce_ex__(protocol)
-
-
-def unmarked(value: object) -> Any:
-    """The plain tensor."""
-    return value.plain if isinstance(value, RankFeatures) else value
-
-
-def _first(args: tuple[object, ...], kwargs: dict[str, object]) -> RankFeatures:
-    waiting = [*args, *kwargs.values()]
-    for value in waiting:
-        if isinstance(value, RankFeatures):
-            return value
-        if isinstance(value, (list, tuple)):
-            waiting.extend(value)
-        elif isinstance(value, dict):
-            waiting.extend(value.values())
-    raise TypeError("no operand is marked")
-
-
-def _operand(value: Any, summing: Callable[[Tensor], Tensor]) -> object:
-    if isinstance(value, RankFeatures):
-        return value.plain
-    if isinstance(value, ReportedWidth):
-        value = value.whole
-    if isinstance(value, Tensor):
-        return summing(value) if value.requires_grad and torch.is_grad_enabled() else value
-    if type(value) in (list, tuple):
-        return type(value)(_operand(inner, summing) for inner in value)
-    return value
-
-
-def _marked(value: object, summing: Callable[[Tensor], Tensor]) -> object:
-    if isinstance(value, Tensor):
-        return RankFeatures.of(value, summing)
-    if isinstance(value, (list, tuple)) and any(isinstance(inner, Tensor) for inner in value):
-        marked = [_marked(inner, summing) for inner in value]
-        return type(value)(marked)
-    return value
+    from lockstep.parallel.tensor.modules import TensorParallelGroup
 
 
 def leave_logits(local: Tensor, group: TensorParallelGroup, size: int, stays_split: bool) -> object:
-    """The ranks' features [..., size / N] as one [..., size]: gathered, or a DTensor where the loss works on parts."""
+    """Return features [..., size / N] as one [..., size]: gathered, or a DTensor where the loss works on parts."""
     if not (stays_split and group.loss and torch.is_grad_enabled()):
         return communication.gather(local, group.mesh, -1, size)
     from torch.distributed.tensor import DTensor, Shard
