@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from lockstep import Accelerator
 from lockstep.errors import LockstepError
 from lockstep.parallel.pipeline import PipelineOptions
 from tests.frozen.verdicts import hold
@@ -31,15 +32,17 @@ def expected(name: str) -> Any:
 def outcome(name: str) -> tuple[str, str]:
     """Whether this rank has plain torch's numbers, refuses, or crashes."""
     fragment = FRAGMENTS[name]
-    options = PipelineOptions(**{"micro_batches": 4, **fragment.options})
+    accelerator = Accelerator(cpu=True, parallel=f"pp=2 micro_batches=4 blocks=Block {fragment.words}")
     try:
-        model: nn.Module = pipeline(fragments.seeded(fragment), options, ("Block",))
+        model: Any = accelerator.prepare(fragments.seeded(fragment))
         with contextlib.redirect_stderr(io.StringIO()):
-            got = fragments.trained(model, fragment)
+            got = fragments.trained(model, fragment, accelerator.backward)
     except LockstepError as error:
         return "refused", str(error)
     except Exception:
         return "crashed", traceback.format_exc()
+    finally:
+        accelerator.free_memory()
     wanted = expected(name)
     for mine, theirs in zip(got[0], wanted[0], strict=True):
         if abs(mine - theirs) > TOLERANCE * max(1, abs(theirs)):

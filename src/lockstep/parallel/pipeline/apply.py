@@ -37,7 +37,7 @@ def split_model(
     options: PipelineOptions | None = None,
     device: torch.device | None = None,
 ) -> PipelineModel:
-    """This rank's stages of ``model``. Blocks of other stages leave ``model`` at once.
+    """Return this rank's stages of ``model``. Blocks of other stages leave ``model`` at once.
 
     Parameters outside blocks stay on every rank until the first forward, which shows where they are used.
 
