@@ -276,13 +276,16 @@ AT = (2,)
 
 FRAGMENTS: dict[str, Fragment] = {
     # losses
-    "mean": Fragment(fast=True),
+    "mean": Fragment(),
     "sum": Fragment(lambda m, x, y: ce(m, x, y, reduction="sum"), words="loss=sum"),
     "sum, not said": Fragment(
         lambda m, x, y: ce(m, x, y, reduction="sum"), says=("1/4 of it", "loss=sum"), fast=True
     ),
     "sum by a tensor": Fragment(
         lambda m, x, y, n: ce(m, x, y, reduction="sum") / n, kwargs={"n": torch.tensor(37)}, words="loss=sum"
+    ),
+    "sum by a number": Fragment(
+        lambda m, x, y, n: ce(m, x, y, reduction="sum") / n, kwargs={"n": 37.0}, words="loss=sum"
     ),
     "sum by the number of items": Fragment(
         lambda m, x, y, num_items_in_batch: ce(m, x, y, reduction="sum") / num_items_in_batch,
@@ -295,22 +298,37 @@ FRAGMENTS: dict[str, Fragment] = {
     "padded by a mask": Fragment(padded_mean, padded=True, words="loss=whole"),
     "padded, selected": Fragment(selected, padded=True, words="loss=whole"),
     "padded, each row": Fragment(per_row, padded=True),
-    "weights of classes": Fragment(
+    "padded, weights of classes": Fragment(
         lambda m, x, y, w: ce(m, x, y, weight=w),
         kwargs={"w": torch.linspace(1, 2, V)},
         padded=True,
         words="loss=whole",
     ),
-    "smoothed": Fragment(lambda m, x, y: ce(m, x, y, label_smoothing=0.1)),
+    "weights of classes": Fragment(
+        lambda m, x, y, w: ce(m, x, y, weight=w), kwargs={"w": torch.linspace(1, 2, V)}, words="loss=whole"
+    ),
+    "smoothed": Fragment(lambda m, x, y: ce(m, x, y, label_smoothing=0.1), padded=True, words="loss=whole"),
     "padded sum": Fragment(lambda m, x, y: ce(m, x, y, reduction="sum"), padded=True, words="loss=sum"),
+    "padded sum by a number": Fragment(
+        lambda m, x, y, n: ce(m, x, y, reduction="sum") / n,
+        kwargs={"n": 40.0},
+        padded=True,
+        words="loss=sum",
+    ),
     "contrastive": Fragment(contrastive, words="loss=whole"),
     "contrastive, not said": Fragment(contrastive, says=("does not compute", "loss=whole")),
+    "exp of a mean": Fragment(lambda m, x, y: ce(m, x, y).exp(), words="loss=whole"),
     "root of a mean": Fragment(lambda m, x, y: (m.head(x) ** 2).mean().sqrt(), words="loss=whole"),
+    "squared sum": Fragment(lambda m, x, y: ce(m, x, y, reduction="sum") ** 2 * 1e-3, words="loss=whole"),
     "sum and mean": Fragment(lambda m, x, y: ce(m, x, y) + 1e-2 * x.square().sum(), words="loss=whole"),
     "mean and a term of weights": Fragment(lambda m, x, y: ce(m, x, y) + 1e-2 * m.head.weight.square().sum()),
+    "sum and a term of weights": Fragment(
+        lambda m, x, y: ce(m, x, y, reduction="sum") + m.head.weight.square().sum(), words="loss=whole"
+    ),
     "mean over rows of sums": Fragment(
         lambda m, x, y: F.cross_entropy(m.head(x).transpose(1, 2), y, reduction="none").sum(1).mean()
     ),
+    "mse": Fragment(lambda m, x, y: F.mse_loss(m.head(x)[..., 0], y.float())),
     "bce": Fragment(lambda m, x, y: F.binary_cross_entropy_with_logits(m.head(x)[..., 0], (y > 8).float())),
     "max over the batch": Fragment(lambda m, x, y: ce(m, x, y, reduction="none").max(), words="loss=whole"),
     "centred over the batch": Fragment(
@@ -335,20 +353,40 @@ FRAGMENTS: dict[str, Fragment] = {
     ),
     # arguments
     "positions": Fragment(forward=with_positions, kwargs={"pos": POSITIONS}, words="batch_dims=pos=none"),
+    "positions with features": Fragment(
+        forward=with_positions,
+        kwargs={"pos": POSITIONS[:, None].expand(L, D).contiguous()},
+        words="batch_dims=pos=none",
+    ),
     "positions, not said": Fragment(
         forward=with_positions, kwargs={"pos": POSITIONS}, says=("batch_dims=NAME=none",), fast=True
     ),
     "positions of another length": Fragment(
         forward=lambda m, ids, labels, pos: with_positions(m, ids, labels, pos[:, :L]),
         kwargs={"pos": torch.linspace(0, 1, 2 * L)[None]},
-        fast=True,
     ),
-    "mask": Fragment(forward=with_mask, kwargs={"mask": MASK}, fast=True),
+    "mask": Fragment(forward=with_mask, kwargs={"mask": MASK}),
+    "weights as long as the batch": Fragment(
+        lambda m, x, y, w: F.cross_entropy(m.head(x)[..., :B].flatten(0, 1), y.flatten() % B, weight=w),
+        kwargs={"w": torch.ones(B)},
+        words="batch_dims=w=none",
+    ),
+    "uneven weights as long as the batch": Fragment(
+        lambda m, x, y, w: F.cross_entropy(m.head(x)[..., :B].flatten(0, 1), y.flatten() % B, weight=w),
+        kwargs={"w": torch.linspace(1, 2, B)},
+        words="batch_dims=w=none loss=whole",
+    ),
     "weights of samples": Fragment(
         lambda m, x, y, w: (
             F.cross_entropy(m.head(x).transpose(1, 2), y, reduction="none").mean(1) * w
         ).mean(),
         kwargs={"w": torch.linspace(1, 2, B)},
+    ),
+    "positions first": Fragment(
+        forward=with_positions,
+        kwargs={"pos": torch.linspace(0, 1, L)},
+        first="pos",
+        words="batch_dims=pos=none",
     ),
     "positions of another length first": Fragment(
         forward=lambda m, ids, labels, pos: with_positions(m, ids, labels, pos[:L]),
@@ -363,9 +401,6 @@ FRAGMENTS: dict[str, Fragment] = {
         forward=time_major,
         kwargs={"cond": torch.randn(L, B, D, generator=_g())},
         words="batch_dims=ids=0,labels=0,cond=1",
-    ),
-    "an unknown name": Fragment(
-        words="batch_dims=idz=0", says=("'idz'", "not an argument", "Did you mean"), fast=True
     ),
     "a mapping": Fragment(
         forward=lambda m, ids, labels, extra: with_mask(m, ids, labels, extra["mask"] * extra["pos"]),

@@ -347,7 +347,7 @@ PASSING: dict[str, Fragment] = {
     "means added up": Fragment(forward=added(mean), fast=True),
     "sums added up": Fragment(forward=added(total), says=("does not compute",)),
     "means of blocks": returned(mean),
-    "sums of blocks": returned(total, says=("does not compute", "without the others"), fast=True),
+    "sums of blocks": returned(total, says=("does not compute", "without the others")),
     "sums of blocks, all of it": Fragment(
         forward=loss_is_a_sum, after=lambda b, x, *a: (x, total(b, x)), words="loss=sum"
     ),
@@ -366,7 +366,7 @@ PASSING: dict[str, Fragment] = {
     "balance of blocks, looked at": Fragment(forward=looked_at, after=lambda b, x, *a: (x, balance(b, x))),
     "several of blocks": Fragment(forward=of_two, after=two),
     "a sum and means": Fragment(forward=loss_is_a_sum, after=keep_mean, words="loss=whole"),
-    "a number through blocks": Fragment(forward=through(0.0), after=adds, fast=True),
+    "a number through blocks": Fragment(forward=through(0.0), after=adds),
     "a tensor through blocks": Fragment(forward=through(torch.zeros(())), after=adds),
     "a cache through blocks": Fragment(forward=cache, after=keeps, fast=True),
     "a growing list": Fragment(forward=growing, after=lambda b, x, past: (x, [*past, x.tanh()])),

@@ -13,12 +13,9 @@ if not TYPE_CHECKING:
     __getattr__ = names_of_modules(
         __name__,
         {
+            "batch_dims": ["argument_names", "find_batch"],
             "gradients": ["GradientAccumulator"],
-            "layout": ["Layout"],
             "micro_batch": ["count_for_evaluation", "count_for_training", "ModelCall"],
             "options": ["balanced", "rank_of_stage"],
-            "trace": ["Tracer"],
-            "whole_trace": ["trace_model"],
-            "traced": ["ModelTrace"],
         },
     )
