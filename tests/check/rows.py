@@ -97,7 +97,7 @@ TABLE = {
     2: Row("tp=2", lambda: LanguageModel("features"), "module 'blocks.1.feedforward'"),
     3: Row("cp=2", lambda: LanguageModel("shift"), "module 'blocks.1'"),
     4: Row("pp=2", lambda: LanguageModel(reduction="sum"), "LanguageModel's own forward"),
-    5: Row("pp=2", LanguageModel, "The forward of LanguageModel", {"positions": LINE}),
+    5: Row("pp=2", LanguageModel, "LanguageModel's own forward", {"positions": LINE}),
     6: Row("pp=2", lambda: LanguageModel("counter"), "module 'blocks.1'"),
     7: Row("pp=2", lambda: LanguageModel("note"), "LanguageModel's own forward"),
 }

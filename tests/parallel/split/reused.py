@@ -78,12 +78,14 @@ def _between(function: Callable[[Tensor], Tensor]) -> Fragment:
     return Fragment(body=body, rows=8, length=16)
 
 
+OF_PIPELINES_ALONE = ("time first", "sum by the number of items", "positions of another length")
+
 REUSED: dict[str, Fragment] = {
     **{f"layer: {name}": _of_tensor(fragment) for name, fragment in tensor.FRAGMENTS.items()},
     **{
         f"model: {name}": _of_pipeline(fragment)
         for name, fragment in pipeline.FRAGMENTS.items()
-        if "not said" not in name and name not in ("a bank, said", "time first", "said mean")
+        if "said" not in name and name not in OF_PIPELINES_ALONE
     },
     **{f"block: {name}": _of_context(f) for name, f in {**mixing.RIGHT, **mixing.MIXING}.items()},
     **{f"between: {name}": _between(function) for name, function in mixing.BETWEEN.items()},
