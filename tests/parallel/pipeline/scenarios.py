@@ -360,14 +360,12 @@ def _bare() -> nn.Module:
 
 
 def divided() -> dict[str, Any]:
-    """Parameters of each rank for splits that are named, balanced by bytes and balanced by cost."""
+    """Parameters of each rank for splits that are named, and balanced by bytes."""
     held = {}
     v_shaped = [Schedule(name) for name in problem.schedules("zbv")]
-    costs = {f"blocks.{index}": 1.0 + 5 * (index == 0) for index in range(4)}
     for name, options in {
         "bytes": PipelineOptions(),
         "named": PipelineOptions(split=("blocks.3",)),
-        "costs": PipelineOptions(block_costs=costs),
         **dict.fromkeys(["V"] * len(v_shaped), PipelineOptions(*v_shaped)),
     }.items():
         model = pipeline(seeded(GPT), options)

@@ -83,7 +83,7 @@ def _starts(
     if options.split:
         starts = begin_at(options.split, names, stages)
     else:
-        starts = balanced(*_costs(model, blocks, options), stages)
+        starts = balanced(*_costs(model, blocks), stages)
     for stage, (start, end) in enumerate(zip(starts, [*starts[1:], len(names)], strict=True)):
         blocks_of_stage = names[start:end]
         if not any(True for name in blocks_of_stage for _ in blocks[name].parameters()):
@@ -94,18 +94,9 @@ def _starts(
     return starts
 
 
-def _costs(
-    model: nn.Module, blocks: dict[str, nn.Module], options: PipelineOptions
-) -> tuple[list[float], float, float]:
+def _costs(model: nn.Module, blocks: dict[str, nn.Module]) -> tuple[list[float], float, float]:
     """Cost of each block, of what stands before the first and of what stands behind."""
-    if options.block_costs is not None:
-        missing = [name for name in blocks if name not in options.block_costs]
-        if missing:
-            raise UsageError(
-                f"block_costs has no cost of {join_names(missing, most=4)}. Give one for each block."
-            )
-        return [options.block_costs[name] for name in blocks], 0.0, 0.0
-    # Nothing was measured: time is taken to grow with the weights that are multiplied by.
+    # Time is taken to grow with the weights that are multiplied by.
     costs = [float(sum(_bytes(p) for p in nn.Module.parameters(block))) for block in blocks.values()]
     inside = {id(p) for block in blocks.values() for p in nn.Module.parameters(block)}
     first = next(iter(blocks))
@@ -130,7 +121,7 @@ def block_seconds(
 ) -> dict[str, float]:
     """Name -> seconds of a block's forward: the least of ``repeats`` runs of ``model(*args, **kwargs)`` on one device.
 
-    For ``PipelineOptions.block_costs``. Every rank must balance by the same numbers: measure on one.
+    Every rank must balance by the same numbers: measure on one.
     """
     least = dict.fromkeys(blocks, float("inf"))
     began: dict[str, float] = {}

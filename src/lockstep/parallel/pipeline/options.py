@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Literal
@@ -27,8 +27,6 @@ class PipelineOptions:
         micro_batches: Parts that a batch is cut into; 0: chosen (four for each rank, if the batch divides).
         stages_per_rank: Stages that each rank holds; 0: what the schedule needs.
         split: Names of the blocks at which stages begin, without the first; () balances the stages.
-        block_costs: Cost of each block by name, for instance the seconds of ``block_seconds``, by which stages
-            are balanced; None: bytes of parameters.
         batch_dims: ``name=dim`` or ``name=none`` for arguments: which dimension is cut into micro-batches. Of those
             that are not named it is dim 0, if that is as long as the batch.
         loss_reduction: What the loss of the batch is of those of its micro-batches. ``whole``: neither mean nor sum,
@@ -45,7 +43,6 @@ class PipelineOptions:
     micro_batches: int = 0
     stages_per_rank: int = 0
     split: tuple[str, ...] = ()
-    block_costs: Mapping[str, float] | None = None
     batch_dims: tuple[str, ...] = ()
     loss_reduction: LossReduction = "auto"
     outputs: OutputsMode = "auto"
