@@ -80,10 +80,8 @@ def _starts(
             f"{type(model).__name__}."
         )
     names = list(blocks)
-    if options.split:
-        starts = begin_at(options.split, names, stages)
-    else:
-        starts = balanced(*_costs(model, blocks), stages)
+    split = options.split
+    starts = begin_at(split, names, stages) if split else balanced(*_costs(model, blocks), stages)
     for stage, (start, end) in enumerate(zip(starts, [*starts[1:], len(names)], strict=True)):
         blocks_of_stage = names[start:end]
         if not any(True for name in blocks_of_stage for _ in blocks[name].parameters()):
