@@ -94,3 +94,45 @@ FAST: dict[str, tuple[str, ...]] = {
     ),
 }
 """What is not left to the long run; all faults that were found are among them."""
+
+WORDS: dict[str, dict[str, tuple[str, ...]]] = {
+    "pp": {
+        "loss=sum": ("loss: sum", "loss: sum by a constant"),
+        "loss=whole": (
+            "loss: mean of padded",
+            "loss: sum by labels",
+            "loss: weights of classes",
+            "loss: weights of classes as a buffer",
+            "loss: weights of tokens",
+            "loss: smoothed and padded",
+            "loss: shifted and padded",
+            "loss: preferences",
+            "loss: preferences side by side",
+            "loss: policy gradient",
+            "loss: in-batch negatives",
+            "loss: triplets",
+            "loss: decorrelation",
+            "loss: masked by lengths",
+            "loss: hardest tokens",
+            "loss: log-sum-exp of rows",
+            "loss: over its own value",
+            "loss: mixed rows",
+            "loss: square root",
+            "loss: logarithm of a mean",
+            "loss: flooding",
+            "loss: maximum of two",
+            "loss: entropy of the mean prediction",
+            "loss: detached",
+            "alike: zero times a sum",
+            "state: running loss",
+            "state: classes seen",
+        ),
+    }
+}
+"""What is said under a strategy, beside what a fragment itself says."""
+
+
+def words_of(name: str, strategy: str) -> str:
+    """What ``parallel`` says under a strategy for one fragment."""
+    said = [words for words, names in WORDS.get(strategy, {}).items() if name in names]
+    return " ".join([FRAGMENTS[name].options.get(strategy, ""), *said])
