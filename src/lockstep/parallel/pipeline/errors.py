@@ -79,6 +79,15 @@ def unknown_result(block: str, where: str, text: str) -> UsageError:
     )
 
 
+def needs_value(title: str) -> UsageError:
+    """For a forward that needs, or returns, a value that only another stage has."""
+    return UsageError(
+        f"The forward of {title} needs a value of a tensor that only another "
+        "stage of the pipeline has, such as a weight of its blocks. Move this code into that block, or "
+        "into the training loop."
+    )
+
+
 def leaked(where: str, shape: Sequence[int]) -> UsageError:
     """For a tensor that the forward of ``where`` uses, and that an earlier stage has made and not handed on."""
     return UsageError(

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from lockstep.comm.tree import leaves, tensor_leaves
 from lockstep.errors import UsageError
 from lockstep.parallel.pipeline.absent import Change, StageLeft, carried, changed, is_placeholder
+from lockstep.parallel.pipeline.errors import needs_value
 from lockstep.parallel.pipeline.exchange import Exchange, LocalBlock
 from lockstep.parallel.pipeline.micro_batch import ModelCall
 from lockstep.parallel.pipeline.state import ForwardState
@@ -102,11 +103,7 @@ class StageForward:
         try:
             return self._run(micro_batch, received)
         except UNKNOWN_VALUE as error:
-            refusal = UsageError(
-                f"The forward of {type(self._forward).__name__} needs a value of a tensor that only another "
-                "stage of the pipeline has, such as a weight of its blocks. Move this code into that block, or "
-                "into the training loop."
-            )
+            refusal = needs_value(type(self._forward).__name__)
             refusal.__cause__ = error
             failed: Exception = refusal
         except Exception as error:

@@ -9,8 +9,16 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.comm.tree import tensor_leaves
 from lockstep.errors import LockstepError
-from lockstep.parallel.pipeline.errors import consequence_of, fails_on_parts, follows_rows, text_of
+from lockstep.parallel.pipeline.absent import is_placeholder
+from lockstep.parallel.pipeline.errors import (
+    consequence_of,
+    fails_on_parts,
+    follows_rows,
+    needs_value,
+    text_of,
+)
 from lockstep.parallel.pipeline.local import LocalStages
 from lockstep.parallel.pipeline.passes import Batch, fill_only
 from lockstep.parallel.pipeline.stage_forward import Pass
@@ -26,7 +34,10 @@ def try_forwards(stages: LocalStages, batch: Batch, needs_whole: bool, rows: str
     failures: list[Exception] = []
 
     def finish(part: int | None, output: object) -> tuple[Tensor, ...]:
-        batch.with_loss(output, part)
+        found = tensor_leaves(batch.with_loss(output, part))
+        # A weight of another stage in the loss: its backward would fail on this rank alone.
+        if any(map(is_placeholder, found.values())):
+            raise needs_value(stages.title)
         return ()
 
     def whole(outputs: dict[str, list[object]]) -> tuple[Tensor, ...]:
