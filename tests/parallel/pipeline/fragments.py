@@ -278,9 +278,7 @@ FRAGMENTS: dict[str, Fragment] = {
     # losses
     "mean": Fragment(),
     "sum": Fragment(lambda m, x, y: ce(m, x, y, reduction="sum"), words="loss=sum"),
-    "sum, not said": Fragment(
-        lambda m, x, y: ce(m, x, y, reduction="sum"), says=("1/4 of it", "loss=sum"), fast=True
-    ),
+    "sum, not said": Fragment(lambda m, x, y: ce(m, x, y, reduction="sum"), says=("1/4 of it", "loss=sum")),
     "sum by a tensor": Fragment(
         lambda m, x, y, n: ce(m, x, y, reduction="sum") / n, kwargs={"n": torch.tensor(37)}, words="loss=sum"
     ),
@@ -423,9 +421,7 @@ FRAGMENTS: dict[str, Fragment] = {
         forward=collected_by_hook, says=("neither returns it nor keeps", "output_router_logits"), fast=True
     ),
     "a note": Fragment(block=attribute("noted", None), hook=notes),
-    "batch norm": Fragment(
-        block=batch_norm, hook=normed, at=AT, says=("'blocks.2.bn'", "GroupNorm"), fast=True
-    ),
+    "batch norm": Fragment(block=batch_norm, hook=normed, at=AT, says=("'blocks.2.bn'", "GroupNorm")),
     "frozen batch norm": Fragment(block=frozen_norm, hook=normed, at=AT),
     "attributes of blocks": Fragment(forward=attribute_of_block, fast=True),
     "flag on blocks": Fragment(forward=flag_on_block, block=attribute("depth", 0), hook=uses_flag),

@@ -370,7 +370,7 @@ PASSING: dict[str, Fragment] = {
     "a tensor through blocks": Fragment(forward=through(torch.zeros(())), after=adds),
     "a cache through blocks": Fragment(forward=cache, after=keeps, fast=True),
     "a growing list": Fragment(forward=growing, after=lambda b, x, past: (x, [*past, x.tanh()])),
-    "deep supervision": Fragment(forward=supervised, padded=True, words="loss=whole", fast=True),
+    "deep supervision": Fragment(forward=supervised, padded=True, words="loss=whole"),
     "mixture of layers": Fragment(forward=stacked, root=mixing),
     "long skips": Fragment(forward=unet, fast=True),
     "long skips as arguments": Fragment(forward=unet_by_arguments, hook=joins),
@@ -395,6 +395,6 @@ PASSING: dict[str, Fragment] = {
     ),
     "a preallocated tensor": Fragment(forward=preallocated),
     "rows are mixed": Fragment(
-        forward=in_place, after=mixes_rows, says=("does not compute", "without the others"), fast=True
+        forward=in_place, after=mixes_rows, says=("does not compute", "without the others")
     ),
 }

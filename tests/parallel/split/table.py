@@ -64,19 +64,10 @@ FAST: dict[str, tuple[str, ...]] = {
         *("structure: a vector of each row to blocks", "attention: multihead, time first"),
     ),
     "pp": (
-        *("structure: a parameter in a list", "mlp: pruned"),
-        *(
-            "loss: sum by rows",
-            "loss: in-batch negatives",
-            "loss: l1 of norms",
-            "loss: a moving teacher",
-            "loss: shifted",
-        ),
-        *("state: counter in a list", "state: running mean of weights", "state: annealed temperature"),
-        *("state: running mean", "model: positions", "structure: class token", "structure: two lists"),
-        *("structure: features as many as rows", "mlp: experts that choose rows"),
-        *("alike: experts by where, their routers' losses", "alike: nodes of one graph"),
-        "alike: zero times zero times rows",
+        *("structure: a parameter in a list", "mlp: pruned", "loss: l1 of norms", "loss: a moving teacher"),
+        *("state: counter in a list", "state: running mean of weights", "structure: class token"),
+        *("structure: two lists", "structure: features as many as rows"),
+        "alike: experts by where, their routers' losses",
     ),
     "ep": (
         *(
@@ -98,6 +89,11 @@ FAST: dict[str, tuple[str, ...]] = {
 WORDS: dict[str, dict[str, tuple[str, ...]]] = {
     "pp": {
         "loss=sum": ("loss: sum", "loss: sum by a constant"),
+        "batch_dims=c=none": (
+            "structure: features as many as rows",
+            "structure: positions as many as rows",
+            "structure: classes as many as rows",
+        ),
         "loss=whole": (
             "loss: mean of padded",
             "loss: sum by labels",
@@ -126,6 +122,7 @@ WORDS: dict[str, dict[str, tuple[str, ...]]] = {
             "alike: zero times a sum",
             "state: running loss",
             "state: classes seen",
+            "structure: classes as many as rows",
         ),
     }
 }
