@@ -35,8 +35,9 @@ def try_forwards(stages: LocalStages, batch: Batch, needs_whole: bool, rows: str
 
     def finish(part: int | None, output: object) -> tuple[Tensor, ...]:
         found = tensor_leaves(batch.with_loss(output, part))
-        # A weight of another stage in the loss: its backward would fail on this rank alone.
-        if any(map(is_placeholder, found.values())):
+        # A weight of another stage in it: its backward would fail on this rank alone.
+        trained_on = found.values() if batch.plan.loss is None else [found[batch.plan.loss]]
+        if any(map(is_placeholder, trained_on)):
             raise needs_value(stages.title)
         return ()
 
