@@ -89,6 +89,7 @@ FAST: dict[str, tuple[str, ...]] = {
 WORDS: dict[str, dict[str, tuple[str, ...]]] = {
     "pp": {
         "loss=sum": ("loss: sum", "loss: sum by a constant"),
+        "micro_batches=4": ("loss: preferences",),
         "batch_dims=c=none": (
             "structure: features as many as rows",
             "structure: positions as many as rows",
