@@ -220,7 +220,8 @@ REFUSED: dict[str, dict[str, tuple[str, ...]]] = {
         "cp_method=ulysses": ("structure: scalar mix",),
     },
     "pp": {
-        "micro-batches of a pipeline": ("alike: nodes of one graph", "loss: adaptive softmax"),
+        "micro-batches of a pipeline": ("alike: nodes of one graph",),
+        "they divide by different numbers": ("loss: adaptive softmax",),
         "batch_dims=": ("model: a bank",),
         "changes the buffer": (
             "model: average of rows",
