@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from lockstep import Accelerator
 from lockstep.errors import LockstepError
-from lockstep.parallel.pipeline import Derivation
 from lockstep.parallel.tensor import ColumnRowRegion, infer_plan
 from tests.patching import module_of
 
@@ -113,7 +112,6 @@ def said(row: Row, derives: bool) -> tuple[str, bool]:
         if not derives:
             patch.setattr(module_of(infer_plan), "_why_whole", lambda *_: "")
             patch.setattr(module_of(ColumnRowRegion), "MARKED_FORWARDS", 0)
-            patch.setattr(Derivation, "is_on", False)
         accelerator = Accelerator(cpu=True, parallel=row.parallel)
         user = row.make()
         model, optimizer = accelerator.prepare(user, torch.optim.SGD(user.parameters(), 0.1))

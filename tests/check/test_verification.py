@@ -24,11 +24,11 @@ WRONG: dict[str, tuple[str, dict[str, str]]] = {
 }
 SAID = {
     "gradient": ["the gradient of 'blocks.1.", "begins in module 'blocks.1'", "tp_plan"],
-    "counter": ["mix the rows", "change from call to call"],
+    "counter": ["LanguageModel", "blocks.1"],
     "sum": ["the loss is", "1/8 of it", "LanguageModel's own forward"],
     "batchnorm": ["blocks.1.norm1"],
     "padded": ["loss", "LanguageModel"],
-    "raises": ["KeyError in the module 'blocks.1'", "micro-batches are not what this takes"],
+    "raises": ["KeyError", "micro-batches are not what this takes", "one of the 4 micro-batches"],
     "positions": ["'blocks.1'", "mixes positions outside of attention"],
     "pooled": ["loss", "LanguageModel's own forward", "positions"],
 }
@@ -132,23 +132,14 @@ def test_other_words_are_refused(value: str) -> None:
     expect_refusal(ConfigError, "verify", Accelerator, cpu=True, parallel={"tp": 1, "verify": value})
 
 
-def test_a_setting_that_makes_a_pipeline_wrong_is_caught_before_the_next_step(run_distributed: Any) -> None:
-    given = ("blocks.1", "centres", [False, False, True])
+def test_a_setting_that_makes_a_pipeline_wrong_is_caught_by_a_later_proof(run_distributed: Any) -> None:
+    given = ("blocks.1", "centres", [False, False, True], "pp=2 verify=every:1")
     for _, text, steps in run_distributed(changing.changed, 2, *given, timeout_s=60):
-        assert "mix the rows" in text
+        assert "in training call 3" in text
         assert steps == 2
 
 
-def test_each_state_of_the_settings_is_proved_once(run_distributed: Any) -> None:
-    given = ("", "reduction", ["mean", "mean", "sum", "mean", "sum"])
-    (lines, *first), (nothing, *second) = run_distributed(changing.changed, 2, *given, timeout_s=60)
-    assert ["on the first batch" in line or "in training call 3" in line for line in lines] == [True, True], (
-        lines
-    )
-    assert nothing == [] and first == second == ["", 5]
-
-
 def test_a_setting_that_is_set_back_is_set_back_in_the_whole_model(run_distributed: Any) -> None:
-    given = ("", "reduction", ["mean", "sum", "mean"], "pp=2 verify=every:1")
+    given = ("", "reduction", ["mean", "sum", "mean"], "pp=2 loss=whole verify=every:1")
     (lines, *first), (_, *second) = run_distributed(changing.changed, 2, *given, timeout_s=60)
     assert len(lines) >= 3 and first == second == ["", 3]

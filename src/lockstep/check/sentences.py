@@ -18,8 +18,8 @@ REMEDIES: Mapping[str, str] = {
         "some labels, pass num_items_in_batch: the number of labels of the whole sequence, divided by cp"
     ),
     "pp": (
-        "Set loss=mean, sum or whole, as the model's loss is taken over the batch, or name the arguments to cut "
-        "with batch_dims=NAME=0"
+        "If the loss is a sum over the batch, say loss=sum; if it is neither a mean nor a sum, loss=whole. If an "
+        "argument must not be cut, say batch_dims=NAME=none; if the batch is another dimension of it, batch_dims=NAME=1"
     ),
     "ep": "Spread only layers of lockstep.nn.MixtureOfExperts, and keep all other layers the same on all ranks",
 }

@@ -20,7 +20,6 @@ from lockstep.check.passes import Chunks, ComparedBatch, PassResult, in_full_pre
 from lockstep.check.reference import Collector, Reference, SplitModelState
 from lockstep.check.snapshot import Snapshot, numbers
 from lockstep.comm.collectives import Communicator
-from lockstep.comm.tree import LossFunction
 from lockstep.errors import LockstepError, UsageError
 from lockstep.model.changes import UncopiedHook
 from lockstep.parallel.determinism import BeforeWrites, WithoutChance, without_capacities, without_dropout
@@ -56,8 +55,7 @@ class Setup:
 class Verification:
     """Of one model, made before it is split.
 
-    In its first training call, and with ``interval`` N > 0 in every N-th, and where a pipeline of all ranks derives
-    something for settings that it has not seen, the model is run forward and backward once
+    In its first training call, and with ``interval`` N > 0 in every N-th, the model is run forward and backward once
     more, without dropout, as it is split and, on rank 0, whole. Loss, outputs, all gradients, buffers and numbers that
     modules keep are compared. Nothing of these passes is left: gradients, buffers, random numbers are put back.
     """
@@ -75,7 +73,6 @@ class Verification:
         self._is_due = True
         self._is_running = False
         self._has_verified = False
-        self._has_ended = False
         if communicator.runtime.is_main:
             try:
                 self._reference = Reference(model)
@@ -88,8 +85,6 @@ class Verification:
         self._collector.note_split(prepared.plain)
         hook = _BeforeForward(self)
         self._handle = prepared.module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
-        if self._follows_settings(prepared):
-            prepared.on_derived(self._after_derivation)
 
     def before_call(self, batch: ComparedBatch) -> None:
         """Verify with this batch, if it is time. Collective.
@@ -100,28 +95,6 @@ class Verification:
         if self._is_running or not torch.is_grad_enabled() or not self._counts():
             return
         self._verify(batch)
-
-    def _follows_settings(self, prepared: ParallelModel | None) -> bool:
-        """Other pipelines do not hear of what one of them has derived."""
-        return (
-            prepared is not None
-            and prepared.runs_micro_batches
-            and self._setup.axes == ["pp"]
-            and not self._setup.shares_batches
-        )
-
-    def _after_derivation(
-        self,
-        args: Sequence[object],
-        kwargs: dict[str, object],
-        loss_function: LossFunction | None,
-        targets: Sequence[object],
-    ) -> None:
-        """Verify with this batch, as what its settings mean was not known before. Collective."""
-        if self._is_running or self._has_ended:
-            return
-        self._is_due = True
-        self._verify(ComparedBatch(args, kwargs, loss_function, targets))
 
     def _counts(self) -> bool:
         interval = self._setup.interval
@@ -163,7 +136,7 @@ class Verification:
         axes = self._setup.axes
         self._report(comparison, reason, axes if chunks is None else ["chunks", *axes])
         self._is_due = False
-        if not self._setup.interval and not self._follows_settings(self._prepared):
+        if not self._setup.interval:
             self._finish()
 
     def _compared_twice(
@@ -185,7 +158,6 @@ class Verification:
 
     def _finish(self) -> None:
         self._is_due = False
-        self._has_ended = True
         self._reference = None
         if self._handle is not None:
             self._handle.remove()

@@ -76,9 +76,9 @@ class Parallel:
     - ``split``: names of the blocks at which stages begin, without the first. Empty: stages are balanced by
       parameters.
     - ``batch_dims``: for arguments of a pipeline's model, by name, the dimension that is cut into micro-batches
-      (``ids=0,pos=none``). For the other arguments it is found.
+      (``ids=0,pos=none``). For the other arguments it is dim 0, if that is as long as the batch.
     - ``loss``: what the loss that a pipeline's model returns is over the batch: ``mean``, ``sum``, or ``whole``
-      (computed on the whole batch at once). ``auto``: it is found.
+      (computed on the whole batch at once). ``auto``: a mean, which is checked in each step.
     - ``verify``: when a model whose forward is split (tp, pp, cp, ep) is compared with the whole model:
       ``first_step`` (before the first step), ``every:N`` (also in every N-th training call), or ``off``.
 

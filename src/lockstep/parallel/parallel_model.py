@@ -87,9 +87,6 @@ class ParallelModel:
     def settle_like(self, other: ParallelModel) -> None:
         """Hold the same parameters as an equal model, if that has settled."""
 
-    def on_derived(self, prove: Callable[..., None]) -> None:
-        """See ``PipelineModel.on_derived``; other models derive nothing from calls."""
-
     @property
     def micro_batch(self) -> int | None:
         """Which part of the batch modules are called with now: 0, the whole; None: none of it, it is only tried."""
@@ -325,9 +322,6 @@ class PipelinedModel(ParallelModel):
     def settle_like(self, other: ParallelModel) -> None:
         if isinstance(other, PipelinedModel):
             self._pipeline.settle_like(other._pipeline)
-
-    def on_derived(self, prove: Callable[..., None]) -> None:
-        self._pipeline.on_derived(prove)
 
     @property
     def micro_batch(self) -> int | None:

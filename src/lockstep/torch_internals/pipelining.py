@@ -45,7 +45,7 @@ class ScheduleRuntime(schedules._PipelineScheduleRuntime):
         return list(self._stages)
 
     def with_communication(self, order: dict[int, list[ScheduleAction | None]]) -> list[ScheduleAction]:
-        """This rank's actions with sends and receives; ``order``: rank -> forwards and backwards of all stages."""
+        """Return this rank's actions with sends and receives; ``order``: rank -> forwards and backwards."""
         self.pipeline_order = order
         self._prepare_schedule_with_comms(order)
         return list(self.pipeline_order_with_comms[self.rank])
@@ -298,10 +298,10 @@ class _StageOf211(_StageUpTo212):
                 record.buffer = tensor
 
     def _validate_fwd_outputs(self, outputs: object) -> None:
-        """The shapes are those of a forward that was looked at; nobody receives what the last stage returns."""
+        """Return the shapes are those of a forward that was looked at; nobody receives what the last stage returns."""
 
     def _get_init_p2p_neighbors_ops(self) -> list[object]:
-        """A first message in both directions is for NCCL; gloo of torch 2.11 may not be connected yet."""
+        """Return a first message in both directions is for NCCL; gloo of torch 2.11 may not be connected yet."""
         return [] if self.device.type == "cpu" else super()._get_init_p2p_neighbors_ops()
 
 

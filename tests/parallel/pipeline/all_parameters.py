@@ -125,18 +125,6 @@ def copies_from_before_prepare(run: Run) -> None:
 
 
 @equal
-def average_by_names(run: Run) -> None:
-    run.steps(1)
-    average = {name: p.detach().clone() for name, p in run.model.named_parameters()}
-    run.steps(2)
-    with torch.no_grad():
-        for name, p in run.model.named_parameters():
-            average[name].mul_(0.9).add_(p, alpha=0.1)
-        for name, p in run.model.named_parameters():
-            p.copy_(average[name])
-
-
-@equal
 def average_swapped_in_and_out(run: Run) -> None:
     run.steps(1)
     average = [p.detach().clone() for p in run.model.parameters()]
@@ -233,32 +221,12 @@ def groups_by_names(run: Run) -> None:
 
 
 @equal
-def gradients_cleared_by_hand(run: Run) -> None:
-    run.backward()
-    for p in run.model.parameters():
-        p.grad = None
-    run.backward()
-    run.model.zero_grad()
-    run.steps(1)
-
-
-@equal
 def a_step_by_hand_on_what_is_here(run: Run) -> None:
     run.backward()
     with torch.no_grad():
         for p in run.model.parameters():
             if not p.is_meta:
                 p.sub_(p.grad, alpha=0.1)
-
-
-@equal
-def groups_by_depth(run: Run) -> None:
-    groups = [{"params": [p], "lr": 0.1 * 0.8**i} for i, p in enumerate(run.model.parameters())]
-    optimizer = run.prepare(torch.optim.SGD(groups))
-    for _ in range(2):
-        run.backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @equal
@@ -320,26 +288,8 @@ def clipped_by_torch_from_before_prepare(run: Run) -> None:
 
 
 @refused
-def total_norm_of_torch(run: Run) -> None:
-    run.steps(
-        1, lambda: nn.utils.get_total_norm([p.grad for p in run.model.parameters() if p.grad is not None])
-    )
-
-
-@refused
 def norm_of_all_at_once(run: Run) -> None:
     run.steps(1, lambda: torch._foreach_norm([p.grad for p in run.model.parameters()]))
-
-
-@refused
-def noise_on_gradients(run: Run) -> None:
-    run.steps(1, lambda: [p.grad.add_(torch.randn_like(p.grad)) for p in run.model.parameters()])
-
-
-@refused
-def importance_of_weights(run: Run) -> None:
-    run.backward()
-    assert {name: p.grad.square() for name, p in run.model.named_parameters()}
 
 
 @refused
@@ -352,11 +302,6 @@ def an_optimizer_in_backward(run: Run) -> None:
 def torch_averaged_model(run: Run) -> None:
     run.steps(1)
     torch.optim.swa_utils.AveragedModel(run.model)
-
-
-@refused
-def values_clipped_by_torch(run: Run) -> None:
-    run.steps(1, lambda: nn.utils.clip_grad_value_(run.model.parameters(), 0.01))
 
 
 @refused
@@ -374,36 +319,12 @@ def norm_of_weights(run: Run) -> None:
 
 
 @refused
-def norm_of_weights_summed(run: Run) -> None:
-    run.steps(1)
-    sum(p.detach().square().sum() for p in run.model.parameters()).item()  # type: ignore[union-attr]
-
-
-@refused
 def sharpness_aware(run: Run) -> None:
     run.backward()
     norm = torch.stack([p.grad.norm() for p in run.model.parameters()]).norm()
     with torch.no_grad():
         for p in run.model.parameters():
             p.add_(p.grad, alpha=float(0.05 / norm))
-
-
-@refused
-def projected_gradients(run: Run) -> None:
-    gradients = []
-    for _ in range(2):
-        run.backward()
-        gradients.append(torch.cat([p.grad.flatten() for p in run.model.parameters()]))
-    assert gradients
-
-
-@refused
-def towards_the_start(run: Run) -> None:
-    start = [p.detach().clone() for p in run.listed]
-    loss = run.loss()
-    run.call_backward(
-        loss + sum((p - s).square().sum() for p, s in zip(run.model.parameters(), start, strict=True))
-    )
 
 
 @refused
@@ -431,32 +352,11 @@ def penalty_alone(run: Run) -> None:
 
 
 @refused
-def flattened(run: Run) -> None:
-    run.loss()
-    nn.utils.parameters_to_vector(run.model.parameters())
-
-
-@refused
 def noise_like_weights(run: Run) -> None:
     run.loss()
     with torch.no_grad():
         for p in run.model.parameters():
             p.add_(torch.randn_like(p), alpha=0.1)
-
-
-@refused
-def drawn_anew(run: Run) -> None:
-    run.loss()
-    for p in run.model.parameters():
-        nn.init.normal_(p)
-
-
-@refused
-def gradients_shown(run: Run) -> None:
-    run.backward()
-    for p in run.model.parameters():
-        if p.grad is not None:
-            p.grad.norm().item()
 
 
 @refused

@@ -98,7 +98,7 @@ class Fragment:
     hook: Forward | None = None
     after: Forward | None = None  # what a block returns
     at: tuple[int, ...] = (0, 1, 2, 3)
-    options: dict[str, Any] = field(default_factory=dict)
+    words: str = ""  # for ``parallel``
     outside: Callable[[Any, Tensor], Tensor] | None = None
     padded: bool = False
     script: Callable[[Any, dict[str, Any], int], None] | None = None  # what it sets before each step
@@ -276,50 +276,65 @@ AT = (2,)
 
 FRAGMENTS: dict[str, Fragment] = {
     # losses
-    "mean": Fragment(fast=True),
-    "sum": Fragment(lambda m, x, y: ce(m, x, y, reduction="sum"), fast=True),
-    "sum by a number": Fragment(
-        lambda m, x, y, n: ce(m, x, y, reduction="sum") / n, kwargs={"n": 37.0}, fast=True
-    ),
+    "mean": Fragment(),
+    "sum": Fragment(lambda m, x, y: ce(m, x, y, reduction="sum"), words="loss=sum"),
+    "sum, not said": Fragment(lambda m, x, y: ce(m, x, y, reduction="sum"), says=("1/4 of it", "loss=sum")),
     "sum by a tensor": Fragment(
-        lambda m, x, y, n: ce(m, x, y, reduction="sum") / n, kwargs={"n": torch.tensor(37)}
+        lambda m, x, y, n: ce(m, x, y, reduction="sum") / n, kwargs={"n": torch.tensor(37)}, words="loss=sum"
     ),
-    "padded": Fragment(padded=True, fast=True),
-    "padded, said mean": Fragment(options={"loss_reduction": "mean"}),
-    "padded by a mask": Fragment(padded_mean, padded=True),
-    "padded, selected": Fragment(selected, padded=True),
+    "sum by a number": Fragment(
+        lambda m, x, y, n: ce(m, x, y, reduction="sum") / n, kwargs={"n": 37.0}, words="loss=sum"
+    ),
+    "sum by the number of items": Fragment(
+        lambda m, x, y, num_items_in_batch: ce(m, x, y, reduction="sum") / num_items_in_batch,
+        kwargs={"num_items_in_batch": torch.tensor(37)},
+        padded=True,
+        fast=True,
+    ),
+    "padded": Fragment(padded=True, words="loss=whole", fast=True),
+    "padded, not said": Fragment(padded=True, says=("unpadded tokens", "loss=whole"), fast=True),
+    "padded by a mask": Fragment(padded_mean, padded=True, words="loss=whole"),
+    "padded, selected": Fragment(selected, padded=True, words="loss=whole"),
     "padded, each row": Fragment(per_row, padded=True),
     "padded, weights of classes": Fragment(
-        lambda m, x, y, w: ce(m, x, y, weight=w), kwargs={"w": torch.linspace(1, 2, V)}, padded=True
+        lambda m, x, y, w: ce(m, x, y, weight=w),
+        kwargs={"w": torch.linspace(1, 2, V)},
+        padded=True,
+        words="loss=whole",
     ),
     "weights of classes": Fragment(
-        lambda m, x, y, w: ce(m, x, y, weight=w), kwargs={"w": torch.linspace(1, 2, V)}
+        lambda m, x, y, w: ce(m, x, y, weight=w), kwargs={"w": torch.linspace(1, 2, V)}, words="loss=whole"
     ),
-    "smoothed": Fragment(lambda m, x, y: ce(m, x, y, label_smoothing=0.1), padded=True),
-    "padded sum": Fragment(lambda m, x, y: ce(m, x, y, reduction="sum"), padded=True),
+    "smoothed": Fragment(lambda m, x, y: ce(m, x, y, label_smoothing=0.1), padded=True, words="loss=whole"),
+    "padded sum": Fragment(lambda m, x, y: ce(m, x, y, reduction="sum"), padded=True, words="loss=sum"),
     "padded sum by a number": Fragment(
-        lambda m, x, y, n: ce(m, x, y, reduction="sum") / n, kwargs={"n": 40.0}, padded=True
+        lambda m, x, y, n: ce(m, x, y, reduction="sum") / n,
+        kwargs={"n": 40.0},
+        padded=True,
+        words="loss=sum",
     ),
-    "contrastive": Fragment(contrastive, fast=True),
-    "exp of a mean": Fragment(lambda m, x, y: ce(m, x, y).exp()),
-    "root of a mean": Fragment(lambda m, x, y: (m.head(x) ** 2).mean().sqrt()),
-    "squared sum": Fragment(lambda m, x, y: ce(m, x, y, reduction="sum") ** 2 * 1e-3),
-    "sum and mean": Fragment(lambda m, x, y: ce(m, x, y) + 1e-2 * x.square().sum()),
+    "contrastive": Fragment(contrastive, words="loss=whole"),
+    "contrastive, not said": Fragment(contrastive, says=("does not compute", "loss=whole")),
+    "exp of a mean": Fragment(lambda m, x, y: ce(m, x, y).exp(), words="loss=whole"),
+    "root of a mean": Fragment(lambda m, x, y: (m.head(x) ** 2).mean().sqrt(), words="loss=whole"),
+    "squared sum": Fragment(lambda m, x, y: ce(m, x, y, reduction="sum") ** 2 * 1e-3, words="loss=whole"),
+    "sum and mean": Fragment(lambda m, x, y: ce(m, x, y) + 1e-2 * x.square().sum(), words="loss=whole"),
     "mean and a term of weights": Fragment(lambda m, x, y: ce(m, x, y) + 1e-2 * m.head.weight.square().sum()),
     "sum and a term of weights": Fragment(
-        lambda m, x, y: ce(m, x, y, reduction="sum") + m.head.weight.square().sum()
+        lambda m, x, y: ce(m, x, y, reduction="sum") + m.head.weight.square().sum(), words="loss=whole"
     ),
     "mean over rows of sums": Fragment(
         lambda m, x, y: F.cross_entropy(m.head(x).transpose(1, 2), y, reduction="none").sum(1).mean()
     ),
     "mse": Fragment(lambda m, x, y: F.mse_loss(m.head(x)[..., 0], y.float())),
     "bce": Fragment(lambda m, x, y: F.binary_cross_entropy_with_logits(m.head(x)[..., 0], (y > 8).float())),
-    "max over the batch": Fragment(lambda m, x, y: ce(m, x, y, reduction="none").max()),
-    "centred over the batch": Fragment(lambda m, x, y: (x - x.mean(0, keepdim=True)).square().mean()),
-    "in a tuple": Fragment(in_tuple),
-    "in a dict": Fragment(as_dict),
-    "said sum": Fragment(lambda m, x, y: ce(m, x, y, reduction="sum"), options={"loss_reduction": "sum"}),
-    "said whole": Fragment(padded_mean, padded=True, options={"loss_reduction": "whole"}),
+    "max over the batch": Fragment(lambda m, x, y: ce(m, x, y, reduction="none").max(), words="loss=whole"),
+    "centred over the batch": Fragment(
+        lambda m, x, y: (x - x.mean(0, keepdim=True)).square().mean(), words="loss=whole"
+    ),
+    "in a tuple": Fragment(in_tuple, words="loss=sum"),
+    "in a dict": Fragment(as_dict, words="loss=sum"),
+    "said mean": Fragment(words="loss=mean"),
     "outside, mean": Fragment(
         lambda m, x, y: m.head(x),
         outside=lambda z, y: F.cross_entropy(z.flatten(0, 1), y.flatten()),
@@ -328,24 +343,36 @@ FRAGMENTS: dict[str, Fragment] = {
     "outside, with a number": Fragment(
         lambda m, x, y: (m.head(x), x.square().mean()),
         outside=lambda z, y: F.cross_entropy(z[0].flatten(0, 1), y.flatten()) + 0.1 * z[1],
+        fast=True,
     ),
     "outside, with a sum": Fragment(
         lambda m, x, y: {"z": m.head(x), "sum": x.square().sum()},
         outside=lambda z, y: F.cross_entropy(z["z"].flatten(0, 1), y.flatten()) + 1e-2 * z["sum"],
     ),
     # arguments
-    "positions": Fragment(forward=with_positions, kwargs={"pos": POSITIONS}, fast=True),
+    "positions": Fragment(forward=with_positions, kwargs={"pos": POSITIONS}, words="batch_dims=pos=none"),
     "positions with features": Fragment(
-        forward=with_positions, kwargs={"pos": POSITIONS[:, None].expand(L, D).contiguous()}
+        forward=with_positions,
+        kwargs={"pos": POSITIONS[:, None].expand(L, D).contiguous()},
+        words="batch_dims=pos=none",
     ),
-    "mask": Fragment(forward=with_mask, kwargs={"mask": MASK}, fast=True),
+    "positions, not said": Fragment(
+        forward=with_positions, kwargs={"pos": POSITIONS}, says=("batch_dims=NAME=none",), fast=True
+    ),
+    "positions of another length": Fragment(
+        forward=lambda m, ids, labels, pos: with_positions(m, ids, labels, pos[:, :L]),
+        kwargs={"pos": torch.linspace(0, 1, 2 * L)[None]},
+    ),
+    "mask": Fragment(forward=with_mask, kwargs={"mask": MASK}),
     "weights as long as the batch": Fragment(
         lambda m, x, y, w: F.cross_entropy(m.head(x)[..., :B].flatten(0, 1), y.flatten() % B, weight=w),
         kwargs={"w": torch.ones(B)},
+        words="batch_dims=w=none",
     ),
     "uneven weights as long as the batch": Fragment(
         lambda m, x, y, w: F.cross_entropy(m.head(x)[..., :B].flatten(0, 1), y.flatten() % B, weight=w),
         kwargs={"w": torch.linspace(1, 2, B)},
+        words="batch_dims=w=none loss=whole",
     ),
     "weights of samples": Fragment(
         lambda m, x, y, w: (
@@ -353,32 +380,32 @@ FRAGMENTS: dict[str, Fragment] = {
         ).mean(),
         kwargs={"w": torch.linspace(1, 2, B)},
     ),
-    "positions first": Fragment(forward=with_positions, kwargs={"pos": torch.linspace(0, 1, L)}, first="pos"),
+    "positions first": Fragment(
+        forward=with_positions,
+        kwargs={"pos": torch.linspace(0, 1, L)},
+        first="pos",
+        words="batch_dims=pos=none",
+    ),
     "positions of another length first": Fragment(
         forward=lambda m, ids, labels, pos: with_positions(m, ids, labels, pos[:L]),
         kwargs={"pos": torch.linspace(0, 1, 2 * L)},
         first="pos",
-        fast=True,
+        words="batch_dims=ids=0,labels=0",
     ),
-    "a bank": Fragment(
-        bank, ("'bank'", "batch_dims=bank=0", "batch_dims=bank=none"), {"bank": BANK}, fast=True
-    ),
-    "a bank, said": Fragment(bank, kwargs={"bank": BANK}, options={"batch_dims": ("bank=none",)}),
+    "a bank": Fragment(bank, ("does not compute", "batch_dims=NAME=none"), {"bank": BANK}),
+    "a bank, said": Fragment(bank, kwargs={"bank": BANK}, words="batch_dims=bank=none"),
     "an unused argument": Fragment(lambda m, x, y, t: ce(m, x, y), kwargs={"t": torch.zeros(B)}),
     "time first": Fragment(
         forward=time_major,
         kwargs={"cond": torch.randn(L, B, D, generator=_g())},
-        options={"batch_dims": ("ids=0", "labels=0", "cond=1")},
-    ),
-    "an unknown name": Fragment(
-        options={"batch_dims": ("idz=0",)}, says=("'idz'", "not an argument", "Did you mean")
+        words="batch_dims=ids=0,labels=0,cond=1",
     ),
     "a mapping": Fragment(
         forward=lambda m, ids, labels, extra: with_mask(m, ids, labels, extra["mask"] * extra["pos"]),
         kwargs={"extra": {"mask": MASK, "pos": POSITIONS[None]}},
     ),
     # buffers and attributes
-    "counter": Fragment(block=attribute("calls", 0), hook=count, at=AT, fast=True),
+    "counter": Fragment(block=attribute("calls", 0), hook=count, at=AT),
     "counter in each block": Fragment(block=attribute("calls", 0), hook=count),
     "counter as a buffer": Fragment(block=buffer, hook=buffer_count, at=AT, fast=True),
     "annealing": Fragment(block=attribute("temperature", 1.0), hook=anneal),
@@ -387,14 +414,14 @@ FRAGMENTS: dict[str, Fragment] = {
         block=buffer, hook=ema_of_rows, at=AT, says=("buffer", "'blocks.2.n'"), fast=True
     ),
     "counter of the model": Fragment(root_count, root=attribute("calls", 0)),
-    "counter of the model, padded": Fragment(root_count, root=attribute("calls", 0), padded=True),
+    "counter of the model, padded": Fragment(
+        root_count, root=attribute("calls", 0), padded=True, words="loss=whole"
+    ),
     "collected by hooks": Fragment(
         forward=collected_by_hook, says=("neither returns it nor keeps", "output_router_logits"), fast=True
     ),
     "a note": Fragment(block=attribute("noted", None), hook=notes),
-    "batch norm": Fragment(
-        block=batch_norm, hook=normed, at=AT, says=("'blocks.2.bn'", "GroupNorm"), fast=True
-    ),
+    "batch norm": Fragment(block=batch_norm, hook=normed, at=AT, says=("'blocks.2.bn'", "GroupNorm")),
     "frozen batch norm": Fragment(block=frozen_norm, hook=normed, at=AT),
     "attributes of blocks": Fragment(forward=attribute_of_block, fast=True),
     "flag on blocks": Fragment(forward=flag_on_block, block=attribute("depth", 0), hook=uses_flag),
@@ -414,7 +441,9 @@ def batches(fragment: Fragment) -> list[tuple[Tensor, Tensor]]:
     return found
 
 
-def trained(model: nn.Module, fragment: Fragment) -> tuple[list[float], dict[str, Tensor], dict[str, Any]]:
+def trained(
+    model: nn.Module, fragment: Fragment, backward: Callable[[Tensor], object] = Tensor.backward
+) -> tuple[list[float], dict[str, Tensor], dict[str, Any]]:
     """Loss of each step, gradients of the last one, and buffers afterwards."""
     values = []
     kwargs = dict(fragment.kwargs)
@@ -433,7 +462,7 @@ def trained(model: nn.Module, fragment: Fragment) -> tuple[list[float], dict[str
             loss = output["loss"]
         else:
             loss = output[0] if isinstance(output, tuple) else output
-        loss.backward()
+        backward(loss)
         values.append(loss.item())
     gradients = {
         name: p.grad.clone() for name, p in model.named_parameters() if not p.is_meta and p.grad is not None

@@ -28,7 +28,7 @@ def added(make: Any) -> Any:
     return forward
 
 
-def returned(make: Any, reduction: Any = sum, says: tuple[str, ...] = ()) -> Fragment:
+def returned(make: Any, reduction: Any = sum, **more: Any) -> Fragment:
     """Blocks return (x, make(x)); the second is added up in the forward around them."""
 
     def forward(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ def returned(make: Any, reduction: Any = sum, says: tuple[str, ...] = ()) -> Fra
             found.append(aux)
         return ends(model, x, labels, reduction(found))
 
-    return Fragment(forward=forward, after=lambda block, x, *args: (x, make(block, x)), says=says)
+    return Fragment(forward=forward, after=lambda block, x, *args: (x, make(block, x)), **more)
 
 
 def in_place(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
@@ -219,7 +219,7 @@ def mixes_rows(block: Any, x: Tensor, *args: Any) -> Any:
 
 
 def two(block: Any, x: Tensor, *args: Any) -> Any:
-    return x, {"mean": mean(block, x), "sum": total(block, x), "rows": per_row(block, x)}
+    return x, {"mean": mean(block, x), "rows": per_row(block, x)}
 
 
 def of_two(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
@@ -227,7 +227,7 @@ def of_two(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
     for block in model.blocks:
         x, aux = block(x)
         found.append(aux)
-    return ends(model, x, labels, sum(a["mean"] + a["sum"] + a["rows"].mean() for a in found))
+    return ends(model, x, labels, sum(a["mean"] + a["rows"].mean() for a in found))
 
 
 def loss_is_a_sum(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
@@ -285,14 +285,6 @@ def of_setting(model: Any, x: Tensor, labels: Tensor, **_: Any) -> Tensor:
     return ce(model, x, labels, reduction=model.reduction)
 
 
-def set_weight(model: Any, kwargs: dict[str, Any], step: int) -> None:
-    model.weight = 0.1 * step
-
-
-def weighted(model: Any, x: Tensor, labels: Tensor, **_: Any) -> Tensor:
-    return ce(model, x, labels) + model.weight * 1e-2 * x.square().sum()
-
-
 def set_keyword(model: Any, kwargs: dict[str, Any], step: int) -> None:
     kwargs.update({"total": True} if step else {})
 
@@ -301,52 +293,29 @@ def of_keyword(model: Any, x: Tensor, labels: Tensor, total: bool = False) -> Te
     return ce(model, x, labels, reduction="sum" if total else "mean")
 
 
-def set_scale(model: Any, kwargs: dict[str, Any], step: int) -> None:
-    kwargs["scale"] = 0.1 * step
-
-
-def of_scale(model: Any, x: Tensor, labels: Tensor, scale: float) -> Tensor:
-    return ce(model, x, labels) + scale * 1e-2 * x.square().sum()
-
-
 def set_block(model: Any, kwargs: dict[str, Any], step: int) -> None:
     for block in model.blocks:
         block.sums = step > 0
-
-
-def set_block_and_back(model: Any, kwargs: dict[str, Any], step: int) -> None:
-    for block in model.blocks:
-        block.sums = step % 2 == 1
 
 
 def of_block(block: Any, x: Tensor, *args: Any) -> Any:
     return x, 0.01 * (x.square().sum() if block.sums else x.square().mean())
 
 
-def set_mode(model: Any, kwargs: dict[str, Any], step: int) -> None:
-    model.head.train(step % 2 == 0)
-
-
-def of_mode(model: Any, x: Tensor, labels: Tensor, **_: Any) -> Tensor:
-    return ce(model, x, labels, reduction="mean" if model.head.training else "sum")
-
-
 def set_gain(model: Any, kwargs: dict[str, Any], step: int) -> None:
     kwargs["gain"] = torch.tensor(0.0 if step == 0 else 3.0)
 
 
-def later(end: Any, fast: bool = False) -> Fragment:
+def later(end: Any) -> Fragment:
     """A part of the loss that is inactive on the first batch, for want of values, and active on the second one."""
 
     def total(model: Any, x: Tensor, labels: Tensor, gain: Tensor) -> Tensor:
         return ce(model, x, labels) + 0.01 * end(x * gain)
 
-    return Fragment(total, script=set_gain, steps=3, fast=fast)
+    return Fragment(total, script=set_gain, steps=3, words="loss=whole")
 
 
-def of_blocks_later(
-    make: Any, reduction: str = "mean", outside: bool = False, fast: bool = False
-) -> Fragment:
+def of_blocks_later(make: Any, **more: Any) -> Fragment:
     """The same of an auxiliary loss that blocks return."""
 
     def forward(model: Any, ids: Tensor, labels: Tensor, gain: Tensor) -> Any:
@@ -354,20 +323,14 @@ def of_blocks_later(
         for block in model.blocks:
             x, aux = block(x, gain)
             total = total + aux
-        x = model.norm(x)
-        if outside:
-            return model.head(x), total
-        return ce(model, x, labels, reduction=reduction) + 0.01 * total
+        return ce(model, model.norm(x), labels) + 0.01 * total
 
     return Fragment(
         forward=forward,
         after=lambda block, x, gain: (x, make(x * gain)),
         script=set_gain,
         steps=3,
-        fast=fast,
-        outside=(lambda z, y: F.cross_entropy(z[0].flatten(0, 1), y.flatten()) + 0.01 * z[1])
-        if outside
-        else None,
+        **more,
     )
 
 
@@ -376,40 +339,38 @@ def over(x: Tensor) -> Tensor:
 
 
 PASSING: dict[str, Fragment] = {
-    "a sum of blocks, zero at first": of_blocks_later(lambda x: over(x).sum(), fast=True),
     "a mean of blocks, zero at first": of_blocks_later(lambda x: over(x).mean()),
-    "a sum of blocks beside a sum, zero at first": of_blocks_later(lambda x: over(x).sum(), "sum"),
-    "a mean of blocks beside a sum, zero at first": of_blocks_later(lambda x: over(x).mean(), "sum"),
-    "a sum of blocks for outside, zero at first": of_blocks_later(lambda x: over(x).sum(), outside=True),
-    "a sum of blocks, clamped at first": of_blocks_later(lambda x: over(x).sum().clamp(min=2.0)),
-    "a hinge that is a sum, inactive at first": later(lambda x: over(x).sum(), fast=True),
-    "a hinge that is a mean, inactive at first": later(lambda x: over(x).mean()),
-    "a clamped sum, inactive at first": later(lambda x: over(x).sum().clamp(min=2.0)),
-    "the larger of two, one at first": later(lambda x: torch.maximum(x.abs().sum(), x.new_tensor(2.0))),
+    "a sum of blocks, zero at first": of_blocks_later(
+        lambda x: over(x).sum(), words="verify=every:1", says=("in training call 2",)
+    ),
+    "a hinge that is a sum, inactive at first": later(lambda x: over(x).sum()),
     "means added up": Fragment(forward=added(mean), fast=True),
-    "sums added up": Fragment(forward=added(total)),
+    "sums added up": Fragment(forward=added(total), says=("does not compute",)),
     "means of blocks": returned(mean),
-    "sums of blocks": returned(total),
+    "sums of blocks": returned(total, says=("does not compute", "without the others")),
+    "sums of blocks, all of it": Fragment(
+        forward=loss_is_a_sum, after=lambda b, x, *a: (x, total(b, x)), words="loss=sum"
+    ),
     "means of blocks, stacked": returned(mean, lambda found: torch.stack(found).mean()),
     "means of blocks in place": Fragment(forward=in_place, after=keep_mean),
     "rows of blocks": returned(per_row, lambda found: torch.stack(found).square().mean()),
     "statistics of blocks": returned(statistics, lambda found: sum(found).sum()),
-    "squared statistics of blocks": returned(statistics, lambda found: sum(found).square().sum()),
-    "penalties of weights": returned(of_weights),
-    "balance of blocks": returned(
-        balance,
-        says=("what the block 'blocks.2' returns at [1]", "neither the mean nor the sum", "all_rows.append"),
+    "squared statistics of blocks": returned(
+        statistics, lambda found: sum(found).square().sum(), words="loss=whole"
     ),
-    "balance of rows": returned(lambda b, x: x.softmax(-1).mean(1), lambda found: of_rows(found)),
+    "penalties of weights": returned(of_weights),
+    "balance of blocks": returned(balance, says=("does not compute",)),
+    "balance of rows": returned(
+        lambda b, x: x.softmax(-1).mean(1), lambda found: of_rows(found), words="loss=whole"
+    ),
     "balance of blocks, looked at": Fragment(forward=looked_at, after=lambda b, x, *a: (x, balance(b, x))),
-    "several of blocks": Fragment(forward=of_two, after=two, fast=True),
-    "a sum and means": Fragment(forward=loss_is_a_sum, after=keep_mean),
-    "a sum and sums": Fragment(forward=loss_is_a_sum, after=lambda b, x, *a: (x, total(b, x))),
-    "a number through blocks": Fragment(forward=through(0.0), after=adds, fast=True),
+    "several of blocks": Fragment(forward=of_two, after=two),
+    "a sum and means": Fragment(forward=loss_is_a_sum, after=keep_mean, words="loss=whole"),
+    "a number through blocks": Fragment(forward=through(0.0), after=adds),
     "a tensor through blocks": Fragment(forward=through(torch.zeros(())), after=adds),
     "a cache through blocks": Fragment(forward=cache, after=keeps, fast=True),
     "a growing list": Fragment(forward=growing, after=lambda b, x, past: (x, [*past, x.tanh()])),
-    "deep supervision": Fragment(forward=supervised, padded=True, fast=True),
+    "deep supervision": Fragment(forward=supervised, padded=True, words="loss=whole"),
     "mixture of layers": Fragment(forward=stacked, root=mixing),
     "long skips": Fragment(forward=unet, fast=True),
     "long skips as arguments": Fragment(forward=unet_by_arguments, hook=joins),
@@ -420,25 +381,20 @@ PASSING: dict[str, Fragment] = {
     "notes": Fragment(forward=of_attributes, hook=sparsity, fast=True),
     "notes of inner modules": Fragment(forward=of_inner_notes, hook=inner_note),
     "reduction by an attribute": Fragment(
-        of_setting, root=attribute("reduction", "mean"), script=set_reduction, steps=4, fast=True
+        of_setting, root=attribute("reduction", "mean"), script=set_reduction, steps=3, words="loss=whole"
     ),
-    "annealed weight of a sum": Fragment(weighted, root=attribute("weight", 0.0), script=set_weight, steps=6),
-    "reduction by a keyword": Fragment(of_keyword, script=set_keyword, steps=3),
-    "weight of a sum by a keyword": Fragment(of_scale, script=set_scale, steps=3),
+    "reduction by a keyword": Fragment(of_keyword, script=set_keyword, steps=3, words="loss=whole"),
     "attribute of blocks that is set": Fragment(
-        forward=through_list, after=of_block, block=attribute("sums", False), script=set_block, steps=3
-    ),
-    "attribute of blocks that is set and set back": Fragment(
         forward=through_list,
         after=of_block,
         block=attribute("sums", False),
-        script=set_block_and_back,
-        padded=True,
-        steps=5,
+        script=set_block,
+        steps=3,
+        words="verify=every:1",
+        says=("in training call 2",),
     ),
-    "modes that are switched": Fragment(of_mode, script=set_mode, steps=4),
     "a preallocated tensor": Fragment(forward=preallocated),
     "rows are mixed": Fragment(
-        forward=in_place, after=mixes_rows, says=("mix the rows", "after the last one")
+        forward=in_place, after=mixes_rows, says=("does not compute", "without the others")
     ),
 }

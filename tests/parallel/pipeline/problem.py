@@ -131,7 +131,7 @@ def train(
     model: nn.Module,
     parameters: Callable[[], Any],
     losses: Callable[[nn.Module, Tensor], Tensor],
-    steps: int = 20,
+    steps: int = 4,
     rate: float = 1e-2,
 ) -> tuple[list[float], list[dict[str, Tensor]]]:
     """AdamW: the loss of each step, and the gradients of the first and the last by name.

@@ -47,7 +47,7 @@ def expected(steps: int) -> tuple[list[float], list[dict[str, Tensor]]]:
 
 
 def trained(
-    schedule: str, micro_batches: int, how: Callable[..., Tensor] = inside, steps: int = 20
+    schedule: str, micro_batches: int, how: Callable[..., Tensor] = inside, steps: int = 4
 ) -> dict[str, Any]:
     """Differences from one process, and what this rank held and did."""
     model = pipeline(seeded(GPT), PipelineOptions(Schedule(schedule), micro_batches))
@@ -68,8 +68,8 @@ def schedules() -> dict[str, Any]:
     with pytest.warns(UserWarning, match="use train_step") if is_main else nullcontext():
         found["outside"] = trained("1f1b", 4, outside)
         for word in problem.schedules("zbv"):
-            found["outside of a V"] = trained(word, 4, outside, steps=4)
-    found["train_step"] = trained("interleaved", 4, in_steps, steps=4)
+            found["outside of a V"] = trained(word, 4, outside)
+    found["train_step"] = trained("interleaved", 4, in_steps)
     return found
 
 
@@ -360,14 +360,12 @@ def _bare() -> nn.Module:
 
 
 def divided() -> dict[str, Any]:
-    """Parameters of each rank for splits that are named, balanced by bytes and balanced by cost."""
+    """Parameters of each rank for splits that are named, and balanced by bytes."""
     held = {}
     v_shaped = [Schedule(name) for name in problem.schedules("zbv")]
-    costs = {f"blocks.{index}": 1.0 + 5 * (index == 0) for index in range(4)}
     for name, options in {
         "bytes": PipelineOptions(),
         "named": PipelineOptions(split=("blocks.3",)),
-        "costs": PipelineOptions(block_costs=costs),
         **dict.fromkeys(["V"] * len(v_shaped), PipelineOptions(*v_shaped)),
     }.items():
         model = pipeline(seeded(GPT), options)

@@ -13,10 +13,13 @@ from hypothesis import strategies as st
 from lockstep.config import Schedule
 from lockstep.errors import UsageError
 from lockstep.parallel.pipeline import (
+    ModelCall,
+    argument_names,
     balanced,
     block_seconds,
     count_for_evaluation,
     count_for_training,
+    find_batch,
     measured_split,
     rank_of_stage,
 )
@@ -71,6 +74,30 @@ def test_a_batch_gives_four_micro_batches_for_each_rank_or_the_most_that_divide_
             count_for_training(0, batch, Schedule(schedule), ranks)
     else:
         assert count_for_training(0, batch, Schedule(schedule), ranks) == expected
+
+
+def found_dims(*stated: str) -> tuple[int, dict[str, int | None]]:
+    class Model(torch.nn.Module):
+        def forward(self, ids: torch.Tensor, **more: object) -> None: ...
+
+    more = {"mask": torch.zeros(1, 6), "extra": {"mask": torch.zeros(8)}, "frames": torch.zeros(6, 8)}
+    call = ModelCall((torch.zeros(8, 6),), more, (torch.zeros(8),))
+    names = argument_names(Model(), call)
+    size, dims = find_batch(Model(), call, stated)
+    return size, {names[path]: dim for path, dim in dims.items()}
+
+
+def test_dim_0_is_the_batch_unless_it_is_stated() -> None:
+    dims = {"ids": 0, "mask": None, "extra.mask": 0, "frames": None, "target0": 0}
+    assert found_dims() == (8, dims)
+    assert found_dims("frames=1", "extra=none") == (8, {**dims, "frames": 1, "extra.mask": None})
+    for stated, said in (
+        (("idz=0",), "'idz', which is not an argument of the model. Did you mean"),
+        (("ids=2",), r"'ids' has shape \(8, 6\)"),
+        (("ids=0", "frames=0"), "different sizes: 6, 8"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            found_dims(*stated)
 
 
 def test_evaluation_takes_any_batch() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from lockstep import Accelerator
 from lockstep.errors import LockstepError
 from lockstep.parallel.pipeline import PipelineOptions
 from tests.frozen.verdicts import hold
@@ -31,15 +32,17 @@ def expected(name: str) -> Any:
 def outcome(name: str) -> tuple[str, str]:
     """Whether this rank has plain torch's numbers, refuses, or crashes."""
     fragment = FRAGMENTS[name]
-    options = PipelineOptions(**{"micro_batches": 4, **fragment.options})
+    accelerator = Accelerator(cpu=True, parallel=f"pp=2 micro_batches=4 blocks=Block {fragment.words}")
     try:
-        model: nn.Module = pipeline(fragments.seeded(fragment), options, ("Block",))
+        model: Any = accelerator.prepare(fragments.seeded(fragment))
         with contextlib.redirect_stderr(io.StringIO()):
-            got = fragments.trained(model, fragment)
+            got = fragments.trained(model, fragment, accelerator.backward)
     except LockstepError as error:
         return "refused", str(error)
     except Exception:
         return "crashed", traceback.format_exc()
+    finally:
+        accelerator.free_memory()
     wanted = expected(name)
     for mine, theirs in zip(got[0], wanted[0], strict=True):
         if abs(mine - theirs) > TOLERANCE * max(1, abs(theirs)):
@@ -66,7 +69,8 @@ def architecture(name: str) -> tuple[str, str]:
     wanted = {key: p.grad for key, p in plain.named_parameters() if p.grad is not None}
     largest = max(gradient.norm().item() for gradient in wanted.values())
     try:
-        model: nn.Module = pipeline(architectures.build(name), PipelineOptions(micro_batches=4))
+        options = PipelineOptions(micro_batches=4, loss_reduction="whole")  # labels are padded
+        model: nn.Module = pipeline(architectures.build(name), options)
         loss = model(**batch).loss
         loss.backward()
     except LockstepError as error:
@@ -118,7 +122,7 @@ def failure_of(fragment: fragments.Fragment) -> str:
 
 
 def check(run_distributed: Any, names: list[str]) -> None:
-    ranks = run_distributed(outcomes, 2, names, timeout_s=300)
+    ranks = run_distributed(outcomes, 2, names, timeout_s=900)
     hold("pipeline, pp=2", ranks)
     for results in ranks:
         wrong = {}
@@ -134,6 +138,7 @@ def test_what_people_write_is_right_or_refused(run_distributed: Any) -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(900)
 def test_everything_else_that_people_write_is_right_or_refused(run_distributed: Any) -> None:
     check(run_distributed, [name for name, fragment in FRAGMENTS.items() if not fragment.fast])
 

@@ -18,7 +18,7 @@ from tests.parallel.pipeline import layers_of_torch
 from tests.parallel.pipeline.layers_of_torch import CASES, Case
 
 TOLERANCE = 2e-5
-FAST = ("encoder, masked", "both, time first", "swin", "vit", "resnet with batch norm")
+FAST = ("both, time first",)
 
 
 def trained(

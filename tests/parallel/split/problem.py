@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lockstep import Accelerator
 from lockstep.errors import LockstepError
 from tests.parallel.split.host import Fragment, batch, loss_of, make_model
-from tests.parallel.split.table import FRAGMENTS
+from tests.parallel.split.table import FRAGMENTS, words_of
 
 STRATEGIES = {
     "tp": "tp=2",
@@ -85,7 +85,7 @@ def outcome(name: str, strategy: str, verify: str = "first_step") -> Outcome:
     """Of this rank."""
     fragment = FRAGMENTS[name]
     wanted = expected(fragment, strategy)
-    words = f"{STRATEGIES[strategy]} {fragment.options.get(strategy, '')} verify={verify}"
+    words = f"{STRATEGIES[strategy]} {words_of(name, strategy)} verify={verify}"
     accelerator = None
     steps = 0
     try:

@@ -51,6 +51,7 @@ def _of_pipeline(fragment: pipeline.Fragment) -> Fragment:
         length=pipeline.L,
         vocabulary=pipeline.V,
         padded=fragment.padded,
+        options={"pp": fragment.words},
     )
 
 
@@ -77,12 +78,14 @@ def _between(function: Callable[[Tensor], Tensor]) -> Fragment:
     return Fragment(body=body, rows=8, length=16)
 
 
+OF_PIPELINES_ALONE = ("time first", "sum by the number of items", "positions of another length")
+
 REUSED: dict[str, Fragment] = {
     **{f"layer: {name}": _of_tensor(fragment) for name, fragment in tensor.FRAGMENTS.items()},
     **{
         f"model: {name}": _of_pipeline(fragment)
         for name, fragment in pipeline.FRAGMENTS.items()
-        if not fragment.options and name != "an unknown name"
+        if "said" not in name and name not in OF_PIPELINES_ALONE
     },
     **{f"block: {name}": _of_context(f) for name, f in {**mixing.RIGHT, **mixing.MIXING}.items()},
     **{f"between: {name}": _between(function) for name, function in mixing.BETWEEN.items()},

@@ -44,16 +44,10 @@ FAST: dict[str, tuple[str, ...]] = {
         *("structure: a vector of each row to blocks", "attention: multihead, time first"),
     ),
     "pp": (
-        *("structure: a parameter in a list", "mlp: pruned", "loss: sum by rows", "loss: in-batch negatives"),
-        *(
-            "loss: l1 of norms",
-            "loss: a moving teacher",
-            "state: counter in a list",
-            "state: annealed temperature",
-        ),
-        *("state: running mean", "model: positions", "structure: class token", "structure: two lists"),
-        *("structure: features as many as rows", "alike: experts by where, their routers' losses"),
-        *("alike: nodes of one graph", "alike: zero times zero times rows"),
+        *("structure: a parameter in a list", "mlp: pruned", "loss: l1 of norms", "loss: a moving teacher"),
+        *("state: counter in a list", "state: running mean of weights", "structure: class token"),
+        *("structure: two lists", "structure: features as many as rows"),
+        "alike: experts by where, their routers' losses",
     ),
     "ep": (
         *(
@@ -70,4 +64,53 @@ FAST: dict[str, tuple[str, ...]] = {
         *("mlp: reversed gradient", "structure: one block for all"),
     ),
 }
-"""What is not left to the long run: one of each kind of fault that was found."""
+"""What is not left to the long run; all faults that were found are among them."""
+
+WORDS: dict[str, dict[str, tuple[str, ...]]] = {
+    "pp": {
+        "loss=sum": ("loss: sum", "loss: sum by a constant"),
+        "micro_batches=4": ("loss: preferences",),
+        "batch_dims=c=none": (
+            "structure: features as many as rows",
+            "structure: positions as many as rows",
+            "structure: classes as many as rows",
+        ),
+        "loss=whole": (
+            "loss: mean of padded",
+            "loss: sum by labels",
+            "loss: weights of classes",
+            "loss: weights of classes as a buffer",
+            "loss: weights of tokens",
+            "loss: smoothed and padded",
+            "loss: shifted and padded",
+            "loss: preferences",
+            "loss: preferences side by side",
+            "loss: policy gradient",
+            "loss: in-batch negatives",
+            "loss: triplets",
+            "loss: decorrelation",
+            "loss: masked by lengths",
+            "loss: hardest tokens",
+            "loss: log-sum-exp of rows",
+            "loss: over its own value",
+            "loss: mixed rows",
+            "loss: square root",
+            "loss: logarithm of a mean",
+            "loss: flooding",
+            "loss: maximum of two",
+            "loss: entropy of the mean prediction",
+            "loss: detached",
+            "alike: zero times a sum",
+            "state: running loss",
+            "state: classes seen",
+            "structure: classes as many as rows",
+        ),
+    }
+}
+"""What is said under a strategy, beside what a fragment itself says."""
+
+
+def words_of(name: str, strategy: str) -> str:
+    """What ``parallel`` says under a strategy for one fragment."""
+    said = [words for words, names in WORDS.get(strategy, {}).items() if name in names]
+    return " ".join([FRAGMENTS[name].options.get(strategy, ""), *said])

@@ -13,14 +13,9 @@ if not TYPE_CHECKING:
     __getattr__ = names_of_modules(
         __name__,
         {
-            "derivation": ["Derivation"],
+            "batch_dims": ["argument_names", "find_batch"],
             "gradients": ["GradientAccumulator"],
-            "layout": ["Layout"],
             "micro_batch": ["count_for_evaluation", "count_for_training", "ModelCall"],
             "options": ["balanced", "rank_of_stage"],
-            "passes": ["TrainingCall"],
-            "trace": ["Tracer"],
-            "whole_trace": ["trace_every_block", "trace_model"],
-            "traced": ["ModelTrace"],
         },
     )

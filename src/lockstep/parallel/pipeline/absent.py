@@ -42,8 +42,10 @@ class PlaceholderTensors:
         return emptied(self._mode, tensor)
 
     def like(self, tensor: Tensor, floating: torch.dtype | None = None) -> Tensor:
-        """A new placeholder of the same shape, strides and ``requires_grad``, and of the same dtype: of ``floating`` if
-        that is given and the tensor is one of floating-point numbers."""
+        """Return a new placeholder of the same shape, strides and ``requires_grad``, and of the same dtype.
+
+        ``floating``: the dtype that takes the place of one of floating-point numbers.
+        """
         dtype = floating if floating is not None and tensor.is_floating_point() else tensor.dtype
         with self._mode:
             new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=self._device)
@@ -73,7 +75,7 @@ def attach_value(placeholder: Tensor, value: Tensor) -> None:
 
 
 def carried(value: object) -> Any:
-    """The real tensor for which ``value`` stands, if there is one, else ``value``."""
+    """Return the real tensor for which ``value`` stands, if there is one, else ``value``."""
     return getattr(value, _CARRIED, value) if isinstance(value, Tensor) else value
 
 
@@ -169,7 +171,7 @@ class ReplayedModule(ReplacementModule):
 
 @contextmanager
 def changed(changes: list[Change]) -> Iterator[None]:
-    """The entries have other values inside."""
+    """Give the entries other values inside."""
     before = [(entries, key, entries.get(key, _MISSING)) for entries, key, _ in changes]
     for entries, key, value in changes:
         entries[key] = value
@@ -184,7 +186,7 @@ def changed(changes: list[Change]) -> Iterator[None]:
 
 
 def copy_without_values(module: nn.Module, memo: dict[int, object], keep_buffers: bool) -> nn.Module:
-    """A copy of ``module`` whose parameters are plain attributes, and those of ``memo``: id -> placeholder.
+    """Return a copy of ``module`` whose parameters are plain attributes, and those of ``memo``: id -> placeholder.
 
     ``keep_buffers``: buffers are copied with their values, as plain attributes; else they are as in ``memo``.
     """
@@ -204,7 +206,7 @@ def _attributes_instead(module: nn.Module, registered: dict[str, object]) -> Non
 
 
 def slots(model: nn.Module, module: nn.Module) -> Iterator[ModuleEntry]:
-    """(dict, key) of each place in ``model`` where ``module`` is registered."""
+    """Yield (dict, key) of each place in ``model`` where ``module`` is registered."""
     for parent in model.modules():
         for key, child in torch_modules.children_of(parent).items():
             if child is module:

@@ -37,7 +37,7 @@ def split_model(
     options: PipelineOptions | None = None,
     device: torch.device | None = None,
 ) -> PipelineModel:
-    """This rank's stages of ``model``. Blocks of other stages leave ``model`` at once.
+    """Return this rank's stages of ``model``. Blocks of other stages leave ``model`` at once.
 
     Parameters outside blocks stay on every rank until the first forward, which shows where they are used.
 
@@ -80,10 +80,8 @@ def _starts(
             f"{type(model).__name__}."
         )
     names = list(blocks)
-    if options.split:
-        starts = begin_at(options.split, names, stages)
-    else:
-        starts = balanced(*_costs(model, blocks, options), stages)
+    split = options.split
+    starts = begin_at(split, names, stages) if split else balanced(*_costs(model, blocks), stages)
     for stage, (start, end) in enumerate(zip(starts, [*starts[1:], len(names)], strict=True)):
         blocks_of_stage = names[start:end]
         if not any(True for name in blocks_of_stage for _ in blocks[name].parameters()):
@@ -94,18 +92,9 @@ def _starts(
     return starts
 
 
-def _costs(
-    model: nn.Module, blocks: dict[str, nn.Module], options: PipelineOptions
-) -> tuple[list[float], float, float]:
+def _costs(model: nn.Module, blocks: dict[str, nn.Module]) -> tuple[list[float], float, float]:
     """Cost of each block, of what stands before the first and of what stands behind."""
-    if options.block_costs is not None:
-        missing = [name for name in blocks if name not in options.block_costs]
-        if missing:
-            raise UsageError(
-                f"block_costs has no cost of {join_names(missing, most=4)}. Give one for each block."
-            )
-        return [options.block_costs[name] for name in blocks], 0.0, 0.0
-    # Nothing was measured: time is taken to grow with the weights that are multiplied by.
+    # Time is taken to grow with the weights that are multiplied by.
     costs = [float(sum(_bytes(p) for p in nn.Module.parameters(block))) for block in blocks.values()]
     inside = {id(p) for block in blocks.values() for p in nn.Module.parameters(block)}
     first = next(iter(blocks))
@@ -130,7 +119,7 @@ def block_seconds(
 ) -> dict[str, float]:
     """Name -> seconds of a block's forward: the least of ``repeats`` runs of ``model(*args, **kwargs)`` on one device.
 
-    For ``PipelineOptions.block_costs``. Every rank must balance by the same numbers: measure on one.
+    Every rank must balance by the same numbers: measure on one.
     """
     least = dict.fromkeys(blocks, float("inf"))
     began: dict[str, float] = {}

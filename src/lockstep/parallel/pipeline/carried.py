@@ -21,7 +21,6 @@ from lockstep.comm.tree import Args, Kwargs, leaves, map_leaves, tensor_leaves
 from lockstep.errors import UsageError
 from lockstep.model.changes import attributes_set
 from lockstep.parallel.pipeline.absent import carried, is_placeholder
-from lockstep.parallel.pipeline.replay import Replays
 from lockstep.parallel.pipeline.traced import Fetch, Source
 from lockstep.torch_internals import tensors as torch_tensors
 from lockstep.torch_internals.dispatch import TorchFunction
@@ -50,22 +49,22 @@ class CarriedTensor:
     arrives: dict[int, str] = field(default_factory=dict)
 
     def before(self, segment: int) -> Tensor:
-        """What stands for it in the latest segment before this one."""
+        """Return what stands for it in the latest segment before this one."""
         return next((self.seen[s] for s in range(segment - 1, -1, -1) if s in self.seen), self.made)
 
 
 def name_of(function: object) -> str:
-    """The same for each call of a function of torch."""
+    """Return the same for each call of a function of torch."""
     return str(getattr(function, "__name__", function))
 
 
 def calling(block: str) -> str:
-    """What a block's call is named where it uses something."""
+    """Return what a block's call is named where it uses something."""
     return f"the call of '{block}'"
 
 
 def changed_by(name: str, args: Args, kwargs: Kwargs) -> Tensor | None:
-    """The real tensor that a function changes by what another stage has: total += aux, outs[0] = x."""
+    """Return the real tensor that a function changes by what another stage has: total += aux, outs[0] = x."""
     in_place = name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and name[-2:] != "__")
     target = kwargs.get("out", args[0] if in_place and args else None)
     if not isinstance(target, Tensor) or is_placeholder(target):
@@ -114,15 +113,13 @@ class Values(TorchFunctionMode):
         self._changed: dict[int, Tensor] = {}
         self._used: list[CarriedTensor] = []
         self._order: dict[int, list[tuple[CarriedTensor, str, Tensor]]] = {}
-        # It is told what blocks make.
-        self.replays: Replays | None = None
         # Segments that use something within a block.
         self.within: set[int] = set()
         # Segments in which functions get something else than they are called with.
         self.between: set[int] = set()
 
     def paused(self, is_paused: bool = True) -> AbstractContextManager[None]:
-        """What is computed inside is not of the model."""
+        """Leave out what is computed inside: it is not of the model."""
         return attributes_set(self, _is_paused=is_paused)
 
     def __torch_function__(
@@ -144,8 +141,6 @@ class Values(TorchFunctionMode):
         if changed is not None:
             args, kwargs = self._taken(changed, args, kwargs)
         out = func(*args, **kwargs)
-        if self._is_inside and self.replays is not None:
-            self.replays.note(out)
         # Within a block only what it returns or keeps can be named for another stage; see ``returned``.
         if not self._is_inside:
             number = self._counts[name]
@@ -164,7 +159,7 @@ class Values(TorchFunctionMode):
         return out
 
     def _taken(self, changed: Tensor, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        """The arguments with a placeholder for a real tensor that is changed from now on by what only this stage has.
+        """Return the arguments with a placeholder for a real tensor that only this stage changes from now on.
 
         Raises:
             UsageError: it is a view of another tensor, which would change too.
@@ -187,7 +182,7 @@ class Values(TorchFunctionMode):
             self._alive.append(tensor)
 
     def within_a_block(self) -> AbstractContextManager[None]:
-        """What a block makes inside is known if it returns or keeps it."""
+        """Know what a block makes inside only if it returns or keeps it."""
         return attributes_set(self, _is_inside=True)
 
     def returned(self, block: str, out: object) -> None:
@@ -198,7 +193,7 @@ class Values(TorchFunctionMode):
             self._note_source(leaf, Source("output", block, path))
 
     def arrived(self, leaf: Tensor, new: Tensor, path: str) -> None:
-        """``new`` stands for ``leaf`` from now on, as an argument of the first block of a segment."""
+        """Let ``new`` stand for ``leaf`` from now on, as an argument of the first block of a segment."""
         value = self._value_of(leaf)
         if value is not None:
             value.arrives[self._now()] = path
@@ -250,7 +245,7 @@ class Values(TorchFunctionMode):
         return new
 
     def messages(self, segment: int) -> list[CarriedTensor]:
-        """What comes into a segment beside the arguments of its first block."""
+        """Return what comes into a segment beside the arguments of its first block."""
         return [
             value
             for value in self._used
@@ -270,7 +265,7 @@ class Values(TorchFunctionMode):
         return tuple(source(value) for value in self.messages(segment))
 
     def fetches(self, segment: int, paths: Sequence[str]) -> tuple[Fetch, ...]:
-        """The order in which a segment uses what it received."""
+        """Return the order in which a segment uses what it received."""
         messages = self.messages(segment)
         return tuple(
             Fetch(_message_index(value, segment, messages, paths), by, leaf.ndim, leaf.dtype)

@@ -19,7 +19,7 @@ from lockstep.torch_internals.c10d import default_store
 
 
 def batch_norm(modules: Iterable[tuple[str, nn.Module]]) -> str | None:
-    """The first module that normalises by statistics of the batch."""
+    """Return the first module that normalises by statistics of the batch."""
     found = (name for name, one in modules if isinstance(one, torch_modules.BatchNorm) and one.training)
     return next(found, None)
 
@@ -48,14 +48,24 @@ def follows_rows(title: str, kind: str, name: str) -> UsageError:
     )
 
 
-def runs_only_whole(title: str, text: str, micro_batches: int, names: str) -> UsageError:
-    """For a forward that raises what ``text`` says of micro-batches, but not of the batch."""
+def fails_on_parts(title: str, text: str, micro_batches: int, names: str) -> UsageError:
+    """For a forward that raises what ``text`` says of a micro-batch."""
     return UsageError(
-        f"The forward of {title} runs on the whole batch, but raises {text.rstrip('.')} on one of the "
-        f"{micro_batches} micro-batches of a pipeline, each of which gets its rows of {names}. If one of these "
-        "must not be cut, write batch_dims=NAME=none in parallel='pp=...'. If samples depend on each other "
+        f"The forward of {title} raises {text.rstrip('.')} on one of the {micro_batches} micro-batches of a "
+        f"pipeline. Each gets its rows of {names}. If one of these must not be cut, write batch_dims=NAME=none in "
+        "parallel='pp=...'; if it needs more rows, set a smaller micro_batches. If samples depend on each other "
         "(nodes of one graph, bags that begin at offsets), give the batch a dimension of its own in all "
         "arguments, or leave pp out."
+    )
+
+
+def counts_differ(title: str) -> UsageError:
+    """For a mean of micro-batches that divide by other numbers."""
+    return UsageError(
+        f"The loss of {title} is no mean of the losses of its micro-batches: they divide by different numbers (of "
+        "unpadded tokens, for example), or a function of your own computes it. Say loss=mean, loss=sum or "
+        "loss=whole in parallel='pp=...'. For a mean over unpadded tokens, say loss=whole. Or return a sum that is "
+        "divided by a number that is passed in (num_items_in_batch), with loss=sum."
     )
 
 
@@ -66,6 +76,15 @@ def unknown_result(block: str, where: str, text: str) -> UsageError:
         "without values, and assumes that such a block returns one tensor like its first argument and keeps "
         f"nothing. Then the forward of {where} raises {text.rstrip('.')}. Let the block return one tensor only, "
         "or choose by masks (torch.where, x[mask], index_add) instead of by if, .item() or .tolist()."
+    )
+
+
+def needs_value(title: str) -> UsageError:
+    """For a forward that needs, or returns, a value that only another stage has."""
+    return UsageError(
+        f"The forward of {title} needs a value of a tensor that only another "
+        "stage of the pipeline has, such as a weight of its blocks. Move this code into that block, or "
+        "into the training loop."
     )
 
 
@@ -87,27 +106,6 @@ def kept_elsewhere(where: str, name: str) -> UsageError:
         "function or a list holds it, or holds its module). So a pipeline cannot know which of its stages "
         "needs it. Read it as an attribute, such as self.scale, or pass it as an argument; hold modules in "
         "an nn.ModuleList."
-    )
-
-
-def neither_mean_nor_sum(title: str, source: str) -> UsageError:
-    """For a tensor without rows that micro-batches make otherwise than the batch; ``source``: where it comes from."""
-    return UsageError(
-        f"{title} uses {source} after its last block, which has no rows and is neither the mean nor the sum of "
-        "its values for the micro-batches of a pipeline. So the whole value cannot be computed. Let the blocks "
-        "return the rows that it is computed from (x, rows = block(x); all_rows.append(rows)), and compute it "
-        "of all rows after the last block (aux = balance(torch.stack(all_rows)))."
-    )
-
-
-def mixes_rows(title: str, name: str) -> UsageError:
-    """For what comes out of blocks otherwise for the batch than for its micro-batches."""
-    return UsageError(
-        f"The blocks of {title} compute other rows for the batch than for its micro-batches, before or in "
-        f"'{name}'. They mix the rows (for example subtract a mean over the batch), use the number of rows, or "
-        "change from call to call (a count in an object). But a pipeline gives them one micro-batch at a time. "
-        "Let blocks compute each row without the others, and compute what needs all rows before the first block "
-        "or after the last one."
     )
 
 
@@ -142,7 +140,7 @@ def first_is_named(
 
 
 def consequence_of(rank: int, title: str, text: str, part: PassPart = "forward") -> UsageError:
-    """What other ranks raise where ``rank`` has failed."""
+    """Return what other ranks raise where ``rank`` has failed."""
     consequence = UsageError(
         f"Rank {rank} failed in the {part} of {title} with {text} This rank stops with it. Mend the cause on that "
         "rank."
@@ -152,7 +150,7 @@ def consequence_of(rank: int, title: str, text: str, part: PassPart = "forward")
 
 
 def text_of(error: Exception) -> str:
-    """What it was, in one line."""
+    """Return what it was, in one line."""
     cause: BaseException = error
     while not isinstance(cause, LockstepError) and isinstance(cause.__cause__, Exception):
         # torch wraps what a forward raises.
@@ -186,7 +184,7 @@ def note_module(error: Exception, where: str) -> None:
 
 
 def module_noted(error: BaseException | None) -> str | None:
-    """What ``note_module`` remembered of it or of its causes."""
+    """Return what ``note_module`` remembered of it or of its causes."""
     while error is not None:
         noted: str | None = getattr(error, "raised_in", None)
         if noted is not None:

@@ -58,7 +58,7 @@ class Exchange(TorchFunctionMode):
         self.begin(())
 
     def begin(self, received: Sequence[Tensor]) -> None:
-        """A forward begins, for which this was received."""
+        """Begin a forward, for which this was received."""
         self._received = received
         self._known: dict[int, tuple[Tensor, Tensor]] = {}
         # Real tensors that earlier stages have changed.
@@ -123,7 +123,7 @@ class Exchange(TorchFunctionMode):
             self._inside -= 1
 
     def result(self, output: object) -> object:
-        """The output of the model.
+        """Return the output of the model.
 
         Raises:
             UsageError: something that was received was not used where the trace used it.
@@ -133,14 +133,14 @@ class Exchange(TorchFunctionMode):
         return output
 
     def returned(self, block: str, out: object) -> None:
-        """A block of this stage gave this back."""
+        """Note what a block of this stage gave back."""
         self._block = block
         self._counts.clear()
         if block in self._outputs:
             self._keep_wanted(out, "output", block)
 
     def here(self, leaf: object, by: str) -> object:
-        """The real tensor for which ``leaf`` stands, if it is known."""
+        """Return the real tensor for which ``leaf`` stands, if it is known."""
         if not is_placeholder(leaf) and id(leaf) not in self._changed:
             return leaf
         if id(leaf) in self._known:
@@ -168,7 +168,7 @@ class Exchange(TorchFunctionMode):
             )
 
     def sent(self) -> list[object]:
-        """What goes to the next stage beside the arguments of its first block; None for what is missing."""
+        """Return what goes to the next stage beside the arguments of its first block; None for what is missing."""
         return [self._value_of_source(source) for source in self._sources]
 
     def _value_of_source(self, source: Source) -> object:
@@ -223,8 +223,10 @@ class PrecomputedBlock(ReplacementModule):
         exchange: Exchange | None = None,
         received: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """``returned``: the result in the trace, in which arguments that come back unchanged are marked; ``received``:
-        path -> argument, of the first block of the stage."""
+        """Take ``returned``: the result in the trace, in which arguments that come back unchanged are marked.
+
+        ``received``: path -> argument, of the first block of the stage.
+        """
         super().__init__(block)
         self._name = name
         self._result = result
@@ -254,5 +256,5 @@ class PrecomputedBlock(ReplacementModule):
 
 
 def for_itself(leaf: object) -> Any:
-    """A tensor that may be changed in place, where ``leaf`` begins a graph."""
+    """Return a tensor that may be changed in place, where ``leaf`` begins a graph."""
     return leaf.clone() if isinstance(leaf, Tensor) and leaf.is_leaf else leaf

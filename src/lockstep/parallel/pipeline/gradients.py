@@ -136,7 +136,7 @@ class _OutputsWithBackward(torch.autograd.Function):
 
 
 def _once(ctx: FunctionContext) -> Any:
-    """What a backward is to run.
+    """Return what a backward is to run.
 
     Raises:
         UsageError: it was run before, or its own gradient is asked for.
@@ -181,7 +181,7 @@ def attach_outputs(values: list[Tensor], backward: Callable[[OutputGradients], N
 
 
 def pull(tensors: list[Tensor], gradients: list[Tensor | None]) -> Tensor:
-    """A number whose backward gives ``tensors`` these gradients."""
+    """Return a number whose backward gives ``tensors`` these gradients."""
     return _BackwardStart.apply(tuple(gradients), *tensors)
 
 

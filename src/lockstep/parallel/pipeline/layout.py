@@ -81,7 +81,7 @@ class Layout:
         device: torch.device,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """``starts``: the index of the block with which each stage begins; ``dtype``: of parameters in forwards."""
+        """Take ``starts``: the index of each stage's first block; ``dtype``: of parameters in forwards."""
         self.placeholders = PlaceholderTensors(device)
         self.order = list(blocks)
         self.starts = {self.order[index]: stage for stage, index in enumerate(starts)}
@@ -145,11 +145,11 @@ class Layout:
         return {name: value for name, value in self.values.items() if name in names}
 
     def first_name(self, name: str) -> str:
-        """The name under which ``named_parameters`` of the whole model knows a parameter."""
+        """Return the name under which ``named_parameters`` of the whole model knows a parameter."""
         return self._first.get(name, name)
 
     def module_of_block(self, name: str) -> nn.Module:
-        """A block of this rank, or a module in one, by its name in the model."""
+        """Return a block of this rank, or a module in one, by its name in the model."""
         for block_name, block in self.blocks.items():
             if block.module is not None and (name == block_name or name.startswith(f"{block_name}.")):
                 return block.module.get_submodule(name[len(block_name) + 1 :])
@@ -196,7 +196,7 @@ class Layout:
         return found
 
     def without_values(self, block_calls: Mapping[str, nn.Module]) -> list[Change]:
-        """What turns the model into one without any values; ``block_calls`` takes the place of the blocks."""
+        """Return what turns the model into one without any values; ``block_calls`` takes the place of the blocks."""
         changes: list[Change] = [
             (entries, key, block_calls[name])
             for name, block in self.blocks.items()

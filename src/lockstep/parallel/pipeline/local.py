@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import torch
@@ -28,8 +28,15 @@ class LocalStages:
     """This rank's part of a pipeline over ``group``."""
 
     def __init__(
-        self, layout: Layout, group: dist.ProcessGroup, options: PipelineOptions, device: torch.device
+        self,
+        title: str,
+        layout: Layout,
+        group: dist.ProcessGroup,
+        options: PipelineOptions,
+        device: torch.device,
     ) -> None:
+        """``title``: the name of the model's class."""
+        self.title = title
         self.layout = layout
         self.group = group
         self.device = device
@@ -54,7 +61,7 @@ class LocalStages:
         return bool(self.modules)
 
     def rank_of(self, stage: int) -> int:
-        """The rank, within the group, that holds ``stage``."""
+        """Return the rank, within the group, that holds ``stage``."""
         return rank_of_stage(self.schedule, stage, self.ranks)
 
     def place_parameters(self, uses: Mapping[str, set[int]], callbacks: list[Callable[[], None]]) -> None:
@@ -109,14 +116,14 @@ class LocalStages:
         return found
 
     def torch_stages(self, plan: PipelinePlan, results: int) -> list[Stage]:
-        """New records of torch's; ``results``: how many tensors the last stage returns."""
+        """Return new records of torch's; ``results``: how many tensors the last stage returns."""
         return [
             Stage(module, stage, plan.traced.cuts, self.device, self.group, self.executed, results)
             for stage, module in self.modules.items()
         ]
 
     def begin(self, plan: PipelinePlan, once: Pass, find: bool = False) -> Pass:
-        """The next forwards and backwards are of this batch; ``find``: what they change is to be found."""
+        """Begin forwards and backwards of this batch; ``find``: what they change is to be found."""
         once.state = self.state
         self.state.begin_batch(self.named_modules() if find or self.state.is_used else (), find)
         for stage, module in self.modules.items():
@@ -125,7 +132,7 @@ class LocalStages:
         return once
 
     def parameters(self) -> list[nn.Parameter]:
-        """This rank's, sharded ones as shards."""
+        """Return this rank's, sharded ones as shards."""
         for module in self._sharded():
             module.reshard()
         return list(
@@ -137,21 +144,21 @@ class LocalStages:
         return [module for module in found if isinstance(module, FSDPModule)]
 
     def gather_from_ranks(self, mine: RankValue) -> list[RankValue]:
-        """What each rank says, in the order of the last stages that they hold. Collective."""
+        """Return what each rank says, in the order of the last stages that they hold. Collective."""
         gathered = [mine] * self.ranks
         dist.all_gather_object(gathered, mine, group=self.group)
         last = {self.rank_of(stage): stage for stage in range(self.count)}
         # A rank with several stages counts by the last of them.
         return [gathered[rank] for rank in sorted(last, key=last.__getitem__)]
 
-    def any_of(self, flags: Sequence[bool]) -> list[bool]:
-        """Which of them any rank sets. Waits for the device."""
-        gathered = torch.tensor([float(flag) for flag in flags], device=self.device)
+    def any_rank(self, flag: bool) -> bool:
+        """Whether it is set on any rank. Waits for the device."""
+        gathered = torch.tensor(float(flag), device=self.device)
         dist.all_reduce(gathered, dist.ReduceOp.MAX, group=self.group)
-        return [bool(flag) for flag in gathered.tolist()]
+        return bool(gathered)
 
     def from_last(self, value: Tensor | None, like: Joined | TensorMeta) -> Tensor:
-        """The tensor of the rank with the last stage, of the shape of ``like``, on all ranks."""
+        """Return the tensor of the rank with the last stage, of the shape of ``like``, on all ranks."""
         if value is None:
             value = torch.empty(like.shape, dtype=like.dtype, device=self.device)
         elif value.shape != like.shape:

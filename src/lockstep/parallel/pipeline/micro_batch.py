@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lockstep.comm.tree import leaves, map_leaves, tensor_leaves
+from lockstep.comm.tree import leaves, map_leaves
 from lockstep.config.enums import Schedule
 from lockstep.errors import UsageError
 from lockstep.parallel.pipeline.options import fits, least_micro_batches
@@ -28,32 +28,6 @@ class ModelCall:
     @property
     def tree(self) -> tuple[object, ...]:
         return (self.args, self.kwargs, self.targets)
-
-
-def batch_size(call: ModelCall, given: BatchDims | None = None) -> int:
-    """Size of the first dimension that ``given`` says is the batch; else dim 0 of the first tensor that has one.
-
-    Raises:
-        UsageError: there is none, or those that were said differ.
-    """
-    tensors = tensor_leaves(call.tree)
-    sizes = {
-        tensors[path].shape[dim] for path, dim in (given or {}).items() if dim is not None and path in tensors
-    }
-    if len(sizes) > 1:
-        raise UsageError(
-            f"The dimensions that batch_dims names have different sizes: {', '.join(map(str, sorted(sizes)))}. "
-            "For each argument, name the dimension that has as many entries as the batch has samples."
-        )
-    if sizes:
-        return sizes.pop()
-    for path, leaf in tensors.items():
-        if leaf.ndim > 0 and path not in (given or {}):
-            return leaf.shape[0]
-    raise UsageError(
-        "The model was called without a tensor that has a batch dimension, so a pipeline cannot cut it into "
-        "micro-batches. Pass the batch as tensors."
-    )
 
 
 def count_for_training(asked: int, batch: int, schedule: Schedule, ranks: int) -> int:
@@ -88,14 +62,8 @@ def count_for_training(asked: int, batch: int, schedule: Schedule, ranks: int) -
     )
 
 
-def fewer_for_training(count: int, batch: int, schedule: Schedule, ranks: int) -> list[int]:
-    """The numbers of micro-batches below ``count`` that would do as well, the largest first."""
-    least = least_micro_batches(schedule, ranks)
-    return [n for n in range(count - 1, least - 1, -1) if batch % n == 0 and fits(schedule, n, ranks)]
-
-
 def count_for_evaluation(asked: int, batch: int, ranks: int) -> int:
-    """The most micro-batches that divide the batch, at most as many as asked for. One is enough."""
+    """Return the most micro-batches that divide the batch, at most as many as asked for. One is enough."""
     return next(count for count in range(min(asked or 4 * ranks, max(batch, 1)), 0, -1) if batch % count == 0)
 
 
@@ -131,7 +99,7 @@ class Joined:
         return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
     def split(self, gradient: Tensor, count: int) -> list[Tensor]:
-        """The gradient for each micro-batch's tensor: [batch, ...] in ``count`` parts of its rows."""
+        """Return the gradient for each micro-batch's tensor: [batch, ...] in ``count`` parts of its rows."""
         return list(gradient.chunk(count))
 
 
@@ -142,7 +110,7 @@ def joined(part: Tensor, whole: Tensor, count: int) -> Joined:
 
 
 def find_loss(output: object) -> str | None:
-    """The path of the loss in a model's output; None: it returns no loss.
+    """Return the path of the loss in a model's output; None: it returns no loss.
 
     A loss is the output itself, its ``loss``, or the first of a tuple, if that is a number with a gradient.
     """

@@ -17,36 +17,32 @@ from lockstep.comm.tree import LossFunction, tensor_leaves
 from lockstep.errors import LockstepError, UsageError
 from lockstep.model.changes import attributes_set
 from lockstep.parallel.parallel_model import ModuleAround
-from lockstep.parallel.pipeline.derivation import Arguments, Derivation
-from lockstep.parallel.pipeline.errors import first_is_named
+from lockstep.parallel.pipeline.batch_dims import argument_names, described, find_batch
+from lockstep.parallel.pipeline.errors import (
+    PassPart,
+    batch_norm,
+    fails_on_parts,
+    first_is_named,
+    sees_micro_batches,
+    text_of,
+)
 from lockstep.parallel.pipeline.layout import Layout
 from lockstep.parallel.pipeline.local import LocalStages
+from lockstep.parallel.pipeline.loss import reduction_of
 from lockstep.parallel.pipeline.micro_batch import (
     BatchDims,
     ModelCall,
     count_for_evaluation,
     count_for_training,
     cut,
-    fewer_for_training,
 )
 from lockstep.parallel.pipeline.options import PipelineOptions
-from lockstep.parallel.pipeline.passes import (
-    Autocast,
-    Batch,
-    TrainingCall,
-    evaluate,
-    forward_now,
-)
-from lockstep.parallel.pipeline.plan import (
-    CallSignature,
-    PipelinePlan,
-    check_same_batch,
-    signature,
-)
-from lockstep.parallel.pipeline.rows import argument_names
+from lockstep.parallel.pipeline.passes import Autocast, Batch, evaluate, forward_now, train
+from lockstep.parallel.pipeline.plan import CallSignature, PipelinePlan, check_same_batch, signature
 from lockstep.parallel.pipeline.stage import Executed, StageModule
 from lockstep.parallel.pipeline.state import untouched
 from lockstep.parallel.pipeline.traced import ModelTrace
+from lockstep.parallel.pipeline.trial import try_forwards
 from lockstep.parallel.pipeline.whole_trace import trace_model
 from lockstep.torch_internals import modules as torch_modules
 
@@ -71,11 +67,11 @@ class PipelineModel(ModuleAround):
         super().__init__()
         self.module = module
         self._options = options
-        self._local = LocalStages(layout, group, options, device)
+        self._local = LocalStages(type(module).__name__, layout, group, options, device)
         self._callbacks: list[Callable[[], None]] = []
         self._plans: OrderedDict[CallSignature, PipelinePlan] = OrderedDict()
-        self._derivation = Derivation(module, self._local, options)
-        self._prove: Callable[..., None] | None = None
+        self._has_tried = False
+        self._is_trying = False
         self._calls = 0
         self._has_warned_of_order = False
         self._is_made = True
@@ -93,7 +89,7 @@ class PipelineModel(ModuleAround):
         return {name: block.module for name, block in blocks.items() if block.module is not None}
 
     def on_settled(self, callback: Callable[[], None]) -> None:
-        """``callback()`` runs on all ranks in the first forward, when each knows which parameters it keeps."""
+        """Run ``callback()`` on all ranks in the first forward, when each knows which parameters it keeps."""
         self._callbacks.append(callback)
 
     def settle_like(self, other: PipelineModel) -> None:
@@ -101,11 +97,6 @@ class PipelineModel(ModuleAround):
         theirs = other._local
         if theirs.settled and not self.settled and self._local.layout.signature == theirs.layout.signature:
             self._local.place_parameters(theirs.uses, self._callbacks)
-
-    def on_derived(self, prove: Callable[..., None]) -> None:
-        """``prove(args, kwargs, loss_fn, targets)`` runs on all ranks of the pipeline, in a training call in which
-        something was derived: what the split means with these settings. It may call the model."""
-        self._prove = prove
 
     def stage_modules(self) -> list[StageModule]:
         """One module for each stage of this rank, to shard. Names of parameters are the model's.
@@ -123,7 +114,7 @@ class PipelineModel(ModuleAround):
     @property
     def micro_batch(self) -> int | None:
         """The one whose forward is running on this rank; None outside of one."""
-        if self._derivation.is_rehearsing:
+        if self._is_trying:
             return None
         running = (stage.micro_batch for stage in self._local.modules.values())
         return next((number for number in running if number is not None), None)
@@ -144,20 +135,20 @@ class PipelineModel(ModuleAround):
         return [name for name, stages in self._local.layout.holders().items() if len(stages & mine) > 1]
 
     def owned(self) -> dict[str, nn.Parameter]:
-        """This rank's parameters without those that an earlier rank holds too: what counts in a norm."""
+        """Return this rank's parameters without those that an earlier rank holds too: what counts in a norm."""
         rank = self._local.group.rank()
         tied = self._local.tied
         return {name: p for name, p in self.held_parameters() if tied.get(name, [rank])[0] == rank}
 
     def held_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's, each under its first name in the whole model."""
+        """Return this rank's, each under its first name in the whole model."""
         for name, parameter in self.module.named_parameters():
             yield self._local.layout.first_name(name), parameter
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The whole model's, in its order. Those of other ranks have no values, and computing with them is refused.
+        """Yield the whole model's, in its order. Those of other ranks have no values; computing with them is refused.
 
         So a list of them pairs with any other list of them, and nobody takes a part for the whole.
         """
@@ -186,11 +177,11 @@ class PipelineModel(ModuleAround):
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
-        """This rank's, under the model's names."""
+        """Return this rank's, under the model's names."""
         yield from self.module.named_buffers(prefix, recurse, remove_duplicate)
 
     def state_dict(self, *args: object, **kwargs: Any) -> Any:
-        """This rank's part of the model's, under the model's names."""
+        """Return this rank's part of the model's, under the model's names."""
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -204,7 +195,7 @@ class PipelineModel(ModuleAround):
             return getattr(torch_modules.children_of(self)["module"], name)
 
     def __setattr__(self, name: str, value: Tensor | nn.Module) -> None:
-        """What the model has is set there, so that its forward finds it."""
+        """Set what the model has there, so that its forward finds it."""
         own = name.startswith("_") or name in ("module", "training") or not self.__dict__.get("_is_made")
         if own or not hasattr(self.module, name):
             super().__setattr__(name, value)
@@ -229,7 +220,7 @@ class PipelineModel(ModuleAround):
     # -- a batch -----------------------------------------------------------------------------------------
 
     def forward(self, *args: object, **kwargs: object) -> object:
-        """The model's output for the whole batch, on all ranks (see ``PipelineOptions.outputs``).
+        """Return the model's output for the whole batch, on all ranks (see ``PipelineOptions.outputs``).
 
         If the model returns a loss and gradients are wanted, forward and backward of all micro-batches run now,
         in the order of the schedule; ``backward`` of the loss then adds the gradients to ``.grad``. If it returns
@@ -255,39 +246,36 @@ class PipelineModel(ModuleAround):
         return self._run(ModelCall(tuple(args), kwargs or {}, tuple(targets)), loss_fn)[0]
 
     def _run(self, call: ModelCall, loss_fn: LossFunction | None) -> Any:
-        autocast = Autocast(self._local.device.type)
-        self._local.executed.clear()
+        local, options = self._local, self._options
+        autocast = Autocast(local.device.type)
+        local.executed.clear()
         self._calls += 1
-        with (
-            autocast.outside(),
-            first_is_named(self._local.group, type(self.module).__name__, self._calls),
-        ):
+        with autocast.outside(), self._named_failures():
             plan = self._plan(call, loss_fn, autocast)
             batch = Batch(call, cut(call, plan.micro_batches, plan.dims), plan, loss_fn, autocast)
             if not torch.is_grad_enabled():
-                return evaluate(self._local, batch, self._options.outputs)
+                return evaluate(local, batch, options.outputs)
             self._refuse_gradients_of(call)
-            derivation = self._derivation
-            reduction = derivation.reduction(batch)
-            self._prove_new(batch)
-            parameters = self._parameters_by_name
-            if plan.loss is None:
-                self._check_loss_outside()
-            named = partial(first_is_named, self._local.group, type(self.module).__name__, self._calls)
-            # A batch for which the reduction does not hold leaves no gradients, and runs again with another.
-            while True:
-                if plan.loss is None:
-                    done, why_not = forward_now(
-                        self._local, batch, parameters, reduction, lambda: named("backward")
-                    )
-                else:
-                    done, why_not = TrainingCall(
-                        self._local, batch, self._options, parameters, reduction
-                    ).run()
-                if why_not is None:
-                    return done
-                reduction = derivation.another(why_not, batch)
-                self._prove_new(batch)
+            if not self._has_tried:
+                self._try(batch)
+            if plan.loss is not None:
+                return train(local, batch, options, self._parameters_by_name)
+            self._check_loss_outside()
+            return forward_now(
+                local, batch, self._parameters_by_name, partial(self._named_failures, "backward")
+            )
+
+    def _named_failures(self, part: PassPart = "forward") -> AbstractContextManager[None]:
+        return first_is_named(self._local.group, self._local.title, self._calls, part)
+
+    def _try(self, batch: Batch) -> None:
+        plan = batch.plan
+        reduction = reduction_of(self._options.loss_reduction, batch.whole)
+        needs_whole = reduction == "whole" if plan.loss is not None else not plan.by_rows
+        rows = described(plan.dims, argument_names(self.module, batch.whole))
+        with attributes_set(self, _is_trying=True):
+            try_forwards(self._local, batch, needs_whole, rows)
+        self._has_tried = True
 
     def _refuse_gradients_of(self, call: ModelCall) -> None:
         """They would come to the first stage's rank alone, or nowhere."""
@@ -300,12 +288,6 @@ class PipelineModel(ModuleAround):
                     "this one, and prepare that. If no gradient is needed, pass the argument with .detach()."
                 )
 
-    def _prove_new(self, batch: Batch) -> None:
-        if self._derivation.is_new and self._prove is not None:
-            with batch.autocast.inside():
-                self._prove(batch.whole.args, batch.whole.kwargs, batch.loss_fn, batch.whole.targets)
-        self._derivation.is_new = False
-
     def _plan(self, call: ModelCall, loss_fn: LossFunction | None, autocast: Autocast) -> PipelinePlan:
         local, options = self._local, self._options
         training = torch.is_grad_enabled()
@@ -316,19 +298,14 @@ class PipelineModel(ModuleAround):
             return plan
         # Only for shapes that are new: comparing values waits for the device.
         check_same_batch(call, local.group, local.device)
-        arguments = self._derivation.arguments(call, loss_fn)
-        with autocast.inside(), untouched(self._named_modules()):
-            size = arguments.batch_size()
+        size, dims = find_batch(self.module, call, options.batch_dims)
         if training:
             count = count_for_training(options.micro_batches, size, options.schedule, local.ranks)
-            self._derivation.refuse_batch_norm()
+            self._refuse_batch_norm()
         else:
             count = count_for_evaluation(options.micro_batches, size, local.ranks)
-        counts = [count]
-        # A number that was chosen may be lowered if the forward needs more rows.
-        if training and not options.micro_batches:
-            counts += fewer_for_training(count, size, options.schedule, local.ranks)
-        traced, whole, count, dims = self._traced(call, loss_fn, autocast, arguments, size, counts)
+        with autocast.inside(), untouched(self._named_modules()):
+            traced, whole = self._traced(call, loss_fn, count, dims)
         plan = PipelinePlan.of(traced, whole, count, dims)
         if not training and plan.has_tensors_without_rows(local.layout):
             # Such tensors are right only if they are made of one part.
@@ -342,32 +319,29 @@ class PipelineModel(ModuleAround):
         return plan
 
     def _traced(
-        self,
-        call: ModelCall,
-        loss_fn: LossFunction | None,
-        autocast: Autocast,
-        arguments: Arguments,
-        size: int,
-        counts: Sequence[int],
-    ) -> tuple[ModelTrace, ModelTrace, int, BatchDims]:
-        """Traces of a micro-batch and of all ``size`` rows, with the first of ``counts`` that the forward takes."""
-        for count in counts:
-            try:
-                with autocast.inside(), untouched(self._named_modules()):
-                    dims = arguments.dims(size, size // count) if count > 1 else {}
-                    first = cut(call, count, dims)[0]
-                    traced = trace_model(self.module, self._local.layout, first, loss_fn)
-                    if count == 1:
-                        return traced, traced, count, dims
-                    whole = trace_model(self.module, self._local.layout, call, loss_fn, traced)
-                    return traced, whole, count, dims
-            except LockstepError:
-                raise
-            except Exception:
-                # A user's forward may raise anything with so few rows, such as chunk(2) of one.
-                if count == counts[-1]:
-                    raise
-        raise AssertionError("a batch is cut into at least one micro-batch")
+        self, call: ModelCall, loss_fn: LossFunction | None, count: int, dims: BatchDims
+    ) -> tuple[ModelTrace, ModelTrace]:
+        """Return the traces of a micro-batch, of which there are ``count``, and of the whole batch."""
+        trace = partial(trace_model, self.module, self._local.layout, loss_fn=loss_fn)
+        if count == 1:
+            whole = trace(call)
+            return whole, whole
+        try:
+            part = trace(cut(call, count, dims)[0])
+        except LockstepError:
+            raise
+        except Exception as error:
+            # A user's forward may raise anything of a micro-batch. If the batch raises it as well, that one is raised.
+            trace(call)
+            rows = described(dims, argument_names(self.module, call))
+            raise fails_on_parts(self._local.title, text_of(error), count, rows) from error
+        return part, trace(call)
+
+    def _refuse_batch_norm(self) -> None:
+        from_ranks = self._local.gather_from_ranks(batch_norm(self._local.layout.own_modules()))
+        name = next((one for one in from_ranks if one is not None), None)
+        if name is not None:
+            raise sees_micro_batches(self._local.title, name)
 
     def _named_modules(self) -> list[tuple[str, nn.Module]]:
         return list(self.module.named_modules())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Literal
@@ -27,14 +27,11 @@ class PipelineOptions:
         micro_batches: Parts that a batch is cut into; 0: chosen (four for each rank, if the batch divides).
         stages_per_rank: Stages that each rank holds; 0: what the schedule needs.
         split: Names of the blocks at which stages begin, without the first; () balances the stages.
-        block_costs: Cost of each block by name, for instance the seconds of ``block_seconds``, by which stages
-            are balanced; None: bytes of parameters.
-        whole: Names of keyword arguments that every micro-batch gets whole, even if their dim 0 is as long as
-            the batch.
-        batch_dims: ``name=dim`` or ``name=none`` for arguments: which dimension is cut into micro-batches; of those
-            that are not named it is found.
-        loss_reduction: What a loss that the model computes itself is over the batch. ``whole``: neither mean nor sum,
-            so that what comes after the last block is computed on the whole batch at once. ``auto``: found.
+        batch_dims: ``name=dim`` or ``name=none`` for arguments: which dimension is cut into micro-batches. Of those
+            that are not named it is dim 0, if that is as long as the batch.
+        loss_reduction: What the loss of the batch is of those of its micro-batches. ``whole``: neither mean nor sum,
+            so that what comes after the last block is computed on the whole batch at once. ``auto``: a mean, which is
+            checked in each step; a sum where the call has ``num_items_in_batch``.
         outputs: Which ranks get the model's outputs. ``all``: all. ``last``: the rank of the last stage, the
             others None. ``auto``: all, but only the loss where the model computes it for training.
         loss_scale: The factor (a power of two) by which losses are multiplied while gradients are computed in
@@ -46,8 +43,6 @@ class PipelineOptions:
     micro_batches: int = 0
     stages_per_rank: int = 0
     split: tuple[str, ...] = ()
-    block_costs: Mapping[str, float] | None = None
-    whole: tuple[str, ...] = ()
     batch_dims: tuple[str, ...] = ()
     loss_reduction: LossReduction = "auto"
     outputs: OutputsMode = "auto"
@@ -60,13 +55,13 @@ SPLIT_BACKWARD = (Schedule.ZERO_BUBBLE, Schedule.ZBV, Schedule.DUALPIPEV)
 
 
 def rank_of_stage(schedule: Schedule, stage: int, ranks: int) -> int:
-    """The rank that holds ``stage``: round after round, or there and back for V-shaped schedules."""
+    """Return the rank that holds ``stage``: round after round, or there and back for V-shaped schedules."""
     turn, position = divmod(stage, ranks)
     return ranks - 1 - position if schedule in V_SHAPED and turn % 2 else position
 
 
 def least_micro_batches(schedule: Schedule, ranks: int) -> int:
-    """The fewest micro-batches that ``schedule`` works with."""
+    """Return the fewest micro-batches that ``schedule`` works with."""
     return 2 * ranks if schedule is Schedule.DUALPIPEV else ranks
 
 
@@ -79,7 +74,7 @@ def fits(schedule: Schedule, micro_batches: int, ranks: int) -> bool:
 
 
 def balanced(costs: Sequence[float], before: float, after: float, stages: int) -> list[int]:
-    """The index at which each stage begins: contiguous stages whose most expensive one is as cheap as can be.
+    """Return the index at which each stage begins: contiguous stages whose most expensive one is as cheap as can be.
 
     ``before`` and ``after`` are borne by the first and the last stage. Of equally good ways the most even one
     (least sum of squares) is taken. Every stage gets at least one block.
@@ -115,7 +110,7 @@ def balanced(costs: Sequence[float], before: float, after: float, stages: int) -
 
 
 def begin_at(split: Sequence[str], blocks: Sequence[str], stages: int) -> list[int]:
-    """The index at which each stage begins, from the names of the blocks that begin stages but the first.
+    """Return the index at which each stage begins, from the names of the blocks that begin stages but the first.
 
     Raises:
         UsageError: a name is no block, names are not in order, or there are too many or few.

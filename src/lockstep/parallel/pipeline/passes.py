@@ -4,45 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.comm.tree import LossFunction, map_leaves, tensor_leaves
+from lockstep.config.enums import Schedule
 from lockstep.parallel.pipeline.absent import check_values
-from lockstep.parallel.pipeline.gradients import ParameterGradients, attach, attach_outputs, kept_apart, pull
+from lockstep.parallel.pipeline.errors import counts_differ
+from lockstep.parallel.pipeline.gradients import attach, attach_outputs, kept_apart, pull
 from lockstep.parallel.pipeline.local import LocalStages
-from lockstep.parallel.pipeline.micro_batch import Joined, ModelCall
+from lockstep.parallel.pipeline.loss import Denominators, are_equal, denominators, reduction_of
+from lockstep.parallel.pipeline.micro_batch import ModelCall
 from lockstep.parallel.pipeline.options import OutputsMode, PipelineOptions
 from lockstep.parallel.pipeline.plan import PipelinePlan
-from lockstep.parallel.pipeline.reduction import Undecided, denominators, equal
-from lockstep.parallel.pipeline.settings import Settings
 from lockstep.parallel.pipeline.stage import FillDrain, run, torch_schedule
 from lockstep.parallel.pipeline.stage_forward import Pass
 from lockstep.parallel.pipeline.traced import TensorMeta
-
-
-@dataclass
-class FoundReduction:
-    """What the loss is over the batch: ``mean``, ``sum`` or ``whole``.
-
-    ``was_found``: nobody has said it; then it holds as long as ``settings`` stay what they are. ``puts_together``:
-    so does what tensors without rows are, of which a whole one is made.
-    """
-
-    word: str
-    was_found: bool
-    settings: Settings | None = None
-    puts_together: bool = False
-    undecided: Undecided = field(default_factory=Undecided)
-
-
-WhyNot = Literal["settings", "undecided", "rows"]
-"""Why a batch's loss is not what was found: the script has changed a setting, what was zero is not any more, or the
-batch's rows count differently."""
-
 
 ParametersByName = Callable[[], Mapping[str, nn.Parameter]]
 
@@ -81,176 +60,123 @@ class Batch:
     autocast: Autocast
 
     def with_loss(self, output: object, part: int | None = None) -> object:
-        """The output for the whole batch or a part of it, or the loss that ``loss_fn`` makes of it."""
+        """Return the output for the whole batch or a part of it, or the loss that ``loss_fn`` makes of it."""
         call = self.whole if part is None else self.parts[part]
         return output if self.loss_fn is None else (self.loss_fn(output, *call.targets),)
 
     def tail_of(self, outputs: dict[str, list[object]]) -> object:
-        """The model's output for the whole batch; ``outputs``: of the last stage's blocks, for each micro-batch."""
+        """Return the model's output for the whole batch; ``outputs``: of the last stage's blocks, by micro-batch."""
         assert self.plan.tail is not None
-        return self.plan.tail.run(self.whole, self.plan.tail.joined(outputs), whole=True)
+        return self.plan.tail.run(self.whole, self.plan.tail.joined(outputs))
 
 
-@dataclass(frozen=True)
-class TrainingCall:
-    """A training call of a model that returns a loss."""
+def train(
+    stages: LocalStages, batch: Batch, options: PipelineOptions, parameters: ParametersByName
+) -> object:
+    """Run forward and backward of all micro-batches of a model that returns a loss, or of a ``train_step``.
 
-    stages: LocalStages
-    batch: Batch
-    options: PipelineOptions
-    parameters: ParametersByName
-    reduction: FoundReduction
+    Return the output; the backward of the loss in it adds the gradients, which wait for it, to ``.grad``.
+    """
+    plan = batch.plan
+    assert plan.loss is not None
+    wants_outputs = options.outputs == "all" and batch.loss_fn is None
+    reduction = reduction_of(options.loss_reduction, batch.whole)
+    # The schedule runs backward before the loop does, so it must scale the loss for fp16 itself.
+    scale = options.loss_scale() if options.loss_scale is not None else 1.0
+    # The loop may never call backward on this loss, so nothing may reach ``.grad`` before it does.
+    with kept_apart(stages.parameters()) as gradients:
+        if reduction == "whole":
+            outputs = _train_whole(stages, batch, scale)
+        else:
+            # d(mean)/dx is the mean of the micro-batches' gradients; a sum adds them as they are.
+            share = 1 / plan.micro_batches if reduction == "mean" else 1.0
+            is_checked = reduction == "mean" and options.loss_reduction == "auto"
+            outputs = _train_parts(stages, batch, options.schedule, share, scale, wants_outputs, is_checked)
+    stages.state.end_batch()
 
-    def run(self) -> tuple[object, WhyNot | None]:
-        """Forward and backward of all micro-batches; gradients wait for the backward of the loss that is returned.
+    # The gradients were computed for a loss of factor ``scale``; the loop's backward brings the factor it really has.
+    def add(incoming: Tensor) -> None:
+        check_values([incoming])
+        stages.gradient_accumulator.add(gradients, parameters(), stages.sums, incoming / scale)
+        gradients.clear()
 
-        Returns:
-            The output, and why ``reduction`` does not hold for this batch: nothing has happened then.
-        """
-        path = self.batch.plan.loss
-        assert path is not None
-        # The schedule runs backward before the loop does, so it must scale the loss for fp16 itself.
-        scale = self.options.loss_scale() if self.options.loss_scale is not None else 1.0
-        self.reduction.undecided.begin()
-        train = _train_whole if self.reduction.word == "whole" else _train
-        return train(self, path, scale)
-
-    @property
-    def wants_outputs(self) -> bool:
-        """Beside the loss."""
-        return self.options.outputs == "all" and self.batch.loss_fn is None
-
-    @property
-    def watched(self) -> Undecided | None:
-        return self.reduction.undecided if self.reduction.undecided.is_watched else None
-
-    def result(
-        self,
-        path: str,
-        value: Tensor,
-        gradients: ParameterGradients,
-        scale: float,
-        kept: Callable[[str, Joined], Tensor | None],
-    ) -> object:
-        """The output: at ``path`` the ``value``, whose backward adds ``gradients``, and what was ``kept``."""
-
-        # The gradients were computed for a loss of factor ``scale``; the loop's backward brings the factor it really
-        # has.
-        def add(incoming: Tensor) -> None:
-            check_values([incoming])
-            self.stages.gradient_accumulator.add(
-                gradients, self.parameters(), self.stages.sums, incoming / scale
-            )
-            gradients.clear()
-
-        results = {path: attach(value, add)}
-        if self.wants_outputs:
-            for key, kind in self.batch.plan.outputs.items():
-                if key != path:
-                    results[key] = self.stages.from_last(kept(key, kind), kind)
-        return _fill(self.batch.plan.template, results)
+    like = TensorMeta.of(tensor_leaves(plan.template)[plan.loss])
+    results = {plan.loss: attach(stages.from_last(outputs.get(plan.loss), like), add)}
+    if wants_outputs:
+        for path, kind in plan.outputs.items():
+            if path != plan.loss:
+                results[path] = stages.from_last(outputs.get(path), kind)
+    return _fill(plan.template, results)
 
 
-def _train(call: TrainingCall, path: str, scale: float) -> tuple[object, WhyNot | None]:
-    """A loss that is the mean or the sum of those of micro-batches, in the order of the schedule."""
-    stages, batch, plan, reduction = call.stages, call.batch, call.batch.plan, call.reduction
-    undecided = reduction.undecided
-    has_changed = reduction.settings is not None and reduction.settings.have_changed()
-    # d(mean)/dx is the mean of the micro-batches' gradients; a sum adds them as they are.
-    share = 1 / plan.micro_batches if reduction.word == "mean" else 1.0
+def _train_parts(
+    stages: LocalStages,
+    batch: Batch,
+    schedule: Schedule,
+    share: float,
+    scale: float,
+    wants_outputs: bool,
+    is_checked: bool,
+) -> dict[str, Tensor]:
+    """Micro-batch by micro-batch, in the order of the schedule: the loss is ``share`` times the sum of theirs.
+
+    Return the loss and, if they are wanted, the other outputs by path, where the last stage is.
+    """
+    plan, path = batch.plan, batch.plan.loss
+    assert path is not None
     kept: list[dict[str, Tensor]] = []
-    losses: list[Tensor] = []
-    counted: list[tuple[list[object], list[Tensor]]] = []
+    counted: list[Denominators] = []
 
     def finish(index: int, output: object) -> Tensor:
         found = tensor_leaves(batch.with_loss(output, index))
-        losses.append(found[path].detach())
-        if reduction.was_found:
+        if is_checked:
             counted.append(denominators(found[path], once.ends))
-            undecided.watch(found[path])
-        if call.wants_outputs:
-            kept.append({key: leaf.detach() for key, leaf in found.items()})
+        kept.append({key: leaf.detach() for key, leaf in found.items() if wants_outputs or key == path})
         return found[path] * (share * scale)
 
     # torch allocates the receive buffers with a schedule, so it is kept for all batches of these shapes.
     if plan.schedule is None:
-        plan.schedule = torch_schedule(
-            call.options.schedule, stages.torch_stages(plan, 1), plan.micro_batches
-        )
-    once = stages.begin(
-        plan,
-        Pass(
-            batch.parts, finish, batch.autocast.inside, wants_ends=reduction.was_found, undecided=call.watched
-        ),
-    )
-    # The loop may never call backward on this loss, so nothing may reach ``.grad`` before it does.
-    with kept_apart(stages.parameters()) as gradients:
-        run(plan.schedule, plan.micro_batches)
+        plan.schedule = torch_schedule(schedule, stages.torch_stages(plan, 1), plan.micro_batches)
+    once = stages.begin(plan, Pass(batch.parts, finish, batch.autocast.inside, wants_ends=is_checked))
+    run(plan.schedule, plan.micro_batches)
     once.ends.clear()
-    like = TensorMeta.of(tensor_leaves(plan.template)[path])
-    if reduction.was_found:
-        why_not = _why_not(stages, has_changed, undecided, not counted or equal(counted))
-        # The batch runs once more in the other way, so nothing of this one may be left in modules.
-        if why_not is not None:
-            stages.state.forget_batch()
-            return None, why_not
-    stages.state.end_batch()
-    value = stages.from_last(torch.stack(losses).sum(0) * share if losses else None, like)
-
-    def joined(key: str, kind: Joined) -> Tensor | None:
-        return kind.join([each[key] for each in kept]) if kept else None
-
-    return call.result(path, value, gradients, scale, joined), None
+    # All ranks raise, or none does.
+    if is_checked and stages.any_rank(bool(counted) and not are_equal(counted)):
+        stages.state.forget_batch()
+        raise counts_differ(stages.title)
+    if not kept:
+        return {}
+    loss = torch.stack([each[path] for each in kept]).sum(0) * share
+    others = (key for key in kept[0] if key != path and key in plan.outputs) if wants_outputs else ()
+    return {path: loss} | {key: plan.outputs[key].join([each[key] for each in kept]) for key in others}
 
 
-def _whole_is_watched(reduction: FoundReduction) -> bool:
-    """The same on all ranks."""
-    return reduction.undecided.is_watched or (reduction.settings is not None and reduction.puts_together)
+def _train_whole(stages: LocalStages, batch: Batch, scale: float) -> dict[str, Tensor]:
+    """All forwards before all backwards: what comes after the last block is computed on the whole batch.
 
-
-def _why_not(
-    stages: LocalStages, has_changed: bool, undecided: Undecided, is_same: bool = True
-) -> WhyNot | None:
-    """The same on all ranks."""
-    has_moved = undecided.is_watched and any(undecided.moved())
-    # One rank's doubt is everybody's: all of them run the batch again, or none does.
-    changed, moved, differs = stages.any_of([has_changed, has_moved, not is_same])
-    return "settings" if changed else "undecided" if moved else "rows" if differs else None
-
-
-def _train_whole(call: TrainingCall, path: str, scale: float) -> tuple[object, WhyNot | None]:
-    """A loss that is neither a mean nor a sum of those of micro-batches: all forwards come before all backwards, and
-    what comes after the last block is computed on the whole batch."""
-    stages, batch, plan, reduction = call.stages, call.batch, call.batch.plan, call.reduction
-    kept: list[dict[str, Tensor]] = []
+    Return the outputs by path, where the last stage is.
+    """
+    plan, path = batch.plan, batch.plan.loss
+    assert path is not None
+    kept: dict[str, Tensor] = {}
     roots: list[Tensor] = []
 
     def whole(outputs: dict[str, list[object]]) -> Tensor:
         found = tensor_leaves(batch.with_loss(batch.tail_of(outputs)))
-        kept.append({key: leaf.detach() for key, leaf in found.items()})
+        kept.update({key: leaf.detach() for key, leaf in found.items()})
         roots.append(found[path] * scale)
         return roots[0]
 
     runner = FillDrain(stages.torch_stages(plan, 1), stages.rank_of, plan.micro_batches, keep=True)
-    is_watched = _whole_is_watched(reduction)
-    has_changed = is_watched and reduction.settings is not None and reduction.settings.have_changed()
-    stages.begin(plan, Pass(batch.parts, nothing, batch.autocast.inside, whole=whole, undecided=call.watched))
-    with kept_apart(stages.parameters()) as gradients:
-        # GPipe's order: the loss needs every micro-batch's output before any backward can begin.
-        runner.fill()
-        # One graph leads to the outputs of all micro-batches. The schedule wants a loss for each of them: the first one
-        # pulls the whole graph, the others are zeros without a way back.
-        pulls = _all_from_first(roots[0], plan.micro_batches) if roots else []
-        roots.clear()
-        runner.drain(pulls)
-    if is_watched and (why_not := _why_not(stages, has_changed, reduction.undecided)) is not None:
-        stages.state.forget_batch()
-        return None, why_not
-    stages.state.end_batch()
-    value = stages.from_last(
-        kept[0][path] if kept else None, TensorMeta.of(tensor_leaves(plan.template)[path])
-    )
-    return call.result(path, value, gradients, scale, lambda key, _: kept[0][key] if kept else None), None
+    stages.begin(plan, Pass(batch.parts, nothing, batch.autocast.inside, whole=whole))
+    # GPipe's order: the loss needs every micro-batch's output before any backward can begin.
+    runner.fill()
+    # One graph leads to the outputs of all micro-batches. The schedule wants a loss for each of them: the first one
+    # pulls the whole graph, the others are zeros without a way back.
+    pulls = _all_from_first(roots[0], plan.micro_batches) if roots else []
+    roots.clear()
+    runner.drain(pulls)
+    return kept
 
 
 @dataclass(frozen=True)
@@ -307,14 +233,9 @@ def forward_now(
     stages: LocalStages,
     batch: Batch,
     parameters: ParametersByName,
-    reduction: FoundReduction,
     around_backward: Callable[[], AbstractContextManager[object]],
-) -> tuple[object, WhyNot | None]:
-    """All forwards; the backwards run when the loop calls backward on what it makes of the outputs.
-
-    Returns:
-        As ``TrainingCall.run``.
-    """
+) -> object:
+    """Run all forwards; the backwards run when the loop calls backward on what it makes of the outputs."""
     plan, outputs = batch.plan, batch.plan.outputs
     with_gradient = [path for path, kind in outputs.items() if kind.requires_grad]
     kept: list[dict[str, Tensor]] = []
@@ -328,20 +249,12 @@ def forward_now(
         return finish(0, batch.tail_of(given))
 
     once = Pass(batch.parts, finish, batch.autocast.inside, whole=None if plan.by_rows else whole)
-    undecided = reduction.undecided
-    undecided.begin()
-    is_watched = not plan.by_rows and _whole_is_watched(reduction)
-    has_changed = is_watched and reduction.settings is not None and reduction.settings.have_changed()
-    once.undecided = undecided if is_watched else None
     # Stages of its own, because another forward may come before this one's backward.
     runner = FillDrain(
         stages.torch_stages(plan, len(with_gradient)), stages.rank_of, plan.micro_batches, keep=True
     )
     stages.begin(plan, once)
     runner.fill()
-    if is_watched and (why_not := _why_not(stages, has_changed, undecided)) is not None:
-        stages.state.forget_batch()
-        return None, why_not
     stages.state.end_batch()
     results = {
         path: stages.from_last(kind.join([each[path].detach() for each in kept]) if kept else None, kind)
@@ -352,7 +265,7 @@ def forward_now(
     if with_gradient:
         values = attach_outputs([results[path] for path in with_gradient], backward)
         results |= dict(zip(with_gradient, values, strict=True))
-    return _fill(plan.template, results), None
+    return _fill(plan.template, results)
 
 
 def evaluate(stages: LocalStages, batch: Batch, outputs_to: OutputsMode) -> object:
@@ -391,12 +304,12 @@ def fill_only(stages: LocalStages, plan: PipelinePlan, once: Pass, find: bool = 
 
 
 def nothing(_: int, output: object) -> tuple[Tensor, ...]:
-    """Of an output nothing is wanted."""
+    """Ignore the output."""
     return ()
 
 
 def _all_from_first(root: Tensor, count: int) -> list[Tensor]:
-    """What the micro-batches' backwards begin with, where the first one's goes through all of them."""
+    """Return what the micro-batches' backwards begin with, where the first one's goes through all of them."""
     return [root, *(torch.zeros_like(root).requires_grad_() for _ in range(count - 1))]
 
 

@@ -80,8 +80,6 @@ class PipelinePlan:
     dims: BatchDims
     # Path of the loss in the output; None: the loop computes it.
     loss: str | None
-    # (block, path) -> what has no rows is over the batch
-    kinds: dict[tuple[str, str], str] = field(default_factory=dict)
     # Where the last stage is.
     tail: Tail | None = None
     schedule: object = None
@@ -121,7 +119,7 @@ class PipelinePlan:
         }
 
     def row_dim(self, block: str, path: str) -> int | None:
-        """The dimension of the rows in what a block returns, or in what the last stage receives."""
+        """Return the dimension of the rows in what a block returns, or in what the last stage receives."""
         return row_dim(self.traced.shapes[block].get(path), self.whole.shapes[block].get(path))
 
     def has_tensors_without_rows(self, layout: Layout) -> bool:
@@ -160,14 +158,11 @@ class Tail:
         self._plan = plan
         self._own = {name: block.module for name, block in layout.blocks.items() if block.stage == stage}
         self._slots = {name: layout.blocks[name].slots for name in self._own}
-        # For both, because placeholders of blocks have other shapes for the batch than for a micro-batch.
-        self._changes = {
-            id(traced): stage_changes(layout, traced, stage, local)[0] for traced in (plan.traced, plan.whole)
-        }
+        self._changes = stage_changes(layout, plan.whole, stage, local)[0]
         self._exchange = exchange_of(model, layout, plan.traced, stage)
 
     def joined(self, outputs: dict[str, list[object]]) -> dict[str, object]:
-        """The outputs of each block for all micro-batches as one."""
+        """Return the outputs of each block for all micro-batches as one."""
         return {name: self._join_outputs(name, each) for name, each in outputs.items()}
 
     def _join_outputs(self, name: str, each: list[object]) -> object:
@@ -177,35 +172,20 @@ class Tail:
             if not isinstance(leaf, Tensor):
                 return leaf
             values = [one[path] for one in found]
-            # Rows are put one after the other. What has none (an auxiliary loss) is a sum or a mean over micro-batches,
-            # as the first batch has shown. Integers without rows are the same in all of them.
+            # Rows are put one after the other. What has none (an auxiliary loss) counts as a mean over micro-batches.
+            # Integers without rows are the same in all of them.
             dim = self._plan.row_dim(name, path)
             if dim is not None:
                 return torch.cat(values, dim)
-            if len(values) == 1:
-                return leaf
-            total = torch.stack(values)
-            if self._plan.kinds.get((name, path)) == "sum":
-                return total.sum(0)
-            return total.mean(0) if leaf.is_floating_point() else leaf
+            is_mean = len(values) > 1 and leaf.is_floating_point()
+            return torch.stack(values).mean(0) if is_mean else leaf
 
         return map_leaves(join, each[0])
 
-    def source(self, name: str, path: str) -> str:
-        """What a tensor is that a block returned (``name``) or that was received."""
-        if name != RECEIVED:
-            return f"what the block '{name}' returns{f' at {path}' if path else ''}"
-        cut = self._plan.traced.cuts[-1]
-        # Received are the arguments of the first block, and behind them what else was sent.
-        number = int(path.strip("[]")) - len(cut.paths)
-        if number < 0:
-            return f"the argument at {cut.paths[number]} of the block '{cut.block}'"
-        return str(cut.sources[number])
-
-    def run(self, call: ModelCall, outputs: dict[str, Any], whole: bool) -> object:
-        """The model's output for ``call``, the whole batch or a micro-batch."""
-        traced = self._plan.whole if whole else self._plan.traced
-        changes = list(self._changes[id(traced)])
+    def run(self, call: ModelCall, outputs: dict[str, Any]) -> object:
+        """Return the model's output for ``call``, the whole batch."""
+        traced = self._plan.whole
+        changes = list(self._changes)
         exchange = self._exchange
         received = [for_itself(one) for one in outputs.get(RECEIVED, ())]
         cut = traced.cuts[-1]
@@ -226,7 +206,7 @@ class Tail:
 
 
 def row_dim(part: torch.Size | None, whole: torch.Size | None) -> int | None:
-    """The dimension that has more entries for the batch than for a micro-batch."""
+    """Return the dimension that has more entries for the batch than for a micro-batch."""
     if part is None or whole is None or len(part) != len(whole):
         return None
     # Micro-batches differ from the batch in their number of rows and in nothing else.
@@ -241,7 +221,7 @@ def exchanges(traced: ModelTrace, stage: int) -> bool:
 
 
 def exchange_of(model: nn.Module, layout: Layout, traced: ModelTrace, stage: int) -> Exchange | None:
-    """What ``stage`` uses and sends beside arguments of first blocks; None: nothing."""
+    """Return what ``stage`` uses and sends beside arguments of first blocks; None: nothing."""
     if not exchanges(traced, stage):
         return None
     use = traced.stages[stage]
@@ -253,7 +233,7 @@ def exchange_of(model: nn.Module, layout: Layout, traced: ModelTrace, stage: int
 def stage_changes(
     layout: Layout, traced: ModelTrace, stage: int, local: set[int], exchange: Exchange | None = None
 ) -> tuple[list[Change], dict[str, LocalBlock]]:
-    """What modules the model has while ``stage`` runs, and the stage's own blocks among them."""
+    """Return what modules the model has while ``stage`` runs, and the stage's own blocks among them."""
     changes: list[Change] = []
     begins: Mapping[int, str] = {index: name for name, index in layout.starts.items()}
     own_blocks: dict[str, LocalBlock] = {}

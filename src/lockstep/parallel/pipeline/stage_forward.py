@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 from lockstep.comm.tree import leaves, tensor_leaves
 from lockstep.errors import UsageError
 from lockstep.parallel.pipeline.absent import Change, StageLeft, carried, changed, is_placeholder
+from lockstep.parallel.pipeline.errors import needs_value
 from lockstep.parallel.pipeline.exchange import Exchange, LocalBlock
 from lockstep.parallel.pipeline.micro_batch import ModelCall
-from lockstep.parallel.pipeline.reduction import Undecided
 from lockstep.parallel.pipeline.state import ForwardState
 from lockstep.parallel.pipeline.traced import RECEIVED, Cut, TensorMeta
 from lockstep.runtime.failure import is_consequence
@@ -31,9 +31,8 @@ class Pass:
     ``finish(micro_batch, output)``: what the last stage returns; ``autocast``: around each forward; ``state``: what
     forwards change. With ``whole`` the last stage ends each micro-batch's forward with its last block, and what comes
     after that is ``whole(outputs of its blocks)``, which gives what it returns, once, with the last micro-batch.
-    ``notes_whole``: what it changes counts. ``ends``: outputs of the last stage's blocks, if it ``wants_ends``.
-    ``undecided`` is told what comes to the end of the last stage. Where ``failures`` is given, what a stage raises is
-    noted, and it goes on with zeros on ``device``, so that no rank waits for it.
+    ``ends``: outputs of the last stage's blocks for the micro-batch that runs, if it ``wants_ends``. Where ``failures``
+    is given, what a stage raises is noted, and it goes on with zeros on ``device``, so that no rank waits for it.
     """
 
     calls: list[ModelCall]
@@ -41,10 +40,8 @@ class Pass:
     autocast: Callable[[], AbstractContextManager[object]]
     state: ForwardState = field(default_factory=ForwardState)
     whole: Callable[[dict[str, list[object]]], object] | None = None
-    notes_whole: bool = True
     ends: list[Tensor] = field(default_factory=list)
     wants_ends: bool = False
-    undecided: Undecided | None = None
     failures: list[Exception] | None = None
     device: torch.device | None = None
 
@@ -106,16 +103,12 @@ class StageForward:
         try:
             return self._run(micro_batch, received)
         except UNKNOWN_VALUE as error:
-            refusal = UsageError(
-                f"The forward of {type(self._forward).__name__} needs a value of a tensor that only another "
-                "stage of the pipeline has, such as a weight of its blocks. Move this code into that block, or "
-                "into the training loop."
-            )
+            refusal = needs_value(type(self._forward).__name__)
             refusal.__cause__ = error
             failed: Exception = refusal
         except Exception as error:
             failed = error
-        # In a rehearsal each rank goes on with zeros, and all ranks exchange what has failed at its end. Otherwise the
+        # In a trial each rank goes on with zeros, and all ranks exchange what has failed at its end. Otherwise the
         # others would wait for a message that never comes.
         if self.now.failures is None or is_consequence(failed):
             raise failed
@@ -151,33 +144,23 @@ class StageForward:
 
     def _listen(self) -> None:
         wanted = self.now.wants_ends and self._following is None
-        ends, undecided = self.now.ends, self.now.undecided
+        ends = self.now.ends
         # Only the graph of the last forward is looked at; older ends would keep their graphs alive.
         ends.clear()
-
-        def note(name: str, out: object) -> None:
-            found = tensor_leaves(out)
-            ends.extend(found.values())
-            if undecided is not None:
-                undecided.note(name, found)
-
         for block in self._own.values():
-            block.keep = note if wanted else None
+            block.keep = (lambda _, out: ends.extend(tensor_leaves(out).values())) if wanted else None
 
     def _without_tail(self, micro_batch: int, call: ModelCall, received: tuple[Tensor, ...]) -> object:
-        """The blocks of the last stage; behind those of the last micro-batch, the rest for all of them."""
+        """Run the blocks of the last stage; behind those of the last micro-batch, the rest for all of them."""
         assert self.now.whole is not None
         if micro_batch == 0:
             self._collected = {name: [] for name in self._own}
             if self._exchange is not None:
                 self._collected[RECEIVED] = []
         last = next(reversed(self._own))
-        undecided = self.now.undecided
 
         def note(name: str, out: object) -> None:
             self._collected[name].append(out)
-            if undecided is not None:
-                undecided.note(name, tensor_leaves(out))
             # Nothing behind the last block may run for a micro-batch: the rest is computed once, on all of them.
             if name == last:
                 raise StageLeft(None)
@@ -205,12 +188,12 @@ class StageForward:
         if micro_batch + 1 < len(self.now.calls):
             return ()
         collected, self._collected = self._collected, {}
-        with self.now.state.micro_batch(note=self.now.notes_whole), self.now.autocast():
+        with self.now.state.micro_batch(), self.now.autocast():
             return self.now.whole(collected)
 
     @contextmanager
     def _receiving(self, received: tuple[Tensor, ...]) -> Iterator[tuple[Tensor, ...]]:
-        """The forward inside finds what was received."""
+        """Let the forward inside find what was received."""
         entered = tuple(_Contiguous.apply(t) if t.requires_grad else t for t in received)
         # The arguments of the first block come first in the message, and then everything else that the stage uses.
         if self._first is not None:
@@ -218,11 +201,8 @@ class StageForward:
         if self._exchange is None:
             yield entered
             return
-        if self._following is None:
-            if self.now.wants_ends:
-                self.now.ends.extend(entered)
-            if self.now.undecided is not None:
-                self.now.undecided.note(RECEIVED, tensor_leaves(entered))
+        if self._following is None and self.now.wants_ends:
+            self.now.ends.extend(entered)
         self._exchange.begin(entered)
         with self._exchange:
             yield entered
@@ -250,7 +230,7 @@ class StageForward:
 
 
 def _sent(value: object, kind: TensorMeta, block: str) -> Tensor:
-    """What goes to the stage that begins with ``block``: a plain tensor of this kind.
+    """Return what goes to the stage that begins with ``block``: a plain tensor of this kind.
 
     Raises:
         UsageError: the value is none.

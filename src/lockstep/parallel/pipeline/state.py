@@ -137,8 +137,6 @@ class ForwardState:
         self._names: set[tuple[int, str]] = set()
         self._shared: set[str] = set()
         self._frozen: dict[str, tuple[nn.Parameter, int]] = {}
-        # What there was before the first forward: the rest are notes.
-        self._known: set[tuple[int, str]] | None = None
         self._entries: list[Entry] = []
 
     @property
@@ -146,21 +144,16 @@ class ForwardState:
         """Whether forwards change anything."""
         return bool(self._names or self._shared)
 
-    def _is_state(self, entries: dict[str, object], key: str, name: str) -> bool:
-        return (id(entries), key) in self._names or name in self._shared
-
-    def written_parameter(self) -> str | None:
-        """A parameter without gradients that the batch that was to find it has changed in place."""
-        found = (
-            n
-            for n, (parameter, version) in self._frozen.items()
-            if torch_tensors.version(local(parameter)) != version
-        )
-        return next(found, None)
-
     def changed(self) -> list[str]:
-        """Names of what the forwards of this batch have changed so far."""
+        """Return the names of what the forwards of this batch have changed so far."""
         return [entry.name for entry in self._entries if entry.after is not _ABSENT]
+
+    def follows_rows(self) -> tuple[str, str] | None:
+        """Return (kind, name) of what micro-batches left differently, or of a frozen parameter that they changed."""
+        for name, (parameter, version) in self._frozen.items():
+            if torch_tensors.version(local(parameter)) != version:
+                return "parameter", name
+        return next(((entry.kind, entry.name) for entry in self._entries if entry.differs), None)
 
     def share(self, names: Iterable[str]) -> None:
         """Modules of these names' owners are on all ranks: what one rank's stages change there, all ranks get."""
@@ -168,45 +161,28 @@ class ForwardState:
 
     def begin_batch(self, modules: Iterable[tuple[str, nn.Module]], find: bool = False) -> None:
         """``find``: look at everything, else at what was found to change."""
-        self._entries = []
-        if find:
-            modules = list(modules)
-            self._frozen = {
-                joined_name(prefix, name): (parameter, torch_tensors.version(local(parameter)))
-                for prefix, module in modules
-                for name, parameter in torch_modules.parameters_of(module).items()
-                if parameter is not None and not parameter.requires_grad
-            }
-            self._entries = list(entries_of(modules))
-            if self._known is None:
-                self._known = {(id(e.entries), e.key) for e in self._entries}
-            self._entries = [e for e in self._entries if (id(e.entries), e.key) in self._known]
-        elif self.is_used:
-            self._entries = list(entries_of(modules, self._is_state))
+        modules = list(modules)
+        self._frozen = {
+            joined_name(prefix, name): (parameter, torch_tensors.version(local(parameter)))
+            for prefix, module in (modules if find else ())
+            for name, parameter in torch_modules.parameters_of(module).items()
+            if parameter is not None and not parameter.requires_grad
+        }
+        self._entries = list(entries_of(modules, None if find else self._is_state))
+
+    def _is_state(self, entries: dict[str, object], key: str, name: str) -> bool:
+        return (id(entries), key) in self._names or name in self._shared
 
     @contextmanager
-    def micro_batch(self, note: bool = True) -> Iterator[None]:
-        """Around one forward of a stage. ``note``: what it leaves counts."""
+    def micro_batch(self) -> Iterator[None]:
+        """Around one forward of a stage."""
         for entry in self._entries:
             entry.begin()
         try:
             yield
         finally:
-            for entry in self._entries if note else ():
+            for entry in self._entries:
                 entry.end()
-
-    def differing(self) -> Entry | None:
-        """Something that micro-batches left differently."""
-        return next((entry for entry in self._entries if entry.differs), None)
-
-    @contextmanager
-    def without_differences(self, drop: Callable[[], bool]) -> Iterator[None]:
-        """If ``drop()`` holds at the end, what differed inside for the first time is not held against a batch."""
-        before = [entry.differs for entry in self._entries]
-        yield
-        if drop():
-            for entry, differed in zip(self._entries, before, strict=True):
-                entry.differs = differed
 
     def end_batch(self) -> None:
         """Keep what the micro-batches left. Collective, if something is shared."""
@@ -247,7 +223,7 @@ def restored(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[None]:
 
 @contextmanager
 def untouched(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[None]:
-    """What forwards inside change is put back."""
+    """Put back what forwards inside change."""
     modules = list(modules)
     entries = list(entries_of(modules))
     restore_objects = saved_attributes(module for _, module in modules if not is_ours(module))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -14,7 +14,6 @@ from lockstep.errors import LockstepError, UsageError
 from lockstep.parallel.pipeline.absent import PlaceholderTensors, attach_value, carried, is_placeholder
 from lockstep.parallel.pipeline.carried import OUTPUT, Values, calling
 from lockstep.parallel.pipeline.errors import kept_elsewhere, leaked, note_module, text_of, unknown_result
-from lockstep.parallel.pipeline.replay import Replays
 from lockstep.parallel.pipeline.traced import (
     RECEIVED,
     Cut,
@@ -22,7 +21,6 @@ from lockstep.parallel.pipeline.traced import (
     StageUse,
     TensorMeta,
     marked,
-    repeated,
     storage_of,
 )
 from lockstep.torch_internals.dispatch import TorchDispatchMode, TorchFunction, changes_arguments
@@ -45,7 +43,7 @@ class Tracer(TorchDispatchMode):
         names: dict[int, str],
         title: str,
     ) -> None:
-        """``starts``: first block -> stage. ``outer``: placeholders of parameters. ``names``: id -> module's name;
+        """Take ``starts``: first block -> stage. ``outer``: placeholders of parameters. ``names``: id -> module's name;
         ``title``: that of the model."""
         super().__init__()
         self.traced = ModelTrace([Cut("")] * len(starts), uses={name: set() for name in outer})
@@ -76,28 +74,8 @@ class Tracer(TorchDispatchMode):
         self._stack: list[str] = []
         # storage -> name of the model's own parameters, which are not to be used
         self.real: dict[int, str] = {}
-        # storage -> paths of arguments
-        self.inputs: dict[int, set[str]] = {}
-        # Paths of those that an operation reads.
-        self.used: set[str] = set()
-        # Equal for blocks (name, module) that make the same shapes; None where that is not known.
-        self.alike: Callable[[str, nn.Module], Hashable] | None = None
-        # Calls that were taken to be like another.
-        self.followed = 0
-        self._seen: dict[Hashable, object] = {}
         # Blocks whose results are not known without values.
         self._guessed: list[str] = []
-        self._replays: Replays | None = None
-
-    def replay_equal_blocks(self) -> Replays:
-        """Trace blocks that are equal once."""
-        self._replays = self._values.replays = Replays(
-            lambda tensor: storage_of(tensor) in self._parameters or storage_of(tensor) in self._born,
-            lambda tensor: self._born.get(storage_of(tensor)) == self._segment,
-            self._new_result,
-            self._alive,
-        )
-        return self._replays
 
     def __torch_dispatch__(
         self, func: TorchFunction, types: object, args: Args = (), kwargs: Kwargs | None = None
@@ -111,15 +89,11 @@ class Tracer(TorchDispatchMode):
     def _followed(self, func: TorchFunction, args: Args, kwargs: Kwargs) -> object:
         # Fake tensors have no values, so what is chosen by values is chosen by places.
         func, args = self._with_places(func, args)
-        called_with = leaves((args, kwargs))
-        if self._replays is not None:
-            self._replays.operation(func, called_with)
-        given = [leaf for leaf in called_with.values() if isinstance(leaf, Tensor)]
+        given = list(tensor_leaves((args, kwargs)).values())
         # Beside a placeholder, a real operand loses its values as well: nothing may be computed from a mixture.
         is_empty = any(is_placeholder(tensor) for tensor in given)
         out = self._without_values(func, args, kwargs, given) if is_empty else func(*args, **kwargs)
         made = tensor_leaves(out).values()
-        self._note_used(given)
         if not made:
             return out
         random = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
@@ -183,7 +157,7 @@ class Tracer(TorchDispatchMode):
         )
 
     def _emptied(self, tensor: Tensor) -> Tensor:
-        """A real tensor without its values, once: torch remembers the shapes that come of it."""
+        """Return a real tensor without its values, once: torch remembers the shapes that come of it."""
         # The real tensor is kept beside it, because an id may be given to another object.
         known, empty = self._empty.get(id(tensor), (None, tensor))
         if known is None or empty.shape != tensor.shape or empty.stride() != tensor.stride():
@@ -192,7 +166,7 @@ class Tracer(TorchDispatchMode):
         return empty
 
     def run(self, forward: Callable[[], object]) -> ModelTrace:
-        """What ``forward()`` shows, with the blocks in it replaced by ``block``.
+        """Run ``forward()``, with the blocks in it replaced by ``block``, and return what it shows.
 
         Raises:
             UsageError: the forward cannot be cut; it says at which module, and why.
@@ -248,7 +222,7 @@ class Tracer(TorchDispatchMode):
         self.traced.results[RECEIVED] = ()
 
     def block(self, name: str, module: nn.Module, args: Args, kwargs: Kwargs) -> object:
-        """The call of a block: notes a cut before it, and what it returns."""
+        """Trace the call of a block: note a cut before it, and what it returns."""
         with self._values.paused():
             return self._block(name, module, args, kwargs)
 
@@ -268,7 +242,7 @@ class Tracer(TorchDispatchMode):
         if self._starts.get(name, 0) > 0:
             self._cut(name, call, (args, kwargs))
             args, kwargs = map_leaves(lambda _, leaf: carried(leaf), call)
-        out = self._result(name, module, args, kwargs)
+        out = self._called_for(module, args, kwargs)
         given = tensor_leaves((args, kwargs))
         ids = set(map(id, given.values()))
         self.traced.shapes[name] = {path: leaf.shape for path, leaf in tensor_leaves(out).items()}
@@ -279,31 +253,6 @@ class Tracer(TorchDispatchMode):
         self.traced.results[name] = marked(out, given)
         self._values.returned(name, out)
         return out
-
-    def _result(self, name: str, module: nn.Module, args: Args, kwargs: Kwargs) -> object:
-        like = self.alike(name, module) if self.alike is not None else None
-        if like is not None:
-            return self._like_another(like, module, args, kwargs)
-        if self._replays is not None:
-            return self._replays.call(name, module, args, kwargs, self._called_for)
-        return self._called_for(module, args, kwargs)
-
-    def _like_another(self, like: Hashable, module: nn.Module, args: Args, kwargs: Kwargs) -> object:
-        given = leaves((args, kwargs))
-        # Equal modules on equal shapes give equal shapes: the result of the first call is repeated with new
-        # placeholders.
-        key = (like, tuple((path, _shape(leaf)) for path, leaf in given.items()))
-        if key not in self._seen:
-            out = self._called_for(module, args, kwargs)
-            self._seen[key] = marked(out, given)
-            return out
-        self.followed += 1
-        self._note_used(tensor_leaves(given).values())
-        return repeated(self._seen[key], given, self._new_result)
-
-    def _note_used(self, given: Iterable[Tensor]) -> None:
-        for tensor in given if self.inputs else ():
-            self.used |= self.inputs.get(storage_of(tensor), set())
 
     def _called_for(self, module: nn.Module, args: Args, kwargs: Kwargs) -> object:
         depth = len(self._stack)
@@ -354,10 +303,6 @@ class Tracer(TorchDispatchMode):
         self._alive.append(new)
         return new
 
-    def _new_result(self, like: Tensor) -> Tensor:
-        """What is no leaf may be changed in place."""
-        return self._new(like) if like.is_leaf else self._new(like).clone()
-
     def _attribute(self, tensor: Tensor) -> tuple[str, str] | None:
         """(name of the module, attribute) where a block keeps this tensor."""
         for name, module in self.kept:
@@ -386,9 +331,3 @@ class Tracer(TorchDispatchMode):
         finally:
             for handle in handles:
                 handle.remove()
-
-
-def _shape(leaf: object) -> object:
-    if isinstance(leaf, Tensor):
-        return (tuple(leaf.shape), leaf.dtype, leaf.requires_grad, is_placeholder(leaf))
-    return leaf if isinstance(leaf, (bool, int, float, str, type(None))) else type(leaf)

@@ -6,7 +6,7 @@ first one begins with the forward, the last one ends with it (and with the loss)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -102,7 +102,6 @@ class ModelTrace:
         results: Block -> its output, of which leaves are placeholders, or ``Argument`` where they came in unchanged.
         shapes: Block -> path in its output -> shape of the tensor there.
         parts: Name of a module outside of blocks -> (segment, result) of its calls.
-        operations: Block that filled a cache -> what it computed.
         early: Paths of outputs that an earlier segment than the last made.
     """
 
@@ -113,7 +112,6 @@ class ModelTrace:
     results: dict[str, object] = field(default_factory=dict)
     shapes: dict[str, dict[str, torch.Size]] = field(default_factory=dict)
     parts: dict[str, list[tuple[int, object]]] = field(default_factory=dict)
-    operations: dict[str, Hashable] = field(default_factory=dict)
     early: list[str] = field(default_factory=list)
 
 
@@ -125,13 +123,13 @@ class Argument:
 
 
 def marked(result: object, given: Mapping[str, object]) -> object:
-    """``result`` with an ``Argument`` in the place of each tensor that is a leaf of ``given``."""
+    """Return ``result`` with an ``Argument`` in the place of each tensor that is a leaf of ``given``."""
     paths = {id(leaf): path for path, leaf in given.items() if isinstance(leaf, Tensor)}
     return map_leaves(lambda _, leaf: Argument(paths[id(leaf)]) if id(leaf) in paths else leaf, result)
 
 
 def repeated(result: object, given: Mapping[str, object], new: Callable[[Tensor], Tensor]) -> object:
-    """``result`` for another call: an ``Argument`` is the leaf of ``given`` at its path, a tensor ``new(tensor)``."""
+    """Return ``result`` for another call: an ``Argument`` is its leaf of ``given``, a tensor ``new(tensor)``."""
     made: dict[int, Tensor] = {}
 
     def again(_: str, leaf: object) -> object:
@@ -147,7 +145,7 @@ def repeated(result: object, given: Mapping[str, object], new: Callable[[Tensor]
 
 
 def storage_of(tensor: Tensor) -> int:
-    """The same for a tensor and its views."""
+    """Return the same for a tensor and its views."""
     try:
         return torch_tensors.storage_key(tensor)
     except (NotImplementedError, RuntimeError):
