@@ -25,7 +25,6 @@ from lockstep.config import QuantizedType
 from lockstep.errors import ConfigError, UsageError
 from lockstep.parallel.zero import QuantizedAllGather, QuantizedReduceScatter, quantize_collectives
 from lockstep.runtime import start_runtime
-from tests.marks import again
 from tests.refusals import expect_refusal
 
 INT8, INT4 = QuantizedType.INT8, QuantizedType.INT4
@@ -101,7 +100,7 @@ def reduced(
     return output.double(), exact, allowed + ROUNDING[dtype] * exact.abs()
 
 
-@pytest.mark.parametrize("world_size", [2, again(4)])
+@pytest.mark.parametrize("world_size", [2])
 @pytest.mark.parametrize(
     ("count", "dtype", "bits", "name", "async_op"),
     [
@@ -134,9 +133,10 @@ def gathered(dtype: torch.dtype, async_op: bool) -> tuple[torch.Tensor, torch.Te
     return shard, output
 
 
-@pytest.mark.parametrize("world_size", [2, again(4)])
-@pytest.mark.parametrize("dtype", list(ROUNDING))
-@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("world_size", [2])
+@pytest.mark.parametrize(
+    ("dtype", "async_op"), [(torch.float32, True), (torch.bfloat16, False), (torch.float16, False)]
+)
 def test_gathered_weights_are_the_same_bits_on_all_ranks_and_within_the_bound(
     run_distributed, world_size, dtype, async_op
 ) -> None:
@@ -158,8 +158,10 @@ def with_one_bad_gradient(value: float, bits: int, dtype: torch.dtype) -> torch.
     return output.isfinite()
 
 
-@pytest.mark.parametrize(("value", "bits"), [(math.inf, 8), (-math.inf, 4), (math.nan, 8), (math.nan, 4)])
-@pytest.mark.parametrize("dtype", list(ROUNDING))
+@pytest.mark.parametrize(
+    ("value", "bits", "dtype"),
+    [(math.inf, 8, torch.float32), (-math.inf, 4, torch.bfloat16), (math.nan, 8, torch.float16)],
+)
 def test_a_gradient_that_is_not_finite_on_one_rank_is_seen_by_its_owner(
     run_distributed, value, bits, dtype
 ) -> None:
@@ -260,15 +262,13 @@ def gradients(
     return worst
 
 
-@pytest.mark.parametrize("kind", [INT8, INT4])
 @pytest.mark.parametrize(
-    ("mesh_shape", "dtype", "divide_factor"),
+    ("kind", "mesh_shape", "dtype", "divide_factor"),
     [
-        (None, None, None),
-        ((2, 2), None, None),
-        (None, torch.bfloat16, None),
-        (None, torch.float16, None),  # FSDP2 divides before and after a SUM
-        (None, None, 3.0),  # PREMUL_SUM, which gloo does not have
+        (INT4, (2, 2), None, None),
+        (INT8, None, torch.bfloat16, None),
+        (INT8, None, torch.float16, None),  # FSDP2 divides before and after a SUM
+        (INT4, None, None, 3.0),  # PREMUL_SUM, which gloo does not have
     ],
 )
 def test_averaged_gradients_are_within_the_bound_of_the_exact_mean(
@@ -304,7 +304,7 @@ BYTES: dict[QuantizedType | None, Callable[[int], int]] = {
 }
 
 
-@pytest.mark.parametrize("size", [2, again(4)])
+@pytest.mark.parametrize("size", [2])
 @pytest.mark.parametrize(
     ("weights", "kind"), [(None, None), (INT8, None), (None, INT8), (None, INT4), (INT8, INT4)]
 )
@@ -388,7 +388,7 @@ def mean_distance(actual: list[float], expected: list[float]) -> float:
 def test_training_with_quantised_collectives_follows_plain_training(run_distributed) -> None:
     curves = {
         kinds: run_distributed(losses, 2, *kinds, 60)[0]
-        for kinds in [(None, None), (INT8, None), (None, INT8), (None, INT4), (INT8, INT4)]
+        for kinds in [(None, None), (INT8, INT8), (None, INT8), (None, INT4)]
     }
     plain = curves.pop((None, None))
     for (_, kind), curve in curves.items():

@@ -201,13 +201,9 @@ class Scaled(nn.Module):
 @pytest.mark.parametrize(
     ("world_size", "parallel", "sync_each_batch"),
     [
-        (2, "zero=1", False),
-        (2, "zero=2", False),
-        (2, "zero=3", False),
         (2, "zero=1", True),
+        (2, "zero=2", False),
         (4, "zero=1 replicate=2", False),
-        (4, "zero=2 replicate=2", False),
-        (4, "zero=3 replicate=2", False),
         (4, "zero=3 replicate=2", True),
     ],
 )
@@ -254,7 +250,7 @@ def windows_of_a_loader(parallel: str) -> tuple[dict[str, torch.Tensor], int]:
     return values(model=model), steps
 
 
-@pytest.mark.parametrize("parallel", ["zero=1", "zero=2", "zero=3"])
+@pytest.mark.parametrize("parallel", ["zero=1", "zero=3"])
 def test_windows_end_with_the_data_and_change_their_length_at_run_time(
     run_distributed, parallel: str
 ) -> None:
@@ -291,7 +287,7 @@ def compiled(parallel: str, bare: bool) -> dict[str, torch.Tensor]:
     return values(model=model)
 
 
-@pytest.mark.parametrize(("parallel", "bare"), [("zero=2", False), ("zero=3", False), ("zero=3", True)])
+@pytest.mark.parametrize(("parallel", "bare"), [("zero=2", False), ("zero=3", True)])
 def test_compiled_blocks_give_the_same_numbers(run_distributed, parallel: str, bare: bool) -> None:
     model = seeded(nn.Linear, WIDTH, 3) if bare else seeded(Net, layers=2)
     optimizer = sgd(model)
@@ -336,8 +332,6 @@ def optimizer_of(kind: str, model: nn.Module) -> torch.optim.Optimizer:
     ("world_size", "parallel", "kind"),
     [
         (1, "zero=3", "model"),
-        (2, "zero=1", "model"),
-        (2, "zero=3", "model"),
         (2, "zero=3", "block"),
         (2, "zero=2", "whole steps"),
         (2, "zero=3", "optimizer first"),
@@ -427,53 +421,7 @@ def test_a_model_that_was_refused_may_be_mended_and_prepared_again(run_distribut
     assert run_distributed(refused_and_mended, 2) == pytest.approx([expected] * 2, rel=2e-6)
 
 
-# -- settings of optimizers, and gradients set by hand ---------------------------------------------------
-
-
-def settings_of_its_own(parallel: str, setting: str) -> int:
-    """The step in which settings that follow this rank's loss are refused."""
-    accelerator = Accelerator(cpu=True, parallel=parallel)
-    model = seeded(Net)
-    options = {"lr": torch.tensor(0.1), "foreach": False} if setting == "tensor lr" else {"lr": 0.1}
-    optimizer = torch.optim.Adam(model.parameters(), **options)
-    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
-    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
-    for step in range(4):
-        loss = loss_of(accelerator, model, step)
-        try:
-            accelerator.backward(loss)
-        except UsageError as error:
-            return step if "settings of an optimizer, such as lr" in str(error) else -1
-        group, mean = optimizer.param_groups[0], accelerator.reduce(loss.detach(), "mean").item()
-        if setting == "equal":
-            group["lr"] = 0.1 / (1 + mean)
-        elif setting == "tensor lr":
-            group["lr"].fill_(0.1 / (1 + loss.item()))
-        elif setting == "plateau":
-            # One rank's losses rise.
-            scheduler.step(float(step) if accelerator.process_index else -float(step))
-        else:
-            group[setting] = (loss.item() % 1, 0.9) if setting == "betas" else loss.item() % 1
-        optimizer.step()
-        optimizer.zero_grad()
-    return 4
-
-
-@pytest.mark.parametrize(
-    ("world_size", "parallel", "settings"),
-    [
-        (1, "zero=3", {"lr": 4}),
-        (2, "zero=1", {"lr": 1, "equal": 4}),
-        (2, "zero=3", {"lr": 1, "weight_decay": 1, "betas": 1, "tensor lr": 1, "plateau": 2, "equal": 4}),
-        (4, "zero=3 replicate=2", {"lr": 1, "equal": 4}),
-    ],
-)
-def test_settings_that_differ_between_ranks_are_refused_on_all(
-    run_distributed, world_size: int, parallel: str, settings: dict[str, int]
-) -> None:
-    for setting, step in settings.items():
-        found = run_distributed(settings_of_its_own, world_size, parallel, setting)
-        assert found == [step] * world_size, setting
+# -- gradients set by hand --------------------------------------------------------------------------------
 
 
 def set_on_one_rank(parallel: str, kind: str) -> str:
@@ -483,7 +431,6 @@ def set_on_one_rank(parallel: str, kind: str) -> str:
     model, optimizer = accelerator.prepare(plain, sgd(plain))
     accelerator.backward(loss_of(accelerator, model, 0))
     optimizer.step()
-    optimizer.step()  # again, on what the last step left: an average still
     optimizer.zero_grad()
     if kind == "plain backward":
         loss_of(accelerator, plain, 1).backward()
@@ -497,11 +444,11 @@ def set_on_one_rank(parallel: str, kind: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("kind", ["one rank", "plain backward", "equal"])
 def test_gradients_that_one_rank_has_alone_are_refused_on_all(
     run_distributed, world_size: int, kind: str
 ) -> None:
     for found in run_distributed(set_on_one_rank, world_size, "ddp", kind):
         is_right = world_size == 1 or kind == "equal"
-        assert ("differ between the ranks" in found) is not is_right
+        assert ("is not equal on all ranks, so this step" in found) is not is_right
