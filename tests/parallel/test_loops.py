@@ -69,9 +69,7 @@ OF_DDP = {
     "a_hook_set_after_prepare": CHANGED,
     "a_post_accumulate_hook": CHANGED,
     "an_optimizer_in_backward": CHANGED,
-    "a_post_accumulate_hook_after_prepare": CHANGED,
     "plain_backward_in_windows": DIVIDE,
-    "plain_backward_in_every_second_micro_batch": DIVIDE,
 }
 IN_WINDOWS_OF_SHARDS = (
     "weights_decayed_in_windows",
@@ -100,13 +98,11 @@ OF_ZERO = {
     "a_hook_set_after_prepare": HOOK,
     "hooks_that_look": HOOK,
     "a_post_accumulate_hook": HOOK,
-    "a_post_accumulate_hook_after_prepare": HOOK,
     "an_optimizer_in_backward": HOOK,
     "parameters_captured_and_clamped": "The script used a parameter that a model had before",
     "average_in_a_deepcopy": "cannot be copied with copy.deepcopy",
     "torch_averaged_model": "cannot be copied with copy.deepcopy",
     "plain_backward_in_windows": DIVIDE,
-    "plain_backward_in_every_second_micro_batch": DIVIDE,
     "gradients_set_by_hand": "appears to not have been used in the graph",
 }
 ONE_RANK_WAITS = (
@@ -162,7 +158,6 @@ FAST = (
     "gradients_set_by_hand",
     "nothing_trained_at_prepare",
     "plain_backward_in_windows",
-    "plain_backward_in_every_second_micro_batch",
 )
 
 

@@ -225,14 +225,3 @@ def test_a_window_needs_at_most_what_was_predicted_and_hardly_less(
         assert found.window > (0.9 if micro_batches > 1 else 0.8) * row.peak
         assert row.at_rest <= found.after <= 1.01 * row.at_rest + in_flight(plan)
         assert row.at_rest <= found.step <= 1.01 * row.at_rest + in_flight(plan)
-
-
-def test_each_stage_needs_less_within_a_window_than_the_one_before(measure: Any) -> None:
-    one, two, three = (measure(2, f"zero={stage}", "no", 3)[0].window for stage in (1, 2, 3))
-    assert one > two + PSI  # whole gradients instead of shards: 4 - 4 / N bytes a parameter
-    assert two > three + 2 * PSI  # whole weights instead of two blocks
-
-
-def test_stage_1_without_accumulation_is_stage_2(measure: Any) -> None:
-    one, two = (measure(2, f"zero={stage}", "no", 1)[0].window for stage in (1, 2))
-    assert one == pytest.approx(two, abs=in_flight(Parallel(zero=2)))

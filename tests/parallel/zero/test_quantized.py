@@ -388,13 +388,12 @@ def mean_distance(actual: list[float], expected: list[float]) -> float:
 def test_training_with_quantised_collectives_follows_plain_training(run_distributed) -> None:
     curves = {
         kinds: run_distributed(losses, 2, *kinds, 60)[0]
-        for kinds in [(None, None), (INT8, INT8), (None, INT8), (None, INT4)]
+        for kinds in [(None, None), (INT8, INT8), (None, INT4)]
     }
     plain = curves.pop((None, None))
     for (_, kind), curve in curves.items():
         assert curve[-1] < 0.005 * curve[0]
         assert mean_distance(curve, plain) < (0.05 if kind is INT4 else 0.01)
-    assert mean_distance(curves[None, INT4], plain) > 3 * mean_distance(curves[None, INT8], plain)
 
 
 # -- what is refused ------------------------------------------------------------------------------------
