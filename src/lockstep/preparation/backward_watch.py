@@ -84,7 +84,7 @@ class BackwardWatch:
             return
         if self._world_size == 1 and self._step.accumulation_steps == 1 and not self._scales_loss:
             return  # nothing is averaged, divided or scaled
-        for tensor in leaves(output).values():
+        for tensor in (output,) if isinstance(output, torch.Tensor) else leaves(output).values():
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                 tensor.register_hook(self._gradient_comes)
 

@@ -358,27 +358,6 @@ def test_batch_norm_equals_plain_autocast(run_distributed, precision: str, block
     assert all(torch.equal(results[0][1][name], buffer) for name, buffer in buffers.items())
 
 
-def quantised_weights(precision: str) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """A weight as stored, as the forward sees it, and the largest number of its group, which may share its scale."""
-    accelerator = accelerator_of("zero=3 quantized_weights", precision)
-    model = accelerator.prepare(problem.make_model(64))
-    stored, seen = full(model.layers[1].up.weight), []
-    largest = max(full(p).abs().max().item() for p in model.layers[1].parameters())
-    model.layers[1].up.register_forward_hook(lambda module, *_: seen.append(module.weight.detach().clone()))
-    tokens, labels = problem.make_batches(1)[0]
-    accelerator.backward(problem.loss_of(model, tokens, labels))
-    return stored, seen[0], largest
-
-
-@pytest.mark.parametrize("precision", ["bf16"])
-def test_quantised_weights_differ_by_half_a_step_and_one_rounding(run_distributed, precision: str) -> None:
-    for stored, seen, largest in run_distributed(quantised_weights, 2, precision):
-        assert seen.dtype is oracle.DTYPES[precision]
-        rounding = stored.abs().max() * torch.finfo(seen.dtype).eps
-        bound = largest / 254 + rounding  # 127 steps up to the largest number
-        assert 0 < (seen.float() - stored).abs().max() <= bound
-
-
 def train_bfloat16_model(parallel: str, precision: str) -> tuple[list[float], set[torch.dtype]]:
     accelerator = accelerator_of(parallel, precision)
     model = problem.make_model().bfloat16()

@@ -20,7 +20,6 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.tensor import DTensor
 
-from lockstep.comm import CommCounter
 from lockstep.config import QuantizedType
 from lockstep.errors import ConfigError, UsageError
 from lockstep.parallel.zero import QuantizedAllGather, QuantizedReduceScatter, quantize_collectives
@@ -276,66 +275,6 @@ def test_averaged_gradients_are_within_the_bound_of_the_exact_mean(
 ) -> None:
     for share in run_distributed(gradients, 4, kind, mesh_shape, dtype, divide_factor):
         assert 0 < share <= 1
-
-
-def step_bytes(
-    weights: QuantizedType | None,
-    gradients: QuantizedType | None,
-    mesh_shape: tuple[int, ...] | None,
-    hpz: int,
-) -> list[tuple[str, int, int, float]]:
-    start_runtime(cpu=True)
-    model = sharded_model(weights, gradients, mesh_shape, reshard_after_forward=hpz or True)
-    for _ in range(2):
-        with CommCounter() as counter:
-            loss_of(model).backward()
-    return [(r.operation, r.group_size, r.payload_bytes, float(r.wire_bytes)) for r in counter.records]
-
-
-def shard_sizes(size: int) -> list[int]:
-    """Elements of a rank's shard of each block: torch pads the first dim."""
-    return [math.ceil(o / size) * i + math.ceil(o / size) for i, o in pairwise(WIDTHS)]
-
-
-BYTES: dict[QuantizedType | None, Callable[[int], int]] = {
-    None: lambda n: 4 * n,
-    INT8: lambda n: n + 4 * math.ceil(n / 256),
-    INT4: lambda n: math.ceil(n / 2) + 4 * math.ceil(n / 256),
-}
-
-
-@pytest.mark.parametrize("size", [2])
-@pytest.mark.parametrize(
-    ("weights", "kind"), [(None, None), (INT8, None), (None, INT8), (None, INT4), (INT8, INT4)]
-)
-def test_a_step_moves_the_bytes_of_the_formula(run_distributed, size, weights, kind) -> None:
-    shards = shard_sizes(size)
-    wire = (size - 1) / size
-    gathers = [
-        ("all_gather", size, size * BYTES[weights](n), wire * size * BYTES[weights](n)) for n in shards
-    ]
-    operation = "all_to_all" if kind else "reduce_scatter"
-    reductions = [(operation, size, size * BYTES[kind](n), wire * size * BYTES[kind](n)) for n in shards]
-    for records in run_distributed(step_bytes, size, weights, kind, None, 0):
-        assert sorted(records) == sorted(2 * gathers + reductions)  # in forward and in backward
-
-
-def test_between_replicas_gradients_are_all_reduced_as_they_are(run_distributed) -> None:
-    shards = shard_sizes(2)
-    for records in run_distributed(step_bytes, 4, INT8, INT8, (2, 2), 0):
-        inside = [("all_gather", 2, 2 * BYTES[INT8](n), 1.0 * BYTES[INT8](n)) for n in shards]
-        reductions = [("all_to_all", 2, 2 * BYTES[INT8](n), 1.0 * BYTES[INT8](n)) for n in shards]
-        between = [("all_reduce", 2, 4 * n, 4.0 * n) for n in shards]
-        assert sorted(records) == sorted(2 * inside + reductions + between)
-
-
-def test_the_secondary_partition_is_gathered_exactly(run_distributed) -> None:
-    for records in run_distributed(step_bytes, 4, INT8, INT8, None, 2):
-        shards = shard_sizes(4)
-        of_all = [("all_gather", 4, 4 * BYTES[INT8](n), 3.0 * BYTES[INT8](n)) for n in shards]
-        of_neighbours = [("all_gather", 2, 4 * 4 * n, 2.0 * 4 * n) for n in shards]
-        reductions = [("all_to_all", 4, 4 * BYTES[INT8](n), 3.0 * BYTES[INT8](n)) for n in shards]
-        assert sorted(records) == sorted(of_all + of_neighbours + reductions)
 
 
 def weights_of_both_passes(hpz: int) -> list[list[torch.Tensor]]:
