@@ -250,7 +250,7 @@ class WholeStep:
         self._generators = _digest_of_generators()
         mine = torch.tensor([zlib.crc32(repr((shapes, layout)).encode()), self._generators])
         # All ranks have as many parameters: ``prepare`` has compared the models.
-        have = torch.tensor([int(whole.sharded.grad is not None) for whole in wholes])
+        have = torch.tensor([int(w.sharded.grad is not None) for w in wholes], dtype=torch.int64)
         numbers = max_over_shards(torch.cat([mine, -mine, have]), [whole.sharded for whole in wholes])
         # The maximum of the negated numbers is the negated minimum: equal only if all numbers are.
         is_same, draws_alike = (numbers[:2] == -numbers[2:4]).tolist()

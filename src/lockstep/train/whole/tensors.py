@@ -52,7 +52,12 @@ class WholeParameter:
         ``has_gradient``: On any rank; one of those that lack it may have no rows of this parameter.
         """
         whole, sharded = self.whole, self.sharded
-        whole.data = gathered(sharded.detach())
+        values = gathered(sharded.detach())
+        # After a closure in place: the optimizer may hold views of its memory.
+        if whole.shape == values.shape:
+            whole.data.copy_(values)
+        else:
+            whole.data = values
         whole.requires_grad_(sharded.requires_grad)
         gradient = None
         if has_gradient:
