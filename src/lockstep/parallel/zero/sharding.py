@@ -195,8 +195,8 @@ class Sharding:
             broadcast_buffers(self._buffers, self._group)
 
     def after_forward(self, *_: object) -> None:
-        """Drop gathered parameters that no backward will need. Kept ones stand in the model in the shards' place:
-        changes made to them by hand would be lost, and those made to the shards not seen.
+        """Drop gathered parameters that no backward of training needs. Kept ones stand in the model in the shards'
+        place: changes made to them by hand would be lost, and those made to the shards not seen.
 
         Called after a forward that raised, too.
         """
@@ -207,7 +207,8 @@ class Sharding:
         # torch did not see the end of this forward, so it has raised.
         if fsdp2.is_in_forward(self._root):
             self.recover()
-        elif not torch.is_grad_enabled():
+        # In evaluation also with a graph, whose backward gathers them again: averages are often swapped in around it.
+        elif not torch.is_grad_enabled() or not self._root.training:
             self.reshard()
 
     def after_call(self, output: object) -> None:
