@@ -1289,16 +1289,6 @@ def a_post_accumulate_hook(run: Run) -> Values:
     return _trained(run, model)
 
 
-def a_post_accumulate_hook_after_prepare(run: Run) -> Values:
-    model = make(Net)
-    model, optimizer = run.prepare(model, sgd(model))
-    run.unwrap(model).layers[1].up.weight.register_post_accumulate_grad_hook(twentyfold)
-    for step in range(4):
-        run.backward(run.mean(mse(model), step))
-        run.step(optimizer)
-    return values(run, model=model)
-
-
 def an_optimizer_in_backward(run: Run) -> Values:
     model = make(Net)
 
@@ -1374,10 +1364,6 @@ def windows(run: Run) -> Values:
 
 def plain_backward_in_windows(run: Run) -> Values:
     return _windows(run, lambda loss, step: loss.backward())
-
-
-def plain_backward_in_every_second_micro_batch(run: Run) -> Values:
-    return _windows(run, lambda loss, step: run.backward(loss) if step % 2 else loss.backward())
 
 
 def heads_in_windows(run: Run) -> Values:
@@ -1676,6 +1662,4 @@ LOOPS: dict[str, Callable[[Run], Values]] = {
     for name, loop in list(globals().items())
     if getattr(loop, "__annotations__", {}).get("return") == "Values" and name[0] != "_" and name != "values"
 }
-IN_WINDOWS = [
-    name for name in LOOPS if "window" in name or name == "plain_backward_in_every_second_micro_batch"
-]
+IN_WINDOWS = [name for name in LOOPS if "window" in name]

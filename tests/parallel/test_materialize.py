@@ -111,7 +111,7 @@ def prepared_values(parallel: str, seed: int) -> tuple[dict[str, torch.Tensor], 
     return values, losses, tied, frozen
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2])
 def test_a_model_on_meta_gets_the_values_of_plain_torch_and_rank_0(run_distributed, world_size: int) -> None:
     expected = plain_values(seed=3)
     for parallel in FORMS:
@@ -198,8 +198,7 @@ def refused(parallel: str, kind: type[nn.Module], *args: int) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("parallel", FORMS)
+@pytest.mark.parametrize(("parallel", "world_size"), [(FORMS[0], 1), *((form, 2) for form in FORMS)])
 def test_what_nothing_initialises_is_named_on_all_ranks(
     run_distributed, parallel: str, world_size: int
 ) -> None:
@@ -318,7 +317,7 @@ def peak_of_prepare() -> int:
     return live.peak
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2])
 def test_no_rank_ever_holds_the_whole_model(run_distributed, world_size: int) -> None:
     """At most its shard, the root group and one block; gloo's two threads let go of earlier ones a moment later."""
     shard = (LAYERS * BLOCK_BYTES + ROOT_BYTES) / world_size

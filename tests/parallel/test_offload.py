@@ -106,8 +106,9 @@ def train(parallel: str, optimizer_name: str) -> tuple[Accelerator, Any, Any]:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("offload", ["optimizer", "params", "all"])
-@pytest.mark.parametrize("place", ["cpu", "folder"])
+@pytest.mark.parametrize(
+    ("offload", "place"), [("optimizer", "folder"), ("params", "cpu"), ("all", "folder")]
+)
 def test_one_process_trains_to_the_bits_of_the_plain_loop(
     offload: str, place: str, optimizer: str, tmp_path: Path
 ) -> None:

@@ -74,8 +74,7 @@ def accumulate_and_compare(sync_each_batch: bool) -> tuple[list[float], dict[str
     return spread, problems.gradients(plain)
 
 
-@pytest.mark.parametrize("sync_each_batch", [False, True])
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(("world_size", "sync_each_batch"), [(2, True), (4, False)])
 def test_gradients_are_averaged_once_a_window_unless_each_batch_is_asked_for(
     run_distributed, world_size: int, sync_each_batch: bool
 ) -> None:

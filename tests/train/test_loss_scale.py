@@ -58,8 +58,7 @@ def step_with_infinity(accumulation: int) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize(("world_size", "accumulation"), [(1, 3), (4, 1)])
 def test_infinity_on_one_rank_skips_the_step_on_all(
     run_distributed, world_size: int, accumulation: int
 ) -> None:
@@ -132,8 +131,7 @@ def with_an_own_scaler_in_torch(world_size: int, turned_off: bool) -> dict[str, 
     return {"parameters": problems.parameters(plain), "scale": scaler.get_scale()}
 
 
-@pytest.mark.parametrize("turned_off", [False, True])
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(("world_size", "turned_off"), [(1, True), (2, False)])
 def test_a_script_may_scale_by_its_own_scaler(run_distributed, world_size: int, turned_off: bool) -> None:
     expected = with_an_own_scaler_in_torch(world_size, turned_off)
     for result in run_distributed(with_an_own_scaler, world_size, turned_off):
@@ -212,9 +210,7 @@ def two_optimizers(infinite_step: int, accumulation: int, interleaved: bool) -> 
     }
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(("world_size", "accumulation", "interleaved"), [(1, 1, True), (2, 3, False)])
 def test_one_optimizers_infinity_does_not_touch_the_other(
     run_distributed, world_size: int, accumulation: int, interleaved: bool
 ) -> None:

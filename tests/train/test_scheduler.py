@@ -74,7 +74,7 @@ def test_a_schedule_follows_its_optimizer_wherever_it_was_built(order: str) -> N
     assert rates(order, accumulation=3) == [1, 1, 0.5, 0.5, 0.5, 0.25]
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [4])
 def test_each_step_advances_once_for_every_process(run_distributed, world_size: int) -> None:
     expected = [0.5 ** (i * world_size) for i in range(1, STEPS + 1)]
     assert run_distributed(rates, world_size) == [expected] * world_size
@@ -133,7 +133,7 @@ def one_cycle(total: int, calls: int) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2])
 def test_one_cycle_ends_at_its_lowest_rate_and_stays_there(run_distributed, world_size: int) -> None:
     own = torch.optim.SGD(problems.make_model().parameters(), lr=1.0)
     scheduler = lr_scheduler.OneCycleLR(own, max_lr=1.0, total_steps=10)

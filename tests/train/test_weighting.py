@@ -61,9 +61,10 @@ def window(
     return problems.gradients(plain)
 
 
-@pytest.mark.parametrize("micro_batches", [1, 3])
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("form", ["number", "0-d tensor", "rows", "weighted rows"])
+@pytest.mark.parametrize(
+    ("form", "world_size", "micro_batches"),
+    [("number", 4, 3), ("0-d tensor", 1, 3), ("rows", 2, 1), ("weighted rows", 2, 3)],
+)
 def test_unequal_micro_batches_give_the_gradient_of_the_big_batch(
     run_distributed, form: str, world_size: int, micro_batches: int
 ) -> None:
@@ -74,15 +75,14 @@ def test_unequal_micro_batches_give_the_gradient_of_the_big_batch(
         assert problems.difference(actual, expected) < TOLERANCE
 
 
-@pytest.mark.parametrize(("world_size", "micro_batches"), [(1, 3), (2, 1), (4, 3)])
+@pytest.mark.parametrize(("world_size", "micro_batches"), [(1, 3), (2, 1)])
 def test_the_mean_of_means_is_another_gradient(run_distributed, world_size: int, micro_batches: int) -> None:
     expected = problems.one_big_batch(problems.places(world_size, micro_batches))
     for actual in run_distributed(window, world_size, "classic", micro_batches):
         assert problems.difference(actual, expected) > 1e-2
 
 
-@pytest.mark.parametrize("form", ["number", "0-d tensor", "rows"])
-@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize(("form", "micro_batches"), [("number", 1), ("0-d tensor", 3), ("rows", 3)])
 def test_a_rank_without_tokens_adds_nothing(run_distributed, form: str, micro_batches: int) -> None:
     counted = [place for place in problems.places(2, micro_batches) if place[0] != 1]
     expected = problems.one_big_batch(counted)
@@ -90,8 +90,7 @@ def test_a_rank_without_tokens_adds_nothing(run_distributed, form: str, micro_ba
         assert problems.difference(actual, expected) < TOLERANCE
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize(("world_size", "micro_batches"), [(1, 3), (2, 1)])
 def test_weights_that_are_all_zero_give_gradients_of_zero(
     run_distributed, world_size: int, micro_batches: int
 ) -> None:
@@ -110,7 +109,7 @@ def test_weights_that_are_all_zero_give_gradients_of_zero(
     ],
     ids=str,
 )
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2])
 def test_every_way_of_averaging_gives_the_gradient_of_the_big_batch(
     run_distributed, world_size: int, options: dict[str, Any]
 ) -> None:
@@ -143,8 +142,7 @@ def ragged_epoch(split_batches: bool) -> list[dict[str, torch.Tensor]]:
     return steps
 
 
-@pytest.mark.parametrize("split_batches", [False, True])
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize(("world_size", "split_batches"), [(1, False), (2, True), (4, False)])
 def test_padding_of_the_last_batch_weighs_nothing(
     run_distributed, world_size: int, split_batches: bool
 ) -> None:
@@ -180,7 +178,7 @@ def accumulated_ragged_epoch(weighted: bool) -> list[dict[str, torch.Tensor]]:
     return steps
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [2, 4])
 def test_a_short_last_window_is_the_mean_of_its_own_samples(run_distributed, world_size: int) -> None:
     rows, labels = problems.make_rows(0, 0, 11)
     expected = []
@@ -223,7 +221,7 @@ def short_windows(parallel: str, epochs: int) -> list[dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize(
     ("world_size", "parallel"),
-    [(1, "ddp"), (2, "ddp"), (4, "ddp"), (2, "zero=1"), (2, "zero=2"), (2, "zero=3")],
+    [(1, "ddp"), (4, "ddp"), (2, "zero=1"), (2, "zero=3")],
 )
 def test_a_window_that_the_end_cuts_short_is_the_mean_of_its_micro_batches(
     run_distributed, world_size: int, parallel: str

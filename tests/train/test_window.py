@@ -13,17 +13,13 @@ from lockstep import Accelerator
 from lockstep.errors import CheckpointError
 from parallel import window_problem as windows
 from parallel.window_problem import Run, Setup
-from tests.marks import again
 from tests.refusals import expect_refusal
 from train import problems
 
 SETUPS = [
     (1, Setup()),
     (2, Setup()),
-    again(4, Setup()),
-    (1, Setup(weighted=True)),
     (2, Setup(weighted=True)),
-    (2, Setup(by_hand=True)),
     (2, Setup(by_hand=True, no_sync=True)),
     (2, Setup(each_batch=True)),
     (2, Setup(precision="fp16")),

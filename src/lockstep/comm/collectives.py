@@ -389,13 +389,6 @@ def raise_on_all_ranks(communicator: Communicator) -> Iterator[None]:
     communicator.error_barrier(raised)
 
 
-def tensor_of(numbers: list[int] | list[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a tensor [numbers] on a device that is not waited for, as ``torch.tensor(numbers, device=device)``
-    waits."""
-    on_host = torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda")
-    return on_host.to(device, non_blocking=True)
-
-
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements as uint8 [nbytes], a view where possible: every backend can move bytes."""
     # Its strides may be anything.

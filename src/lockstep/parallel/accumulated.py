@@ -60,7 +60,7 @@ def layout(model: ParallelModel) -> str:
 
 
 def accumulated(model: ParallelModel, spent: Collection[int]) -> Accumulated:
-    """What a prepared model has accumulated now. The tensors are the model's own.
+    """Return what a prepared model has accumulated now. The tensors are the model's own.
 
     Args:
         spent: ``id`` of each parameter whose gradient an optimizer has stepped on.
@@ -150,7 +150,7 @@ def put_mean(model: ParallelModel, states: list[Accumulated], shares: list[float
 
 
 def names_by_id(plain: nn.Module) -> dict[int, str]:
-    """The name of each parameter object that stands in the model now."""
+    """Return the name of each parameter object that stands in the model now."""
     return {id(parameter): name for name, parameter in plain.named_parameters()}
 
 
@@ -166,7 +166,7 @@ def places_of(model: ParallelModel) -> dict[str, torch.Tensor]:
 def _parts_of_mean(
     name: str, place: torch.Tensor, states: list[Accumulated], shares: list[float]
 ) -> Iterator[torch.Tensor]:
-    """The addends, each laid out like ``place``: of the ranks' own gradients and partial sums, and of what is averaged.
+    """Return the addends, each laid out like ``place``: the ranks' own gradients, partial sums, and what is averaged.
 
     A partial sum is flat: ``count`` rows of the parameter, [count, ...], begin at ``offset``. Its factor makes a mean
     over shards of it, and each replica has its share in the mean over all ranks.
@@ -198,7 +198,7 @@ def _parts_of_mean(
 
 
 def _fitted(gradient: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-    """A copy with the device, dtype and strides of a gradient that autograd makes for ``place``."""
+    """Return a copy with the device, dtype and strides of a gradient that autograd makes for ``place``."""
     gradient = shard_like(gradient.detach(), place)
     if gradient.is_sparse:
         return gradient.to(place.device, place.dtype, copy=True)

@@ -21,7 +21,7 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 def autocast(
     mixed_precision: str, device: torch.device, options: AutocastKwargs
 ) -> AbstractContextManager[object]:
-    """The context in which a forward runs with this ``mixed_precision`` (``no``: one that does nothing)."""
+    """Return the context in which a forward runs with this ``mixed_precision`` (``no``: one that does nothing)."""
     dtype = DTYPES.get(mixed_precision)
     if dtype is None:
         return nullcontext()

@@ -131,7 +131,7 @@ def without_constants(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 
 def numbers(shape: tuple[int, ...]) -> Tensor:
-    """A tensor of ``shape`` from [0, 2), as if it were random, in float64.
+    """Return a tensor of ``shape`` from [0, 2), as if it were random, in float64.
 
     Without a generator, which may be off where a model is verified.
     """

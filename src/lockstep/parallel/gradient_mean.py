@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.comm.collectives import tensor_of
 from lockstep.comm.dtensor import is_dtensor, local
 from lockstep.model.changes import attributes_set
 
@@ -64,7 +63,7 @@ class GradientAllReduce:
 
 
 def buckets(tensors: Iterable[BucketItem], limit_bytes: int = BUCKET_BYTES) -> Iterator[list[BucketItem]]:
-    """The tensors, of any shape, in lists of one type and device and of at most ``limit_bytes`` (or one tensor).
+    """Return the tensors, of any shape, in lists of one type and device and of at most ``limit_bytes`` (or one tensor).
 
     DTensors count by their local parts. The lists are the same on all ranks.
     """
@@ -82,26 +81,34 @@ def buckets(tensors: Iterable[BucketItem], limit_bytes: int = BUCKET_BYTES) -> I
 
 
 def _average(bucket: list[nn.Parameter], replicas: ReplicaGroup) -> None:
-    """One all-reduce: the gradients of a bucket as one vector, and behind them how many ranks have each of them."""
-    # A missing gradient is sent as zeros, which have no memory of their own before they are concatenated.
-    parts = [local(p).new_zeros(()).expand_as(local(p)) if p.grad is None else local(p.grad) for p in bucket]
-    present = tensor_of([float(p.grad is not None) for p in bucket], parts[0].dtype, parts[0].device)
-    message = torch.cat([*(part.reshape(-1) for part in parts), present])
+    """One all-reduce: the gradients of a bucket as one vector.
+
+    A missing gradient is sent as negative zeros, and only a sum of negative zeros is one: then no rank has it.
+    """
+    # They have no memory of their own before they are concatenated.
+    parts = [
+        local(p).new_zeros(()).neg().expand_as(local(p)) if p.grad is None else local(p.grad) for p in bucket
+    ]
+    message = torch.cat([part.reshape(-1) for part in parts])
     dist.all_reduce(message, group=replicas.group)
-    sizes = [part.numel() for part in parts]
-    # One division for all: a gradient that some ranks lack is divided by their number too, as zeros count.
-    *means, present = (message / replicas.size).split([*sizes, len(bucket)])
-    for number, (parameter, mean) in enumerate(zip(bucket, means, strict=True)):
+    means = (message / replicas.size).split([part.numel() for part in parts])
+    for parameter, mean in zip(bucket, means, strict=True):
         mean = mean.view_as(local(parameter))
         if parameter.grad is not None:
             local(parameter.grad).copy_(mean)
-        # Only where it matters is the number read, because on an accelerator reading waits for it.
-        elif present[number].item():
+        # Only where it matters are the numbers read, because on an accelerator reading waits for them.
+        elif not is_negative_zero(mean):
             parameter.grad = _laid_out_like(parameter, mean)
 
 
+def is_negative_zero(gradient: torch.Tensor) -> torch.Tensor:
+    """Return whether all elements are -0.0, 0-d. An empty tensor counts as one of them."""
+    values = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+    return (values.signbit() & (values == 0)).all()
+
+
 def _laid_out_like(parameter: object, part: torch.Tensor) -> torch.Tensor:
-    """This rank's ``part`` of a gradient, laid out as the parameter is."""
+    """Return this rank's ``part`` of a gradient, laid out as the parameter is."""
     if not is_dtensor(parameter):
         return part.clone()
     from torch.distributed.tensor import DTensor

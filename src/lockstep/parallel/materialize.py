@@ -180,7 +180,7 @@ def check_same_model(model: nn.Module, world_size: int) -> None:
 
 
 def _tensors(modules: Iterable[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors that belong to the modules themselves, not to modules inside them."""
+    """Return the tensors that belong to the modules themselves, not to modules inside them."""
     for module in modules:
         for name, tensor in (
             *torch_modules.parameters_of(module).items(),
@@ -200,7 +200,7 @@ def _all_on_meta(module: nn.Module) -> bool:
 
 
 def _unset(dtype: torch.dtype) -> float | int | None:
-    """A value that no initialiser leaves; None where every value may be meant."""
+    """Return a value that no initialiser leaves; None where every value may be meant."""
     if dtype.is_floating_point:
         return float("nan")
     return None if dtype in (torch.bool, torch.uint8) or dtype.is_complex else torch.iinfo(dtype).min
@@ -234,7 +234,7 @@ def _call_reset(module: nn.Module) -> None:
 
 
 def _enclosing_initialiser(model: nn.Module, name: str) -> InitWeights | None:
-    """The ``_init_weights`` of the innermost transformers model around the module of this name."""
+    """Return the ``_init_weights`` of the innermost transformers model around the module of this name."""
     path = name.split(".") if name else []
     for length in range(len(path), -1, -1):
         module = model.get_submodule(".".join(path[:length]))

@@ -57,7 +57,7 @@ class ParallelModel:
     # -- what it consists of -----------------------------------------------------------------------------
 
     def unwrap(self, keep_autocast: bool = True, keep_compile: bool = True) -> nn.Module:
-        """The user's own model; see :func:`unwrap`."""
+        """Return the user's own model; see :func:`unwrap`."""
         return unwrap(self.module, keep_autocast, keep_compile)
 
     @property
@@ -66,15 +66,15 @@ class ParallelModel:
         return [] if self.sharding is None else [self.sharding]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's, by the names that they have in the whole model."""
+        """Return this rank's, by the names that they have in the whole model."""
         yield from self.plain.named_parameters()
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """This rank's."""
+        """Return this rank's."""
         return (parameter for _, parameter in self.named_parameters())
 
     def absent_parameters(self) -> Mapping[str, nn.Parameter]:
-        """What its ``module`` lists, by name, in the place of parameters that only other ranks have."""
+        """Return what its ``module`` lists, by name, in the place of parameters that only other ranks have."""
         return {}
 
     def counted_elsewhere(self) -> set[int]:
@@ -109,7 +109,7 @@ class ParallelModel:
         return nullcontext()
 
     def backward_begins(self, loss: torch.Tensor) -> None:
-        """The backward of this loss, of any shape, comes next; every rank takes part in it."""
+        """Prepare for the backward of this loss, of any shape; every rank takes part in it."""
 
     def reduce_gradients(self) -> None:
         """Average after backward what torch's engines leave to us, unless within ``no_sync``. Collective."""
@@ -121,7 +121,7 @@ class ParallelModel:
         """
 
     def gradients(self) -> Iterator[torch.Tensor]:
-        """The tensors in which this rank accumulates gradients now."""
+        """Return the tensors in which this rank accumulates gradients now."""
         yield from (local(p.grad) for p in self.parameters() if p.grad is not None)
 
     def own_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -267,10 +267,13 @@ class ShardedModel(SplitModel):
 
     def reduce_gradients(self) -> None:
         self.sharding.unused.backward_ends()
-        super().reduce_gradients()
+        if self.sharding.has_whole:
+            super().reduce_gradients()
 
     def check_gradients(self, stepped: Callable[[], set[int]] | None) -> None:
-        if stepped is not None:
+        if stepped is None:
+            self.sharding.step_with_closure()
+        else:
             self.sharding.check_reduced(stepped)
 
     def gradients(self) -> Iterator[torch.Tensor]:
@@ -398,7 +401,7 @@ def _as_tuple(value: object) -> tuple[object, ...]:
 
 
 def unwrap(module: nn.Module, keep_autocast: bool = True, keep_compile: bool = True) -> nn.Module:
-    """The user's own model inside what the training loop calls."""
+    """Return the user's own model inside what the training loop calls."""
     wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel, ModuleAround)
     if isinstance(module, wrappers):
         module = module.module

@@ -48,7 +48,7 @@ def parallelize(
     evaluation_mode: bool = False,
     before_split: Callable[[], None] = lambda: None,
 ) -> ParallelModel:
-    """The model as the training loop calls it (its ``module``), and what else is asked of it.
+    """Return the model as the training loop calls it (its ``module``), and what else is asked of it.
 
     With ``evaluation_mode`` the model is neither replicated with gradients nor sharded: each rank just calls it, or
     its part of it. ``before_split`` is called when the model is on its device and still whole.

@@ -19,7 +19,7 @@ WHOLE = ("",)
 def find_regions(
     model: nn.Module, parallel: Parallel, by_blocks: bool, blocks: Collection[str]
 ) -> tuple[str, ...]:
-    """The names of the modules to compile; ``("",)`` is the whole model.
+    """Return the names of the modules to compile; ``("",)`` is the whole model.
 
     ``by_blocks``: each block, if the model has some. ``blocks``: the names of those that are to be sharded or split one
     by one; with them, only blocks can be compiled.

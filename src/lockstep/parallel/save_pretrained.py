@@ -29,7 +29,7 @@ def refuse_parts(model: nn.Module) -> None:
 def saved(
     kind: str, name: str, call: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
 ) -> object:
-    """What ``call`` returns.
+    """Return what ``call`` returns.
 
     Raises:
         UsageError: it was given shards.

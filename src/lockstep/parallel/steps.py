@@ -67,7 +67,7 @@ def probe_engines(parallel: Parallel, axes: ParallelDims) -> None:
 
 
 def refuse_transforms(module: nn.Module, *_: object) -> None:
-    """A forward pre-hook of a model whose forward is split. Raises UsageError."""
+    """Run as a forward pre-hook of a model whose forward is split. Raises UsageError."""
     if not torch.compiler.is_compiling() and torch_autograd.is_transformed():
         raise UsageError(
             f"{type(unwrap(module)).__name__} was called inside of torch.func (grad, jvp, vmap, jacrev, ...) or of "
@@ -173,7 +173,7 @@ def split_into_stages(
     shards: bool,
     evaluation_mode: bool,
 ) -> PipelinedModel:
-    """This rank's stages. What comes after splitting follows in the first forward, which settles who has what."""
+    """Return this rank's stages. What comes after splitting follows in the first forward, which says who has what."""
     from lockstep.parallel.pipeline import PipelineOptions, split_model
 
     parallel, meshes = options.parallel, options.meshes
@@ -228,7 +228,7 @@ def split_into_stages(
 
 
 def _gathered_dtype(options: ModelOptions) -> torch.dtype | None:
-    """That of parameters in forwards of a sharded model; None: their own."""
+    """Return that of parameters in forwards of a sharded model; None: their own."""
     from lockstep.parallel.zero.apply import DTYPES
 
     return DTYPES.get(options.mixed_precision)

@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Collection, Iterable, Set
 from types import FrameType, ModuleType
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -177,7 +178,7 @@ def refuse_aliases(model: nn.Module, parallel: Parallel) -> None:
     places: dict[int, list[tuple[int, int, str]]] = {}
 
     def owner(tensor: torch.Tensor) -> str | None:
-        """The parameter in whose memory a tensor begins, or that begins in its memory."""
+        """Return the parameter in whose memory a tensor begins, or that begins in its memory."""
         start, end = _elements(tensor)
         found = places.get(storage_key(tensor), ())
         return next((name for first, last, name in found if start < last and first < end), None)
@@ -218,10 +219,9 @@ def refuse_aliases(model: nn.Module, parallel: Parallel) -> None:
     ]
     for one, first in suspects:
         keeper = _keeper(one)
-        if keeper is nn.Module:
-            raise _alias("What a module holds, or a function in it,", first, parallel)
-        # What optimizers hold is brought up to date for their step.
-        if keeper is None:
+        if keeper is not None:
+            raise _alias(f"What {keeper} holds, or a function in it,", first, parallel)
+        else:
             warnings.warn(str(_alias("What the script holds", first, parallel)), stacklevel=4)
             return
 
@@ -235,21 +235,21 @@ def _alias(what: str, parameter: str, parallel: Parallel) -> UsageError:
 
 
 def _elements(tensor: torch.Tensor) -> tuple[int, int]:
-    """The first element in its storage, and the one behind the last; of one with gaps only the first."""
+    """Return the first element in its storage, and the one behind the last; of one with gaps only the first."""
     start = int(tensor.storage_offset())
     extent = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     return start, start + (extent if extent == tensor.numel() else 1)
 
 
-def _keeper(value: object) -> type | None:
-    """The kind of what containers, objects and closures lead from to ``value``: an optimizer or a module."""
+def _keeper(value: object) -> str | None:
+    """Return what containers, objects and closures lead from to ``value``: an optimizer or a module."""
     seen: set[int] = set()
     found = [value]
     for _ in range(MOST_LINKS):
         found = [one for one in gc.get_referrers(*found) if id(one) not in seen and not _is_scope(one)]
-        for kind in (Optimizer, nn.Module):
+        for kind, name in ((Optimizer, "an optimizer"), (nn.Module, "a module")):
             if any(issubclass(type(one), kind) for one in found):
-                return kind
+                return name
         seen |= set(map(id, found))
     return None
 
@@ -287,11 +287,9 @@ def check_called(models: Collection[ParallelModel], world_size: int, loss: torch
         )
 
 
-def refuse_inside(models: Iterable[ParallelModel], what: str) -> None:
+def refuse_inside(what: str) -> NoReturn:
     """Raise UsageError for what changes weights or sends gradients, while a model's weights are summoned."""
-    for model in models:
-        if model.is_summoned:
-            raise UsageError(
-                f"{what} inside summon_full_params, where weights are whole on each rank and the ranks do not "
-                "communicate. Move this call after the block."
-            )
+    raise UsageError(
+        f"{what} inside summon_full_params, where weights are whole on each rank and the ranks do not "
+        "communicate. Move this call after the block."
+    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -23,7 +22,6 @@ from lockstep.runtime.clock import StepClock
 from lockstep.runtime.step import StepState
 from lockstep.torch_internals.autograd import at_end_of_backward
 from lockstep.torch_internals.dtensor_operators import keep_plain_gradients
-from lockstep.torch_internals.tensors import is_view, version
 
 TWICE = ("differentiate twice", "has no attribute 'placements'")
 """Pieces of what torch says of the gradient of a gradient."""
@@ -67,9 +65,6 @@ class Gradients:
             world_size,
             self.__iter__,
             self._average,
-            # Stages and experts of other ranks are other parameters.
-            is_alike=shards.parallel.pp * shards.parallel.ep == 1,
-            ranks_step_together=ranks_step_together,
         )
 
     def __iter__(self) -> Iterator[torch.Tensor]:
@@ -87,11 +82,11 @@ class Gradients:
         """See ``checks.check_called``; also raise UsageError for gradients that were changed inside of a window, or for
         batches that were skipped twice.
         """
-        refuse_inside(self._models, "backward was called")
+        if any(model.is_summoned for model in self._models):
+            refuse_inside("backward was called")
         self._step.trains()
         if not self._forward_seen and self._world_size > 1:
             check_called(self._models, self._world_size, loss)
-        self._shards.check_lost()
         self._own.before_backward()
 
     def backward(self, loss: torch.Tensor, **kwargs: object) -> None:
@@ -157,16 +152,16 @@ class Gradients:
 
     def before_step(self, optimizer: Optimizer, has_closure: bool) -> None:
         """Raise UsageError where a step would go wrong: by gradients that are not averages, or on summoned weights."""
-        refuse_inside(self._models, "An optimizer steps")
+        if any(model.is_summoned for model in self._models):
+            refuse_inside("An optimizer steps")
         # Where a plain loss.backward() came before.
         self._step.trains()
-        self._shards.check_lost()
         stepped = None
         if not has_closure and self._ranks_step_together():
             stepped = partial(_parameter_ids, optimizer)
         for model in self._models:
             model.check_gradients(stepped)
-        self.watch.before_step(optimizer, has_closure)
+        self.watch.before_step(has_closure)
 
     def forget(self) -> None:
         """Others take the place of what there was."""
@@ -208,23 +203,11 @@ class FirstForward(UncopiedHook):
             self._handle.remove()
 
 
-class _LeftGradient(NamedTuple):
-    """A gradient as a backward left it; ``sums`` where its numbers are compared, too."""
-
-    name: str
-    gradient: torch.Tensor
-    version: int
-    sums: torch.Tensor | None
-
-
 class OwnGradients:
-    """Gradients of an open accumulation window that a script changes: they are each rank's own, and not averaged yet.
+    """Gradients of the first accumulation window that a script changes: they are each rank's own, not averaged yet.
 
     One process would change their sum over all rows. So a norm to clip by, a sign or a limit is another number here,
-    and what comes out is not what one process gets.
-
-    Versions tell of changes in every window (0.3 µs a gradient), sums of those through ``grad.data`` in the first one,
-    the second, third, fifth, ninth, and so on.
+    and what comes out is not what one process gets. Later windows are not looked at.
 
     Args:
         gradients: (name, gradient) of each parameter whose gradient is this rank's own until the window ends.
@@ -233,65 +216,35 @@ class OwnGradients:
     def __init__(self, step: StepState, gradients: Callable[[], Iterator[tuple[str, torch.Tensor]]]) -> None:
         self._step = step
         self._gradients = gradients
-        self._left: dict[str, _LeftGradient] = {}
-        self._windows = 0
-        self._is_in_window = False
+        self._left: dict[str, torch.Tensor] = {}
+        self._is_over = False
 
     def forget(self) -> None:
-        """Others take the place of what there was."""
+        """Let others take the place of what there was."""
         self._left.clear()
 
     def after_backward(self) -> None:
-        """Remember what this backward has left inside of a window."""
-        self.forget()
+        """Remember what this backward has left inside of the window."""
         is_inside = self._step.is_in_window and not self._step.sync_gradients
-        if is_inside and not self._is_in_window:
-            self._windows += 1
-        self._is_in_window = is_inside
-        if is_inside:
-            self._remember()
-
-    @torch.no_grad()
-    def _remember(self) -> None:
-        # A power of two has one bit: subtracting 1 leaves none of its bits. So has 0.
-        before = self._windows - 1
-        sums_are_compared = before & (before - 1) == 0
-        for name, gradient in self._gradients():
-            sums = _sums(gradient) if sums_are_compared else None
-            self._left[name] = _LeftGradient(name, gradient, version(gradient), sums)
+        self._is_over = self._is_over or (bool(self._left) and not is_inside)
+        self.forget()
+        if is_inside and not self._is_over:
+            self._left = {name: _sums(gradient) for name, gradient in self._gradients()}
 
     def before_backward(self) -> None:
         """Raise UsageError if a gradient was changed since. One may be set to None: that is right on its own."""
-        if self._left:
-            self._check_unchanged()
-
-    @torch.no_grad()
-    def _check_unchanged(self) -> None:
-        for name, gradient in self._gradients():
-            left = self._left.get(name)
-            if left is None or not (_is_another(left, gradient) or _has_changed(left)):
-                continue
-            self.forget()
-            raise UsageError(
-                f"The gradient of '{name}' was changed inside an accumulation window, where it is the gradient "
-                "of this rank only. One process would change the sum over the rows of all ranks. Change "
-                "gradients where accelerator.sync_gradients is true, after the last backward of the window. "
-                "accelerator.clip_grad_norm_() and clip_grad_value_() do so."
-            )
+        for name, gradient in self._gradients() if self._left else ():
+            if name in self._left and not torch.equal(_sums(gradient), self._left[name]):
+                self.forget()
+                raise UsageError(
+                    f"The gradient of '{name}' was changed inside an accumulation window, where it is the gradient "
+                    "of this rank only. One process would change the sum over the rows of all ranks. Change "
+                    "gradients where accelerator.sync_gradients is true, after the last backward of the window. "
+                    "accelerator.clip_grad_norm_() and clip_grad_value_() do so."
+                )
 
 
-def _is_another(left: _LeftGradient, gradient: torch.Tensor) -> bool:
-    """Set by the script: DDP too sets those that are views of its buckets."""
-    return gradient is not left.gradient and not is_view(gradient)
-
-
-def _has_changed(left: _LeftGradient) -> bool:
-    # A change through `grad.data` leaves the version as it is.
-    return version(left.gradient) != left.version or (
-        left.sums is not None and not torch.equal(_sums(left.gradient), left.sums)
-    )
-
-
+@torch.no_grad()
 def _sums(gradient: torch.Tensor) -> torch.Tensor:
     values = torch.view_as_real(gradient) if gradient.is_complex() else gradient
     # NaN is not equal to itself, and would look like a change.

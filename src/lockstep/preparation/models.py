@@ -82,7 +82,6 @@ class ModelPreparation:
                 refuse_aliases(plain, options.parallel)
             _keep_master_weights(plain, options.mixed_precision, options.parallel.shards)
         before = dict(plain.named_parameters(remove_duplicate=False))
-        self.registry.note_storages(before.values())
         prepared = parallelize(
             model,
             self.run.runtime,

@@ -14,14 +14,13 @@ from lockstep.observe.damage.checks import DamageWatch
 from lockstep.observe.log import get_logger
 from lockstep.observe.spikes.watch import SpikeWatch
 from lockstep.parallel.parallel_model import ParallelModel
-from lockstep.preparation.backward_watch import BackwardWatch
 from lockstep.preparation.checks import PreparedObjects, check_trained
 from lockstep.preparation.gradients import Gradients
 from lockstep.preparation.observers import RunObserver
 from lockstep.preparation.run_context import RunContext
 from lockstep.preparation.shards import ParameterRegistry
 from lockstep.preparation.spikes import asked_before_step, notifies_of_clearing, refuse_second_optimizer
-from lockstep.preparation.stepping import CheckedOptimizer, DrawsAlike
+from lockstep.preparation.stepping import CheckedOptimizer
 from lockstep.torch_internals import optim as torch_optim
 from lockstep.torch_internals.optim import complete_optimizer
 from lockstep.train.clipping import OtherStages, clip_norm
@@ -58,9 +57,6 @@ class OptimizerPreparation:
     spikes: SpikeWatch | None
     schedulers: list[PreparedScheduler] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        self._draws = DrawsAlike(self.run.communicator, self.run.ranks_step_together)
-
     def prepare(self, optimizer: Optimizer) -> PreparedOptimizer:
         if self.seen.has_made(optimizer):
             assert isinstance(optimizer, PreparedOptimizer)
@@ -70,8 +66,6 @@ class OptimizerPreparation:
         complete_optimizer(optimizer)
         torch_optim.probe()
         self.registry.add_optimizer(optimizer)
-        if self.run.runtime.world_size > 1 and not self.run.options.parallel.replaces_parameters:
-            self._draws.watch(optimizer)
         kind = PreparedOptimizer if self.damage is None else partial(CheckedOptimizer, checks=self.damage)
         prepared = kind(
             optimizer,
@@ -90,8 +84,6 @@ class OptimizerPreparation:
             after_clip=self._clipped,
             may_step=asked_before_step(self.spikes, self.other_stages, self.run.scaler),
         )
-        if self.run.runtime.world_size > 1:  # on one rank nothing has to be equal
-            optimizer.register_step_post_hook(_after_step(self.gradients.watch))
         self.seen.add(optimizer, prepared)
         self.prepared.append(prepared)
         for observer in RunObserver.registered:
@@ -168,11 +160,3 @@ class OptimizerPreparation:
             check_trained(optimizer, self.parameters_at_rest())
         if self.offload is not None:
             self.offload.take_over(optimizer)
-
-
-def _after_step(watch: BackwardWatch) -> Callable[[Optimizer, object, object], None]:
-    def after_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
-        watch.after_step(optimizer)
-
-    after_step.reads_no_parameter = True  # type: ignore[attr-defined]  # so that an offloaded step need not be over
-    return after_step

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -14,12 +12,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lockstep.comm.dtensor import is_dtensor, shard_like
 from lockstep.config.parallel import Parallel
 from lockstep.errors import UsageError
-from lockstep.model.contents import is_plain
 from lockstep.observe.log import get_logger
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.zero.sharding import Sharding
 from lockstep.torch_internals.dtensor_operators import behave_like_plain
-from lockstep.torch_internals.dtensor_views import LostChanges
 from lockstep.torch_internals.replaced_parameters import retire
 from lockstep.train.optimizer import PreparedOptimizer
 from lockstep.train.sharded_optimizer import (
@@ -30,7 +26,6 @@ from lockstep.train.sharded_optimizer import (
 )
 from lockstep.train.whole.apply import step_on_whole, whole_step_of
 from lockstep.train.whole.kinds import check_elementwise, declares_elementwise, steps_on_shards
-from lockstep.train.whole.tensors import Storages
 
 logger = get_logger(__name__)
 
@@ -51,14 +46,7 @@ class ParameterRegistry:
         self._of_models: list[Sharding] = []
         # Parameter as it was -> the one that took its place, or None; for optimizers that hold the former.
         self._replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._storages = Storages()
         self._noted: set[int] = set()
-        self._lost_changes: LostChanges | None = None
-
-    def note_storages(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Take note of the memory of a model's parameters before these are replaced."""
-        if self._active:
-            self._storages.note(parameters)
 
     def add_model(
         self,
@@ -73,11 +61,9 @@ class ParameterRegistry:
             before: The parameters that it had, by name.
             after: Those that it has now.
         """
-        for sharding in model.shardings:
-            sharding.unused.settings = partial(_number_of_settings, optimizers)
         self._of_models += [sharding for sharding in model.shardings if sharding not in self._of_models]
         if any(map(is_dtensor, after.values())):
-            self._lost_changes = behave_like_plain(shard_like)
+            behave_like_plain(shard_like)
         self._note_replaced(before, after)
         if self._active:
             for optimizer in optimizers:
@@ -105,15 +91,14 @@ class ParameterRegistry:
         """Give an optimizer the shards of the parameters that it holds, and drop gathered ones before it steps."""
         if not self._active:
             return
-        gathered = self._gathered()
         for group in optimizer.param_groups:
             group["params"] = self.current(group["params"])
-        self._hand_over(optimizer, gathered)
+        self._hand_over(optimizer)
         if whole_step_of(optimizer) is None:
             optimizer.register_step_pre_hook(lambda *_: self.reshard())
 
     def current(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The same, but the shard of each that a sharded model has gathered, as between forward and backward."""
+        """Return the same, but the shard of each that a sharded model has gathered, as between forward and backward."""
         if not self._of_models:
             return parameters
         gathered = self._gathered()
@@ -131,11 +116,6 @@ class ParameterRegistry:
 
     def _gathered(self) -> dict[int, nn.Parameter]:
         return {id(whole): shard for sharding in self._of_models for whole, shard in sharding.gathered()}
-
-    def check_lost(self) -> None:
-        """Raise UsageError if the script has changed copies of parts of weights or gradients, where it meant these."""
-        if self._lost_changes is not None:
-            self._lost_changes.check()
 
     def is_replaced(self, parameter: torch.Tensor) -> bool:
         """Whether another took the place of this parameter, here or on another rank."""
@@ -171,10 +151,9 @@ class ParameterRegistry:
     def clear(self) -> None:
         self._of_models.clear()
         self._replaced.clear()
-        self._storages.clear()
         self._noted.clear()
 
-    def _hand_over(self, optimizer: Optimizer, gathered: Mapping[int, nn.Parameter] | None = None) -> None:
+    def _hand_over(self, optimizer: Optimizer) -> None:
         """Give an optimizer what took the place of its parameters, and let it step as is right for these."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         on_shards = steps_on_shards(optimizer)
@@ -198,7 +177,7 @@ class ParameterRegistry:
             if sharded:
                 step_without_dispatch(optimizer)
             return
-        step_on_whole(optimizer, originals, self._storages, self.reshard, gathered)
+        step_on_whole(optimizer, originals, self.reshard)
         self._warn_of_whole_steps(optimizer, sharded)
 
     def _warn_of_whole_steps(self, optimizer: Optimizer, sharded: Sequence[torch.Tensor]) -> None:
@@ -214,16 +193,3 @@ class ParameterRegistry:
             type(optimizer).__name__,
             nbytes / 2**20,
         )
-
-
-def _number_of_settings(optimizers: Sequence[PreparedOptimizer]) -> int:
-    """Equal on ranks whose optimizers have the same settings, of 32 bits. About 3 µs for each group of parameters."""
-    found = [
-        group.get(name)
-        for prepared in optimizers
-        for group in prepared.optimizer.param_groups
-        for name in prepared.optimizer.defaults
-    ]
-    # Tensors on a device are not waited for.
-    plain = [v.tolist() if isinstance(v, torch.Tensor) and v.device.type == "cpu" else v for v in found]
-    return zlib.crc32(repr([value for value in plain if is_plain(value)]).encode())

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,16 +10,13 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lockstep.comm.collectives import Communicator
-from lockstep.comm.tree import StateDict
 from lockstep.errors import UsageError
 from lockstep.observe.damage.checks import DamageWatch
 from lockstep.runtime.step import StepState
 from lockstep.torch_internals.optim import StepListeners
 from lockstep.train.optimizer import PreparedOptimizer
 from lockstep.train.whole.apply import whole_step_of
-from lockstep.train.whole.kinds import is_separable, place_of
-from lockstep.train.whole.random import are_equal, state_of_generators
+from lockstep.train.whole.kinds import place_of
 
 
 class StepChecks:
@@ -124,57 +119,7 @@ class StepChecks:
             )
 
 
-MOST_NESTED = 16
 _BEFORE_STEPS = StepListeners(register_optimizer_step_pre_hook, StepChecks.check)
-
-
-class DrawsAlike:
-    """Notices that a step of replicas draws random numbers, which must be the same on all of them.
-
-    About 60 µs a step, of optimizers whose step is not one of ``torch.optim``; where a step draws, a small collective.
-    """
-
-    def __init__(self, communicator: Communicator, ranks_step_together: Callable[[], bool]) -> None:
-        self._communicator = communicator
-        self._together = ranks_step_together
-        # One for each step that has begun: one that calls its base's has hooks twice, and one that raises leaves its.
-        self._before: deque[dict[str, object] | None] = deque(maxlen=MOST_NESTED)
-
-    def watch(self, optimizer: Optimizer) -> None:
-        """From now on, if its step is of its own."""
-        if not is_separable(optimizer):
-            optimizer.register_step_pre_hook(self._step_begins)
-            optimizer.register_step_post_hook(self._step_ends)
-
-    def _step_begins(self, optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        has_closure = any(map(callable, (*args[1:], *kwargs.values())))  # which may draw masks of dropout
-        is_checked = self._together() and not has_closure
-        self._before.append(state_of_generators() if is_checked else None)
-
-    def _step_ends(self, optimizer: Optimizer, *_: object) -> None:
-        before = self._before.pop()
-        if before is None or are_equal(before, state_of_generators()):
-            return
-        digest = hashlib.blake2b(repr(_plain(before)).encode(), digest_size=16).hexdigest()
-        digests = self._communicator.gather_object([digest])
-        if len(set(digests)) > 1:
-            raise UsageError(
-                f"{type(optimizer).__name__} ({place_of(optimizer)}) draws random numbers in its step, and the ranks' "
-                "generators differ, so their copies of the model would drift apart. Seed all ranks alike before the "
-                "step, as set_seed(seed) does, or draw from a torch.Generator of the optimizer's own."
-            )
-
-
-def _plain(state: StateDict) -> object:
-    return [
-        (
-            name,
-            value.tolist()
-            if isinstance(value, torch.Tensor)
-            else [getattr(v, "tolist", lambda v=v: v)() for v in value],
-        )
-        for name, value in state.items()
-    ]
 
 
 class CheckedOptimizer(PreparedOptimizer):

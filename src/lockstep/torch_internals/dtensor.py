@@ -26,13 +26,13 @@ LOG_SOFTMAX_BACKWARD = torch.ops.aten._log_softmax_backward_data.default
 
 
 def local_tensor(tensor: DTensor) -> torch.Tensor:
-    """This rank's part of a DTensor, without a graph. Relies on: ``_local_tensor``; what ``to_local`` wraps."""
+    """Return this rank's part of a DTensor, without a graph. Relies on: ``_local_tensor``; what ``to_local`` wraps."""
     part: torch.Tensor = tensor._local_tensor
     return part
 
 
 def strided_shard(dim: int, pieces: int) -> _StridedShard:
-    """A placement that cuts a dimension into pieces first, and each of these into the ranks' parts.
+    """Return a placement that cuts a dimension into pieces first, and each of these into the ranks' parts.
 
     Relies on: ``_StridedShard(dim, split_factor=pieces)``.
     """

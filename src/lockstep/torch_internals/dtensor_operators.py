@@ -11,7 +11,7 @@ from torch._ops import OpOverload
 from torch.autograd.graph import Node
 
 from lockstep.errors import UsageError
-from lockstep.torch_internals.dtensor_views import VIEWS, LostChanges, noting
+from lockstep.torch_internals.dtensor_views import VIEWS, keeping_mark, marking, refuse_change_of_copy
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -72,7 +72,7 @@ OperatorArguments: TypeAlias = tuple[Any, ...]
 
 
 @functools.cache
-def behave_like_plain(shard_like: Sharded) -> LostChanges:
+def behave_like_plain(shard_like: Sharded) -> None:
     """Let DTensors do the following, in this process from now on.
 
     A DTensor of one number gives the whole one on every rank: torch gives each rank its own part, of
@@ -84,8 +84,7 @@ def behave_like_plain(shard_like: Sharded) -> LostChanges:
 
     ``tensor[...] = value`` and ``tensor.data = value`` change it, the first by gathering it: in torch's DTensors they
     change a copy, or nothing. A plain tensor may be changed by a DTensor in place, and a DTensor be copied from a whole
-    tensor, of which each rank takes its part. The object that is returned knows whether a script changes copies of
-    parts, as by ``tensor[0].zero_()``.
+    tensor, of which each rank takes its part. To change a copy of a part is refused, as by ``tensor[0].zero_()``.
 
     A DTensor of which this rank has a part only is not pickled, and so not written by ``torch.save``.
 
@@ -105,18 +104,15 @@ def behave_like_plain(shard_like: Sharded) -> LostChanges:
 
     operators = _PlainOperators(shard_like, DTensor._op_dispatcher._custom_op_handlers)
     operators.install()
-    lost = operators.lost
     kind: Any = DTensor
     data = kind.data
-    kind.data = property(
-        functools.partial(_data, lost, data.__get__), functools.partial(_set_data, shard_like, data.__set__)
-    )
-    kind.__setitem__ = _setting_items(shard_like, kind.__setitem__, lost)
-    kind.__getitem__ = noting(kind.__getitem__, lost)
+    kind.data = property(keeping_mark(data.__get__), functools.partial(_set_data, shard_like, data.__set__))
+    kind.detach = keeping_mark(kind.detach)
+    kind.__setitem__ = _setting_items(shard_like, kind.__setitem__)
+    kind.__getitem__ = marking(kind.__getitem__)
     kind.__reduce_ex__ = functools.partialmethod(_reduce, kind.__reduce_ex__)
     for name in VIEWS:
-        setattr(kind, name, noting(getattr(kind, name), lost))
-    return lost
+        setattr(kind, name, marking(getattr(kind, name)))
 
 
 def _is_dtensor(tensor: object) -> TypeGuard[DTensor]:
@@ -138,7 +134,6 @@ class _PlainOperators:
     def __init__(self, shard_like: Sharded, handlers: dict[OpOverload, Callable[..., object]]) -> None:
         self._shard_like = shard_like
         self._handlers = handlers
-        self.lost = LostChanges()
 
     def install(self) -> None:
         """Have DTensor call them."""
@@ -200,15 +195,12 @@ class _PlainOperators:
             return op(
                 *map(_full_tensor, args), **{name: _full_tensor(value) for name, value in kwargs.items()}
             )
+        refuse_change_of_copy(target)
         if op is aten.copy_.default and not _is_dtensor(others[0]) and others[0].shape == target.shape:
-            if self.lost.parts:
-                self.lost.changes(target)
             target._local_tensor.copy_(self._shard_like(others[0], target)._local_tensor)
             return target
         # As an average that another library has sharded itself, or a mask.
         others = [self._laid_out_as(target, other) for other in others]
-        if self.lost.parts:
-            self.lost.changes(target)
         return self._as_torch(op, (target, *others), kwargs)
 
     def _laid_out_as(self, target: DTensor, other: object) -> object:
@@ -236,18 +228,13 @@ class _PlainOperators:
         ) from torchs
 
     def _as_torch(self, op: OpOverload, args: OperatorArguments, kwargs: dict[str, object]) -> object:
-        """What torch would have done."""
+        """Return what torch would have done."""
         # Without the handler torch finds its own way; with it, this would call itself.
         handler = self._handlers.pop(op)
         try:
             return op(*args, **kwargs)
         finally:
             self._handlers[op] = handler
-
-
-def _data(lost: LostChanges, in_torch: Callable[[object], object], tensor: torch.Tensor) -> object:
-    lost.data_is_taken(tensor)
-    return in_torch(tensor)
 
 
 def _set_data(
@@ -263,18 +250,14 @@ def _set_data(
         part.copy_((shard_like(_full_tensor(value), tensor) if shard is None else shard)._local_tensor)
 
 
-def _setting_items(
-    shard_like: Sharded, in_torch: Callable[..., None], lost: LostChanges
-) -> Callable[..., None]:
+def _setting_items(shard_like: Sharded, in_torch: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(in_torch)
     def set_items(tensor: DTensor, index: object, value: object) -> None:
         # Where autograd is to follow, torch does it, or refuses.
         if torch.is_grad_enabled() and (tensor.requires_grad or getattr(value, "requires_grad", False)):
             in_torch(tensor, index, value)
             return
-        lost.forgive(value)
-        if lost.parts:
-            lost.changes(tensor)
+        refuse_change_of_copy(tensor)
         # Changed as a whole, and cut again: an index says nothing about whose elements it means.
         whole = _full_tensor(tensor).clone()
         whole[tuple(map(_full_tensor, index)) if isinstance(index, tuple) else _full_tensor(index)] = (

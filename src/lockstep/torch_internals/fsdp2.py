@@ -16,7 +16,7 @@ From 2.15 on ``unsharded_accumulated_grad`` is a property that shows ``_unsharde
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -99,8 +99,10 @@ def post_forward(root: ShardedModule, module: nn.Module, args: object, output: o
 
 
 @contextmanager
-def gathered_by_hand(root: ShardedModule) -> Iterator[None]:
-    """All weights of the sharded model are gathered once, and stay so; forwards inside cast their inputs, and no more.
+def gathered_by_hand(root: ShardedModule, before_drop: Callable[[], None]) -> Iterator[None]:
+    """Gather all weights of the sharded model once, and keep them so; forwards inside cast their inputs, and no more.
+
+    ``before_drop`` is called inside where something would drop them, and may raise.
 
     Relies on: with ``_training_state`` PRE_BACKWARD, as in a forward that is computed again, the hooks around a
     forward gather only what is not gathered, shard nothing, and record nothing for backward. transformers asks
@@ -121,7 +123,10 @@ def gathered_by_hand(root: ShardedModule) -> Iterator[None]:
         for module in managed:
             # With all weights there, no rank has to go on because of the others.
             module._is_fsdp_managed_module = False
-        yield
+        with ExitStack() as stack:
+            for group in (group for module in modules for group in param_groups(module)):
+                stack.enter_context(_calling(group, "_to_sharded", before_drop))
+            yield
     finally:
         for state, known in before.items():
             state._training_state = known
@@ -129,8 +134,39 @@ def gathered_by_hand(root: ShardedModule) -> Iterator[None]:
             module._is_fsdp_managed_module = True
 
 
+@contextmanager
+def _calling(group: FSDPParamGroup, name: str, first: Callable[[], None]) -> Iterator[None]:
+    """Call ``first`` inside before a method of the group."""
+    method = getattr(group, name)
+
+    def call() -> None:
+        first()
+        method()
+
+    setattr(group, name, call)
+    try:
+        yield
+    finally:
+        setattr(group, name, method)
+
+
+@torch.no_grad()
+def write_back(group: FSDPParamGroup) -> None:
+    """Let this rank's shards be what the gathered parameters are now, where these have all bits of the shards.
+
+    Relies on: the parts of all ranks are gathered one after the other, each padded to ``padded_sharded_param_size``,
+    cut along the first dimension but under tensor parallelism.
+    """
+    for param in group.fsdp_params:
+        whole, part = param._unsharded_param.detach(), param.sharded_param._local_tensor
+        if type(whole) is torch.Tensor and whole.dtype == part.dtype:
+            # Rank r's part begins at r padded sizes; those of the last ranks are shorter, or empty.
+            start = param.padded_sharded_param_size.numel() * group.mesh_info.shard_mesh_rank
+            part.copy_(whole.reshape(-1)[start : start + part.numel()].view(part.shape))
+
+
 def all_gather_group(group: FSDPParamGroup) -> Any:
-    """The process group over which weights are gathered; None if they are not sharded.
+    """Return the process group over which weights are gathered; None if they are not sharded.
 
     Relies on: ``mesh_info.shard_process_group``.
     """
@@ -170,17 +206,17 @@ def device_of(group: FSDPParamGroup) -> torch.device:
 
 
 def sharded_param(param: FSDPParam) -> Any:
-    """The DTensor that optimizers hold. Relies on: ``sharded_param`` is one object for the life of the record."""
+    """Return the DTensor that optimizers hold. Relies on: ``sharded_param`` is one object for a record's life."""
     return param.sharded_param
 
 
 def unsharded_param(param: FSDPParam) -> Any:
-    """The whole parameter, None before it was gathered once. Relies on: ``_unsharded_param``, made once."""
+    """Return the whole parameter, None before it was gathered once. Relies on: ``_unsharded_param``, made once."""
     return getattr(param, "_unsharded_param", None)
 
 
 def forms(param: FSDPParam) -> Iterator[object]:
-    """What stands in the module, at one time or other. Relies on: ``_sharded_post_forward_param`` is the third."""
+    """Return what stands in the module at some time. Relies on: ``_sharded_post_forward_param`` is the third."""
     for name in ("sharded_param", "_unsharded_param", "_sharded_post_forward_param"):
         found = getattr(param, name, None)
         if found is not None:
@@ -216,7 +252,7 @@ def accumulates_in_leaf() -> bool:
 
 
 def unreduced_grads(param: FSDPParam) -> list[torch.Tensor]:
-    """This rank's own gradients of the whole parameter: their sum is what is still to be reduced; mostly one tensor.
+    """Return this rank's own gradients of the whole parameter, mostly one: their sum is still to be reduced.
 
     Relies on: up to 2.14 ``unsharded_accumulated_grad`` (type of the reduction) and ``_unsharded_param.grad`` are two
     tensors, of which both count; from 2.15 on there is only ``_unsharded_param.grad``.
@@ -256,7 +292,7 @@ def set_unreduced_grad(param: FSDPParam, gradient: torch.Tensor) -> None:
 
 
 def partial_reduce_output(group: FSDPParamGroup) -> torch.Tensor | None:
-    """The flat sum over one replica's shards, not reduced over the replicas yet.
+    """Return the flat sum over one replica's shards, not reduced over the replicas yet.
 
     Relies on: ``_partial_reduce_output``; there is none but in groups with replicas.
     """
@@ -270,7 +306,7 @@ def discard_partial_reduce_output(group: FSDPParamGroup) -> None:
 
 
 def partial_reduce_rows(group: FSDPParamGroup) -> list[Rows]:
-    """What lies where in ``partial_reduce_output``; empty if that cannot be told.
+    """Return what lies where in ``partial_reduce_output``; empty if that cannot be told.
 
     Relies on: from 2.15 on ``_partial_reduce_output_layout`` says it, up to 2.14 nothing does, but the parameters that
     have gradients follow one another, each padded to equal parts of its rows.

@@ -86,7 +86,7 @@ def reaches_shards(group: FSDPParamGroup) -> bool:
 
 
 def present_and_missing(group: FSDPParamGroup) -> tuple[list[FSDPParam], list[FSDPParam]]:
-    """The params that have a gradient on this rank now, and those that are trained and have none.
+    """Return the params that have a gradient on this rank now, and those that are trained and have none.
 
     Before they were gathered once, there are neither.
 
@@ -101,8 +101,8 @@ def present_and_missing(group: FSDPParamGroup) -> tuple[list[FSDPParam], list[FS
     return present, missing
 
 
-def set_zero(params: list[FSDPParam], others: list[object]) -> None:
-    """Give these params gradients of zeros, of the type that ``others`` of their group have.
+def set_negative_zero(params: list[FSDPParam], others: list[object]) -> None:
+    """Give these params gradients of negative zeros, of the type that ``others`` of their group have.
 
     Relies on: torch reduces the gradients of a group in one type; up to 2.14 those that do not have the type of the
     parameter are in ``unsharded_accumulated_grad``.
@@ -112,11 +112,11 @@ def set_zero(params: list[FSDPParam], others: list[object]) -> None:
         whole = param._unsharded_param
         if accumulates_in_leaf():
             wanted = dtype or getattr(whole, "grad_dtype", None) or whole.dtype
-            set_own_grad(whole, torch.zeros_like(whole, dtype=wanted))
+            set_own_grad(whole, torch.zeros_like(whole, dtype=wanted).neg_())
         elif dtype in (None, whole.dtype):
-            set_own_grad(whole, torch.zeros_like(whole))
+            set_own_grad(whole, torch.zeros_like(whole).neg_())
         else:
-            param.unsharded_accumulated_grad = torch.zeros_like(whole, dtype=dtype)
+            param.unsharded_accumulated_grad = torch.zeros_like(whole, dtype=dtype).neg_()
 
 
 def is_compiled(module: torch.nn.Module) -> bool:

@@ -60,7 +60,7 @@ def is_forward_root(module: ShardedModule) -> bool:
 
 
 def gather_for_backward(module: ShardedModule, output: object) -> object:
-    """The output, with a hook that gathers the group's weights when backward comes to it.
+    """Return the output, with a hook that gathers the group's weights when backward comes to it.
 
     Relies on: ``_register_pre_backward_hook`` returns the output.
     """
@@ -81,6 +81,6 @@ def end_forward(module: ShardedModule) -> None:
 
 
 def one_of_each_group(modules: list[ShardedModule]) -> list[ShardedModule]:
-    """The first module of each state."""
+    """Return the first module of each state."""
     # From the back, so that of each state the first module is the one that stays.
     return list({id(module._get_fsdp_state()): module for module in reversed(modules)}.values())[::-1]

@@ -98,7 +98,7 @@ def _probe_partial() -> None:
 
 
 def _probe_hooks() -> None:
-    """Forwards in the state that ``gathered_by_hand`` gives them begin and end nothing."""
+    """Check that forwards in the state that ``gathered_by_hand`` gives them begin and end nothing."""
     state = state_file.FSDPState()
     state._training_state = common_file.TrainingState.PRE_BACKWARD
     state._mp_policy = MixedPrecisionPolicy()
@@ -109,7 +109,7 @@ def _probe_hooks() -> None:
 
 
 def _bare(reduced: torch.dtype) -> tuple[FSDPParamGroup, FSDPParam]:
-    """A group with one record, whose parameter of two numbers is gathered."""
+    """Return a group with one record, whose parameter of two numbers is gathered."""
     policy, device = MixedPrecisionPolicy(reduce_dtype=reduced), torch.device("cpu")
     no_mesh: Any = None
     group: FSDPParamGroup = group_file.FSDPParamGroup(
@@ -139,7 +139,7 @@ def _bare(reduced: torch.dtype) -> tuple[FSDPParamGroup, FSDPParam]:
 
 
 def _backward(group: FSDPParamGroup, param: FSDPParam, number: float) -> None:
-    """What torch does with gradients of ``number`` when the backward of a group has come to its end."""
+    """Return what torch does with gradients of ``number`` when the backward of a group has come to its end."""
     (param._unsharded_param * number).sum().backward()
     # The wrapper around it would import the compiler.
     inspect.unwrap(group_file.FSDPParamGroup.post_backward)(group)

@@ -154,7 +154,7 @@ class Accumulation:
     def scale(
         self, loss: torch.Tensor, weight: torch.Tensor | float | None, gradients: Iterable[torch.Tensor]
     ) -> torch.Tensor:
-        """The loss to call backward on, 0-d: by weight, or divided by the number of accumulation steps.
+        """Return the loss to call backward on, 0-d: by weight, or divided by the number of accumulation steps.
 
         ``loss``: 0-d, or with ``weight`` of any shape. ``weight``: a number, or one for each element of ``loss``.
 
@@ -251,7 +251,7 @@ class Accumulation:
             self._weighted_mean.take_share(states)
 
     def rescaling(self, state: StateDict) -> float:
-        """What gradients of a state are to be multiplied by, because the number of steps is another now."""
+        """Return what gradients of a state are to be multiplied by, because the number of steps is another now."""
         if state["is_weighted"] or not _position(state):
             return 1.0
         saved: int = state["accumulation_steps"]

@@ -59,7 +59,7 @@ def clip_norm(
 
 @torch.no_grad()
 def _norm_over(norm: torch.Tensor, norm_type: float, group: dist.ProcessGroup) -> torch.Tensor:
-    """The norm of all ranks' vectors as one."""
+    """Return the norm of all ranks' vectors as one."""
     if norm_type == float("inf"):
         largest = norm.clone()
         all_reduce_max(largest, group)

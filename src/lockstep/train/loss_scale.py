@@ -59,7 +59,7 @@ class _ShardScaler(torch_optim.HookedGradScaler):
     def _everywhere(
         self, found: dict[torch.device, torch.Tensor], none: torch.Tensor
     ) -> dict[torch.device, torch.Tensor]:
-        """What was found here or on a rank with another stage."""
+        """Return what was found here or on a rank with another stage."""
         group = self._other_stages()
         if group is None:
             return found
@@ -100,7 +100,7 @@ class LossScaler:
         self._optimizers.append(optimizer)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss, 0-d, times the scale."""
+        """Return the loss, 0-d, times the scale."""
         self.end_round()
         return self.scaler.scale(loss)
 
@@ -118,7 +118,7 @@ class LossScaler:
                 self.unscale(optimizer)
 
     def skip(self, optimizer: Optimizer) -> None:
-        """This step is not made, for another reason than its gradients: the scale and its schedule stay."""
+        """Leave out this step for another reason than its gradients: the scale and its schedule stay."""
         self._unscaled.discard(id(optimizer))
         torch_optim.forget_unscaled(self.scaler, optimizer)
 
@@ -136,7 +136,7 @@ class LossScaler:
             self.end_round()
 
     def state_dict(self) -> StateDict:
-        """The scaler's state after the steps taken so far."""
+        """Return the scaler's state after the steps taken so far."""
         self.end_round()
         return self.scaler.state_dict()
 
@@ -171,7 +171,7 @@ class LossScaler:
         self._unscaled.clear()
 
     def _scale(self) -> torch.Tensor:
-        """A copy of the scale, 0-d on the device: reading it as a number would wait for the device."""
+        """Return a copy of the scale, 0-d on the device: reading it as a number would wait for the device."""
         scale = torch_optim.scale_of(self.scaler)
         assert scale is not None
         return scale.clone()
@@ -199,7 +199,7 @@ def _nobody() -> None:
 
 
 def _with_gradient(gradient: torch.Tensor) -> torch.Tensor:
-    """A tensor with this gradient: what a scaler looks at of a parameter."""
+    """Return a tensor with this gradient: what a scaler looks at of a parameter."""
     tensor = gradient.detach()
     tensor.grad = gradient
     return tensor

@@ -119,7 +119,7 @@ class PreparedScheduler:
 
 
 def schedule_length(scheduler: object) -> int | None:
-    """Number of ``step`` calls after which the schedule is over, where its attributes tell."""
+    """Return the number of ``step`` calls after which the schedule is over, where its attributes tell."""
     for name in ("total_steps", "T_max", "total_iters"):
         value = getattr(scheduler, name, None)
         if isinstance(value, int) and value > 0:

@@ -111,7 +111,7 @@ def step_without_dispatch(optimizer: Optimizer) -> None:
 
 
 def _local_parts(lists: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
-    """This rank's parts, unless a gradient or a state is laid out in another way than its parameter."""
+    """Return this rank's parts, unless a gradient or a state is laid out in another way than its parameter."""
     layouts = [_layout_of(parameter) for parameter in lists[0]]
     for tensors in lists[1:]:
         # A kind of state may be unused, and its list empty.

@@ -66,7 +66,7 @@ class WeightedMean:
         gradients: Iterable[torch.Tensor],
         alone: bool = False,
     ) -> torch.Tensor:
-        """The 0-d loss to call backward on. Collective when ``last``, unless ``alone``.
+        """Return the 0-d loss to call backward on. Collective when ``last``, unless ``alone``.
 
         Args:
             loss: 0-d mean loss, or a tensor of losses.
@@ -115,7 +115,7 @@ def _share(states: list[StateDict], key: str, ranks: int) -> torch.Tensor | None
 
 
 def _as_weights(loss: torch.Tensor, weight: torch.Tensor | float) -> torch.Tensor:
-    """A weight for each element of ``loss``, in its shape and at least float32."""
+    """Return a weight for each element of ``loss``, in its shape and at least float32."""
     dtype = torch.promote_types(loss.dtype, torch.float32)
     if isinstance(weight, torch.Tensor):
         weights = weight.detach().to(device=loss.device, dtype=dtype)

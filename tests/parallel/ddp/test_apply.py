@@ -93,7 +93,7 @@ def by_hand(hook: str, wrapper: str) -> dict[str, torch.Tensor]:
         ("power_sgd", "fp16"),
     ],
 )
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2])
 def test_hooks_train_as_those_of_torch(run_distributed, world_size: int, hook: str, wrapper: str) -> None:
     options = {"comm_hook": hook, "comm_wrapper": wrapper}
     if "power" in hook:
@@ -206,8 +206,7 @@ def static_graph(accumulation: int) -> dict[str, torch.Tensor]:
     return problems.parameters(plain)
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(("world_size", "accumulation"), [(2, 3), (4, 1)])
 def test_a_static_graph_accumulates_as_any_other(run_distributed, world_size: int, accumulation: int) -> None:
     plain = problems.make_model()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
@@ -445,7 +444,7 @@ def join_by_hand() -> tuple[dict[str, torch.Tensor], int]:
     return problems.parameters(plain), len(own)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 4])
 def test_uneven_inputs_train_as_torchs_join(run_distributed, world_size: int) -> None:
     results = run_distributed(join, world_size, False)
     expected = run_distributed(join_by_hand, world_size)

@@ -269,6 +269,18 @@ def trained(accelerator: Accelerator, cell: Cell, seeds_alike: bool) -> dict[str
     return {n.removeprefix("module."): full(p) for n, p in model.named_parameters()}
 
 
+HELD = "is a tensor in the memory of the parameter"
+OF_SHARD = "uses a sharded parameter that is not in its param_groups"
+DRAWS = "draws random numbers in its step, and the ranks' generators differ"
+REFUSED_ON_SHARDS = {
+    "holds data": HELD,
+    "flat views": HELD,
+    "lists built after": OF_SHARD,
+    "masters built after": OF_SHARD,
+    "noise": DRAWS,
+    "noise by shape": DRAWS,
+}
+
 STRATEGIES = ["ddp", "zero=1", "zero=2", "zero=3"]
 
 
@@ -294,15 +306,21 @@ def test_optimizers_that_people_write_give_the_numbers_of_one_process(
         else [(parallel, name) for parallel in strategies for name in CELLS]
     )
     results = run_distributed(spread, 2, cells, timeout_s=300)
-    wrong = {}
+    wrong, refused = {}, {}
     for parallel, name in cells:
         with numbers_of(CELLS[name]):
             oracle = expected(CELLS[name])
         for rank, result in enumerate(results):
             found = result[parallel, name]
-            if isinstance(found, str) or not (found := difference(found, oracle)) <= TOLERANCE:
+            words = REFUSED_ON_SHARDS.get(name, "") if parallel != "ddp" else ""
+            if words and isinstance(found, str) and words in found:
+                refused[parallel, name, rank] = found
+            elif isinstance(found, str) or not (found := difference(found, oracle)) <= TOLERANCE:
                 wrong[parallel, name, rank] = found
-        last = [str(wrong.get((parallel, name, rank), "")).strip().splitlines()[-1:] for rank in range(2)]
+        last = [
+            str((wrong | refused).get((parallel, name, rank), "")).strip().splitlines()[-1:]
+            for rank in range(2)
+        ]
         hold(f"optimizers, {parallel}", [{name: verdict_of("".join(lines))} for lines in last])
     assert not wrong, "\n".join(f"{key}: {value}" for key, value in wrong.items())
 

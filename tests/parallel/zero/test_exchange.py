@@ -47,6 +47,12 @@ def collectives(dtype: torch.dtype, backend: str) -> dict[str, Any]:
         with accelerator.communication() as counter:
             ExchangeReduceScatter()(reduced, mine, group, getattr(dist.ReduceOp, op))
         results[op], results["reduce_bytes"] = reduced, counter.wire_bytes()
+    # Gradients that no rank has are sent as negative zeros.
+    zeros = torch.full((ranks * LENGTH,), -0.0, dtype=dtype)
+    part = torch.empty(LENGTH, dtype=dtype)
+    ExchangeReduceScatter()(part, zeros, group, dist.ReduceOp.AVG)
+    dist.all_reduce(zeros)
+    results["signs"] = torch.cat([part, zeros]).signbit()
     expect_refusal(UsageError, "MAX", ExchangeReduceScatter(), reduced, mine, group, dist.ReduceOp.MAX)
     return results
 
@@ -69,6 +75,7 @@ def test_the_results_are_those_of_the_definition(
         torch.testing.assert_close(found["SUM"].double(), part, rtol=tolerance, atol=tolerance)
         torch.testing.assert_close(found["AVG"].double(), part / world_size, rtol=tolerance, atol=tolerance)
         assert found["gather_bytes"] == found["reduce_bytes"] == wire
+        assert found["signs"].all()
 
 
 def with_fewer_ranks_allowed(backend: str) -> list[torch.Tensor]:

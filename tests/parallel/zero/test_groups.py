@@ -64,38 +64,20 @@ def test_blocks_with_batch_normalisation_are_groups_of_their_own_in_mixed_precis
     assert sizes_of(model, limit=1300, is_cast=True) == [1, 1, 1, 1]
 
 
-@pytest.mark.parametrize(("ranks", "parallel", "accumulation"), [(2, "zero=3", 1), (4, "zero=3", 2)])
+@pytest.mark.parametrize(
+    ("ranks", "parallel", "accumulation"),
+    [(2, "zero=3", 1), (4, "zero=3", 2), (2, "zero=3 forward_prefetch", 1)],
+)
 def test_grouped_blocks_train_as_in_one_process_whichever_are_called(
     run_distributed: Any, ranks: int, parallel: str, accumulation: int
 ) -> None:
-    for found in run_distributed(
-        grouped.deviations, ranks, parallel, list(MODELS), accumulation, timeout_s=200
-    ):
+    few = ["in any order", "branches", "frozen in part", "recomputed reentrantly"]
+    kinds = list(MODELS) if parallel == "zero=3" and ranks == 2 else few
+    for found in run_distributed(grouped.deviations, ranks, parallel, kinds, accumulation, timeout_s=200):
         assert {kind: off for kind, off in found.items() if not off < TOLERANCE} == {}
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("ranks", "parallel", "accumulation"),
-    [
-        (2, "zero=1", 2),
-        (2, "zero=2", 2),
-        (2, "zero=3", 3),
-        (4, "zero=3", 1),
-        (4, "zero=3 replicate=2", 2),
-        (2, "zero=3 forward_prefetch", 1),
-        (2, "zero=3 activation=full", 1),
-    ],
-)
-def test_grouped_blocks_train_as_in_one_process_under_other_words(
-    run_distributed: Any, ranks: int, parallel: str, accumulation: int
-) -> None:
-    kinds = [kind for kind in MODELS if "activation" not in parallel or "recomputed" not in kind]
-    for found in run_distributed(grouped.deviations, ranks, parallel, kinds, accumulation, timeout_s=300):
-        assert {kind: off for kind, off in found.items() if not off < TOLERANCE} == {}
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2])
 def test_ranks_may_leave_out_other_blocks_of_a_group(run_distributed: Any, ranks: int) -> None:
     assert max(run_distributed(grouped.skipped_by_rank, ranks)) < TOLERANCE
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import product
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.func import functional_call
 
 from lockstep import Accelerator, AutocastKwargs, GradScalerKwargs
 from lockstep.comm import CommCounter
@@ -18,7 +16,6 @@ from lockstep.utils import Parallel
 from parallel import zero_precision_problem as oracle
 from parallel import zero_problem as problem
 from parallel.small_groups import groups_in_stage_3
-from tests.marks import again
 
 SCALE = 1024.0
 NAMES = {
@@ -29,7 +26,7 @@ NAMES = {
     torch.uint8: "int8",
     None: NONE,
 }
-FORMS = list(product((1, 2, 3), (1, 3)))  # stage, accumulation
+FORMS = [(1, 3), (2, 1), (2, 3), (3, 3)]  # stage, accumulation
 
 
 def accelerator_of(parallel: str, precision: str, accumulation: int = 1, **options: Any) -> Accelerator:
@@ -107,8 +104,8 @@ def clipped(result: oracle.Result) -> dict[str, torch.Tensor]:
     return {name: gradient * factor for name, gradient in result.gradients.items()}
 
 
-@pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.exhaustive), "fp16"])
-@pytest.mark.parametrize("world_size", [2, again(4)])
+@pytest.mark.parametrize("precision", ["fp16"])
+@pytest.mark.parametrize("world_size", [2])
 def test_training_with_reduction_in_fp32_equals_plain_torch_with_fp32_masters(
     run_distributed, world_size: int, precision: str
 ) -> None:
@@ -128,7 +125,7 @@ def test_training_with_reduction_in_fp32_equals_plain_torch_with_fp32_masters(
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("world_size", [2, again(4)])
+@pytest.mark.parametrize("world_size", [2])
 def test_training_with_reduction_in_16_bits_equals_plain_torch_within_their_rounding(
     run_distributed, world_size: int, precision: str
 ) -> None:
@@ -148,27 +145,10 @@ def test_training_with_reduction_in_16_bits_equals_plain_torch_within_their_roun
             assert problem.difference(result.parameters, ranks[0].parameters) == 0
 
 
-def test_sixteen_micro_batches_added_up_in_bf16_stay_within_the_error_of_bf16_itself() -> None:
-    """What stage 1 does without reduce=fp32. Stages 2 and 3 add in fp32, and are closer."""
-    model, window = problem.make_model(), problem.make_batches(16)
-    exact, bf16 = torch.float32, torch.bfloat16
-
-    def found(compute: torch.dtype, reduce: torch.dtype, whole_window: bool) -> dict[str, torch.Tensor]:
-        return oracle.window_gradients(
-            model, window, oracle.Policy(compute, reduce, whole_window, ranks=2), 1.0
-        )[1]
-
-    in_fp32 = found(bf16, exact, True)
-    stage_1 = problem.difference(found(bf16, bf16, True), in_fp32)
-    stage_2 = problem.difference(found(bf16, bf16, False), in_fp32)
-    of_bf16 = problem.difference(in_fp32, found(exact, exact, True))
-    assert stage_2 < stage_1 < of_bf16 < 0.02
-
-
 # -- fp16: steps that are skipped -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world_size", [2, again(4)])
+@pytest.mark.parametrize("world_size", [2])
 def test_an_overflow_on_one_rank_skips_the_step_and_halves_the_scale_on_all(
     run_distributed, world_size: int
 ) -> None:
@@ -226,12 +206,11 @@ def overflow_of_one(parallel: str, where: str, rank: int) -> list[tuple[bool, fl
     return found
 
 
-@pytest.mark.parametrize("where", ["row", "scale"])
-@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize(("rank", "where"), [(3, "row"), (0, "scale")])
 def test_one_infinite_gradient_is_known_to_ranks_whose_shards_are_empty(
     run_distributed, rank: int, where: str
 ) -> None:
-    for parallel in ("zero=1", "zero=2", "zero=3", "zero=3 replicate=2"):
+    for parallel in ("zero=1", "zero=3 replicate=2"):
         for found in run_distributed(overflow_of_one, 4, parallel, where, rank):
             assert found == [(False, SCALE, True), (True, SCALE / 2, False), (False, SCALE / 2, True)]
 
@@ -357,8 +336,7 @@ def train_normalised(
     return found, {n: b.clone() for n, b in model.named_buffers()}, outputs
 
 
-@pytest.mark.parametrize("blocks", ["Sequential", "Conv2d,BatchNorm2d"])
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize(("precision", "blocks"), [("bf16", "Sequential"), ("fp16", "Conv2d,BatchNorm2d")])
 def test_batch_norm_equals_plain_autocast(run_distributed, precision: str, blocks: str) -> None:
     model, total = make_normalised(), {}
     for rank in (1, 0):  # running statistics are those of rank 0
@@ -378,27 +356,6 @@ def test_batch_norm_equals_plain_autocast(run_distributed, precision: str, block
         torch.testing.assert_close(evaluated, outputs, rtol=1e-6, atol=1e-6)
     buffers = dict(model.named_buffers())
     assert all(torch.equal(results[0][1][name], buffer) for name, buffer in buffers.items())
-
-
-def quantised_weights(precision: str) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """A weight as stored, as the forward sees it, and the largest number of its group, which may share its scale."""
-    accelerator = accelerator_of("zero=3 quantized_weights", precision)
-    model = accelerator.prepare(problem.make_model(64))
-    stored, seen = full(model.layers[1].up.weight), []
-    largest = max(full(p).abs().max().item() for p in model.layers[1].parameters())
-    model.layers[1].up.register_forward_hook(lambda module, *_: seen.append(module.weight.detach().clone()))
-    tokens, labels = problem.make_batches(1)[0]
-    accelerator.backward(problem.loss_of(model, tokens, labels))
-    return stored, seen[0], largest
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_quantised_weights_differ_by_half_a_step_and_one_rounding(run_distributed, precision: str) -> None:
-    for stored, seen, largest in run_distributed(quantised_weights, 2, precision):
-        assert seen.dtype is oracle.DTYPES[precision]
-        rounding = stored.abs().max() * torch.finfo(seen.dtype).eps
-        bound = largest / 254 + rounding  # 127 steps up to the largest number
-        assert 0 < (seen.float() - stored).abs().max() <= bound
 
 
 def train_bfloat16_model(parallel: str, precision: str) -> tuple[list[float], set[torch.dtype]]:
@@ -436,49 +393,3 @@ def test_a_model_that_is_bfloat16_already_trains(run_distributed, precision: str
         for losses, types in run_distributed(train_bfloat16_model, 2, parallel, precision):
             assert types == {stored}
             assert losses == pytest.approx(expected, rel=2 * torch.finfo(torch.bfloat16).eps)
-
-
-def evaluate_between_steps() -> list[torch.Tensor]:
-    """Outputs in evaluation before and after a step, and those that plain torch has for the same weights."""
-    accelerator = accelerator_of("zero=3", "bf16")
-    model = problem.make_model()
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    tokens, labels = problem.make_batches(1)[0]
-    found = []
-    for _ in range(2):
-        model.eval()
-        with torch.no_grad():
-            found.append(model(tokens))
-        copies = {n: full(p).to(torch.bfloat16 if p.ndim else p.dtype) for n, p in model.named_parameters()}
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-            found.append(functional_call(problem.make_model(), copies, (tokens,)).float())
-        model.train()
-        accelerator.backward(problem.loss_of(model, tokens, labels))
-        optimizer.step()
-        optimizer.zero_grad()
-    return found
-
-
-def test_evaluation_between_steps_sees_the_new_weights_in_bf16(run_distributed) -> None:
-    for before, plain_before, after, plain_after in run_distributed(evaluate_between_steps, 2):
-        torch.testing.assert_close(before, plain_before, rtol=0, atol=0)
-        torch.testing.assert_close(after, plain_after, rtol=0, atol=0)
-        assert not torch.equal(before, after)
-
-
-def test_one_process_shards_nothing_and_computes_under_plain_autocast(run_distributed) -> None:
-    (result,) = run_distributed(train, 1, 3, "", "bf16", 1)
-    torch.set_num_threads(1)
-    model = problem.make_model()
-    optimizer, losses = problem.make_optimizer("adamw", model), []
-    for tokens, labels in problem.make_batches(oracle.STEPS):
-        with torch.autocast("cpu", torch.bfloat16):
-            logits = model(tokens)
-        loss = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), problem.CLIP)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert result.losses == losses
-    assert {p.dtype for p in result.parameters.values()} == {torch.float32}

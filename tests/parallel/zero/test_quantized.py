@@ -20,12 +20,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.tensor import DTensor
 
-from lockstep.comm import CommCounter
 from lockstep.config import QuantizedType
 from lockstep.errors import ConfigError, UsageError
 from lockstep.parallel.zero import QuantizedAllGather, QuantizedReduceScatter, quantize_collectives
 from lockstep.runtime import start_runtime
-from tests.marks import again
 from tests.refusals import expect_refusal
 
 INT8, INT4 = QuantizedType.INT8, QuantizedType.INT4
@@ -101,7 +99,7 @@ def reduced(
     return output.double(), exact, allowed + ROUNDING[dtype] * exact.abs()
 
 
-@pytest.mark.parametrize("world_size", [2, again(4)])
+@pytest.mark.parametrize("world_size", [2])
 @pytest.mark.parametrize(
     ("count", "dtype", "bits", "name", "async_op"),
     [
@@ -134,9 +132,10 @@ def gathered(dtype: torch.dtype, async_op: bool) -> tuple[torch.Tensor, torch.Te
     return shard, output
 
 
-@pytest.mark.parametrize("world_size", [2, again(4)])
-@pytest.mark.parametrize("dtype", list(ROUNDING))
-@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("world_size", [2])
+@pytest.mark.parametrize(
+    ("dtype", "async_op"), [(torch.float32, True), (torch.bfloat16, False), (torch.float16, False)]
+)
 def test_gathered_weights_are_the_same_bits_on_all_ranks_and_within_the_bound(
     run_distributed, world_size, dtype, async_op
 ) -> None:
@@ -158,8 +157,10 @@ def with_one_bad_gradient(value: float, bits: int, dtype: torch.dtype) -> torch.
     return output.isfinite()
 
 
-@pytest.mark.parametrize(("value", "bits"), [(math.inf, 8), (-math.inf, 4), (math.nan, 8), (math.nan, 4)])
-@pytest.mark.parametrize("dtype", list(ROUNDING))
+@pytest.mark.parametrize(
+    ("value", "bits", "dtype"),
+    [(math.inf, 8, torch.float32), (-math.inf, 4, torch.bfloat16), (math.nan, 8, torch.float16)],
+)
 def test_a_gradient_that_is_not_finite_on_one_rank_is_seen_by_its_owner(
     run_distributed, value, bits, dtype
 ) -> None:
@@ -260,15 +261,13 @@ def gradients(
     return worst
 
 
-@pytest.mark.parametrize("kind", [INT8, INT4])
 @pytest.mark.parametrize(
-    ("mesh_shape", "dtype", "divide_factor"),
+    ("kind", "mesh_shape", "dtype", "divide_factor"),
     [
-        (None, None, None),
-        ((2, 2), None, None),
-        (None, torch.bfloat16, None),
-        (None, torch.float16, None),  # FSDP2 divides before and after a SUM
-        (None, None, 3.0),  # PREMUL_SUM, which gloo does not have
+        (INT4, (2, 2), None, None),
+        (INT8, None, torch.bfloat16, None),
+        (INT8, None, torch.float16, None),  # FSDP2 divides before and after a SUM
+        (INT4, None, None, 3.0),  # PREMUL_SUM, which gloo does not have
     ],
 )
 def test_averaged_gradients_are_within_the_bound_of_the_exact_mean(
@@ -276,66 +275,6 @@ def test_averaged_gradients_are_within_the_bound_of_the_exact_mean(
 ) -> None:
     for share in run_distributed(gradients, 4, kind, mesh_shape, dtype, divide_factor):
         assert 0 < share <= 1
-
-
-def step_bytes(
-    weights: QuantizedType | None,
-    gradients: QuantizedType | None,
-    mesh_shape: tuple[int, ...] | None,
-    hpz: int,
-) -> list[tuple[str, int, int, float]]:
-    start_runtime(cpu=True)
-    model = sharded_model(weights, gradients, mesh_shape, reshard_after_forward=hpz or True)
-    for _ in range(2):
-        with CommCounter() as counter:
-            loss_of(model).backward()
-    return [(r.operation, r.group_size, r.payload_bytes, float(r.wire_bytes)) for r in counter.records]
-
-
-def shard_sizes(size: int) -> list[int]:
-    """Elements of a rank's shard of each block: torch pads the first dim."""
-    return [math.ceil(o / size) * i + math.ceil(o / size) for i, o in pairwise(WIDTHS)]
-
-
-BYTES: dict[QuantizedType | None, Callable[[int], int]] = {
-    None: lambda n: 4 * n,
-    INT8: lambda n: n + 4 * math.ceil(n / 256),
-    INT4: lambda n: math.ceil(n / 2) + 4 * math.ceil(n / 256),
-}
-
-
-@pytest.mark.parametrize("size", [2, again(4)])
-@pytest.mark.parametrize(
-    ("weights", "kind"), [(None, None), (INT8, None), (None, INT8), (None, INT4), (INT8, INT4)]
-)
-def test_a_step_moves_the_bytes_of_the_formula(run_distributed, size, weights, kind) -> None:
-    shards = shard_sizes(size)
-    wire = (size - 1) / size
-    gathers = [
-        ("all_gather", size, size * BYTES[weights](n), wire * size * BYTES[weights](n)) for n in shards
-    ]
-    operation = "all_to_all" if kind else "reduce_scatter"
-    reductions = [(operation, size, size * BYTES[kind](n), wire * size * BYTES[kind](n)) for n in shards]
-    for records in run_distributed(step_bytes, size, weights, kind, None, 0):
-        assert sorted(records) == sorted(2 * gathers + reductions)  # in forward and in backward
-
-
-def test_between_replicas_gradients_are_all_reduced_as_they_are(run_distributed) -> None:
-    shards = shard_sizes(2)
-    for records in run_distributed(step_bytes, 4, INT8, INT8, (2, 2), 0):
-        inside = [("all_gather", 2, 2 * BYTES[INT8](n), 1.0 * BYTES[INT8](n)) for n in shards]
-        reductions = [("all_to_all", 2, 2 * BYTES[INT8](n), 1.0 * BYTES[INT8](n)) for n in shards]
-        between = [("all_reduce", 2, 4 * n, 4.0 * n) for n in shards]
-        assert sorted(records) == sorted(2 * inside + reductions + between)
-
-
-def test_the_secondary_partition_is_gathered_exactly(run_distributed) -> None:
-    for records in run_distributed(step_bytes, 4, INT8, INT8, None, 2):
-        shards = shard_sizes(4)
-        of_all = [("all_gather", 4, 4 * BYTES[INT8](n), 3.0 * BYTES[INT8](n)) for n in shards]
-        of_neighbours = [("all_gather", 2, 4 * 4 * n, 2.0 * 4 * n) for n in shards]
-        reductions = [("all_to_all", 4, 4 * BYTES[INT8](n), 3.0 * BYTES[INT8](n)) for n in shards]
-        assert sorted(records) == sorted(of_all + of_neighbours + reductions)
 
 
 def weights_of_both_passes(hpz: int) -> list[list[torch.Tensor]]:
@@ -388,13 +327,12 @@ def mean_distance(actual: list[float], expected: list[float]) -> float:
 def test_training_with_quantised_collectives_follows_plain_training(run_distributed) -> None:
     curves = {
         kinds: run_distributed(losses, 2, *kinds, 60)[0]
-        for kinds in [(None, None), (INT8, None), (None, INT8), (None, INT4), (INT8, INT4)]
+        for kinds in [(None, None), (INT8, INT8), (None, INT4)]
     }
     plain = curves.pop((None, None))
     for (_, kind), curve in curves.items():
         assert curve[-1] < 0.005 * curve[0]
         assert mean_distance(curve, plain) < (0.05 if kind is INT4 else 0.01)
-    assert mean_distance(curves[None, INT4], plain) > 3 * mean_distance(curves[None, INT8], plain)
 
 
 # -- what is refused ------------------------------------------------------------------------------------

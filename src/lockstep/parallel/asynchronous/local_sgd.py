@@ -197,7 +197,7 @@ class LocalRounds(TrainingBlock):
         self._load_outer_state(state)
 
     def _outer_state(self) -> StateDict:
-        """What a subclass adds to the state."""
+        """Return what a subclass adds to the state."""
         return {}
 
     def _load_outer_state(self, state: StateDict) -> None:

@@ -82,7 +82,7 @@ class MessageFormat:
     def pack(
         self, word: MessageWord, gradients: Sequence[torch.Tensor | None] = (), staleness: int = 0
     ) -> torch.Tensor:
-        """This rank's message [numel]; the gradients, of all parameters or of none, of their shapes, are copied.
+        """Return this rank's message [numel]; the gradients, of all parameters or of none, of their shapes, are copied.
 
         Raises:
             UsageError: a gradient is sparse.
@@ -107,7 +107,7 @@ class MessageFormat:
         return message
 
     def read(self, total: torch.Tensor) -> Total:
-        """The sum [numel] of all ranks' messages, taken apart; on an accelerator it must be ready."""
+        """Return the sum [numel] of all ranks' messages, taken apart; on an accelerator it must be ready."""
         gradients, numbers = total.split([sum(self._sizes), self._numbers])
         ranks = self._world_size
         values = [int(number) for number in numbers.tolist()]
@@ -116,7 +116,7 @@ class MessageFormat:
 
     @torch.no_grad()
     def means(self, total: Total) -> list[torch.Tensor | None]:
-        """The mean gradient of each parameter, in memory of its own; None where no rank had one."""
+        """Return the mean gradient of each parameter, in memory of its own; None where no rank had one."""
         mean = total.gradients / self._world_size
         return [
             part.view(parameter.shape).to(device=parameter.device, dtype=parameter.dtype) if there else None
@@ -170,7 +170,7 @@ class Rounds:
             self._todo.put(partial(self._receive, number, server, message, sent))
 
     def take(self, wait: bool) -> Total | None:
-        """The sum of the next round; None if it has not come and we do not ``wait`` for it.
+        """Return the sum of the next round; None if it has not come and we do not ``wait`` for it.
 
         Raises:
             BaseException: what broke the connection to the others.
@@ -247,7 +247,7 @@ class Rounds:
     def _receive(
         self, number: int, server: int, _message: torch.Tensor, sent: dist.Work | None
     ) -> torch.Tensor:
-        """The sum of a round from its server; until then the message is kept that was sent there."""
+        """Return the sum of a round from its server; until then the message is kept that was sent there."""
         total = self._form.empty()
         _wait_for([dist.irecv(total, server, group=self._from_server, tag=number)])
         # The sum has come, and so the server has this rank's message: its request only ends here.

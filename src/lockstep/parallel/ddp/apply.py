@@ -123,7 +123,7 @@ def data_parallel(model: nn.Module, runtime: Runtime) -> nn.Module:
 def gradient_hook(
     options: DistributedDataParallelKwargs, group: dist.ProcessGroup | None = None
 ) -> tuple[object, GradientHook] | None:
-    """The (state, hook) that ``register_comm_hook`` takes for these options; None: DDP's own all-reduce."""
+    """Return the (state, hook) that ``register_comm_hook`` takes for these options; None: DDP's own all-reduce."""
     hook, wrapper = Hook(options.comm_hook), Hook(options.comm_wrapper)
     state: object = group
     function: GradientHook

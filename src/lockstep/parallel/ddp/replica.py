@@ -24,12 +24,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from lockstep.comm.tree import Kwargs, StateDict, tensor_leaves
 from lockstep.errors import UsageError
 from lockstep.model.changes import attributes_set
-from lockstep.parallel.ddp.consistency import (
-    CopiesAlike,
-    average_before_hooks,
-    guard_hooks,
-    most_apart,
-)
+from lockstep.parallel.ddp.consistency import guard_hooks, most_apart
 from lockstep.torch_internals.autograd import at_end_of_backward as at_end_of_pass
 from lockstep.torch_internals.autograd import current_backward as current_pass
 from lockstep.torch_internals.autograd import leaves_of
@@ -64,14 +59,12 @@ class DistributedDataParallel(TorchDDP):
         self._options = options
         self._configure = configure
         self._trained = trained_parameters(module)
-        average_before_hooks(self, self._trained, self.device)
         self._averaged = {_key(self._trained): _AveragedReducer(self.reducer, self.logger, self._trained)}
         # The reducer averages in the next backward that brings it gradients.
         self._is_armed = self._is_spent = False
         self._has_own = False
         self._pass = -1
         self._steps = 0
-        self._alike = CopiesAlike(module, self.process_group)
         configure(self)
 
     def __getattr__(self, name: str) -> Tensor | nn.Module:
@@ -89,7 +82,7 @@ class DistributedDataParallel(TorchDDP):
         """As in DDP.
 
         Raises:
-            UsageError: the last backward left out parameters on this rank, or the ranks' copies have parted.
+            UsageError: the last backward left out parameters on this rank.
         """
         if not torch.is_grad_enabled():
             return super().forward(*args, **kwargs)
@@ -98,8 +91,6 @@ class DistributedDataParallel(TorchDDP):
             # torch would prepare the reducer, which then averages in the next backward, also in that of no_sync.
             with attributes_set(self, require_backward_grad_sync=False):
                 return super().forward(*args, **kwargs)
-        if self.require_backward_grad_sync and not is_joining(self):
-            self._alike.before_forward(self._trained)
         output = super().forward(*args, **kwargs)
         if not self.require_backward_grad_sync:
             self._notice_own_gradients(output)
@@ -132,7 +123,7 @@ class DistributedDataParallel(TorchDDP):
         return attributes_set(self, require_backward_grad_sync=True, require_forward_param_sync=True)
 
     def without_buffers(self) -> AbstractContextManager[None]:
-        """Forwards inside do not take rank 0's buffers, so that ranks need not come to as many of them."""
+        """Let forwards inside not take rank 0's buffers, so that ranks need not come to as many of them."""
         return attributes_set(self, require_forward_param_sync=False)
 
     def check_reduced(self) -> None:
@@ -150,10 +141,11 @@ class DistributedDataParallel(TorchDDP):
             ) from error
 
     def check_averaged(self, stepped: Callable[[], set[int]]) -> None:
-        """Raise UsageError if the gradients for a step of these parameters (by ``id``) differ between the ranks.
+        """Raise UsageError if the ranks' gradients or parameters differ before a step of these (by ``id``).
 
         This is asked where every backward since the last step was one of ``no_sync``; and in the first step, the
-        second, the fourth, the eighth, and so on, for gradients that no reducer has seen. Collective then.
+        second, the fourth, the eighth, and so on, for gradients that no reducer has seen, and for steps that used
+        numbers of a rank's own. Collective then.
         """
         self._steps += 1
         # A power of two has one bit.
@@ -167,8 +159,8 @@ class DistributedDataParallel(TorchDDP):
             torch.zeros_like(p) if p.grad is None or p.grad.layout is not torch.strided else p.grad
             for p in self._trained
         ]
-        apart = most_apart(found, self._trained, self.module, self.process_group)
-        if apart is None:
+        differing = most_apart([*found, *self._trained], self.process_group)
+        if differing is None:
             return
         kind = type(self.module).__name__
         if has_own:
@@ -177,8 +169,17 @@ class DistributedDataParallel(TorchDDP):
                 "step ran inside no_sync. Run the last forward and backward before a step outside no_sync, which "
                 "averages the accumulated gradients."
             )
+        names = {id(p): name for name, p in self.module.named_parameters()}
+        number = differing % len(self._trained)
+        name = names.get(id(self._trained[number]), "?")
+        if number != differing:
+            raise UsageError(
+                f"'{name}' of {kind} is no longer equal on all ranks. A forward, a hook or an optimizer step changed "
+                "it by numbers of one rank only, such as its rows or its random numbers. Average them first: "
+                "accelerator.reduce(tensor, 'mean'), or draw them from a torch.Generator with an equal seed."
+            )
         raise UsageError(
-            f"The gradient of '{apart[0]}' of {kind} is not equal on all ranks, so this step would let them drift "
+            f"The gradient of '{name}' of {kind} is not equal on all ranks, so this step would let them drift "
             "apart. Such are gradients of loss.backward() on what is no output of the prepared model, and of "
             "torch.autograd.grad. So are those of a checkpoint with use_reentrant=True around the model, and those "
             "that the script changed by numbers of this rank's rows. Call accelerator.backward(loss) and "
@@ -204,7 +205,7 @@ class DistributedDataParallel(TorchDDP):
                 tensor.register_hook(partial(_call, weakref.WeakMethod(self.own_gradients_come)))
 
     def own_gradients_come(self, _: torch.Tensor) -> None:
-        """A backward has come to an output of a forward in ``no_sync``."""
+        """Note that a backward has come to an output of a forward in ``no_sync``."""
         self._has_own = not self.require_backward_grad_sync
 
     def _left_out(self, message: str) -> str:
@@ -276,7 +277,7 @@ class DistributedDataParallel(TorchDDP):
             tensor.register_hook(partial(_call, weakref.WeakMethod(self.backward_begins), outputs))
 
     def backward_begins(self, outputs: list[weakref.ref[torch.Tensor]], _: torch.Tensor) -> None:
-        """A backward has come to an output of this module. The first since its forward is DDP's own business."""
+        """Note that a backward has come to an output of this module. The first since its forward is DDP's business."""
         if self.require_backward_grad_sync:
             self._has_own = False
         number = current_pass()
@@ -310,7 +311,7 @@ def _forget_gradients(parameters: list[nn.Parameter]) -> None:
 
 
 def _call(method: weakref.WeakMethod[Callable[..., None]], *args: object) -> None:
-    """A hook of an output: graphs do not keep replicas alive. The last of ``args`` is the gradient."""
+    """Run as a hook of an output: graphs do not keep replicas alive. The last of ``args`` is the gradient."""
     found = method()
     if found is not None:
         found(*args)
@@ -322,7 +323,7 @@ def trained_parameters(module: nn.Module) -> list[nn.Parameter]:
 
 
 def refuse_thawed(module: nn.Module, args: object) -> None:
-    """A forward pre-hook of models that had nothing to train when they were prepared, and so are no replicas.
+    """Run as a forward pre-hook of models that had nothing to train when they were prepared, and so are no replicas.
 
     Raises:
         UsageError: they have now.

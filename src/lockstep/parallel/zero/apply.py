@@ -8,7 +8,7 @@ micro-batches they differ:
     2       forward to end of step      at each micro-batch        1 all-gather, k reduce-scatters
     3       one group at a time         at each micro-batch        2k all-gathers, k reduce-scatters
 
-With each reduction an all-reduce of a byte for each parameter says which of them no rank has used (``unused.py``).
+A parameter that no rank has used gets no gradient (``unused.py``); no message is sent for that.
 
 References: Rajbhandari et al., ZeRO, SC 2020; Zhao et al., PyTorch FSDP, VLDB 2023.
 """
@@ -37,6 +37,7 @@ from lockstep.parallel.materialize import (
     modules_inside_out,
 )
 from lockstep.parallel.model_options import ModelOptions
+from lockstep.parallel.parameter_hooks import refuse_other_parameters
 from lockstep.parallel.zero.calls import without_views
 from lockstep.parallel.zero.exchange import ShardCollective, exchange_on_cpu, quantize_collectives
 from lockstep.parallel.zero.groups import FullyShardGroup, check_types, find_groups, stays_whole
@@ -97,7 +98,6 @@ def shard(
         buffers=synchronised_buffers(model) if options.ddp.broadcast_buffers else [],
         group=options.meshes.gradient_group,
         parallel=options.parallel,
-        is_exact=not options.parallel.quantized_weights,
         steps_in_background=options.parallel.offloads_optimizer,
         block_groups=[group.modules for group in groups if len(group.modules) > 1],
     )
@@ -142,7 +142,7 @@ def _fill_and_shard(
 def _set_collectives(
     model: nn.Module, sharded: list[ShardedModule], groups: list[FullyShardGroup], options: ModelOptions
 ) -> list[ShardCollective]:
-    """What gathers and reduces, and how early; the collectives that are ours."""
+    """Return what gathers and reduces, and how early; the collectives that are ours."""
     parallel = options.parallel
     on_cpu = options.meshes.shard_mesh.device_type == "cpu"
     collectives = exchange_on_cpu(sharded, bool(parallel.hpz)) if on_cpu else []
@@ -160,15 +160,16 @@ def _set_collectives(
 def _register_hooks(model: nn.Module, sharding: Sharding) -> None:
     model.register_forward_pre_hook(sharding.before_forward, prepend=True)
     # The hooks run so: blocks left out are passed by, groups of blocks end, views go, torch's own, ours.
-    model.register_forward_hook(sharding.blocks.end, prepend=True)
+    if sharding.blocks.groups:
+        model.register_forward_hook(sharding.blocks.end, prepend=True)
     model.register_forward_hook(sharding.skipped.forward_ends, prepend=True)
     model.register_forward_hook(sharding.after_forward, always_call=True)
     model.register_load_state_dict_pre_hook(partial(_shard_whole_tensors, sharding))
     for module in sharding.modules:
         # On the class that torch made for it, because ``copy`` asks the class.
         type(module).__deepcopy__ = _refuse_copy
-    sharding.lost_changes = behave_like_plain(shard_like)
-    sharding.by_hand.notice_data(sharding.lost_changes)
+    behave_like_plain(shard_like)
+    refuse_other_parameters(model)
 
 
 def _refuse_sparse(model: nn.Module, parallel: Parallel) -> None:
@@ -202,7 +203,7 @@ def _shard_whole_tensors(
 
 
 def _offloaded(model: nn.Module, options: ModelOptions) -> OffloadedParameters | None:
-    """A file with room for this rank's shards, where they are to be in one."""
+    """Return a file with room for this rank's shards, where they are to be in one."""
     folder = options.parallel.params_folder
     if folder is None:
         return None

@@ -35,6 +35,7 @@ class BlockGroups:
 
     def __init__(self, groups: list[list[ShardedModule]], others: list[ShardedModule]) -> None:
         self._group_of = {module: group for group in groups for module in group}
+        self.groups = groups
         self._open: list[ShardedModule] | None = None
         for group in groups:
             fsdp2_forward.drop_hooks(group[0])
@@ -52,7 +53,7 @@ class BlockGroups:
             fsdp2_forward.end_forward(group[0])
 
     def forget(self) -> None:
-        """A forward has raised, and torch's state was reset."""
+        """Forget a forward that has raised, and torch's state was reset."""
         self._open = None
 
     def call_empty(self, block: ShardedModule, values: object, inside: Callable[[object], object]) -> object:

@@ -87,7 +87,7 @@ class OtherCalls:
         self._is_in_forward = True
 
     def forward_ends(self) -> None:
-        """It has returned or raised."""
+        """Note that it has returned or raised."""
         self._is_in_forward = False
 
     def _is_inside(self) -> bool:
@@ -127,7 +127,7 @@ class OtherCalls:
             self._after(output)
 
     def _as_forward(self, name: str, method: FunctionType) -> Callable[..., object]:
-        """``method`` of the model, which runs as ``forward`` if it is called with tensors."""
+        """Run ``method`` of the model, which runs as ``forward`` if it is called with tensors."""
         bound = method.__get__(self._root)
 
         @functools.wraps(bound)
@@ -192,7 +192,7 @@ class OtherCalls:
 
 
 def _outside(root: nn.Module, blocks: set[nn.Module]) -> Iterator[nn.Module]:
-    """The modules inside of ``root`` that have weights of its own group in them: around and beside ``blocks``."""
+    """Return the modules in ``root`` that have weights of its own group in them: around and beside ``blocks``."""
     for child in root.children():
         if child not in blocks:
             if _has_own(child, blocks):
@@ -256,7 +256,7 @@ class SkippedBlocks:
         self._next = 0
 
     def forward_ends(self, module: nn.Module, args: object, output: object) -> object:
-        """A forward hook of the whole model, before torch's: pass through the blocks that are left."""
+        """Run as a forward hook of the whole model, before torch's: pass through the blocks that are left."""
         if not self._is_in_forward:
             return None
         # Every rank passes all blocks in each forward, so that its gathers match those of the others.
@@ -265,7 +265,7 @@ class SkippedBlocks:
         return self._pass_through(left, output) if left else None
 
     def leave(self) -> None:
-        """The forward is over, or has raised."""
+        """Note that the forward is over, or has raised."""
         self._is_in_forward = False
 
     def _comes_to(self, number: int, module: nn.Module, args: object, kwargs: object) -> object:
@@ -294,7 +294,7 @@ class SkippedBlocks:
 
 
 def _carrier(values: object) -> str | None:
-    """The path of the tensor that gradients go along."""
+    """Return the path of the tensor that gradients go along."""
     found = {path: leaf for path, leaf in tensor_leaves(values).items() if leaf.is_floating_point()}
     # One with a gradient first: only along that does backward come to the blocks before.
     return next((path for path, leaf in found.items() if leaf.requires_grad), next(iter(found), None))
@@ -322,7 +322,7 @@ class _Along(torch.autograd.Function):
 
 
 def without_views(module: nn.Module, args: object, output: object) -> object:
-    """A forward hook: the output, in which no tensor with a gradient is a view."""
+    """Return, as a forward hook, the output, in which no tensor with a gradient is a view."""
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return None
     if isinstance(output, torch.Tensor):

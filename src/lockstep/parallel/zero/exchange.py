@@ -111,7 +111,7 @@ class ExchangeReduceScatter(ShardCollective):
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """An input, and then its output, which keeps its own memory: gradients are views of it."""
+        """Return an input, and then its output, which keeps its own memory: gradients are views of it."""
         elements = math.prod(map(int, size))
         # FSDP2 asks for an input (N n,) and then for its output (n,); nothing but the size tells them apart.
         if self.buffers is None or elements == self._output_elements:
@@ -147,10 +147,12 @@ class ExchangeReduceScatter(ShardCollective):
         received = torch.empty_like(input_tensor)
         with waiting_for_ranks():
             dist.all_to_all_single(received, input_tensor, group=group)
-        # [N n] -> [N, n] -> [n]
-        torch.sum(received.view(group.size(), -1), dim=0, out=output_tensor)
-        if factor != 1:
-            output_tensor.mul_(factor)
+        # [N n] -> [N, n] -> [n], rounded once. torch.sum would begin with 0.0, and lose the sign of zeros.
+        total, *others = received.view(group.size(), -1)
+        total = total.to(torch.promote_types(total.dtype, torch.float32))
+        for row in others:
+            total.add_(row)
+        output_tensor.copy_(total if factor == 1 else total.mul_(factor))
         return None
 
 
@@ -160,7 +162,7 @@ def is_small_on_gloo(group: dist.ProcessGroup) -> bool:
 
 
 def factor_of(op: dist.ReduceOp | dist.ReduceOp.RedOpType, world_size: int) -> float | torch.Tensor:
-    """What the sum over the ranks is multiplied by: a number, or a tensor inside PREMUL_SUM."""
+    """Return what the sum over the ranks is multiplied by: a number, or a tensor inside PREMUL_SUM."""
     kind, factor = c10d.reduction_of(op)
     if kind == dist.ReduceOp.SUM:
         return 1
@@ -330,7 +332,7 @@ class _Deferred(dist.Work):
 def _finished(
     work: dist.Work | None, finish: Callable[[], None], buffers: list[torch.Tensor]
 ) -> dist.Work | None:
-    """What FSDP2 expects: None when the current stream has the result, else something to wait for."""
+    """Return what FSDP2 expects: None when the current stream has the result, else something to wait for."""
     if work is None:
         finish()
         return None
@@ -338,7 +340,7 @@ def _finished(
 
 
 def _shard_groups(model: nn.Module) -> dict[ShardedModule, dist.ProcessGroup]:
-    """The sharded modules of ``model`` that own parameters, and the ranks over which each is sharded."""
+    """Return the sharded modules of ``model`` that own parameters, and the ranks over which each is sharded."""
     if not (
         hasattr(FSDPModule, "set_custom_all_gather") and hasattr(FSDPModule, "set_custom_reduce_scatter")
     ):

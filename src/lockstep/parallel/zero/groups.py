@@ -51,7 +51,7 @@ class FullyShardGroup:
 def find_groups(
     model: nn.Module, blocks: dict[str, nn.Module], parallel: Parallel, is_cast: bool, is_main: bool
 ) -> list[FullyShardGroup]:
-    """The groups in the order of their blocks; the last one is the model with all that is in no block.
+    """Return the groups in the order of their blocks; the last one is the model with all that is in no block.
 
     A model of up to ``GROUP_BYTES`` is one group. In others each block is one, and blocks that stand side by side in a
     list share one up to that size. Blocks that the user has named are groups of their own.
@@ -75,7 +75,7 @@ def _is_one_group(model: nn.Module, parallel: Parallel) -> bool:
 
 
 def _groupable(model: nn.Module, blocks: dict[str, nn.Module], is_main: bool) -> list[nn.Module]:
-    """The blocks that share no parameter with other modules, and have some to shard."""
+    """Return the blocks that share no parameter with other modules, and have some to shard."""
     shared = shared_parameters(model, blocks)
     merged = {name for names in shared.values() for name in names if name in blocks}
     if merged and is_main:
@@ -105,7 +105,7 @@ def _groupable(model: nn.Module, blocks: dict[str, nn.Module], is_main: bool) ->
 def _neighbours(
     model: nn.Module, blocks: list[nn.Module], parallel: Parallel, is_cast: bool
 ) -> Iterator[list[nn.Module]]:
-    """The blocks, those together that are gathered together."""
+    """Return the blocks, those together that are gathered together."""
     first = {block: [block] for block in blocks}
     if _may_share(model, blocks, parallel, is_cast):
         for run in _runs(model, set(blocks)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -14,13 +14,12 @@ from lockstep.comm.dtensor import local
 from lockstep.comm.tree import tensor_leaves
 from lockstep.errors import UsageError
 from lockstep.offload.files.direct import OffloadedParameters
-from lockstep.parallel.parameter_hooks import SameParameters
 from lockstep.parallel.zero.block_groups import BlockGroups
 from lockstep.parallel.zero.calls import OtherCalls, SkippedBlocks
-from lockstep.parallel.zero.unused import ChangesByHand, UnusedParameters
+from lockstep.parallel.zero.first_step import FirstStep
+from lockstep.parallel.zero.unused import UnusedParameters
 from lockstep.torch_internals import c10d, fsdp2, fsdp2_forward
 from lockstep.torch_internals import modules as torch_modules
-from lockstep.torch_internals.dtensor_views import LostChanges
 from lockstep.torch_internals.fsdp2_gathered import FSDPParam, FSDPParamGroup, ShardedModule
 
 if TYPE_CHECKING:
@@ -48,7 +47,6 @@ class Sharding:
         buffers: (module, name) of each buffer that rank 0 hands out before a forward.
         group: The ranks with parts of this model; None: all.
         parallel: The line that asked for this, for messages.
-        is_exact: Weights are gathered as they are: not quantised.
         steps_in_background: Shards may be stepped while their wholes are gathered.
         block_groups: Blocks that were sharded together, where there are several.
 
@@ -65,7 +63,6 @@ class Sharding:
         buffers: list[tuple[nn.Module, str]],
         group: dist.ProcessGroup | None = None,
         parallel: object = "zero",
-        is_exact: bool = True,
         steps_in_background: bool = False,
         block_groups: Sequence[list[ShardedModule]] = (),
     ) -> None:
@@ -75,28 +72,37 @@ class Sharding:
         # One of the modules that were sharded together does for all.
         self._groups = fsdp2_forward.one_of_each_group(groups)
         self._whole = whole
+        self.has_whole = bool(whole)
         self._buffers = buffers
         self._group = group
         self._flags = _Flags()
         self._is_broken = False
         self.collectives: Sequence[ShardCollective] = ()
         self.is_summoned = False
-        self.lost_changes: LostChanges | None = None
-        self._steps_in_background = steps_in_background
-        self.by_hand = ChangesByHand(self._root, self.parameter_groups(), is_exact)
-        self.by_hand.before_drop = self._refuse_to_drop
-        self.unused = UnusedParameters(groups, self.parameter_groups(), group, self.by_hand)
-        self.by_hand.cleared = self.unused.forget
+        self.unused = UnusedParameters(groups, self.parameter_groups())
+        self._first_step: FirstStep | None = FirstStep(
+            groups, self.parameter_groups(), group, not steps_in_background, parallel
+        )
         together = {block for blocks in block_groups for block in blocks}
         # Before the hooks of what follows, which come first in a call then.
         self.blocks = BlockGroups(
             list(block_groups), [block for block in groups[1:] if block not in together]
         )
-        self.skipped = SkippedBlocks(groups[1:], self.unused.passed, self.blocks.call_empty)
-        self._same = SameParameters(self._root, self.parameter_groups(), parallel)
+        self.skipped = SkippedBlocks(groups[1:], self._passed, self.blocks.call_empty)
         self.calls = OtherCalls(
             groups, self.before_call, self.after_call, lambda: self.is_summoned, self.blocks.end
         )
+
+    def step_with_closure(self) -> None:
+        """Leave out the comparison before the first step, whose forwards follow."""
+        if self._first_step is not None:
+            self._first_step.end()
+            self._first_step = None
+
+    def _passed(self, block: ShardedModule) -> None:
+        self.unused.passed(block)
+        if self._first_step is not None:
+            self._first_step.comes_to(block)
 
     @property
     def modules(self) -> list[ShardedModule]:
@@ -165,7 +171,7 @@ class Sharding:
             group.reshard()
 
     def before_forward(self, *_: object) -> None:
-        """The model itself is called. Raises as ``before_call``. Collective."""
+        """Prepare for a call of the model itself. Raises as ``before_call``. Collective."""
         if self.is_summoned:
             return
         if not self.calls.is_open:
@@ -177,8 +183,7 @@ class Sharding:
         """Give all ranks rank 0's buffers, as DDP does; not inside a window. Collective.
 
         Raises:
-            UsageError: a forward or backward raised before, and this torch cannot start again after that; or the
-                model has other parameters than it was sharded with.
+            UsageError: a forward or backward raised before, and this torch cannot start again after that.
         """
         if self._is_broken:
             raise UsageError(
@@ -186,18 +191,12 @@ class Sharding:
                 f"go on after that, but this is {torch.__version__}. Build and prepare the model again, or use "
                 "parallel='ddp'."
             )
-        if torch.is_grad_enabled():
-            self._same.check()
-            if not self._steps_in_background and self.by_hand.shards_changed():
-                # A script has written to shards while older wholes are gathered.
-                self.reshard()
-        self._check_changes()
         if self._buffers and not self._is_in_no_sync:
             broadcast_buffers(self._buffers, self._group)
 
     def after_forward(self, *_: object) -> None:
-        """Drop gathered parameters that no backward will need. Kept ones stand in the model in the shards' place:
-        changes made to them by hand would be lost, and those made to the shards not seen.
+        """Drop gathered parameters that no backward of training needs. Kept ones stand in the model in the shards'
+        place: changes made to them by hand would be lost, and those made to the shards not seen.
 
         Called after a forward that raised, too.
         """
@@ -208,7 +207,8 @@ class Sharding:
         # torch did not see the end of this forward, so it has raised.
         if fsdp2.is_in_forward(self._root):
             self.recover()
-        elif not torch.is_grad_enabled():
+        # In evaluation also with a graph, whose backward gathers them again: averages are often swapped in around it.
+        elif not torch.is_grad_enabled() or not self._root.training:
             self.reshard()
 
     def after_call(self, output: object) -> None:
@@ -218,13 +218,12 @@ class Sharding:
         elif not any(leaf.requires_grad for leaf in tensor_leaves(output).values()):
             self.reshard()
 
-    def _refuse_to_drop(self) -> None:
-        if self.is_summoned:
-            raise UsageError(
-                f"The weights of {type(self._root).__name__.removeprefix('FSDP')} must stay whole inside "
-                "summon_full_params, but this call would shard them again, as optimizer.step(), state_dict(), "
-                "load_state_dict() and save_state() do. Call it after the block."
-            )
+    def _refuse_to_drop(self) -> NoReturn:
+        raise UsageError(
+            f"The weights of {type(self._root).__name__.removeprefix('FSDP')} must stay whole inside "
+            "summon_full_params, but this call would shard them again, as optimizer.step(), state_dict(), "
+            "load_state_dict() and save_state() do. Call it after the block."
+        )
 
     def recover(self) -> None:
         """Forget a forward or backward that raised: what it left behind would spoil the next one's gradients."""
@@ -246,9 +245,13 @@ class Sharding:
         if self._buffers:
             broadcast_buffers(self._buffers, self._group)
         try:
-            with fsdp2.gathered_by_hand(self._root):
+            with fsdp2.gathered_by_hand(self._root, self._refuse_to_drop):
                 self.is_summoned = True
                 yield
+                if self._first_step is not None:
+                    self._first_step.forget()
+                for group in self.parameter_groups():
+                    fsdp2.write_back(group)
         finally:
             self.is_summoned = False
             self.reshard()
@@ -262,7 +265,7 @@ class Sharding:
 
     @torch.no_grad()
     def gradients(self) -> Iterator[torch.Tensor]:
-        """The tensors in which this rank accumulates gradients now: shards, and what is not yet reduced."""
+        """Return the tensors in which this rank accumulates gradients now: shards, and what is not yet reduced."""
         for group in self.parameter_groups():
             for parameter in fsdp2.params(group):
                 gradient = fsdp2.sharded_param(parameter).grad
@@ -292,8 +295,10 @@ class Sharding:
 
         About 0.5 µs a parameter.
         """
-        self._check_changes()
-        self.by_hand.check_lost()
+        shards = (id(fsdp2.sharded_param(parameter)) for parameter in self.parameters())
+        if self._first_step is not None and not stepped().isdisjoint(shards):
+            first_step, self._first_step = self._first_step, None
+            first_step.check()
         for parameter in self.parameters():
             if fsdp2.unreduced_grads(parameter) and id(fsdp2.sharded_param(parameter)) in stepped():
                 name = name_of_shard(parameter, {id(p): name for name, p in self._root.named_parameters()})
@@ -304,14 +309,9 @@ class Sharding:
                     "outside no_sync, and return from forward what the loss is computed from."
                 )
 
-    def _check_changes(self) -> None:
-        if self.lost_changes is not None:
-            self.lost_changes.check()
-
     def discard_unreduced(self, of: Iterable[torch.Tensor]) -> None:
         """Forget gradients of these shards that were not reduced yet: ``zero_grad`` does not see them."""
         ids = {id(shard) for shard in of}
-        self.unused.forget(ids)
         for group in self.parameter_groups():
             found = [p for p in fsdp2.params(group) if id(fsdp2.sharded_param(p)) in ids]
             for parameter in found:
@@ -339,7 +339,7 @@ def offload_shards(module: nn.Module, offloaded: OffloadedParameters) -> None:
 
 
 def name_of_shard(parameter: FSDPParam, names: Mapping[int, str]) -> str:
-    """The name of torch's record of one sharded parameter, whichever of its forms stands in the model now."""
+    """Return the name of torch's record of one sharded parameter, whichever of its forms stands in the model now."""
     found = (names.get(id(form)) for form in fsdp2.forms(parameter))
     return next(name for name in found if name is not None)
 
@@ -355,7 +355,7 @@ def broadcast_buffers(buffers: list[tuple[nn.Module, str]], group: dist.ProcessG
 
 
 def synchronised_buffers(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """(module, name) of the buffers that may change in training: saved ones that are not masks (bool)."""
+    """Return (module, name) of the buffers that may change in training: saved ones that are not masks (bool)."""
     return [
         (module, name)
         for module in model.modules()

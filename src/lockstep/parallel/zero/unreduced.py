@@ -8,6 +8,7 @@ from typing import TypedDict
 import torch
 
 from lockstep.errors import CheckpointError
+from lockstep.parallel.gradient_mean import is_negative_zero
 from lockstep.parallel.zero.sharding import Sharding, name_of_shard
 from lockstep.torch_internals import fsdp2
 from lockstep.torch_internals.fsdp2_gathered import FSDPParam, FSDPParamGroup
@@ -16,7 +17,7 @@ from lockstep.torch_internals.fsdp2_gathered import FSDPParam, FSDPParamGroup
 class UnreducedRows(TypedDict):
     """Where ``count`` rows of a parameter, from row ``start``, begin in a flat tensor.
 
-    ``used``: this rank has computed a gradient of it; without one on any rank there are zeros.
+    ``used``: a rank of its replica has computed a gradient of it; without one on any rank there are zeros.
     """
 
     name: str
@@ -56,7 +57,7 @@ def take_unreduced(
             mesh = fsdp2.mesh_of(group)
             partial[name_of_shard(fsdp2.params(group)[0], names)] = {
                 "sum": output.detach(),
-                "rows": _rows(group, names, sharding),
+                "rows": _rows(group, names),
                 "factor": mean_factor(output.dtype, mesh.shards, mesh.replicas),
                 "replicas": mesh.replicas,
             }
@@ -81,8 +82,6 @@ def put_unreduced(
             given = partial.get(next(iter(named)))
             if given is not None:
                 _put_partial(group, named, given)
-                of = {row["name"] for row in given["rows"] if is_used(row)} if given["rows"] else set(named)
-                sharding.unused.are_used([named[name] for name in of])
             if named.keys() & set(anywhere):
                 # torch makes the tensors that have these gradients when it gathers.
                 module.unshard()
@@ -120,12 +119,18 @@ def _put_partial(group: FSDPParamGroup, named: Mapping[str, FSDPParam], given: P
             f"store which parameters in the group of '{next(iter(named))}' had no gradient. Load it with that "
             "torch, or load a checkpoint from the end of a window."
         )
-    fsdp2.set_partial_reduce_output(group, given["sum"], rows)
+    total = given["sum"].clone()
+    for row, saved in zip(rows, given["rows"], strict=bool(given["rows"])):
+        if not is_used(saved):
+            total[row.offset : row.offset + row.numel] = -0.0
+    fsdp2.set_partial_reduce_output(group, total, rows)
 
 
-def _rows(group: FSDPParamGroup, names: Mapping[int, str], sharding: Sharding) -> list[UnreducedRows]:
+def _rows(group: FSDPParamGroup, names: Mapping[int, str]) -> list[UnreducedRows]:
     """Of every parameter in the sum, its rows dealt out evenly over the shards, padded to the same number."""
     mesh = fsdp2.mesh_of(group)
+    sums = fsdp2.partial_reduce_output(group)
+    assert sums is not None
     rows: list[UnreducedRows] = []
     for parameter, offset, numel in fsdp2.partial_reduce_rows(group):
         shape = fsdp2.sharded_param(parameter).shape
@@ -136,13 +141,16 @@ def _rows(group: FSDPParamGroup, names: Mapping[int, str], sharding: Sharding) -
             return []
         start = min(mesh.own_shard * most, shape[0])
         count = min(most, shape[0] - start)
-        name, used = name_of_shard(parameter, names), sharding.unused.is_used(parameter)
+        name, used = (
+            name_of_shard(parameter, names),
+            not bool(is_negative_zero(sums[offset : offset + numel])),
+        )
         rows.append({"name": name, "offset": offset, "start": start, "count": count, "used": used})
     return rows
 
 
 def mean_factor(dtype: torch.dtype, shards: int, replicas: int) -> float:
-    """What gradients that torch reduced over the shards are to be multiplied by to be the mean over them.
+    """Return what gradients that torch reduced over the shards are to be multiplied by to be the mean over them.
 
     It averages those of float32 and bfloat16. Others it divides by about the square root of the number of ranks,
     adds up, and divides by the rest when they were added up over the replicas too.

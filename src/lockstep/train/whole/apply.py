@@ -15,15 +15,12 @@ from lockstep.model.changes import identity_of
 from lockstep.torch_internals import optim as torch_optim
 from lockstep.train.whole.kinds import methods_with_parameters, place_of
 from lockstep.train.whole.step import WholeStep
-from lockstep.train.whole.tensors import Storages
 
 
 def step_on_whole(
     optimizer: Optimizer,
     originals: Mapping[int, nn.Parameter],
-    storages: Storages,
     before_gathering: Callable[[], None],
-    gathered: Mapping[int, nn.Parameter] | None = None,
 ) -> None:
     """Let the methods of ``optimizer`` that touch parameters run on whole ones; a second time, on those of now.
 
@@ -31,21 +28,19 @@ def step_on_whole(
 
     Args:
         originals: By ``id`` of a sharded parameter: the one in whose place it came.
-        storages: The memory that those had.
         before_gathering: Called before each step.
-        gathered: By ``id`` of a parameter that a model has gathered at the moment: the sharded one.
     """
     torch_optim.probe()
     whole = whole_step_of(optimizer)
     if whole is None:
-        whole = WholeStep(optimizer, storages, before_gathering)
+        whole = WholeStep(optimizer, before_gathering)
         optimizer.__class__ = _whole_class(type(optimizer))
         vars(optimizer)["_whole_step"] = whole
-    whole.add(originals, gathered or {})
+    whole.add(originals)
 
 
 def whole_step_of(optimizer: Optimizer) -> WholeStep | None:
-    """The ``WholeStep`` of an optimizer that has one."""
+    """Return the ``WholeStep`` of an optimizer that has one."""
     found = vars(optimizer).get("_whole_step")
     return found if isinstance(found, WholeStep) else None
 

@@ -31,7 +31,7 @@ _CHANGES_NO_STEP = {"__init__", "__repr__", "__str__", "zero_grad", "state_dict"
 
 
 def _separable(optimizer: Optimizer) -> Separable | None:
-    """What is known of the class of torch whose step this optimizer takes; None: it has one of its own."""
+    """Return what is known of the class of torch whose step this optimizer takes; None: it has one of its own."""
     if _replaced_step(optimizer):
         return None
     cls = type(optimizer)
@@ -224,7 +224,7 @@ def methods_with_parameters(cls: type[Optimizer]) -> list[str]:
 
 
 def _names_in_code(code: CodeType) -> Iterator[str]:
-    """The names and strings in a function and in those that it defines."""
+    """Return the names and strings in a function and in those that it defines."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, str):

@@ -9,56 +9,46 @@ raised is kept.
     in a step              the same lists and dicts hold whole tensors
     in a closure           sharded parameters again, with the values and gradients of the moment
 
-References in attributes of the optimizer hold whole parameters all the time, which are empty outside of a step.
+References in attributes of the optimizer to parameters from before ``prepare`` hold whole ones in a step, and empty
+ones outside of it. References to shards are refused when a step uses them.
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
+import random
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from lockstep.comm.dtensor import is_dtensor, local, max_over_shards
+from lockstep.comm.dtensor import is_dtensor, max_over_shards
 from lockstep.comm.tree import Args, Kwargs
 from lockstep.errors import UsageError
 from lockstep.torch_internals import optim as torch_optim
 from lockstep.torch_internals.dispatch import TorchFunction
-from lockstep.torch_internals.tensors import storage_key
 from lockstep.train.whole.kinds import line_of_step, place_of
-from lockstep.train.whole.random import SharedRandom
-from lockstep.train.whole.tensors import (
-    Storages,
-    WholeParameter,
-    WholeState,
-    gathered,
-    tensors_of,
-    visit_tensors,
-)
+from lockstep.train.whole.tensors import WholeParameter, cut_state, gather_state, tensors_of
 
 
 class WholeStep:
     """Runs methods of one optimizer on whole parameters. See ``step_on_whole``."""
 
-    def __init__(
-        self, optimizer: Optimizer, storages: Storages, before_gathering: Callable[[], None]
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, before_gathering: Callable[[], None]) -> None:
         self.optimizer = optimizer
-        self._storages = storages
         self._before_gathering = before_gathering
         self._own_step: object = vars(optimizer).pop("step", None)
         self._originals: dict[int, nn.Parameter] = {}
         self._by_shard: dict[int, WholeParameter] = {}
         self._by_whole: dict[int, WholeParameter] = {}
-        self._state = WholeState()
         self._before: list[tuple[dict[object, object], dict[object, object]]] = []
-        self._random = SharedRandom()
+        self._generators, self._draws_alike = 0, True
         self._guard = _NoShards(self)
         self._runs = self._is_suspended = False
 
@@ -76,53 +66,10 @@ class WholeStep:
         """Whether one of its methods runs now, or the closure of one."""
         return self._runs
 
-    @torch.no_grad()
-    def add(self, originals: Mapping[int, nn.Parameter], in_use: Mapping[int, nn.Parameter]) -> None:
-        """Parameters were replaced, or are known for the first time."""
+    def add(self, originals: Mapping[int, nn.Parameter]) -> None:
+        """Take note that parameters were replaced, or are known for the first time."""
         self._originals.update(originals)
-        by_original = {id(original): shard for shard, original in self._originals.items()}
-        # An optimizer may refer to the parameter as it was, to the shard, or to what was gathered from it just now.
-        by_original.update({whole: id(shard) for whole, shard in in_use.items()})
         self._find_wholes()
-
-        def replace(tensor: torch.Tensor) -> torch.Tensor:
-            if is_dtensor(tensor):
-                known = self._by_shard.get(id(tensor))
-                return self._whole_attribute(tensor) if known is None else known.whole
-            shard = by_original.get(id(tensor))
-            if shard is not None and shard in self._by_shard:
-                return self._by_shard[shard].whole
-            if not isinstance(tensor, nn.Parameter):
-                self._keep_alias(tensor, by_original)
-            return tensor
-
-        optimizer, groups = self.optimizer, self.optimizer.param_groups
-        # Groups and state are changed in each step; here everything else that the optimizer refers to.
-        skip = [self, groups, optimizer.state, *groups, *(group["params"] for group in groups)]
-        visit_tensors(optimizer, replace, skip)
-        for values in optimizer.state.values():
-            visit_tensors(values, lambda tensor: tensor if is_dtensor(tensor) else replace(tensor))
-
-    def _whole_attribute(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The whole of a DTensor that the optimizer made of a sharded parameter. Collective."""
-        memory = storage_key(local(tensor))
-        owner = next((w for w in self._by_shard.values() if storage_key(local(w.sharded)) == memory), None)
-        if owner is None or not tensor.numel():
-            return gathered(tensor)
-        if tensor.shape != owner.sharded.shape:
-            raise UsageError(
-                f"{self.name} keeps a view of shape {tuple(tensor.shape)} of a sharded parameter of shape "
-                f"{tuple(owner.sharded.shape)} ({place_of(self.optimizer)}), and a step on whole parameters "
-                "cannot update that view. Make the optimizer before prepare(), or keep the parameter instead of "
-                "the view."
-            )
-        return owner.new_alias()
-
-    def _keep_alias(self, tensor: torch.Tensor, by_original: Mapping[int, int]) -> None:
-        owner = self._storages.parameter_of(tensor)
-        whole = None if owner is None else self._by_shard.get(by_original.get(id(owner), 0))
-        if whole is not None:
-            whole.add_alias(tensor)
 
     def _find_wholes(self) -> None:
         for parameter in tensors_of(self.optimizer.param_groups):
@@ -139,7 +86,7 @@ class WholeStep:
         return self.run(step, *args, **kwargs)
 
     def run(self, method: Callable[..., object], *args: object, **kwargs: object) -> object:
-        """``method(...)`` with whole parameters. Collective."""
+        """Run ``method(...)`` with whole parameters. Collective."""
         if self.runs:
             return method(*args, **kwargs)
         # Suspended: its own closure calls it again, whose step would begin within this one.
@@ -153,15 +100,15 @@ class WholeStep:
         try:
             with self._guard:
                 result = method(*args, **kwargs)
+            self._end()
         except BaseException:
             # Half of a step must not reach the shards, so the state is put back as it was before.
             self._discard()
             raise
-        self._end()
         return result
 
     def _suspending(self, argument: object) -> object:
-        """A closure runs the model, on shards."""
+        """Return an argument; a closure runs the model, on shards."""
         if not callable(argument) or isinstance(argument, (torch.Tensor, nn.Module, type)):
             return argument
 
@@ -189,15 +136,13 @@ class WholeStep:
         self._find_wholes()
         # Compared before anything is gathered: ranks with different lists would wait for each other for ever.
         wholes = self._current_parameters()
-        self._check_alike(wholes)
-        self._random.begin()
-        for whole in wholes:
-            whole.gather()
+        for whole, has_gradient in zip(wholes, self._compare(wholes), strict=True):
+            whole.gather(has_gradient)
         self._before = [(values, dict(values)) for values in self._states()]
         for whole in wholes:
             values = self.optimizer.state.get(whole.sharded)
             if isinstance(values, dict):
-                self._state.gather(whole, values)
+                gather_state(values)
         self._exchange(to_whole=True)
         self._rename_state(to_whole=True)
         self._runs = True
@@ -209,20 +154,21 @@ class WholeStep:
         for whole in self._current_parameters():
             whole.write_back()
         self._exchange(to_whole=False)
-        self._random.suspend()
 
     @torch.no_grad()
     def _resume(self) -> None:
         self._before_gathering()
-        self._random.resume()
-        for whole in self._current_parameters():
-            whole.gather()
+        wholes = self._current_parameters()
+        # What the closure drew, as dropout does, is each rank's own.
+        for whole, has_gradient in zip(wholes, self._compare(wholes), strict=True):
+            whole.gather(has_gradient)
         self._exchange(to_whole=True)
         self._is_suspended = False
         self._guard.__enter__()
 
     @torch.no_grad()
     def _end(self) -> None:
+        self._check_draws()
         wholes = self._current_parameters()
         for whole in wholes:
             whole.write_back()
@@ -231,7 +177,7 @@ class WholeStep:
         for whole in wholes:
             values = self.optimizer.state.get(whole.whole)
             if isinstance(values, dict):
-                self._state.cut(whole, values)
+                cut_state(whole, values)
         self._shard_again()
 
     @torch.no_grad()
@@ -255,14 +201,13 @@ class WholeStep:
         self._exchange(to_whole=False)
         self._runs = self._is_suspended = False
         self._before = []
-        self._random.end()
         for whole in self._current_parameters():
             whole.release()
 
     # -----------------------------------------------------------------------------------------------------
 
     def _current_parameters(self) -> list[WholeParameter]:
-        """The parameters of now, in order."""
+        """Return the parameters of now, in order."""
         found = []
         for parameter in tensors_of(self.optimizer.param_groups):
             whole = self._by_shard.get(id(parameter)) or self._by_whole.get(id(parameter))
@@ -290,27 +235,47 @@ class WholeStep:
         state.clear()
         state.update(items)
 
-    def _check_alike(self, wholes: list[WholeParameter]) -> None:
-        """Ranks that are about to gather different tensors would mix them up, or wait for ever."""
-        found = []
+    def _compare(self, wholes: list[WholeParameter]) -> list[bool]:
+        """Return which parameters have a gradient on any rank. Collective.
+
+        Ranks that are about to gather different tensors would mix them up, or wait for ever.
+        """
+        layout = []
         for whole in wholes:
             state = self.optimizer.state.get(whole.sharded, {})
-            sharded = isinstance(state, dict) and sorted(
-                str(k) for k, value in state.items() if is_dtensor(value)
+            layout.append(
+                isinstance(state, dict) and sorted(str(k) for k, value in state.items() if is_dtensor(value))
             )
-            found.append((tuple(whole.sharded.shape), whole.sharded.grad is not None, sharded))
-        # 56 bits, so that the negated number fits into an int64, too.
-        digest = int.from_bytes(hashlib.blake2b(repr(found).encode(), digest_size=7).digest(), "big")
-        # The maximum of the negated digests is the negated minimum: equal only if all digests are.
-        numbers = max_over_shards(torch.tensor([digest, -digest]), [whole.sharded for whole in wholes])
-        if int(numbers[0]) != -int(numbers[1]):
-            without = sum(whole.sharded.grad is None for whole in wholes)
+        shapes = [tuple(whole.sharded.shape) for whole in wholes]
+        self._generators = _digest_of_generators()
+        mine = torch.tensor([zlib.crc32(repr((shapes, layout)).encode()), self._generators])
+        # All ranks have as many parameters: ``prepare`` has compared the models.
+        have = torch.tensor([int(w.sharded.grad is not None) for w in wholes], dtype=torch.int64)
+        numbers = max_over_shards(torch.cat([mine, -mine, have]), [whole.sharded for whole in wholes])
+        # The maximum of the negated numbers is the negated minimum: equal only if all numbers are.
+        is_same, draws_alike = (numbers[:2] == -numbers[2:4]).tolist()
+        self._draws_alike = draws_alike
+        if not is_same:
             raise UsageError(
-                f"{self.name} steps on whole parameters, but the ranks do not have gradients and state of the "
-                f"same parameters: {without} of {len(wholes)} have no gradient on this rank. Let every rank use "
-                "the same parameters in each step, or pass "
-                "DistributedDataParallelKwargs(find_unused_parameters=True)."
+                f"{self.name} steps on whole parameters, but the ranks do not have state of the same parameters. Let "
+                "every rank make the same steps."
             )
+        return [bool(number) for number in numbers[4:].tolist()]
+
+    def _check_draws(self) -> None:
+        if not self._draws_alike and _digest_of_generators() != self._generators:
+            raise UsageError(
+                f"{self.name} ({place_of(self.optimizer)}) draws random numbers in its step, and the ranks' "
+                "generators differ, so their parts of the model would not fit together. Seed all ranks alike before "
+                "the step, as set_seed(seed) does, or draw from a torch.Generator of the optimizer's own."
+            )
+
+
+def _digest_of_generators() -> int:
+    """Return a number of the states of Python's, NumPy's, torch's and the accelerator's global generators."""
+    accelerator = torch.cuda.get_rng_state().numpy().tobytes() if torch.cuda.is_initialized() else b""
+    state = repr(random.getstate()).encode() + np.random.get_state()[1].tobytes()  # type: ignore[index]
+    return zlib.crc32(state + torch.get_rng_state().numpy().tobytes() + accelerator)
 
 
 class _NoShards(TorchFunctionMode):
