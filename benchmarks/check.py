@@ -29,8 +29,7 @@ sys.path.insert(0, str(common.BENCHMARKS.parent))  # the runs without a start of
 from tests.parity.forks import ForkedCheck, ForkServer
 
 from lockstep.errors import LockstepError
-from lockstep.parity import CheckedProgram, CouldNotRun, Request
-from lockstep.parity.report import sentence
+from lockstep.parity import CheckedProgram, CouldNotRun, Request, sentence
 
 SCRIPT = common.BENCHMARKS / "check_training.py"
 MODELS = (*OWN, *TRANSFORMERS)

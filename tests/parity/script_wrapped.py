@@ -32,10 +32,6 @@ for number, (x, y) in enumerate(loader):
         loss.backward()
     if number % 2 == 0:
         continue
-    if "own_mean" in sys.argv:  # of what DDP has averaged already
-        for parameter in model.parameters():
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= ranks
     if "doubled" in sys.argv and ranks > 1:
         model[3].weight.grad.mul_(2)
     nn.utils.clip_grad_norm_(spread.parameters(), 1.0)

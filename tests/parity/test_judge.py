@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from lockstep.comm import ShardRegion
+from lockstep.parity import sentence, sentence_of_repeat
 from lockstep.parity.judge import Fault, RankFacts, RunFacts, Tolerance, judge, judge_repeat
-from lockstep.parity.report import sentence, sentence_of_repeat
 from lockstep.parity.trace import ItemKind, TraceItem, as_pairs, as_regions
-from tests.parity.runs import LocalTensors, measure, ranks_of, record, shaken, shard, synthetic, verdict_of
+from tests.parity.runs import LocalTensors, measure, ranks_of, record, shard, synthetic, verdict_of
 
 FOUR = RunFacts(candidate="ddp", nproc=4, data_ranks=4, steps_asked=2, steps_compared=2)
 GRADIENT = TraceItem(2, ItemKind.GRADIENT, "first.weight")
@@ -58,17 +58,6 @@ def test_one_wrong_copy_among_many_is_found(tmp_path: Path) -> None:
     verdict = verdict_of(tmp_path, tensors, ranks, facts=FOUR)
     (finding,) = verdict.findings
     assert finding.ranks == (3,) and finding.distance == pytest.approx(0.01, rel=1e-2)
-
-
-def test_copies_that_differ_by_rounding_are_noted(tmp_path: Path) -> None:
-    tensors = synthetic()
-    ranks = ranks_of(tensors, 2)
-    ranks[1][GRADIENT] = shaken({GRADIENT: tensors[GRADIENT]}, 5)[GRADIENT]
-    verdict = verdict_of(tmp_path, tensors, ranks)
-    assert verdict.agrees
-    assert verdict.notes == (
-        "1 tensor of which several ranks have a copy is not equal bit for bit (step 2).",
-    )
 
 
 def test_findings_are_in_the_order_of_a_step(tmp_path: Path) -> None:
@@ -169,7 +158,6 @@ def test_boxes_come_back_with_their_places() -> None:
 def test_facts_come_back_as_they_were() -> None:
     ranks = (RankFacts(0, 0, {"tp": 0}), RankFacts(1, 0, {"tp": 1}))
     facts = RunFacts("", "tp=2", 2, 1, 4, ranks, "bf16", 3, 3, ("Dropout was off in both runs.",))
-    assert RunFacts.from_json(facts.to_json()) == facts
     assert facts.axes == {"tp": 2} and facts.data_rank(1) == 0
 
 

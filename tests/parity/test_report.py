@@ -4,30 +4,27 @@ from __future__ import annotations
 
 import json
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 import torch
 
+from lockstep.cli.check import _page
+from lockstep.parity import (
+    TITLES,
+    distances,
+    named,
+    remarks,
+    rows,
+    sentence,
+    to_json,
+)
 from lockstep.parity.judge import (
     Fault,
     Mismatch,
     ParityVerdict,
     Ratio,
     RunFacts,
-)
-from lockstep.parity.report import (
-    MOST_MODULES,
-    TITLES,
-    heat,
-    named,
-    remarks,
-    rows,
-    sentence,
-    shade,
-    to_html,
-    to_json,
 )
 from lockstep.parity.trace import ItemKind, TraceItem
 from lockstep.words import count, indices, listed, of_ranks, two_digits
@@ -183,71 +180,16 @@ def test_the_json_has_stable_keys(tmp_path: Path) -> None:
     assert all(f"``{key}``" in (to_json.__doc__ or "") for key in finding)
 
 
-class _Page(HTMLParser):
-    """Tags and texts; all that is opened is closed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.texts: list[str] = []
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attributes)))
-        if tag != "meta":
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.texts.append(data)
-
-
-def test_the_page_is_whole_and_loads_nothing(tmp_path: Path) -> None:
-    tensors = synthetic()
-    ranks = ranks_of(tensors, 2)
-    for local in ranks:
-        local[O_PROJ._replace(name="second.weight")] *= 2
-    found = verdict_of(tmp_path, tensors, ranks)
-    text = to_html(found)
-    page = _Page()
-    page.feed(text)
-    assert not page.open
-    assert not re.search(r"https?:|url\(|@import|<script|<link|<img", text)
-    assert "prefers-color-scheme: dark" in text
-    assert sentence(found).replace("`", "") in "".join(page.texts)
-    assert "<code>second.weight</code>" in text
-    cells = [attributes for tag, attributes in page.tags if tag == "td" and attributes.get("title")]
-    assert "lost" in next(c["class"] or "" for c in cells if "step 1, backward, second" in (c["title"] or ""))
-    assert "lost" not in next(
-        c["class"] or "" for c in cells if "step 2, backward, second" in (c["title"] or "")
-    )
-
-
-def test_names_of_hostile_files_stay_text() -> None:
+def test_the_page_has_the_answer_and_loads_nothing() -> None:
     name = '<script>alert("1")</script>\x1b[31m'
     finding = Mismatch(TraceItem(1, ItemKind.GRADIENT, f"{name}.weight"), Fault.DIFFERS, (0,), (0,))
-    text = to_html(verdict(finding, ratios=(Ratio(TraceItem(1, ItemKind.OUTPUT, name), 0.5, 1e-7),)))
-    assert "<script" not in text and "\x1b" not in text and "&lt;script&gt;" in text
-
-
-def test_deep_models_are_put_together() -> None:
-    ratios = tuple(
-        Ratio(TraceItem(1, ItemKind.OUTPUT, f"blocks.{n}.part.{m}", data_rank=0), 1e-3 * n, 1e-8)
-        for n in range(100)
-        for m in range(10)
-    )
-    assert len(heat(ratios, 4)) == 1000
-    assert heat(ratios, 2)["blocks.7"] == {(1, "forward"): pytest.approx(7e-3)}
-    assert to_html(verdict(ratios=ratios)).count("<tr>") <= MOST_MODULES + 2
-
-
-@pytest.mark.parametrize(
-    ("ratio", "name"), [(0, "exact"), (0.1, "near"), (1, "agrees"), (1.1, "beyond"), (1e9, "lost")]
-)
-def test_shades(ratio: float, name: str) -> None:
-    assert shade(ratio) == name
+    ratios = (Ratio(finding.item, 7.0, 1e-6), Ratio(TraceItem(2, ItemKind.OUTPUT, name), 0.5, 1e-7))
+    found = verdict(finding, ratios=ratios)
+    assert distances(found) == (["step 1", "step 2"], [("backward", "7", ""), ("forward", "", "0.5")])
+    page = _page(found)
+    assert "Numbers differ" in page and "step 1, backward: the gradient of" in page
+    assert not re.search(r"https?:|url\(|@import|<link|<img", page)
+    assert "<script>alert" not in page and "\x1b" not in page and "&lt;script&gt;" in page
 
 
 def test_words() -> None:

@@ -12,19 +12,19 @@ import torch
 from torch import Tensor
 
 from lockstep.check import FEW, LARGE, MULTIPLE
+from lockstep.parity import sentence
 from lockstep.parity.judge import ParityVerdict, RunFacts, Tolerance, tolerance_of
-from lockstep.parity.report import sentence
 from lockstep.parity.trace import ItemKind, TraceItem
 from tests.parity.runs import measure, ranks_of, record, shaken, synthetic, verdict_of
 from tests.parity.training import MODELS, OPTIMIZERS, Setup, train
 
 PAIRS = [
-    (model, optimizer, half)
-    for model in MODELS
-    for optimizer in OPTIMIZERS
-    for half in (None, torch.bfloat16)
+    (model, list(OPTIMIZERS)[(number + shift) % 3], half)
+    for number, model in enumerate(MODELS)
+    for shift, half in enumerate((None, torch.bfloat16))
     if not (half and model == "recurrent")  # torch's LSTM has no bf16 kernel on all CPUs
 ]
+"""Each model in both precisions, and each optimizer with several of them."""
 WEIGHTS = {
     "mlp": "2.weight",
     "attention": "key.weight",
@@ -61,11 +61,10 @@ def test_another_order_of_sums_is_no_difference(
     assert len(verdict.ratios) > 50
 
 
-@pytest.mark.parametrize(("model", "half"), [(model, half) for model, opt, half in PAIRS if opt == "adam"])
-@pytest.mark.parametrize("factor", [2.0, 0.5])
-def test_a_gradient_times_a_number_is_found(
-    model: str, half: torch.dtype | None, factor: float, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("model", "half"), [(model, half) for model, _, half in PAIRS])
+def test_a_gradient_times_a_number_is_found(model: str, half: torch.dtype | None, tmp_path: Path) -> None:
+    factor = 0.5 if len(model) % 2 else 2.0
+
     def plant(step: int, gradients: dict[str, Tensor]) -> None:
         if step == STEP:
             gradients[WEIGHTS[model]] *= factor
@@ -209,7 +208,6 @@ def test_a_row_without_gradient_is_a_difference(tmp_path: Path) -> None:
 
     verdict = checked(tmp_path, setup, None, train(setup, reordered=True, change=mask))
     assert verdict.findings[0].item == gradient
-    assert "Only row 3 of 8" in verdict.findings[0].looks_like
 
 
 def test_a_tolerance_is_read_as_it_was_written(tmp_path: Path) -> None:

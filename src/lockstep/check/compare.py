@@ -14,6 +14,7 @@ from torch import Tensor
 from lockstep.check.observe import Observations, Observed
 from lockstep.check.passes import PassResult
 from lockstep.check.rounding import MANY, Rounding, bounded, flipped, smallest
+from lockstep.parity.trace.measure import compare
 
 LEAST = {torch.float64: 1e-7, torch.float32: 1e-3}
 """Of a gradient's norm: what an element on the other side of a kink (a ReLU, a maximum) may come to. In these types so
@@ -139,7 +140,7 @@ def _of_outputs(split: PassResult, whole: PassResult, limits: RoundingLimits) ->
             shape = None if found is None else tuple(found.shape)
             yield Difference(kind, path, shape, tuple(expected.shape), math.inf)
             continue
-        relative = _distance(found, expected, 0.0)
+        relative = compare(found, expected).relative()
         if relative > limits.outputs[path]:
             yield Difference(kind, path, _number_of(found), _number_of(expected), relative)
 
@@ -169,12 +170,7 @@ def _distances(
         if found.shape != expected.shape:
             yield name, math.inf, found, expected
         else:
-            yield (
-                name,
-                _distance(found, expected, floor * math.sqrt(max(expected.numel(), 1))),
-                found,
-                expected,
-            )
+            yield name, compare(found, expected).relative(floor), found, expected
 
 
 def _of_replicas(digests: Sequence[GradientSums], limits: RoundingLimits) -> Iterator[Difference]:
@@ -197,7 +193,7 @@ def _of_buffers(
         if found is None or found.shape != expected.shape:
             # A cache that the forward makes as large as what it needs.
             continue
-        if _distance(found, expected, 0.0) > limits.buffers[name]:
+        if compare(found, expected).relative() > limits.buffers[name]:
             yield Difference("buffer", name, _number_of(found), _number_of(expected))
 
 
@@ -218,7 +214,10 @@ def _of_attributes(
 def _spreads(moved: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> dict[str, tuple[float, int]]:
     """Return by name how far a rounding step moves each tensor, and how many elements it has."""
     return {
-        name: (_distance(found, expected, 0.0) if found.shape == expected.shape else 0.0, expected.numel())
+        name: (
+            compare(found, expected).relative() if found.shape == expected.shape else 0.0,
+            expected.numel(),
+        )
         for name, expected in whole.items()
         if (found := moved.get(name, expected)) is not None
     }
@@ -226,17 +225,6 @@ def _spreads(moved: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> dict[s
 
 def _number_of(tensor: Tensor) -> object:
     return tensor.item() if tensor.numel() == 1 else None
-
-
-def _distance(found: Tensor, expected: Tensor, floor: float) -> float:
-    """Norm of the difference by the larger of the norm and ``floor``; equal infinities and NaNs count as equal."""
-    a, b = found.double(), expected.double()
-    same = (a == b) | (a.isnan() & b.isnan())
-    if bool(same.all()):
-        return 0.0
-    apart = torch.where(same, 0.0, a - b).norm().item()
-    norm = torch.where(b.isfinite(), b, 0.0).norm().item()
-    return apart / max(norm, floor, 1e-30) if math.isfinite(apart) else math.inf
 
 
 def _first_module(observations: Observations, found: list[Difference]) -> str | None:

@@ -98,7 +98,7 @@ class Observed:
 
 @contextmanager
 def observed(model: nn.Module | None) -> Iterator[Observed]:
-    """What modules of ``model`` do inside; without one, nothing."""
+    """Observe what modules of ``model`` do inside; without one, nothing."""
     found = Observed()
     entered: dict[str, list[Tensor]] = {}
     handles = []
@@ -141,14 +141,14 @@ class Observations:
         return {name: place for place, name in enumerate(names)}
 
     def first_forward(self) -> str | None:
-        """The module in whose own forward the first other number is made."""
+        """Return the module in whose own forward the first other number is made."""
         for name, kind in self.whole.events:
             if kind in ("input", "output") and self.differ((name, kind)):
                 return name if kind == "output" or not name else self._caller(name)
         return None
 
     def last_backward(self, wrong: Iterable[str]) -> str | None:
-        """The module in whose own backward the first other gradient is made; ``wrong``: owners of wrong gradients."""
+        """Return the module whose own backward makes the first other gradient; ``wrong``: owners of wrong gradients."""
         order = self.order()
         owner = max(wrong, key=lambda name: order.get(name, -1), default=None)
         if owner is not None and self.differ((owner, "output gradient")):
@@ -162,7 +162,7 @@ class Observations:
         return owner if owner is not None and _is_inside(owner, inner[-1]) else inner[-1]
 
     def _caller(self, name: str) -> str:
-        """The module around it that has a forward."""
+        """Return the module around it that has a forward."""
         name = name.rpartition(".")[0]
         while name and (name, "output") not in self.whole.events:
             name = name.rpartition(".")[0]

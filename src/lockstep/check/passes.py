@@ -36,7 +36,7 @@ class ComparedBatch:
     targets: Sequence[object] = ()
 
     def detached(self, device: torch.device | None = None) -> ComparedBatch:
-        """The same values apart from every graph, maybe on another device."""
+        """Return the same values apart from every graph, maybe on another device."""
 
         def copy(tensor: Tensor) -> Tensor:
             return tensor.detach().clone().to(device or tensor.device).requires_grad_(tensor.requires_grad)
@@ -94,7 +94,7 @@ def run_pass(
 
 @contextmanager
 def in_full_precision(model: nn.Module) -> Iterator[None]:
-    """Forwards of prepared models compute in the type of their weights inside, whatever ``mixed_precision`` is."""
+    """Let prepared models compute in the type of their weights inside, whatever ``mixed_precision`` is."""
     changed = [module for module in model.modules() if isinstance(module, AutocastForward)]
     settings = [module._autocast_settings for module in changed]
     for module, (precision, device, options) in zip(changed, settings, strict=True):
@@ -112,7 +112,7 @@ def _full_tensor(output: Tensor) -> Tensor:
 
 
 def _combination(outputs: Iterable[Tensor]) -> Tensor | None:
-    """A mean of all numbers in the outputs, weighted by place."""
+    """Return a mean of all numbers in the outputs, weighted by place."""
     terms = [
         # A sum of n such terms grows as the root of n: so each output has about the same say.
         (output * _weights(output)).sum() / math.sqrt(max(output.numel(), 1))
@@ -177,7 +177,7 @@ class Chunks:
 
     @contextmanager
     def split(self, batch: ComparedBatch) -> Iterator[ComparedBatch]:
-        """This rank's part of a whole batch, as if it were in ``buffers``."""
+        """Give this rank's part of a whole batch, as if it were in ``buffers``."""
         region = self._region
         before = region.split, region.split_dims, region.split_length
         wholes: dict[int, Tensor] = {}
@@ -201,7 +201,7 @@ class Chunks:
             region.split, region.split_dims, region.split_length = before
 
     def joined(self, output: object, shapes: Mapping[str, tuple[int, ...]]) -> object:
-        """The model's output with whole tensors, which have these ``shapes``. Collective."""
+        """Return the model's output with whole tensors, which have these ``shapes``. Collective."""
 
         def join(path: str, leaf: object) -> object:
             if not isinstance(leaf, Tensor) or leaf.is_nested:
@@ -218,7 +218,7 @@ class Chunks:
         return map_leaves(join, output)
 
     def _weighed(self, loss: Tensor) -> Tensor:
-        """A rank's mean over its labels as its part in the mean over all, times the number of ranks. Collective."""
+        """Return a rank's mean over its labels as its part in the mean over all, times the ranks. Collective."""
         if self._labels is None:
             return loss
         group = self._region.layout.group
@@ -241,7 +241,7 @@ def _scaled(batch: ComparedBatch, factor: float) -> ComparedBatch:
 
 
 def _mean_over(number: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The ranks' mean, with the gradient of this rank's."""
+    """Return the ranks' mean, with the gradient of this rank's."""
     mean = number.detach().clone()
     dist.all_reduce(mean, group=group)
     # Constant for autograd: the ranks' gradients are averaged when they are reduced.

@@ -73,6 +73,8 @@ class Reference:
 
     def check_memory(self, device: torch.device) -> None:
         """
+        Check that weights and gradients fit.
+
         Raises:
             UsageError: weights and gradients do not fit into the memory of ``device``.
         """
@@ -90,7 +92,7 @@ class Reference:
     def filled(
         self, weights: Mapping[str, Tensor], trained: Mapping[str, bool], device: torch.device
     ) -> Iterator[nn.Module]:
-        """The model with these weights and buffers (by full name) inside, on ``device``; afterwards without any."""
+        """Give the model with these weights and buffers (by full name), on ``device``; afterwards it has none."""
         made: dict[int, nn.Parameter] = {}
         empty: list[tuple[dict[str, object], str, nn.Parameter]] = []
         buffers: list[tuple[dict[str, object], str, object]] = []

@@ -62,7 +62,7 @@ STATE_REMEDY = (
 
 
 def verified(model: str, parallel: object, when: str, comparison: Comparison) -> str:
-    """The line for a split that is right."""
+    """Return the line for a split that is right."""
     what = "loss" if comparison.has_loss else "outputs"
     return (
         f"{model} with parallel='{parallel}' was verified {when}: {what} and {comparison.gradients} "
@@ -71,7 +71,7 @@ def verified(model: str, parallel: object, when: str, comparison: Comparison) ->
 
 
 def not_verified(model: str, parallel: object, reason: str) -> str:
-    """The line where nothing can be compared."""
+    """Return the line where nothing can be compared."""
     return (
         f"{model} with parallel='{parallel}' could not be verified on the first batch: {reason} To turn this "
         "message off, pass verify='off'."
@@ -164,7 +164,7 @@ def _shown(value: object) -> str:
 
 
 def causes_of(error: BaseException) -> list[BaseException]:
-    """The error, and what it came of, step by step."""
+    """Return the error, and what it came of, step by step."""
     found = [error]
     while found[-1].__cause__ is not None:
         found.append(found[-1].__cause__)
@@ -172,7 +172,7 @@ def causes_of(error: BaseException) -> list[BaseException]:
 
 
 def module_of(error: BaseException, model: nn.Module) -> str | None:
-    """The innermost module whose method raised, as a text; of one that only other ranks hold, its class."""
+    """Return the innermost module whose method raised, as a text; of one that only other ranks hold, its class."""
     names = {id(module): f"module '{name}'" for name, module in model.named_modules() if name}
     found = None
     for frame, _ in traceback.walk_tb(error.__traceback__):

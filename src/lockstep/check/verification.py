@@ -169,7 +169,7 @@ class Verification:
     def _compared_twice(
         self, model: nn.Module, batch: ComparedBatch, chunks: Chunks | None
     ) -> tuple[Comparison | None, str]:
-        """The second time only to see where a difference begins; everything is put back."""
+        """Compare, and if something differs again to see where that begins; everything is put back."""
         snapshot = Snapshot(model)
         before = numbers(model)
         with self._apart(model), ExitStack() as undo, BeforeWrites(snapshot.before_write):

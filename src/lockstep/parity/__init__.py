@@ -12,5 +12,15 @@ if not TYPE_CHECKING:
             "reference": ["ReferenceRun", "keep", "kept_in", "refuse_other_run"],
             "runs": ["CheckedProgram", "CouldNotRun", "RunArtifacts", "ScriptRun"],
             "spec": ["ProcessFacts", "RunSpec"],
+            "text": [
+                "distances",
+                "named",
+                "remarks",
+                "rows",
+                "sentence",
+                "sentence_of_repeat",
+                "TITLES",
+                "to_json",
+            ],
         },
     )

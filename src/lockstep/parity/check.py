@@ -15,7 +15,6 @@ from lockstep.parity.judge.facts import RankFacts, RunFacts
 from lockstep.parity.judge.tolerance import Tolerance, tolerance_of
 from lockstep.parity.judge.verdict import Fault, Mismatch, ParityVerdict
 from lockstep.parity.reference import ReferenceRun, keep, kept_in, refuse_other_run
-from lockstep.parity.report.text import sentence_of_repeat
 from lockstep.parity.runs import (
     CheckedProgram,
     CouldNotRun,
@@ -27,6 +26,7 @@ from lockstep.parity.runs import (
     following,
 )
 from lockstep.parity.spec import ProcessFacts, Role, RunSpec
+from lockstep.parity.text import sentence_of_repeat
 from lockstep.parity.trace.file import Trace, join_traces
 from lockstep.parity.trace.items import ItemKind
 from lockstep.parity.trace.measure import Measured
@@ -52,7 +52,10 @@ WHOLE_BATCH = {
     "unknown": "One batch of all of them was not compared: they cannot be joined, or the script refuses it.",
 }
 COMPUTED_FROM_BATCH = {ItemKind.BATCH, ItemKind.OUTPUT, ItemKind.LOSS}
-DRAWN = {ItemKind.BATCH, ItemKind.WEIGHT, ItemKind.OUTPUT, ItemKind.LOSS, ItemKind.RATE}
+OWN_GENERATOR = (
+    "Does the script draw from a generator of its own with each batch? One process draws for all ranks from one "
+    "sequence: seed it with the number of the batch over all ranks, or use the global one."
+)
 
 
 @dataclass(frozen=True)
@@ -138,12 +141,8 @@ class ParityCheck:
                 "The script picks the rows of each process itself, so one process does not know the rows of the "
                 "others. Let torch's DistributedSampler pick them: sampler=DistributedSampler(data)."
             )
-        if (
-            reference.facts.drawn
-            and verdict.findings
-            and verdict.findings[0].item.kind in COMPUTED_FROM_BATCH
-        ):
-            raise CouldNotRun(self._that_drew(reference.facts))
+        if is_plain and verdict.findings and verdict.findings[0].item.kind in COMPUTED_FROM_BATCH:
+            verdict = replace(verdict, notes=(*verdict.notes, OWN_GENERATOR))
         if request.record is not None:
             keep(reference, request.record)
         if is_plain and verdict.agrees and not request.program.wrapped:
@@ -151,7 +150,7 @@ class ParityCheck:
         return verdict
 
     def _of_whole_batches(self, reference: ReferenceRun) -> str:
-        """What one process computes of the batches of all ranks as one, in words."""
+        """Say whether one process computes the same of the batches of all ranks as one."""
         ranks, name, distance = reference.facts.data_ranks, "", ""
         found = "draws" if reference.facts.draws else "unknown"
         if not reference.facts.draws:
@@ -168,21 +167,8 @@ class ParityCheck:
         words = WHOLE_BATCH[found].format(name=name, distance=distance, ranks=ranks)
         return f"{IN_TURN.format(ranks=ranks)} {words}"
 
-    def _that_drew(self, facts: ProcessFacts) -> str:
-        """Of a script that draws from generators of its own, and a candidate that has other numbers."""
-        own = ", ".join(f"{what} ({where})" for what, where in facts.drawn)
-        others = (
-            "" if self._request.program.wrapped else " Or compare with several processes: --reference ddp."
-        )
-        return (
-            f"The script draws from a generator of its own with each batch, {own}: one process draws the numbers "
-            "of all ranks from one sequence, but on several ranks each rank draws from a sequence of its own. "
-            "Seed the generator before each batch with the number of that batch over all ranks, or draw from "
-            f"the global generator.{others}"
-        )
-
     def _compared(self, reference: ReferenceRun, notes: tuple[str, ...] = ()) -> ParityVerdict:
-        """The candidate, beside a reference."""
+        """Run the candidate and compare it with a reference."""
         request = self._request
         self._tell(f"candidate: {request.nproc} processes")
         folder = self._folder()
@@ -266,11 +252,7 @@ class ParityCheck:
         verdict = judge_repeat(trace, repeat.measured(), RunFacts(data_ranks=facts.data_ranks))
         if verdict.agrees:
             return
-        sentence = sentence_of_repeat(verdict)
-        sources = {what: where for one in (facts, *repeat.facts) for what, where in one.unrepeatable}
-        if sources and verdict.findings[0].item.kind in DRAWN:
-            sentence += " It uses " + ", ".join(f"{what} ({where})" for what, where in sources.items()) + "."
-        raise CouldNotRun(sentence)
+        raise CouldNotRun(sentence_of_repeat(verdict))
 
     # Runs -------------------------------------------------------------------------------------------------
 
@@ -327,19 +309,17 @@ class ParityCheck:
 
 
 def _farthest_gradient(left: RunArtifacts, tolerance: Tolerance) -> tuple[float, Measured]:
-    """That of step 1 which is the farthest from the reference, by what is allowed. ValueError: there is none."""
+    """Return that of step 1 which is the farthest from the reference, by what is allowed. ValueError: there is none."""
     gradients = [
         (tolerance[one.item.key].ratio(one.sums), one)
         for one in left.measured()
-        if (one.item.step, one.item.kind) == (1, ItemKind.GRADIENT)
-        and one.item.is_compared
-        and one.item.key in tolerance
+        if (one.item.step, one.item.kind) == (1, ItemKind.GRADIENT) and one.item.key in tolerance
     ]
     return max(gradients, key=lambda one: one[0])
 
 
 def _differs_in(verdict: ParityVerdict) -> ItemKind | None:
-    """What differs first, if it is a learning rate, or the shape of a batch."""
+    """Return what differs first, if it is a learning rate, or the shape of a batch."""
     first = verdict.findings[0] if verdict.findings else None
     if first is None or not (first.item.kind is ItemKind.RATE or _is_other_batch_size(first)):
         return None
@@ -359,7 +339,7 @@ def _is_other_batch_size(finding: Mismatch) -> bool:
 
 
 def _that_failed(left: RunArtifacts) -> str:
-    """A note on a candidate that came to no end, which a difference before that may explain."""
+    """Note that the candidate came to no end, which a difference before that may explain."""
     failed = next((one for one in left.facts if one.failed), None)
     if failed is None:
         return "The candidate did not end in time, so only the steps that it had computed were compared."
@@ -367,7 +347,7 @@ def _that_failed(left: RunArtifacts) -> str:
 
 
 def _that_ended(facts: ProcessFacts) -> str:
-    """A note on a reference that made fewer steps than were asked for."""
+    """Note that the reference made fewer steps than were asked for."""
     if facts.ended:
         return f"Steps end after {facts.made}: {facts.ended}. {FILLED_UP}"
     return f"The script itself makes no more than {count(facts.made, 'step')}."

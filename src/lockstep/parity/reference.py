@@ -39,7 +39,7 @@ def keep(reference: ReferenceRun, path: Path) -> None:
 
 
 def kept_in(path: Path, seed: int, steps: int) -> ReferenceRun:
-    """What ``keep`` has written, for a check with this seed and number of steps.
+    """Return what ``keep`` has written, for a check with this seed and number of steps.
 
     Raises:
         ConfigError: there is no such trace.

@@ -72,7 +72,7 @@ class RunArtifacts:
         return min(one.made for one in self.facts)
 
     def measured(self) -> Iterator[Measured]:
-        """What all its ranks have compared."""
+        """Return what all its ranks have compared."""
         return read_measured(sorted(self.folder.glob("measured-*.jsonl")))
 
 
@@ -80,7 +80,7 @@ class StartedRun(Protocol):
     """A run that was started."""
 
     def wait(self) -> RunArtifacts:
-        """What it has left. Raises CouldNotRun."""
+        """Wait, and return what it has left. Raises CouldNotRun."""
 
     def end(self) -> None:
         """End its processes, if they still run."""
@@ -120,7 +120,7 @@ class ScriptRun:
         )
 
     def wait(self) -> RunArtifacts:
-        """What it has left.
+        """Wait, and return what it has left.
 
         Raises:
             CouldNotRun: it failed, or took too long.
@@ -190,7 +190,7 @@ def all_of(runs: Sequence[StartedRun]) -> list[RunArtifacts]:
 
 
 def following(spec: RunSpec, role: Role, folder: Path, **changes: object) -> RunSpec:
-    """The specification of another run of the same check."""
+    """Return the specification of another run of the same check."""
     return replace(spec, role=role, folder=str(folder), **changes)  # type: ignore[arg-type]
 
 

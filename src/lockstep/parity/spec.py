@@ -76,16 +76,12 @@ class ProcessFacts:
         parallel: The words for models that hold in the candidate.
         accumulation: Micro-batches for each step, as the script asked.
         notes: Sentences on what was changed or seen.
-        unrepeatable: What the script draws or reads that another run does not: (what, where).
-        drawn: Generators of its own that the script draws from with each batch, in the place of several ranks:
-            (what, where).
         ended: Why there are no more steps.
         sets_rate: Whether the script changes learning rates without a scheduler.
         failed: The error that ended the script.
         seed: Of the run.
         steps_asked: Optimizer steps after which it was to end.
         drops_out: Whether dropout was left on.
-        broadcast: Before which forwards ranks take rank 0's buffers, as ``BufferBroadcast`` has it; "": not known.
         knows_rows: Whether one process can tell which rows each of several ranks would have read.
         refused: Why one process cannot stand for several ranks, and what to do.
         draws: Whether random numbers were drawn between a batch and its backward.
@@ -100,15 +96,12 @@ class ProcessFacts:
     mixed_precision: str = "no"
     accumulation: int = 1
     notes: tuple[str, ...] = ()
-    unrepeatable: tuple[tuple[str, str], ...] = ()
-    drawn: tuple[tuple[str, str], ...] = ()
     ended: str = ""
     sets_rate: bool = False
     failed: str = ""
     seed: int = 0
     steps_asked: int = 0
     drops_out: bool = True
-    broadcast: str = ""
     knows_rows: bool = True
     refused: str = ""
     draws: bool = False
@@ -141,5 +134,5 @@ class ProcessFacts:
 
     @classmethod
     def of(cls, fields: JsonObject) -> ProcessFacts:
-        """What ``to_json`` made. Raises ValueError: a value is of another kind."""
+        """Return what ``to_json`` made. Raises ValueError: a value is of another kind."""
         return validated(cls, fields, "facts")

@@ -30,7 +30,7 @@ _KERNELS = "the kernels: set torch.use_deterministic_algorithms(True)"
 
 
 def sentence(verdict: ParityVerdict) -> str:
-    """The answer."""
+    """Return the answer."""
     facts = verdict.facts
     if verdict.agrees:
         return _agreement(verdict)
@@ -46,7 +46,7 @@ def sentence(verdict: ParityVerdict) -> str:
 
 
 def sentence_of_repeat(verdict: ParityVerdict) -> str:
-    """The answer where two runs of the reference were compared."""
+    """Return the answer where two runs of the reference were compared."""
     if verdict.agrees:
         return f"Two reference runs are equal bit for bit: {count(len(verdict.ratios), 'tensor')}."
     first = verdict.findings[0]
@@ -62,11 +62,10 @@ def place(item: TraceItem) -> str:
 
 
 def named(item: TraceItem, facts: RunFacts) -> str:
-    """The gradient of `blocks.3.weight`."""
+    """Name an item: the gradient of `blocks.3.weight`."""
     where = [f"call {item.call + 1}"] if item.call else []
     if item.kind.is_of_micro_batch:
         where += [f"micro-batch {item.micro_batch}"] if facts.accumulation_steps > 1 else []
-    if item.kind.is_of_micro_batch or item.kind is ItemKind.BUFFER:
         where += [f"data rank {item.data_rank}"] if item.data_rank >= 0 and facts.data_ranks > 1 else []
     location = f" ({', '.join(where)})" if where else ""
     path = f"[{item.path}]" if item.path else ""
@@ -77,7 +76,7 @@ def named(item: TraceItem, facts: RunFacts) -> str:
 
 
 def described(finding: Mismatch, facts: RunFacts) -> str:
-    """What is wrong, as a clause."""
+    """Say what is wrong, as a clause."""
     if finding.fault is Fault.STEP:
         return f"only the {'candidate' if finding.distance == 0 else 'reference'} made this step"
     ranks = f" on {of_ranks(finding.ranks)}" if set(finding.ranks) != set(finding.holders) else ""
@@ -94,7 +93,7 @@ def described(finding: Mismatch, facts: RunFacts) -> str:
 
 
 def rows(verdict: ParityVerdict, most: int = MOST_ROWS) -> list[tuple[str, ...]]:
-    """The findings, first the first: cells below ``TITLES``."""
+    """Return the findings, first the first: cells below ``TITLES``."""
     return [
         (
             str(one.item.step),
@@ -108,6 +107,21 @@ def rows(verdict: ParityVerdict, most: int = MOST_ROWS) -> list[tuple[str, ...]]
         )
         for one in verdict.findings[:most]
     ]
+
+
+def distances(verdict: ParityVerdict) -> tuple[list[str], list[tuple[str, ...]]]:
+    """Return the steps, and for each phase the largest distance in each step, by what is allowed."""
+    largest: dict[str, dict[str, float]] = {}
+    steps: dict[str, None] = {}
+    for one in verdict.ratios:
+        step, phase = f"step {one.item.step}", largest.setdefault(one.item.kind.phase, {})
+        steps[step] = None
+        phase[step] = max(one.ratio, phase.get(step, 0.0))
+    table = [
+        (phase, *(two_digits(found[step]) if step in found else "" for step in steps))
+        for phase, found in largest.items()
+    ]
+    return list(steps), table
 
 
 def remarks(verdict: ParityVerdict) -> list[str]:
@@ -132,7 +146,7 @@ def remarks(verdict: ParityVerdict) -> list[str]:
 
 
 def to_json(verdict: ParityVerdict) -> dict[str, object]:
-    """The report as JSON has it; infinite numbers are null.
+    """Return the report as JSON has it; infinite numbers are null.
 
     Keys:
         format: "lockstep check 1".

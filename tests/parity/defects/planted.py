@@ -79,77 +79,6 @@ def gradients_summed(planted: Planted) -> None:
 
 
 @defect
-def gradients_divided_twice(planted: Planted) -> None:
-    def twice(bucket: Any) -> None:
-        _average(bucket.buffer())
-        bucket.buffer().div_(planted.ranks)
-
-    _with_hook(twice)
-
-
-@defect
-def gradients_of_half_the_ranks(planted: Planted) -> None:
-    groups: list[Any] = []
-
-    def half(bucket: Any) -> None:
-        if not groups:
-            groups.extend(dist.new_group([first, first + 1]) for first in range(0, planted.ranks, 2))
-        _average(bucket.buffer(), groups[planted.rank // 2])
-
-    _with_hook(half)
-
-
-@defect
-def gradients_of_two_ranks(planted: Planted) -> None:
-    def first_two(bucket: Any) -> None:
-        bucket.buffer().mul_(planted.rank < 2)
-        dist.all_reduce(bucket.buffer())
-        bucket.buffer().div_(2)
-
-    _with_hook(first_two)
-
-
-@defect
-def one_parameter_not_reduced(planted: Planted) -> None:
-    def all_but_one(bucket: Any) -> None:
-        kept = [
-            (gradient, gradient.clone())
-            for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True)
-            if parameter.shape == (24, 12)
-        ]
-        _average(bucket.buffer())
-        for gradient, own in kept:
-            gradient.copy_(own)
-
-    _with_hook(all_but_one)
-
-
-@defect
-def gradients_reduced_in_bf16(planted: Planted) -> None:
-    def rounded(bucket: Any) -> None:
-        half = bucket.buffer().bfloat16()
-        _average(half)
-        bucket.buffer().copy_(half)
-
-    _with_hook(rounded)
-
-
-@defect
-def first_ranks_gradients_broadcast(planted: Planted) -> None:
-    _with_hook(lambda bucket: dist.broadcast(bucket.buffer(), 0))
-
-
-@defect
-def one_rank_adds_nothing(planted: Planted) -> None:
-    def without_last(bucket: Any) -> None:
-        if planted.rank == planted.ranks - 1:
-            bucket.buffer().zero_()
-        _average(bucket.buffer())
-
-    _with_hook(without_last)
-
-
-@defect
 def two_gradients_of_a_bucket_swapped(planted: Planted) -> None:
     def swapped(bucket: Any) -> None:
         _average(bucket.buffer())
@@ -191,22 +120,6 @@ def losses_not_divided_by_the_accumulation_steps(planted: Planted) -> None:
 
 
 @defect
-def one_micro_batch_too_few(planted: Planted) -> None:
-    def prepared(accelerator: Any, model: nn.Module, optimizer: Any) -> None:
-        backward = accelerator.backward
-
-        def forgets(loss: Tensor, **kwargs: Any) -> None:
-            if accelerator.sync_gradients:
-                for parameter in model.parameters():
-                    parameter.grad = None
-            backward(loss, **kwargs)
-
-        accelerator.backward = forgets
-
-    planted.on_prepared = prepared
-
-
-@defect
 def gradients_not_set_to_zero(planted: Planted) -> None:
     def prepared(accelerator: Any, model: nn.Module, optimizer: Any) -> None:
         optimizer.zero_grad = lambda *args, **kwargs: None
@@ -235,19 +148,6 @@ def _changed_before_clipping(change: Callable[[int, list[nn.Parameter]], None]) 
     return planting
 
 
-def _scaled(factor: float, first_step: int = 1) -> Planting:
-    def change(step: int, parameters: list[nn.Parameter]) -> None:
-        for parameter in parameters:
-            if step >= first_step and parameter.grad is not None:
-                parameter.grad.mul_(factor)
-
-    return _changed_before_clipping(change)
-
-
-DEFECTS["scale_of_the_loss_left_in"] = _scaled(65536.0)
-DEFECTS["stale_scale_of_the_loss"] = _scaled(2.0, first_step=2)
-
-
 @defect
 def gradients_zero_on_one_rank(planted: Planted) -> None:
     def change(step: int, parameters: list[nn.Parameter]) -> None:
@@ -256,22 +156,6 @@ def gradients_zero_on_one_rank(planted: Planted) -> None:
                 parameter.grad.zero_()  # type: ignore[union-attr]
 
     _changed_before_clipping(change)(planted)
-
-
-@defect
-def weight_decay_in_the_gradient(planted: Planted) -> None:
-    def change(step: int, parameters: list[nn.Parameter]) -> None:
-        for parameter in parameters:
-            parameter.grad.add_(parameter.detach(), alpha=0.1)  # type: ignore[union-attr]
-
-    _changed_before_clipping(change)(planted)
-
-
-@defect
-def weights_of_losses_not_summed(planted: Planted) -> None:
-    from lockstep.train import WeightedMean
-
-    getmodule(WeightedMean).dist = _Changed(dist, all_reduce=lambda *args, **kwargs: None)
 
 
 class _Changed:
@@ -305,49 +189,11 @@ def _reduce_scatter(change: Callable[..., None]) -> None:
 
 
 @defect
-def shards_not_reduced(planted: Planted) -> None:
-    def own(reduce: Any, output: Tensor, given: Tensor, group: Any) -> None:
-        output.copy_(given.chunk(group.size())[group.rank()])
-
-    _reduce_scatter(own)
-
-
-@defect
-def shards_summed(planted: Planted) -> None:
-    _reduce_scatter(lambda reduce, output, given, group: reduce(given, dist.ReduceOp.SUM))
-
-
-@defect
-def shards_divided_twice(planted: Planted) -> None:
-    def twice(reduce: Any, output: Tensor, given: Tensor, group: Any) -> None:
-        reduce(given)
-        output.div_(group.size())
-
-    _reduce_scatter(twice)
-
-
-@defect
 def shards_swapped(planted: Planted) -> None:
     def swapped(reduce: Any, output: Tensor, given: Tensor, group: Any) -> None:
         reduce(given.view(group.size(), -1).flip(0).reshape(-1))
 
     _reduce_scatter(swapped)
-
-
-@defect
-def shards_reduced_in_bf16(planted: Planted) -> None:
-    def rounded(reduce: Any, output: Tensor, given: Tensor, group: Any) -> None:
-        reduce(given.bfloat16().to(given.dtype))
-        output.copy_(output.bfloat16())
-
-    _reduce_scatter(rounded)
-
-
-@defect
-def replicas_not_reduced(planted: Planted) -> None:
-    from torch.distributed.fsdp._fully_shard import _fsdp_collectives
-
-    _fsdp_collectives.dist = _Changed(dist, all_reduce=lambda *args, **kwargs: None)
 
 
 @defect
@@ -375,15 +221,6 @@ def norm_of_one_shard(planted: Planted) -> None:
     clipping.total_norm = lambda gradients, *args: total([local(one) for one in gradients], *args)
 
 
-@defect
-def not_clipped_on_one_rank(planted: Planted) -> None:
-    from lockstep.train import clip_norm
-
-    clipping = getmodule(clip_norm)
-    if planted.rank == 1:
-        clipping.optimizer = _Changed(clipping.optimizer, scale_offloaded=lambda *args: None)
-
-
 # Optimizer -----------------------------------------------------------------------------------------------
 
 
@@ -398,16 +235,6 @@ def scheduler_steps_twice(planted: Planted) -> None:
         self.steps_per_call *= 2
 
     PreparedScheduler.__init__ = twice
-
-
-@defect
-def rate_times_ranks(planted: Planted) -> None:
-    def made(model: nn.Module, optimizer: Any, scheduler: Any) -> None:
-        for group in optimizer.param_groups:
-            group["lr"] *= planted.ranks
-        scheduler.base_lrs = [rate * planted.ranks for rate in scheduler.base_lrs]
-
-    planted.on_made = made
 
 
 @defect
@@ -448,24 +275,6 @@ def _around_steps(change: Callable[[Planted, nn.Module, Any, int], Callable[[], 
     return planting
 
 
-def _parameters(optimizer: Any) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-@defect
-def step_undone_on_one_rank(planted: Planted) -> None:
-    def change(planted: Planted, model: nn.Module, optimizer: Any, step: int) -> Callable[[], None] | None:
-        before = [parameter.detach().clone() for parameter in _parameters(optimizer)]
-
-        def undo() -> None:
-            for parameter, value in zip(_parameters(optimizer), before, strict=True):
-                parameter.detach().copy_(value)
-
-        return undo if planted.rank == 1 and step == 2 else None
-
-    _around_steps(change)(planted)
-
-
 @defect
 def step_skipped_on_one_rank(planted: Planted) -> None:
     def prepared(accelerator: Any, model: nn.Module, optimizer: Any) -> None:
@@ -479,53 +288,6 @@ def step_skipped_on_one_rank(planted: Planted) -> None:
         optimizer.step = skips
 
     planted.on_prepared = prepared
-
-
-@defect
-def no_weight_decay_on_one_rank(planted: Planted) -> None:
-    def made(model: nn.Module, optimizer: Any, scheduler: Any) -> None:
-        if planted.rank == 1:
-            optimizer.param_groups[0]["weight_decay"] = 0.0
-
-    planted.on_made = made
-
-
-@defect
-def update_of_another_rank_missing(planted: Planted) -> None:
-    """Each rank steps half of the parameters, and rank 1's are not gathered."""
-
-    def change(planted: Planted, model: nn.Module, optimizer: Any, step: int) -> Callable[[], None]:
-        late = _parameters(optimizer)[-2:]
-        before = [parameter.detach().clone() for parameter in late]
-
-        def undo() -> None:
-            for parameter, value in zip(late, before, strict=True):
-                parameter.detach().copy_(value)
-
-        return undo if planted.rank == 0 else lambda: None
-
-    _around_steps(change)(planted)
-
-
-@defect
-def states_in_bf16(planted: Planted) -> None:
-    def change(planted: Planted, model: nn.Module, optimizer: Any, step: int) -> None:
-        for state in optimizer.state.values():
-            state["exp_avg_sq"].copy_(state["exp_avg_sq"].bfloat16())
-
-    _around_steps(change)(planted)
-
-
-@defect
-def weights_in_bf16(planted: Planted) -> None:
-    def change(planted: Planted, model: nn.Module, optimizer: Any, step: int) -> Callable[[], None]:
-        def round_all() -> None:
-            for parameter in _parameters(optimizer):
-                parameter.detach().copy_(parameter.detach().bfloat16())
-
-        return round_all
-
-    _around_steps(change)(planted)
 
 
 # Data, seeds, buffers ------------------------------------------------------------------------------------
@@ -561,43 +323,12 @@ def sample_read_twice(planted: Planted) -> None:
 
 
 @defect
-def batch_read_by_two_ranks(planted: Planted) -> None:
-    def first_ranks(rows: Tensor) -> Tensor:
-        rows = rows.contiguous().clone()
-        dist.broadcast(rows, 0)
-        return rows
-
-    _with_batches(lambda batch: _of_rows(first_ranks, batch))
-
-
-@defect
-def rows_in_another_order(planted: Planted) -> None:
-    _with_batches(lambda batch: _of_rows(lambda rows: rows.flip(0) if planted.rank else rows, batch))
-
-
-@defect
-def batch_read_again(planted: Planted) -> None:
-    kept: list[Any] = []
-
-    def again(batch: Any) -> Any:
-        kept.append(batch)
-        return kept[3] if len(kept) == 5 and planted.rank == 0 else batch
-
-    _with_batches(again)
-
-
-@defect
 def other_weights_on_one_rank(planted: Planted) -> None:
     def prepared(accelerator: Any, model: nn.Module, optimizer: Any) -> None:
         if planted.rank == 1:
             accelerator.unwrap_model(model).inner.weight.detach().add_(0.01)
 
     planted.on_prepared = prepared
-
-
-@defect
-def other_weights_than_with_one_rank(planted: Planted) -> None:
-    torch.manual_seed(4)
 
 
 @defect
@@ -611,25 +342,6 @@ def another_mask_of_dropout(planted: Planted) -> None:
 
 
 @defect
-def no_dropout_on_one_rank(planted: Planted) -> None:
-    def prepared(accelerator: Any, model: nn.Module, optimizer: Any) -> None:
-        if planted.rank == 1:
-            accelerator.unwrap_model(model).drop.p = 0.0
-
-    planted.on_prepared = prepared
-
-
-@defect
-def statistics_averaged_over_ranks(planted: Planted) -> None:
-    def change(planted: Planted, model: nn.Module, optimizer: Any, step: int) -> None:
-        for name, buffer in model.named_buffers():
-            if "running" in name:
-                _average(buffer)
-
-    _around_steps(change)(planted)
-
-
-@defect
 def statistics_in_bf16(planted: Planted) -> None:
     def change(planted: Planted, model: nn.Module, optimizer: Any, step: int) -> None:
         for name, buffer in model.named_buffers():
@@ -637,48 +349,6 @@ def statistics_in_bf16(planted: Planted) -> None:
                 buffer.copy_(buffer.bfloat16())
 
     _around_steps(change)(planted)
-
-
-@defect
-def statistics_of_one_rank_rounded(planted: Planted) -> None:
-    if planted.rank == 1:
-        DEFECTS["statistics_in_bf16"](planted)
-
-
-@defect
-def statistics_never_broadcast(planted: Planted) -> None:
-    from torch.nn.parallel import DistributedDataParallel
-
-    from lockstep.parallel.zero import Sharding
-
-    DistributedDataParallel.will_sync_module_buffers = lambda self: False  # type: ignore[method-assign]
-    getmodule(Sharding).broadcast_buffers = lambda *args: None
-
-
-@defect
-def statistics_of_the_first_rank_at_each_step(planted: Planted) -> None:
-    def change(planted: Planted, model: nn.Module, optimizer: Any, step: int) -> None:
-        for name, buffer in model.named_buffers():
-            if "running" in name:
-                dist.broadcast(buffer, 0)
-
-    _around_steps(change)(planted)
-
-
-@defect
-def statistics_counted_twice(planted: Planted) -> None:
-    def made(model: nn.Module, optimizer: Any, scheduler: Any) -> None:
-        model.batch_norm.momentum = 0.19  # that of two updates by 0.1
-
-    planted.on_made = made
-
-
-@defect
-def recomputed_with_another_mask(planted: Planted) -> None:
-    from transformers import modeling_utils
-
-    checkpoint = modeling_utils.checkpoint
-    modeling_utils.checkpoint = lambda *args, **kwargs: checkpoint(*args, **kwargs, preserve_rng_state=False)
 
 
 # Tensor and sequence parallel ----------------------------------------------------------------------------
@@ -693,43 +363,8 @@ def _function(name: str, side: str, change: Callable[..., Any]) -> None:
 
 
 @defect
-def parts_of_rows_not_summed(planted: Planted) -> None:
-    _function("_Reduce", "forward", lambda _: lambda ctx, x, mesh: x.clone())
-
-
-@defect
 def gradients_of_columns_not_summed(planted: Planted) -> None:
     _function("_Copy", "backward", lambda _: lambda ctx, gradient: (gradient, None))
-
-
-@defect
-def gradients_of_rows_summed_again(planted: Planted) -> None:
-    def again(_: Any) -> Any:
-        def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-            return gradient * planted.ranks, None
-
-        return backward
-
-    _function("_Reduce", "backward", again)
-
-
-@defect
-def gradients_of_norms_not_summed(planted: Planted) -> None:
-    from lockstep.parallel.tensor import ParallelModuleSpec
-
-    ParallelModuleSpec.whole_value = lambda self, parameter: parameter.to_local()
-
-
-@defect
-def gradients_of_the_sequence_not_summed(planted: Planted) -> None:
-    def own(_: Any) -> Any:
-        def backward(ctx: Any, gradient: Tensor) -> tuple[Any, None, None]:
-            part = gradient.chunk(ctx.mesh.size(), ctx.dim)[ctx.mesh.get_local_rank()]
-            return part.contiguous(), None, None
-
-        return backward
-
-    _function("_GatherSequence", "backward", own)
 
 
 # Pipelines -----------------------------------------------------------------------------------------------
@@ -747,41 +382,7 @@ def tied_gradient_lost(planted: Planted) -> None:
     _deposit(lambda tensor, group: None)
 
 
-@defect
-def tied_gradient_doubled(planted: Planted) -> None:
-    def twice(tensor: Tensor, group: Any) -> None:
-        dist.all_reduce(tensor, group=group)
-        tensor.mul_(2)
-
-    _deposit(twice)
-
-
-@defect
-def micro_batches_of_stages_summed(planted: Planted) -> None:
-    from lockstep.parallel.pipeline import GradientAccumulator, TrainingCall
-
-    passes = getmodule(TrainingCall)
-    original = passes.run
-
-    def undivided(schedule: Any, micro_batches: int, *args: Any, **kwargs: Any) -> Any:
-        return original(schedule, micro_batches, *args, **kwargs)
-
-    passes.run = undivided
-
-    add = GradientAccumulator.add
-
-    def more(self: Any, gradients: Any, parameters: Any, sums: bool, factor: Any = None) -> None:
-        add(self, gradients, parameters, sums, 2.0 if factor is None else factor * 2)
-
-    GradientAccumulator.add = more
-
-
 # Context parallel ----------------------------------------------------------------------------------------
-
-
-@defect
-def gradients_of_positions_not_averaged(planted: Planted) -> None:
-    _with_hook(lambda bucket: None)
 
 
 @defect
@@ -794,31 +395,6 @@ def loss_of_own_positions_alone(planted: Planted) -> None:
     getmodule(SequenceLayout).reduce_scatter_tensor = alone
 
 
-@defect
-def positions_of_the_first_rank(planted: Planted) -> None:
-    from lockstep.parallel.context import regions_of
-
-    splitter = getmodule(regions_of)._Splitter
-    leaf = splitter._leaf
-
-    def first(self: Any, name: str, value: Any) -> Any:
-        if "position_embeddings" not in name:
-            return leaf(self, name, value)
-        return self.layout.joined(self.layout.shard_of(value, 1), 1)[:, : value.shape[1] // self.layout.size]
-
-    splitter._leaf = first
-
-
-@defect
-def gradients_of_values_doubled(planted: Planted) -> None:
-    from lockstep.parallel.context import ring_attention
-
-    ring = getmodule(ring_attention)
-    folded = ring._folded
-    calls = itertools.count()
-    ring._folded = lambda gradient, groups: folded(gradient, groups) * (1 + next(calls) % 2)
-
-
 # Experts -------------------------------------------------------------------------------------------------
 
 
@@ -828,25 +404,6 @@ def gradients_of_experts_summed(planted: Planted) -> None:
 
     layer = getmodule(MixtureOfExperts)
     layer.ScaledGradient = _Changed(layer.ScaledGradient, apply=lambda tensor, factor: tensor)
-
-
-@defect
-def gradient_of_the_balance_loss_not_summed(planted: Planted) -> None:
-    from lockstep.parallel.expert import SumOverRanks
-
-    SumOverRanks.backward = staticmethod(lambda ctx, gradient: (gradient, None))
-
-
-@defect
-def gradients_of_the_router_not_averaged(planted: Planted) -> None:
-    from lockstep.parallel import GradientAllReduce
-
-    def all_but_routers(message: Tensor, group: Any = None) -> None:
-        own = message.clone()
-        dist.all_reduce(message, group=group)
-        message[1024 : 1024 + 64] = own[1024 : 1024 + 64]
-
-    getmodule(GradientAllReduce).dist = _Changed(dist, all_reduce=all_but_routers)
 
 
 @defect

@@ -59,7 +59,7 @@ class Experts(nn.Module):
         return self.head(self.norm(x + self.mixture(x)))
 
 
-def language_model(tied: bool, dropout: float = 0.0) -> nn.Module:
+def language_model() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return LlamaForCausalLM(
@@ -71,8 +71,7 @@ def language_model(tied: bool, dropout: float = 0.0) -> nn.Module:
             num_attention_heads=4,
             num_key_value_heads=2,
             max_position_embeddings=LENGTH,
-            tie_word_embeddings=tied,
-            attention_dropout=dropout,
+            tie_word_embeddings=True,
             use_cache=False,
         )
     )
@@ -82,17 +81,17 @@ def made(name: str) -> tuple[nn.Module, list[Any]]:
     """A model and its samples."""
     generator = torch.Generator().manual_seed(7)
     count = BATCH * BATCHES
-    if name in ("net", "weighted"):
+    if name == "net":
         x = torch.randn(count, 12, generator=generator)
         return Net(), list(zip(x, torch.randint(5, (count,), generator=generator), strict=True))
     ids = torch.randint(VOCABULARY, (count, LENGTH), generator=generator)
     if name == "experts":
         return Experts(), list(ids)
-    return language_model(name == "tied", 0.1 if name == "dropout" else 0.0), list(ids)
+    return language_model(), list(ids)
 
 
 def loss_of(model: nn.Module, name: str, batch: Any) -> Tensor:
-    if name in ("net", "weighted"):
+    if name == "net":
         return F.cross_entropy(model(batch[0]), batch[1])
     if name == "experts":
         from lockstep.nn import load_balance_loss
@@ -119,8 +118,7 @@ def main(name: str, defect: str) -> None:
         defective.prepared(accelerator, model, optimizer)
     for batch in loader:
         with accelerator.accumulate(model):
-            weight = {"weight": 1.0 + batch[1].sum()} if name == "weighted" else {}
-            accelerator.backward(loss_of(model, name, batch), **weight)
+            accelerator.backward(loss_of(model, name, batch))
             if accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()

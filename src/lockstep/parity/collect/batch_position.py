@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -52,7 +52,7 @@ class BatchPosition:
         self._seeded = _generators()
 
     def prepared(self) -> None:
-        """An object was prepared: what a run draws after it does not depend on what preparing has drawn."""
+        """Note that an object was prepared, so that later random numbers do not depend on what that has drawn."""
         if not self._all_handed:
             self._seed_for(0, -2)
 
@@ -63,7 +63,7 @@ class BatchPosition:
     # What the run tells -----------------------------------------------------------------------------------
 
     def forward_begins(self, model: ParallelModel) -> None:
-        """A prepared ``model`` is called, to be trained."""
+        """Note that a prepared ``model`` is called, to be trained."""
         # Two batches were handed out and none has had its backward: the script reads ahead of its training.
         if self._awaits_backward and self._handed - self._trained > 1:
             self._is_ahead = True
@@ -81,13 +81,13 @@ class BatchPosition:
             self._all_trained += 1
 
     def stepped(self) -> None:
-        """An optimizer has made a step: the next batch is the first of another."""
+        """Note that an optimizer has made a step: the next batch is the first of another."""
         # What was read ahead belongs to the next step.
         self._handed = self._handed - self._trained if self._is_ahead else 0
         self._trained = 0
 
     def clears(self) -> bool:
-        """A script asks to clear gradients: whether that is done."""
+        """Return whether gradients are cleared now that a script asks for it."""
         return True
 
     @property
@@ -100,17 +100,13 @@ class BatchPosition:
         """By what the script divides losses because this process has the batches of so many ranks."""
         return 1
 
-    def buffers_of_ranks(self, model: ParallelModel) -> Mapping[int, Mapping[str, Tensor]]:
-        """The buffers of a model, by name, as each data rank has them; of ranks of which they are known."""
-        return {self.data_rank: dict(model.plain.named_buffers())}
-
     # Batches ----------------------------------------------------------------------------------------------
 
     def _batches_of(self, loader: PreparedLoader, batches: Iterator[object]) -> Iterator[object]:
         return self.batches(batches)
 
     def batches(self, batches: Iterator[object]) -> Iterator[object]:
-        """The batches of a loader, counted."""
+        """Return the batches of a loader, counted."""
         self._handed = self._trained
         for batch in batches:
             if self._is_trained_on():
@@ -144,5 +140,5 @@ class BatchPosition:
 
 
 def _generators() -> Tensor:
-    """The states of torch's generators."""
+    """Return the states of torch's generators."""
     return torch.cat([torch.get_rng_state(), *torch.cuda.get_rng_state_all()])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -31,10 +31,6 @@ class RunCollector(RunObserver):
     Args:
         steps: Optimizer steps after which ``done`` is called.
         done: Ends the run; gets the number of steps that were made.
-
-    Attributes:
-        compares_own_buffers: Whether ranks take those of rank 0 when they do in the reference; if not, those of rank
-            0 alone are compared.
     """
 
     def __init__(self, sink: Sink, steps: int, done: Callable[[int], None]) -> None:
@@ -56,10 +52,9 @@ class RunCollector(RunObserver):
         self._known: set[str] = set()
         self._is_expected = False
         self._has_forward = False
-        self.compares_own_buffers = True
 
     def attach(self, run: ObservedRun, place: BatchPosition, axes: ShardAxes) -> None:
-        """The run has begun: where it stands, and which parts of a model this rank holds."""
+        """Begin: ``place`` is where the run stands, ``axes`` which parts of a model this rank holds."""
         self._run = run
         self.place, self._axes = place, axes
         self._outputs.axes = axes
@@ -100,13 +95,13 @@ class RunCollector(RunObserver):
         self._outputs.batch_comes([tuple(value.shape) for value in tensors.values()])
 
     def forward_comes(self, model: ParallelModel) -> None:
-        """A prepared ``model`` is called, to be trained."""
+        """Note that a prepared ``model`` is called, to be trained."""
         # A pipeline differentiates the script's own loss inside of this call.
         self._outputs.factor = 1.0
         self.place.forward_begins(model)
 
     def forward_ends(self) -> None:
-        """It has returned: a backward may follow."""
+        """Note that it has returned: a backward may follow."""
         self._has_forward = True
 
     def backward_begins(self, loss: Tensor, factor: Tensor | float) -> None:
@@ -182,46 +177,24 @@ class RunCollector(RunObserver):
                 # In the memory of the copy: there is no third tensor of the parameter's size.
                 update = before.neg_().add_(local(parameter).detach())
                 self._add_part(TraceItem(self.step, ItemKind.UPDATE, name), update, parameter)
-        for number, model in enumerate(self._models):
-            of_ranks = self.place.buffers_of_ranks(model)
-            for name in next(iter(of_ranks.values())):
-                copies = {rank: buffers[name] for rank, buffers in of_ranks.items() if name in buffers}
-                for item, values in self._of_buffer(f"{_prefix(number)}{name}", copies):
-                    self._add(item, values)
         self.made += 1
         self._has_gradients = self._was_clipped = False
         self.place.stepped()
+        # Each rank has buffers of its own, and those of the first are saved.
+        has_first = self.place.has_all_ranks or self.place.data_rank == 0
+        for number, model in enumerate(self._models if has_first else ()):
+            for name, buffer in model.plain.named_buffers():
+                self._add(TraceItem(self.made, ItemKind.BUFFER, f"{_prefix(number)}{name}"), buffer)
 
     def _add_gradients(self, kind: ItemKind) -> None:
         # In about the order in which backward has made them.
         for name, parameter in reversed(list(self.named_parameters())):
             if parameter.grad is not None:
-                self._add_gradient(TraceItem(self.step, kind, name), parameter.grad)
-
-    def _add_gradient(self, item: TraceItem, gradient: Tensor) -> None:
-        self._add(item, gradient)
+                self._add(TraceItem(self.step, kind, name), parameter.grad)
 
     def _stepped(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
         parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         return ((name, p) for name, p in self.named_parameters() if id(p) in parameters)
-
-    def _of_buffer(self, name: str, of_ranks: Mapping[int, Tensor]) -> Iterator[tuple[TraceItem, Tensor]]:
-        """A buffer's items: one of each data rank, or one of all where ranks are known to have equal ones."""
-        of_all = TraceItem(self.step, ItemKind.BUFFER, name)
-        first, *others = of_ranks.values()
-        if self._is_expected_of(of_all) or (others and all(torch.equal(first, one) for one in others)):
-            yield of_all, first
-            return
-        is_of_first_alone = self._is_expected_of(of_all._replace(data_rank=0))
-        for rank, values in of_ranks.items():
-            if rank > 0 and not self.compares_own_buffers:
-                return
-            item = of_all._replace(data_rank=rank)
-            if self._is_expected_of(item) or not is_of_first_alone:
-                yield item, values
-
-    def _is_expected_of(self, item: TraceItem) -> bool:
-        return self._sink.expected_shape(item) is not None
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Of all models."""
@@ -236,8 +209,8 @@ class RunCollector(RunObserver):
     def _item(self, kind: ItemKind, name: str, call: int = 0, path: str = "") -> TraceItem:
         return TraceItem(self.step, kind, name, self.place.micro_batch, self.place.data_rank, call, path)
 
-    def _add(self, item: TraceItem, tensor: Tensor, part: int = 0, pieces: int = 1) -> None:
-        found = region(tensor, self._sink.expected_shape(item), self._axes, part, self._outputs.rows, pieces)
+    def _add(self, item: TraceItem, tensor: Tensor, part: int = 0) -> None:
+        found = region(tensor, self._sink.expected_shape(item), self._axes, part, self._outputs.rows)
         if found is not None:
             self._sink.add(item, local(tensor.detach()), *found)
 

@@ -21,8 +21,8 @@ from lockstep.parity.trace.sinks import Sink
 from lockstep.torch_internals import autograd as torch_autograd
 from lockstep.torch_internals import modules as torch_modules
 
-AddPart = Callable[[TraceItem, Tensor, int, int], None]
-"""Gets an item, what this rank has of it, which micro-batch of a pipeline that is, and of how many pieces it is."""
+AddPart = Callable[[TraceItem, Tensor, int], None]
+"""Gets an item, what this rank has of it, and which micro-batch of a pipeline that is."""
 
 
 class ModuleOutputs:
@@ -49,7 +49,7 @@ class ModuleOutputs:
         self.factor: Tensor | float = 1.0
 
     def batch_comes(self, shapes: Sequence[tuple[int, ...]]) -> None:
-        """A batch of tensors of these shapes will be trained on."""
+        """Note that a batch of tensors of these shapes will be trained on."""
         self.rows = next((shape[0] for shape in shapes if shape), 1)
         self._first_sizes = {prod(shape[:dims]) for shape in shapes for dims in range(1, len(shape) + 1)}
 
@@ -59,8 +59,8 @@ class ModuleOutputs:
             if not is_ours(module) or isinstance(module, MixtureOfExperts):
                 module.register_forward_hook(_AfterModule(self, f"{prefix}{name}".rstrip("."), model))
 
-    def come(self, name: str, output: object, model: ParallelModel, pieces: int = 1) -> None:
-        """A module of ``model`` has returned ``output``, whose features are so many ``pieces``."""
+    def come(self, name: str, output: object, model: ParallelModel) -> None:
+        """Note that a module of ``model`` has returned ``output``."""
         part, is_cut = model.micro_batch, model.runs_micro_batches
         if part is None:
             return
@@ -78,7 +78,7 @@ class ModuleOutputs:
             item = item._replace(call=call, path=path)
             if (is_cut or self.axes.cp[0] > 1) and not self._is_of_rows(item):
                 continue
-            self._add(item, tensor, part, pieces)
+            self._add(item, tensor, part)
             cuts = self.axes.cuts_positions(tuple(tensor.shape), self._sink.expected_shape(item))
             if cuts:
                 self._cut_in = batch
@@ -91,9 +91,7 @@ class ModuleOutputs:
                 continue
             # In front of what is cut along the sequence each rank has an addend of the gradient.
             if tensor.requires_grad and (cuts or self.axes.cp[0] == 1 or self._cut_in == batch):
-                tensor.register_hook(
-                    _OnGradient(self, item._replace(kind=ItemKind.OUTPUT_GRADIENT), part, pieces)
-                )
+                tensor.register_hook(_OnGradient(self, item._replace(kind=ItemKind.OUTPUT_GRADIENT), part))
 
     def _is_of_rows(self, item: TraceItem) -> bool:
         """Whether a part of the batch has that part of an output; what goes to an expert has any rows."""
@@ -102,14 +100,14 @@ class ModuleOutputs:
             return True
         return expected[0] == 1 or expected[0] in self._first_sizes
 
-    def gradient_comes(self, item: TraceItem, gradient: Tensor, part: int, pieces: int) -> None:
-        """The gradient of an output, of its shape; ``part``: which micro-batch of a pipeline."""
+    def gradient_comes(self, item: TraceItem, gradient: Tensor, part: int) -> None:
+        """Add the gradient of an output, of its shape; ``part``: which micro-batch of a pipeline."""
         factor, shape = self.factor, self._sink.expected_shape(item)
         if self.axes.cuts_positions(tuple(gradient.shape), shape):
             # Each of these ranks computes the whole loss, and the mean over them is taken of parameters' gradients.
             factor = factor * self.axes.cp[0]
         is_plain = isinstance(factor, (int, float)) and factor == 1
-        self._add(item, gradient if is_plain else gradient / factor, part, pieces)
+        self._add(item, gradient if is_plain else gradient / factor, part)
 
 
 class _AfterModule(UncopiedHook):
@@ -122,27 +120,26 @@ class _AfterModule(UncopiedHook):
 
     def __call__(self, module: nn.Module, args: object, output: object) -> None:
         # A block that is computed once more in backward was seen in its forward.
-        if torch.is_grad_enabled() and not torch_autograd.is_in_backward():
-            self._outputs.come(self._name, output, self._model, _pieces(module))
+        if torch.is_grad_enabled() and not torch_autograd.is_in_backward() and not _is_fused(module):
+            self._outputs.come(self._name, output, self._model)
 
 
 class _OnGradient:
     """A hook of an output: its gradient comes."""
 
-    def __init__(self, outputs: ModuleOutputs, item: TraceItem, part: int, pieces: int) -> None:
+    def __init__(self, outputs: ModuleOutputs, item: TraceItem, part: int) -> None:
         self._outputs = outputs
         self._item = item
         self._part = part
-        self._pieces = pieces
 
     def __call__(self, gradient: Tensor) -> None:
-        self._outputs.gradient_comes(self._item, gradient, self._part, self._pieces)
+        self._outputs.gradient_comes(self._item, gradient, self._part)
 
 
-def _pieces(module: nn.Module) -> int:
-    """Of how many pieces the features of a layer are, such as a fused query, key and value that tp splits."""
-    placements = getattr(torch_modules.parameters_of(module).get("weight"), "placements", ())
-    return int(getattr(placements[-1], "split_factor", 1)) if placements else 1
+def _is_fused(module: nn.Module) -> bool:
+    """Whether tp splits each of several parts of a layer, such as query, key and value: ranks have no one region."""
+    placements = getattr(torch_modules.parameters_of(module).get("weight"), "placements", None)
+    return bool(placements and getattr(placements[-1], "split_factor", 1) > 1)
 
 
 def _has_values(tensor: Tensor) -> bool:

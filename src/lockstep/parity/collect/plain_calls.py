@@ -20,7 +20,7 @@ class BackwardSeer(Protocol):
     place: BatchPosition
 
     def plain_backward(self, loss: Tensor) -> float | None:
-        """A backward of ``loss``, of any shape: what it is to be multiplied by; None: ``Accelerator`` has done it."""
+        """Return by what a ``loss``, of any shape, is to be multiplied; None: ``Accelerator`` has done it."""
 
 
 def see_backward(seer: BackwardSeer) -> Callable[[], None]:

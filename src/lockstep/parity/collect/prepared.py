@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.config.options import Options
 from lockstep.config.parallel import Parallel
@@ -18,7 +16,6 @@ from lockstep.model.changes import UncopiedHook
 from lockstep.parallel.determinism import WithoutDropout, without_dropout
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parity.collect.batch_position import BatchPosition
-from lockstep.parity.collect.each_rank import BufferBroadcast, Sharing, collate_for_ranks
 from lockstep.parity.collect.plain_calls import step_schedulers_when
 from lockstep.parity.collect.process import ProcessRun
 from lockstep.parity.collect.reported_ranks import report_length, report_ranks
@@ -41,7 +38,6 @@ from lockstep.parity.trace.regions import ShardAxes
 from lockstep.preparation.observers import ObservedRun
 from lockstep.runtime.step import StepState
 from lockstep.script.inside import of_one_process
-from lockstep.torch_internals import modules as torch_modules
 
 AXES = ("pp", "replicate", "shard", "cp", "tp")
 NO_DROPOUT = (
@@ -85,10 +81,7 @@ class PreparedRun(ProcessRun):
         parallel = replace(parallel, verify="off") if hasattr(parallel, "verify") else parallel
         self._has_turns = spec.is_alone and axes.data > 1 and spec.role is not Role.WHOLE
         self._window = accumulate_more(axes.data) if self._has_turns else 0
-        self._broadcast = _broadcast(parallel, options)
-        self._facts = replace(self._facts, broadcast=self._broadcast.value)
-        known = self._sink.facts.get("broadcast", self._broadcast.value)
-        self.compares_own_buffers = known == self._broadcast.value or self._facts.accumulation == 1
+        self._broadcasts = options.ddp.broadcast_buffers
         if spec.tells_ranks:
             self.restores.append(report_ranks(spec.ranks))
         if not spec.is_alone:
@@ -107,9 +100,7 @@ class PreparedRun(ProcessRun):
         if self._spec.role is Role.WHOLE:
             place = WholeBatches(turns)
         elif self._has_turns:
-            place = (
-                AccumulatedRanks(turns, self._window) if self._window else VirtualRanks(turns, run.optimizers)
-            )
+            place = AccumulatedRanks(turns) if self._window else VirtualRanks(turns, run.optimizers)
         else:
             place = BatchPosition(meshes.data_rank, run.models, seed)
             sizes = {name: int(getattr(meshes.axes, name)) for name in AXES}
@@ -128,8 +119,6 @@ class PreparedRun(ProcessRun):
         super().loader_prepared(loader)
         if self._spec.tells_ranks:
             report_length(loader, self._facts.data_ranks)
-        if self.place.has_all_ranks and self._splits_batches:
-            collate_for_ranks(loader, self._facts.data_ranks)
 
     def model_prepared(self, model: ParallelModel) -> None:
         if not self._facts.drops_out:
@@ -139,7 +128,7 @@ class PreparedRun(ProcessRun):
             if self._shares_routing:
                 refuse_shared_routing(model, self.refuse)
         if isinstance(self.place, SequentialRanks):
-            self._share_buffers(model, self.place)
+            self.place.buffers.share(model, self._broadcasts)
         super().model_prepared(model)
 
     def checkpoint_loaded(self, path: str) -> None:
@@ -152,46 +141,6 @@ class PreparedRun(ProcessRun):
     def trains_alone(self) -> None:
         if self.place.has_all_ranks:
             self.refuse(ALONE)
-
-    def _share_buffers(self, model: ParallelModel, place: SequentialRanks) -> None:
-        sharing, no_sync = Sharing(self._broadcast), model.no_sync
-        if isinstance(model.module, DistributedDataParallel):
-            sharing = Sharing(BufferBroadcast.UNKNOWN)
-        elif self._broadcast is BufferBroadcast.WITH_AVERAGE:
-            sharing = Sharing(self._broadcast, _is_synchronised(model))
-        place.buffers.share(model, sharing)
-        if self._window:
-            return
-
-        def noted(inside_window: bool = False) -> AbstractContextManager[object]:
-            # The script calls no_sync itself: from here on it is not known which forwards are averaged.
-            if not inside_window:
-                place.buffers.share(model, Sharing(BufferBroadcast.UNKNOWN))
-            return no_sync(inside_window)
-
-        model.no_sync = noted  # type: ignore[method-assign]
-
-
-def _broadcast(parallel: Parallel, options: Options) -> BufferBroadcast:
-    """Before which forwards ranks that train so take the buffers of rank 0."""
-    if parallel.pp > 1:
-        return BufferBroadcast.UNKNOWN
-    if not options.ddp.broadcast_buffers:
-        return BufferBroadcast.NEVER
-    is_ddp = not parallel.shards and not parallel.divides_weights
-    return BufferBroadcast.AFTER_AVERAGE if is_ddp else BufferBroadcast.WITH_AVERAGE
-
-
-def _is_synchronised(model: ParallelModel) -> Callable[[str], bool]:
-    """Which buffers of a model, by name, ZeRO broadcasts."""
-    # Imported here, because torch's sharding takes most of a second to import.
-    from lockstep.parallel.zero.sharding import synchronised_buffers
-
-    shared = {
-        id(torch_modules.buffers_of(module)[name]) for module, name in synchronised_buffers(model.plain)
-    }
-    names = {name for name, buffer in model.plain.named_buffers() if id(buffer) in shared}
-    return names.__contains__
 
 
 def switch_dropout_off(model: ParallelModel) -> None:

@@ -9,19 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
-from torch import Tensor
-
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parity.collect.collector import RunCollector
 from lockstep.parity.collect.disturb import disturb_inputs, disturb_weights
-from lockstep.parity.collect.each_rank import RankGradients
 from lockstep.parity.collect.plain_calls import keep_gradients
-from lockstep.parity.collect.virtual_ranks import SequentialRanks, VirtualRanks
-from lockstep.parity.collect.watch_sources import SourceWatch
+from lockstep.parity.collect.virtual_ranks import VirtualRanks
 from lockstep.parity.judge.tolerance import Tolerance
 from lockstep.parity.spec import ProcessFacts, Role, RunSpec
 from lockstep.parity.trace.file import Trace
-from lockstep.parity.trace.items import ItemKind, TraceItem
 from lockstep.parity.trace.sinks import Recording, Sink, TraceComparison
 
 
@@ -38,13 +33,10 @@ class ProcessRun(RunCollector):
 
     instead = "Compare with several processes instead: --reference ddp."
 
-    def __init__(self, spec: RunSpec, rank: int, sources: SourceWatch) -> None:
+    def __init__(self, spec: RunSpec, rank: int) -> None:
         self._spec = spec
-        self._sources = sources
         self._rank = rank
         self._facts = ProcessFacts(rank=rank, seed=spec.seed, steps_asked=spec.steps)
-        self._of_ranks: RankGradients | None = None
-        self._watched: set[str] = set()
         self.restores: list[Callable[[], None]] = []
         super().__init__(_sink(spec, rank), spec.steps, self.all_steps_made)
 
@@ -55,31 +47,6 @@ class ProcessRun(RunCollector):
         if self.place.has_all_ranks:
             keep_gradients(model.module, self.place)
         super().model_prepared(model)
-        if isinstance(self.place, SequentialRanks) and self._spec.role is Role.REFERENCE:
-            self._watch_ranks(model, self.place)
-
-    def _watch_ranks(self, model: ParallelModel, place: SequentialRanks) -> None:
-        """Take note of what each rank adds to gradients."""
-        if self._of_ranks is None:
-            self._of_ranks = RankGradients(place.ranks, lambda: place.data_rank)
-        for name, parameter in self.named_parameters():
-            if name not in self._watched:
-                self._watched.add(name)
-                self._of_ranks.watch(name, parameter)
-
-    def _batch_comes(self, batch: object) -> None:
-        self._sources.generators.batch_comes()
-        super()._batch_comes(batch)
-
-    def _backward_comes(self, loss: Tensor, factor: Tensor | float) -> None:
-        self._sources.generators.backward_comes()
-        super()._backward_comes(loss, factor)
-
-    def _add_gradient(self, item: TraceItem, gradient: Tensor) -> None:
-        super()._add_gradient(item, gradient)
-        if self._of_ranks is not None and item.kind is ItemKind.GRADIENT:
-            for rank, sketch in enumerate(self._of_ranks.of_ranks(item.name, gradient)):
-                self._sink.add(item.of_rank(rank), sketch, tuple(sketch.shape), [])
 
     def note(self, sentence: str) -> None:
         """Have the report say it."""
@@ -100,7 +67,7 @@ class ProcessRun(RunCollector):
         self.end()
 
     def all_steps_made(self, made: int) -> None:
-        """The run has come to its end."""
+        """Come to the end of the run."""
         self.end()
 
     def fail(self, error: BaseException) -> None:
@@ -112,16 +79,7 @@ class ProcessRun(RunCollector):
         """Leave what was found."""
         place = self.place
         sets_rate = isinstance(place, VirtualRanks) and not place.schedulers_asked and self.rates_changed
-        drawn = tuple(self._sources.generators.drawn.items()) if place.has_all_ranks else ()
-        found = self._sources.found
-        facts = replace(
-            self._facts,
-            made=self.made,
-            unrepeatable=found,
-            drawn=drawn,
-            sets_rate=sets_rate,
-            draws=place.draws,
-        )
+        facts = replace(self._facts, made=self.made, sets_rate=sets_rate, draws=place.draws)
         self._sink.close(facts.to_json())
         facts.write(Path(self._spec.folder))
 

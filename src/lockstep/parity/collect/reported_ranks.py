@@ -14,9 +14,6 @@ from torch.distributed import device_mesh
 from lockstep.data.loader import PreparedLoader
 from lockstep.runtime.control import ProcessControl
 
-OF_METRICS = 16
-"""Elements that a script may reduce to report something; more are taken for gradients."""
-
 
 class _ReportingLoader(PreparedLoader):
     """A loader with all ranks' batches, and the length that one rank's has."""
@@ -44,19 +41,11 @@ def report_length(loader: PreparedLoader, ranks: int) -> None:
     vars(loader)["reported_ranks"] = ranks
 
 
-def report_world_size(ranks: int, reduces: Callable[[], None]) -> None:
+def report_world_size(ranks: int) -> None:
     """Let a script that uses ``torch.distributed`` itself be told of so many ranks, where its group has one.
 
-    Libraries that it calls get the group as it is. ``reduces`` is called where it reduces what may be gradients.
+    Libraries that it calls get the group as it is.
     """
-    reduce: Callable[..., object] = dist.all_reduce
-
-    def all_reduce(tensor: torch.Tensor, *args: object, **kwargs: object) -> object:
-        if tensor.numel() > OF_METRICS and _is_of_script(sys._getframe(1)):
-            reduces()
-        return reduce(tensor, *args, **kwargs)
-
-    dist.all_reduce = all_reduce
     size_of = dist.get_world_size
     begin: Callable[..., None] = dist.init_process_group
     mesh_of: Callable[..., object] = device_mesh.init_device_mesh

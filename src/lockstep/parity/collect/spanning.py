@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torch import Tensor, nn
+from torch import nn
 
-from lockstep.model.changes import UncopiedHook
-from lockstep.parallel.expert.layer import MixtureOfExperts, layers
+from lockstep.parallel.expert.layer import layers
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.sync_batchnorm import BATCH_NORMS
 
@@ -41,40 +40,9 @@ def refuse_synchronised_statistics(model: ParallelModel, synchronises: bool, ref
 
 
 def refuse_shared_routing(model: ParallelModel, refuse: Refuse) -> None:
-    """Refuse experts' capacities, and as soon as a loss with them is differentiated their losses."""
-    for name, layer in layers(model.plain):
-        if layer.capacity_factor is not None:
-            refuse(
-                f"`{name}` is a MixtureOfExperts with capacity_factor={layer.capacity_factor:g}: which tokens its "
-                f"experts take depends on the batches of all ranks together, {ONE_AFTER_ANOTHER}."
-            )
-        layer.register_forward_hook(_AfterRouting(name, refuse))
-
-
-class _AfterRouting(UncopiedHook):
-    """A forward hook of a mixture of experts, that has its losses tell when they are differentiated."""
-
-    def __init__(self, name: str, refuse: Refuse) -> None:
-        self._name = name
-        self._refuse = refuse
-
-    def __call__(self, module: MixtureOfExperts, args: object, output: object) -> None:
-        of_loss = {"load-balance loss": module.load.balance_loss, "z-loss": module.load.z_loss}
-        for which, loss in of_loss.items():
-            if loss.requires_grad:
-                loss.register_hook(_OnLoss(f"the {which} of `{self._name}`", self._refuse))
-
-
-class _OnLoss:
-    """A hook of such a loss: its gradient comes."""
-
-    def __init__(self, what: str, refuse: Refuse) -> None:
-        self._what = what
-        self._refuse = refuse
-
-    def __call__(self, gradient: Tensor) -> None:
-        if bool(gradient.any()):
-            self._refuse(
-                f"The script trains with {self._what}, which is that of the batches of all ranks together, "
-                f"{ONE_AFTER_ANOTHER}."
-            )
+    """Refuse a mixture of experts, whose capacities and losses are those of all ranks together."""
+    for name, _ in layers(model.plain):
+        refuse(
+            f"`{name}` is a MixtureOfExperts: the losses of its router, and which tokens fit its experts' capacity, "
+            f"depend on the batches of all ranks together, {ONE_AFTER_ANOTHER}."
+        )

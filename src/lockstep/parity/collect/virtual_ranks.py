@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -13,7 +13,7 @@ from lockstep.comm.tree import concatenate, map_tensors
 from lockstep.data.loader import PreparedLoader
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parity.collect.batch_position import BatchPosition
-from lockstep.parity.collect.each_rank import RankBatches, RankBuffers
+from lockstep.parity.collect.rank_buffers import RankBuffers
 from lockstep.runtime.seed import rng_state, set_rng_state
 from lockstep.runtime.step import BatchCounts, StepState
 from lockstep.words import count
@@ -50,7 +50,7 @@ LEFT = (
 
 
 def batches_for(batches: int, ranks: int) -> str:
-    """What an epoch ends with."""
+    """Return what an epoch ends with."""
     return f"{count(batches, 'batch', 'batches')} for {ranks} ranks"
 
 
@@ -78,20 +78,9 @@ class SequentialRanks(BatchPosition):
     def share(self) -> float:
         return 1 / self.ranks
 
-    def forward_begins(self, model: ParallelModel) -> None:
-        super().forward_begins(model)
-        self.buffers.forward_begins(model, self._is_averaged(model))
-
-    def _is_averaged(self, model: ParallelModel) -> bool:
-        """Whether several ranks would average the gradients of this forward."""
-        return True
-
     def stepped(self) -> None:
         super().stepped()
         self.buffers.stepped()
-
-    def buffers_of_ranks(self, model: ParallelModel) -> Mapping[int, Mapping[str, Tensor]]:
-        return self.buffers.of_ranks(model)
 
     def _batches_of(self, loader: PreparedLoader, batches: Iterator[object]) -> Iterator[object]:
         return self.batches(self._whole_rounds(loader, self._parts_of_ranks(batches)))
@@ -124,9 +113,8 @@ class SequentialRanks(BatchPosition):
 
     def _parts_of_ranks(self, batches: Iterator[object]) -> Iterator[object]:
         for batch in batches:
-            whole, of_ranks = batch if isinstance(batch, RankBatches) else (batch, ())
             if not self._turns.splits_batches or not self._is_trained_on():
-                yield whole
+                yield batch
                 continue
             active, counts = self._state.active, self._state.counts
             for rank in range(self.ranks):
@@ -134,7 +122,7 @@ class SequentialRanks(BatchPosition):
                 if active is not None and counts is not None:
                     rows = counts.rows[0] // self.ranks
                     active.counts = BatchCounts((rows,), (rows,))
-                yield of_ranks[rank] if of_ranks else map_tensors(partial(self._slice, rank), whole)
+                yield map_tensors(partial(self._slice, rank), batch)
 
     def _slice(self, rank: int, tensor: Tensor) -> Tensor:
         return tensor.chunk(self.ranks)[rank]
@@ -159,7 +147,7 @@ class SequentialRanks(BatchPosition):
         super()._begin_batch(number // self.ranks, of_all // self.ranks)
 
     def _turn_to(self, rank: int) -> None:
-        """The next batch is one of ``rank``."""
+        """Let the next batch be one of ``rank``."""
         self.buffers.turn(rank)
         self.data_rank = rank
         self._state.backward_calls = 0
@@ -181,22 +169,11 @@ class WholeBatches(BatchPosition):
 
 
 class AccumulatedRanks(SequentialRanks):
-    """Of a script that was told to accumulate over so many more batches, and divides its losses accordingly.
-
-    Args:
-        window: Batches of each rank in one step.
-    """
-
-    def __init__(self, turns: RanksInTurn, window: int) -> None:
-        super().__init__(turns)
-        self._window = window
+    """Of a script that was told to accumulate over so many more batches, and divides its losses accordingly."""
 
     @property
     def divided(self) -> int:
         return self.ranks
-
-    def _is_averaged(self, model: ParallelModel) -> bool:
-        return self.micro_batch + 1 >= self._window
 
 
 class VirtualRanks(SequentialRanks):
@@ -236,7 +213,7 @@ class VirtualRanks(SequentialRanks):
         super()._hand_out(batch)
 
     def forward_begins(self, model: ParallelModel) -> None:
-        """A prepared model is called, to be trained. Refuses where an optimizer was asked to step on this batch."""
+        """Note a training call of a prepared model. Refuse it where an optimizer was asked to step on this batch."""
         if self._asked:
             self._turns.refuse(
                 f"The script steps an optimizer ({type(self._asked[0]).__name__}) and then trains again on the same "
@@ -253,13 +230,6 @@ class VirtualRanks(SequentialRanks):
             self._state.sync_gradients = steps is not None and number == steps * self.ranks
         else:
             self._state.sync_gradients = self.data_rank == self.ranks - 1
-
-    def _is_averaged(self, model: ParallelModel) -> bool:
-        state = self._state
-        if state.is_in_window:
-            return state.sync_each_batch or self.micro_batch + 1 >= state.accumulation_steps
-        # DDP has this attribute; False inside of its no_sync.
-        return bool(getattr(model.module, "require_backward_grad_sync", True))
 
     def backward_begins(self) -> None:
         super().backward_begins()

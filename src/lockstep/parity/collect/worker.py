@@ -5,13 +5,11 @@ The script is run as it is. What looks on registers before it, and ends the proc
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
 from lockstep.parity.collect.plain_calls import see_backward
 from lockstep.parity.collect.prepared import PreparedRun
-from lockstep.parity.collect.watch_sources import SourceWatch
 from lockstep.parity.collect.wrapped import WrappedRun
 from lockstep.parity.spec import RunSpec
 from lockstep.preparation.observers import RunObserver
@@ -26,13 +24,11 @@ def main(argv: list[str]) -> None:
     spec, program = RunSpec.read(Path(argv[0])), argv[1:]
     if spec.as_accelerate:
         import_as_accelerate()
-    sources = SourceWatch(os.getcwd() if spec.is_module else os.path.dirname(os.path.realpath(program[0])))
-    sources.install()
     rank = process_environment(need_rendezvous=False).rank
     if spec.wrapped:
-        run: PreparedRun | WrappedRun = WrappedRun(spec, rank, sources)
+        run: PreparedRun | WrappedRun = WrappedRun(spec, rank)
     else:
-        run = PreparedRun(spec, rank, sources)
+        run = PreparedRun(spec, rank)
     RunObserver.registered.append(run)
     see_backward(run)
     set_seed(spec.seed)

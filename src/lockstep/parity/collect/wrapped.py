@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, RandomSampler
 from torch.utils.data.distributed import DistributedSampler
@@ -27,13 +26,11 @@ from lockstep.config.options import Options
 from lockstep.errors import UsageError
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parity.collect.batch_position import BatchPosition
-from lockstep.parity.collect.each_rank import BufferBroadcast, Sharing
 from lockstep.parity.collect.plain_calls import step_schedulers_when
 from lockstep.parity.collect.process import ProcessRun
 from lockstep.parity.collect.reported_ranks import report_world_size
 from lockstep.parity.collect.spanning import refuse_synchronised_statistics
 from lockstep.parity.collect.virtual_ranks import RanksInTurn, VirtualRanks, batches_for
-from lockstep.parity.collect.watch_sources import SourceWatch
 from lockstep.parity.spec import Role, RunSpec
 from lockstep.runtime.step import StepState
 from lockstep.torch_internals import autograd as torch_autograd
@@ -50,8 +47,8 @@ class WrappedRun(ProcessRun):
         "--reference."
     )
 
-    def __init__(self, spec: RunSpec, rank: int, sources: SourceWatch) -> None:
-        super().__init__(spec, rank, sources)
+    def __init__(self, spec: RunSpec, rank: int) -> None:
+        super().__init__(spec, rank)
         self._state = StepState()
         self._optimizers: list[Optimizer] = []
         self._depth = 0
@@ -69,7 +66,7 @@ class WrappedRun(ProcessRun):
         else:
             self.place = BatchPosition(rank, self._models, spec.seed)
         if spec.tells_ranks:
-            report_world_size(spec.ranks, self._refuse_own_reductions)
+            report_world_size(spec.ranks)
         self.place.on_batch = self._batch_comes
         self._see_optimizers()
         self._see_batches()
@@ -80,7 +77,7 @@ class WrappedRun(ProcessRun):
         nn.modules.module.register_module_forward_hook(self._after_module, always_call=True)
 
     def options(self, options: Options) -> Options:
-        """The script makes an ``Accelerator`` of this library.
+        """Refuse an ``Accelerator`` of this library.
 
         Raises:
             UsageError: always.
@@ -88,14 +85,6 @@ class WrappedRun(ProcessRun):
         raise UsageError(
             "The script makes an Accelerator of Lockstep, which spreads its models. Drop --wrapped."
         )
-
-    def _refuse_own_reductions(self) -> None:
-        if self._is_training():
-            self.refuse(
-                "The script computes its batch size from the number of processes and also reduces gradients "
-                "itself, but the one process of the reference can imitate only one of the two.",
-                "Give it the batch size of one process as an argument, or let DistributedDataParallel reduce.",
-            )
 
     # Models -----------------------------------------------------------------------------------------------
 
@@ -118,7 +107,7 @@ class WrappedRun(ProcessRun):
         if self.place.has_all_ranks:
             refuse_synchronised_statistics(model, False, self.refuse)
         if isinstance(self.place, VirtualRanks):
-            self.place.buffers.share(model, Sharing(_broadcast(model.module)))
+            self.place.buffers.share(model, getattr(model.module, "broadcast_buffers", False))
         self.model_prepared(model)
 
     def _after_module(self, module: nn.Module, args: object, output: object) -> None:
@@ -271,7 +260,7 @@ class WrappedRun(ProcessRun):
     def _of_all_ranks(
         self, loader: DataLoader[object], iterate: Callable[[DataLoader[object]], Iterator[object]]
     ) -> Iterator[object]:
-        """The batches of a loader; of one whose sampler knows of ranks those of all of them, in turn."""
+        """Yield the batches of a loader; of one whose sampler knows of ranks those of all of them, in turn."""
         sampler = _distributed_sampler(loader)
         self._has_drawn_batch |= sampler is not None
         if not self.place.has_all_ranks or sampler is None:
@@ -332,15 +321,8 @@ class WrappedRun(ProcessRun):
 
 
 def _sharded(model: nn.Module) -> list[ShardedModule]:
-    """The modules that torch's ``fully_shard`` has changed."""
+    """Return the modules that torch's ``fully_shard`` has changed."""
     return [module for module in model.modules() if callable(getattr(module, "reshard", None))]
-
-
-def _broadcast(model: nn.Module) -> BufferBroadcast:
-    """Before which forwards of a model ranks take the buffers of rank 0."""
-    if isinstance(model, DistributedDataParallel):
-        return BufferBroadcast.AFTER_AVERAGE if model.broadcast_buffers else BufferBroadcast.NEVER
-    return BufferBroadcast.NEVER if _sharded(model) else BufferBroadcast.UNKNOWN
 
 
 def _distributed_sampler(loader: DataLoader[object]) -> DistributedSampler[int] | None:

@@ -7,25 +7,20 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from lockstep.parity.judge.case import Case, RankPart, part
 from lockstep.parity.judge.facts import RunFacts
 from lockstep.parity.judge.kinks import Kinks, are_switched
-from lockstep.parity.judge.patterns import recognise
+from lockstep.parity.judge.patterns import Case, RankPart, recognise
 from lockstep.parity.judge.tolerance import Tolerance
 from lockstep.parity.judge.verdict import Fault, Mismatch, ParityVerdict, Ratio
 from lockstep.parity.trace.file import Trace
 from lockstep.parity.trace.items import ItemKind, TraceItem
 from lockstep.parity.trace.measure import DistanceSums, Limit, Measured
-from lockstep.words import count, indices, of_ranks
+from lockstep.words import count, of_ranks
 
 EXAMINED = 20
 """Findings, in order, that are looked at for what they look like."""
 NOT_IN_ALL_RUNS = (ItemKind.OUTPUT, ItemKind.OUTPUT_GRADIENT)
 """Kinds of which a strategy need not show all: a stage of a pipeline, or a fused layer, has other modules."""
-BUFFERS_OF_FIRST = (
-    "Of buffers those of rank 0 alone were compared: the others take them before other micro-batches than in the "
-    "reference."
-)
 
 
 def judge(
@@ -36,7 +31,7 @@ def judge(
     found: Mapping[int, Trace] | None = None,
     is_whole: bool = True,
 ) -> ParityVerdict:
-    """The verdict on a candidate.
+    """Return the verdict on a candidate.
 
     Args:
         measured: Of all its ranks.
@@ -68,7 +63,7 @@ def judge(
         findings += [finding] if finding else []
         ratios += [ratio] if ratio else []
     findings += [_added(item, parts) for item, parts in _additions(by_item, apart_steps)]
-    notes += drifting(by_item) + _of_kinks(kinks.items)
+    notes += _of_kinks(kinks.items)
     findings.sort(key=lambda finding: order.get(finding.item, finding.item.order(-1)))
     first = order.get(findings[0].item, findings[0].item.order(-1)) if findings else None
     before = sum(1 for one in ratios if first is None or order[one.item] < first)
@@ -79,14 +74,14 @@ def judge(
 
 
 def judge_repeat(trace: Trace, measured: Iterable[Measured], facts: RunFacts) -> ParityVerdict:
-    """The verdict on two runs of the reference, which must be equal to the last bit."""
+    """Return the verdict on two runs of the reference, which must be equal to the last bit."""
     return judge(trace, Tolerance({}, 0), measured, facts)
 
 
 def _of_item(
     trace: Trace, item: TraceItem, parts: Sequence[Measured], limit: Limit
 ) -> tuple[Mismatch | None, Ratio | None]:
-    """What ranks have of an item, put together: each element once, and of several copies the one that is furthest."""
+    """Put together what ranks have of an item: each element once, and of several copies the furthest."""
     known = [one for one in parts if not one.is_missing]
     holders = tuple(sorted(one.rank for one in known))
     if not known or limit.wrong >= 1:
@@ -135,7 +130,7 @@ def _factor(sums: DistanceSums, allowed: float) -> float | None:
 
 
 def _steps(trace: Trace, by_item: Mapping[TraceItem, object]) -> list[Mismatch]:
-    """Steps that only one run made."""
+    """Return steps that only one run made."""
     expected, found = ({item.step for item in items if item.step} for items in (trace, by_item))
     return [
         Mismatch(TraceItem(step, ItemKind.BATCH, ""), Fault.STEP, distance=0.0 if step in found else math.inf)
@@ -146,22 +141,15 @@ def _steps(trace: Trace, by_item: Mapping[TraceItem, object]) -> list[Mismatch]:
 def _missing(
     trace: Trace, by_item: Mapping[TraceItem, Sequence[Measured]], apart_steps: set[int]
 ) -> tuple[list[Mismatch], list[str]]:
-    """What no rank has: findings; and notes on kinds that the candidate shows nowhere, or need not show."""
+    """Find what no rank has, with notes on kinds that the candidate shows nowhere, or need not show."""
     shown = {item.kind for item in by_item}
     lacking = [item for item in trace if item not in by_item and item.step not in apart_steps]
-    # A reference of one process knows the buffers of all ranks; a candidate may tell of its first alone.
-    of_others = [item for item in lacking if _is_of_other_rank(item)]
-    if of_others and not any(map(_is_of_other_rank, by_item)):
-        lacking = [item for item in lacking if not _is_of_other_rank(item)]
-    else:
-        of_others = []
     absent = Counter(item.kind for item in lacking if item.kind not in shown)
     hidden = Counter(item.kind for item in lacking if item.kind in shown and item.kind in NOT_IN_ALL_RUNS)
     notes = [
         f"Nothing was compared as {kind.value}: the candidate shows none of {number:,}."
         for kind, number in absent.items()
     ]
-    notes += [BUFFERS_OF_FIRST] if of_others else []
     notes += [
         f"{count(number, 'tensor')} of the kind {kind.value} {'was' if number == 1 else 'were'} not compared: "
         "the candidate calls other modules."
@@ -173,11 +161,6 @@ def _missing(
         if item.kind in shown and item.kind not in NOT_IN_ALL_RUNS
     ]
     return findings, notes
-
-
-def _is_of_other_rank(item: TraceItem) -> bool:
-    """Whether it is a buffer of another data rank than 0."""
-    return item.kind is ItemKind.BUFFER and item.data_rank > 0
 
 
 def _additions(
@@ -228,9 +211,9 @@ def _examined(
 
 
 def _parts_of(trace: Trace, parts: Sequence[Measured], found: Mapping[int, Trace]) -> list[RankPart]:
-    """What ranks hold of an item, as far as it was kept."""
+    """Return what ranks hold of an item, as far as it was kept."""
     return [
-        RankPart(one.rank, found[one.rank].tensor(one.item), part(trace, one.item, one.boxes), one.boxes)
+        RankPart(one.rank, found[one.rank].tensor(one.item), trace.held(one.item, one.boxes), one.boxes)
         for one in parts
         if one.rank in found and one.item in found[one.rank] and not one.is_missing and one.shape is None
     ]
@@ -244,21 +227,4 @@ def _of_kinks(items: Sequence[TraceItem]) -> list[str]:
     return [
         f"Rounding puts elements of {names[0]}{others} on the other side of a kink (a ReLU, a maximum) in step "
         f"{items[0].step}: what comes after it is compared less closely."
-    ]
-
-
-def drifting(by_item: Mapping[TraceItem, Sequence[Measured]]) -> list[str]:
-    """A note on copies of which not all have the same bits."""
-    items = [
-        item
-        for item, parts in by_item.items()
-        if len({(one.boxes, one.digest) for one in parts}) > len({one.boxes for one in parts})
-    ]
-    if not items:
-        return []
-    steps = sorted({item.step for item in items})
-    where = f"{'step' if len(steps) == 1 else 'steps'} {indices(steps)}"
-    are = "is" if len(items) == 1 else "are"
-    return [
-        f"{count(len(items), 'tensor')} of which several ranks have a copy {are} not equal bit for bit ({where})."
     ]

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 
-from lockstep.config.files import JsonObject
-
 
 @dataclass(frozen=True)
 class RankFacts:
@@ -75,9 +73,3 @@ class RunFacts:
     def to_json(self) -> dict[str, object]:
         """As JSON has it."""
         return asdict(self)
-
-    @classmethod
-    def from_json(cls, fields: JsonObject) -> RunFacts:
-        """What ``to_json`` made."""
-        ranks = tuple(RankFacts(**one) for one in fields["ranks"])
-        return cls(**{**fields, "ranks": ranks, "notes": tuple(fields["notes"])})

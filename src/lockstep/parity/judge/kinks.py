@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import torch
 
 from lockstep.check.rounding import LARGE
-from lockstep.parity.judge.case import RankPart
+from lockstep.parity.judge.patterns import RankPart
 from lockstep.parity.trace.items import ItemKind, TraceItem
 from lockstep.parity.trace.measure import Limit, compare
 
@@ -53,13 +53,13 @@ class Kinks:
         self._of_step: dict[int, float] = {}
 
     def add(self, item: TraceItem, distance: float) -> None:
-        """A gradient that is ``distance`` off by elements that were switched."""
+        """Add a gradient that is ``distance`` off by elements that were switched."""
         self.items.append(item)
         # Elements at different kinks have nothing to do with each other: their squares add up.
         self._of_step[item.step] = math.hypot(self._of_step.get(item.step, 0.0), distance)
 
     def widened(self, item: TraceItem, limit: Limit) -> Limit:
-        """What is allowed of an item that comes after them."""
+        """Return what is allowed of an item that comes after them."""
         if not self._of_step or item.kind in (ItemKind.BATCH, ItemKind.RATE):
             return limit
         # In its own step an item moves with the gradients, in later ones by the weights that they have moved.

@@ -1,186 +1,238 @@
-"""What a difference looks like, in a sentence: the first of a list of known shapes that fits; nothing if none does."""
+"""Describe what a difference looks like, in a sentence: the first of seven patterns that fits, or nothing.
+
+The rows of a batch that are others, numbers that are not finite, nothing but zeros, the value of another step, a simple
+factor, copies that were not averaged or not summed, and a rank that was left out.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from lockstep.parity.judge.between_ranks import differ, not_averaged, of_some_ranks
-from lockstep.parity.judge.case import Case, flat
-from lockstep.parity.judge.displaced import (
-    of_another_batch,
-    of_another_step,
-    of_another_tensor,
-    of_rows,
-    other_order,
-    others_like,
-    swapped_shards,
-)
-from lockstep.parity.judge.factors import is_factor
+from lockstep.parity.judge.facts import RunFacts
+from lockstep.parity.trace.file import Trace
 from lockstep.parity.trace.items import ItemKind, TraceItem
-from lockstep.words import count, indices, of_ranks, two_digits
+from lockstep.parity.trace.measure import DistanceSums, compare
+from lockstep.words import count, indices, listed, of_ranks
 
-ALIGNED = 0.99
-"""Cosine of what is left and a term from which on the one is taken for the other."""
-LEAST_ELEMENTS = 8
-"""That have a direction which is none by chance."""
-LEAST_OF_ROUNDED = 16
-ALMOST_ALL = 0.999
-"""Of a difference that is in some rows, before they are named."""
-HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+CLOSE = 1e-3
+"""A pattern fits if what it leaves is at most this, relative to the norm of what was found, ..."""
+TIMES_ALLOWED = 3
+"""... or so many times what rounding explains, if that is more, ..."""
+PART = 0.3
+"""... and at most this part of the difference itself."""
+LEAST_SCALE = 256
+"""A power of two from which on a factor is taken for the scale of the loss."""
+
+
+@dataclass(frozen=True)
+class RankPart:
+    """What a rank holds of a tensor that differs, and what it should; ``boxes``: as in ``Measured``."""
+
+    rank: int
+    found: Tensor
+    expected: Tensor
+    boxes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A tensor that differs.
+
+    Attributes:
+        parts: Those that differ.
+        agreeing: Ranks whose part agrees.
+        allowed: The relative distance that rounding explains, times the multiple.
+    """
+
+    item: TraceItem
+    parts: tuple[RankPart, ...]
+    agreeing: tuple[int, ...]
+    allowed: float
+    trace: Trace
+    facts: RunFacts
+
+    @cached_property
+    def near(self) -> float:
+        """How much a pattern may leave unexplained, relative to the norm of what it says."""
+        sums = sum((compare(one.found, one.expected) for one in self.parts), DistanceSums())
+        found = max(sums.expected, sums.found)
+        distance = math.sqrt(sums.apart / found) if found else 0.0
+        return min(max(TIMES_ALLOWED * self.allowed, CLOSE), PART * distance)
+
+    def is_close(self, found: Tensor, expected: Tensor) -> bool:
+        """Whether two tensors of one shape are the same but for what may be left."""
+        sums = compare(found, expected)
+        return not sums.wrong and sums.expected > 0 and sums.apart <= self.near**2 * sums.expected
+
+    @property
+    def on_ranks(self) -> str:
+        """On which ranks it differs, if it agrees on others."""
+        return f" on {of_ranks([one.rank for one in self.parts])}" if self.agreeing else ""
+
+
+def other_rows(case: Case) -> str:
+    """Describe the rows of a batch, by their digests, that are not those of the reference."""
+    if case.item.kind is not ItemKind.BATCH:
+        return ""
+    found, expected = (
+        tensor.reshape(-1).tolist() for tensor in (case.parts[0].found, case.parts[0].expected)
+    )
+    if Counter(found) == Counter(expected):
+        changed = sum(mine != theirs for mine, theirs in zip(found, expected, strict=True))
+        return f"The rows are the same in another order: {changed} of {len(found)} have moved."
+    others = [one for one in case.trace if one.kind is ItemKind.BATCH and one != case.item]
+    elsewhere = {
+        row
+        for one in others
+        if (one.name, one.path) == (case.item.name, case.item.path)
+        for row in case.trace.tensor(one).reshape(-1).tolist()
+    }
+    foreign = [place for place, row in enumerate(found) if row not in expected]
+    twice = [place for place in foreign if found[place] in elsewhere]
+    repeated = len(found) - len(set(found))
+    if twice:
+        are = "row {} is" if len(twice) == 1 else "rows {} are"
+        return f"It looks as if samples were read twice: {are.format(indices(twice))} also in another batch."
+    if repeated > len(expected) - len(set(expected)):
+        return f"{count(repeated, 'row')} {'is' if repeated == 1 else 'are'} in it more than once."
+    return f"{len(foreign)} of {len(found)} rows are none of the reference's: it looks as if another seed was used."
 
 
 def not_finite(case: Case) -> str:
-    """NaNs and infinities."""
-    wrong = [(one, int((~one.found.isfinite()).sum())) for one in case.parts if one.found.is_floating_point()]
-    number = sum(count for _, count in wrong)
+    """Count NaNs and infinities."""
+    wrong = {one.rank: int((~one.found.isfinite()).sum()) for one in case.parts}
+    number = sum(wrong.values())
     if not number:
         return ""
-    ranks = [one.rank for one, count in wrong if count]
-    what = count(number, "element")
-    return f"{what} of {of_ranks(ranks)} {'is' if number == 1 else 'are'} NaN or infinite."
+    ranks = of_ranks([rank for rank, elements in wrong.items() if elements])
+    return f"{count(number, 'element')} of {ranks} {'is' if number == 1 else 'are'} NaN or infinite."
 
 
 def zeros(case: Case) -> str:
-    """Nothing but zeros."""
+    """Recognise nothing but zeros."""
     if any(bool(one.found.any()) for one in case.parts):
         return ""
-    ranks = case.ranks
-    alone = f" on {of_ranks(ranks)}" if case.agreeing else ""
-    if case.item.kind is ItemKind.UPDATE:
-        return (
-            f"It is zero{alone}: it looks as if the optimizer's step was skipped{alone}, or has no gradient."
-        )
-    if case.item.kind in (ItemKind.GRADIENT, ItemKind.CLIPPED):
-        return (
-            f"It is zero{alone}: it looks as if it was never computed{alone}, or set to zero before the step."
-        )
-    return f"It is zero{alone}."
+    causes = {
+        ItemKind.UPDATE: ": it looks as if the optimizer's step was skipped{on}, or has no gradient",
+        ItemKind.GRADIENT: ": it looks as if it was never computed{on}, or set to zero before the step",
+    }
+    return f"It is zero{case.on_ranks}{causes.get(case.item.kind, '').format(on=case.on_ranks)}."
 
 
-def missing_or_doubled_term(case: Case) -> str:
-    """What is left is another tensor of the step: its weight, the gradient of the step before, a tied weight's."""
-    left = flat([one.found.double() - one.expected.double() for one in case.parts])
-    if len(left) < LEAST_ELEMENTS or not bool(left.isfinite().all()):
-        return ""
-    for other, words in _terms(case):
-        parts = [case.part_of(other, one) for one in case.parts]
-        if any(one is None or not one.is_floating_point() for one in parts):
-            continue
-        term = flat([one for one in parts if one is not None])
-        norms = float(term.norm() * left.norm())
-        cosine = float(term.dot(left)) / norms if norms else 0.0
-        if abs(cosine) < ALIGNED:
-            continue
-        factor = float(term.dot(left) / term.dot(term))
-        is_whole = math.isclose(abs(factor), 1, rel_tol=2e-2)
-        # Weight decay has a factor of its own; another tensor is added or left out as a whole.
-        if is_whole or (other.kind is ItemKind.WEIGHT and other.name == case.item.name):
-            times = "" if is_whole else f"{two_digits(abs(factor))} times "
-            return f"It looks as if {times}{words} was {'added' if factor > 0 else 'left out'}."
-    return ""
-
-
-def _terms(case: Case) -> Iterator[tuple[TraceItem, str]]:
-    """Tensors that may be added or missing."""
+def of_another_step(case: Case) -> str:
+    """Recognise the value of the step before, or after."""
     item = case.item
-    if item.kind in (ItemKind.GRADIENT, ItemKind.CLIPPED):
-        # The second one is what clipping has left of it.
-        for kind in (ItemKind.GRADIENT, ItemKind.CLIPPED):
-            yield (
-                item._replace(step=item.step - 1, kind=kind),
-                "the gradient of the step before (not set to zero in between)",
-            )
-    if item.kind in (ItemKind.GRADIENT, ItemKind.CLIPPED, ItemKind.UPDATE):
-        yield item._replace(kind=ItemKind.WEIGHT, step=0), "the weight itself (weight decay)"
-    for other in others_like(case):
-        yield other, f"the {other.kind.value} of `{other.name}`"
-
-
-def rounded(case: Case) -> str:
-    """The rounding of another dtype."""
-    found, expected = (flat([getattr(one, name) for one in case.parts]) for name in ("found", "expected"))
-    if len(found) < LEAST_OF_ROUNDED or not bool(found.isfinite().all()):
-        return ""
-    distance = float((found - expected).norm() / expected.norm()) if bool(expected.any()) else math.inf
-    for name, dtype in HALVES.items():
-        # Rounding to nearest moves an element by at most eps / 2 of its size: this is something else.
-        if name == case.facts.dtype or distance > 2 * torch.finfo(dtype).eps:
+    for step, which in ((item.step - 1, "before"), (item.step + 1, "after")):
+        other = item._replace(step=step)
+        if other not in case.trace or case.trace.shape(other) != case.trace.shape(item):
             continue
-        if torch.equal(_in(found, dtype), found) and not torch.equal(_in(expected, dtype), expected):
-            return f"All its numbers are {name} numbers: it looks as if it was rounded to {name}."
-    if case.facts.dtype != "fp32":
-        return ""
-    changed = float((found != expected).double().mean())
-    for name, dtype in HALVES.items():
-        eps = torch.finfo(dtype).eps
-        # What is wrong is off in some places; rounding is off in most, and by little.
-        if 0.1 * eps <= distance <= eps and changed > 0.8 and _is_even(found - expected, expected, eps):
-            return (
-                f"The difference is as large as that of sums in {name}{' or TF32' if name == 'fp16' else ''}."
-            )
+        if all(case.is_close(one.found, case.trace.held(other, one.boxes)) for one in case.parts):
+            behind = "behind" if which == "before" else "ahead"
+            return f"It is that of the step {which}, step {step}: it looks as if it is a step {behind}."
     return ""
 
 
-def _in(numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    return numbers.to(dtype).double()
+def is_factor(case: Case) -> str:
+    """Recognise a simple factor, and say what it is of this run."""
+    sums = sum((compare(one.found, one.expected) for one in case.parts), DistanceSums())
+    if sums.wrong or not sums.expected or not sums.found or not sums.product:
+        return ""
+    factor = sums.product / sums.expected
+    # Of the squares of what was found, what the best multiple leaves; by rounding it may be below 0.
+    if sums.found - sums.product**2 / sums.expected > case.near**2 * sums.found:
+        return ""
+    if abs(factor + 1) <= CLOSE:
+        return "It looks as if its sign was turned."
+    times = max(factor, 1 / factor)
+    number = round(times)
+    if number < 2 or abs(times / number - 1) > min(max(case.allowed, CLOSE), 0.02):
+        return ""
+    return _reason(case, number, is_more=factor > 1)
 
 
-def _is_even(apart: Tensor, expected: Tensor, eps: float) -> bool:
-    """Whether a difference is spread over all elements, and to both sides."""
-    usual = expected.square().mean().sqrt()
-    return bool(apart.abs().max() <= 8 * eps * usual.clamp(min=expected.abs().max() / 4)) and bool(
-        (apart * expected.sign()).mean().abs() <= 0.25 * apart.square().mean().sqrt()
+def _reason(case: Case, number: int, is_more: bool) -> str:
+    facts = case.facts
+    ranks, steps = facts.data_ranks, facts.accumulation_steps
+    sizes = {count(ranks, "rank"): ranks, f"{steps} accumulation steps": steps}
+    sizes |= {f"{size} ranks of {axis}": size for axis, size in facts.axes.items()}
+    if ranks > 1 and steps > 1:
+        sizes[f"{ranks} ranks and {steps} accumulation steps"] = ranks * steps
+    known = listed([what for what, size in sizes.items() if size == number], "or")
+    if not is_more:
+        return f"It looks as if it was divided by {f'the {known} once too often' if known else number}."
+    if known and case.item.kind is ItemKind.RATE:
+        return f"It looks as if it was multiplied by the {known}."
+    if known:
+        return f"It looks as if it was summed over {known} in place of averaged."
+    if number >= LEAST_SCALE and number & (number - 1) == 0:
+        return f"It looks as if it was left multiplied by the scale of the loss, {number:,}."
+    if ranks > number and ranks % number == 0:
+        return f"It looks as if it was averaged over {ranks // number} of {ranks} ranks."
+    return ""
+
+
+def not_reduced(case: Case) -> str:
+    """Recognise copies whose mean, or whose sum, is the reference."""
+    copies = [one for one in case.parts if one.boxes == case.parts[0].boxes]
+    groups = _equal_groups(case, copies)
+    if case.agreeing or len(groups) < 2:
+        return ""
+    values = listed([of_ranks([one.rank for one in group]) for group in groups])
+    expected = copies[0].expected.double()
+    if case.is_close(torch.stack([one.found.double() for one in copies]).mean(0), expected):
+        return f"It looks as if it was not averaged over all ranks: the mean of what {values} hold is the reference."
+    # Ranks of a group hold copies, which count once in a sum.
+    if case.is_close(torch.stack([group[0].found.double() for group in groups]).sum(0), expected):
+        return f"It looks as if it was not summed: the sum of what {values} hold is the reference."
+    return f"Ranks differ from each other: {values} have one value each."
+
+
+def left_out(case: Case) -> str:
+    """Recognise copies of which some are right."""
+    wrong = [one.rank for one in case.parts]
+    if not case.agreeing or case.parts[0].expected.shape != case.trace.shape(case.item):
+        return ""
+    return (
+        f"The copies of {of_ranks(case.agreeing)} agree: it looks as if {of_ranks(wrong)} "
+        f"{'was' if len(wrong) == 1 else 'were'} left out of what makes ranks equal."
     )
 
 
-def some_rows(case: Case) -> str:
-    """Only some of the rows differ."""
-    # Row numbers mean the same on all ranks only if these hold the same rows.
-    if len(case.parts) != 1 and len({one.boxes for one in case.parts}) != 1:
-        return ""
-    one = case.parts[0]
-    if one.found.ndim == 0 or one.found.shape[0] < 2 or not one.found.is_floating_point():
-        return ""
-    apart = (one.found.double() - one.expected.double()).reshape(len(one.found), -1).norm(dim=1)
-    usual = one.expected.double().norm() / math.sqrt(len(one.found))
-    wrong = (apart > max(case.allowed, 1e-12) * usual).nonzero().reshape(-1).tolist()
-    if not wrong or 2 * len(wrong) > len(one.found) or apart[wrong].norm() < ALMOST_ALL * apart.norm():
-        return ""
-    rows = f"{'row' if len(wrong) == 1 else 'rows'} {indices(wrong)}"
-    return f"Only {rows} of {len(one.found)} {'differs' if len(wrong) == 1 else 'differ'}."
+def _equal_groups(case: Case, copies: list[RankPart]) -> list[list[RankPart]]:
+    """Return ranks with equal copies, but for rounding, together."""
+    groups: list[list[RankPart]] = []
+    for one in copies:
+        for group in groups:
+            if torch.equal(group[0].found, one.found) or case.is_close(one.found, group[0].found):
+                group.append(one)
+                break
+        else:
+            groups.append([one])
+    return groups
 
 
-SHAPES: tuple[Callable[[Case], str], ...] = (
-    of_rows,
+PATTERNS: tuple[Callable[[Case], str], ...] = (
     not_finite,
     zeros,
     of_another_step,
     is_factor,
-    not_averaged,
-    of_some_ranks,
-    of_another_batch,
-    of_another_tensor,
-    swapped_shards,
-    other_order,
-    missing_or_doubled_term,
-    rounded,
-    differ,
-    some_rows,
+    not_reduced,
+    left_out,
 )
 """In this order; the surest first."""
 
 
 def recognise(case: Case) -> str:
-    """What a tensor that differs looks like; "" if like nothing that is known."""
+    """Return what a tensor that differs looks like; "" if like nothing that is known."""
     if not case.parts or any(one.found.shape != one.expected.shape for one in case.parts):
         return ""
-    floats = all(one.found.is_floating_point() for one in case.parts)
-    for shape in SHAPES if floats else (of_rows,):
-        description = shape(case)
-        if description:
-            return description
-    return ""
+    if not all(one.found.is_floating_point() for one in case.parts):
+        return other_rows(case)
+    return next((text for pattern in PATTERNS if (text := pattern(case))), "")

@@ -80,7 +80,7 @@ class UnknownSigns:
     def _apart(
         self, trace: Trace, updates: list[TraceItem], multiple: float
     ) -> Iterator[tuple[TraceItem, float]]:
-        """The norm of what gradients' rounding can change of the updates of one parameter, step by step."""
+        """Yield the norm of what gradients' rounding can change of the updates of one parameter, step by step."""
         largest_so_far: torch.Tensor | None = None
         for update in updates:
             of_gradient = [update._replace(kind=kind) for kind in (ItemKind.CLIPPED, ItemKind.GRADIENT)]
@@ -99,7 +99,7 @@ class UnknownSigns:
 
 
 def _changed(gradient: torch.Tensor, update: torch.Tensor, rounding: float) -> float:
-    """The norm of what an update can change if its gradient does by ``rounding``; of both, the sizes of elements.
+    """Return the norm by which an update changes if its gradient does by ``rounding``; both are sizes of elements.
 
     Adam's first update is u = r g / (|g| + e), so that du = u (dg / g) (1 - |u| / r). An update in proportion to its
     gradient changes by no more than that without the last factor, which is 1 for small ones.

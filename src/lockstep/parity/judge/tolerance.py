@@ -93,12 +93,12 @@ class Tolerance(Mapping[str, Limit]):
 
     @classmethod
     def read(cls, path: Path) -> Tolerance:
-        """What ``write`` wrote."""
+        """Return what ``write`` wrote."""
         return cls.from_json(json.loads(path.read_text("utf-8")))
 
     @classmethod
     def from_json(cls, fields: JsonObject) -> Tolerance:
-        """What ``to_json`` made. Raises ValueError: it is something else."""
+        """Return what ``to_json`` made. Raises ValueError: it is something else."""
         limits = validated(dict[str, Limit], fields.get("limits"), "limits")
         return cls(limits, validated(float, fields.get("multiple"), "multiple"))
 
@@ -109,7 +109,7 @@ def tolerance_of(
     half: Iterable[Measured] = (),
     dtype: torch.dtype = torch.float32,
 ) -> Tolerance:
-    """The tolerance of a candidate that computes in ``dtype``.
+    """Return the tolerance of a candidate that computes in ``dtype``.
 
     Args:
         disturbed: The reference, off by one rounding step, compared with the trace.
@@ -187,7 +187,7 @@ class _ItemLimits:
         return Limit(relative, max(floor, own), _wrong(runs, self.multiple), spread)
 
     def _spread(self, item: TraceItem, size: float) -> float:
-        """What rounding explains of an item of this ``size``."""
+        """Return what rounding explains of an item of this ``size``."""
         usual = self._usual.get((item.step, item.kind), 0.0)
         own = self._of_batches.get(_of_all_batches(item))
         spread = _explained(item, own, usual, self._usual, self._rounding.least)
@@ -230,7 +230,7 @@ def _choices(outputs: set[tuple[str, tuple[int, ...]]]) -> set[tuple[str, tuple[
 
 
 def _of_switched(shape: tuple[int, ...], kind: ItemKind) -> float:
-    """What elements at kinks may come to, in half precision.
+    """Return what elements at kinks may come to, in half precision.
 
     Of a parameter's gradient one of them moves a whole row, by the share of one sample.
     """
@@ -248,7 +248,7 @@ def _explained(
     of_kinds: Mapping[tuple[int, ItemKind], float],
     least: float,
 ) -> float:
-    """What rounding explains of an item, of which the disturbed runs show ``own``."""
+    """Return what rounding explains of an item, of which the disturbed runs show ``own``."""
     if item.kind is ItemKind.RATE:
         return max(own or 0.0, OF_RATE / MULTIPLE)
     if item.kind is ItemKind.LOSS:
@@ -268,7 +268,7 @@ def _floors(measured: Iterable[Measured]) -> dict[tuple[int, ItemKind], float]:
 
 
 def _usual(spreads: Mapping[TraceItem, float]) -> dict[tuple[int, ItemKind], float]:
-    """The median spread of each kind in each step."""
+    """Return the median spread of each kind in each step."""
     found: dict[tuple[int, ItemKind], list[float]] = defaultdict(list)
     for item, spread in spreads.items():
         if math.isfinite(spread):
@@ -295,5 +295,5 @@ def _of_all_batches(item: TraceItem) -> TraceItem:
 
 
 def _weight(update: TraceItem) -> TraceItem:
-    """What an update is a change of: the difference of two weights, each of which is rounded."""
+    """Return what an update is a change of: the difference of two weights, each of which is rounded."""
     return TraceItem(0, ItemKind.WEIGHT, update.name)

@@ -13,6 +13,5 @@ if not TYPE_CHECKING:
             "measure": ["as_pairs", "as_regions", "Measured", "read_measured"],
             "regions": ["region", "ShardAxes"],
             "sinks": ["Recording", "TraceComparison"],
-            "sketch": ["COLUMNS", "row_sketch"],
         },
     )

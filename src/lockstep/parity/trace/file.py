@@ -72,7 +72,7 @@ class TraceWriter:
 
 
 class Trace:
-    """A trace that was written. What is iterated over are the items to compare; others can be asked for.
+    """A trace that was written. It iterates over the items to compare.
 
     Raises:
         ConfigError: ``path`` is no trace.
@@ -106,9 +106,7 @@ class Trace:
     def _items(self) -> list[TraceItem]:
         # A script may end between the batches of two ranks: what it began of another step, no other run makes.
         made = self.facts.get("made", math.inf)
-        return [
-            item for item in map(TraceItem.from_key, self._places) if item.is_compared and item.step <= made
-        ]
+        return [item for item in map(TraceItem.from_key, self._places) if item.step <= made]
 
     def __contains__(self, item: TraceItem) -> bool:
         return item.key in self._places
@@ -162,7 +160,7 @@ class Trace:
             self._data.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
     def part(self, item: TraceItem, region: ShardRegion) -> torch.Tensor:
-        """The elements of a region."""
+        """Return the elements of a region."""
         if not region.shape:
             return self.tensor(item)
         ranges = tuple(
@@ -170,9 +168,23 @@ class Trace:
         )
         return self.tensor(item)[ranges]
 
+    def held(self, item: TraceItem, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> torch.Tensor:
+        """Return what a rank has of an item if it has these boxes of it; none: all."""
+        regions = as_regions(pairs)
+        # One box is a view of the trace; several need a tensor that has them beside each other.
+        if len(regions) < 2:
+            return self.part(item, regions[0]) if regions else self.tensor(item)
+        ends = ([a + b for a, b in zip(region.inside, region.shape, strict=True)] for region in regions)
+        shape = tuple(map(max, zip(*ends, strict=True)))
+        whole = self.tensor(item)
+        held = whole.new_empty((*shape, *whole.shape[len(shape) :]))
+        for region in regions:
+            region.local_view(held).copy_(self.part(item, region))
+        return held
+
 
 def _write(path: Path, header: Mapping[str, object], data: BinaryIO) -> None:
-    """A safetensors file of a header and what ``data`` has from here on."""
+    """Return a safetensors file of a header and what ``data`` has from here on."""
     content = json.dumps(header).encode()
     # Data begins at a multiple of 8, as in all safetensors files.
     content += b" " * (-len(content) % 8)

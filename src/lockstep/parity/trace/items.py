@@ -46,7 +46,6 @@ PHASES = {
     ItemKind.UPDATE: "optimizer",
     ItemKind.BUFFER: "optimizer",
 }
-SKETCH = "sketch"
 _ORDER = {kind: place for place, kind in enumerate(ItemKind)}
 
 
@@ -70,14 +69,6 @@ class TraceItem(NamedTuple):
     call: int = 0
     path: str = ""
 
-    def of_rank(self, data_rank: int) -> TraceItem:
-        """What the batches of a rank add to this gradient: a sketch, for a look at one that differs."""
-        return self._replace(data_rank=data_rank, path=SKETCH)
-
-    @property
-    def is_compared(self) -> bool:
-        return not (self.kind is ItemKind.GRADIENT and self.path == SKETCH)
-
     @property
     def key(self) -> str:
         """The item as text."""
@@ -85,7 +76,7 @@ class TraceItem(NamedTuple):
 
     @classmethod
     def from_key(cls, key: str) -> TraceItem:
-        """The item of a ``key``."""
+        """Return the item of a ``key``."""
         step, kind, *others = json.loads(key)
         return cls(step, ItemKind(kind), *others)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
@@ -13,7 +12,6 @@ from typing import NamedTuple
 
 import torch
 
-from lockstep.comm.collectives import as_bytes
 from lockstep.comm.layout import ShardRegion
 from lockstep.parity.trace.items import TraceItem
 
@@ -40,7 +38,7 @@ class DistanceSums:
         return DistanceSums(*(mine + theirs for mine, theirs in pairs))
 
     def size(self, floor: float = 0.0) -> float:
-        """The norm of what is expected, at least ``floor`` times the root of the elements."""
+        """Return the norm of what is expected, at least ``floor`` times the root of the elements."""
         return max(math.sqrt(self.expected), floor * math.sqrt(self.elements))
 
     def relative(self, floor: float = 0.0, wrong: float = 0.0) -> float:
@@ -61,7 +59,6 @@ class Measured:
     Attributes:
         rank: Whose it is.
         boxes: Which elements of the whole: [offsets, shape] each.
-        digest: Of the bytes held; equal copies have equal ones.
         shape: That of the whole as found, where it is not the expected one.
         is_missing: The trace has no such item.
     """
@@ -70,7 +67,6 @@ class Measured:
     rank: int
     sums: DistanceSums
     boxes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
-    digest: int = 0
     shape: tuple[int, ...] | None = None
     is_missing: bool = False
 
@@ -80,7 +76,7 @@ class Measured:
 
     @classmethod
     def from_json(cls, line: str) -> Measured:
-        """What ``to_json`` wrote."""
+        """Return what ``to_json`` wrote."""
         fields = json.loads(line)
         boxes = tuple((tuple(offsets), tuple(shape)) for offsets, shape in fields.pop("boxes"))
         shape = None if fields["shape"] is None else tuple(fields["shape"])
@@ -108,7 +104,7 @@ class Limit(NamedTuple):
         return sums.relative(self.floor, self.wrong)
 
     def ratio(self, sums: DistanceSums) -> float:
-        """The distance, by what is allowed; more than 1: it differs."""
+        """Return the distance, by what is allowed; more than 1: it differs."""
         # NaN and infinity are in no distance, and have a limit of their own.
         if sums.wrong > self.wrong * sums.elements:
             return math.inf
@@ -127,7 +123,7 @@ def read_measured(paths: Iterable[Path]) -> Iterator[Measured]:
 
 
 def compare(found: torch.Tensor, expected: torch.Tensor) -> DistanceSums:
-    """The sums over two tensors of one shape, in host memory; integers differ or not, floats by how much."""
+    """Return the sums over two tensors of one shape, in host memory; integers differ or not, floats by how much."""
     if not (found.is_floating_point() or expected.is_floating_point()):
         unequal = int((found != expected).sum())
         # Each element counts as 1: the relative distance is the root of the share of those that differ.
@@ -165,13 +161,8 @@ def _finite_sums(found: torch.Tensor, expected: torch.Tensor) -> DistanceSums:
     )
 
 
-def digest(tensor: torch.Tensor) -> int:
-    """Of the bytes of a tensor, of any shape, in host memory."""
-    return zlib.crc32(as_bytes(tensor).numpy())  # type: ignore[arg-type]  # numpy arrays are buffers
-
-
 def as_regions(pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[ShardRegion]:
-    """The regions of which ``as_pairs`` has told offsets and shape, with where they are in the local part."""
+    """Return the regions of which ``as_pairs`` has told offsets and shape, with where they are in the local part."""
     if not pairs:
         return []
     # A part is cut along each dimension on its own: its ranges there follow one another, in the order of the whole.

@@ -43,7 +43,6 @@ def region(
     axes: ShardAxes,
     part: int = 0,
     rows: int = 1,
-    pieces: int = 1,
 ) -> tuple[tuple[int, ...], list[ShardRegion]] | None:
     """Shape of the whole, and the regions of it that this rank's part of ``tensor`` is; None: that cannot be told.
 
@@ -52,7 +51,6 @@ def region(
         expected: The shape of the whole in the reference; None: it has none.
         part: Which micro-batch of a pipeline.
         rows: Of the batch, whose positions may follow one another in the first dimension: [rows * positions, ...].
-        pieces: Of the features, of each of which a rank has its part: 3 of a fused query, key and value.
     """
     if is_dtensor(tensor):
         try:
@@ -72,11 +70,7 @@ def region(
         ranges_here = _local_ranges(shape[dim], expected[dim], dim, len(shape), axes, part, rows)
         if ranges_here is None:
             return shape, [whole_region(shape)]
-        # A fused projection has a part of the query, of the key and of the value, one after another.
-        is_packed = (
-            pieces > 1 and dim == len(shape) - 1 and len(ranges_here) == 1 and shape[dim] % pieces == 0
-        )
-        ranges[dim] = _packed(ranges_here[0], expected[dim], pieces) if is_packed else ranges_here
+        ranges[dim] = ranges_here
     return expected, regions_of_ranges(ranges)
 
 
@@ -105,12 +99,6 @@ def _local_ranges(
             ]
         return _positions(mine, axes)
     return [(mine * axes.tp[1], mine)] if axes.tp[0] == parts else None
-
-
-def _packed(part: Range, whole: int, pieces: int) -> list[Range]:
-    """The same part of each of so many pieces of ``whole`` indices."""
-    start, count = part
-    return [(piece * whole // pieces + start // pieces, count // pieces) for piece in range(pieces)]
 
 
 def _positions(mine: int, axes: ShardAxes) -> list[Range]:

@@ -12,7 +12,7 @@ import torch
 from lockstep.comm.layout import ShardRegion, whole_region
 from lockstep.parity.trace.file import Trace, TraceWriter, plain
 from lockstep.parity.trace.items import TraceItem
-from lockstep.parity.trace.measure import DistanceSums, Limit, Measured, as_pairs, compare, digest
+from lockstep.parity.trace.measure import DistanceSums, Limit, Measured, as_pairs, compare
 
 KEPT_BYTES = 256 << 20
 """Of tensors that differ, for a look at how."""
@@ -33,7 +33,7 @@ class Sink(Protocol):
         """``part``: what this rank holds of a tensor of ``shape``, of which it is ``regions``."""
 
     def expected_shape(self, item: TraceItem) -> tuple[int, ...] | None:
-        """That of the whole tensor in the reference, where there is one to compare with."""
+        """Return that of the whole tensor in the reference, where there is one to compare with."""
 
     def close(self, facts: Mapping[str, object]) -> None:
         """No more comes. ``facts``: what else is to be known of the run."""
@@ -121,13 +121,13 @@ class TraceComparison:
     ) -> Measured:
         pairs = as_pairs(regions)
         if item not in self._trace:
-            return Measured(item, self._rank, DistanceSums(), pairs, digest(values), is_missing=True)
+            return Measured(item, self._rank, DistanceSums(), pairs, is_missing=True)
         expected = self._trace.shape(item)
         # Complex numbers are pairs.
         if len(expected) == len(shape) + 1 and expected[-1] == 2:
             shape = expected
         if expected != shape:
-            return Measured(item, self._rank, DistanceSums(), pairs, digest(values), shape=shape)
+            return Measured(item, self._rank, DistanceSums(), pairs, shape=shape)
         total = DistanceSums()
         for region in regions or [whole_region(shape)]:
             # A complex tensor is compared as pairs, a dimension that its regions do not have.
@@ -136,4 +136,4 @@ class TraceComparison:
             if math.prod(region.shape):
                 total += compare(region.local_view(values), self._trace.part(item, region))
         self._trace.release(item)
-        return Measured(item, self._rank, total, pairs, digest(values))
+        return Measured(item, self._rank, total, pairs)
