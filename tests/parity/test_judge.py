@@ -9,7 +9,7 @@ import torch
 
 from lockstep.comm import ShardRegion
 from lockstep.parity import sentence, sentence_of_repeat
-from lockstep.parity.judge import Fault, RankFacts, RunFacts, Tolerance, judge, judge_repeat
+from lockstep.parity.judge import Fault, RunFacts, Tolerance, judge, judge_repeat
 from lockstep.parity.trace import ItemKind, TraceItem, as_pairs, as_regions
 from tests.parity.runs import LocalTensors, measure, ranks_of, record, shard, synthetic, verdict_of
 
@@ -153,14 +153,3 @@ def test_boxes_come_back_with_their_places() -> None:
     ]
     assert as_regions(as_pairs(regions)) == regions
     assert as_regions([]) == []
-
-
-def test_facts_come_back_as_they_were() -> None:
-    ranks = (RankFacts(0, 0, {"tp": 0}), RankFacts(1, 0, {"tp": 1}))
-    facts = RunFacts("", "tp=2", 2, 1, 4, ranks, "bf16", 3, 3, ("Dropout was off in both runs.",))
-    assert facts.axes == {"tp": 2} and facts.data_rank(1) == 0
-
-
-def test_ranks_along_an_axis_of_data_have_batches_of_their_own() -> None:
-    ranks = tuple(RankFacts(rank, rank // 2, {"shard": rank // 2, "tp": rank % 2}) for rank in range(4))
-    assert RunFacts(nproc=4, data_ranks=2, ranks=ranks).axes == {"tp": 2}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lockstep.parity import sentence
-from lockstep.parity.judge import RankFacts, RunFacts
+from lockstep.parity.judge import RunFacts
 from lockstep.parity.trace import ItemKind, TraceItem
 from tests.parity.runs import ranks_of, synthetic, verdict_of
 
@@ -32,14 +33,8 @@ BATCH = TraceItem(1, ItemKind.BATCH, "", data_rank=1, path="x")
 
 
 def facts(data_ranks: int, accumulation_steps: int = 1, **axes: int) -> RunFacts:
-    size = data_ranks
-    for one in axes.values():
-        size *= one
-    ranks = tuple(
-        RankFacts(rank, rank * data_ranks // size, {axis: rank % one for axis, one in axes.items()})
-        for rank in range(size)
-    )
-    return RunFacts("", "ddp", size, data_ranks, accumulation_steps, ranks, "fp32", 2, 2)
+    size = data_ranks * math.prod(axes.values())
+    return RunFacts("", "ddp", size, data_ranks, accumulation_steps, axes, "fp32", 2, 2)
 
 
 def times(factor: float, item: TraceItem = GRADIENT, on: tuple[int, ...] | None = None) -> Plant:

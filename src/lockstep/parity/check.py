@@ -11,9 +11,8 @@ import torch
 
 from lockstep.parallel.autocast import DTYPES
 from lockstep.parity.judge.decide import judge, judge_repeat
-from lockstep.parity.judge.facts import RankFacts, RunFacts
 from lockstep.parity.judge.tolerance import Tolerance, tolerance_of
-from lockstep.parity.judge.verdict import Fault, Mismatch, ParityVerdict
+from lockstep.parity.judge.verdict import Fault, Mismatch, ParityVerdict, RunFacts
 from lockstep.parity.reference import ReferenceRun, keep, kept_in, refuse_other_run
 from lockstep.parity.runs import (
     CheckedProgram,
@@ -290,7 +289,6 @@ class ParityCheck:
 
     def _facts(self, reference: ReferenceRun, left: RunArtifacts, further: tuple[str, ...]) -> RunFacts:
         request, first = self._request, left.facts[0]
-        ranks = tuple(RankFacts(one.rank, one.data_rank, one.coordinates) for one in left.facts)
         notes = dict.fromkeys((*reference.facts.notes, *first.notes, *further))
         if reference.facts.made < request.steps:
             notes[_that_ended(reference.facts)] = None
@@ -300,7 +298,7 @@ class ParityCheck:
             nproc=request.nproc,
             data_ranks=first.data_ranks,
             accumulation_steps=first.accumulation,
-            ranks=ranks,
+            axes={name: size for name, (size, _) in first.axes.items() if name in ("pp", "cp", "tp")},
             dtype="fp32" if first.mixed_precision == "no" else first.mixed_precision,
             steps_asked=request.steps,
             steps_compared=min(reference.facts.made, left.made),

@@ -106,16 +106,6 @@ class ProcessFacts:
     refused: str = ""
     draws: bool = False
 
-    @property
-    def coordinates(self) -> dict[str, int]:
-        """Its index along each axis beside that of the data ranks."""
-        is_hybrid = {"replicate", "shard"} <= set(self.axes)
-        return {
-            name: index
-            for name, (_, index) in self.axes.items()
-            if is_hybrid or name not in ("replicate", "shard")
-        }
-
     def to_json(self) -> dict[str, object]:
         return asdict(self)
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from lockstep.check.rounding import FEW
-from lockstep.parity.judge.facts import RunFacts
 from lockstep.parity.judge.tolerance import SWITCHED
-from lockstep.parity.judge.verdict import Fault, Mismatch, ParityVerdict, Ratio
+from lockstep.parity.judge.verdict import Fault, Mismatch, ParityVerdict, Ratio, RunFacts
 from lockstep.parity.trace.items import ItemKind, TraceItem
 from lockstep.words import count, of_ranks, seven_digits, two_digits
 
@@ -174,7 +174,7 @@ def to_json(verdict: ParityVerdict) -> dict[str, object]:
         "largest": None if largest is None else _ratio(largest),
         "findings": [_finding(one) for one in verdict.findings],
         "notes": remarks(verdict),
-        "run": verdict.facts.to_json(),
+        "run": asdict(verdict.facts),
     }
 
 

@@ -9,8 +9,7 @@ if not TYPE_CHECKING:
         __name__,
         {
             "decide": ["judge", "judge_repeat"],
-            "facts": ["RankFacts", "RunFacts"],
             "tolerance": ["Tolerance", "tolerance_of"],
-            "verdict": ["Fault", "Mismatch", "ParityVerdict", "Ratio"],
+            "verdict": ["Fault", "Mismatch", "ParityVerdict", "Ratio", "RunFacts"],
         },
     )

@@ -7,11 +7,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from lockstep.parity.judge.facts import RunFacts
 from lockstep.parity.judge.kinks import Kinks, are_switched
 from lockstep.parity.judge.patterns import Case, RankPart, recognise
 from lockstep.parity.judge.tolerance import Tolerance
-from lockstep.parity.judge.verdict import Fault, Mismatch, ParityVerdict, Ratio
+from lockstep.parity.judge.verdict import Fault, Mismatch, ParityVerdict, Ratio, RunFacts
 from lockstep.parity.trace.file import Trace
 from lockstep.parity.trace.items import ItemKind, TraceItem
 from lockstep.parity.trace.measure import DistanceSums, Limit, Measured
@@ -204,8 +203,8 @@ def _examined(
     elif finding.factor is not None and math.prod(trace.shape(finding.item)) == 1:
         expected = float(trace.tensor(finding.item))
         numbers = (finding.factor * expected, expected)
-    looks_like = (
-        recognise(Case(finding.item, tuple(parts), agreeing, finding.allowed, trace, facts)) if parts else ""
+    looks_like = recognise(
+        Case(finding.item, tuple(parts), agreeing, finding.factor, finding.allowed, trace, facts)
     )
     return replace(finding, numbers=numbers, looks_like=looks_like)
 

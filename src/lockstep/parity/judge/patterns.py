@@ -15,7 +15,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lockstep.parity.judge.facts import RunFacts
+from lockstep.parity.judge.verdict import RunFacts
 from lockstep.parity.trace.file import Trace
 from lockstep.parity.trace.items import ItemKind, TraceItem
 from lockstep.parity.trace.measure import DistanceSums, compare
@@ -48,12 +48,14 @@ class Case:
     Attributes:
         parts: Those that differ.
         agreeing: Ranks whose part agrees.
+        factor: By which what was found is a multiple of the reference; None: it is none.
         allowed: The relative distance that rounding explains, times the multiple.
     """
 
     item: TraceItem
     parts: tuple[RankPart, ...]
     agreeing: tuple[int, ...]
+    factor: float | None
     allowed: float
     trace: Trace
     facts: RunFacts
@@ -141,15 +143,9 @@ def of_another_step(case: Case) -> str:
 
 def is_factor(case: Case) -> str:
     """Recognise a simple factor, and say what it is of this run."""
-    sums = sum((compare(one.found, one.expected) for one in case.parts), DistanceSums())
-    if sums.wrong or not sums.expected or not sums.found or not sums.product:
-        return ""
-    factor = sums.product / sums.expected
-    # Of the squares of what was found, what the best multiple leaves; by rounding it may be below 0.
-    if sums.found - sums.product**2 / sums.expected > case.near**2 * sums.found:
-        return ""
-    if abs(factor + 1) <= CLOSE:
-        return "It looks as if its sign was turned."
+    factor = case.factor
+    if not factor or abs(factor + 1) <= CLOSE:
+        return "It looks as if its sign was turned." if factor else ""
     times = max(factor, 1 / factor)
     number = round(times)
     if number < 2 or abs(times / number - 1) > min(max(case.allowed, CLOSE), 0.02):

@@ -4,11 +4,40 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 
-from lockstep.parity.judge.facts import RunFacts
 from lockstep.parity.trace.items import ItemKind, TraceItem
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """How the reference and the candidate were run.
+
+    Attributes:
+        reference: Its strategy in words; "": one process.
+        candidate: Likewise: "zero=3 tp=2".
+        nproc: Ranks of the candidate.
+        data_ranks: How many of them have batches of their own.
+        accumulation_steps: Micro-batches of a step, on each rank.
+        axes: The size of each axis along which ranks compute one batch together: {"tp": 2}.
+        dtype: The candidate computes in: "fp32", "bf16" or "fp16".
+        steps_asked: Optimizer steps that were asked for.
+        steps_compared: Those that both runs made.
+        notes: Sentences for the end of the report: "Dropout was off in both runs."
+    """
+
+    reference: str = ""
+    candidate: str = ""
+    nproc: int = 1
+    data_ranks: int = 1
+    accumulation_steps: int = 1
+    axes: Mapping[str, int] = field(default_factory=dict)
+    dtype: str = "fp32"
+    steps_asked: int = 0
+    steps_compared: int = 0
+    notes: tuple[str, ...] = ()
 
 
 class Fault(Enum):
