@@ -21,8 +21,8 @@ from lockstep.parity.runs import (
     RunStarter,
     ScriptRun,
     StartedRun,
-    all_of,
     following,
+    wait_for_all,
 )
 from lockstep.parity.spec import ProcessFacts, Role, RunSpec
 from lockstep.parity.text import sentence_of_repeat
@@ -121,7 +121,7 @@ class ParityCheck:
         # Told of the candidate's processes, one process may make the same rates and batches as they do.
         is_plain = request.reference is None and request.against is None and reference.facts.data_ranks > 1
         if is_plain and _differs_in(verdict) is not None:
-            with_ranks = self._make_reference(tells_ranks=True)
+            with_ranks = self._make_reference(reports_ranks=True)
             what = "learning rate" if _differs_in(verdict) is ItemKind.RATE else "batch size"
             by = SEEN_WITHOUT_ACCELERATOR if request.program.wrapped else SEEN_WITH_ACCELERATOR
             second = self._compared(
@@ -145,10 +145,10 @@ class ParityCheck:
         if request.record is not None:
             keep(reference, request.record)
         if is_plain and verdict.agrees and not request.program.wrapped:
-            verdict = replace(verdict, notes=(*verdict.notes, self._of_whole_batches(reference)))
+            verdict = replace(verdict, notes=(*verdict.notes, self._compare_whole_batches(reference)))
         return verdict
 
-    def _of_whole_batches(self, reference: ReferenceRun) -> str:
+    def _compare_whole_batches(self, reference: ReferenceRun) -> str:
         """Say whether one process computes the same of the batches of all ranks as one."""
         ranks, name, distance = reference.facts.data_ranks, "", ""
         found = "draws" if reference.facts.draws else "unknown"
@@ -156,7 +156,7 @@ class ParityCheck:
             self._tell("reference: on whole batches")
             spec = self._spec(Role.WHOLE, self._folder(), steps=1, trace=str(reference.trace.path))
             with suppress(CouldNotRun, ValueError):
-                [left] = all_of([self._start(spec)])
+                [left] = wait_for_all([self._start(spec)])
                 ratio, worst = _farthest_gradient(left, reference.tolerance)
                 found = "same" if ratio <= 1 else "other"
                 name, distance = (
@@ -184,7 +184,7 @@ class ParityCheck:
         failure: CouldNotRun | None = None
         try:
             # A candidate that stopped has made steps before: what differs there is the better answer.
-            [left] = all_of([self._start(spec)])
+            [left] = wait_for_all([self._start(spec)])
         except CouldNotRun as error:
             if error.left is None:
                 raise
@@ -197,7 +197,7 @@ class ParityCheck:
             if (path := left.folder / f"found-{one.rank}.safetensors").exists()
         }
         if failure is not None:
-            facts = replace(facts, notes=(*facts.notes, _that_failed(left)))
+            facts = replace(facts, notes=(*facts.notes, _failure_note(left)))
         verdict = judge(reference.trace, reference.tolerance, left.measured(), facts, found, failure is None)
         # Steps that agree say nothing about the one in which it failed.
         if failure is not None and verdict.agrees:
@@ -206,7 +206,7 @@ class ParityCheck:
 
     # The reference ----------------------------------------------------------------------------------------
 
-    def _make_reference(self, tells_ranks: bool = False) -> ReferenceRun:
+    def _make_reference(self, reports_ranks: bool = False) -> ReferenceRun:
         request = self._request
         is_alone = request.reference is None
         self._tell("reference: one process" if is_alone else f"reference: {request.nproc} processes")
@@ -214,10 +214,10 @@ class ParityCheck:
             Role.REFERENCE,
             self._folder(),
             is_alone=is_alone,
-            tells_ranks=tells_ranks,
+            reports_ranks=reports_ranks,
             parallel=request.parallel if is_alone else request.reference,
         )
-        [left] = all_of([self._start(spec)])
+        [left] = wait_for_all([self._start(spec)])
         facts = left.facts[0]
         if facts.refused:
             raise CouldNotRun(facts.refused)
@@ -230,17 +230,19 @@ class ParityCheck:
         if facts.mixed_precision != "no":
             roles.append(Role.HALF)
         self._tell("reference: what rounding changes")
-        lefts = dict(
+        artifacts = dict(
             zip(
                 roles,
-                all_of([self._start(following(spec, role, self._folder(), **again)) for role in roles]),
+                wait_for_all([self._start(following(spec, role, self._folder(), **again)) for role in roles]),
                 strict=True,
             )
         )
-        self._refuse_unrepeatable(trace, facts, lefts[Role.REPEAT])
-        dtype = DTYPES.get(facts.mixed_precision, torch.float32) if Role.HALF in lefts else torch.float32
-        half = lefts[Role.HALF].measured() if Role.HALF in lefts else ()
-        return ReferenceRun(trace, tolerance_of(trace, lefts[Role.DISTURBED].measured(), half, dtype), facts)
+        self._refuse_unrepeatable(trace, facts, artifacts[Role.REPEAT])
+        dtype = DTYPES.get(facts.mixed_precision, torch.float32) if Role.HALF in artifacts else torch.float32
+        half = artifacts[Role.HALF].measured() if Role.HALF in artifacts else ()
+        return ReferenceRun(
+            trace, tolerance_of(trace, artifacts[Role.DISTURBED].measured(), half, dtype), facts
+        )
 
     def _trace_of(self, left: RunArtifacts) -> Trace:
         paths = [left.folder / f"trace-{one.rank}.safetensors" for one in left.facts]
@@ -291,7 +293,7 @@ class ParityCheck:
         request, first = self._request, left.facts[0]
         notes = dict.fromkeys((*reference.facts.notes, *first.notes, *further))
         if reference.facts.made < request.steps:
-            notes[_that_ended(reference.facts)] = None
+            notes[_end_note(reference.facts)] = None
         return RunFacts(
             reference=request.reference or "",
             candidate=first.parallel if first.parallel != "auto" else "ddp",
@@ -336,7 +338,7 @@ def _is_other_batch_size(finding: Mismatch) -> bool:
     return finding.item.kind is ItemKind.BATCH and finding.fault is Fault.SHAPE
 
 
-def _that_failed(left: RunArtifacts) -> str:
+def _failure_note(left: RunArtifacts) -> str:
     """Note that the candidate came to no end, which a difference before that may explain."""
     failed = next((one for one in left.facts if one.failed), None)
     if failed is None:
@@ -344,7 +346,7 @@ def _that_failed(left: RunArtifacts) -> str:
     return f"The candidate failed on rank {failed.rank}; the steps that it had computed were compared. {failed.failed}"
 
 
-def _that_ended(facts: ProcessFacts) -> str:
+def _end_note(facts: ProcessFacts) -> str:
     """Note that the reference made fewer steps than were asked for."""
     if facts.ended:
         return f"Steps end after {facts.made}: {facts.ended}. {FILLED_UP}"

@@ -111,7 +111,7 @@ class ScriptRun:
         words = [str(spec.write(self.folder / "spec.json")), *program.words]
         alone: dict[str, str] = {}
         if spec.is_alone and spec.wrapped:
-            alone = ALONE | ({"WORLD_SIZE": str(spec.ranks)} if spec.tells_ranks else {})
+            alone = ALONE | ({"WORLD_SIZE": str(spec.ranks)} if spec.reports_ranks else {})
         self._process = ScriptProcess(
             ["-m", WORKER, *words] if spec.is_alone else ScriptProcess.launched(WORKER, words, flags),
             self.folder / "output.txt",
@@ -180,7 +180,7 @@ TITLES = {
 }
 
 
-def all_of(runs: Sequence[StartedRun]) -> list[RunArtifacts]:
+def wait_for_all(runs: Sequence[StartedRun]) -> list[RunArtifacts]:
     """Wait for runs that were started together; if one fails, the others are ended."""
     try:
         return [run.wait() for run in runs]

@@ -36,7 +36,7 @@ class RunSpec:
         mixed_precision: Likewise.
         is_alone: Whether one process, plain and in fp32, stands for all ranks.
         wrapped: Whether the script spreads its models itself, without an ``Accelerator`` of this library.
-        tells_ranks: Whether it tells the script of as many processes, and of as short loaders, as the candidate has.
+        reports_ranks: Whether it tells the script of as many processes, and of as short loaders, as the candidate has.
     """
 
     role: Role
@@ -51,7 +51,7 @@ class RunSpec:
     as_accelerate: bool = False
     is_module: bool = False
     is_alone: bool = True
-    tells_ranks: bool = False
+    reports_ranks: bool = False
     wrapped: bool = False
 
     def write(self, path: Path) -> Path:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.errors import UsageError
 from lockstep.parity.check import ParityCheck, Request
-from lockstep.parity.judge.facts import RunFacts
+from lockstep.parity.judge.verdict import RunFacts
 from lockstep.parity.runs import TITLES, CheckedProgram, CouldNotRun, RunArtifacts
 from lockstep.parity.spec import ProcessFacts, RunSpec
 from lockstep.parity.text import named, place

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from lockstep.accelerator import Accelerator
 from lockstep.config.sources import process_environment
-from lockstep.parity.collect.plain_calls import see_backward
+from lockstep.parity.collect.plain_calls import observe_backward
 from lockstep.parity.collect.prepared import PreparedRun
 from lockstep.parity.spec import RunSpec
 from lockstep.preparation.observers import RunObserver
@@ -46,7 +46,7 @@ def run_case(case: ParityCase, spec: RunSpec) -> str | None:
     """Train as ``spec`` says, and leave what was found in its folder; or say why that is not possible."""
     run = WarmRun(spec, process_environment(need_rendezvous=False).rank)
     RunObserver.registered.append(run)
-    no_longer_see = see_backward(run)
+    end_observation = observe_backward(run)
     try:
         set_seed(spec.seed)
         _train(case, run)
@@ -55,7 +55,7 @@ def run_case(case: ParityCase, spec: RunSpec) -> str | None:
     except RunEnded:
         pass
     finally:
-        no_longer_see()
+        end_observation()
         # Backwards, as each puts back what it has found.
         for restore in reversed(run.restores):
             restore()

@@ -113,7 +113,7 @@ class RunCollector(RunObserver):
         )
 
     def plain_backward(self, loss: Tensor) -> float | None:
-        """``Tensor.backward`` is called, by a script or by what ``backward_begins`` told of; see ``BackwardSeer``."""
+        """Note a ``Tensor.backward`` of the script, or of what ``backward_begins`` has seen; see ``BackwardObserver``."""
         # One behind backward_begins is the same backward; one without a forward only tries what torch does.
         if self._is_expected or not self._has_forward:
             self._is_expected = False

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from lockstep.parity.collect.batch_position import BatchPosition
 
 
-class BackwardSeer(Protocol):
+class BackwardObserver(Protocol):
     """Is told of each backward."""
 
     place: BatchPosition
@@ -23,12 +23,12 @@ class BackwardSeer(Protocol):
         """Return by what a ``loss``, of any shape, is to be multiplied; None: ``Accelerator`` has done it."""
 
 
-def see_backward(seer: BackwardSeer) -> Callable[[], None]:
+def observe_backward(observer: BackwardObserver) -> Callable[[], None]:
     """Tell of each ``Tensor.backward``; divide it where it is one rank's of several. Returns what ends this."""
     original = Tensor.backward
 
     def backward(self: Tensor, gradient: Tensor | None = None, *args: object, **kwargs: object) -> object:
-        factor = seer.plain_backward(self)
+        factor = observer.plain_backward(self)
         if factor is not None and factor != 1:
             gradient = torch.full_like(self, factor) if gradient is None else gradient * factor
         return original(self, gradient, *args, **kwargs)

@@ -82,7 +82,7 @@ class PreparedRun(ProcessRun):
         self._has_turns = spec.is_alone and axes.data > 1 and spec.role is not Role.WHOLE
         self._window = accumulate_more(axes.data) if self._has_turns else 0
         self._broadcasts = options.ddp.broadcast_buffers
-        if spec.tells_ranks:
+        if spec.reports_ranks:
             self.restores.append(report_ranks(spec.ranks))
         if not spec.is_alone:
             return replace(options, parallel=parallel, mixed_precision=own_precision)
@@ -117,7 +117,7 @@ class PreparedRun(ProcessRun):
 
     def loader_prepared(self, loader: PreparedLoader) -> None:
         super().loader_prepared(loader)
-        if self._spec.tells_ranks:
+        if self._spec.reports_ranks:
             report_length(loader, self._facts.data_ranks)
 
     def model_prepared(self, model: ParallelModel) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from lockstep.parity.collect.plain_calls import see_backward
+from lockstep.parity.collect.plain_calls import observe_backward
 from lockstep.parity.collect.prepared import PreparedRun
 from lockstep.parity.collect.wrapped import WrappedRun
 from lockstep.parity.spec import RunSpec
@@ -30,7 +30,7 @@ def main(argv: list[str]) -> None:
     else:
         run = PreparedRun(spec, rank)
     RunObserver.registered.append(run)
-    see_backward(run)
+    observe_backward(run)
     set_seed(spec.seed)
     run_observed(run, program, spec.is_module)
 

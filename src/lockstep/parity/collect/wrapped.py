@@ -65,7 +65,7 @@ class WrappedRun(ProcessRun):
             step_schedulers_when(self.place.schedules)
         else:
             self.place = BatchPosition(rank, self._models, spec.seed)
-        if spec.tells_ranks:
+        if spec.reports_ranks:
             report_world_size(spec.ranks)
         self.place.on_batch = self._batch_comes
         self._see_optimizers()
