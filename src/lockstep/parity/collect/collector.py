@@ -113,7 +113,7 @@ class RunCollector(RunObserver):
         )
 
     def plain_backward(self, loss: Tensor) -> float | None:
-        """Note a ``Tensor.backward`` of the script, or of what ``backward_begins`` has seen; see ``BackwardObserver``."""
+        """Note a ``Tensor.backward`` of the script, or of ``Accelerator.backward``; see ``BackwardObserver``."""
         # One behind backward_begins is the same backward; one without a forward only tries what torch does.
         if self._is_expected or not self._has_forward:
             self._is_expected = False
