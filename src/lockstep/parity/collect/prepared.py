@@ -78,7 +78,7 @@ class PreparedRun(ProcessRun):
         self._splits_batches = bool(options.loaders.split_batches)
         if not self._facts.drops_out:
             self.note(NO_DROPOUT.format(words=parallel))
-        parallel = replace(parallel, verify="off") if hasattr(parallel, "verify") else parallel
+        parallel = replace(parallel, verify="off")
         self._has_turns = spec.is_alone and axes.data > 1 and spec.role is not Role.WHOLE
         self._window = accumulate_more(axes.data) if self._has_turns else 0
         self._broadcasts = options.ddp.broadcast_buffers
