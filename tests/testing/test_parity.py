@@ -10,8 +10,8 @@ import torch
 
 from lockstep.errors import ConfigError, LockstepError, UsageError
 from lockstep.nn import load_balance_loss
-from lockstep.parity.trace import ItemKind
-from lockstep.preparation import RunObserver
+from lockstep.verify import ItemKind
+from lockstep.observe import RunObserver
 from lockstep.testing import (
     CouldNotRun,
     ParityError,

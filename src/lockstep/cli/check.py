@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from lockstep.config.parallel import Parallel
-    from lockstep.parity.judge.verdict import ParityVerdict
+    from lockstep.verify.judge.verdict import ParityVerdict
 
 DIFFERS, COULD_NOT_RUN = 1, 2
 MAX_STEPS = 1000
@@ -128,8 +128,8 @@ def command(
     """
     from lockstep.cli.launch import check_launch
     from lockstep.config.world import axes_of
-    from lockstep.parity.check import ParityCheck, Request
-    from lockstep.parity.runs import CheckedProgram, CouldNotRun
+    from lockstep.verify.check import ParityCheck, Request
+    from lockstep.verify.runs import CheckedProgram, CouldNotRun
 
     if reference is not None and against is not None:
         raise click.UsageError("--reference and --against both say what to compare with. Give one of them.")
@@ -193,7 +193,7 @@ def _progress() -> Iterator[Callable[[str], None]]:
 
 
 def _print_verdict(verdict: ParityVerdict, json_path: Path | None, html: Path | None) -> None:
-    from lockstep.parity.text import RIGHT, TITLES, remarks, rows, sentence, to_json
+    from lockstep.verify.text import RIGHT, TITLES, remarks, rows, sentence, to_json
 
     if html is not None:
         html.write_text(_page(verdict), "utf-8")
@@ -210,7 +210,7 @@ def _print_verdict(verdict: ParityVerdict, json_path: Path | None, html: Path | 
 
 
 def _page(verdict: ParityVerdict) -> str:
-    from lockstep.parity.text import RIGHT, TITLES, distances, remarks, rows, sentence
+    from lockstep.verify.text import RIGHT, TITLES, distances, remarks, rows, sentence
     from lockstep.report.page import MOST_ROWS, check_page
 
     steps, table = distances(verdict)

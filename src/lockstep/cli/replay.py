@@ -63,7 +63,7 @@ def command(
     from lockstep.checkpoint.store.local import LocalStore
     from lockstep.checkpoint.store.verify import verify_checkpoint
     from lockstep.launch.plan import Program
-    from lockstep.parity.runs import CouldNotRun
+    from lockstep.verify.runs import CouldNotRun
     from lockstep.replay.replay import replay
     from lockstep.replay.run import ReplayedRun, ReplaySpec
 

@@ -8,6 +8,7 @@ if not TYPE_CHECKING:
         {
             "log": ["shows_bar"],
             "methods": ["build_profiler"],
+            "run_observer": ["ObservedRun", "RunObserver"],
             "state_bytes": ["count_state", "StateBytes"],
         },
     )

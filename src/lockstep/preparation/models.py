@@ -22,7 +22,7 @@ from lockstep.preparation.checks import (
     refuse_replicas,
 )
 from lockstep.preparation.gradients import Gradients
-from lockstep.preparation.observers import RunObserver
+from lockstep.observe.run_observer import RunObserver
 from lockstep.preparation.run_context import RunContext
 from lockstep.preparation.shards import ParameterRegistry
 from lockstep.preparation.stepping import StepChecks

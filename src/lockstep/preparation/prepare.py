@@ -28,7 +28,7 @@ from lockstep.preparation.checks import (
 from lockstep.preparation.gradients import Gradients
 from lockstep.preparation.loaders import LoaderPreparation
 from lockstep.preparation.models import ModelPreparation
-from lockstep.preparation.observers import ObservedRun, RunObserver
+from lockstep.observe.run_observer import ObservedRun, RunObserver
 from lockstep.preparation.optimizers import OptimizerPreparation
 from lockstep.preparation.run_context import RunContext
 from lockstep.preparation.shards import ParameterRegistry

@@ -15,7 +15,7 @@ from lockstep.errors import UsageError
 from lockstep.observe.measures.measures import Measures
 from lockstep.observe.spikes.bad_step import KeepsSteps
 from lockstep.observe.spikes.watch import SpikeWatch
-from lockstep.preparation.observers import RunObserver
+from lockstep.observe.run_observer import RunObserver
 from lockstep.runtime.clock import StepClock
 from lockstep.train.clipping import OtherStages, clip_norm
 from lockstep.train.loss_scale import LossScaler

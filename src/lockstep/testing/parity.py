@@ -10,12 +10,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from lockstep.errors import UsageError
-from lockstep.parity.check import ParityCheck, Request
-from lockstep.parity.judge.verdict import RunFacts
-from lockstep.parity.runs import TITLES, CheckedProgram, CouldNotRun, RunArtifacts
-from lockstep.parity.spec import ProcessFacts, RunSpec
-from lockstep.parity.text import named, place
-from lockstep.parity.trace.measure import read_measured
+from lockstep.verify.check import ParityCheck, Request
+from lockstep.verify.judge.verdict import RunFacts
+from lockstep.verify.runs import TITLES, CheckedProgram, CouldNotRun, RunArtifacts
+from lockstep.verify.spec import ProcessFacts, RunSpec
+from lockstep.verify.text import named, place
+from lockstep.verify.trace.measure import read_measured
 from lockstep.testing.case import MAX_PROCESSES, CaseSettings, ParityCase, function_of
 from lockstep.testing.pool import DistributedTestError, WorkerPool, module_of
 from lockstep.testing.report import ParityReport

@@ -11,10 +11,10 @@ from torch.utils.data import DataLoader
 
 from lockstep.accelerator import Accelerator
 from lockstep.config.sources import process_environment
-from lockstep.parity.collect.plain_calls import observe_backward
-from lockstep.parity.collect.prepared import PreparedRun
-from lockstep.parity.spec import RunSpec
-from lockstep.preparation.observers import RunObserver
+from lockstep.verify.collect.plain_calls import observe_backward
+from lockstep.verify.collect.prepared import PreparedRun
+from lockstep.verify.spec import RunSpec
+from lockstep.observe.run_observer import RunObserver
 from lockstep.runtime.seed import set_seed
 from lockstep.testing.case import ParityCase
 

@@ -21,8 +21,8 @@ from lockstep.errors import UsageError
 from lockstep.model.changes import UncopiedHook
 from lockstep.observe.measures.batches import tokens_in
 from lockstep.parallel.parallel_model import ParallelModel
-from lockstep.parity.collect.trainers import set_window_of_trainer, window_of_trainer
-from lockstep.preparation.observers import ObservedRun, RunObserver
+from lockstep.verify.collect.trainers import set_window_of_trainer, window_of_trainer
+from lockstep.observe.run_observer import ObservedRun, RunObserver
 from lockstep.runtime.failure import is_consequence
 from lockstep.runtime.memory import is_out_of_memory
 from lockstep.runtime.step import StepState

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lockstep import Accelerator
-from tests.check import rows
+from tests.verify import rows
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "sum": lambda: rows.LanguageModel(reduction="sum"),
