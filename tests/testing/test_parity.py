@@ -10,7 +10,6 @@ import torch
 
 from lockstep.errors import ConfigError, LockstepError, UsageError
 from lockstep.nn import load_balance_loss
-from lockstep.verify import ItemKind
 from lockstep.observe import RunObserver
 from lockstep.testing import (
     CouldNotRun,
@@ -20,6 +19,7 @@ from lockstep.testing import (
     check_parity,
     compare_parity,
 )
+from lockstep.verify import ItemKind
 from tests.refusals import expect_refusal
 from tests.testing import defects
 from tests.testing.models import MODELS, balanced, cnn, mlp, moving_scale, of_loader

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from lockstep import Accelerator
 from lockstep.errors import LockstepError
-from tests.verify.cells import Messages
 from tests.parallel import split_problem
+from tests.verify.cells import Messages
 
 WORDS, LENGTH, ROWS = 48, 16, 8
 Activation = Callable[[Tensor], Tensor]

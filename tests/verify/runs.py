@@ -9,15 +9,19 @@ import torch
 from torch import Tensor
 
 from lockstep.comm import ShardRegion
-from lockstep.verify import ParityVerdict, RunFacts, Tolerance, judge, tolerance_of
 from lockstep.verify import (
     ItemKind,
     Measured,
+    ParityVerdict,
     Recording,
+    RunFacts,
+    Tolerance,
     Trace,
     TraceComparison,
     TraceItem,
+    judge,
     read_measured,
+    tolerance_of,
 )
 
 Tensors = Mapping[TraceItem, Tensor]

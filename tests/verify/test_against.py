@@ -22,8 +22,8 @@ from lockstep.verify import (
     keep,
     kept_in,
     refuse_other_run,
+    tolerance_of,
 )
-from lockstep.verify import tolerance_of
 from tests.verify.runs import measure, record, shaken, synthetic
 
 PATH = Path("kept.trace")

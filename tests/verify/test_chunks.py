@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from lockstep import Accelerator
 from lockstep.errors import UsageError
-from tests.verify.cells import Messages
 from tests.parallel.split_problem import LENGTH, VOCABULARY, make_batches, make_llama
+from tests.verify.cells import Messages
 
 WIDTH = 16
 

@@ -9,9 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
-from lockstep.verify import CheckedProgram, Request
-from lockstep.verify import ParityVerdict
-from lockstep.verify import ItemKind
+from lockstep.verify import CheckedProgram, ItemKind, ParityVerdict, Request
 from tests.verify.forks import ForkedCheck, ForkServer
 
 SCRIPT = Path(__file__).parent / "defects" / "training.py"

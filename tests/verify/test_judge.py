@@ -8,9 +8,19 @@ import pytest
 import torch
 
 from lockstep.comm import ShardRegion
-from lockstep.verify import sentence, sentence_of_repeat
-from lockstep.verify import Fault, RunFacts, Tolerance, judge, judge_repeat
-from lockstep.verify import ItemKind, TraceItem, as_pairs, as_regions
+from lockstep.verify import (
+    Fault,
+    ItemKind,
+    RunFacts,
+    Tolerance,
+    TraceItem,
+    as_pairs,
+    as_regions,
+    judge,
+    judge_repeat,
+    sentence,
+    sentence_of_repeat,
+)
 from tests.verify.runs import LocalTensors, measure, ranks_of, record, shard, synthetic, verdict_of
 
 FOUR = RunFacts(candidate="ddp", nproc=4, data_ranks=4, steps_asked=2, steps_compared=2)

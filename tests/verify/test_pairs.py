@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.verify import pairs
 from tests.marks import again
+from tests.verify import pairs
 
 CHOSEN = {
     2: [

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from lockstep.errors import UsageError
+from lockstep.parallel import BeforeWrites, WithoutChance, without_dropout
 from lockstep.verify import (
     ComparedBatch,
     Observations,
@@ -27,8 +29,6 @@ from lockstep.verify import (
     observed,
     run_pass,
 )
-from lockstep.errors import UsageError
-from lockstep.parallel import BeforeWrites, WithoutChance, without_dropout
 from tests.refusals import expect_refusal
 
 DRAWS: dict[str, Any] = {

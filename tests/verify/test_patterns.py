@@ -11,9 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.verify import sentence
-from lockstep.verify import RunFacts
-from lockstep.verify import ItemKind, TraceItem
+from lockstep.verify import ItemKind, RunFacts, TraceItem, sentence
 from tests.verify.runs import ranks_of, synthetic, verdict_of
 
 Ranks = list[dict[TraceItem, Tensor]]

@@ -12,6 +12,13 @@ import torch
 from lockstep.cli.check import _page
 from lockstep.verify import (
     TITLES,
+    Fault,
+    ItemKind,
+    Mismatch,
+    ParityVerdict,
+    Ratio,
+    RunFacts,
+    TraceItem,
     distances,
     named,
     remarks,
@@ -19,14 +26,6 @@ from lockstep.verify import (
     sentence,
     to_json,
 )
-from lockstep.verify import (
-    Fault,
-    Mismatch,
-    ParityVerdict,
-    Ratio,
-    RunFacts,
-)
-from lockstep.verify import ItemKind, TraceItem
 from lockstep.words import count, indices, listed, of_ranks, two_digits
 from tests.verify.runs import ranks_of, synthetic, verdict_of
 

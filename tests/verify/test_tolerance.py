@@ -11,10 +11,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.verify import FEW, LARGE, MULTIPLE
-from lockstep.verify import sentence
-from lockstep.verify import ParityVerdict, RunFacts, Tolerance, tolerance_of
-from lockstep.verify import ItemKind, TraceItem
+from lockstep.verify import (
+    FEW,
+    LARGE,
+    MULTIPLE,
+    ItemKind,
+    ParityVerdict,
+    RunFacts,
+    Tolerance,
+    TraceItem,
+    sentence,
+    tolerance_of,
+)
 from tests.verify.runs import measure, ranks_of, record, shaken, synthetic, verdict_of
 from tests.verify.training import MODELS, OPTIMIZERS, Setup, train
 

@@ -9,9 +9,9 @@ import torch
 
 from lockstep import Accelerator
 from lockstep.errors import ConfigError
-from tests.verify import cells, changing
 from tests.marks import again
 from tests.refusals import expect_refusal
+from tests.verify import cells, changing
 
 WRONG: dict[str, tuple[str, dict[str, str]]] = {
     "gradient": ("tp=2", {"kind": "gradient"}),

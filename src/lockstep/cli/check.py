@@ -210,8 +210,8 @@ def _print_verdict(verdict: ParityVerdict, json_path: Path | None, html: Path | 
 
 
 def _page(verdict: ParityVerdict) -> str:
-    from lockstep.verify.text import RIGHT, TITLES, distances, remarks, rows, sentence
     from lockstep.report.page import MOST_ROWS, check_page
+    from lockstep.verify.text import RIGHT, TITLES, distances, remarks, rows, sentence
 
     steps, table = distances(verdict)
     return check_page(

@@ -10,16 +10,16 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from lockstep.errors import UsageError
+from lockstep.testing.case import MAX_PROCESSES, CaseSettings, ParityCase, function_of
+from lockstep.testing.pool import DistributedTestError, WorkerPool, module_of
+from lockstep.testing.report import ParityReport
+from lockstep.testing.training import run_case
 from lockstep.verify.check import ParityCheck, Request
 from lockstep.verify.judge.verdict import RunFacts
 from lockstep.verify.runs import TITLES, CheckedProgram, CouldNotRun, RunArtifacts
 from lockstep.verify.spec import ProcessFacts, RunSpec
 from lockstep.verify.text import named, place
 from lockstep.verify.trace.measure import read_measured
-from lockstep.testing.case import MAX_PROCESSES, CaseSettings, ParityCase, function_of
-from lockstep.testing.pool import DistributedTestError, WorkerPool, module_of
-from lockstep.testing.report import ParityReport
-from lockstep.testing.training import run_case
 from lockstep.words import of_ranks
 
 if TYPE_CHECKING:

@@ -11,12 +11,12 @@ from torch.utils.data import DataLoader
 
 from lockstep.accelerator import Accelerator
 from lockstep.config.sources import process_environment
-from lockstep.verify.collect.plain_calls import observe_backward
-from lockstep.verify.collect.prepared import PreparedRun
-from lockstep.verify.spec import RunSpec
 from lockstep.observe.run_observer import RunObserver
 from lockstep.runtime.seed import set_seed
 from lockstep.testing.case import ParityCase
+from lockstep.verify.collect.plain_calls import observe_backward
+from lockstep.verify.collect.prepared import PreparedRun
+from lockstep.verify.spec import RunSpec
 
 LossOfBatch = Callable[[Any, Any], Tensor]
 FOUR = "It has to return model, optimizer, batches and loss."

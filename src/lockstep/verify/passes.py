@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.verify.module_sums import Observed
 from lockstep.comm.dtensor import is_dtensor
 from lockstep.comm.tree import Kwargs, LossFunction, leaves, map_leaves, map_tensors
 from lockstep.parallel.autocast import AutocastForward
 from lockstep.parallel.context.region import ContextRegion, regions_of
 from lockstep.parallel.context.sharded_loader import IGNORED
 from lockstep.parallel.pipeline.micro_batch import find_loss
+from lockstep.verify.module_sums import Observed
 
 
 @dataclass(frozen=True)

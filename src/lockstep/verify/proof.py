@@ -13,12 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lockstep.verify import sentences
-from lockstep.verify.compare import Comparison, RoundingLimits, compare_with_whole
-from lockstep.verify.module_sums import observed
-from lockstep.verify.passes import Chunks, ComparedBatch, PassResult, in_full_precision, run_pass, shapes_of
-from lockstep.verify.whole_model import Collector, Reference, SplitModelState
-from lockstep.verify.snapshot import Snapshot, numbers
 from lockstep.comm.collectives import Communicator
 from lockstep.comm.tree import LossFunction
 from lockstep.errors import LockstepError, UsageError
@@ -30,6 +24,12 @@ from lockstep.parallel.sync_batchnorm import unsynchronized
 from lockstep.runtime import failure
 from lockstep.runtime.process import Runtime
 from lockstep.torch_internals import compile as torch_compile
+from lockstep.verify import sentences
+from lockstep.verify.compare import Comparison, RoundingLimits, compare_with_whole
+from lockstep.verify.module_sums import observed
+from lockstep.verify.passes import Chunks, ComparedBatch, PassResult, in_full_precision, run_pass, shapes_of
+from lockstep.verify.snapshot import Snapshot, numbers
+from lockstep.verify.whole_model import Collector, Reference, SplitModelState
 
 logger = logging.getLogger(__name__)
 

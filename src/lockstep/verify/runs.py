@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Protocol
 
 from lockstep.errors import LockstepError
+from lockstep.script.process import ScriptProcess
 from lockstep.verify.spec import ProcessFacts, Role, RunSpec
 from lockstep.verify.trace.measure import Measured, read_measured
-from lockstep.script.process import ScriptProcess
 
 WORKER = "lockstep.verify.collect.worker"
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} | {

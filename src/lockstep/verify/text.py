@@ -9,9 +9,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from lockstep.verify.rounding import FEW
 from lockstep.verify.judge.tolerance import SWITCHED
 from lockstep.verify.judge.verdict import Fault, Mismatch, ParityVerdict, Ratio, RunFacts
+from lockstep.verify.rounding import FEW
 from lockstep.verify.trace.items import ItemKind, TraceItem
 from lockstep.words import count, of_ranks, seven_digits, two_digits
 

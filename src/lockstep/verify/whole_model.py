@@ -12,11 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lockstep.verify.compare import GradientSums, digest
-from lockstep.verify.module_sums import Observed, observed
-from lockstep.verify.passes import ComparedBatch, PassResult, run_pass
-from lockstep.verify.rounding import disturbed
-from lockstep.verify.snapshot import Snapshot, numbers, set_numbers
 from lockstep.checkpoint.contents import FullModelSpec, ties_of
 from lockstep.checkpoint.weights.export import collect_stages
 from lockstep.comm.collectives import Communicator
@@ -28,6 +23,11 @@ from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.runtime.host_memory import free_host_bytes
 from lockstep.torch_internals import modules as torch_modules
 from lockstep.torch_internals.dispatch import WithoutCollectives
+from lockstep.verify.compare import GradientSums, digest
+from lockstep.verify.module_sums import Observed, observed
+from lockstep.verify.passes import ComparedBatch, PassResult, run_pass
+from lockstep.verify.rounding import disturbed
+from lockstep.verify.snapshot import Snapshot, numbers, set_numbers
 
 COPIES = 5
 """Of the weights that must fit into memory: themselves and their gradients, both again off by a rounding step, and room

@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader
 from lockstep import Accelerator
 from lockstep.errors import ConfigError, UsageError
 from lockstep.utils import DeepSpeedPlugin, ParallelismConfig
-from tests.verify.cells import Messages
 from tests.parallel.split_problem import LENGTH, VOCABULARY, make_llama
 from tests.refusals import expect_refusal
+from tests.verify.cells import Messages
 
 ROWS, BATCH, LR = 12, 2, 1e-2
 

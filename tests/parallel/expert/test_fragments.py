@@ -13,8 +13,8 @@ from lockstep import Accelerator
 from lockstep.errors import UsageError
 from parallel.expert.fragments import CELLS, Result, plainly, split
 from parallel.tensor.architectures import make_model
-from tests.verify.cells import Messages
 from tests.frozen.verdicts import hold
+from tests.verify.cells import Messages
 
 FAST = (
     "two of a dictionary",

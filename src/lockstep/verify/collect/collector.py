@@ -13,16 +13,16 @@ from lockstep.comm.dtensor import local
 from lockstep.comm.tree import leaves
 from lockstep.data.loader import PreparedLoader
 from lockstep.model.changes import UncopiedHook
+from lockstep.observe.run_observer import ObservedRun, RunObserver
 from lockstep.parallel.parallel_model import ParallelModel
+from lockstep.torch_internals import autograd as torch_autograd
+from lockstep.train.whole.apply import on_shards
 from lockstep.verify.collect.batch_position import BatchPosition
 from lockstep.verify.collect.outputs import ModuleOutputs
 from lockstep.verify.trace.items import ItemKind, TraceItem
 from lockstep.verify.trace.regions import ShardAxes, region
 from lockstep.verify.trace.sinks import Sink
 from lockstep.verify.trace.sketch import row_digests
-from lockstep.observe.run_observer import ObservedRun, RunObserver
-from lockstep.torch_internals import autograd as torch_autograd
-from lockstep.train.whole.apply import on_shards
 
 
 class RunCollector(RunObserver):

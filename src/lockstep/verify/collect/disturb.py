@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from lockstep.verify.rounding import disturbed
 from lockstep.comm.dtensor import local
 from lockstep.comm.tree import Args, Kwargs, map_tensors
+from lockstep.verify.rounding import disturbed
 
 WIDE = (torch.float32, torch.float64)
 """A rounding step of a half type is much more than one of these."""

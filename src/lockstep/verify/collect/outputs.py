@@ -15,11 +15,11 @@ from lockstep.model.changes import UncopiedHook
 from lockstep.model.contents import is_ours
 from lockstep.parallel.expert.layer import MixtureOfExperts
 from lockstep.parallel.parallel_model import ParallelModel
+from lockstep.torch_internals import autograd as torch_autograd
+from lockstep.torch_internals import modules as torch_modules
 from lockstep.verify.trace.items import ItemKind, TraceItem
 from lockstep.verify.trace.regions import ShardAxes
 from lockstep.verify.trace.sinks import Sink
-from lockstep.torch_internals import autograd as torch_autograd
-from lockstep.torch_internals import modules as torch_modules
 
 AddPart = Callable[[TraceItem, Tensor, int], None]
 """Gets an item, what this rank has of it, and which micro-batch of a pipeline that is."""

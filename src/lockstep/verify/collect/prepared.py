@@ -13,8 +13,11 @@ from lockstep.config.parallel import Parallel
 from lockstep.config.world import axes_of
 from lockstep.data.loader import PreparedLoader
 from lockstep.model.changes import UncopiedHook
+from lockstep.observe.run_observer import ObservedRun
 from lockstep.parallel.determinism import WithoutDropout, without_dropout
 from lockstep.parallel.parallel_model import ParallelModel
+from lockstep.runtime.step import StepState
+from lockstep.script.inside import of_one_process
 from lockstep.verify.collect.batch_position import BatchPosition
 from lockstep.verify.collect.plain_calls import step_schedulers_when
 from lockstep.verify.collect.process import ProcessRun
@@ -35,9 +38,6 @@ from lockstep.verify.collect.virtual_ranks import (
 )
 from lockstep.verify.spec import Role
 from lockstep.verify.trace.regions import ShardAxes
-from lockstep.observe.run_observer import ObservedRun
-from lockstep.runtime.step import StepState
-from lockstep.script.inside import of_one_process
 
 AXES = ("pp", "replicate", "shard", "cp", "tp")
 NO_DROPOUT = (

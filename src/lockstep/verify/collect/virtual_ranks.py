@@ -12,10 +12,10 @@ from torch import Tensor
 from lockstep.comm.tree import concatenate, map_tensors
 from lockstep.data.loader import PreparedLoader
 from lockstep.parallel.parallel_model import ParallelModel
-from lockstep.verify.collect.batch_position import BatchPosition
-from lockstep.verify.collect.rank_buffers import RankBuffers
 from lockstep.runtime.seed import rng_state, set_rng_state
 from lockstep.runtime.step import BatchCounts, StepState
+from lockstep.verify.collect.batch_position import BatchPosition
+from lockstep.verify.collect.rank_buffers import RankBuffers
 from lockstep.words import count
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from lockstep.observe.run_observer import RunObserver
+from lockstep.runtime.seed import set_seed
+from lockstep.script.inside import import_as_accelerate, run_observed
 from lockstep.verify.collect.plain_calls import observe_backward
 from lockstep.verify.collect.prepared import PreparedRun
 from lockstep.verify.collect.wrapped import WrappedRun
 from lockstep.verify.spec import RunSpec
-from lockstep.observe.run_observer import RunObserver
-from lockstep.runtime.seed import set_seed
-from lockstep.script.inside import import_as_accelerate, run_observed
 
 
 def main(argv: list[str]) -> None:

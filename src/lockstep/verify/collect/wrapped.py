@@ -25,6 +25,8 @@ from lockstep.comm.dtensor import is_dtensor
 from lockstep.config.options import Options
 from lockstep.errors import UsageError
 from lockstep.parallel.parallel_model import ParallelModel
+from lockstep.runtime.step import StepState
+from lockstep.torch_internals import autograd as torch_autograd
 from lockstep.verify.collect.batch_position import BatchPosition
 from lockstep.verify.collect.plain_calls import step_schedulers_when
 from lockstep.verify.collect.process import ProcessRun
@@ -32,8 +34,6 @@ from lockstep.verify.collect.reported_ranks import report_world_size
 from lockstep.verify.collect.spanning import refuse_synchronised_statistics
 from lockstep.verify.collect.virtual_ranks import RanksInTurn, VirtualRanks, batches_for
 from lockstep.verify.spec import Role, RunSpec
-from lockstep.runtime.step import StepState
-from lockstep.torch_internals import autograd as torch_autograd
 
 if TYPE_CHECKING:
     from lockstep.torch_internals.fsdp2_gathered import ShardedModule

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 
 import torch
 
-from lockstep.verify.rounding import LARGE
 from lockstep.verify.judge.patterns import RankPart
+from lockstep.verify.rounding import LARGE
 from lockstep.verify.trace.items import ItemKind, TraceItem
 from lockstep.verify.trace.measure import Limit, compare
 

@@ -23,10 +23,10 @@ from statistics import median
 
 import torch
 
-from lockstep.verify.rounding import LARGE, MANY, MULTIPLE, SMALLEST, Rounding, bounded
 from lockstep.checkpoint.format.documents import validated
 from lockstep.config.files import JsonObject
 from lockstep.verify.judge.signs import UnknownSigns
+from lockstep.verify.rounding import LARGE, MANY, MULTIPLE, SMALLEST, Rounding, bounded
 from lockstep.verify.trace.file import Trace
 from lockstep.verify.trace.items import ItemKind, TraceItem
 from lockstep.verify.trace.measure import DistanceSums, Limit, Measured
