@@ -26,11 +26,10 @@ from check_training import OWN, TRANSFORMERS
 
 sys.path.insert(0, str(common.BENCHMARKS.parent))  # the runs without a start of their own are the tests'
 
-from tests.parity.forks import ForkedCheck, ForkServer
+from tests.verify.forks import ForkedCheck, ForkServer
 
 from lockstep.errors import LockstepError
-from lockstep.parity import CheckedProgram, CouldNotRun, Request
-from lockstep.parity.report import sentence
+from lockstep.verify import CheckedProgram, CouldNotRun, Request, sentence
 
 SCRIPT = common.BENCHMARKS / "check_training.py"
 MODELS = (*OWN, *TRANSFORMERS)

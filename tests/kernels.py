@@ -28,8 +28,7 @@ SETS: dict[str, tuple[str, dict[str, str]]] = {
 }
 """Name -> the flag that a processor must have, and the variables that choose the set."""
 PATHS = (
-    "check",
-    "parity",
+    "verify",
     "frozen",
     "parallel/test_parity.py",
     "parallel/test_split_parity.py",

@@ -34,10 +34,10 @@ from lockstep.config.sources import control_endpoint
 from lockstep.errors import StateResetError, UsageError
 from lockstep.observe import hang
 from lockstep.observe.methods import TrackingMethods
+from lockstep.observe.run_observer import RunObserver
 from lockstep.preparation.batches import BatchMethods
 from lockstep.preparation.checkpoints import CheckpointMethods
 from lockstep.preparation.checks import check_backend
-from lockstep.preparation.observers import RunObserver
 from lockstep.preparation.training import TrainingMethods
 from lockstep.preparation.weights import WeightMethods
 from lockstep.runtime import process

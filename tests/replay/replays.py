@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from lockstep.preparation import RunObserver
+from lockstep.observe import RunObserver
 from lockstep.replay import ReplayedRun, ReplaySpec, ReplayVerdict, run_replay
 
 SCRIPT = Path(__file__).with_name("training.py")

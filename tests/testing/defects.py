@@ -84,18 +84,9 @@ def three_values() -> object:
     return mlp()[:3]
 
 
-def nothing() -> None:
-    return None
-
-
 def model_by_another_name() -> object:
     _, optimizer, batches, loss = mlp()
     return "mlp", optimizer, batches, loss
-
-
-def optimizer_as_a_list() -> object:
-    model, optimizer, batches, loss = mlp()
-    return model, [optimizer], batches, loss
 
 
 def batches_as_an_iterator() -> object:
@@ -198,17 +189,13 @@ def unseeded_data() -> object:
 class Noise:
     """A loss with noise on its inputs, from a generator of its own."""
 
-    def __init__(self, generator: torch.Generator | np.random.Generator, seeds: bool = False) -> None:
+    def __init__(self, generator: torch.Generator, seeds: bool = False) -> None:
         self.generator = generator
         self.seeds = seeds
         self.number = 0
 
     def __call__(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         x, y = batch
-        if isinstance(self.generator, np.random.Generator):
-            return cross_entropy(
-                model, (x + torch.from_numpy(self.generator.normal(size=x.shape)).float(), y)
-            )
         if self.seeds:
             ranks = int(os.environ.get("WORLD_SIZE", "1"))
             self.generator.manual_seed(self.number * ranks + rank())
@@ -219,8 +206,3 @@ class Noise:
 def noise_of_torch(seeds: bool = False) -> Made:
     model, optimizer, batches, _ = mlp()
     return model, optimizer, batches, Noise(torch.Generator().manual_seed(1), seeds)
-
-
-def noise_of_numpy() -> Made:
-    model, optimizer, batches, _ = mlp()
-    return model, optimizer, batches, Noise(np.random.default_rng(1))

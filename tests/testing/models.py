@@ -87,19 +87,19 @@ def moving_scale() -> Made:
 
 
 class Mixture(nn.Module):
-    """Tokens of all ranks share the experts' room, or a loss that is of all of them."""
+    """Its router has a loss of the tokens of all ranks."""
 
-    def __init__(self, capacity_factor: float | None) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.experts = MixtureOfExperts(WIDTH, 24, num_experts=4, capacity_factor=capacity_factor)
+        self.experts = MixtureOfExperts(WIDTH, 24, num_experts=4)
         self.head = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(x + self.experts(x))
 
 
-def mixture(capacity_factor: float | None = None) -> Made:
-    return made(Mixture(capacity_factor), (ROWS, LENGTH, WIDTH), (ROWS, LENGTH))
+def mixture() -> Made:
+    return made(Mixture(), (ROWS, LENGTH, WIDTH), (ROWS, LENGTH))
 
 
 def balanced(which: Callable[[nn.Module], Tensor]) -> Made:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.tune import WORKER, RankReport, TrialEnd, TrialSpec, Tuner, TuneRequest, TuneResult, refuse_sums
-from tests.parity.forks import ForkServer
+from tests.verify.forks import ForkServer
 
 SCRIPT = Path(__file__).parent / "script.py"
 LIMIT_S = 120

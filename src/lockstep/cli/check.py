@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from lockstep.config.parallel import Parallel
-    from lockstep.parity.judge.verdict import ParityVerdict
+    from lockstep.verify.judge.verdict import ParityVerdict
 
 DIFFERS, COULD_NOT_RUN = 1, 2
 MAX_STEPS = 1000
@@ -127,8 +128,8 @@ def command(
     """
     from lockstep.cli.launch import check_launch
     from lockstep.config.world import axes_of
-    from lockstep.parity.check import ParityCheck, Request
-    from lockstep.parity.runs import CheckedProgram, CouldNotRun
+    from lockstep.verify.check import ParityCheck, Request
+    from lockstep.verify.runs import CheckedProgram, CouldNotRun
 
     if reference is not None and against is not None:
         raise click.UsageError("--reference and --against both say what to compare with. Give one of them.")
@@ -192,11 +193,10 @@ def _progress() -> Iterator[Callable[[str], None]]:
 
 
 def _print_verdict(verdict: ParityVerdict, json_path: Path | None, html: Path | None) -> None:
-    from lockstep.parity.report.html import to_html
-    from lockstep.parity.report.text import RIGHT, TITLES, remarks, rows, sentence, to_json
+    from lockstep.verify.text import RIGHT, TITLES, remarks, rows, sentence, to_json
 
     if html is not None:
-        html.write_text(to_html(verdict), "utf-8")
+        html.write_text(_page(verdict), "utf-8")
     write_json(json_path, to_json(verdict))
     if json_path is not None and str(json_path) == "-":
         return
@@ -207,3 +207,21 @@ def _print_verdict(verdict: ParityVerdict, json_path: Path | None, html: Path | 
         click.echo()
     for remark in remarks(verdict):
         click.echo(escaped_lines(remark))
+
+
+def _page(verdict: ParityVerdict) -> str:
+    from lockstep.report.page import MOST_ROWS, check_page
+    from lockstep.verify.text import RIGHT, TITLES, distances, remarks, rows, sentence
+
+    steps, table = distances(verdict)
+    return check_page(
+        sentence(verdict),
+        remarks(verdict),
+        verdict.agrees,
+        time.time(),
+        columns=TITLES,
+        right=RIGHT,
+        findings=rows(verdict, MOST_ROWS),
+        steps=steps,
+        distances=table,
+    )

@@ -63,9 +63,9 @@ def command(
     from lockstep.checkpoint.store.local import LocalStore
     from lockstep.checkpoint.store.verify import verify_checkpoint
     from lockstep.launch.plan import Program
-    from lockstep.parity.runs import CouldNotRun
     from lockstep.replay.replay import replay
     from lockstep.replay.run import ReplayedRun, ReplaySpec
+    from lockstep.verify.runs import CouldNotRun
 
     Program(script, arguments, module).command()  # refuses what is not there
     with tempfile.TemporaryDirectory(prefix="lockstep-replay-") as folder:

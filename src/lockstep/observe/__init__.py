@@ -7,6 +7,7 @@ if not TYPE_CHECKING:
         __name__,
         {
             "methods": ["build_profiler"],
+            "run_observer": ["ObservedRun", "RunObserver"],
             "state_bytes": ["count_state", "StateBytes"],
         },
     )

@@ -14,7 +14,6 @@ else:
         {
             "checks": ["check_backend"],
             "gradients": ["OwnGradients"],
-            "observers": ["RunObserver"],
             "prepare": ["Preparation"],
             "run_context": ["RunContext"],
             "window": ["AccumulationState"],

@@ -21,7 +21,7 @@ from lockstep.checkpoint.contents import (
 )
 from lockstep.comm.collectives import raise_on_all_ranks
 from lockstep.errors import UsageError
-from lockstep.preparation.observers import RunObserver
+from lockstep.observe.run_observer import RunObserver
 from lockstep.preparation.parts import AcceleratorParts
 from lockstep.user_call import one_rank_line
 

@@ -12,8 +12,8 @@ from lockstep.data.loader import PreparedLoader
 from lockstep.data.prepare import prepare_loader
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.observe.log import get_logger
+from lockstep.observe.run_observer import RunObserver
 from lockstep.preparation.checks import check_micro_batch
-from lockstep.preparation.observers import RunObserver
 from lockstep.preparation.run_context import RunContext
 
 logger = get_logger(__name__)

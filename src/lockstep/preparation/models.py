@@ -10,6 +10,7 @@ from torch import nn
 
 from lockstep.checkpoint.contents import FullModelSpec, ties_of
 from lockstep.observe.log import get_logger
+from lockstep.observe.run_observer import RunObserver
 from lockstep.parallel.autocast import DTYPES
 from lockstep.parallel.materialize import InitWeights
 from lockstep.parallel.model_options import ModelOptions
@@ -23,7 +24,6 @@ from lockstep.preparation.checks import (
     refuse_replicas,
 )
 from lockstep.preparation.gradients import Gradients
-from lockstep.preparation.observers import RunObserver
 from lockstep.preparation.run_context import RunContext
 from lockstep.preparation.shards import ParameterRegistry
 from lockstep.preparation.stepping import StepChecks

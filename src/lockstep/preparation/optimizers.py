@@ -12,11 +12,11 @@ from torch.optim import Optimizer
 
 from lockstep.observe.damage.checks import DamageWatch
 from lockstep.observe.log import get_logger
+from lockstep.observe.run_observer import RunObserver
 from lockstep.observe.spikes.watch import SpikeWatch
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.preparation.checks import PreparedObjects, check_trained
 from lockstep.preparation.gradients import Gradients
-from lockstep.preparation.observers import RunObserver
 from lockstep.preparation.run_context import RunContext
 from lockstep.preparation.shards import ParameterRegistry
 from lockstep.preparation.spikes import asked_before_step, notifies_of_clearing, refuse_second_optimizer

@@ -17,6 +17,7 @@ from lockstep.config.readers import Placeholder
 from lockstep.config.spikes import SpikePolicy
 from lockstep.errors import ArgumentError
 from lockstep.observe.damage.checks import DamageWatch
+from lockstep.observe.run_observer import ObservedRun, RunObserver
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.preparation.capsules import StepKeeper, facts_of_run
 from lockstep.preparation.checks import (
@@ -28,7 +29,6 @@ from lockstep.preparation.checks import (
 from lockstep.preparation.gradients import Gradients
 from lockstep.preparation.loaders import LoaderPreparation
 from lockstep.preparation.models import ModelPreparation
-from lockstep.preparation.observers import ObservedRun, RunObserver
 from lockstep.preparation.optimizers import OptimizerPreparation
 from lockstep.preparation.run_context import RunContext
 from lockstep.preparation.shards import ParameterRegistry

@@ -13,9 +13,9 @@ from lockstep.comm.collectives import Communicator
 from lockstep.config.spikes import SpikePolicy
 from lockstep.errors import UsageError
 from lockstep.observe.measures.measures import Measures
+from lockstep.observe.run_observer import RunObserver
 from lockstep.observe.spikes.bad_step import KeepsSteps
 from lockstep.observe.spikes.watch import SpikeWatch
-from lockstep.preparation.observers import RunObserver
 from lockstep.runtime.clock import StepClock
 from lockstep.train.clipping import OtherStages, clip_norm
 from lockstep.train.loss_scale import LossScaler

@@ -12,9 +12,9 @@ from lockstep.comm.methods import gather_for_loss
 from lockstep.comm.tree import LossFunction, Tree
 from lockstep.config.handlers import AutocastKwargs, GradientAccumulationPlugin
 from lockstep.errors import UsageError
+from lockstep.observe.run_observer import RunObserver
 from lockstep.parallel.autocast import autocast
 from lockstep.parallel.parallel_model import call_of
-from lockstep.preparation.observers import RunObserver
 from lockstep.preparation.parts import AcceleratorParts
 from lockstep.runtime.clock import waiting_for_ranks
 from lockstep.runtime.step import StepState

@@ -18,7 +18,7 @@ from lockstep.preparation.run_context import RunContext
 from lockstep.torch_internals import autograd
 
 if TYPE_CHECKING:
-    from lockstep.check.verification import Verification
+    from lockstep.verify.proof import Verification
 
 ROUNDING = 16
 """Times the precision of the loss, by which equal computations may differ."""
@@ -57,7 +57,7 @@ class Verifications:
         if not parallel.splits_forward or parallel.verify == "off" or self._run.runtime.world_size == 1:
             return
         # Here, because it imports DTensor, which takes long.
-        from lockstep.check.verification import Setup, Verification
+        from lockstep.verify.proof import Setup, Verification
 
         setup = Setup(
             parallel=parallel,
@@ -97,7 +97,7 @@ class Verifications:
         """Verify a call of a model whose loss is computed outside of it, if it is time."""
         verification = self._of_models.get(id(model))
         if verification is not None:
-            from lockstep.check.passes import ComparedBatch
+            from lockstep.verify.passes import ComparedBatch
 
             verification.before_call(ComparedBatch(args, kwargs, loss_function, targets))
 

@@ -6,10 +6,10 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from lockstep.parity.runs import CouldNotRun
 from lockstep.replay.run import ReplaySpec
 from lockstep.replay.verdict import ReplayVerdict
 from lockstep.script.process import ScriptProcess
+from lockstep.verify.runs import CouldNotRun
 
 WORKER = "lockstep.replay.worker"
 

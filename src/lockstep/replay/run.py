@@ -26,8 +26,8 @@ from lockstep.config.handlers import ProjectConfiguration
 from lockstep.config.options import Options
 from lockstep.data.loader import PreparedLoader
 from lockstep.errors import UsageError
+from lockstep.observe.run_observer import ObservedRun, RunObserver
 from lockstep.parallel.parallel_model import ParallelModel
-from lockstep.preparation.observers import ObservedRun, RunObserver
 from lockstep.replay.judge import far_outside, not_finite
 from lockstep.replay.trace import MicroBatchTrace
 from lockstep.replay.verdict import Compared, ReplayVerdict

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from lockstep.preparation.observers import RunObserver
+from lockstep.observe.run_observer import RunObserver
 from lockstep.replay.run import ReplayedRun, ReplaySpec
 from lockstep.script.inside import import_as_accelerate, of_script, run_script
 

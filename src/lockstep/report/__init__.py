@@ -33,7 +33,7 @@ if not TYPE_CHECKING:
                 "stacks_text",
             ],
             "numbers": ["numbers_of", "RunNumbers"],
-            "page": ["MOST_ROWS", "policy", "SCRIPT", "STYLE", "template_environment"],
+            "page": ["check_page", "MOST_ROWS", "policy", "SCRIPT", "STYLE", "template_environment"],
             "report": ["report_of", "to_json"],
             "summary": ["REASONS", "sentences"],
         },

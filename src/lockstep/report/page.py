@@ -71,6 +71,23 @@ def run_page(run: RunHistory, numbers: RunNumbers, now: float) -> str:
     )
 
 
+def check_page(
+    answer: str,
+    notes: Sequence[str],
+    agrees: bool,
+    now: float,
+    **tables: Sequence[object],
+) -> str:
+    """Return the page of `lockstep check`.
+
+    Args:
+        tables: ``columns``, ``right`` (those of numbers) and rows of ``findings``; ``steps`` and rows of ``distances``.
+    """
+    status, chapters = "" if agrees else "bad", [("Answer", [answer]), ("Notes", notes)]
+    title = "Numbers agree" if agrees else "Numbers differ"
+    return _filled("check.html.j2", now=now, title=title, status=status, chapters=chapters, **tables)
+
+
 def template_environment() -> Environment:
     """Return what fills in the templates: escaped, with the words of ``lockstep.words`` as filters."""
     made = Environment(

@@ -31,10 +31,10 @@ class WatchedScript(Protocol):
     """What looks on while a script runs."""
 
     def fail(self, error: BaseException) -> None:
-        """The script raised ``error``, or ended with another code than 0."""
+        """Note that the script raised ``error``, or ended with another code than 0."""
 
     def finish(self) -> None:
-        """The script came to its end."""
+        """Note that the script came to its end."""
 
 
 def run_observed(run: WatchedScript, program: Sequence[str], is_module: bool) -> None:
@@ -62,7 +62,7 @@ def import_as_accelerate() -> None:
 
 
 def of_one_process(options: Options) -> Options:
-    """The same of a plain run in one process: nothing is split, compiled, or shared out."""
+    """Return the same of a plain run in one process: nothing is split, compiled, or shared out."""
     return replace(
         options,
         parallel=Parallel(),

@@ -65,11 +65,11 @@ class ScriptProcess:
 
     @staticmethod
     def launched(module: str, arguments: Sequence[str], flags: Sequence[str]) -> list[str]:
-        """The words for a module that `lockstep launch` is to start, with ``flags`` of that command."""
+        """Return the words for a module that `lockstep launch` is to start, with ``flags`` of that command."""
         return ["-m", "lockstep.cli.main", "launch", *flags, "-m", module, *arguments]
 
     def wait(self) -> int | None:
-        """The exit code; None: they took too long, and were ended."""
+        """Wait, and return the exit code; None: they took too long, and were ended."""
         try:
             return self._process.wait(max(self._end_at - time.monotonic(), 0.0))
         except subprocess.TimeoutExpired:
@@ -87,11 +87,11 @@ class ScriptProcess:
                 self._process.wait(GRACE_S)
 
     def output(self) -> str:
-        """What they have printed."""
+        """Return what they have printed."""
         return self._log.read_text("utf-8", "replace")
 
     def tail(self) -> str:
-        """The last lines of that, for a message; empty where there are none."""
+        """Return the last lines of that, for a message; empty where there are none."""
         lines = self.output().rstrip().splitlines()[-LAST_LINES:]
         return "\n  ".join(["\nIts last lines:", *lines]) if lines else ""
 
@@ -102,6 +102,6 @@ class ScriptProcess:
         return code in (-9, 137) or any(sign in text for sign in OUT_OF_MEMORY)
 
     def how_it_failed(self, code: int) -> str:
-        """A short sentence: what this library said, or else the exit ``code``."""
+        """Return a short sentence: what this library said, or else the exit ``code``."""
         errors = OWN_ERROR.findall(self.output())
         return errors[-1] if errors else f"exit code {code}." if code >= 0 else f"signal {-code}."

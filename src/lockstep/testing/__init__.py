@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 from lockstep.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from lockstep.parity.runs import CouldNotRun
     from lockstep.testing.parity import ParityWorkers, check_parity, compare_parity
     from lockstep.testing.report import ParityError, ParityReport
+    from lockstep.verify.runs import CouldNotRun
 
 __all__ = [
     "CouldNotRun",
@@ -21,7 +21,7 @@ __all__ = [
 __getattr__ = lazy_names(
     __name__,
     {
-        "CouldNotRun": "lockstep.parity.runs",
+        "CouldNotRun": "lockstep.verify.runs",
         "DistributedTestError": "lockstep.testing.pool",
         "ParityError": "lockstep.testing.report",
         "ParityReport": "lockstep.testing.report",

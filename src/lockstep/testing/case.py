@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
 import pickle
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +14,6 @@ from lockstep.config.settings import SETTINGS
 from lockstep.config.values import parse_integer, repr_short
 from lockstep.config.world import axes_of
 from lockstep.errors import ConfigError, UsageError
-from lockstep.testing.pool import module_of
 
 MAX_PROCESSES = 64
 MAX_STEPS = 1000
@@ -64,7 +61,7 @@ class ParityCase:
         seed: int = 0,
         reference: str | Parallel | None = None,
     ) -> ParityCase:
-        """The case of these arguments.
+        """Return the case of these arguments.
 
         Raises:
             ConfigError: a value is not allowed, or ``nproc`` does not fit ``parallel``.
@@ -112,14 +109,9 @@ class ParityCase:
         function = function_of(self.make)
         return f"{function.__module__}.{function.__qualname__}"
 
-    @property
-    def folder(self) -> str:
-        """Where the file lies that defines ``make``."""
-        return os.path.dirname(os.path.realpath(module_of(function_of(self.make))[1] or ""))
-
 
 def function_of(make: Callable[..., object]) -> Callable[..., object]:
-    """The function that a ``functools.partial`` calls; of an object its class."""
+    """Return the function that a ``functools.partial`` calls; of an object its class."""
     while isinstance(make, partial):
         make = make.func
     return make if hasattr(make, "__qualname__") else type(make)
@@ -131,18 +123,12 @@ def _check_importable(make: object) -> None:
             f"make is a {type(make).__name__}, but must be a function that returns model, optimizer, batches and loss. "
             "Pass the function itself."
         )
-    function = function_of(make)
-    name = getattr(function, "__qualname__", "")
-    what = "a lambda" if "<lambda>" in name else "defined inside of a function" if "<locals>" in name else ""
-    if not what and function.__module__ == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
-        what = "defined in a session without a file"
-    if not what:
-        try:
-            pickle.dumps(make)
-            return
-        except Exception as error:
-            what = f"not to be pickled ({type(error).__name__}: {error})"
+    try:
+        pickle.dumps(make)
+        return
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
     raise UsageError(
-        f"make is {what}, but the processes of the ranks must import it by its name. Define it with def at the "
-        "top level of a module, and pass arguments to it with functools.partial."
+        f"make cannot be pickled ({reason}), but the processes of the ranks must import it by its name. Define it with "
+        "def at the top level of a module, and pass arguments to it with functools.partial."
     )

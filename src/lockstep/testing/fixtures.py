@@ -12,7 +12,7 @@ from lockstep.testing.report import ParityReport
 
 @pytest.fixture(scope="session")
 def parity_workers() -> Iterator[ParityWorkers]:
-    """The warm processes of this session; started when first used."""
+    """Give the warm processes of this session, which start when they are first used."""
     with ParityWorkers() as workers:
         yield workers
 

@@ -10,16 +10,16 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from lockstep.errors import UsageError
-from lockstep.parity.check import ParityCheck, Request
-from lockstep.parity.judge.facts import RunFacts
-from lockstep.parity.report.text import named, place
-from lockstep.parity.runs import TITLES, CheckedProgram, CouldNotRun, RunArtifacts
-from lockstep.parity.spec import ProcessFacts, RunSpec
-from lockstep.parity.trace.measure import read_measured
 from lockstep.testing.case import MAX_PROCESSES, CaseSettings, ParityCase, function_of
 from lockstep.testing.pool import DistributedTestError, WorkerPool, module_of
 from lockstep.testing.report import ParityReport
 from lockstep.testing.training import run_case
+from lockstep.verify.check import ParityCheck, Request
+from lockstep.verify.judge.verdict import RunFacts
+from lockstep.verify.runs import TITLES, CheckedProgram, CouldNotRun, RunArtifacts
+from lockstep.verify.spec import ProcessFacts, RunSpec
+from lockstep.verify.text import named, place
+from lockstep.verify.trace.measure import read_measured
 from lockstep.words import of_ranks
 
 if TYPE_CHECKING:
@@ -225,7 +225,7 @@ class _PoolRun:
         return RunArtifacts(self._folder, tuple(ProcessFacts.read_all(self._folder)))
 
     def end(self) -> None:
-        """It has ended."""
+        """Do nothing: it has ended."""
 
     def _progress(self) -> str:
         """Where each rank stood, as far as that can be seen, and which is behind."""

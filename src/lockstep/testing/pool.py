@@ -84,7 +84,7 @@ class Worker:
         self.connection.send_bytes(pickle.dumps(task))
 
     def receive(self) -> Report | None:
-        """The report; None when the process is gone."""
+        """Return the report; None when the process is gone."""
         try:
             report: Report = pickle.loads(self.connection.recv_bytes())
             return report
@@ -92,7 +92,7 @@ class Worker:
             return None
 
     def stacks(self, patience_s: float = 2.0) -> str:
-        """The Python stacks of all of its threads, also while it is blocked in C."""
+        """Return the Python stacks of all of its threads, also while it is blocked in C."""
         if not self.process.is_alive():
             return "(the process is gone)\n"
         os.kill(self.pid, signal.SIGQUIT)
@@ -243,7 +243,7 @@ def server_environment(preload: Sequence[str] = ()) -> Iterator[None]:
 
 
 def module_of(fn: Callable[..., object]) -> Module:
-    """The name and the file of the module that defines a function."""
+    """Return the name and the file of the module that defines a function."""
     return fn.__module__, getattr(sys.modules[fn.__module__], "__file__", None)
 
 
@@ -261,7 +261,7 @@ def explain(
     stacks: dict[int, str],
     timeout_s: float,
 ) -> str:
-    """The failure as text: first the rank that failed first, last those that only waited."""
+    """Return the failure as text: first the rank that failed first, last those that only waited."""
     raised = sorted((report.time, rank) for rank, report in reports.items() if report.traceback)
     dead = [rank for rank in range(len(ranks)) if rank not in reports and rank not in stacks]
     parts = []

@@ -94,7 +94,7 @@ def serve(connection: Connection, log_path: str, stacks_path: str) -> None:
 
 
 def die_with_parent() -> None:
-    """Collectives release the interpreter lock, so this thread runs even while the main one hangs."""
+    """End with the parent. Collectives release the interpreter lock, so this runs even while the main thread hangs."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -135,7 +135,7 @@ def import_module(name: str, file: str | None) -> None:
 
 
 def describe(error: BaseException) -> str:
-    """The traceback, below it the innermost frame's variables when an assertion failed."""
+    """Return the traceback, below it the innermost frame's variables when an assertion failed."""
     # Without the frame of `run`.
     frames = error.__traceback__.tb_next if error.__traceback__ else None
     text = "".join(traceback.format_exception(type(error), error, frames))

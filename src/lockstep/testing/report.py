@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from lockstep.cli.output import table_text
 from lockstep.config.files import JsonObject
-from lockstep.parity.judge.verdict import Mismatch, ParityVerdict
-from lockstep.parity.report import text
+from lockstep.verify import text
+from lockstep.verify.judge.verdict import Mismatch, ParityVerdict
 
 
 class ParityError(AssertionError):

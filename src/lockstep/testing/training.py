@@ -11,19 +11,15 @@ from torch.utils.data import DataLoader
 
 from lockstep.accelerator import Accelerator
 from lockstep.config.sources import process_environment
-from lockstep.parity.collect.plain_calls import see_backward
-from lockstep.parity.collect.prepared import PreparedRun
-from lockstep.parity.collect.watch_sources import SourceWatch
-from lockstep.parity.spec import RunSpec
-from lockstep.preparation.observers import RunObserver
+from lockstep.observe.run_observer import RunObserver
 from lockstep.runtime.seed import set_seed
 from lockstep.testing.case import ParityCase
+from lockstep.verify.collect.plain_calls import observe_backward
+from lockstep.verify.collect.prepared import PreparedRun
+from lockstep.verify.spec import RunSpec
 
 LossOfBatch = Callable[[Any, Any], Tensor]
 FOUR = "It has to return model, optimizer, batches and loss."
-
-_sources: list[SourceWatch] = []
-"""That of this process, once there is one: what it watches stays watched."""
 
 
 class RefusedCase(Exception):
@@ -48,9 +44,9 @@ class WarmRun(PreparedRun):
 
 def run_case(case: ParityCase, spec: RunSpec) -> str | None:
     """Train as ``spec`` says, and leave what was found in its folder; or say why that is not possible."""
-    run = WarmRun(spec, process_environment(need_rendezvous=False).rank, _watch(case.folder))
+    run = WarmRun(spec, process_environment(need_rendezvous=False).rank)
     RunObserver.registered.append(run)
-    no_longer_see = see_backward(run)
+    end_observation = observe_backward(run)
     try:
         set_seed(spec.seed)
         _train(case, run)
@@ -59,7 +55,7 @@ def run_case(case: ParityCase, spec: RunSpec) -> str | None:
     except RunEnded:
         pass
     finally:
-        no_longer_see()
+        end_observation()
         # Backwards, as each puts back what it has found.
         for restore in reversed(run.restores):
             restore()
@@ -173,11 +169,3 @@ def _as_it_is(batch: object) -> object:
 
 def _type_of(value: object) -> str:
     return type(value).__name__
-
-
-def _watch(folder: str) -> SourceWatch:
-    if not _sources:
-        _sources.append(SourceWatch(folder))
-        _sources[0].install()
-    _sources[0].restart(folder)
-    return _sources[0]

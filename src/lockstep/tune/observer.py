@@ -20,15 +20,15 @@ from lockstep.data.loader import PreparedLoader
 from lockstep.errors import UsageError
 from lockstep.model.changes import UncopiedHook
 from lockstep.observe.measures.batches import tokens_in
+from lockstep.observe.run_observer import ObservedRun, RunObserver
 from lockstep.parallel.parallel_model import ParallelModel
-from lockstep.parity.collect.trainers import set_window_of_trainer, window_of_trainer
-from lockstep.preparation.observers import ObservedRun, RunObserver
 from lockstep.runtime.failure import is_consequence
 from lockstep.runtime.memory import is_out_of_memory
 from lockstep.runtime.step import StepState
 from lockstep.tune.loaders import refuse_own_batches, with_batch_size
 from lockstep.tune.memory import MemoryWatch, enforce, limit_of_rank, peak_of_rank
 from lockstep.tune.spec import RankReport, TrialSpec
+from lockstep.verify.collect.trainers import set_window_of_trainer, window_of_trainer
 
 OVER_LIMIT = 3
 """Exit code of a rank that ends itself because it has more memory than it may."""

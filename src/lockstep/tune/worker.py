@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from lockstep.preparation.observers import RunObserver
+from lockstep.observe.run_observer import RunObserver
 from lockstep.runtime.seed import set_seed
 from lockstep.script.inside import import_as_accelerate, run_observed
 from lockstep.tune.observer import TrialObserver

@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader
 from lockstep import Accelerator
 from lockstep.errors import ConfigError, UsageError
 from lockstep.utils import DeepSpeedPlugin, ParallelismConfig
-from tests.check.cells import Messages
 from tests.parallel.split_problem import LENGTH, VOCABULARY, make_llama
 from tests.refusals import expect_refusal
+from tests.verify.cells import Messages
 
 ROWS, BATCH, LR = 12, 2, 1e-2
 
@@ -63,7 +63,7 @@ def train_on_sharded_rows(
 ) -> tuple[list[float], dict[str, torch.Tensor], str, float]:
     torch.set_num_threads(1)
     messages = Messages()
-    logger = logging.getLogger("lockstep.check")
+    logger = logging.getLogger("lockstep.verify")
     logger.addHandler(messages)
     logger.setLevel(logging.INFO)
     config = ParallelismConfig(sp_size=2, sp_backend="deepspeed", dp_shard_size=shards)

@@ -13,8 +13,8 @@ from lockstep import Accelerator
 from lockstep.errors import UsageError
 from parallel.expert.fragments import CELLS, Result, plainly, split
 from parallel.tensor.architectures import make_model
-from tests.check.cells import Messages
 from tests.frozen.verdicts import hold
+from tests.verify.cells import Messages
 
 FAST = (
     "two of a dictionary",
@@ -37,7 +37,7 @@ FAST = (
 def run(names: list[str], verify: str) -> list[tuple[Result | str, str]]:
     """Of each cell the result or refusal, and what was said of the first batch."""
     messages = Messages()
-    logger = logging.getLogger("lockstep.check")
+    logger = logging.getLogger("lockstep.verify")
     logger.addHandler(messages)
     found = []
     for name in names:

@@ -1,1 +1,0 @@
-"""The comparison of split models with whole ones."""
