@@ -382,30 +382,6 @@ def tied_gradient_lost(planted: Planted) -> None:
     _deposit(lambda tensor, group: None)
 
 
-<<<<<<< HEAD:tests/parity/defects/planted.py
-@defect
-def tied_gradient_doubled(planted: Planted) -> None:
-    def twice(tensor: Tensor, group: Any) -> None:
-        dist.all_reduce(tensor, group=group)
-        tensor.mul_(2)
-
-    _deposit(twice)
-
-
-@defect
-def micro_batches_of_stages_summed(planted: Planted) -> None:
-    from lockstep.parallel.pipeline import GradientAccumulator
-
-    add = GradientAccumulator.add
-
-    def more(self: Any, gradients: Any, parameters: Any, sums: bool, factor: Any = None) -> None:
-        add(self, gradients, parameters, sums, 2.0 if factor is None else factor * 2)
-
-    GradientAccumulator.add = more
-
-
-=======
->>>>>>> w-verify:tests/verify/defects/planted.py
 # Context parallel ----------------------------------------------------------------------------------------
 
 
