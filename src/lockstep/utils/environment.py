@@ -9,6 +9,7 @@ import torch
 from lockstep.utils import clear_environment, patch_environment, str_to_bool
 
 __all__ = [
+    "check_cuda_fp8_capability",
     "check_cuda_p2p_ib_support",
     "clear_environment",
     "patch_environment",
@@ -34,3 +35,16 @@ def check_cuda_p2p_ib_support() -> bool:
     words = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     driver = subprocess.run(words, capture_output=True, text=True, check=True).stdout
     return tuple(map(int, driver.split("\n")[0].split(".")[:2])) >= (550, 40)
+
+
+def check_cuda_fp8_capability() -> bool:
+    """Return whether the GPU computes in 8-bit floating point: compute capability 8.9 or above.
+
+    Examples:
+        ```python
+        from lockstep.utils import check_cuda_fp8_capability
+
+        print("fp8" if check_cuda_fp8_capability() else "bf16")
+        ```
+    """
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)

@@ -44,6 +44,7 @@ __all__ = [
     "concatenate",
     "convert_outputs_to_fp32",
     "convert_to_fp32",
+    "copy_tensor_to_devices",
     "find_batch_size",
     "find_device",
     "gather",
@@ -71,6 +72,35 @@ def find_device(data: object) -> torch.device | None:
         ```
     """
     return next((leaf.device for leaf in leaves(data).values() if is_torch_tensor(leaf)), None)
+
+
+def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
+    """Return, on all ranks, the tensor that one rank has. Call it on every rank.
+
+    Args:
+        tensor: A tensor of any shape on one rank, and None on the others.
+
+    Raises:
+        UsageError: not exactly one rank has a tensor.
+
+    Examples:
+        ```python
+        import torch
+        from lockstep import Accelerator
+        from lockstep.utils.operations import copy_tensor_to_devices
+
+        accelerator = Accelerator()
+        copied = copy_tensor_to_devices(torch.ones(2) if accelerator.is_main_process else None)
+        assert copied.tolist() == [1, 1]  # on every rank
+        ```
+    """
+    found: list[torch.Tensor] = [one for one in gather_object([tensor]) if one is not None]
+    if len(found) != 1:
+        raise UsageError(
+            f"copy_tensor_to_devices takes a tensor on one rank and None on the others, but {len(found)} ranks have "
+            "one. Pass it on one rank."
+        )
+    return found[0].to(process.start_runtime().device)
 
 
 class ConvertOutputsToFp32:

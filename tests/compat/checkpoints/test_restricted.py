@@ -27,11 +27,11 @@ from lockstep.compat.checkpoints import (
     Machine,
     MalformedError,
     MappedFile,
-    Refused,
     RefusedError,
     RefusedFile,
     Scratch,
     Storage,
+    UnreadableError,
     decode,
     find_pickles,
     read_foreign,
@@ -110,7 +110,7 @@ def test_any_bytes_end_in_a_value_or_a_refusal(noise: bytes, position: int, chan
     for data in (noise, b"\x80\x02" + noise, changed):
         with contextlib.suppress(RefusedFile):
             value = Encoder(len(data)).encode(Machine(io.BytesIO(data)).run())
-            with contextlib.suppress(Refused):
+            with contextlib.suppress(UnreadableError):
                 decode(json.loads(json.dumps(value)))
 
 
@@ -216,7 +216,7 @@ def test_an_answer_that_lies_is_refused(answer: Any, tmp_path: Path) -> None:
         mapped = MappedFile(file.fileno(), "file", Scratch())
     storage = Storage(mapped, torch.float32, 0, 16, None)
     assert decode(tensor(), [storage]).tolist() == [0, 0, 0, 0]
-    with pytest.raises(Refused):
+    with pytest.raises(UnreadableError):
         decode(answer, [storage])
 
 

@@ -107,7 +107,8 @@ def test_two_processes_and_shards_train_as_with_accelerate_and_resume_on_one(
     here, there, alone = tmp_path / "here", tmp_path / "there", tmp_path / "alone"
     goes_on, package = "diffusion/unconditional_resumed", deepspeed_package(tmp_path)
     words = f"{together} {goes_on} {sharded} {sharded_cells(SOME_SHARDED)}"
-    end(start(words, here, True, 2, packages=package), start(f"{together} {WHOLE}", there, False, 2))
+    # There the last cell of diffusers leaves the group, which gloo does not always find again.
+    end(start(words, here, True, 2, packages=package), start(f"{WHOLE} {together}", there, False, 2))
     assert far(together, here, there, "ddp") == []
     assert far(goes_on, here, here, "ddp") == []
     assert far(sharded, here, there, "zero") == []

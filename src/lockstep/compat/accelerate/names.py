@@ -139,7 +139,7 @@ OFFERED: dict[str, dict[str, str]] = {
     },
     "accelerate.utils.environment": {
         "lockstep.utils.environment": """
-            check_cuda_p2p_ib_support clear_environment
+            check_cuda_fp8_capability check_cuda_p2p_ib_support clear_environment
             patch_environment str_to_bool
         """,
     },
@@ -199,7 +199,7 @@ OFFERED: dict[str, dict[str, str]] = {
         "lockstep.utils.operations": """
             CannotPadNestedTensorWarning ConvertOutputsToFp32 DistributedOperationException
             GatheredParameters broadcast broadcast_object_list concatenate convert_outputs_to_fp32
-            convert_to_fp32 find_batch_size find_device gather gather_object is_torch_tensor
+            convert_to_fp32 copy_tensor_to_devices find_batch_size find_device gather gather_object is_torch_tensor
             listify pad_across_processes recursively_apply reduce send_to_device slice_tensors
         """,
     },
@@ -436,8 +436,6 @@ NOT_OFFERED: dict[str, dict[str, str]] = {
         "accelerate.launchers": "test_launch",
         "accelerate.tracking": "filter_trackers",
         "accelerate.utils.deepspeed": "DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper",
-        "accelerate.utils.environment": "check_cuda_fp8_capability",
-        "accelerate.utils.operations": "copy_tensor_to_devices",
         "accelerate.utils.other": "TORCH_SAFE_GLOBALS load",
     },
     "only torchao is used for 8-bit floating point. Use mixed_precision='fp8', with AORecipeKwargs.": {

@@ -15,7 +15,7 @@ if not TYPE_CHECKING:
             "restricted.main": ["Encoder"],
             "result": ["write_imported"],
             "state": ["describe_state", "ImportedState"],
-            "tensors": ["MalformedError", "MappedFile", "Refused", "Scratch", "Storage"],
+            "tensors": ["MalformedError", "MappedFile", "UnreadableError", "Scratch", "Storage"],
             "values": ["decode"],
             "zero": ["join_stage_1_and_2", "join_stage_3", "spans_of_stage_1_and_2", "spans_of_stage_3"],
         },

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from lockstep.compat.checkpoints.tensors import DTYPES, MalformedError, MappedFile, Refused, Storage
+from lockstep.compat.checkpoints.tensors import DTYPES, MalformedError, MappedFile, Storage, UnreadableError
 
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 LEGACY_PROTOCOL = 1001
@@ -92,22 +92,22 @@ class Container:
     records: Mapping[str, zipfile.ZipInfo] = field(default_factory=dict)
 
     def value(self, values: Sequence[Any], end: int) -> object:
-        """Return what the file holds, of its pickled ``values``. Raises Refused if these are not torch's."""
+        """Return what the file holds, of its pickled ``values``. Raises UnreadableError if these are not torch's."""
         if self.pickles == 1:
             if end != self.end:
                 raise MalformedError(f"{self.end - end} bytes follow its pickle")
             return values[0]
         magic, protocol, system, value, _ = values
         if magic != {"$": "int", "value": hex(LEGACY_MAGIC)} or protocol != LEGACY_PROTOCOL:
-            raise Refused("it has an unknown version of the form of torch before 1.6")
+            raise UnreadableError("it has an unknown version of the form of torch before 1.6")
         if isinstance(system, dict) and ["little_endian", False] in system.get("pairs", ()):
-            raise Refused("it was written by a big-endian machine")
+            raise UnreadableError("it was written by a big-endian machine")
         return value
 
     def storages(
         self, names: Sequence[object], values: Sequence[Any], end: int, file: MappedFile
     ) -> list[Storage]:
-        """Return the storages that the pickles name. Raises Refused if one is not as it is named."""
+        """Return the storages that the pickles name. Raises UnreadableError if one is not as it is named."""
         named = [_storage_id(name) for name in names]
         dtypes = {key: dtype for dtype, key, _ in named}
         places = (
@@ -116,7 +116,7 @@ class Container:
         found = []
         for dtype, key, count in named:
             if dtypes[key] != dtype:
-                raise Refused(f"storage {key[:40]!r} is used as {dtype} and as {dtypes[key]}")
+                raise UnreadableError(f"storage {key[:40]!r} is used as {dtype} and as {dtypes[key]}")
             nbytes = count * dtype.itemsize
             start, available, crc32 = places.get(key, (0, -1, None))
             # An archive's record may have room to spare; its checksum is of all of it.
@@ -149,25 +149,27 @@ def _storage_id(name: Any) -> tuple[torch.dtype, str, int]:
     """dtype, key and number of elements of ``("storage", type, key, device, count)``."""
     fields = name["items"] if isinstance(name, dict) and name.get("$") == "tuple" else []
     if len(fields) not in (5, 6) or fields[0] != "storage" or fields[5:] not in ([], [None]):
-        raise Refused("it refers to something other than a storage")
+        raise UnreadableError("it refers to something other than a storage")
     _, kind, key, _, count = fields[:5]
     known = STORAGES.get(tuple(kind["items"])) if isinstance(kind, dict) and kind.get("$") == "name" else None
     if known is None or not isinstance(key, str) or type(count) is not int or count < 0:
-        raise Refused("it refers to a storage of an unknown type, name or size")
+        raise UnreadableError("it refers to a storage of an unknown type, name or size")
     return known, key, count
 
 
 def find_pickles(part: FileSlice) -> Container:
-    """Return where the pickles of a file are. Raises Refused if it has none."""
+    """Return where the pickles of a file are. Raises UnreadableError if it has none."""
     start = part.bytes_at(0, 2)
     if start == b"PK":
         return _zip(part)
     if not start:
         raise MalformedError("it is empty")
     if part.bytes_at(257, 5) == b"ustar":
-        raise Refused("it is a tar file of torch before 0.4; load and save it again with that torch")
+        raise UnreadableError("it is a tar file of torch before 0.4; load and save it again with that torch")
     if start[:1] != b"\x80":
-        raise Refused(f"it starts with {part.bytes_at(0, 8)!r}, which neither torch.save nor pickle write")
+        raise UnreadableError(
+            f"it starts with {part.bytes_at(0, 8)!r}, which neither torch.save nor pickle write"
+        )
     end = part.start + part.length
     if LEGACY_MAGIC.to_bytes(10, "little") in part.bytes_at(0, 32):
         return Container(part, part.start, end, LEGACY_PICKLES)
@@ -182,7 +184,7 @@ def _zip(part: FileSlice) -> Container:
             folder = _folder(records)
             # Reading compares the checksum.
             if records.keys() & {f"{folder}/byteorder"} and archive.read(f"{folder}/byteorder") != b"little":
-                raise Refused("it was written by a big-endian machine")
+                raise UnreadableError("it was written by a big-endian machine")
             pickled = records[f"{folder}/data.pkl"]
             _check_size(pickled.file_size)
             archive.read(pickled)
@@ -208,12 +210,12 @@ def _records(archive: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
     for info in archive.infolist():
         stored = info.compress_type == zipfile.ZIP_STORED and info.compress_size == info.file_size
         if not stored or info.flag_bits & 1:
-            raise Refused(
+            raise UnreadableError(
                 f"its record {info.filename[:60]!r} is compressed or encrypted "
                 f"({info.compress_size} bytes for {info.file_size}), which torch.save never does"
             )
         if info.filename in records:
-            raise Refused(f"its record {info.filename[:60]!r} is there twice")
+            raise UnreadableError(f"its record {info.filename[:60]!r} is there twice")
         records[info.filename] = info
     return records
 
@@ -221,15 +223,19 @@ def _records(archive: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
 def _folder(records: Mapping[str, zipfile.ZipInfo]) -> str:
     found = [name.split("/")[0] for name in records if name.endswith("/data.pkl") and name.count("/") == 1]
     if len(found) != 1:
-        raise Refused(f"it is a zip archive with {len(found)} records 'data.pkl', but torch.save writes one")
+        raise UnreadableError(
+            f"it is a zip archive with {len(found)} records 'data.pkl', but torch.save writes one"
+        )
     if f"{found[0]}/constants.pkl" in records:
-        raise Refused("it is a TorchScript archive; save the state_dict() of what torch.jit.load returns")
+        raise UnreadableError(
+            "it is a TorchScript archive; save the state_dict() of what torch.jit.load returns"
+        )
     return found[0]
 
 
 def _check_size(nbytes: int) -> None:
     if nbytes > MAX_PICKLE_BYTES:
-        raise Refused(f"its pickle has {nbytes} bytes, more than any checkpoint needs")
+        raise UnreadableError(f"its pickle has {nbytes} bytes, more than any checkpoint needs")
 
 
 def _data_start(part: FileSlice, info: zipfile.ZipInfo) -> int:

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from lockstep.compat.checkpoints.container import Container, FileSlice, find_pickles
 from lockstep.compat.checkpoints.isolated import MAX_MESSAGE, RefusedError, unpickle
 from lockstep.compat.checkpoints.source import CheckpointSource
-from lockstep.compat.checkpoints.tensors import MalformedError, MappedFile, Refused, Scratch
+from lockstep.compat.checkpoints.tensors import MalformedError, MappedFile, Scratch, UnreadableError
 from lockstep.compat.checkpoints.values import decode
 from lockstep.errors import CheckpointError
 from lockstep.words import escape
@@ -85,17 +85,17 @@ class ForeignReader:
         name, start, length = file_part
         try:
             return find_pickles(FileSlice(descriptor, start, size - start if length < 0 else length))
-        except Refused as refusal:
+        except UnreadableError as refusal:
             raise self._of(refusal, name) from None
 
     def _decoded(self, answer: Any, container: Container, file: MappedFile, name: str) -> object:
         try:
             storages = container.storages(answer["storages"], answer["values"], answer["end"], file)
             return decode(container.value(answer["values"], answer["end"]), storages)
-        except Refused as refusal:
+        except UnreadableError as refusal:
             raise self._of(refusal, name) from None
 
-    def _of(self, refusal: Refused, name: str) -> CheckpointError:
+    def _of(self, refusal: UnreadableError, name: str) -> CheckpointError:
         is_damaged = isinstance(refusal, MalformedError)
         return (self.broken if is_damaged else self.refused)(name, escape(str(refusal)[:MAX_MESSAGE]))
 

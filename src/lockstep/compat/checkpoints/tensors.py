@@ -37,11 +37,11 @@ class StoredObject:
         return self.state.get(key) if isinstance(self.state, dict) else None
 
 
-class Refused(Exception):
+class UnreadableError(Exception):
     """A file holds something that is not read; the text says what."""
 
 
-class MalformedError(Refused):
+class MalformedError(UnreadableError):
     """A file is not whole, or contradicts itself."""
 
 

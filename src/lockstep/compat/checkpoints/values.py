@@ -20,13 +20,13 @@ from lockstep.compat.checkpoints.container import STORAGES
 from lockstep.compat.checkpoints.tensors import (
     DTYPES,
     MalformedError,
-    Refused,
     Storage,
     StoredObject,
+    UnreadableError,
     counts,
 )
 
-Function = Callable[..., Any]
+Maker = Callable[..., Any]
 Array = npt.NDArray[np.generic]
 
 
@@ -45,7 +45,7 @@ def decode(value: object, storages: Sequence[Storage] = ()) -> Any:
     """Return the value that a line of the restricted process's JSON stands for.
 
     Raises:
-        Refused: it uses a name that is not on the list, or a name for what it is not for.
+        UnreadableError: it uses a name that is not on the list, or a name for what it is not for.
         MalformedError: the JSON is not of the form that the process writes.
         CheckpointError: the file is damaged.
     """
@@ -74,7 +74,7 @@ class _Decoder:
         if kind == "name":
             found = _listed(*node["items"])
             if isinstance(found, Name):
-                raise Refused(f"it holds {'.'.join(found)} where a plain value is expected")
+                raise UnreadableError(f"it holds {'.'.join(found)} where a plain value is expected")
             return found
         return _SEQUENCES[kind](self.value(item) for item in node["items"])
 
@@ -96,7 +96,9 @@ class _Decoder:
         name = _listed(*target["items"])
         make = None if isinstance(name, torch.dtype) else _MAKERS[name]
         if make is None:
-            raise Refused(f"its pickle calls {'.'.join(target['items'])}, which is a name for a type only")
+            raise UnreadableError(
+                f"its pickle calls {'.'.join(target['items'])}, which is a name for a type only"
+            )
         made = make(*(self.argument(item, make is _tensor_of_type) for item in arguments["items"]))
         if "pairs" in node:
             made.update(self.pairs(node))
@@ -110,11 +112,11 @@ class _Decoder:
 
 
 def _listed(module: str, name: str) -> Name | torch.dtype:
-    """Return the entry of the list. Raises Refused, by name, for anything else."""
+    """Return the entry of the list. Raises UnreadableError, by name, for anything else."""
     if module == "torch" and name in DTYPES:
         return DTYPES[name]
     if (module, name) not in _MAKERS:
-        raise Refused(f"it needs {module}.{name}, which is not on the list of plain classes")
+        raise UnreadableError(f"it needs {module}.{name}, which is not on the list of plain classes")
     return Name(module, name)
 
 
@@ -139,12 +141,12 @@ def _with_state(made: Any, state: Any) -> Any:
         return _array(data, dtype, shape, "F" if fortran else "C")
     if isinstance(made, np.dtype):
         if state[1] not in ("<", "|", "="):
-            raise Refused("it holds a NumPy array of a big-endian machine")
+            raise UnreadableError("it holds a NumPy array of a big-endian machine")
         return made
     # Versions of modules, which torch adds.
     if isinstance(made, dict) and isinstance(state, dict) and not state.keys() - {"_metadata"}:
         return made
-    raise Refused(f"its pickle gives a {type(made).__name__} a state")
+    raise UnreadableError(f"its pickle gives a {type(made).__name__} a state")
 
 
 # ----------------------------------------------------------------------------------------- what calls make
@@ -181,11 +183,11 @@ def _parameter(tensor: object, *_: object) -> torch.Tensor:
 def _tensor_of_type(function: Any, kind: Any, arguments: Any, _: object) -> Any:
     """Rebuild a tensor of another type; its attributes are left out."""
     if function not in _REBUILDERS or kind not in _TENSOR_TYPES:
-        raise Refused(f"its pickle rebuilds {kind} by {function}")
+        raise UnreadableError(f"its pickle rebuilds {kind} by {function}")
     return _REBUILDERS[function](*arguments)
 
 
-def _of(kind: Function) -> Function:
+def _of(kind: Maker) -> Maker:
     """Make a container of items that are there."""
 
     def make(items: Any = (), *_: object) -> Any:
@@ -196,11 +198,11 @@ def _of(kind: Function) -> Function:
     return make
 
 
-def _hashed(kind: Function) -> Function:
+def _hashed(kind: Maker) -> Maker:
     return lambda items: kind(map(_key, items))
 
 
-def _mapping(kind: Function) -> Function:
+def _mapping(kind: Maker) -> Maker:
     """OrderedDict and Counter take pairs or a dict, defaultdict a factory, dict nothing."""
 
     def make(given: Any = ()) -> Any:
@@ -212,13 +214,13 @@ def _mapping(kind: Function) -> Function:
     return make
 
 
-def _joined(separator: str) -> Function:
+def _joined(separator: str) -> Maker:
     return lambda *parts: separator.join(str(part) for part in parts if isinstance(part, (str, int)))
 
 
 def _encoded(text: Any, encoding: Any) -> bytes:
     if encoding not in ("latin1", "latin-1"):
-        raise Refused(f"its pickle encodes by {str(encoding)[:40]!r}")
+        raise UnreadableError(f"its pickle encodes by {str(encoding)[:40]!r}")
     return bytes(text.encode("latin-1"))
 
 
@@ -232,7 +234,9 @@ def _bytes(data: Any = b"", *encoding: Any) -> bytes:
 
 def _dtype(code: Any, *_: object) -> np.dtype[Any]:
     if code not in ("b1", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8"):
-        raise Refused(f"it holds a NumPy array of {str(code)[:40]!r}, but only plain numbers are read")
+        raise UnreadableError(
+            f"it holds a NumPy array of {str(code)[:40]!r}, but only plain numbers are read"
+        )
     return np.dtype("<" + code)
 
 
@@ -248,18 +252,18 @@ def _scalar(dtype: Any, data: Any) -> object:
 
 def _unbuilt(kind: Any, *_: object) -> Unbuilt:
     if kind != ("numpy", "ndarray"):
-        raise Refused(f"its pickle reconstructs {kind} as an array")
+        raise UnreadableError(f"its pickle reconstructs {kind} as an array")
     return Unbuilt()
 
 
-def _record(name: str) -> Function:
+def _record(name: str) -> Maker:
     return lambda: StoredObject(name, None)
 
 
 def _reconstructed(kind: Any, base: Any, state: object) -> Any:
     """Protocols 0 and 1 make objects by ``copyreg._reconstructor(class, object, None)``."""
     if base[1] != "object" or state is not None or kind not in _RECORDS:
-        raise Refused(f"its pickle reconstructs {kind}")
+        raise UnreadableError(f"its pickle reconstructs {kind}")
     return _RECORDS[kind]()
 
 
@@ -269,17 +273,17 @@ def _plain(value: object) -> object:
     return value
 
 
-_SCALARS: dict[str, Function] = {
+_SCALARS: dict[str, Maker] = {
     "int": lambda text: int(text, 16),
     "float": float,
     "bytes": lambda text: base64.b64decode(text, validate=True),
 }
-_SEQUENCES: dict[str, Function] = {
+_SEQUENCES: dict[str, Maker] = {
     "tuple": tuple, "set": _hashed(set), "frozenset": _hashed(frozenset)
 }  # fmt: skip
 
 
-def _names(modules: str, names: str, make: Function | None) -> dict[Name, Function | None]:
+def _names(modules: str, names: str, make: Maker | None) -> dict[Name, Maker | None]:
     return {Name(module, name): make for module in modules.split() for name in names.split()}
 
 
@@ -308,7 +312,7 @@ _RECORDS: dict[Any, Any] = {
 }
 _BUILTINS = "builtins __builtin__"
 _ARRAYS = "numpy.core.multiarray numpy._core.multiarray"
-_MAKERS: dict[Any, Function | None] = {
+_MAKERS: dict[Any, Maker | None] = {
     **dict.fromkeys(STORAGES),
     **_REBUILDERS,
     **_TENSOR_TYPES,

@@ -1,4 +1,4 @@
-"""Python's own reader of pickles, with nothing to call: what a pickle would call becomes a :class:`Node` that says so.
+"""Python's own reader of pickles, with nothing to call: what it would call becomes a :class:`PickledNode`.
 
 It is the one of the standard library that is written in Python. Of its opcodes
 (https://docs.python.org/3/library/pickletools.html) those stay that read plain values and move them about. Those that
@@ -30,7 +30,7 @@ class Damaged(RefusedFile):
     """A file is not whole, or contradicts itself."""
 
 
-class Node:
+class PickledNode:
     """An inert value of a kind that JSON does not have.
 
     - ``"tuple"``, ``"set"``, ``"frozenset"``: ``items``.
@@ -71,19 +71,19 @@ class Machine(_PythonUnpickler):
                 f"its pickle is damaged near byte {self.file.tell()} ({type(error).__name__})"
             ) from None
 
-    def find_class(self, module: str, name: str) -> Node:
+    def find_class(self, module: str, name: str) -> PickledNode:
         """Keep a name as two texts."""
-        return Node("name", [module, name])
+        return PickledNode("name", [module, name])
 
-    def persistent_load(self, identifier: object) -> Node:
+    def persistent_load(self, identifier: object) -> PickledNode:
         """Keep what a persistent name says."""
         self.storages.append(identifier)
-        return Node("storage", [len(self.storages) - 1])
+        return PickledNode("storage", [len(self.storages) - 1])
 
-    def top(self, *kinds: str) -> Node:
+    def top(self, *kinds: str) -> PickledNode:
         """Return the node on top of the stack. Raises RefusedFile if it is not of these kinds."""
         value = self.stack[-1]
-        if not isinstance(value, Node) or value.kind not in kinds:
+        if not isinstance(value, PickledNode) or value.kind not in kinds:
             raise RefusedFile(f"its pickle fills something that is not a {kinds[0]}")
         return value
 
@@ -96,15 +96,16 @@ class Machine(_PythonUnpickler):
 
     def call(self, target: object, arguments: object) -> None:
         kinds = [
-            value.kind if isinstance(value, Node) else type(value).__name__ for value in (target, arguments)
+            value.kind if isinstance(value, PickledNode) else type(value).__name__
+            for value in (target, arguments)
         ]
         if kinds != ["name", "tuple"]:
             raise RefusedFile(f"its pickle calls a {kinds[0]} with a {kinds[1]}")
-        self.append(Node("call", [target, arguments]))
+        self.append(PickledNode("call", [target, arguments]))
 
     def _instantiate(self, target: object, arguments: list[object]) -> None:
         # Of INST and OBJ.
-        self.call(target, Node("tuple", arguments))
+        self.call(target, PickledNode("tuple", arguments))
 
     def reduce(self) -> None:
         arguments = self.stack.pop()
@@ -136,7 +137,7 @@ class Machine(_PythonUnpickler):
 
     def new_mapping(self) -> None:
         items = self.pop_mark()
-        self.append(Node("dict", []))
+        self.append(PickledNode("dict", []))
         self.put_pairs(items)
 
     def append_items(self, items: list[object]) -> None:
@@ -146,14 +147,14 @@ class Machine(_PythonUnpickler):
     def items_to_mark(self, kind: str) -> None:
         # Before ``append`` is looked up: pop_mark puts another one in its place.
         items = self.pop_mark()
-        self.append(Node(kind, items))
+        self.append(PickledNode(kind, items))
 
     def tuple_of(self, count: int) -> None:
         if len(self.stack) < count:
             raise IndexError
         items = self.stack[-count:]
         del self.stack[-count:]
-        self.append(Node("tuple", items))
+        self.append(PickledNode("tuple", items))
 
     dispatch: dict[int, Operation] = {
         opcode: _PythonUnpickler.dispatch[opcode]
@@ -166,18 +167,18 @@ class Machine(_PythonUnpickler):
         b"\x81": reduce,
         b"\x92": new_object_with_keywords,
         b"b": build,
-        b"}": lambda m: m.append(Node("dict", [])),
+        b"}": lambda m: m.append(PickledNode("dict", [])),
         b"d": new_mapping,
         b"s": set_item,
         b"u": lambda m: m.put_pairs(m.pop_mark()),
         b"a": lambda m: m.append_items([m.stack.pop()]),
         b"e": lambda m: m.append_items(m.pop_mark()),
-        b")": lambda m: m.append(Node("tuple", [])),
+        b")": lambda m: m.append(PickledNode("tuple", [])),
         b"t": lambda m: m.items_to_mark("tuple"),
         b"\x85": lambda m: m.tuple_of(1),
         b"\x86": lambda m: m.tuple_of(2),
         b"\x87": lambda m: m.tuple_of(3),
-        b"\x8f": lambda m: m.append(Node("set", [])),
+        b"\x8f": lambda m: m.append(PickledNode("set", [])),
         b"\x90": lambda m: m.add_items(m.pop_mark()),
         b"\x91": lambda m: m.items_to_mark("frozenset"),
         # A bytearray, which is bytes here.

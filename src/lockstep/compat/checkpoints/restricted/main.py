@@ -13,7 +13,7 @@ import math
 import os
 
 from .jail import lock
-from .machine import Damaged, Machine, Node, RefusedFile
+from .machine import Damaged, Machine, PickledNode, RefusedFile
 
 MAX_DEPTH = 100
 _FREE_UNITS = 200_000
@@ -48,7 +48,7 @@ class Encoder:
             return {"$": "bytes", "value": base64.b64encode(value).decode("ascii")}
         if isinstance(value, list):
             return [self.encode(item, depth + 1) for item in value]
-        if not isinstance(value, Node):
+        if not isinstance(value, PickledNode):
             raise RefusedFile(f"it holds a {type(value).__name__}")
         found: dict[str, object] = {
             "$": value.kind,
