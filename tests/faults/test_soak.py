@@ -12,7 +12,7 @@ import pytest
 from .kinds import KINDS, draw
 from .soak import can_fill_a_disk, compare, soak
 
-STEPS = 60
+STEPS = 120
 OFTEN = ("kill worker", "kill launcher", "stop worker")
 
 
