@@ -33,29 +33,23 @@ for step in range(3):
 CALLS = {
     "save_state": "accelerator.save_state(sys.argv[1])",
     "gather": "accelerator.gather(loss.detach())",
-    "save_model": "accelerator.save_model(model, sys.argv[1])",
-    "wait_for_everyone": "accelerator.wait_for_everyone()",
 }
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks", "launcher", "parallel"),
+    ("name", "launcher", "parallel"),
     [
-        ("gather", 2, "lockstep", "ddp"),
-        ("gather", 2, "torchrun", "ddp"),
-        pytest.param("save_state", 2, "torchrun", "ddp", marks=pytest.mark.exhaustive),
-        pytest.param("save_state", 4, "lockstep", "zero=3", marks=pytest.mark.exhaustive),
-        pytest.param("save_model", 2, "lockstep", "zero=2", marks=pytest.mark.exhaustive),
-        pytest.param("wait_for_everyone", 4, "lockstep", "ddp", marks=pytest.mark.exhaustive),
+        ("gather", "torchrun", "ddp"),
+        ("save_state", "lockstep", "zero=2"),
     ],
 )
 def test_a_script_that_calls_it_on_one_rank_ends_with_one_sentence(
-    tmp_path: Path, name: str, ranks: int, launcher: str, parallel: str
+    tmp_path: Path, name: str, launcher: str, parallel: str
 ) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.replace("{call}", CALLS[name]))
     line = 1 + script.read_text().splitlines().index(f"        {CALLS[name]}")
-    words = [f"--nproc-per-node={ranks}", str(script), str(tmp_path / "out"), parallel]
+    words = ["--nproc-per-node=2", str(script), str(tmp_path / "out"), parallel]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     start = launch.COMMAND if launcher == "lockstep" else torchrun
     done = subprocess.run(
@@ -67,9 +61,7 @@ def test_a_script_that_calls_it_on_one_rank_ends_with_one_sentence(
         check=False,
     )
     assert done.returncode == 1
-    assert (
-        f"Rank 0 called Accelerator.{name} (train.py:{line}), rank{'s' if ranks > 2 else ''} 1" in done.stderr
-    )
+    assert f"Rank 0 called Accelerator.{name} (train.py:{line}), rank 1" in done.stderr
     assert f"Call Accelerator.{name} on every rank (train.py:{line}), or on none." in done.stderr
     assert "lockstep/" not in done.stderr  # no traceback of ours
     if launcher == "lockstep":

@@ -17,7 +17,7 @@ accelerator = Accelerator(cpu=True)
 round, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), accelerator.process_index
 assert accelerator.reduce(torch.tensor(rank + 1.0), "sum") == 3
 open(f"round-{round}-{rank}", "w").close()
-if round < 3 and rank == 0:
+if round < 1 and rank == 0:
     os._exit(1)
 accelerator.wait_for_everyone()
 """
@@ -26,7 +26,7 @@ accelerator.wait_for_everyone()
 def test_a_fixed_port_serves_one_round_after_another(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "3"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
     command += ["--master-port", str(free_port()), str(script)]
     done = subprocess.run(
         command,
@@ -39,5 +39,5 @@ def test_a_fixed_port_serves_one_round_after_another(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     # Rank 1 of a round may be ended before it has written.
-    expected = {*(f"round-{round}-0" for round in range(4)), "round-3-1"}
+    expected = {"round-0-0", "round-1-0", "round-1-1"}
     assert expected <= {path.name for path in tmp_path.iterdir()}

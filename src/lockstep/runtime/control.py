@@ -210,7 +210,7 @@ class ProcessControl:
         self, function: None = None, process_index: int | None = None
     ) -> Callable[[Function], Function]: ...
     def on_process(self, function: object = None, process_index: int | None = None) -> object:
-        """Decorate a function (``@on_process(process_index=r)``): it runs on rank ``r`` only, and else returns None.
+        """Decorate ``function`` (``@on_process(process_index=r)``): it runs on rank ``r`` only, and else returns None.
 
         Examples:
             ```python
