@@ -217,13 +217,13 @@ def refuse_aliases(model: nn.Module, parallel: Parallel) -> None:
         and one.numel()
         if (first := owner(one)) is not None
     ]
+    loose = None
     for one, first in suspects:
-        keeper = _keeper(one)
-        if keeper is not None:
+        if (keeper := _keeper(one)) is not None:
             raise _alias(f"What {keeper} holds, or a function in it,", first, parallel)
-        else:
-            warnings.warn(str(_alias("What the script holds", first, parallel)), stacklevel=4)
-            return
+        loose = loose or first
+    if loose is not None:
+        warnings.warn(str(_alias("What the script holds", loose, parallel)), stacklevel=4)
 
 
 def _alias(what: str, parameter: str, parallel: Parallel) -> UsageError:

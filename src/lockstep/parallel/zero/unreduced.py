@@ -141,10 +141,9 @@ def _rows(group: FSDPParamGroup, names: Mapping[int, str]) -> list[UnreducedRows
             return []
         start = min(mesh.own_shard * most, shape[0])
         count = min(most, shape[0] - start)
-        name, used = (
-            name_of_shard(parameter, names),
-            not bool(is_negative_zero(sums[offset : offset + numel])),
-        )
+        # Without the padding behind its last row, which is 0.0.
+        own = sums[offset : offset + count * shape[1:].numel()]
+        name, used = name_of_shard(parameter, names), not bool(is_negative_zero(own))
         rows.append({"name": name, "offset": offset, "start": start, "count": count, "used": used})
     return rows
 

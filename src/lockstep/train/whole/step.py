@@ -33,7 +33,7 @@ from lockstep.comm.tree import Args, Kwargs
 from lockstep.errors import UsageError
 from lockstep.torch_internals import optim as torch_optim
 from lockstep.torch_internals.dispatch import TorchFunction
-from lockstep.train.whole.kinds import line_of_step, place_of
+from lockstep.train.whole.kinds import line_of_step
 from lockstep.train.whole.tensors import WholeParameter, cut_state, gather_state, tensors_of
 
 
@@ -265,7 +265,7 @@ class WholeStep:
     def _check_draws(self) -> None:
         if not self._draws_alike and _digest_of_generators() != self._generators:
             raise UsageError(
-                f"{self.name} ({place_of(self.optimizer)}) draws random numbers in its step, and the ranks' "
+                f"{self.name} draws random numbers in its step, and the ranks' "
                 "generators differ, so their parts of the model would not fit together. Seed all ranks alike before "
                 "the step, as set_seed(seed) does, or draw from a torch.Generator of the optimizer's own."
             )

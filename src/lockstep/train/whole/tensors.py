@@ -43,6 +43,8 @@ class WholeParameter:
         revive(self.whole)
         if not is_alike:
             self.whole.__dict__.update(sharded.__dict__)
+        # Of the whole as it was gathered: an optimizer may set ``p.data`` to memory of its state.
+        self.memory = 0
         # The gathered gradient, and its version then: a later one was written to.
         self._gradient: tuple[torch.Tensor | None, int] = (None, 0)
 
@@ -58,6 +60,7 @@ class WholeParameter:
             whole.data.copy_(values)
         else:
             whole.data = values
+        self.memory = storage_key(whole)
         whole.requires_grad_(sharded.requires_grad)
         gradient = None
         if has_gradient:
@@ -121,12 +124,11 @@ def cut_state(parameter: WholeParameter, values: dict[object, Any]) -> None:
 
     What the optimizer holds elsewhere too stays whole.
     """
-    memory = storage_key(parameter.whole)
     for name in list(values):
         value = values[name]
         if not isinstance(value, torch.Tensor) or is_dtensor(value) or value.layout is not torch.strided:
             continue
-        if value.numel() and value is not parameter.whole and storage_key(value) == memory:
+        if value.numel() and value is not parameter.whole and storage_key(value) == parameter.memory:
             raise UsageError(
                 f"An optimizer keeps a view of a parameter of shape {tuple(parameter.sharded.shape)} as its state "
                 f"'{name}', which could not follow a sharded parameter. Keep a clone(), or use parallel='ddp'."
