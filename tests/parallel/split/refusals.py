@@ -245,7 +245,6 @@ REFUSED: dict[str, dict[str, tuple[str, ...]]] = {
             "mlp: branch on the batch's values",
             "state: counter in an object",
             "state: random numbers of its own",
-            "structure: two batches in one",
             "structure: all rows in one",
             "structure: sorted rows",
             "structure: mixture with capacity",
