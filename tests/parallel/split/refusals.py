@@ -246,7 +246,6 @@ REFUSED: dict[str, dict[str, tuple[str, ...]]] = {
             "state: counter in an object",
             "state: random numbers of its own",
             "structure: all rows in one",
-            "structure: sorted rows",
             "structure: mixture with capacity",
             "alike: a function mixes rows",
             "alike: an object chooses rows",
