@@ -1,10 +1,11 @@
-"""From the kill of a worker to the next committed step.
+"""From the kill of a worker to the next committed step, with workers that are forks and with new processes.
 
     python benchmarks/restart_time.py
     python benchmarks/restart_time.py --quick
 
-Rank 1 of a launch of 2 ranks is killed once its round has saved. The clock stops when rank 0 has saved again. On a busy
-machine the seconds of the processor say more: what the new workers have used together until they saved.
+Two launches of 2 ranks take turns: one with --warm-restarts, the other without. Rank 1 is killed once its round has
+saved. The clock stops when rank 0 has saved again. Whoever is not measured sleeps. On a busy machine the seconds of the
+processor say more: what the new workers have used together until they saved.
 """
 
 from __future__ import annotations
@@ -67,12 +68,15 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 class Launch:
     """One launch whose rank 1 is killed again and again."""
 
-    def __init__(self, folder: Path, script: Path) -> None:
+    def __init__(self, folder: Path, script: Path, warm: bool) -> None:
+        folder.mkdir()
         self._folder, self._round = folder, 0
         flags = ["--nproc", str(RANKS), "--cpu", "--max-restarts", "1000"]
+        flags += ["--warm-restarts"] if warm else []
         command = [*LOCKSTEP, "launch", *flags, str(script), str(folder)]
+        self._errors = (folder / "errors").open("w+")
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=environment)
+        self._process = subprocess.Popen(command, stderr=self._errors, env=environment)
         self._wait_for_commit()
 
     def _notes(self, rank: int) -> dict[str, float]:
@@ -93,9 +97,14 @@ class Launch:
         return notes[0]["time"] - struck, sum(note["cpu_s"] for note in notes)
 
     def end(self) -> None:
-        """End the launch."""
+        """Raises SystemExit if a warm launch restarted otherwise."""
         self._process.kill()
         self._process.wait()
+        self._errors.seek(0)
+        said = self._errors.read()
+        self._errors.close()
+        if "--warm-restarts" in said:
+            raise SystemExit(said)
 
 
 def main() -> None:
@@ -103,19 +112,30 @@ def main() -> None:
     arguments = parse_for_trials(__doc__ or "", "restart_time", trials)
     title = f"kill of a worker to the next committed step, {RANKS} ranks, {arguments.kills} kills each"
     report = Report("restart_time", title)
+    found: dict[str, list[tuple[float, float]]] = {"warm": [], "cold": []}
     with tempfile.TemporaryDirectory(prefix="lockstep-restarts-") as folder:
         script = Path(folder) / "train.py"
         script.write_text(SCRIPT)
-        launch = Launch(Path(folder), script)
+        launches: dict[str, Launch] = {}
         try:
-            found = [launch.kill() for _ in range(arguments.kills)]
+            for kind in found:
+                launches[kind] = Launch(Path(folder) / kind, script, kind == "warm")
+            for _ in range(arguments.kills):
+                for kind, launch in launches.items():
+                    found[kind].append(launch.kill())
         finally:
-            launch.end()
-    wall, cpu = summary([seconds for seconds, _ in found]), summary([seconds for _, seconds in found])
+            for launch in launches.values():
+                launch.end()
+    wall = {kind: summary([seconds for seconds, _ in values]) for kind, values in found.items()}
+    cpu = {kind: summary([seconds for _, seconds in values]) for kind, values in found.items()}
+    rows = [(kind, wall[kind].show(2), cpu[kind].show(2)) for kind in found]
     report.finish(
-        ["kill to commit, s", "processor time of both ranks, s"],
-        [(wall.show(2), cpu.show(2))],
-        {"wall_s": wall.to_dict(), "cpu_s": cpu.to_dict()},
+        ["restarts", "kill to commit, s", "processor time of both ranks, s"],
+        rows,
+        {
+            "wall_s": {kind: one.to_dict() for kind, one in wall.items()},
+            "cpu_s": {kind: one.to_dict() for kind, one in cpu.items()},
+        },
         {"ranks": RANKS, "kills": arguments.kills},
         arguments.output,
     )

@@ -232,6 +232,9 @@ TOPICS: dict[str, tuple[Setting, ...]] = {
     "Failures": (
         Setting("max_restarts", kinds.integer(0, MAX_RESTARTS),
                 f"Restarts after a failure (default: 0; with --nnodes MIN:MAX {ELASTIC_RESTARTS}).", "--max-restarts"),
+        Setting("warm_restarts", kinds.SWITCH,
+                "Start workers as forks of a process that has imported torch (default: {default}).",
+                "--warm-restarts/--no-warm-restarts", False),
         Setting("hang_timeout", kinds.SECONDS, "How long a hang may last (default: {default}).", "--hang-timeout",
                 300.0),
         Setting("grace", kinds.SECONDS, "Time from a stop signal to SIGKILL (default: {default}).", "--grace", 30.0,

@@ -17,6 +17,7 @@ if not TYPE_CHECKING:
             "bare": ["DONE", "ID_VARIABLE", "members"],
             "coordinator": ["CAUSE_WAIT_S", "join_request_of", "LaunchCoordinator"],
             "coordinator_server": ["CoordinatorServer"],
+            "forks": ["ForkServer"],
             "hosts": ["meeting_point", "SSH", "ssh_arguments", "ssh_programs"],
             "inventory": ["gather_inventory", "problems_of_environment"],
             "job": ["connect_here", "connect_to", "JobConnection"],

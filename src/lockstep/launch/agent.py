@@ -89,6 +89,7 @@ class Agent:
             return 1
         finally:
             self._end_workers(signal.SIGTERM)
+            self._starter.close()
 
     def _round(self) -> LaunchEnded | None:
         """One round; None if another one follows."""

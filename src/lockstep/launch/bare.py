@@ -26,6 +26,7 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Collection
 from contextlib import suppress
 
 # Those of config/sources.py, of which nothing can be imported here.
@@ -43,12 +44,12 @@ PR_SET_PDEATHSIG = 1
 NOT_EXECUTABLE, NOT_FOUND = 126, 127
 
 
-def members(launch_id: str, with_watches: bool = False) -> list[int]:
-    """Return processes of this user whose environment carries the launch's identity."""
+def members(launch_id: str, with_watches: bool = False, kept: Collection[int] = ()) -> list[int]:
+    """Return the processes of this user in whose environment the launch has its identity, without those ``kept``."""
     mark, watch = f"{ID_VARIABLE}={launch_id}".encode(), f"{WATCH_VARIABLE}=1".encode()
     found = []
     for entry in os.listdir("/proc"):
-        if not entry.isdigit():
+        if not entry.isdigit() or int(entry) in kept:
             continue
         try:
             with open(f"/proc/{entry}/environ", "rb") as file:
@@ -62,10 +63,10 @@ def members(launch_id: str, with_watches: bool = False) -> list[int]:
     return found
 
 
-def end(launch_id: str, with_watches: bool = False) -> None:
+def end(launch_id: str, with_watches: bool = False, kept: Collection[int] = ()) -> None:
     """Kill the members until none is left; new ones may be forked while we look."""
     for _ in range(ROUNDS):
-        pids = [pid for pid in members(launch_id, with_watches) if pid != os.getpid()]
+        pids = [pid for pid in members(launch_id, with_watches, kept) if pid != os.getpid()]
         if not pids:
             return
         for pid in pids:

@@ -92,6 +92,7 @@ class FaultPolicy:
     ``grace_s``: from a stop signal to SIGKILL. ``watch``: whether workers are watched at all. ``monitor_interval_s``:
     between two looks at whether they run. ``join_timeout_s``: how long machines wait for each other, and
     ``last_call_s``: for more of them once there are enough. ``heartbeat_limit_s``: how long machines may be silent.
+    ``warm_restarts``: whether workers are forks of a process that has imported torch.
     """
 
     max_restarts: int = 0
@@ -102,6 +103,7 @@ class FaultPolicy:
     join_timeout_s: float = JOIN_LIMIT_S
     last_call_s: float = LAST_CALL_S
     heartbeat_limit_s: float = HEARTBEAT_LIMIT_S
+    warm_restarts: bool = SETTINGS["warm_restarts"].default
 
 
 @dataclass(frozen=True)
@@ -284,6 +286,7 @@ def _fault_policy(value: ValuesByName) -> FaultPolicy:
         join_timeout_s=waits.get("join_timeout", policy.join_timeout_s),
         last_call_s=waits.get("last_call_timeout", policy.last_call_s),
         heartbeat_limit_s=waits.get("heartbeat_timeout", policy.heartbeat_limit_s),
+        warm_restarts=value["warm_restarts"],
     )
 
 

@@ -18,7 +18,8 @@ from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, S
 from lockstep.config.sources import RESTART_VARIABLE, inherited_environment
 from lockstep.launch import bare
 from lockstep.launch.backend import worker_arguments
-from lockstep.launch.console import rank_log
+from lockstep.launch.console import rank_log, say
+from lockstep.launch.forks import ForkServer, can_fork
 from lockstep.launch.network import store_on
 from lockstep.launch.plan import LaunchPlan
 from lockstep.launch.rendezvous import Round
@@ -73,6 +74,7 @@ class Workers:
         environment: what they get beside the launcher's own, the same for all.
         restarts: what torch's variables say about restarts: (so far, at most).
         role: what they find in ROLE_NAME.
+        forks: what starts them as forks.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class Workers:
         run_id: str,
         max_restarts: int,
         role: str = "default",
+        forks: ForkServer | None = None,
     ) -> None:
         self._logs = logs
         self.ranks = {local: place.base_rank + local for local in range(nproc)}
@@ -99,7 +102,8 @@ class Workers:
         logs.round = place.number
         prefixes = {local: f"[rank {rank}] " for local, rank in self.ranks.items()}
         arguments = dict.fromkeys(self.ranks, worker_arguments(command))
-        self._context = start_processes(
+        start = start_processes if forks is None else forks.processes
+        self._context = start(
             name=role,
             entrypoint=sys.executable,
             args=arguments,
@@ -165,6 +169,15 @@ class Starter:
         self._control = control
         self._logs = RankLogs(work_dir, plan.log_dir, plan.tee)
         self._store: TCPStore | None = None
+        self._forks: ForkServer | None = None
+        if plan.fault_policy.warm_restarts:
+            if can_fork(plan.command):
+                self._forks = ForkServer(plan.command, say)
+            else:
+                say(
+                    "lockstep launch: --warm-restarts needs Linux and a script or module of Python; workers are new "
+                    "processes."
+                )
 
     def start(self, place: Round) -> Workers:
         """Start the workers that belong into this place."""
@@ -181,6 +194,7 @@ class Starter:
             run_id=self._launch_id,
             max_restarts=plan.fault_policy.max_restarts,
             role=plan.role,
+            forks=self._forks,
         )
 
     def sweep(self) -> None:
@@ -188,7 +202,13 @@ class Starter:
         # The store lets go of its port with its last reference.
         self._store = None
         if os.path.isdir("/proc/self"):
-            bare.end(self._launch_id, with_watches=True)
+            bare.end(self._launch_id, with_watches=True, kept=self._forks.pids if self._forks else ())
+
+    def close(self) -> None:
+        """At the end of the launch: end what waits for another round."""
+        if self._forks is not None:
+            self._forks.close()
+            self.sweep()
 
 
 def _torchrun_variables(

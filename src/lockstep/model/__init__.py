@@ -11,6 +11,5 @@ if not TYPE_CHECKING:
             "blocks": ["find_blocks", "shared_parameters"],
             "changes": ["disable_cache"],
             "dtypes": ["DTYPES"],
-            "equal_modules": ["describe"],
         },
     )

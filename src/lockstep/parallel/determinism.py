@@ -6,7 +6,7 @@ Ranks draw other random numbers than one process does, so that only without them
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -106,28 +106,6 @@ def without_capacities(modules: list[nn.Module]) -> Iterator[None]:
             if isinstance(module, MixtureOfExperts):
                 stack.enter_context(attributes_set(module, capacity_factor=None))
         yield
-
-
-@contextmanager
-def without_constants(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Parameters that are constant, as those of new norms and layers that begin at zero, have other values inside: they
-    would hide what a forward computes with them."""
-    constant = [
-        (p.data, p.data.flatten()[0].clone())
-        for p in parameters
-        if type(p.data) is Tensor and p.is_floating_point() and p.numel() > 0 and not p.is_meta
-        if bool((p.data == p.data.flatten()[0]).all())
-    ]
-    try:
-        for values, value in constant:
-            width = values.shape[-1] if values.ndim > 1 else 1
-            # At most a quarter away; from zeros a quarter of 1 / sqrt(width), as usual first values are.
-            scale = value.abs() if bool(value) else values.new_tensor(1 / math.sqrt(width))
-            values.copy_(value + (numbers(tuple(values.shape)).to(values) - 1) * scale / 4)
-        yield
-    finally:
-        for values, value in constant:
-            values.fill_(value)
 
 
 def numbers(shape: tuple[int, ...]) -> Tensor:

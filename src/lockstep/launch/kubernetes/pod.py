@@ -43,6 +43,7 @@ def arguments(plan: LaunchPlan, meeting_host: str) -> list[str]:
     words += _flag_with_value("grace", _seconds(fault_policy.grace_s))
     words += _flag_with_value("hang_timeout", _seconds(fault_policy.hang_timeout_s))
     words += [] if fault_policy.watch else [DECLARED["watch"].off_flag]
+    words += [DECLARED["warm_restarts"].flag] if fault_policy.warm_restarts else []
     usual = FaultPolicy()
     if fault_policy.monitor_interval_s != usual.monitor_interval_s:
         words += _flag_with_value("monitor_interval", _seconds(fault_policy.monitor_interval_s))
