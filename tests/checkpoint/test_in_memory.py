@@ -204,10 +204,11 @@ def survives(
     folder: str,
     lost: list[int],
     lose: Callable[[Path], object] = shutil.rmtree,
+    machines: Sequence[Sequence[int]] = MACHINES,
 ) -> tuple[list[str], str, list[str]]:
     """The state after it was loaded without what some machines had; how loading failed; what this machine has then."""
     run = Run("zero=3", numbered(folder))
-    here = on_machines(run, folder, MACHINES)
+    here = on_machines(run, folder, machines)
     run.train(2)
     expected = run.state()
     run.accelerator.save_state(in_memory=True)
@@ -256,8 +257,26 @@ def flip_all(folder: Path) -> None:
             flip(path)
 
 
-def test_a_damaged_file_is_named(run_distributed: Any, tmp_path: Path) -> None:
-    for differs, said, _ in run_distributed(survives, 4, str(tmp_path), [1], flip_all):
+@pytest.mark.parametrize(
+    ("world_size", "machines", "harmed"), [(2, [[0], [1]], [0]), (4, MACHINES, [1]), (4, MACHINES, [2])]
+)
+def test_damaged_copies_are_replaced_by_whole_ones(
+    run_distributed: Any, tmp_path: Path, world_size: int, machines: list[list[int]], harmed: list[int]
+) -> None:
+    contents: set[frozenset[tuple[str, bytes]]] = set()
+    for differs, said, files in run_distributed(
+        survives, world_size, str(tmp_path), harmed, flip_all, machines
+    ):
+        assert (differs, said) == ([], "")
+        assert {f"rank-{rank:05d}.json" for rank in range(world_size)} < set(files)
+    for number in range(len(machines)):
+        folder = tmp_path / f"machine-{number}/checkpoint_0.1"
+        contents.add(frozenset((path.name, path.read_bytes()) for path in folder.iterdir()))
+    assert len(contents) == 1, "each machine has the same whole files then"
+
+
+def test_a_file_of_which_all_copies_are_damaged_is_named(run_distributed: Any, tmp_path: Path) -> None:
+    for differs, said, _ in run_distributed(survives, 4, str(tmp_path), [0, 1], flip_all):
         assert differs
         assert said.startswith("CheckpointError: ") and "is damaged: its BLAKE3 digest" in said
 

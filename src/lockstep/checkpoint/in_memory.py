@@ -23,10 +23,18 @@ import torch
 
 from lockstep.checkpoint.checkpointer import Checkpointer
 from lockstep.checkpoint.folders import ELSEWHERE, CheckpointGroup, Folders, StagingArea, explained
-from lockstep.checkpoint.format.documents import MANIFEST, FileRecord, Manifest, Saved, digest_of, entry_of
+from lockstep.checkpoint.format.documents import (
+    MANIFEST,
+    FileRecord,
+    Manifest,
+    Saved,
+    digest_of,
+    entry_of,
+    record_of,
+)
 from lockstep.checkpoint.store.base import Store
 from lockstep.checkpoint.store.local import LocalStore
-from lockstep.checkpoint.store.verify import read_manifest, verify_checkpoint
+from lockstep.checkpoint.store.verify import in_parallel, read_manifest, verify_checkpoint
 from lockstep.checkpoint.writer import StagedState, Writer
 from lockstep.comm.collectives import Communicator, raise_on_all_ranks
 from lockstep.config.handlers import ProjectConfiguration
@@ -198,14 +206,41 @@ class FoldersInMemory:
                 found[name] = manifest.to_bytes(), here
         return found
 
-    def missing(self, checkpoint: MemoryCheckpoint) -> list[Transfer]:
-        """Return what each machine lacks of a checkpoint; the ranks of it and of those that have it share the work."""
+    def damaged(self, checkpoint: MemoryCheckpoint) -> list[str]:
+        """Return the files, of this rank's share of those here, whose content is not what the manifest says."""
         manifest = Manifest.from_bytes(checkpoint.manifest, str(checkpoint))
+        first, step = self.group.share
+        here = sorted(name for name, holders in checkpoint.holders.items() if self.machine in holders)
+        mine = here[first::step]
+        found = in_parallel(self._digest, [f"{self.path}/{checkpoint.name}/{name}" for name in mine])
+        return [
+            name for name, digest in zip(mine, found, strict=True) if digest != manifest.files[name].blake3
+        ]
+
+    def _digest(self, path: str) -> str:
+        try:
+            return record_of(self.store.blocks(path)).blake3
+        except OSError:
+            return ""
+
+    def missing(self, checkpoint: MemoryCheckpoint, damaged: Sequence[Sequence[str]]) -> list[Transfer]:
+        """Return what each machine lacks of a checkpoint; the ranks of it and of those that have it share the work.
+
+        Args:
+            damaged: The files of each rank's share that are damaged on its machine.
+        """
+        manifest = Manifest.from_bytes(checkpoint.manifest, str(checkpoint))
+        broken = [{name for rank in ranks for name in damaged[rank]} for ranks in self.machines]
+        # Of what is damaged everywhere all get a copy, so that all name the damage.
+        whole = {
+            name: [number for number in holders if name not in broken[number]] or holders
+            for name, holders in checkpoint.holders.items()
+        }
         found = []
         for number, ranks in enumerate(self.machines):
-            absent = [name for name in sorted(manifest.files) if number not in checkpoint.holders[name]]
+            absent = [name for name in sorted(manifest.files) if number not in whole[name]]
             for place, name in enumerate(absent):
-                holders = checkpoint.holders[name]
+                holders = whole[name]
                 sources = self.machines[holders[(number + place) % len(holders)]]
                 source, target = sources[place % len(sources)], ranks[place % len(ranks)]
                 found.append(Transfer(source, target, name, manifest.files[name].size))
@@ -380,7 +415,7 @@ def opened_in_memory(checkpointer: Checkpointer, checkpoint: MemoryCheckpoint) -
     """Open the folder of a checkpoint on this machine, with all its files, verified. Collective.
 
     Raises:
-        CheckpointError: a file is damaged, or there is no room for what other machines have of it.
+        CheckpointError: all copies of a file are damaged, or there is no room for what other machines have of it.
     """
     memory, communicator = open_memory(checkpointer), checkpointer.communicator
     # From each rank to all: whether its machine has a folder for the checkpoint; and where it is.
@@ -391,14 +426,20 @@ def opened_in_memory(checkpointer: Checkpointer, checkpoint: MemoryCheckpoint) -
     memory.path = communicator.gather_object([memory.path])[memory.group.coordinator]
     folder = f"{memory.path}/{checkpoint.name}"
 
-    # From ranks of machines that have a file to ranks of those that lack it: that file, in a group that all make.
-    missing = memory.missing(checkpoint)
+    # From each rank to all: which of its share of the files here have other digests than the manifest's.
+    with raise_on_all_ranks(communicator):
+        mine = memory.damaged(checkpoint)
+    damaged = communicator.gather_object([mine])
+
+    # From ranks of machines that have a whole file to ranks of those that lack it: that file, in a group that all make.
+    missing = memory.missing(checkpoint, damaged)
     if missing:
         _transfer(checkpointer.gloo_communicator(), missing, folder)
 
-    # From each rank to all: whether its share of the files is whole.
-    with raise_on_all_ranks(communicator):
-        verify_checkpoint(memory.store, folder, memory.group.share)
+    # From each rank to all: whether its share of the files is whole now. A damaged one may have had no other copy.
+    if missing or any(damaged):
+        with raise_on_all_ranks(communicator):
+            verify_checkpoint(memory.store, folder, memory.group.share)
     yield folder
 
 

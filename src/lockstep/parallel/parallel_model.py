@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from lockstep.comm.dtensor import local
 from lockstep.comm.tree import LossFunction
@@ -114,10 +115,10 @@ class ParallelModel:
     def reduce_gradients(self) -> None:
         """Average after backward what torch's engines leave to us, unless within ``no_sync``. Collective."""
 
-    def check_gradients(self, stepped: Callable[[], set[int]] | None) -> None:
+    def check_gradients(self, optimizer: Optimizer | None) -> None:
         """Raise UsageError before a step if a backward has left out gradients that other ranks wait for.
 
-        Also if gradients of the parameters that are ``stepped`` (by ``id``) are this rank's own. None: they may be.
+        Also if gradients that this ``optimizer`` steps on are this rank's own. None: they may be.
         """
 
     def gradients(self) -> Iterator[torch.Tensor]:
@@ -200,10 +201,10 @@ class ReplicatedModel(ParallelModel):
         with self.module.without_buffers(), super().summoned():
             yield
 
-    def check_gradients(self, stepped: Callable[[], set[int]] | None) -> None:
+    def check_gradients(self, optimizer: Optimizer | None) -> None:
         self.module.check_reduced()
-        if stepped is not None:
-            self.module.check_averaged(stepped)
+        if optimizer is not None:
+            self.module.check_averaged(optimizer)
 
     def own_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in self.module.module.named_parameters():
@@ -270,11 +271,11 @@ class ShardedModel(SplitModel):
         if self.sharding.has_whole:
             super().reduce_gradients()
 
-    def check_gradients(self, stepped: Callable[[], set[int]] | None) -> None:
-        if stepped is None:
+    def check_gradients(self, optimizer: Optimizer | None) -> None:
+        if optimizer is None:
             self.sharding.step_with_closure()
         else:
-            self.sharding.check_reduced(stepped)
+            self.sharding.check_step(optimizer)
 
     def gradients(self) -> Iterator[torch.Tensor]:
         yield from self.sharding.gradients()
@@ -368,9 +369,9 @@ class PipelinedModel(ParallelModel):
         if self.mean is not None:
             self.mean.average()
 
-    def check_gradients(self, stepped: Callable[[], set[int]] | None) -> None:
+    def check_gradients(self, optimizer: Optimizer | None) -> None:
         for stage in self.stages:
-            stage.check_gradients(stepped)
+            stage.check_gradients(optimizer)
 
     def loss_of(
         self, function: LossFunction, inputs: object, targets: object, autocast: AutocastContext

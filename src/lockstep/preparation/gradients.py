@@ -156,11 +156,9 @@ class Gradients:
             refuse_inside("An optimizer steps")
         # Where a plain loss.backward() came before.
         self._step.trains()
-        stepped = None
-        if not has_closure and self._ranks_step_together():
-            stepped = partial(_parameter_ids, optimizer)
+        is_checked = not has_closure and self._ranks_step_together()
         for model in self._models:
-            model.check_gradients(stepped)
+            model.check_gradients(optimizer if is_checked else None)
         self.watch.before_step(has_closure)
 
     def forget(self) -> None:
@@ -184,10 +182,6 @@ class Gradients:
 
     def _forward_was_seen(self) -> None:
         self._forward_seen = True
-
-
-def _parameter_ids(optimizer: Optimizer) -> set[int]:
-    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
 class FirstForward(UncopiedHook):

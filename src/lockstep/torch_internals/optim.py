@@ -23,6 +23,11 @@ def scale_in_place(tensors: list[Tensor], factor: Tensor) -> None:
     torch._foreach_mul_(tensors, factor)
 
 
+def stepped_by(optimizer: Optimizer) -> set[int]:
+    """Return the parameters that the optimizer steps on, by ``id``."""
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
 def note_step(optimizer: Any) -> None:
     """Relies on: schedulers warn unless ``_opt_called`` says that their optimizer has stepped before them."""
     optimizer._opt_called = True

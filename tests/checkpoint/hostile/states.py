@@ -82,7 +82,6 @@ def states() -> Iterator[Case]:
     yield from loader("world_size", 0, -1, "x")
     yield from loader("num_workers", -1, "x")
     yield from loader("kind", "stream", "load", None)
-    yield from loader("inner", "x", [1])
     yield from loader("__class__", "os.system")
 
     def model(key: str, *values: Any) -> Iterator[Case]:

@@ -23,7 +23,7 @@ REFUSED = {
     "MPNetForMaskedLM": BY_THE_PROOF,
     "BloomForCausalLM": BY_THE_PROOF,
     "DogeForCausalLM": BY_THE_PROOF,
-    "MambaForCausalLM": BY_THE_PROOF,
+    "MambaForCausalLM": "called F.scaled_dot_product_attention",
     "Qwen3NextForCausalLM": BY_THE_PROOF,
     "T5ForConditionalGeneration": OF_A_CHUNK,
     "MT5ForConditionalGeneration": OF_A_CHUNK,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,8 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep import Accelerator, GradientAccumulationPlugin
 from lockstep.errors import UsageError
+from lockstep.parallel.zero import Sharding
 from parallel import zero_problem as problem
 from parallel.zero_scenarios import WIDTH, Net, Plain, batch, learn, loss_of, seeded, sgd, values
+from tests.patching import module_of
 from tests.refusals import expect_refusal
 
 
@@ -311,3 +314,57 @@ def test_a_model_that_was_refused_may_be_mended_and_prepared_again(run_distribut
     model.layers[0].up.half().float()
     expected = problem.loss_of(model, *problem.make_batches(1)[0]).item()
     assert run_distributed(refused_and_mended, 2) == pytest.approx([expected] * 2, rel=2e-6)
+
+
+# -- settings of optimizers ------------------------------------------------------------------------------
+
+
+def refused_in_step(parallel: str, setting: str) -> int:
+    """The step in which settings that follow this rank's loss are refused; 4: in none."""
+    accelerator = Accelerator(cpu=True, parallel=parallel)
+    model = seeded(Net)
+    options = {"lr": torch.tensor(0.1), "foreach": False} if setting == "tensor lr" else {"lr": 0.1}
+    optimizer = torch.optim.Adam(model.parameters(), **options)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    for step in range(4):
+        loss = loss_of(accelerator, model, step)
+        accelerator.backward(loss)
+        group, mean = optimizer.param_groups[0], accelerator.reduce(loss.detach(), "mean").item()
+        if setting == "equal":
+            group["lr"] = 0.1 / (1 + mean)
+        elif setting == "tensor lr":
+            group["lr"].fill_(0.1 / (1 + loss.item()))
+        elif setting == "plateau":
+            # One rank's losses rise.
+            scheduler.step(float(step) if accelerator.process_index else -float(step))
+        else:
+            group[setting] = (loss.item() % 1, 0.9) if setting == "betas" else loss.item() % 1
+        try:
+            optimizer.step()
+        except UsageError as error:
+            return step if "settings of an optimizer, such as lr" in str(error) else -1
+        optimizer.zero_grad()
+    return 4
+
+
+def refused_in_steps(parallel: str, settings: list[str]) -> list[int]:
+    # A plateau comes in a later step.
+    with mock.patch.object(module_of(Sharding), "COMPARED_EVERY", 1):
+        return [refused_in_step(parallel, setting) for setting in settings]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "parallel", "settings"),
+    [
+        (1, "zero=3", {"lr": 4}),
+        (2, "zero=1", {"lr": 0, "equal": 4}),
+        (2, "zero=3", {"lr": 0, "weight_decay": 0, "betas": 0, "tensor lr": 0, "plateau": 1, "equal": 4}),
+        (4, "zero=3 replicate=2", {"lr": 0, "equal": 4}),
+    ],
+)
+def test_settings_that_differ_between_ranks_are_refused_on_all(
+    run_distributed, world_size: int, parallel: str, settings: dict[str, int]
+) -> None:
+    found = run_distributed(refused_in_steps, world_size, parallel, list(settings))
+    assert found == [list(settings.values())] * world_size

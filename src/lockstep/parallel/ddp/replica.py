@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.optim import Optimizer
 
 from lockstep.comm.tree import Kwargs, StateDict, tensor_leaves
 from lockstep.errors import UsageError
@@ -30,6 +31,7 @@ from lockstep.torch_internals.autograd import current_backward as current_pass
 from lockstep.torch_internals.autograd import leaves_of
 from lockstep.torch_internals.c10d import check_reduced, is_joining, rebuild_buckets
 from lockstep.torch_internals.modules import every_parameter
+from lockstep.torch_internals.optim import stepped_by
 
 MOST_REDUCERS = 4
 """Kept for parts that are trained in turn. Each has buffers as large as the gradients that it averages."""
@@ -140,8 +142,8 @@ class DistributedDataParallel(TorchDDP):
                 "backward once."
             ) from error
 
-    def check_averaged(self, stepped: Callable[[], set[int]]) -> None:
-        """Raise UsageError if the ranks' gradients or parameters differ before a step of these (by ``id``).
+    def check_averaged(self, optimizer: Optimizer) -> None:
+        """Raise UsageError if the ranks' gradients or parameters differ before a step.
 
         This is asked where every backward since the last step was one of ``no_sync``; and in the first step, the
         second, the fourth, the eighth, and so on, for gradients that no reducer has seen, and for steps that used
@@ -151,7 +153,7 @@ class DistributedDataParallel(TorchDDP):
         # A power of two has one bit.
         if not self._has_own and self._steps & (self._steps - 1):
             return
-        if is_joining(self) or not self._trained or stepped().isdisjoint(map(id, self._trained)):
+        if is_joining(self) or not self._trained or stepped_by(optimizer).isdisjoint(map(id, self._trained)):
             return
         has_own, self._has_own = self._has_own, False
         # Those that a rank lacks have a place, too: all send as many numbers.
