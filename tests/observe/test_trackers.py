@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from lockstep.errors import ConfigError, MissingExtraError, UsageError
-from lockstep.observe.trackers import TrackerSet, available_trackers
+from lockstep.observe.trackers import TrackerSet, available_trackers, resolve_trackers
 from lockstep.tracking import (
     LOGGER_TYPE_TO_CLASS,
     GeneralTracker,
@@ -21,7 +21,6 @@ from lockstep.tracking import (
     WandBTracker,
     on_main_process,
     register_tracker_class,
-    resolve_trackers,
 )
 from lockstep.utils import LoggerType
 from tests.refusals import expect_refusal

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -28,6 +30,16 @@ def leave_out(kind: type) -> type:
         if hasattr(value, "__code__"):
             set_code_exec_strategy(value.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
     return kind
+
+
+@contextmanager
+def without_compiling() -> Iterator[None]:
+    """Let functions that ``torch.compile`` has compiled run as they were written, inside."""
+    if "torch._dynamo" not in sys.modules:
+        yield
+    else:
+        with torch.compiler.set_stance("force_eager"):
+            yield
 
 
 FRAMES = frozenset({"_fn"})

@@ -23,6 +23,7 @@ from lockstep.parallel.autocast import AutocastForward
 from lockstep.parallel.context.region import ContextRegion, regions_of
 from lockstep.parallel.context.sharded_loader import IGNORED
 from lockstep.parallel.pipeline.micro_batch import find_loss
+from lockstep.torch_internals.compile import without_compiling
 from lockstep.verify.module_sums import Observed
 
 
@@ -79,7 +80,7 @@ def run_pass(
 
     Tensors that ranks hold parts of are gathered; collective then.
     """
-    with torch.enable_grad():
+    with torch.enable_grad(), without_compiling():
         output = call(batch)
         found = {
             path: _full_tensor(leaf) for path, leaf in leaves(output).items() if isinstance(leaf, Tensor)

@@ -149,6 +149,8 @@ IMPORTED = [(module, name) for module, text in _IMPORTED.items() for name in tex
 DIFFERENT = {
     "AcceleratedOptimizer": "prepare makes it",
     "AcceleratedScheduler": "prepare makes it",
+    "FP8RecipeKwargs": "levels are those of MS-AMP, which is not offered",
+    "TERecipeKwargs": "its defaults are those that Accelerate reads from variables",
     "InitProcessGroupKwargs": "the backend follows from the device",
     "notebook_launcher": "a free port, so that two runs do not collide",
     "write_basic_config": "where lockstep config writes",

@@ -5,7 +5,6 @@ from __future__ import annotations
 UNDER_CP: dict[str, tuple[str, ...]] = {
     "with parallel=": (
         *(
-            "attention: multihead, time first",
             "attention: encoder layer, time first",
         ),
         *(
@@ -30,7 +29,6 @@ UNDER_CP: dict[str, tuple[str, ...]] = {
             "attention: linear attention",
             "attention: persistent keys",
             "attention: nanogpt by hand",
-            "attention: by hand",
             "attention: soft-capped",
             "attention: short convolution",
             "attention: windows by reshaping",
@@ -170,7 +168,8 @@ UNDER_CP: dict[str, tuple[str, ...]] = {
     ),
     "need_weights=False": ("attention: multihead with weights",),
     "the same batch size and number of heads": ("attention: cross attention to one memory",),
-    "would see the whole sequence": ("attention: no attention",),
+    "would see the whole sequence": ("attention: no attention", "attention: by hand"),
+    "The attention mask is": ("attention: multihead, time first",),
     "Name the modules that take these": ("loss: adaptive softmax",),
     "between its blocks": (
         "structure: dense",
@@ -187,6 +186,7 @@ UNDER_CP: dict[str, tuple[str, ...]] = {
 
 REFUSED: dict[str, dict[str, tuple[str, ...]]] = {
     "tp": {
+        "the layer that computes its input is not split to match": ("mlp: lora",),
         "takes 16 of 32 features": ("mlp: functional call",),
         "differentiates twice": ("mlp: gradient inside",),
         "cannot be divided among tp=2 ranks": ("attention: multi-query",),

@@ -39,12 +39,12 @@ def copy_changed(t: Tensor) -> None:
 EQUAL: dict[str, Edit] = {
     "all of it": lambda t: t.mul_(0.5),
     "assigned": first_assigned,
-    "multiplied by index": doubled_by_index,
     "a clone": copy_changed,
     "a sign": lambda t: t.neg_(),
     "clamped": lambda t: t.clamp_(-0.01, 0.01),
 }
 REFUSED: dict[str, Edit] = {
+    "multiplied by index": doubled_by_index,
     "rows": lambda t: t[1:].mul_(0),
     "a row": lambda t: t[0].zero_(),
     "narrow": lambda t: t.narrow(0, 0, 2).fill_(1.0),

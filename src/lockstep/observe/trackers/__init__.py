@@ -10,6 +10,6 @@ else:
     __getattr__ = names_of_modules(
         __name__,
         {
-            "run": ["available_trackers", "TRACKERS", "TrackerSet"],
+            "run": ["available_trackers", "resolve_trackers", "TRACKERS", "TrackerSet"],
         },
     )

@@ -100,8 +100,11 @@ class ColumnRowRegion(ParallelHook):
 
         Marks cost some microseconds for each operation. Where the first forwards had no use for them, they end. With a
         split sequence there are none: gradients of whole parameters in blocks are sums then, and nothing else fits.
+        Compiled code, which cannot look for such places, has those that the proof of the first batch has found.
         """
         if self._marks_left == 0 or self.group.is_split or not torch.is_grad_enabled():
+            return output
+        if self._marks_left is not None and torch.compiler.is_compiling():
             return output
         self._is_called = True
         return RankFeatures.of(output, self._met)
