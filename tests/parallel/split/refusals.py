@@ -4,9 +4,7 @@ from __future__ import annotations
 
 UNDER_CP: dict[str, tuple[str, ...]] = {
     "with parallel=": (
-        *(
-            "attention: encoder layer, time first",
-        ),
+        *("attention: encoder layer, time first",),
         *(
             "model: batch norm",
             "model: frozen batch norm",
