@@ -28,7 +28,7 @@ PARTED = "is no longer equal on all ranks"
 APART = "is not equal on all ranks, so this step"
 OWN = "this rank only, because each backward since the last step ran inside no_sync"
 BY_SCRIPT = "was changed by the script in this step while it was gathered"
-OF_A_PART = "was changed in place, as by w[0].zero_() or w[0] *= 2, but the part is a copy"
+OF_A_PART = "was changed in place, as by w[0].zero_() or w[0] *= 2. The part is a copy"
 OWN_IN_WINDOW = "was changed inside an accumulation window, where it is the gradient of this rank only"
 NOT_AVERAGED = "has a gradient that was not averaged over the ranks"
 

@@ -65,7 +65,7 @@ def refuse_change_of_copy(tensor: DTensor) -> None:
     if shape is not None:
         raise UsageError(
             f"A part of a sharded tensor of shape {tuple(shape)} was changed in place, as by w[0].zero_() or "
-            "w[0] *= 2, but the part is a copy, so the tensor would not change. Assign to the tensor: w[0] = 0, or "
+            "w[0] *= 2. The part is a copy, so the tensor would not change. Assign to the tensor: w[0] = 0, or "
             "w[0] = w[0] * 2."
         )
 

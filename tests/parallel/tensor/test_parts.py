@@ -97,4 +97,4 @@ def test_changes_of_a_whole_tensor_and_of_assigned_parts_are_plain_torchs(run_di
 
 def test_changes_of_a_copied_part_are_refused_before_the_step(run_distributed: Any) -> None:
     for found in run_distributed(outcomes, 2, list(REFUSED)):
-        assert {n: s for n, s in found.items() if "the part is a copy" not in s} == {}
+        assert {n: s for n, s in found.items() if "The part is a copy" not in s} == {}

@@ -106,8 +106,8 @@ class FirstStep:
             changed = next(names, None)
             raise UsageError(
                 f"{'A weight' if changed is None else repr(changed)} of {kind} was changed by the script in this "
-                "step while it was gathered (inside a forward, between forward and backward, or in an accumulation "
-                "window), and the change is lost. Change weights after optimizer.step(), before the next forward."
+                "step while it was gathered: in a forward, between forward and backward, or in an accumulation "
+                "window. The change is lost. Change weights after optimizer.step(), before the next forward."
             )
         if most != -negated_least:
             raise UsageError(
