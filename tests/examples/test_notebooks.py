@@ -34,7 +34,6 @@ def test_a_report_names_what_was_planted(both: tuple[Any, Any]) -> None:
     if "What it did" in committed:
         assert "step 40 was skipped" in ran
         assert "1 spike of loss or gradient norm; 1 batch skipped." in ran
-        assert "slow and quick have the same numbers in 80 common steps." in ran
         assert "The others wait for rank 1" in committed  # how slow it is depends on what else runs
 
 
