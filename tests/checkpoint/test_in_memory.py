@@ -15,9 +15,8 @@ from unittest import mock
 import pytest
 
 from lockstep import ProjectConfiguration
-from lockstep.checkpoint import FoldersInMemory
+from lockstep.checkpoint import FoldersInMemory, Writer
 from lockstep.checkpoint.format import MANIFEST
-from lockstep.checkpoint.writer import Writer
 from lockstep.errors import LockstepError
 from lockstep.runtime import MemoryFolder
 from tests.checkpoint.test_background import Run, differing

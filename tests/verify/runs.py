@@ -19,7 +19,7 @@ from lockstep.verify import (
     Trace,
     TraceComparison,
     TraceItem,
-    judge,
+    judge_runs,
     read_measured,
     tolerance_of,
 )
@@ -74,7 +74,7 @@ def verdict_of(
     in_half = [] if half is None else measure(trace, folder / "half", [half])[0]
     allowed = tolerance_of(trace, off, in_half, dtype)
     lines, kept = measure(trace, folder / "candidate", ranks, allowed)
-    return judge(trace, allowed, lines, facts or RunFacts(nproc=len(ranks), data_ranks=len(ranks)), kept)
+    return judge_runs(trace, allowed, lines, facts or RunFacts(nproc=len(ranks), data_ranks=len(ranks)), kept)
 
 
 def shaken(tensors: Tensors, seed: int = 1, eps: float = 1.2e-7) -> dict[TraceItem, Tensor]:

@@ -16,8 +16,8 @@ from lockstep.verify import (
     TraceItem,
     as_pairs,
     as_regions,
-    judge,
     judge_repeat,
+    judge_runs,
     sentence,
     sentence_of_repeat,
 )
@@ -151,7 +151,7 @@ def test_two_runs_of_the_reference_must_be_equal(tmp_path: Path) -> None:
 
 def test_nothing_measured_is_no_agreement_of_anything(tmp_path: Path) -> None:
     trace = record(tmp_path / "reference.safetensors", synthetic(steps=1))
-    verdict = judge(trace, Tolerance({}, 10), [], RunFacts())
+    verdict = judge_runs(trace, Tolerance({}, 10), [], RunFacts())
     assert not verdict.agrees
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.cli.check import _page
+from lockstep.cli import page_of_verdict
 from lockstep.verify import (
     TITLES,
     Fault,
@@ -185,7 +185,7 @@ def test_the_page_has_the_answer_and_loads_nothing() -> None:
     ratios = (Ratio(finding.item, 7.0, 1e-6), Ratio(TraceItem(2, ItemKind.OUTPUT, name), 0.5, 1e-7))
     found = verdict(finding, ratios=ratios)
     assert distances(found) == (["step 1", "step 2"], [("backward", "7", ""), ("forward", "", "0.5")])
-    page = _page(found)
+    page = page_of_verdict(found)
     assert "Numbers differ" in page and "step 1, backward: the gradient of" in page
     assert not re.search(r"https?:|url\(|@import|<link|<img", page)
     assert "<script>alert" not in page and "\x1b" not in page and "&lt;script&gt;" in page

@@ -8,6 +8,7 @@ if not TYPE_CHECKING:
         {
             "accelerate": ["COMMANDS_OF_ACCELERATE"],
             "accelerate_commands": ["launch_command", "launch_command_parser", "load_config_from_file"],
+            "check": ["page_of_verdict"],
             "main": ["cli", "COMMANDS"],
             "top_screen": ["TopScreen"],
             "values": ["value_type"],

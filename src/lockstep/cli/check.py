@@ -196,7 +196,7 @@ def _print_verdict(verdict: ParityVerdict, json_path: Path | None, html: Path | 
     from lockstep.verify.text import RIGHT, TITLES, remarks, rows, sentence, to_json
 
     if html is not None:
-        html.write_text(_page(verdict), "utf-8")
+        html.write_text(page_of_verdict(verdict), "utf-8")
     write_json(json_path, to_json(verdict))
     if json_path is not None and str(json_path) == "-":
         return
@@ -209,7 +209,8 @@ def _print_verdict(verdict: ParityVerdict, json_path: Path | None, html: Path | 
         click.echo(escaped_lines(remark))
 
 
-def _page(verdict: ParityVerdict) -> str:
+def page_of_verdict(verdict: ParityVerdict) -> str:
+    """Return the page that ``--html`` writes."""
     from lockstep.report.page import MOST_ROWS, check_page
     from lockstep.verify.text import RIGHT, TITLES, distances, remarks, rows, sentence
 

@@ -14,7 +14,7 @@ if not TYPE_CHECKING:
         {
             "check": ["ParityCheck", "Request"],
             "compare": ["RoundingLimits", "compare_with_whole"],
-            "judge.decide": ["judge", "judge_repeat"],
+            "judge.decide": ["judge_runs", "judge_repeat"],
             "judge.tolerance": ["Tolerance", "tolerance_of"],
             "judge.verdict": ["Fault", "Mismatch", "ParityVerdict", "Ratio", "RunFacts"],
             "kept_trace": ["ReferenceRun", "keep", "kept_in", "refuse_other_run"],

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from lockstep.parallel.autocast import DTYPES
-from lockstep.verify.judge.decide import judge, judge_repeat
+from lockstep.verify.judge.decide import judge_repeat, judge_runs
 from lockstep.verify.judge.tolerance import Tolerance, tolerance_of
 from lockstep.verify.judge.verdict import Fault, Mismatch, ParityVerdict, RunFacts
 from lockstep.verify.kept_trace import ReferenceRun, keep, kept_in, refuse_other_run
@@ -198,7 +198,9 @@ class ParityCheck:
         }
         if failure is not None:
             facts = replace(facts, notes=(*facts.notes, _failure_note(left)))
-        verdict = judge(reference.trace, reference.tolerance, left.measured(), facts, found, failure is None)
+        verdict = judge_runs(
+            reference.trace, reference.tolerance, left.measured(), facts, found, failure is None
+        )
         # Steps that agree say nothing about the one in which it failed.
         if failure is not None and verdict.agrees:
             raise failure

@@ -22,7 +22,7 @@ NOT_IN_ALL_RUNS = (ItemKind.OUTPUT, ItemKind.OUTPUT_GRADIENT)
 """Kinds of which a strategy need not show all: a stage of a pipeline, or a fused layer, has other modules."""
 
 
-def judge(
+def judge_runs(
     trace: Trace,
     tolerance: Tolerance,
     measured: Iterable[Measured],
@@ -74,7 +74,7 @@ def judge(
 
 def judge_repeat(trace: Trace, measured: Iterable[Measured], facts: RunFacts) -> ParityVerdict:
     """Return the verdict on two runs of the reference, which must be equal to the last bit."""
-    return judge(trace, Tolerance({}, 0), measured, facts)
+    return judge_runs(trace, Tolerance({}, 0), measured, facts)
 
 
 def _of_item(
